@@ -1,0 +1,31 @@
+//! Names of compression methods; the code that runs them lives with the formats.
+
+use std::fmt;
+
+/// How a packed unit is compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Codec {
+    /// Raw deflate without zlib header (qcow2 "zlib").
+    Deflate,
+    /// A zstd frame.
+    Zstd,
+}
+
+impl fmt::Display for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Deflate => "zlib",
+            Self::Zstd => "zstd",
+        })
+    }
+}
+
+/// What a caller asks of compression: a method and a level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CompressionSpec {
+    /// The method.
+    pub codec: Codec,
+    /// The method's own level; none takes vdkit's default for the method.
+    pub level: Option<i32>,
+}

@@ -1,0 +1,115 @@
+//! The answer of a map: where a run of guest bytes lives.
+
+use crate::codec::Codec;
+use crate::units::HostOffset;
+
+/// Which of a format's storages holds the bytes: 0 is its first data storage. See
+/// [`crate::Format::file`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct FileIndex(pub u16);
+
+/// A run of guest bytes that live in one place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// For how many bytes from the asked offset this holds; never 0, never more than asked.
+    pub len: u64,
+    /// Where they are.
+    pub place: Place,
+}
+
+/// Where guest bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Plain bytes in a host file, contiguous for the whole extent.
+    Data {
+        /// The storage.
+        file: FileIndex,
+        /// Host offset of the first byte.
+        offset: HostOffset,
+        /// Nobody else refers to these bytes, so they may be overwritten in place.
+        exclusive: bool,
+    },
+    /// The bytes read as zero and hide whatever a backing image has there.
+    Zero {
+        /// Host space is allocated to them all the same.
+        allocated: bool,
+    },
+    /// Not in this image: ask the backing image, or zero where there is none.
+    Hole,
+    /// Compressed; the extent ends with the compressed unit.
+    Packed(Packed),
+}
+
+/// One compressed unit (a cluster, a grain).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packed {
+    /// The storage.
+    pub file: FileIndex,
+    /// Host offset of the first compressed byte.
+    pub offset: HostOffset,
+    /// At most so many compressed bytes; the stream may end earlier.
+    pub len: u32,
+    /// How it is compressed.
+    pub codec: Codec,
+    /// Bytes that the unit unpacks to.
+    pub unpacked_len: u32,
+    /// Offset within the unpacked unit of the extent's first byte.
+    pub skip: u32,
+}
+
+impl Extent {
+    /// This extent without its first `bytes`, which must be fewer than [`Extent::len`].
+    pub fn advance(self, bytes: u64) -> Self {
+        debug_assert!(bytes < self.len);
+        let place = match self.place {
+            Place::Data { file, offset, exclusive } => {
+                Place::Data { file, offset: offset + bytes, exclusive }
+            }
+            // Packed units are at most a few MiB, so the sum stays within u32.
+            Place::Packed(p) => Place::Packed(Packed { skip: p.skip + bytes as u32, ..p }),
+            other => other,
+        };
+        Self { len: self.len - bytes, place }
+    }
+
+    /// The two as one where `next` directly follows `self` both for the guest and on the host.
+    pub fn merge(self, next: Self) -> Option<Self> {
+        let joined = match (self.place, next.place) {
+            (
+                Place::Data { file: a, offset, exclusive: x },
+                Place::Data { file: b, offset: next_offset, exclusive: y },
+            ) => a == b && x == y && offset.checked_add(self.len) == Some(next_offset),
+            (Place::Zero { allocated: a }, Place::Zero { allocated: b }) => a == b,
+            (Place::Hole, Place::Hole) => true,
+            _ => false,
+        };
+        joined.then(|| Self { len: self.len + next.len, place: self.place })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn data(offset: u64, len: u64) -> Extent {
+        Extent {
+            len,
+            place: Place::Data { file: FileIndex(0), offset: HostOffset(offset), exclusive: true },
+        }
+    }
+
+    #[test]
+    fn only_neighbours_on_the_host_merge() {
+        assert_eq!(data(0, 512).merge(data(512, 512)), Some(data(0, 1024)));
+        assert_eq!(data(0, 512).merge(data(1024, 512)), None);
+        let zero = Extent { len: 5, place: Place::Zero { allocated: false } };
+        assert_eq!(data(0, 512).merge(zero), None);
+        assert_eq!(zero.merge(zero).map(|e| e.len), Some(10));
+        assert_eq!(data(u64::MAX, 1).merge(data(0, 1)), None);
+    }
+
+    #[test]
+    fn advance_moves_the_host_offset() {
+        assert_eq!(data(4096, 100).advance(40), data(4136, 60));
+    }
+}

@@ -1,0 +1,132 @@
+//! A format: a map from guest bytes to host bytes.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::codec::Codec;
+use crate::error::{Error, Result};
+use crate::extent::{Extent, FileIndex, Packed};
+use crate::in_flight::InFlight;
+use crate::reservation::{PackedReservation, Reservation};
+use crate::storage::Storage;
+use crate::units::GuestOffset;
+
+/// What an image says of the image beneath it. A name from a stranger: never open it without the
+/// policy's word.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackingRef {
+    /// The name as stored, relative to the image's folder or absolute.
+    pub name: String,
+    /// The format that the image says it has.
+    pub format: Option<String>,
+}
+
+/// What a format (with this image's options) can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FormatCaps {
+    /// The image was opened for writing.
+    pub writable: bool,
+    /// Unit of allocation in bytes: a cluster.
+    pub cluster_bytes: u64,
+    /// The smallest aligned unit that a write can cover without a fill: a subcluster where the
+    /// image has them, else the cluster; 1 where every byte has its place already.
+    pub fill_bytes: u64,
+    /// Compressed units can be written.
+    pub packed: Option<Codec>,
+    /// `zero` costs metadata only.
+    pub cheap_zeroes: bool,
+    /// Host space may be handed to movers that share blocks: guest clusters are aligned to the
+    /// cluster size in the host file.
+    pub host_aligned: bool,
+}
+
+/// A disk format: resolves, reserves, and keeps its metadata in order. See the crate's
+/// documentation for the life of a request.
+///
+/// Ranges passed in must lie within [`Format::guest_bytes`]; `len` is never 0.
+pub trait Format: Send + Sync + fmt::Debug {
+    /// The format's name, such as `qcow2`.
+    fn name(&self) -> &'static str;
+
+    /// What this image can do.
+    fn caps(&self) -> FormatCaps;
+
+    /// Bytes of the guest disk.
+    fn guest_bytes(&self) -> u64;
+
+    /// What the image stands on, as its metadata names it.
+    fn backing(&self) -> Option<&BackingRef> {
+        None
+    }
+
+    /// The storage with the metadata.
+    fn storage(&self) -> &Arc<dyn Storage>;
+
+    /// A storage that extents point into.
+    fn file(&self, index: FileIndex) -> &Arc<dyn Storage>;
+
+    /// How many indexes [`Format::file`] knows.
+    fn file_count(&self) -> u16 {
+        1
+    }
+
+    /// Requests in flight: enter before resolving, leave after the I/O on what was resolved.
+    fn in_flight(&self) -> &InFlight;
+
+    /// Where the bytes from `at` are; the longest run that is cheap to find, at most `len`.
+    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent>;
+
+    /// The same answer without I/O, or nothing where that would need some. May be shorter.
+    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent>;
+
+    /// Unpacks a compressed unit whose bytes were read from its place: `packed_bytes` are
+    /// [`Packed::len`] bytes, `out` is the whole unit.
+    fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
+        let _ = (packed_bytes, out);
+        Err(Error::unsupported(
+            self.storage().name(),
+            format!("{} data in a {} image", packed.codec, self.name()),
+            "this format has no compressed data",
+        ))
+    }
+
+    /// Host space for a write of `len` bytes at `at`, or nothing where the map changed meanwhile
+    /// so that the bytes can be written in place: resolve again. The reservation may cover less
+    /// than asked. Waits for an overlapping reservation of another thread.
+    fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>>;
+
+    /// Host space for compressed units of these byte lengths, for consecutive clusters from `at`.
+    fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
+        let _ = (at, lens);
+        Err(Error::unsupported(
+            self.storage().name(),
+            format!("writing compressed data to a {} image", self.name()),
+            "convert to qcow2 instead",
+        ))
+    }
+
+    /// Makes bytes read as zero by metadata alone. Only the part made of whole units
+    /// ([`FormatCaps::fill_bytes`], or the end of the disk) is done; the answer is that part,
+    /// relative to the disk, and the caller writes zeroes to the rest. `may_unmap` lets the
+    /// space go.
+    fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>>;
+
+    /// The guest does not need the bytes any more. Whole clusters are given back; afterwards they
+    /// read as zero, never as what a backing image has there. Whatever cannot be given back stays
+    /// as it is.
+    fn discard(&self, at: GuestOffset, len: u64) -> Result<()>;
+
+    /// Makes everything that was published, zeroed or discarded before this call durable, in the
+    /// order that keeps the image consistent at each moment.
+    fn flush(&self) -> Result<()>;
+
+    /// Whether a flush would have something to write: after a write in place there is often not.
+    fn dirty(&self) -> bool;
+
+    /// Flushes, gives reserved space back and marks the image as cleanly closed. Dropping a
+    /// format without this leaves what a crash would leave: consistent, perhaps with leaks.
+    fn close(&self) -> Result<()>;
+
+    /// Changes the size of the guest disk. Shrinking gives the space beyond the end back.
+    fn resize(&self, guest_bytes: u64) -> Result<()>;
+}

@@ -1,0 +1,117 @@
+//! Knowing when every request that resolved to a host cluster has ended.
+//!
+//! A request enters before it resolves and leaves after its I/O. A cluster that was freed at some
+//! moment may be handed out again once every request that had entered by then has left. This is
+//! sleepable RCU with two counters: entering bumps the counter of the current phase; a grace
+//! period is over when the phase has been flipped twice and each old counter was seen at zero.
+//! Nobody ever waits: whoever frees clusters asks [`InFlight::passed`] from time to time.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+/// Counts requests in flight, by phase.
+#[derive(Debug, Default)]
+pub struct InFlight {
+    phase: AtomicU64,
+    active: [PaddedCounter; 2],
+}
+
+// A cache line each, so that the two phases' counters never contend with one another.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct PaddedCounter(AtomicUsize);
+
+/// Proof that a request is in flight; dropping it ends the request.
+#[derive(Debug)]
+#[must_use = "the request ends when the guard is dropped"]
+pub struct InFlightGuard<'a> {
+    counter: &'a AtomicUsize,
+}
+
+impl Drop for InFlightGuard<'_> {
+    fn drop(&mut self) {
+        self.counter.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl InFlight {
+    /// Marks a request as begun.
+    pub fn enter(&self) -> InFlightGuard<'_> {
+        loop {
+            let phase = self.phase.load(Ordering::SeqCst);
+            let counter = &self.active[(phase & 1) as usize].0;
+            counter.fetch_add(1, Ordering::SeqCst);
+            // A flip between the load and the add would leave us counted in a phase that a
+            // reclaimer believes to be empty.
+            if self.phase.load(Ordering::SeqCst) == phase {
+                return InFlightGuard { counter };
+            }
+            counter.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    /// A stamp for something freed now; see [`InFlight::passed`].
+    pub fn stamp(&self) -> u64 {
+        self.phase.load(Ordering::SeqCst)
+    }
+
+    /// Whether every request that was in flight when `stamp` was taken has ended. Moves the phase
+    /// on where it can, so that asking again later makes progress.
+    pub fn passed(&self, stamp: u64) -> bool {
+        for _ in 0..2 {
+            let phase = self.phase.load(Ordering::SeqCst);
+            if phase >= stamp + 2 {
+                return true;
+            }
+            // Entering requests use the counter of `phase`; the other one only drains. The phase
+            // may move on once it is empty, since it is about to be used again.
+            let draining = &self.active[((phase + 1) & 1) as usize].0;
+            if draining.load(Ordering::SeqCst) != 0 {
+                return false;
+            }
+            let _ =
+                self.phase.compare_exchange(phase, phase + 1, Ordering::SeqCst, Ordering::SeqCst);
+        }
+        self.phase.load(Ordering::SeqCst) >= stamp + 2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_that_was_in_flight_holds_back_the_grace_period() {
+        let flights = InFlight::default();
+        let guard = flights.enter();
+        let stamp = flights.stamp();
+        for _ in 0..10 {
+            assert!(!flights.passed(stamp));
+        }
+        // Later requests come and go without ending it.
+        drop(flights.enter());
+        assert!(!flights.passed(stamp));
+        drop(guard);
+        assert!(flights.passed(stamp));
+    }
+
+    #[test]
+    fn later_requests_do_not_hold_it_back_forever() {
+        let flights = InFlight::default();
+        let old = flights.enter();
+        let stamp = flights.stamp();
+        assert!(!flights.passed(stamp));
+        let newer = flights.enter();
+        drop(old);
+        // `newer` entered after the stamp; at worst it delays by its own life.
+        let _ = flights.passed(stamp);
+        drop(newer);
+        assert!(flights.passed(stamp));
+    }
+
+    #[test]
+    fn nothing_in_flight_passes_at_once() {
+        let flights = InFlight::default();
+        let stamp = flights.stamp();
+        assert!(flights.passed(stamp));
+    }
+}

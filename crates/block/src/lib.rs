@@ -1,0 +1,63 @@
+//! The contract that every other crate of vdkit is written against.
+//!
+//! Two traits carry the engine:
+//!
+//! - [`Storage`]: where host bytes live (a file, memory, a block device). It moves bytes and
+//!   knows nothing of disks.
+//! - [`Format`]: a *map*. It says where guest bytes live on its storages ([`Format::resolve`])
+//!   and hands out space for new ones ([`Format::reserve`]). It never moves guest data.
+//!
+//! # The life of a read
+//!
+//! ```text
+//!   caller                      format                     storage
+//!     │ in_flight.enter() ────────┤                           │
+//!     │ resolve(at, len) ────────►│ (map cache, maybe I/O)    │
+//!     │◄──────────── Extent::Data │                           │
+//!     │ read_at(buf, host) ───────┼──────────────────────────►│
+//!     │ drop(guard) ──────────────┤ (freed clusters may now   │
+//!     │                           │  be handed out again)     │
+//! ```
+//!
+//! # The life of an allocating write
+//!
+//! ```text
+//!     │ reserve(at, len) ────────►│ finds host space; its refcount is already durable
+//!     │◄────────────  Reservation │ { host offset, fill for head and tail }
+//!     │ write fill and data ──────┼──────────────────────────►│
+//!     │ reservation.publish() ───►│ map entry changes in the cache
+//!     │ flush() ─────────────────►│ barriers in dependency order ─────► sync
+//! ```
+//!
+//! Dropping a [`Reservation`] that was not published gives the space back. No lock of the format
+//! is held while the caller moves data.
+
+mod codec;
+mod driver;
+mod error;
+mod extent;
+mod format;
+mod in_flight;
+mod limits;
+mod monitor;
+mod policy;
+mod reservation;
+mod storage;
+mod units;
+
+pub use codec::{Codec, CompressionSpec};
+pub use driver::{
+    BitmapInfo, CheckReport, CreateRequest, Finding, FormatDriver, ImageInfo, Measured,
+    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Severity, SnapshotInfo,
+    parse_size,
+};
+pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result};
+pub use extent::{Extent, FileIndex, Packed, Place};
+pub use format::{BackingRef, Format, FormatCaps};
+pub use in_flight::{InFlight, InFlightGuard};
+pub use limits::Limits;
+pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
+pub use policy::RefPolicy;
+pub use reservation::{Fill, PackedReservation, Reservation, Reserver, Ticket};
+pub use storage::{CacheMode, CopyMethod, ReadOp, Storage, StorageCaps, StorageExtent, ZeroMode};
+pub use units::{GuestOffset, HostOffset, align_down, align_up, is_aligned};

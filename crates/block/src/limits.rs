@@ -1,0 +1,26 @@
+//! What an image may cost at most.
+
+/// Bounds on the memory and work that an image from a stranger may ask for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of one top-level table (L1, grain directory, BAT).
+    pub table_bytes_max: u64,
+    /// Images in one backing chain.
+    pub chain_depth_max: usize,
+    /// Bytes of metadata cached for each image.
+    pub cache_bytes: u64,
+    /// Bytes of the packed and unpacked form of one compressed unit.
+    pub packed_bytes_max: u64,
+}
+
+impl Default for Limits {
+    /// 32 MiB tables (QEMU's own bound), 200 images, 32 MiB of cache, 8 MiB packed units.
+    fn default() -> Self {
+        Self {
+            table_bytes_max: 32 << 20,
+            chain_depth_max: 200,
+            cache_bytes: 32 << 20,
+            packed_bytes_max: 8 << 20,
+        }
+    }
+}

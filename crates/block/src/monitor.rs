@@ -1,0 +1,65 @@
+//! How a long job tells how far it is, and how it is told to stop.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::error::{Error, Result};
+
+/// Tells a job to stop. Clones share one flag.
+#[derive(Clone, Debug, Default)]
+pub struct CancelToken(Arc<AtomicBool>);
+
+impl CancelToken {
+    /// Asks for the stop; may be called from a signal handler's thread.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a stop was asked for.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// [`Error::Interrupted`] once a stop was asked for.
+    pub fn check(&self) -> Result<()> {
+        if self.is_cancelled() { Err(Error::Interrupted) } else { Ok(()) }
+    }
+}
+
+/// Where a job's progress goes. Called from worker threads; must be quick.
+pub trait Progress: Sync {
+    /// `done` of `total` units of work (mostly bytes) are finished. `total` may grow.
+    fn update(&self, done: u64, total: u64);
+    /// A note for the user, such as a warning.
+    fn message(&self, text: &str);
+}
+
+/// A sink for callers who do not look.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoProgress;
+
+impl Progress for NoProgress {
+    fn update(&self, _done: u64, _total: u64) {}
+    fn message(&self, _text: &str) {}
+}
+
+/// A job's line to its caller.
+#[derive(Clone)]
+pub struct Monitor<'a> {
+    /// Told to stop here.
+    pub cancel: CancelToken,
+    /// Tells how far it is here.
+    pub progress: &'a dyn Progress,
+}
+
+impl Default for Monitor<'_> {
+    fn default() -> Self {
+        Self { cancel: CancelToken::default(), progress: &NoProgress }
+    }
+}
+
+impl std::fmt::Debug for Monitor<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Monitor").field("cancel", &self.cancel).finish_non_exhaustive()
+    }
+}
