@@ -76,6 +76,14 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// Where the bytes from `at` are; the longest run that is cheap to find, at most `len`.
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent>;
 
+    /// [`Format::resolve`] for a request that is about to move these bytes. A format whose every
+    /// byte has its place already (raw) answers [`Place::Data`](crate::Place::Data), exclusive,
+    /// for all of it here: asking the host's file system for holes would cost a read more than
+    /// it saves, and a hole of a raw image is written in place. All others answer as `resolve`.
+    fn resolve_for_io(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        self.resolve(at, len)
+    }
+
     /// The same answer without I/O, or nothing where that would need some. May be shorter.
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent>;
 
@@ -116,8 +124,8 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// as it is.
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()>;
 
-    /// Makes everything that was published, zeroed or discarded before this call durable, in the
-    /// order that keeps the image consistent at each moment.
+    /// Makes everything that was written in place, published, zeroed or discarded before this
+    /// call durable, in the order that keeps the image consistent at each moment.
     fn flush(&self) -> Result<()>;
 
     /// Whether a flush would have something to write: after a write in place there is often not.
