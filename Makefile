@@ -1,0 +1,46 @@
+# What a user and a contributor type. Needs Rust (stable) and a C compiler; the rest is installed
+# by scripts/install-peers. `make help` lists the targets.
+
+CARGO ?= cargo
+# mkfs and its kin live where an ordinary user's PATH does not look.
+export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
+
+.DEFAULT_GOAL := help
+# Recipes are cargo calls that use every core themselves, and their order matters.
+.NOTPARALLEL:
+.PHONY: help build demo test peers lint doc unit bench fuzz clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+build: ## the command, at target/release/vdkit
+	$(CARGO) build --release --locked --package vdkit-cli
+
+demo: ## builds, then converts and checks an image made of this machine's own files
+	scripts/demo
+
+test: peers lint doc unit ## everything that must hold: installs the peers, then format, lints, documents, tests
+
+peers: ## installs the programs that the tests compare with (QEMU's tools and others)
+	scripts/install-peers
+
+lint: ## format and lints, with warnings as errors
+	$(CARGO) fmt --all -- --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+
+doc: ## builds the documentation, with warnings as errors, and runs its examples
+	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc --no-deps --workspace --locked
+	$(CARGO) test --workspace --locked --doc
+
+# Last in `make test`, so that its output ends with the test runner's own closing lines.
+unit: ## unit, model, crash, oracle and command tests
+	$(CARGO) test --workspace --locked --lib --bins --tests --examples
+
+bench: build ## measures vdkit beside qemu-img; BENCH='--quick --group null' passes arguments
+	$(CARGO) run --release --locked --package vdkit-bench -- $(BENCH)
+
+fuzz: ## fuzzes each target for FUZZ_SECONDS (60) with the nightly toolchain
+	scripts/fuzz $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
+
+clean: ## removes what was built
+	$(CARGO) clean
