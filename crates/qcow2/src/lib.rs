@@ -1,1 +1,5 @@
-//! To be written.
+//! qcow2, whole: the map, the allocator and the order of metadata writes.
+
+pub mod entry;
+pub mod header;
+pub mod layout;

@@ -1,0 +1,771 @@
+//! The header: parsed from a stranger's bytes, validated into a type that the rest may trust.
+//!
+//! Source: qcow2 specification, sections "Header" and "Header extensions".
+
+use vdkit_block::{Codec, Error, HostOffset, Limits, Result, Storage};
+
+use crate::layout::{
+    self, BACKING_NAME_BYTES_MAX, CLUSTER_BITS, EXTENDED_CLUSTER_BITS_MIN, Geometry,
+    HOST_OFFSET_END, MAGIC, V2_HEADER_BYTES, V3_HEADER_BYTES, V3_HEADER_BYTES_MIN, autoclear,
+    compatible, extension, incompatible,
+};
+
+/// Byte offsets of header fields that are changed in place.
+pub mod field {
+    /// Virtual disk size in bytes, 64 bits.
+    pub const SIZE: u64 = 24;
+    /// Entries of the active L1 table, 32 bits; the table's offset, 64 bits, follows.
+    pub const L1: u64 = 36;
+    /// Offset of the refcount table, 64 bits; its clusters, 32 bits, follow.
+    pub const REFCOUNT_TABLE: u64 = 48;
+    /// Number of snapshots, 32 bits; the table's offset, 64 bits, follows.
+    pub const SNAPSHOTS: u64 = 60;
+    /// Incompatible feature bits, 64 bits.
+    pub const INCOMPATIBLE: u64 = 72;
+    /// Autoclear feature bits, 64 bits.
+    pub const AUTOCLEAR: u64 = 88;
+}
+
+/// How the guest data is encrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encryption {
+    /// Not at all.
+    None,
+    /// AES-CBC with the password as key; long broken.
+    LegacyAes,
+    /// LUKS version 1.
+    Luks,
+}
+
+/// A header extension, kept as it stands in the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extension {
+    /// The type; see [`layout::extension`].
+    pub kind: u32,
+    /// Host offset of the data.
+    pub offset: u64,
+    /// The data without padding.
+    pub data: Vec<u8>,
+}
+
+/// The bitmaps extension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BitmapsExtension {
+    /// Entries of the directory.
+    pub count: u32,
+    /// Bytes of the directory.
+    pub directory_bytes: u64,
+    /// Host offset of the directory.
+    pub directory_offset: HostOffset,
+}
+
+/// A validated header.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// 2 or 3.
+    pub version: u32,
+    /// Sizes of clusters, entries and refcounts.
+    pub geometry: Geometry,
+    /// Bytes of the guest disk.
+    pub guest_bytes: u64,
+    /// How guest data is encrypted.
+    pub encryption: Encryption,
+    /// Host offset of the active L1 table.
+    pub l1_offset: HostOffset,
+    /// Entries of the active L1 table; may be more than the disk needs.
+    pub l1_entries: u32,
+    /// Host offset of the refcount table.
+    pub refcount_table_offset: HostOffset,
+    /// Clusters of the refcount table.
+    pub refcount_table_clusters: u32,
+    /// Internal snapshots.
+    pub snapshot_count: u32,
+    /// Host offset of the snapshot table.
+    pub snapshots_offset: HostOffset,
+    /// See [`layout::incompatible`].
+    pub incompatible: u64,
+    /// See [`layout::compatible`].
+    pub compatible: u64,
+    /// See [`layout::autoclear`].
+    pub autoclear: u64,
+    /// How compressed clusters are compressed.
+    pub codec: Codec,
+    /// Bytes of the fixed header, where the extensions begin.
+    pub header_bytes: u32,
+    /// Name of the backing file, as stored.
+    pub backing_name: Option<String>,
+    /// All extensions, in their order.
+    pub extensions: Vec<Extension>,
+}
+
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    (u64::from(be32(bytes, at)) << 32) | u64::from(be32(bytes, at + 4))
+}
+
+/// How many bytes the first read takes: enough for nearly each header with all its extensions.
+const FIRST_READ_BYTES: usize = 64 << 10;
+
+impl Header {
+    /// Reads and validates the header: one read, or two where the extensions go on beyond 64 KiB.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] with offset, found and expected where a field breaks the specification;
+    /// [`Error::Unsupported`] for unknown incompatible features; [`Error::Limit`].
+    pub fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        let mut bytes = vec![0; FIRST_READ_BYTES];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        bytes.truncate(got);
+        match Self::parse(storage.name(), &bytes, storage.len()?, limits) {
+            Err(NeedMore::Fault(error)) => Err(error),
+            Ok(header) => Ok(header),
+            Err(NeedMore::Bytes(more)) => {
+                bytes.resize(more, 0);
+                let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+                bytes.truncate(got);
+                match Self::parse(storage.name(), &bytes, storage.len()?, limits) {
+                    Ok(header) => Ok(header),
+                    Err(NeedMore::Fault(error)) => Err(error),
+                    Err(NeedMore::Bytes(_)) => Err(Error::corrupt(
+                        storage.name(),
+                        0,
+                        "header extensions",
+                        "a list that does not end",
+                        "all extensions within the first cluster",
+                    )),
+                }
+            }
+        }
+    }
+
+    fn parse(file: &str, bytes: &[u8], file_len: u64, limits: &Limits) -> Result<Self, NeedMore> {
+        let fixed = FixedFields::parse(file, bytes)?;
+        let mut header = fixed.validate(file, file_len, limits)?;
+        header.extensions = parse_extensions(file, bytes, &header, fixed.backing_offset)?;
+        if fixed.backing_offset != 0 {
+            header.backing_name = parse_backing_name(file, bytes, &fixed, &header)?;
+        }
+        header.check_features(file)?;
+        Ok(header)
+    }
+
+    /// The data of the first extension of a type.
+    pub fn extension(&self, kind: u32) -> Option<&Extension> {
+        self.extensions.iter().find(|e| e.kind == kind)
+    }
+
+    /// The format name of the backing file, where the image names it.
+    pub fn backing_format(&self) -> Option<String> {
+        self.text_extension(extension::BACKING_FORMAT)
+    }
+
+    /// The name of the data file, where the image names it.
+    pub fn data_file_name(&self) -> Option<String> {
+        self.text_extension(extension::DATA_FILE)
+    }
+
+    fn text_extension(&self, kind: u32) -> Option<String> {
+        self.extension(kind).map(|e| String::from_utf8_lossy(&e.data).into_owned())
+    }
+
+    /// The bitmaps extension, well-formed or not there.
+    pub fn bitmaps(&self) -> Option<BitmapsExtension> {
+        let e = self.extension(extension::BITMAPS)?;
+        (e.data.len() >= 24).then(|| BitmapsExtension {
+            count: be32(&e.data, 0),
+            directory_bytes: be64(&e.data, 8),
+            directory_offset: HostOffset(be64(&e.data, 16)),
+        })
+    }
+
+    /// Host offset and byte length of the encryption header, where there is one.
+    pub fn encryption_header(&self) -> Option<(HostOffset, u64)> {
+        let e = self.extension(extension::ENCRYPTION)?;
+        (e.data.len() >= 16).then(|| (HostOffset(be64(&e.data, 0)), be64(&e.data, 8)))
+    }
+
+    /// Whether an incompatible feature bit is set.
+    pub fn has(&self, incompatible_bit: u64) -> bool {
+        self.incompatible & incompatible_bit != 0
+    }
+
+    /// Whether the guest data lives in another file.
+    pub fn has_data_file(&self) -> bool {
+        self.has(incompatible::DATA_FILE)
+    }
+
+    /// Whether the data file can be read as a raw image.
+    pub fn data_file_raw(&self) -> bool {
+        self.has_data_file() && self.autoclear & autoclear::DATA_FILE_RAW != 0
+    }
+
+    /// Whether refcounts may be kept lazily.
+    pub fn lazy_refcounts(&self) -> bool {
+        self.version >= 3 && self.compatible & compatible::LAZY_REFCOUNTS != 0
+    }
+
+    /// The names that the image gives to feature bits of a kind (0 incompatible, 1 compatible,
+    /// 2 autoclear).
+    fn feature_names(&self, kind: u8, bits: u64) -> String {
+        let table = self.extension(extension::FEATURE_NAMES).map_or(&[][..], |e| &e.data[..]);
+        let mut names = Vec::new();
+        for bit in (0..64u8).filter(|b| bits >> b & 1 != 0) {
+            let named = table.chunks_exact(48).find(|row| row[0] == kind && row[1] == bit);
+            names.push(named.map_or_else(
+                || format!("bit {bit}"),
+                |row| {
+                    let end = row[2..].iter().position(|&b| b == 0).unwrap_or(46);
+                    format!("bit {bit} ({})", String::from_utf8_lossy(&row[2..2 + end]))
+                },
+            ));
+        }
+        names.join(", ")
+    }
+
+    fn check_features(&self, file: &str) -> Result<()> {
+        let unknown = self.incompatible & !incompatible::KNOWN;
+        if unknown != 0 {
+            return Err(Error::unsupported(
+                file,
+                format!("unknown incompatible features: {}", self.feature_names(0, unknown)),
+                "this image was made by newer software: use that to convert it",
+            ));
+        }
+        if self.has_data_file() && self.encryption == Encryption::LegacyAes {
+            return Err(Error::corrupt(
+                file,
+                32,
+                "crypt_method",
+                "AES with a data file",
+                "no AES encryption of a data file",
+            ));
+        }
+        Ok(())
+    }
+
+    /// The header cluster of a new image: fixed fields, extensions, backing name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where all that does not fit in one cluster.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let v3 = self.version >= 3;
+        let mut out = vec![0u8; if v3 { V3_HEADER_BYTES } else { V2_HEADER_BYTES } as usize];
+        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &MAGIC.to_be_bytes());
+        put(4, &self.version.to_be_bytes());
+        put(20, &self.geometry.cluster_bits.to_be_bytes());
+        put(24, &self.guest_bytes.to_be_bytes());
+        let crypt: u32 = match self.encryption {
+            Encryption::None => 0,
+            Encryption::LegacyAes => 1,
+            Encryption::Luks => 2,
+        };
+        put(32, &crypt.to_be_bytes());
+        put(36, &self.l1_entries.to_be_bytes());
+        put(40, &self.l1_offset.0.to_be_bytes());
+        put(48, &self.refcount_table_offset.0.to_be_bytes());
+        put(56, &self.refcount_table_clusters.to_be_bytes());
+        put(60, &self.snapshot_count.to_be_bytes());
+        put(64, &self.snapshots_offset.0.to_be_bytes());
+        if v3 {
+            put(72, &self.incompatible.to_be_bytes());
+            put(80, &self.compatible.to_be_bytes());
+            put(88, &self.autoclear.to_be_bytes());
+            put(96, &self.geometry.refcount_order.to_be_bytes());
+            put(100, &V3_HEADER_BYTES.to_be_bytes());
+            put(104, &[u8::from(self.codec == Codec::Zstd)]);
+        }
+        for e in &self.extensions {
+            out.extend_from_slice(&e.kind.to_be_bytes());
+            out.extend_from_slice(&(e.data.len() as u32).to_be_bytes());
+            out.extend_from_slice(&e.data);
+            out.resize(out.len().next_multiple_of(8), 0);
+        }
+        out.extend_from_slice(&[0; 8]); // the end of the list
+        if let Some(name) = &self.backing_name {
+            if name.len() > BACKING_NAME_BYTES_MAX as usize {
+                return Err(Error::Invalid(format!(
+                    "the backing file name has {} bytes, at most {BACKING_NAME_BYTES_MAX} are \
+                     possible; use a relative name",
+                    name.len()
+                )));
+            }
+            let at = out.len() as u64;
+            out[8..16].copy_from_slice(&at.to_be_bytes());
+            out[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
+            out.extend_from_slice(name.as_bytes());
+        }
+        if out.len() as u64 > self.geometry.cluster_bytes() {
+            return Err(Error::Invalid(format!(
+                "header, extensions and backing name take {} bytes, more than a cluster of {}; use \
+                 a larger cluster_size or a shorter name",
+                out.len(),
+                self.geometry.cluster_bytes()
+            )));
+        }
+        Ok(out)
+    }
+
+    /// The table of feature names that we put into new images.
+    pub fn feature_name_table() -> Extension {
+        let rows: [(u8, u8, &str); 8] = [
+            (0, 0, "dirty bit"),
+            (0, 1, "corrupt bit"),
+            (0, 2, "external data file"),
+            (0, 3, "compression type"),
+            (0, 4, "extended L2 entries"),
+            (1, 0, "lazy refcounts"),
+            (2, 0, "bitmaps"),
+            (2, 1, "raw external data"),
+        ];
+        let mut data = vec![0; rows.len() * 48];
+        for (row, (kind, bit, name)) in data.chunks_exact_mut(48).zip(rows) {
+            row[0] = kind;
+            row[1] = bit;
+            row[2..2 + name.len()].copy_from_slice(name.as_bytes());
+        }
+        Extension { kind: extension::FEATURE_NAMES, offset: 0, data }
+    }
+}
+
+/// Why parsing stopped: a fault, or the first read was too short.
+enum NeedMore {
+    Bytes(usize),
+    Fault(Error),
+}
+
+impl From<Error> for NeedMore {
+    fn from(error: Error) -> Self {
+        Self::Fault(error)
+    }
+}
+
+/// The fixed fields as they stand in the file; nothing is checked but the magic and the version.
+struct FixedFields {
+    version: u32,
+    backing_offset: u64,
+    backing_bytes: u32,
+    cluster_bits: u32,
+    size: u64,
+    crypt_method: u32,
+    l1_entries: u32,
+    l1_offset: u64,
+    refcount_table_offset: u64,
+    refcount_table_clusters: u32,
+    snapshot_count: u32,
+    snapshots_offset: u64,
+    incompatible: u64,
+    compatible: u64,
+    autoclear: u64,
+    refcount_order: u32,
+    header_bytes: u32,
+    compression_type: u8,
+}
+
+impl FixedFields {
+    fn parse(file: &str, bytes: &[u8]) -> Result<Self> {
+        if bytes.len() < V2_HEADER_BYTES as usize {
+            return Err(Error::corrupt(
+                file,
+                0,
+                "header",
+                format!("{} bytes", bytes.len()),
+                format!("at least {V2_HEADER_BYTES} bytes"),
+            ));
+        }
+        let magic = be32(bytes, 0);
+        if magic != MAGIC {
+            return Err(Error::corrupt(
+                file,
+                0,
+                "magic",
+                format!("{magic:#010x}"),
+                format!("{MAGIC:#010x}"),
+            ));
+        }
+        let version = be32(bytes, 4);
+        if !(2..=3).contains(&version) {
+            return Err(Error::unsupported(
+                file,
+                format!("qcow2 version {version}"),
+                "versions 2 and 3 are known",
+            ));
+        }
+        let v3 = version == 3;
+        if v3 && bytes.len() < V3_HEADER_BYTES_MIN as usize {
+            return Err(Error::corrupt(
+                file,
+                0,
+                "header",
+                format!("{} bytes", bytes.len()),
+                format!("at least {V3_HEADER_BYTES_MIN} bytes"),
+            ));
+        }
+        let header_bytes = if v3 { be32(bytes, 100) } else { V2_HEADER_BYTES };
+        Ok(Self {
+            version,
+            backing_offset: be64(bytes, 8),
+            backing_bytes: be32(bytes, 16),
+            cluster_bits: be32(bytes, 20),
+            size: be64(bytes, 24),
+            crypt_method: be32(bytes, 32),
+            l1_entries: be32(bytes, 36),
+            l1_offset: be64(bytes, 40),
+            refcount_table_offset: be64(bytes, 48),
+            refcount_table_clusters: be32(bytes, 56),
+            snapshot_count: be32(bytes, 60),
+            snapshots_offset: be64(bytes, 64),
+            incompatible: if v3 { be64(bytes, 72) } else { 0 },
+            compatible: if v3 { be64(bytes, 80) } else { 0 },
+            autoclear: if v3 { be64(bytes, 88) } else { 0 },
+            refcount_order: if v3 { be32(bytes, 96) } else { 4 },
+            header_bytes,
+            compression_type: if v3 && header_bytes > 104 && bytes.len() > 104 {
+                bytes[104]
+            } else {
+                0
+            },
+        })
+    }
+
+    fn validate(&self, file: &str, file_len: u64, limits: &Limits) -> Result<Header> {
+        let fault = |offset: u64, what, found: String, expected: String| {
+            Err(Error::corrupt(file, offset, what, found, expected))
+        };
+        if !CLUSTER_BITS.contains(&self.cluster_bits) {
+            return fault(20, "cluster_bits", self.cluster_bits.to_string(), "9 to 21".into());
+        }
+        if self.refcount_order > 6 {
+            return fault(96, "refcount_order", self.refcount_order.to_string(), "0 to 6".into());
+        }
+        let geometry = Geometry {
+            cluster_bits: self.cluster_bits,
+            extended: self.incompatible & incompatible::EXTENDED_L2 != 0,
+            refcount_order: self.refcount_order,
+        };
+        if geometry.extended && self.cluster_bits < EXTENDED_CLUSTER_BITS_MIN {
+            return fault(
+                20,
+                "cluster_bits",
+                self.cluster_bits.to_string(),
+                format!("at least {EXTENDED_CLUSTER_BITS_MIN} with extended L2 entries"),
+            );
+        }
+        let cluster = geometry.cluster_bytes();
+        if self.version == 3
+            && (self.header_bytes < V3_HEADER_BYTES_MIN || u64::from(self.header_bytes) > cluster)
+        {
+            return fault(
+                100,
+                "header_length",
+                self.header_bytes.to_string(),
+                format!("{V3_HEADER_BYTES_MIN} to {cluster}"),
+            );
+        }
+        if self.size > i64::MAX as u64 - cluster {
+            return fault(24, "size", format!("{:#x}", self.size), "less than 2^63".into());
+        }
+        let encryption = match self.crypt_method {
+            0 => Encryption::None,
+            1 => Encryption::LegacyAes,
+            2 => Encryption::Luks,
+            other => {
+                return Err(Error::unsupported(
+                    file,
+                    format!("encryption method {other}"),
+                    "none, AES and LUKS are known",
+                ));
+            }
+        };
+        Ok(Header {
+            version: self.version,
+            geometry,
+            guest_bytes: self.size,
+            encryption,
+            l1_offset: self.l1(file, file_len, &geometry, limits)?,
+            l1_entries: self.l1_entries,
+            refcount_table_offset: self.refcount_table(file, file_len, &geometry)?,
+            refcount_table_clusters: self.refcount_table_clusters,
+            snapshot_count: self.snapshot_count,
+            snapshots_offset: self.snapshots(file, file_len, &geometry)?,
+            incompatible: self.incompatible,
+            compatible: self.compatible,
+            autoclear: self.autoclear,
+            codec: self.codec(file)?,
+            header_bytes: self.header_bytes,
+            backing_name: None,
+            extensions: Vec::new(),
+        })
+    }
+
+    fn codec(&self, file: &str) -> Result<Codec> {
+        let declared = self.incompatible & incompatible::COMPRESSION_TYPE != 0;
+        match (declared, self.compression_type) {
+            (false, 0) => Ok(Codec::Deflate),
+            (true, 1) => Ok(Codec::Zstd),
+            (true, 0) | (false, 1) => Err(Error::corrupt(
+                file,
+                104,
+                "compression_type",
+                self.compression_type.to_string(),
+                "a value that agrees with incompatible feature bit 3",
+            )),
+            (_, other) => Err(Error::unsupported(
+                file,
+                format!("compression type {other}"),
+                "zlib (0) and zstd (1) are known",
+            )),
+        }
+    }
+
+    /// Checks that a table lies on cluster boundaries, behind the header and within the file.
+    fn table(
+        file: &str,
+        field: u64,
+        what: &'static str,
+        offset: u64,
+        bytes: u64,
+        file_len: u64,
+        geometry: &Geometry,
+    ) -> Result<HostOffset> {
+        let cluster = geometry.cluster_bytes();
+        if bytes == 0 {
+            return Ok(HostOffset(offset));
+        }
+        if offset & (cluster - 1) != 0 || offset < cluster || offset >= HOST_OFFSET_END {
+            return Err(Error::corrupt(
+                file,
+                field,
+                what,
+                format!("{offset:#x}"),
+                format!("a multiple of {cluster:#x} behind the header"),
+            ));
+        }
+        if offset.checked_add(bytes).is_none_or(|end| end > file_len) {
+            return Err(Error::corrupt(
+                file,
+                field,
+                what,
+                format!("{bytes} bytes at {offset:#x}"),
+                format!("a table within the file of {file_len} bytes"),
+            ));
+        }
+        Ok(HostOffset(offset))
+    }
+
+    fn l1(
+        &self,
+        file: &str,
+        file_len: u64,
+        geometry: &Geometry,
+        limits: &Limits,
+    ) -> Result<HostOffset> {
+        let bytes = u64::from(self.l1_entries) * 8;
+        let limit = limits.table_bytes_max.min(layout::L1_BYTES_MAX);
+        let needed = geometry.l1_entries_for(self.size);
+        if needed.saturating_mul(8) > limit {
+            return Err(Error::Limit {
+                file: file.to_owned(),
+                what: "the L1 table for this virtual size and cluster size, in bytes,",
+                found: needed.saturating_mul(8),
+                limit,
+            });
+        }
+        if bytes > limit {
+            return Err(Error::Limit {
+                file: file.to_owned(),
+                what: "the L1 table in bytes",
+                found: bytes,
+                limit,
+            });
+        }
+        if u64::from(self.l1_entries) < needed {
+            return Err(Error::corrupt(
+                file,
+                36,
+                "l1_size",
+                self.l1_entries.to_string(),
+                format!("at least {needed} for {} bytes", self.size),
+            ));
+        }
+        Self::table(file, 40, "L1 table offset", self.l1_offset, bytes, file_len, geometry)
+    }
+
+    fn refcount_table(&self, file: &str, file_len: u64, geometry: &Geometry) -> Result<HostOffset> {
+        let bytes = u64::from(self.refcount_table_clusters) << geometry.cluster_bits;
+        if bytes == 0 {
+            return Err(Error::corrupt(
+                file,
+                56,
+                "refcount_table_clusters",
+                "0",
+                "at least 1 (vdkit check --repair all builds a new table)",
+            ));
+        }
+        if bytes > layout::REFCOUNT_TABLE_BYTES_MAX.max(geometry.cluster_bytes()) {
+            return Err(Error::Limit {
+                file: file.to_owned(),
+                what: "the refcount table in bytes",
+                found: bytes,
+                limit: layout::REFCOUNT_TABLE_BYTES_MAX,
+            });
+        }
+        Self::table(
+            file,
+            48,
+            "refcount table offset",
+            self.refcount_table_offset,
+            bytes,
+            file_len,
+            geometry,
+        )
+    }
+
+    fn snapshots(&self, file: &str, file_len: u64, geometry: &Geometry) -> Result<HostOffset> {
+        if self.snapshot_count > layout::SNAPSHOTS_MAX {
+            return Err(Error::Limit {
+                file: file.to_owned(),
+                what: "the number of snapshots",
+                found: self.snapshot_count.into(),
+                limit: layout::SNAPSHOTS_MAX.into(),
+            });
+        }
+        // Each entry has 40 bytes at least.
+        let bytes = u64::from(self.snapshot_count) * 40;
+        Self::table(
+            file,
+            64,
+            "snapshot table offset",
+            self.snapshots_offset,
+            bytes,
+            file_len,
+            geometry,
+        )
+    }
+}
+
+fn parse_extensions(
+    file: &str,
+    bytes: &[u8],
+    header: &Header,
+    backing_offset: u64,
+) -> Result<Vec<Extension>, NeedMore> {
+    let cluster = header.geometry.cluster_bytes();
+    // The backing name may follow the list at once, without an end mark.
+    let list_end = if backing_offset == 0 { cluster } else { backing_offset.min(cluster) };
+    let mut at = u64::from(header.header_bytes);
+    let mut found = Vec::new();
+    loop {
+        if at + 8 > list_end {
+            return Ok(found);
+        }
+        if at + 8 > bytes.len() as u64 {
+            // The file ends here or the read did.
+            return if bytes.len() < FIRST_READ_BYTES || cluster <= bytes.len() as u64 {
+                Ok(found)
+            } else {
+                Err(NeedMore::Bytes(cluster as usize))
+            };
+        }
+        let kind = be32(bytes, at as usize);
+        let len = u64::from(be32(bytes, at as usize + 4));
+        if kind == extension::END {
+            return Ok(found);
+        }
+        let data = at + 8;
+        if data + len > list_end {
+            return Err(Error::corrupt(
+                file,
+                at,
+                "header extension",
+                format!("{len} bytes of type {kind:#010x}"),
+                format!("an end before {list_end:#x}"),
+            )
+            .into());
+        }
+        if data + len > bytes.len() as u64 {
+            if bytes.len() >= FIRST_READ_BYTES && (bytes.len() as u64) < cluster {
+                return Err(NeedMore::Bytes(cluster as usize));
+            }
+            return Err(Error::corrupt(
+                file,
+                at,
+                "header extension",
+                format!("{len} bytes of type {kind:#010x}"),
+                "an end within the file",
+            )
+            .into());
+        }
+        found.push(Extension {
+            kind,
+            offset: data,
+            data: bytes[data as usize..(data + len) as usize].to_vec(),
+        });
+        at = data + len.next_multiple_of(8);
+    }
+}
+
+fn parse_backing_name(
+    file: &str,
+    bytes: &[u8],
+    fixed: &FixedFields,
+    header: &Header,
+) -> Result<Option<String>, NeedMore> {
+    let cluster = header.geometry.cluster_bytes();
+    let len = u64::from(fixed.backing_bytes);
+    if len == 0 {
+        return Ok(None);
+    }
+    let end = fixed.backing_offset.checked_add(len);
+    if len > u64::from(BACKING_NAME_BYTES_MAX)
+        || fixed.backing_offset < u64::from(V2_HEADER_BYTES)
+        || end.is_none_or(|end| end > cluster)
+    {
+        return Err(Error::corrupt(
+            file,
+            8,
+            "backing file name",
+            format!("{len} bytes at {:#x}", fixed.backing_offset),
+            format!("at most {BACKING_NAME_BYTES_MAX} bytes within the first cluster"),
+        )
+        .into());
+    }
+    let start = fixed.backing_offset as usize;
+    let end = start + len as usize;
+    if end > bytes.len() {
+        if bytes.len() >= FIRST_READ_BYTES && (bytes.len() as u64) < cluster {
+            return Err(NeedMore::Bytes(cluster as usize));
+        }
+        return Err(Error::corrupt(
+            file,
+            8,
+            "backing file name",
+            format!("{len} bytes at {start:#x}"),
+            "a name within the file",
+        )
+        .into());
+    }
+    let name = std::str::from_utf8(&bytes[start..end]).map_err(|_| {
+        Error::corrupt(
+            file,
+            start as u64,
+            "backing file name",
+            "bytes that are not UTF-8",
+            "a name",
+        )
+    })?;
+    if name.contains('\0') {
+        return Err(Error::corrupt(
+            file,
+            start as u64,
+            "backing file name",
+            "a zero byte in the name",
+            "a name",
+        )
+        .into());
+    }
+    Ok(Some(name.to_owned()))
+}
