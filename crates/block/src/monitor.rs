@@ -10,6 +10,11 @@ use crate::error::{Error, Result};
 pub struct CancelToken(Arc<AtomicBool>);
 
 impl CancelToken {
+    /// A token over a flag that somebody else sets, such as a signal handler.
+    pub fn from_flag(flag: Arc<AtomicBool>) -> Self {
+        Self(flag)
+    }
+
     /// Asks for the stop; may be called from a signal handler's thread.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
