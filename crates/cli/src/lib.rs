@@ -1,1 +1,62 @@
-//! To be written.
+//! The command `vdkit`: what users type.
+//!
+//! One table, [`commands::ALL`], names every subcommand; each is a file in `commands/` that parses
+//! its arguments, calls a job of the library and prints the answer. The life of a call:
+//!
+//! ```text
+//!   main ─► definition::command()   a clap tree whose subcommands are built only when asked for
+//!        ─► commands::ALL[i].run    the subcommand's own arguments, then the job
+//!        ─► output                  results on stdout (text or JSON)
+//!        ─► failure                 messages and hints on stderr, and the exit code
+//! ```
+//!
+//! A call on a small image is over in about a millisecond: nothing is set up (threads, progress
+//! bars, help texts) before it is needed.
+
+pub mod arguments;
+pub mod commands;
+pub mod definition;
+pub mod failure;
+pub mod output;
+pub mod progress;
+pub mod session;
+
+use std::process::ExitCode;
+
+use failure::{Exit, Failure};
+use session::Session;
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    let exit = run(std::env::args_os());
+    ExitCode::from(exit as u8)
+}
+
+/// Runs one command line, the program's name first.
+pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
+    let matches = match definition::command().try_get_matches_from(arguments) {
+        Ok(matches) => matches,
+        Err(error) => return definition::report(&error),
+    };
+    let Some((name, matches)) = matches.subcommand() else {
+        return Exit::Usage;
+    };
+    let Some(command) = commands::find(name) else {
+        return Exit::Usage;
+    };
+    let mut session = Session::new();
+    let answer = (command.run)(matches, &mut session).and_then(|exit| {
+        session.out.finish()?;
+        Ok(exit)
+    });
+    match answer {
+        Ok(exit) => exit,
+        Err(Failure::ClosedPipe) => Exit::Done,
+        Err(failure) => {
+            // What was printed before the failure comes first, as it was meant.
+            let _ = session.out.finish();
+            failure.print();
+            failure.exit()
+        }
+    }
+}

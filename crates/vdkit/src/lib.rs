@@ -1,1 +1,7 @@
-//! To be written.
+//! vdkit, a virtual-disk engine.
+
+pub use vdkit_block::*;
+
+mod registry;
+
+pub use registry::{FORMATS, format};

@@ -1,0 +1,121 @@
+//! Arguments that several subcommands share: one definition each.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use vdkit::{RefPolicy, parse_size};
+
+use crate::progress::{ProgressMode, Reporter};
+
+/// Reads a size with a binary unit.
+///
+/// # Errors
+/// The text is not a size.
+pub fn size(text: &str) -> Result<u64, String> {
+    parse_size(text).map_err(|error| error.to_string())
+}
+
+/// Which other files an image may make us open.
+#[derive(Args, Clone, Debug, Default)]
+pub struct References {
+    /// Let images name other files beneath DIR (repeatable)
+    ///
+    /// What an image's metadata names (a backing file, a data file) is opened only beneath the
+    /// image's own folder, and beneath each DIR given here.
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub allow_ref: Vec<PathBuf>,
+    /// Open nothing that an image's metadata names
+    #[arg(long, conflicts_with = "allow_ref")]
+    pub no_refs: bool,
+}
+
+impl References {
+    /// The policy that these arguments make.
+    pub fn policy(&self) -> RefPolicy {
+        if self.no_refs {
+            RefPolicy::Nothing
+        } else if self.allow_ref.is_empty() {
+            RefPolicy::OwnFolder
+        } else {
+            RefPolicy::Folders(self.allow_ref.clone())
+        }
+    }
+}
+
+/// How an existing image is opened.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Opening {
+    /// The image's format; without it the header is probed
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    pub format: Option<String>,
+    /// Read it even while another process writes it
+    ///
+    /// What is read may then be a mixture of old and new.
+    #[arg(short = 'U', long)]
+    pub force_share: bool,
+    /// Which other files may be opened.
+    #[command(flatten)]
+    pub references: References,
+}
+
+/// How an image is opened for writing: as [`Opening`], without sharing.
+#[derive(Args, Clone, Debug, Default)]
+pub struct OpeningForWriting {
+    /// The image's format; without it the header is probed
+    ///
+    /// An image that is recognised only as raw is not written to without `-f raw`: the guest could
+    /// have written another format's header into it.
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    pub format: Option<String>,
+    /// Which other files may be opened.
+    #[command(flatten)]
+    pub references: References,
+}
+
+/// Whether the answer is JSON.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct Json {
+    /// Answer as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How progress is shown.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct ProgressOption {
+    /// How progress is shown on stderr
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = ProgressMode::Auto, hide_possible_values = true)]
+    #[arg(help = "How progress is shown on stderr: auto, bar, json or none")]
+    pub progress: ProgressMode,
+}
+
+impl ProgressOption {
+    /// Shows the progress of the job of this name.
+    pub fn reporter(self, job: &'static str) -> Reporter {
+        Reporter::new(self.progress, job)
+    }
+}
+
+/// Options of a format that is written.
+#[derive(Args, Clone, Debug, Default)]
+pub struct FormatOptions {
+    /// Format options, as KEY=VALUE[,KEY=VALUE] (repeatable)
+    ///
+    /// `vdkit formats FORMAT` lists them. A doubled comma is a literal one.
+    #[arg(short = 'o', long = "options", value_name = "KEY=VALUE")]
+    pub options: Vec<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn references_make_a_policy() {
+        let none = References { no_refs: true, ..References::default() };
+        assert_eq!(none.policy(), RefPolicy::Nothing);
+        assert_eq!(References::default().policy(), RefPolicy::OwnFolder);
+        let folder = References { allow_ref: vec!["/srv".into()], no_refs: false };
+        assert_eq!(folder.policy(), RefPolicy::Folders(vec!["/srv".into()]));
+    }
+}

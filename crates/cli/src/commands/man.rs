@@ -1,0 +1,116 @@
+//! `vdkit man`: manual pages.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Command, ValueHint};
+use clap_mangen::Man;
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::definition;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "man",
+    about: "Print the manual page, or write all of them to a folder",
+    group: Group::Help,
+    details: "",
+    examples: "
+vdkit man | man -l -                  read the main page
+vdkit man --page convert | man -l -   read the page of one command
+vdkit man /usr/local/share/man/man1   write vdkit.1 and a page for each command
+",
+    augment: augment::<ManArgs>,
+    run: run::<ManArgs>,
+};
+
+/// Arguments of `vdkit man`.
+#[derive(Args, Debug)]
+pub struct ManArgs {
+    /// Write all pages to this folder, which is made where it is missing
+    #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
+    dir: Option<PathBuf>,
+    /// Print the page of this command instead of the main page
+    #[arg(long, value_name = "COMMAND", conflicts_with = "dir")]
+    page: Option<String>,
+}
+
+impl Run for ManArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let mut root = definition::command();
+        root.build();
+        if let Some(dir) = &self.dir {
+            return write_all(root, dir);
+        }
+        let page = match self.page {
+            None => root,
+            Some(name) => root
+                .get_subcommands()
+                .find(|command| command.get_name() == name)
+                .cloned()
+                .ok_or_else(|| Failure::usage(format!("no command is called '{name}'")))?,
+        };
+        session.out.bytes(&render(page)?)?;
+        Ok(Exit::Done)
+    }
+}
+
+fn write_all(root: Command, dir: &Path) -> Outcome {
+    let failed = |path: &Path, error: std::io::Error| {
+        Failure::failed(format!("{}: cannot write: {error}", path.display()))
+    };
+    std::fs::create_dir_all(dir).map_err(|error| failed(dir, error))?;
+    let mut pages: Vec<Command> =
+        root.get_subcommands().filter(|command| command.get_name() != "help").cloned().collect();
+    pages.push(root);
+    for page in pages {
+        let path = dir.join(format!("{}.1", page_name(&page)));
+        let text = render(page)?;
+        std::fs::write(&path, text).map_err(|error| failed(&path, error))?;
+    }
+    Ok(Exit::Done)
+}
+
+fn page_name(page: &Command) -> String {
+    match page.get_name() {
+        "vdkit" => "vdkit".to_owned(),
+        name => format!("vdkit-{name}"),
+    }
+}
+
+fn render(page: Command) -> Result<Vec<u8>, Failure> {
+    let name = page_name(&page);
+    let entry = super::find(page.get_name());
+    let mut text = Vec::new();
+    let man = Man::new(page)
+        .title(name.to_uppercase())
+        .source(concat!("vdkit ", env!("CARGO_PKG_VERSION")))
+        .manual("vdkit manual");
+    man.render_title(&mut text)
+        .and_then(|()| man.render_name_section(&mut text))
+        .and_then(|()| man.render_synopsis_section(&mut text))
+        .and_then(|()| man.render_description_section(&mut text))
+        .and_then(|()| man.render_options_section(&mut text))
+        .map_err(|error| Failure::failed(format!("cannot make the page: {error}")))?;
+    match entry {
+        Some(entry) => literal(&mut text, "EXAMPLES", entry.examples.trim()),
+        None => literal(&mut text, "COMMANDS", definition::overview().trim()),
+    }
+    literal(&mut text, "EXIT STATUS", definition::EXIT_CODES);
+    Ok(text)
+}
+
+/// A section of lines that stay as they are.
+fn literal(page: &mut Vec<u8>, heading: &str, lines: &str) {
+    page.extend_from_slice(format!(".SH \"{heading}\"\n.nf\n").as_bytes());
+    for line in lines.lines() {
+        // A leading dot or quote would be a request to the typesetter.
+        page.extend_from_slice(b"\\&");
+        page.extend_from_slice(line.replace('\\', "\\e").replace('-', "\\-").as_bytes());
+        page.push(b'\n');
+    }
+    page.extend_from_slice(b".fi\n");
+}

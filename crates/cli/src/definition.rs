@@ -1,0 +1,120 @@
+//! The command line's one definition: parsing, help, completions and man pages come from it.
+
+use std::io::Write;
+
+use clap::Command;
+use clap::error::ErrorKind;
+
+use crate::commands::{ALL, Group, Subcommand};
+use crate::failure::Exit;
+
+/// The whole command. Subcommands are built when they are asked for: building all of them would
+/// cost more than converting a small image.
+pub fn command() -> Command {
+    let mut root = Command::new("vdkit")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("Virtual-disk images: describe, make, convert, check, compare, read and write them")
+        .override_usage("vdkit COMMAND [ARGUMENTS]")
+        .help_template("{about-with-newline}\n{usage-heading} {usage}{after-help}")
+        .after_help(overview_help())
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .max_term_width(100);
+    for entry in ALL {
+        root = root.subcommand(subcommand(entry));
+    }
+    root
+}
+
+fn subcommand(entry: &'static Subcommand) -> Command {
+    Command::new(entry.name).about(entry.about).defer(entry.augment)
+}
+
+/// Help texts that only a reader of the help needs; see [`Subcommand::augment`].
+pub fn with_texts(command: Command, entry: &Subcommand) -> Command {
+    let mut long = entry.about.to_owned();
+    if !entry.details.is_empty() {
+        long.push_str("\n\n");
+        long.push_str(entry.details.trim());
+    }
+    let mut after = String::from("Examples:\n");
+    for line in entry.examples.trim().lines() {
+        after.push_str("  ");
+        after.push_str(line);
+        after.push('\n');
+    }
+    command.about(entry.about).long_about(long).after_help(after)
+}
+
+/// What the exit codes mean.
+pub const EXIT_CODES: &str = "\
+0 done, 1 failed, 2 wrong usage, 3 the images differ or only leaks were found,
+4 corrupt, 5 refused by policy, 6 in use by another process, 7 no space left,
+130 interrupted";
+
+/// The first command lines for a newcomer.
+const START: &str = "\
+vdkit info disk.qcow2                what is this image?
+vdkit create disk.qcow2 20G          a new image of 20 GiB
+vdkit convert disk.raw disk.qcow2    the source's format is recognised by its
+                                     header, the target's by its name
+vdkit check disk.qcow2               is it sound?
+vdkit help COMMAND                   all about a command, with examples
+vdkit formats qcow2                  the options of a format";
+
+/// The subcommands by group, and where to begin.
+pub fn overview() -> String {
+    let mut text = String::with_capacity(4096);
+    for group in Group::ALL {
+        text.push_str(group.title());
+        text.push_str(":\n");
+        for entry in ALL.iter().filter(|entry| entry.group == *group) {
+            text.push_str(&format!("  {:<12} {}\n", entry.name, entry.about));
+        }
+        text.push('\n');
+    }
+    text.push_str("Start here:\n");
+    for line in START.lines() {
+        text.push_str(&format!("  {line}\n"));
+    }
+    text
+}
+
+/// All of the main help but its head.
+fn overview_help() -> String {
+    format!(
+        "{}\nSizes take binary units: 512, 64K, 10G, 1.5T. '--json' makes answers for programs.\n\
+         Exit codes: {EXIT_CODES}.",
+        overview()
+    )
+}
+
+/// Prints what clap has to say: help and version on stdout, mistakes on stderr.
+pub fn report(error: &clap::Error) -> Exit {
+    let exit = match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Exit::Done,
+        _ => Exit::Usage,
+    };
+    // A closed pipe is the reader's right, and nobody can be told of anything else.
+    let _ = error.print();
+    let _ = std::io::stdout().flush();
+    exit
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_definition_is_sound() {
+        command().debug_assert();
+    }
+
+    #[test]
+    fn the_overview_names_every_subcommand() {
+        let text = overview();
+        for entry in ALL {
+            assert!(text.contains(&format!("\n  {} ", entry.name)), "{}", entry.name);
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Results on stdout: buffered text, tables and JSON.
+
+use std::io::{self, StdoutLock, Write};
+
+use serde::Serialize;
+
+/// Stdout, buffered whole: results are small, and one write is cheaper than many.
+#[derive(Debug)]
+pub struct Output {
+    buffer: Vec<u8>,
+}
+
+/// When so many bytes are waiting they are written; bounds the memory of long maps.
+const FLUSH_BYTES: usize = 64 << 10;
+
+impl Output {
+    /// Nothing written yet.
+    pub fn new() -> Self {
+        Self { buffer: Vec::new() }
+    }
+
+    /// Adds a line. Control characters (of names from strangers' images) are escaped.
+    pub fn line(&mut self, text: impl AsRef<str>) -> io::Result<()> {
+        self.buffer.extend_from_slice(crate::failure::printable(text.as_ref()).as_bytes());
+        self.buffer.push(b'\n');
+        self.flush_when_full()
+    }
+
+    /// Adds a value as indented JSON and a newline.
+    pub fn json(&mut self, value: &impl Serialize) -> io::Result<()> {
+        serde_json::to_writer_pretty(&mut self.buffer, value)?;
+        self.buffer.push(b'\n');
+        self.flush_when_full()
+    }
+
+    /// Adds bytes as they are.
+    pub fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.buffer.extend_from_slice(bytes);
+        self.flush_when_full()
+    }
+
+    /// Adds a JSON array one element at a time, so that a long one needs no memory.
+    pub fn json_array(&mut self) -> io::Result<JsonArray<'_>> {
+        self.buffer.push(b'[');
+        Ok(JsonArray { out: self, first: true })
+    }
+
+    /// Writes what is waiting.
+    pub fn finish(&mut self) -> io::Result<()> {
+        if self.buffer.is_empty() {
+            return Ok(());
+        }
+        let mut stdout: StdoutLock<'_> = io::stdout().lock();
+        let answer = stdout.write_all(&self.buffer).and_then(|()| stdout.flush());
+        self.buffer.clear();
+        answer
+    }
+
+    fn flush_when_full(&mut self) -> io::Result<()> {
+        if self.buffer.len() >= FLUSH_BYTES { self.finish() } else { Ok(()) }
+    }
+}
+
+impl Default for Output {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A JSON array being written, one element a line as qemu-img does.
+#[derive(Debug)]
+pub struct JsonArray<'a> {
+    out: &'a mut Output,
+    first: bool,
+}
+
+impl JsonArray<'_> {
+    /// Adds an element.
+    pub fn push(&mut self, value: &impl Serialize) -> io::Result<()> {
+        if !std::mem::take(&mut self.first) {
+            self.out.bytes(b",\n")?;
+        }
+        serde_json::to_writer(&mut self.out.buffer, value)?;
+        self.out.flush_when_full()
+    }
+
+    /// Closes it.
+    pub fn end(self) -> io::Result<()> {
+        self.out.bytes(b"]\n")
+    }
+}
+
+/// Bytes for people: `64 KiB (65536 bytes)`.
+pub fn bytes_long(bytes: u64) -> String {
+    if bytes < 1024 {
+        return format!("{bytes} bytes");
+    }
+    format!("{} ({bytes} bytes)", bytes_short(bytes))
+}
+
+/// Bytes for people, rounded: `64 KiB`, `1.5 TiB`.
+pub fn bytes_short(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut exponent = ((63 - bytes.leading_zeros()) / 10).min(6);
+    let mut value = bytes as f64 / (1u64 << (10 * exponent)) as f64;
+    // Rounding must not print 1024 of a unit.
+    if value >= 1023.95 && exponent < 6 {
+        exponent += 1;
+        value /= 1024.0;
+    }
+    let text = if value >= 100.0 && value.fract() < 0.05 {
+        format!("{value:.0}")
+    } else {
+        format!("{value:.1}")
+    };
+    let text = text.strip_suffix(".0").unwrap_or(&text);
+    format!("{text} {}", UNITS[exponent as usize - 1])
+}
+
+/// Aligned `key: value` lines.
+#[derive(Debug, Default)]
+pub struct Fields(Vec<(String, String)>);
+
+impl Fields {
+    /// Adds a line; further lines of a value are indented beneath the first.
+    pub fn add(&mut self, key: impl Into<String>, value: impl Into<String>) -> &mut Self {
+        self.0.push((key.into(), value.into()));
+        self
+    }
+
+    /// Prints them all, indented by `indent` spaces.
+    pub fn print(&self, out: &mut Output, indent: usize) -> io::Result<()> {
+        let width = self.0.iter().map(|(key, _)| key.chars().count() + 1).max().unwrap_or(0);
+        for (key, value) in &self.0 {
+            let mut lines = value.lines();
+            let first = lines.next().unwrap_or("");
+            out.line(format!("{:indent$}{:<width$} {first}", "", format!("{key}:")))?;
+            for line in lines {
+                out.line(format!("{:indent$}{:<width$} {line}", "", ""))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Columns with a header, as wide as they need to be.
+#[derive(Debug)]
+pub struct Table {
+    rows: Vec<Vec<String>>,
+    right: Vec<bool>,
+}
+
+impl Table {
+    /// Headers; one beginning with `>` is of a column aligned to the right.
+    pub fn new(headers: &[&str]) -> Self {
+        let right = headers.iter().map(|h| h.starts_with('>')).collect();
+        let first = headers.iter().map(|h| h.trim_start_matches('>').to_owned()).collect();
+        Self { rows: vec![first], right }
+    }
+
+    /// Adds a row.
+    pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+
+    /// Prints it, indented by `indent` spaces.
+    pub fn print(&self, out: &mut Output, indent: usize) -> io::Result<()> {
+        let width = |i: usize| {
+            self.rows.iter().filter_map(|r| r.get(i)).map(|c| c.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..self.right.len()).map(width).collect();
+        for row in &self.rows {
+            let mut line = " ".repeat(indent);
+            for (i, cell) in row.iter().enumerate() {
+                let width = widths[i];
+                if i > 0 {
+                    line.push_str("  ");
+                }
+                if self.right[i] {
+                    line.push_str(&format!("{cell:>width$}"));
+                } else {
+                    line.push_str(&format!("{cell:<width$}"));
+                }
+            }
+            out.line(line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_for_people() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1 KiB"),
+            (1536, "1.5 KiB"),
+            (10 << 30, "10 GiB"),
+            ((1 << 40) - 1, "1 TiB"),
+            (3 << 39, "1.5 TiB"),
+            (196_608, "192 KiB"),
+            (u64::MAX, "16 EiB"),
+        ] {
+            assert_eq!(bytes_short(bytes), text, "{bytes}");
+        }
+        assert_eq!(bytes_long(65536), "64 KiB (65536 bytes)");
+        assert_eq!(bytes_long(5), "5 bytes");
+    }
+}

@@ -1,0 +1,167 @@
+//! How far a job is, on stderr: a bar for people, JSON lines for programs.
+
+use std::io::{self, IsTerminal, Write};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use vdkit::Progress;
+
+use crate::failure::{Tone, print_line};
+
+/// How progress is shown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum ProgressMode {
+    /// A bar where stderr is a terminal and the job takes a while
+    #[default]
+    Auto,
+    /// A bar from the first moment, where stderr is a terminal
+    Bar,
+    /// One JSON object a line
+    Json,
+    /// Nothing
+    None,
+}
+
+/// A job that is over sooner shows no bar: it would only flicker.
+const PATIENCE: Duration = Duration::from_millis(300);
+/// Time between two lines or redraws.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// Shows a job's progress. Costs two clock reads until there is something to show.
+#[derive(Debug)]
+pub struct Reporter {
+    shape: Shape,
+    job: &'static str,
+    started: Instant,
+    next_us: AtomicU64,
+    last: [AtomicU64; 2],
+    bar: OnceLock<ProgressBar>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shape {
+    Bar,
+    Json,
+    Silent,
+}
+
+/// One line of `--progress json`.
+#[derive(Serialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+enum Event<'a> {
+    Progress { job: &'a str, done: u64, total: u64 },
+    Message { job: &'a str, text: &'a str },
+}
+
+impl Reporter {
+    /// For the job of this name.
+    pub fn new(mode: ProgressMode, job: &'static str) -> Self {
+        let shape = match mode {
+            ProgressMode::Json => Shape::Json,
+            ProgressMode::None => Shape::Silent,
+            ProgressMode::Auto | ProgressMode::Bar => {
+                if io::stderr().is_terminal() {
+                    Shape::Bar
+                } else {
+                    Shape::Silent
+                }
+            }
+        };
+        let wait = match mode {
+            ProgressMode::Auto => PATIENCE,
+            _ => Duration::ZERO,
+        };
+        Self {
+            shape,
+            job,
+            started: Instant::now(),
+            next_us: AtomicU64::new(wait.as_micros() as u64),
+            last: Default::default(),
+            bar: OnceLock::new(),
+        }
+    }
+
+    /// The job is over: a last line with what was done, and the bar goes.
+    pub fn finish(&self) {
+        match self.shape {
+            Shape::Json => {
+                let [done, total] = [0, 1].map(|i| self.last[i].load(Ordering::Relaxed));
+                self.event(&Event::Progress { job: self.job, done, total });
+            }
+            Shape::Bar => {
+                if let Some(bar) = self.bar.get() {
+                    bar.finish_and_clear();
+                }
+            }
+            Shape::Silent => {}
+        }
+    }
+
+    /// Whether this caller is the one to draw now; others within the interval are not.
+    fn due(&self) -> bool {
+        let now = self.started.elapsed().as_micros() as u64;
+        let next = self.next_us.load(Ordering::Relaxed);
+        now >= next
+            && self
+                .next_us
+                .compare_exchange(
+                    next,
+                    now + INTERVAL.as_micros() as u64,
+                    Ordering::Relaxed,
+                    Ordering::Relaxed,
+                )
+                .is_ok()
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        if let Ok(mut line) = serde_json::to_vec(event) {
+            line.push(b'\n');
+            // Nobody can be told of a failure to write to stderr.
+            let _ = io::stderr().lock().write_all(&line);
+        }
+    }
+
+    fn draw(&self, done: u64, total: u64) {
+        let bar = self.bar.get_or_init(|| {
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+            let template = "{msg} {wide_bar} {percent:>3}%  {binary_bytes_per_sec}  {eta} left";
+            if let Ok(style) = ProgressStyle::with_template(template) {
+                bar.set_style(style.progress_chars("━╸─"));
+            }
+            bar.set_message(self.job);
+            bar
+        });
+        bar.set_length(total);
+        bar.set_position(done);
+    }
+}
+
+impl Progress for Reporter {
+    fn update(&self, done: u64, total: u64) {
+        if self.shape == Shape::Silent {
+            return;
+        }
+        // Workers may report out of order; a bar does not go backwards.
+        let done = self.last[0].fetch_max(done, Ordering::Relaxed).max(done);
+        self.last[1].store(total, Ordering::Relaxed);
+        if !self.due() {
+            return;
+        }
+        match self.shape {
+            Shape::Json => self.event(&Event::Progress { job: self.job, done, total }),
+            Shape::Bar => self.draw(done, total),
+            Shape::Silent => {}
+        }
+    }
+
+    fn message(&self, text: &str) {
+        match (self.shape, self.bar.get()) {
+            (Shape::Json, _) => self.event(&Event::Message { job: self.job, text }),
+            (_, Some(bar)) => bar.suspend(|| print_line(Tone::Warning, text)),
+            (_, None) => print_line(Tone::Warning, text),
+        }
+    }
+}
