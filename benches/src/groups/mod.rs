@@ -1,0 +1,10 @@
+//! Which cells there are.
+
+pub mod compress;
+pub mod file;
+pub mod null;
+
+use crate::pair::Cell;
+
+/// Where a measured cell goes.
+pub type Save<'a> = dyn FnMut(Cell) -> anyhow::Result<()> + 'a;

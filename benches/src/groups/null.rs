@@ -1,0 +1,39 @@
+//! Conversion to nothing: reading, finding holes and zeroes, and deciding.
+
+use anyhow::Result;
+
+use super::Save;
+use crate::images;
+use crate::options::{Group, Options};
+use crate::pair::{self, Candidate, CellName};
+use crate::process::Program;
+use crate::scratch::Scratch;
+
+/// Every classic image to nothing.
+pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
+    let bytes = options.image_bytes;
+    for image in images::classic(options, scratch)? {
+        let name = CellName {
+            group: Group::Null,
+            job: format!("{}→null", image.format),
+            content: image.content.to_owned(),
+            file_system: scratch.file_system,
+        };
+        if !options.wants_job(&name.job) {
+            continue;
+        }
+        let vdkit = Program::new(&options.vdkit)
+            .args(["convert", "-f", image.format])
+            .arg(&image.path)
+            .arg("null:");
+        let qemu = Program::new(&options.qemu_img)
+            .args(["convert", "-n", "-f", image.format])
+            .arg(&image.path)
+            .args(["--target-image-opts", &format!("driver=null-co,size={bytes}")]);
+        let candidate =
+            |name, program| Candidate { name, program, target: None, proof: vec![], keep: None };
+        let candidates = vec![candidate("vdkit", vdkit), candidate("qemu-img", qemu)];
+        save(pair::measure(name, bytes, scratch, options.runs(Group::Null), candidates)?)?;
+    }
+    Ok(())
+}

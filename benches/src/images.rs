@@ -1,0 +1,207 @@
+//! The images of the cells. Those in qcow2 are made by qemu-img, so that both programs read the
+//! same stranger's work.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+use crate::options::{Content, Options};
+use crate::process::Program;
+use crate::scratch::Scratch;
+
+const STEP: u64 = 32 << 20;
+const PIECE: u64 = 64 << 10;
+/// ext4's block.
+const BLOCK: u64 = 4096;
+
+/// An image to read.
+#[derive(Clone, Debug)]
+pub struct Image {
+    /// How much of it holds data, or `real`.
+    pub content: &'static str,
+    /// Its format's name.
+    pub format: &'static str,
+    /// Where it is.
+    pub path: PathBuf,
+}
+
+/// The classic images that were asked for: raw and qcow2 of each content.
+pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
+    let mut images = Vec::new();
+    for content in [Content::Sparse, Content::Full] {
+        if !options.wants(content) {
+            continue;
+        }
+        let name = content.name();
+        let raw = scratch.file(&format!("{name}.raw"));
+        let qcow2 = scratch.file(&format!("{name}.qcow2"));
+        if !raw.exists() {
+            write_raw(&raw, options.image_bytes, content == Content::Full)?;
+            Program::new(&options.qemu_img)
+                .args(["convert", "-f", "raw", "-O", "qcow2"])
+                .args([&raw, &qcow2])
+                .run()
+                .context("qemu-img convert")?;
+        }
+        images.push(Image { content: name, format: "raw", path: raw });
+        images.push(Image { content: name, format: "qcow2", path: qcow2 });
+    }
+    if options.wants(Content::Metadata) {
+        let path = scratch.file("metadata.qcow2");
+        if !path.exists() {
+            Program::new(&options.qemu_img)
+                .args(["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"])
+                .arg(&path)
+                .arg(options.image_bytes.to_string())
+                .run()
+                .context("qemu-img create")?;
+        }
+        images.push(Image { content: Content::Metadata.name(), format: "qcow2", path });
+    }
+    rustix::fs::sync();
+    Ok(images)
+}
+
+/// 64 KiB of data at the start of every 32 MiB, or everything but that.
+fn write_raw(path: &Path, bytes: u64, full: bool) -> Result<()> {
+    let file = File::create(path).with_context(|| format!("cannot make {}", path.display()))?;
+    file.set_len(bytes)?;
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let mut buffer = vec![0; (STEP - PIECE) as usize];
+    for start in (0..bytes).step_by(STEP as usize) {
+        let (offset, len) =
+            if full { (start + PIECE, (STEP - PIECE) as usize) } else { (start, PIECE as usize) };
+        random.fill(&mut buffer[..len]);
+        file.write_all_at(&buffer[..len], offset)?;
+    }
+    Ok(())
+}
+
+/// xorshift64: bytes that no program can skip or compress.
+struct Random(u64);
+
+impl Random {
+    fn fill(&mut self, buffer: &mut [u8]) {
+        for piece in buffer.chunks_mut(8) {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            piece.copy_from_slice(&self.0.to_le_bytes()[..piece.len()]);
+        }
+    }
+}
+
+/// A raw image with ext4 full of this machine's program files, from the folders of
+/// `--real-from`, copied again and again until it is full enough.
+pub fn real(options: &Options, scratch: &Scratch) -> Result<Image> {
+    let path = scratch.file("real.raw");
+    let stage = scratch.file("stage");
+    let mut stage_use = Use::default();
+    for round in 0.. {
+        let before = stage_use.bytes;
+        for folder in &options.real_from {
+            let to = stage.join(round.to_string()).join(folder.strip_prefix("/").unwrap_or(folder));
+            if folder.is_dir() {
+                copy_tree(folder, &to, options.real_bytes, &mut stage_use)?;
+            }
+        }
+        if stage_use.full(options.real_bytes) {
+            break;
+        }
+        if stage_use.bytes == before {
+            bail!("--real-from: no readable files in {:?}", options.real_from);
+        }
+    }
+    // Room for what the file system itself needs.
+    let inodes = stage_use.inodes + stage_use.inodes / 16 + 1024;
+    let bytes = options.real_bytes + options.real_bytes / 32 + inodes * 256 + (128 << 20);
+    Program::new("mke2fs")
+        .args(["-q", "-t", "ext4", "-m", "0", "-N", &inodes.to_string(), "-d"])
+        .args([&stage, &path])
+        .arg(format!("{}M", bytes >> 20))
+        .run()
+        .context("mke2fs")?;
+    fs::remove_dir_all(&stage)?;
+    rustix::fs::sync();
+    Ok(Image { content: "real", format: "raw", path })
+}
+
+/// What a copied tree takes on a file system.
+#[derive(Debug, Default)]
+struct Use {
+    bytes: u64,
+    inodes: u64,
+}
+
+impl Use {
+    /// Whether hardly anything more fits.
+    fn full(&self, room: u64) -> bool {
+        room.saturating_sub(self.bytes) < 64 << 10
+    }
+}
+
+/// Copies the regular files of a tree (on one file system) until `room` bytes are used in all.
+/// What cannot be read is left out.
+fn copy_tree(from: &Path, to: &Path, room: u64, used: &mut Use) -> Result<()> {
+    let mut folders = vec![OsString::new()];
+    let device = fs::metadata(from)?.dev();
+    while let Some(folder) = folders.pop() {
+        let Ok(entries) = fs::read_dir(from.join(&folder)) else { continue };
+        fs::create_dir_all(to.join(&folder))?;
+        used.bytes += BLOCK;
+        used.inodes += 1;
+        let mut entries: Vec<_> = entries.flatten().collect();
+        entries.sort_by_key(fs::DirEntry::file_name);
+        for entry in entries {
+            if used.full(room) {
+                return Ok(());
+            }
+            let Ok(metadata) = entry.metadata() else { continue };
+            let name: OsString = Path::new(&folder).join(entry.file_name()).into();
+            let bytes = metadata.len().next_multiple_of(BLOCK);
+            if metadata.is_dir() && metadata.dev() == device {
+                folders.push(name);
+            } else if metadata.is_file()
+                && used.bytes + bytes <= room
+                && fs::copy(entry.path(), to.join(&name)).is_ok()
+            {
+                used.bytes += bytes;
+                used.inodes += 1;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_classic_images_hold_what_they_say() {
+        let folder = std::env::temp_dir().join(format!("vdkit-bench-test-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let zero = |file: &File, offset: u64| {
+            let mut byte = [0; 64];
+            file.read_exact_at(&mut byte, offset).unwrap();
+            byte == [0; 64]
+        };
+        for full in [false, true] {
+            let path = folder.join("x.raw");
+            write_raw(&path, 2 * STEP, full).unwrap();
+            let file = File::open(&path).unwrap();
+            assert_eq!(file.metadata().unwrap().len(), 2 * STEP);
+            for start in [0, STEP] {
+                assert_eq!(zero(&file, start), full);
+                assert_eq!(zero(&file, start + PIECE - 64), full);
+                assert_eq!(zero(&file, start + PIECE), !full);
+                assert_eq!(zero(&file, start + STEP - 64), !full);
+            }
+            fs::remove_file(path).unwrap();
+        }
+        fs::remove_dir_all(folder).unwrap();
+    }
+}

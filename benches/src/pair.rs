@@ -1,0 +1,176 @@
+//! Candidates in turn, round by round.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::options::{FileSystem, Group};
+use crate::process::{Program, Usage};
+use crate::scratch::Scratch;
+
+/// One way to do a cell's job.
+#[derive(Debug)]
+pub struct Candidate {
+    /// Its name in tables.
+    pub name: &'static str,
+    /// What is timed.
+    pub program: Program,
+    /// The file that it makes.
+    pub target: Option<PathBuf>,
+    /// Run once, untimed, after the warm-up: fails where the result is wrong.
+    pub proof: Vec<Program>,
+    /// Where the warm-up's target goes instead of being removed, for a later cell to read.
+    pub keep: Option<PathBuf>,
+}
+
+/// What a cell is about.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct CellName {
+    /// The set it belongs to.
+    pub group: Group,
+    /// The job, such as `raw→qcow2`.
+    pub job: String,
+    /// The image's content.
+    pub content: String,
+    /// Where.
+    pub file_system: FileSystem,
+}
+
+/// A cell's samples.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Cell {
+    /// What it is about.
+    #[serde(flatten)]
+    pub name: CellName,
+    /// Bytes of the guest disk.
+    pub guest_bytes: u64,
+    /// Each candidate's samples, vdkit's first.
+    pub series: Vec<Series>,
+}
+
+/// One candidate's samples; the n-th of each candidate were taken in one round.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Series {
+    /// The candidate.
+    pub name: String,
+    /// What was run.
+    pub command: String,
+    /// One a round, without the warm-up.
+    pub runs: Vec<Usage>,
+    /// Length in bytes of the file that it made.
+    pub target_bytes: Option<u64>,
+    /// It could not do this here (a file system without O_DIRECT, say), with what it said.
+    pub cannot: Option<String>,
+    /// Its result was wrong: what the proof said.
+    pub wrong: Option<String>,
+}
+
+/// Measures a cell.
+///
+/// # Errors
+/// Where the harness itself fails or is interrupted. A candidate's failure is noted instead.
+pub fn measure(
+    name: CellName,
+    guest_bytes: u64,
+    scratch: &Scratch,
+    runs: usize,
+    candidates: Vec<Candidate>,
+) -> Result<Cell> {
+    eprint!(
+        "{:8} {:6} {:9} {:24}",
+        name.group.name(),
+        name.file_system.name(),
+        name.content,
+        name.job
+    );
+    let mut series = Vec::new();
+    for candidate in &candidates {
+        series.push(warm_up(candidate, scratch)?);
+    }
+    for round in 0..runs {
+        // Every other round in reverse, so that no candidate always follows the same one.
+        let mut order: Vec<usize> = (0..candidates.len()).collect();
+        if round % 2 == 1 {
+            order.reverse();
+        }
+        for index in order {
+            let (candidate, series) = (&candidates[index], &mut series[index]);
+            if series.cannot.is_none() {
+                match run(candidate, scratch) {
+                    Ok(usage) => series.runs.push(usage),
+                    Err(error) if is_interrupt(&error) => return Err(error),
+                    Err(error) => series.cannot = Some(error.to_string()),
+                }
+                remove(candidate)?;
+            }
+        }
+    }
+    let cell = Cell { name, guest_bytes, series };
+    eprintln!("{}", cell.short());
+    Ok(cell)
+}
+
+fn is_interrupt(error: &anyhow::Error) -> bool {
+    error.to_string() == "interrupted"
+}
+
+/// The first run: fills caches, shows whether the candidate can, and is proven right.
+fn warm_up(candidate: &Candidate, scratch: &Scratch) -> Result<Series> {
+    let mut series = Series {
+        name: candidate.name.to_owned(),
+        command: candidate.program.typed(&scratch.folder),
+        runs: Vec::new(),
+        target_bytes: None,
+        cannot: None,
+        wrong: None,
+    };
+    match run(candidate, scratch) {
+        Ok(_) => {
+            if let Some(target) = &candidate.target {
+                series.target_bytes = Some(fs::metadata(target)?.len());
+            }
+            for proof in &candidate.proof {
+                match proof.run() {
+                    Ok(_) => {}
+                    Err(error) if is_interrupt(&error) => return Err(error),
+                    Err(error) => {
+                        let typed = proof.typed(&scratch.folder);
+                        series.wrong.get_or_insert(format!("{typed}: {error:#}"));
+                    }
+                }
+            }
+        }
+        Err(error) if is_interrupt(&error) => return Err(error),
+        Err(error) => series.cannot = Some(error.to_string()),
+    }
+    if let (Some(target), Some(keep), None) = (&candidate.target, &candidate.keep, &series.cannot) {
+        fs::rename(target, keep)?;
+    }
+    remove(candidate)?;
+    Ok(series)
+}
+
+/// One run from a quiet start; then what it left in the page cache is written.
+fn run(candidate: &Candidate, scratch: &Scratch) -> Result<Usage> {
+    rustix::fs::sync();
+    let usage = candidate.program.run()?;
+    let start = Instant::now();
+    rustix::fs::syncfs(fs::File::open(&scratch.folder)?)?;
+    Ok(Usage { sync_seconds: start.elapsed().as_secs_f64(), ..usage })
+}
+
+fn remove(candidate: &Candidate) -> Result<()> {
+    let Some(target) = &candidate.target else { return Ok(()) };
+    match fs::remove_file(target) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            bail!("cannot remove {}: {error}", target.display())
+        }
+        _ => Ok(()),
+    }
+}

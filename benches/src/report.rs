@@ -1,0 +1,437 @@
+//! Samples as JSON, medians and paired ratios as Markdown.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::machine::Machine;
+use crate::options::Group;
+use crate::pair::{Cell, Series};
+
+/// All that was measured.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Report {
+    /// Where and with what; several where reports were joined.
+    pub machines: Vec<Machine>,
+    /// The cells.
+    pub cells: Vec<Cell>,
+}
+
+impl Report {
+    /// An empty one.
+    pub fn new(machine: Machine) -> Self {
+        Self { machines: vec![machine], cells: Vec::new() }
+    }
+
+    /// Puts a cell in; it replaces an older one of its name.
+    pub fn add(&mut self, cell: Cell) {
+        self.cells.retain(|old| old.name != cell.name);
+        self.cells.push(cell);
+    }
+
+    /// Reads saved reports and joins them.
+    pub fn read_all(files: &[PathBuf]) -> Result<Self> {
+        let mut joined = Self::default();
+        for file in files {
+            let text = fs::read_to_string(file)
+                .with_context(|| format!("cannot read {}", file.display()))?;
+            let one: Self = serde_json::from_str(&text)
+                .with_context(|| format!("{} has no samples", file.display()))?;
+            joined.machines.extend(one.machines);
+            one.cells.into_iter().for_each(|cell| joined.add(cell));
+        }
+        Ok(joined)
+    }
+
+    /// Saves all samples.
+    pub fn write_json(&self, file: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        if let Some(folder) = file.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+    }
+
+    /// Brings the cells into the order of the tables.
+    pub fn sort(&mut self) {
+        // Stable, so contents keep the order in which they were measured.
+        self.cells.sort_by(|a, b| {
+            (a.name.group, a.name.file_system).cmp(&(b.name.group, b.name.file_system))
+        });
+    }
+
+    /// What vdkit could not do, and wrong results of anybody.
+    pub fn faults(&self) -> Vec<String> {
+        let mut faults = Vec::new();
+        for cell in &self.cells {
+            for (index, series) in cell.series.iter().enumerate() {
+                let fault = match (&series.wrong, &series.cannot) {
+                    (Some(wrong), _) => wrong,
+                    (None, Some(cannot)) if index == 0 => cannot,
+                    _ => continue,
+                };
+                faults.push(format!("{}: {}: {fault}", cell.title(), series.name));
+            }
+        }
+        faults
+    }
+
+    /// Everything as one document.
+    pub fn markdown(&self) -> String {
+        let mut text = self.machine_markdown();
+        for group in [Group::Null, Group::File, Group::Compress] {
+            let table = self.table(group);
+            if !table.is_empty() {
+                let _ = write!(text, "\n### {}\n\n{table}", group.name());
+            }
+        }
+        text
+    }
+
+    /// Puts the tables between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` of a document, for
+    /// the groups that this report has.
+    pub fn update_document(&self, document: &Path) -> Result<()> {
+        let mut text = fs::read_to_string(document)?;
+        text = replace_marked(&text, "machine", &self.machine_markdown())?;
+        for group in [Group::Null, Group::File, Group::Compress] {
+            let table = self.table(group);
+            if !table.is_empty() {
+                text = replace_marked(&text, group.name(), &table)?;
+            }
+        }
+        fs::write(document, text)?;
+        Ok(())
+    }
+
+    fn machine_markdown(&self) -> String {
+        let mut text = String::new();
+        let mut last: Option<Machine> = None;
+        for machine in &self.machines {
+            let same = Machine { date: String::new(), command: String::new(), ..machine.clone() };
+            if last.as_ref() != Some(&same) {
+                let _ = writeln!(
+                    text,
+                    "{}, {} GiB of memory, {}, {}, scratch file systems on {}; commit {}.\n{}.\n",
+                    machine.cpu,
+                    machine.memory_gib,
+                    machine.system,
+                    machine.kernel,
+                    machine.host_file_system,
+                    machine.commit,
+                    machine.programs.join("; "),
+                );
+            }
+            let _ = writeln!(text, "- {} UTC: `{}`", machine.date, machine.command);
+            last = Some(same);
+        }
+        text
+    }
+
+    fn table(&self, group: Group) -> String {
+        let cells: Vec<_> = self.cells.iter().filter(|c| c.name.group == group).collect();
+        match (group, cells.is_empty()) {
+            (_, true) => String::new(),
+            (Group::Null, _) => null_table(&cells),
+            (Group::File, _) => file_table(&cells),
+            (Group::Compress, _) => compress_table(&cells),
+        }
+    }
+}
+
+fn null_table(cells: &[&Cell]) -> String {
+    let mut text = String::from(
+        "| file system | image | vdkit | qemu-img | qemu-img ÷ vdkit | peak memory | runs |\n\
+         |---|---|---:|---:|---:|---:|---:|\n",
+    );
+    for cell in cells {
+        let [vdkit, qemu, ..] = &cell.series[..] else { continue };
+        let format = cell.name.job.split('→').next().unwrap_or_default();
+        let _ = writeln!(
+            text,
+            "| {} | {} {format} | {} | {} | {} | {} | {} |",
+            cell.name.file_system.name(),
+            cell.name.content,
+            vdkit.time(),
+            qemu.time(),
+            ratio(qemu, vdkit),
+            vdkit.memory(),
+            vdkit.runs.len(),
+        );
+    }
+    text
+}
+
+fn file_table(cells: &[&Cell]) -> String {
+    let mut text = String::from(
+        "| file system | job | image | vdkit | best qemu-img | with | qemu-img ÷ vdkit | cp | vdkit ÷ cp | \
+         vdkit + sync | best qemu-img + sync | runs |\n\
+         |---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|\n",
+    );
+    for cell in cells {
+        let Some(vdkit) = cell.series.first() else { continue };
+        let copy = cell.series.iter().find(|s| s.name.starts_with("cp"));
+        let best = cell.best_peer();
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            cell.name.file_system.name(),
+            cell.name.job,
+            cell.name.content,
+            vdkit.time(),
+            best.map_or("–".to_owned(), Series::time),
+            best.map_or("–", |b| b.flags()),
+            best.map_or("–".to_owned(), |b| ratio(b, vdkit)),
+            copy.map_or("–".to_owned(), |c| format!("{} ({})", c.time(), c.name)),
+            copy.map_or("–".to_owned(), |c| ratio(vdkit, c)),
+            vdkit.synced_time(),
+            best.map_or("–".to_owned(), Series::synced_time),
+            vdkit.runs.len(),
+        );
+    }
+    text
+}
+
+fn compress_table(cells: &[&Cell]) -> String {
+    let mut text = String::from(
+        "| file system | job | vdkit | best qemu-img | with | qemu-img ÷ vdkit | vdkit's file | qemu-img's | \
+         peak memory | runs |\n\
+         |---|---|---:|---:|---|---:|---:|---:|---:|---:|\n",
+    );
+    let size = |series: &Series| {
+        series.target_bytes.map_or("–".to_owned(), |b| format!("{:.1} MB", b as f64 / 1e6))
+    };
+    for cell in cells {
+        let Some(vdkit) = cell.series.first() else { continue };
+        let best = cell.best_peer();
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            cell.name.file_system.name(),
+            cell.name.job,
+            vdkit.time(),
+            best.map_or("–".to_owned(), Series::time),
+            best.map_or("–", |b| b.flags()),
+            best.map_or("–".to_owned(), |b| ratio(b, vdkit)),
+            size(vdkit),
+            best.map_or("–".to_owned(), size),
+            vdkit.memory(),
+            vdkit.runs.len(),
+        );
+    }
+    text
+}
+
+fn replace_marked(text: &str, name: &str, with: &str) -> Result<String> {
+    let (open, close) = (format!("<!-- bench:{name} -->"), format!("<!-- /bench:{name} -->"));
+    let Some((before, rest)) = text.split_once(&open) else {
+        bail!("no marker {open}");
+    };
+    let Some((_, after)) = rest.split_once(&close) else {
+        bail!("no marker {close}");
+    };
+    Ok(format!("{before}{open}\n{with}{close}{after}"))
+}
+
+impl Cell {
+    fn title(&self) -> String {
+        format!(
+            "{} {} {} {}",
+            self.name.group.name(),
+            self.name.file_system.name(),
+            self.name.content,
+            self.name.job
+        )
+    }
+
+    /// The fastest of qemu-img's candidates.
+    fn best_peer(&self) -> Option<&Series> {
+        self.series
+            .iter()
+            .filter(|s| s.name.starts_with("qemu-img") && s.usable())
+            .min_by(|a, b| a.median().total_cmp(&b.median()))
+    }
+
+    /// A line for the terminal.
+    pub fn short(&self) -> String {
+        let mut text = String::new();
+        for series in &self.series {
+            let _ = write!(text, "  {}: {}", series.name, series.time());
+        }
+        if let (Some(vdkit), Some(best)) = (self.series.first(), self.best_peer()) {
+            let _ = write!(text, "  ÷ {}", ratio(best, vdkit));
+        }
+        text
+    }
+}
+
+impl Series {
+    fn usable(&self) -> bool {
+        self.wrong.is_none() && self.cannot.is_none() && !self.runs.is_empty()
+    }
+
+    fn walls(&self) -> Vec<f64> {
+        self.runs.iter().map(|run| run.wall_seconds).collect()
+    }
+
+    fn median(&self) -> f64 {
+        median(&self.walls())
+    }
+
+    /// The flags after the program's name.
+    fn flags(&self) -> &str {
+        self.name.split_once(' ').map_or("default", |(_, flags)| flags)
+    }
+
+    fn time(&self) -> String {
+        self.shown(|| milliseconds(&self.walls()))
+    }
+
+    fn synced_time(&self) -> String {
+        self.shown(|| {
+            let totals: Vec<_> =
+                self.runs.iter().map(|r| r.wall_seconds + r.sync_seconds).collect();
+            milliseconds(&totals)
+        })
+    }
+
+    fn memory(&self) -> String {
+        self.shown(|| {
+            let most = self.runs.iter().map(|run| run.memory_bytes_max).max().unwrap_or(0);
+            format!("{:.0} MiB", most as f64 / f64::from(1 << 20))
+        })
+    }
+
+    fn shown(&self, number: impl FnOnce() -> String) -> String {
+        if self.wrong.is_some() {
+            "WRONG RESULT".to_owned()
+        } else if self.usable() {
+            number()
+        } else {
+            "cannot".to_owned()
+        }
+    }
+}
+
+/// `slow ÷ fast`: the median of the rounds' own ratios, with the least and the greatest.
+fn ratio(slow: &Series, fast: &Series) -> String {
+    if !slow.usable() || !fast.usable() {
+        return "–".to_owned();
+    }
+    let ratios: Vec<_> =
+        slow.walls().iter().zip(fast.walls()).map(|(slow, fast)| slow / fast).collect();
+    let (least, most) = edges(&ratios);
+    let digits = |x: f64| if x >= 20.0 { format!("{x:.0}") } else { format!("{x:.2}") };
+    format!("**{}** ({}–{})", digits(median(&ratios)), digits(least), digits(most))
+}
+
+/// The median, with the least and the greatest.
+fn milliseconds(seconds: &[f64]) -> String {
+    let (least, most) = edges(seconds);
+    let digits = |s: f64| {
+        let ms = s * 1e3;
+        if ms < 100.0 { format!("{ms:.1}") } else { format!("{ms:.0}") }
+    };
+    format!("{} ms ({}–{})", digits(median(seconds)), digits(least), digits(most))
+}
+
+fn edges(numbers: &[f64]) -> (f64, f64) {
+    let least = numbers.iter().copied().fold(f64::INFINITY, f64::min);
+    (least, numbers.iter().copied().fold(0.0, f64::max))
+}
+
+fn median(numbers: &[f64]) -> f64 {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::FileSystem;
+    use crate::pair::CellName;
+    use crate::process::Usage;
+
+    fn series(name: &str, walls: &[f64]) -> Series {
+        let usage = |&wall_seconds| Usage {
+            wall_seconds,
+            sync_seconds: 1.0,
+            user_seconds: 0.0,
+            system_seconds: 0.0,
+            memory_bytes_max: 5 << 20,
+        };
+        Series {
+            name: name.to_owned(),
+            command: name.to_owned(),
+            runs: walls.iter().map(usage).collect(),
+            target_bytes: None,
+            cannot: None,
+            wrong: None,
+        }
+    }
+
+    fn report() -> Report {
+        let mut report = Report::new(Machine::default());
+        let name = CellName {
+            group: Group::File,
+            job: "raw→qcow2".to_owned(),
+            content: "full".to_owned(),
+            file_system: FileSystem::Xfs,
+        };
+        let series = vec![
+            series("vdkit", &[0.010, 0.011, 0.030]),
+            series("qemu-img", &[0.9, 1.0, 1.1]),
+            series("qemu-img -C", &[0.1, 0.11, 0.12]),
+            series("cp --reflink", &[0.005, 0.005, 0.006]),
+        ];
+        report.add(Cell { name, guest_bytes: 1, series });
+        report
+    }
+
+    #[test]
+    fn the_best_peer_is_compared_round_by_round() {
+        let table = report().table(Group::File);
+        assert!(table.contains("| 11.0 ms (10.0–30.0) | 110 ms (100–120) | -C |"), "{table}");
+        // 0.1/0.010, 0.11/0.011, 0.12/0.030
+        assert!(table.contains("**10.00** (4.00–10.00)"), "{table}");
+        assert!(table.contains("1011 ms"), "with the sync: {table}");
+    }
+
+    #[test]
+    fn a_wrong_result_wins_nothing_and_is_a_fault() {
+        let mut report = report();
+        report.cells[0].series[2].wrong = Some("differs".to_owned());
+        let table = report.table(Group::File);
+        assert!(table.contains("| 1000 ms (900–1100) | default |"), "{table}");
+        assert_eq!(report.faults(), ["file xfs full raw→qcow2: qemu-img -C: differs"]);
+        report.cells[0].series[2].wrong = None;
+        report.cells[0].series[2].cannot = Some("no O_DIRECT".to_owned());
+        assert!(report.faults().is_empty(), "a peer may lack something");
+        report.cells[0].series[0].cannot = Some("panic".to_owned());
+        assert_eq!(report.faults().len(), 1, "vdkit may not");
+    }
+
+    #[test]
+    fn documents_are_rewritten_between_their_markers_only() {
+        let text = "a <!-- bench:null -->old<!-- /bench:null --> b";
+        let text = replace_marked(text, "null", "new\n").unwrap();
+        assert_eq!(text, "a <!-- bench:null -->\nnew\n<!-- /bench:null --> b");
+        assert!(replace_marked(&text, "file", "").is_err());
+    }
+
+    #[test]
+    fn samples_survive_a_round_trip() {
+        let text = serde_json::to_string(&report()).unwrap();
+        let again: Report = serde_json::from_str(&text).unwrap();
+        assert_eq!(again.table(Group::File), report().table(Group::File));
+        assert_eq!(median(&[3.0, 1.0, 2.0, 10.0]), 2.5);
+    }
+}
