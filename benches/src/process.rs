@@ -6,17 +6,21 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
-static STOPPED: AtomicBool = AtomicBool::new(false);
+static STOPPED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
 /// From now on SIGINT and SIGTERM end the run at the next step, so that scratch file systems are
 /// unmounted.
 pub fn stop_on_signals() -> Result<()> {
-    ctrlc::set_handler(|| STOPPED.store(true, Ordering::Relaxed)).context("signal handler")
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&STOPPED)).context("signal handler")?;
+    }
+    Ok(())
 }
 
 /// A program with its arguments.
