@@ -1,0 +1,263 @@
+//! The flat disk.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vdkit_block::{
+    CacheMode, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, OpenRequest, Result,
+};
+
+use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
+use crate::options::OpenOptions;
+use crate::registry::Registry;
+use crate::unit_cache::UnitCache;
+use crate::walk::Walk;
+
+/// One image of a chain.
+#[derive(Debug)]
+pub struct Layer {
+    path: PathBuf,
+    info: ImageInfo,
+    probed: bool,
+    format: Arc<dyn Format>,
+}
+
+impl Layer {
+    /// The name by which it was opened: the user's own, or what the overlay's metadata says,
+    /// joined to the overlay's folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the image said of itself when it was opened.
+    pub fn info(&self) -> &ImageInfo {
+        &self.info
+    }
+
+    /// Whether its format was probed rather than named.
+    pub fn probed(&self) -> bool {
+        self.probed
+    }
+
+    /// Its map.
+    pub fn format(&self) -> &Arc<dyn Format> {
+        &self.format
+    }
+}
+
+/// A disk as the guest sees it: an image and everything that it stands on. Shared by threads.
+///
+/// Requests of several threads may overlap; each byte then is one request's. Nothing is durable
+/// before [`Disk::flush`] returns, unless the cache mode says so.
+///
+/// Dropping a disk without [`Disk::close`] leaves what a crash would leave: consistent images, and
+/// perhaps space that nothing refers to.
+#[derive(Debug)]
+pub struct Disk {
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) limits: Limits,
+    pub(crate) units: UnitCache,
+    name: String,
+    cache: CacheMode,
+    writable: bool,
+}
+
+impl Disk {
+    /// Opens an image and what it stands on.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for a reference that the policy forbids, saying which file named it and
+    /// how to allow it; [`Error::Invalid`] for writing to an image that was probed as raw;
+    /// [`Error::Corrupt`] for a chain with a loop and [`Error::Limit`] for one too long; what
+    /// opening files and images returns.
+    pub fn open(
+        registry: &Registry,
+        path: impl AsRef<Path>,
+        options: &OpenOptions,
+    ) -> Result<Self> {
+        let mut layers = Vec::new();
+        let mut walk = Walk::new(registry, path.as_ref(), options);
+        while let Some(found) = walk.step()? {
+            let writable = options.writable && layers.is_empty();
+            if writable && found.fallback {
+                return Err(Error::Invalid(format!(
+                    "{}: was not recognised as any format and would be written as raw, where the \
+                     guest can make it look like another; name the format with '-f {}'",
+                    found.path.display(),
+                    found.driver.name()
+                )));
+            }
+            let data_file = walk.open_data_file(&found, writable)?;
+            let format = found.driver.open(OpenRequest {
+                storage: found.storage,
+                data_file,
+                writable,
+                limits: options.limits,
+            })?;
+            layers.push(Layer { path: found.path, info: found.info, probed: found.probed, format });
+        }
+        Ok(Self::from_layers(layers, options))
+    }
+
+    /// An image that is open already, alone: what it does not hold is a hole. For images that are
+    /// being made.
+    pub fn from_format(format: Arc<dyn Format>, info: ImageInfo, options: &OpenOptions) -> Self {
+        let path = PathBuf::from(format.storage().name());
+        let layer = Layer { path, info, probed: false, format };
+        Self::from_layers(vec![layer], options)
+    }
+
+    /// This disk standing on another one's layers: for an overlay that is being made. `base`
+    /// should be read-only.
+    pub fn over(mut self, base: Self) -> Self {
+        self.layers.extend(base.layers);
+        self
+    }
+
+    fn from_layers(layers: Vec<Layer>, options: &OpenOptions) -> Self {
+        let name = layers.first().map(|top| top.path.display().to_string()).unwrap_or_default();
+        let writable =
+            options.writable && layers.first().is_some_and(|top| top.format.caps().writable);
+        Self {
+            layers,
+            limits: options.limits,
+            units: UnitCache::default(),
+            name,
+            cache: options.cache,
+            writable,
+        }
+    }
+
+    /// The top image's name, for messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The images, the top one first; never empty.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// The top image's map.
+    ///
+    /// Whoever writes through it rather than through the disk must not publish packed units:
+    /// [`Disk::write_packed`] does what the disk's cache needs.
+    pub fn top(&self) -> &Arc<dyn Format> {
+        &self.layers[0].format
+    }
+
+    /// Whether it may be written.
+    pub fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// What is promised about bytes.
+    pub fn cache(&self) -> CacheMode {
+        self.cache
+    }
+
+    /// Bytes of the disk.
+    pub fn guest_bytes(&self) -> u64 {
+        self.top().guest_bytes()
+    }
+
+    /// Marks a request as begun. Whoever moves the bytes of an extent itself enters before it asks
+    /// for the extent and keeps the guard until the bytes are moved: the space is not reused
+    /// before. (Only the top image changes while a disk is open.)
+    pub fn enter(&self) -> InFlightGuard<'_> {
+        self.top().in_flight().enter()
+    }
+
+    /// The run that begins at `at`, at most `len` bytes, through the whole chain.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] past the end of the disk and for `len` 0; damage, and what storages
+    /// return.
+    pub fn extent_at(&self, at: GuestOffset, len: u64) -> Result<DiskExtent<'_>> {
+        self.check_range(at, len)?;
+        let _guard = self.enter();
+        self.walk(Purpose::Map, at.0, at.0 + len)
+            .step()?
+            .ok_or_else(|| Error::Invalid(format!("{}: an empty range has no map", self.name)))
+    }
+
+    /// The runs of a range, in order, through the whole chain. While others write to the disk, the
+    /// answer is what held at some moment during the walk, place by place.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] past the end of the disk.
+    pub fn extents(&self, at: GuestOffset, len: u64) -> Result<Extents<'_>> {
+        self.check_range(at, len)?;
+        Ok(self.walk(Purpose::Map, at.0, at.0 + len))
+    }
+
+    /// As [`Disk::extents`], asking only the first `layers` images: what they do not have is a
+    /// [`crate::DiskPlace::Hole`].
+    ///
+    /// # Errors
+    /// As [`Disk::extents`].
+    pub fn extents_of(&self, layers: usize, at: GuestOffset, len: u64) -> Result<Extents<'_>> {
+        self.check_range(at, len)?;
+        let layers = &self.layers[..layers.min(self.layers.len())];
+        Ok(Extents::new(Cursor::new(layers, Purpose::Map, at.0, at.0 + len)))
+    }
+
+    pub(crate) fn walk(&self, purpose: Purpose, at: u64, end: u64) -> Extents<'_> {
+        Extents::new(Cursor::new(&self.layers, purpose, at, end))
+    }
+
+    /// Whether a range lies on the disk.
+    pub(crate) fn check_range(&self, at: GuestOffset, len: u64) -> Result<()> {
+        let bytes = self.guest_bytes();
+        match at.0.checked_add(len) {
+            Some(end) if end <= bytes => Ok(()),
+            _ => Err(Error::Invalid(format!(
+                "{}: {len} bytes at {at} reach past the end of the disk at {bytes:#x}",
+                self.name
+            ))),
+        }
+    }
+
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        if self.writable { Ok(()) } else { Err(Error::ReadOnly { file: self.name.clone() }) }
+    }
+
+    /// In the modes where a write is durable when it returns, makes the map durable that it
+    /// changed. (The storage does so for the data.)
+    pub(crate) fn settle(&self) -> Result<()> {
+        if self.cache.write_durable() && self.top().dirty() { self.top().flush() } else { Ok(()) }
+    }
+
+    /// Makes everything durable that was done before this call.
+    ///
+    /// # Errors
+    /// What the format and its storages return. After a failed sync nothing is certain any more.
+    pub fn flush(&self) -> Result<()> {
+        if self.writable { self.top().flush() } else { Ok(()) }
+    }
+
+    /// Flushes and marks the image as closed. The disk must not be written afterwards.
+    ///
+    /// # Errors
+    /// As [`Disk::flush`].
+    pub fn close(&self) -> Result<()> {
+        if self.writable { self.top().close() } else { Ok(()) }
+    }
+
+    /// Changes the size of the disk. New bytes read as zero, also where a longer backing image has
+    /// something there.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`]; what the format returns.
+    pub fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.check_writable()?;
+        let before = self.guest_bytes();
+        self.top().resize(guest_bytes)?;
+        let beneath = self.layers.get(1).map_or(0, |layer| layer.format.guest_bytes());
+        let end = self.guest_bytes().min(beneath);
+        if before < end {
+            self.write_zeroes(GuestOffset(before), end - before, true)?;
+        }
+        self.settle()
+    }
+}

@@ -1,0 +1,247 @@
+//! The flattened map: where the disk's bytes are, through the whole chain.
+
+use std::sync::Arc;
+
+use vdkit_block::{Error, GuestOffset, HostOffset, Packed, Place, Result, Storage};
+
+use crate::disk::Layer;
+
+/// A run of the disk that lives in one place.
+#[derive(Clone, Copy, Debug)]
+pub struct DiskExtent<'a> {
+    /// Guest offset of the first byte.
+    pub at: GuestOffset,
+    /// Bytes; never 0.
+    pub len: u64,
+    /// The layer that answers for it, 0 being the top. For a [`DiskPlace::Hole`]: how many layers
+    /// were asked.
+    pub depth: usize,
+    /// Where the bytes are.
+    pub place: DiskPlace<'a>,
+}
+
+/// Where bytes of a disk are.
+#[derive(Clone, Copy, Debug)]
+pub enum DiskPlace<'a> {
+    /// Plain bytes, contiguous in a host file. Past the end of that file they are zero.
+    Data {
+        /// The storage.
+        storage: &'a Arc<dyn Storage>,
+        /// Host offset of the first byte.
+        offset: HostOffset,
+    },
+    /// Reads as zero because the layer at `depth` says so, or is shorter than what stands on it.
+    Zero {
+        /// Host space is allocated to it all the same.
+        allocated: bool,
+    },
+    /// None of the layers asked has it. Reads as zero where all layers were asked.
+    Hole,
+    /// Compressed; [`crate::Disk::read_at`] unpacks it.
+    Packed {
+        /// The storage.
+        storage: &'a Arc<dyn Storage>,
+        /// Where in it, and how. The extent may begin within the unit ([`Packed::skip`]).
+        packed: Packed,
+    },
+}
+
+impl DiskPlace<'_> {
+    /// Whether the map alone tells that the bytes are zero (a hole under all layers included).
+    pub fn reads_zero(&self) -> bool {
+        matches!(self, Self::Zero { .. } | Self::Hole)
+    }
+}
+
+impl<'a> DiskExtent<'a> {
+    /// Guest offset behind the last byte.
+    pub fn end(&self) -> GuestOffset {
+        self.at + self.len
+    }
+
+    /// The two as one where `next` directly follows, for the guest and on the host, in the same
+    /// layer.
+    pub fn merge(self, next: DiskExtent<'a>) -> Option<DiskExtent<'a>> {
+        if self.depth != next.depth || self.end() != next.at {
+            return None;
+        }
+        let joined = match (&self.place, &next.place) {
+            (
+                DiskPlace::Data { storage: a, offset },
+                DiskPlace::Data { storage: b, offset: next_offset },
+            ) => Arc::ptr_eq(a, b) && offset.checked_add(self.len) == Some(*next_offset),
+            (DiskPlace::Zero { allocated: a }, DiskPlace::Zero { allocated: b }) => a == b,
+            (DiskPlace::Hole, DiskPlace::Hole) => true,
+            _ => false,
+        };
+        joined.then_some(DiskExtent { len: self.len + next.len, ..self })
+    }
+}
+
+/// For whom a map is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// To know: holes of raw files are told apart from data.
+    Map,
+    /// To move the bytes at once; see [`vdkit_block::Format::resolve_for_io`].
+    Io,
+}
+
+/// How many layers' holes are kept without allocating.
+const INLINE: usize = 8;
+
+/// Walks a range through the layers. Where a layer has a hole, the layers beneath are asked for
+/// its whole length before that layer is asked again.
+#[derive(Debug)]
+pub(crate) struct Cursor<'a> {
+    layers: &'a [Layer],
+    purpose: Purpose,
+    at: u64,
+    end: u64,
+    /// So many layers, from the top, have a hole at `at`.
+    holes: usize,
+    /// Where those holes end; a deeper one never ends later.
+    inline: [u64; INLINE],
+    more: Vec<u64>,
+}
+
+impl<'a> Cursor<'a> {
+    pub(crate) fn new(layers: &'a [Layer], purpose: Purpose, at: u64, end: u64) -> Self {
+        Self { layers, purpose, at, end, holes: 0, inline: [0; INLINE], more: Vec::new() }
+    }
+
+    fn hole_end(&self, level: usize) -> u64 {
+        if level < INLINE { self.inline[level] } else { self.more[level - INLINE] }
+    }
+
+    fn push_hole(&mut self, end: u64) {
+        if self.holes < INLINE {
+            self.inline[self.holes] = end;
+        } else {
+            self.more.truncate(self.holes - INLINE);
+            self.more.push(end);
+        }
+        self.holes += 1;
+    }
+
+    /// The next run, or nothing at the end of the range.
+    pub(crate) fn step(&mut self) -> Result<Option<DiskExtent<'a>>> {
+        if self.at >= self.end {
+            return Ok(None);
+        }
+        while self.holes > 0 && self.hole_end(self.holes - 1) <= self.at {
+            self.holes -= 1;
+        }
+        loop {
+            let depth = self.holes;
+            let end = if depth == 0 { self.end } else { self.hole_end(depth - 1) };
+            let Some(layer) = self.layers.get(depth) else {
+                return Ok(Some(self.emit(end - self.at, depth, DiskPlace::Hole)));
+            };
+            let format = layer.format();
+            let layer_end = format.guest_bytes().min(end);
+            if self.at >= layer_end {
+                // The image beneath is shorter than what stands on it. What lies deeper still
+                // must not show through: the shorter one hides it with zeroes.
+                let zero = DiskPlace::Zero { allocated: false };
+                return Ok(Some(self.emit(end - self.at, depth, zero)));
+            }
+            let (at, len) = (GuestOffset(self.at), layer_end - self.at);
+            let extent = match self.purpose {
+                Purpose::Map => format.resolve(at, len)?,
+                Purpose::Io => format.resolve_for_io(at, len)?,
+            };
+            debug_assert!(extent.len > 0 && extent.len <= len);
+            let place = match extent.place {
+                Place::Hole => {
+                    self.push_hole(self.at + extent.len);
+                    continue;
+                }
+                Place::Zero { allocated } => DiskPlace::Zero { allocated },
+                Place::Data { file, offset, .. } => {
+                    DiskPlace::Data { storage: format.file(file), offset }
+                }
+                Place::Packed(packed) => {
+                    DiskPlace::Packed { storage: format.file(packed.file), packed }
+                }
+            };
+            return Ok(Some(self.emit(extent.len, depth, place)));
+        }
+    }
+
+    /// Ends the walk here.
+    pub(crate) fn stop(&mut self) {
+        self.at = self.end;
+    }
+
+    fn emit(&mut self, len: u64, depth: usize, place: DiskPlace<'a>) -> DiskExtent<'a> {
+        let extent = DiskExtent { at: GuestOffset(self.at), len, depth, place };
+        self.at += len;
+        extent
+    }
+}
+
+/// The runs of a range, in order, neighbours merged; see [`crate::Disk::extents`].
+///
+/// Ends after the first error; what was found before it is given out first.
+#[derive(Debug)]
+pub struct Extents<'a> {
+    cursor: Cursor<'a>,
+    ahead: Option<DiskExtent<'a>>,
+    error: Option<Error>,
+}
+
+impl<'a> Extents<'a> {
+    pub(crate) fn new(cursor: Cursor<'a>) -> Self {
+        Self { cursor, ahead: None, error: None }
+    }
+
+    /// The next run, or nothing at the end of the range.
+    pub(crate) fn step(&mut self) -> Result<Option<DiskExtent<'a>>> {
+        let mut run = match self.ahead.take() {
+            Some(run) => run,
+            None => match self.advance()? {
+                Some(run) => run,
+                None => return Ok(None),
+            },
+        };
+        loop {
+            match self.advance() {
+                Ok(Some(next)) => match run.merge(next) {
+                    Some(joined) => run = joined,
+                    None => {
+                        self.ahead = Some(next);
+                        break;
+                    }
+                },
+                Ok(None) => break,
+                Err(error) => {
+                    self.error = Some(error);
+                    break;
+                }
+            }
+        }
+        Ok(Some(run))
+    }
+
+    /// The next run as the layers give it. An error ends the walk.
+    fn advance(&mut self) -> Result<Option<DiskExtent<'a>>> {
+        if let Some(error) = self.error.take() {
+            self.cursor.stop();
+            return Err(error);
+        }
+        self.cursor.step()
+    }
+}
+
+impl<'a> Iterator for Extents<'a> {
+    type Item = Result<DiskExtent<'a>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let step = self.step();
+        if step.is_err() {
+            self.cursor.stop();
+        }
+        step.transpose()
+    }
+}

@@ -1,0 +1,94 @@
+//! What a caller says when it opens a disk.
+
+use std::path::PathBuf;
+
+use vdkit_block::{CacheMode, Limits, RefPolicy};
+
+/// What is done about the image that the top image stands on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum BackingChoice {
+    /// Open what the image names, as far as [`OpenOptions::refs`] allows.
+    #[default]
+    Follow,
+    /// Open the image alone; what it does not hold is a hole.
+    Ignore,
+    /// Open this instead of what the image names. The user named it, so no policy applies to it
+    /// (but to what it names in turn).
+    Override {
+        /// The file.
+        path: PathBuf,
+        /// Its format; none probes.
+        format: Option<String>,
+    },
+}
+
+/// How a disk is opened. The default opens for reading, with locks, through the page cache, and
+/// lets images name only files beneath their own folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenOptions {
+    /// The format of the image; none probes. An image that was probed as raw is opened for reading
+    /// only: the guest may have written anything into its first bytes.
+    pub format: Option<String>,
+    /// For writing to the top image (and its data file). Backing images are only ever read.
+    pub writable: bool,
+    /// What is promised about bytes, for every file of the chain.
+    pub cache: CacheMode,
+    /// Which files the metadata of images may make us open.
+    pub refs: RefPolicy,
+    /// What images may cost.
+    pub limits: Limits,
+    /// Keep other processes away as QEMU does: a writer excludes everyone, readers exclude
+    /// writers.
+    pub lock: bool,
+    /// What the top image stands on.
+    pub backing: BackingChoice,
+    /// The file with the top image's guest data, instead of the one that the image names.
+    pub data_file: Option<PathBuf>,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            format: None,
+            writable: false,
+            cache: CacheMode::default(),
+            refs: RefPolicy::default(),
+            limits: Limits::default(),
+            lock: true,
+            backing: BackingChoice::default(),
+            data_file: None,
+        }
+    }
+}
+
+impl OpenOptions {
+    /// For reading.
+    pub fn read_only() -> Self {
+        Self::default()
+    }
+
+    /// For reading and writing.
+    pub fn read_write() -> Self {
+        Self { writable: true, ..Self::default() }
+    }
+
+    /// These options with a format.
+    pub fn format(self, format: impl Into<String>) -> Self {
+        Self { format: Some(format.into()), ..self }
+    }
+
+    /// These options with a cache mode.
+    pub fn cache(self, cache: CacheMode) -> Self {
+        Self { cache, ..self }
+    }
+
+    /// These options with a policy on references.
+    pub fn refs(self, refs: RefPolicy) -> Self {
+        Self { refs, ..self }
+    }
+
+    /// These options with another choice of backing image.
+    pub fn backing(self, backing: BackingChoice) -> Self {
+        Self { backing, ..self }
+    }
+}

@@ -1,0 +1,139 @@
+//! Reads: resolve through the chain, then move what was found.
+
+use std::sync::Arc;
+
+use vdkit_block::{Error, GuestOffset, Packed, ReadOp, Result, Storage};
+
+use crate::disk::Disk;
+use crate::extent::{DiskExtent, DiskPlace, Purpose};
+use crate::scratch::Scratch;
+use crate::unit_cache::UnitKey;
+
+/// Pieces that one batch of reads may have; a fragmented request of any size needs bounded memory.
+const BATCH_MAX: usize = 256;
+
+/// Reads to be handed to their storages together.
+#[derive(Default)]
+struct Batch<'d, 'b> {
+    groups: Vec<(&'d Arc<dyn Storage>, Vec<ReadOp<'b>>)>,
+    pieces: usize,
+}
+
+impl<'d, 'b> Batch<'d, 'b> {
+    fn push(&mut self, storage: &'d Arc<dyn Storage>, op: ReadOp<'b>) -> Result<()> {
+        match self.groups.iter_mut().find(|(known, _)| Arc::ptr_eq(known, storage)) {
+            Some((_, ops)) => ops.push(op),
+            None => self.groups.push((storage, vec![op])),
+        }
+        self.pieces += 1;
+        if self.pieces >= BATCH_MAX { self.submit() } else { Ok(()) }
+    }
+
+    fn submit(&mut self) -> Result<()> {
+        self.pieces = 0;
+        for (storage, mut ops) in self.groups.drain(..) {
+            match ops.as_mut_slice() {
+                [op] => storage.read_padded(op.buf, op.offset)?,
+                ops => storage.read_batch(ops)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Disk {
+    /// Fills `buf` with the guest's bytes from `at` on.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] past the end of the disk; damage, and what storages return.
+    pub fn read_at(&self, buf: &mut [u8], at: GuestOffset) -> Result<()> {
+        self.check_range(at, buf.len() as u64)?;
+        self.read_through(buf, at)
+    }
+
+    /// As [`Disk::read_at`], with zeroes past the end of the disk.
+    pub(crate) fn read_through(&self, buf: &mut [u8], at: GuestOffset) -> Result<()> {
+        let _guard = self.enter();
+        let generation = self.units.generation();
+        let end = at.0.saturating_add(buf.len() as u64).min(self.guest_bytes());
+        let inside = end.saturating_sub(at.0) as usize;
+        let (mut rest, outside) = buf.split_at_mut(inside);
+        outside.fill(0);
+        let mut extents = self.walk(Purpose::Io, at.0, end);
+        let mut batch = Batch::default();
+        while let Some(extent) = extents.step()? {
+            let (piece, behind) = rest.split_at_mut(extent.len as usize);
+            rest = behind;
+            match extent.place {
+                DiskPlace::Zero { .. } | DiskPlace::Hole => piece.fill(0),
+                DiskPlace::Packed { storage, packed } => {
+                    self.read_packed(&extent, storage, &packed, generation, piece)?;
+                }
+                // The plain path: one run, one read, nothing allocated.
+                DiskPlace::Data { storage, offset } if rest.is_empty() && batch.pieces == 0 => {
+                    storage.read_padded(piece, offset)?;
+                }
+                DiskPlace::Data { storage, offset } => {
+                    batch.push(storage, ReadOp { offset, buf: piece })?;
+                }
+            }
+        }
+        batch.submit()
+    }
+
+    /// Reads a part of a compressed unit.
+    fn read_packed(
+        &self,
+        extent: &DiskExtent<'_>,
+        storage: &Arc<dyn Storage>,
+        packed: &Packed,
+        generation: u64,
+        piece: &mut [u8],
+    ) -> Result<()> {
+        let limit = self.limits.packed_bytes_max;
+        let largest = u64::from(packed.unpacked_len.max(packed.len));
+        if largest > limit {
+            let (file, what) = (storage.name().to_owned(), "compressed unit");
+            return Err(Error::Limit { file, what, found: largest, limit });
+        }
+        let unit_bytes = packed.unpacked_len as usize;
+        let from = packed.skip as usize;
+        if from.checked_add(piece.len()).is_none_or(|end| end > unit_bytes) {
+            return Err(Error::corrupt(
+                storage.name(),
+                packed.offset.0,
+                "compressed unit",
+                format!("{unit_bytes} bytes"),
+                format!("{} bytes from {from} on", piece.len()),
+            ));
+        }
+        let format = self.layers[extent.depth].format();
+        let unpack = |out: &mut [u8]| {
+            let mut bytes = Scratch::new(packed.len as usize);
+            storage.read_padded(&mut bytes, packed.offset)?;
+            format.unpack(packed, &bytes, out)
+        };
+        // Only the top layer changes while it is open.
+        let top = extent.depth == 0;
+        if top && self.units.generation() != generation {
+            let mut unit = Scratch::new(unit_bytes);
+            unpack(&mut unit)?;
+            piece.copy_from_slice(&unit[from..from + piece.len()]);
+            return Ok(());
+        }
+        let key = UnitKey {
+            depth: extent.depth,
+            file: packed.file.0,
+            offset: packed.offset.0,
+            generation: if top { generation } else { 0 },
+        };
+        if piece.len() == unit_bytes {
+            // Straight into the caller's memory; a scan with large reads leaves the cache alone.
+            if self.units.copy_if_present(&key, from, piece, unit_bytes) {
+                return Ok(());
+            }
+            return unpack(piece);
+        }
+        self.units.copy_or_unpack(key, from, piece, unit_bytes, unpack)
+    }
+}

@@ -1,0 +1,268 @@
+//! Opening what an image's metadata names: as far as the policy allows, and race-free.
+//!
+//! A name from metadata is first opened with `O_PATH`, which follows links but touches nothing (no
+//! pipe waits, no tape rewinds). Where it led is then asked of the kernel through `/proc/self/fd`,
+//! judged, and the very file that was judged is opened for use. A link that is swapped in between
+//! changes nothing.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use crate::shim::{FileOptions, FileStorage, LockMode};
+use rustix::fs::{FileType, Mode, OFlags};
+use vdkit_block::{Error, IoAction, RefPolicy, Refusal, Result};
+
+/// What a reference is for; for messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    Backing,
+    Data,
+}
+
+impl Role {
+    fn noun(self) -> &'static str {
+        match self {
+            Self::Backing => "backing file",
+            Self::Data => "data file",
+        }
+    }
+
+    /// How to go on where the file is not there.
+    fn mend(self, namer: &str) -> String {
+        match self {
+            Self::Backing => format!(
+                "if it moved, 'vdkit rebase --unsafe {namer} --backing NEW' tells where it is now"
+            ),
+            Self::Data => "put it back, or name the right one".to_owned(),
+        }
+    }
+}
+
+/// An image that may name others.
+#[derive(Clone, Debug)]
+pub(crate) struct Namer {
+    /// Its name, for messages.
+    name: String,
+    /// Relative names start here.
+    folder: PathBuf,
+    /// Its own folder, without links: as it was named and where it really is.
+    own: Vec<PathBuf>,
+}
+
+impl Namer {
+    /// Its name, for messages.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// An image that the user named.
+    pub(crate) fn of_user_path(path: &Path) -> Self {
+        let folder = folder_of(path);
+        let mut own: Vec<_> = std::fs::canonicalize(&folder).into_iter().collect();
+        let real = std::fs::canonicalize(path).ok();
+        own.extend(real.as_deref().and_then(Path::parent).map(Path::to_owned));
+        Self { name: path.display().to_string(), folder, own }
+    }
+}
+
+/// The folder that a path is in.
+fn folder_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// A file that metadata named, opened.
+#[derive(Debug)]
+pub(crate) struct Referred {
+    pub(crate) path: PathBuf,
+    pub(crate) storage: FileStorage,
+    pub(crate) namer: Namer,
+}
+
+/// Opens `target`, which `namer`'s metadata names.
+///
+/// # Errors
+/// [`Error::Refused`] where the policy forbids it; [`Error::File`] where it cannot be opened.
+pub(crate) fn open(
+    namer: &Namer,
+    role: Role,
+    target: &str,
+    policy: &RefPolicy,
+    options: &FileOptions,
+) -> Result<Referred> {
+    let refuse = |reason: &str, hint: &str| {
+        Err(Error::Refused(Box::new(Refusal {
+            file: namer.name.clone(),
+            target: target.to_owned(),
+            reason: reason.to_owned(),
+            hint: hint.to_owned(),
+        })))
+    };
+    if let Some(prefix) = protocol_of(target) {
+        return refuse(
+            &format!("a {} is only ever a plain file name, not '{prefix}:'", role.noun()),
+            "rebase the image onto a file name (a name with a colon is written './a:b')",
+        );
+    }
+    if *policy == RefPolicy::Nothing {
+        return refuse("references are switched off", "leave out --no-refs");
+    }
+    let path = namer.folder.join(target);
+    let looked_at = match look_at(&path) {
+        Ok(fd) => fd,
+        Err(error) => {
+            // Whether a file exists elsewhere is nobody's business.
+            if !may_be_beneath(&path, namer, policy)? {
+                return refuse(OUTSIDE, &allow_hint(&path));
+            }
+            return Err(unreachable_error(namer, role, &path, error));
+        }
+    };
+    let fail = |source: io::Error| Error::File {
+        file: path.display().to_string(),
+        action: IoAction::Open,
+        source,
+    };
+    let real = std::fs::read_link(proc_path(&looked_at)).map_err(fail)?;
+    let stat = rustix::fs::fstat(&looked_at).map_err(|errno| fail(errno.into()))?;
+    let device = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => false,
+        FileType::BlockDevice => true,
+        _ => {
+            return refuse(
+                "it is neither a regular file nor a block device",
+                "rebase the image onto an image file",
+            );
+        }
+    };
+    // Devices are never "beside" an image: an image in /dev would otherwise reach all of them.
+    let own = !device && namer.own.iter().any(|root| is_in_own_folder(&real, root));
+    if !own && !is_beneath_any(&real, &folders(policy)?) {
+        let reason = if device { "it is a device" } else { OUTSIDE };
+        return refuse(reason, &allow_hint(&real));
+    }
+    let file = open_again(&looked_at, device, options).map_err(fail)?;
+    let storage = FileStorage::from_file(file, path.display().to_string(), options)?;
+    let mut own: Vec<_> = real.parent().map(Path::to_owned).into_iter().collect();
+    // The folder of the name counts only where the namer could have reached it anyway: else a link
+    // elsewhere that leads back here would widen what is allowed.
+    let folder = folder_of(&path);
+    if let Ok(named) = std::fs::canonicalize(&folder)
+        && (namer.own.iter().any(|root| named.starts_with(root) && root != Path::new("/"))
+            || is_beneath_any(&named, &folders(policy)?))
+    {
+        own.push(named);
+    }
+    let name = path.display().to_string();
+    Ok(Referred { path, storage, namer: Namer { name, folder, own } })
+}
+
+const OUTSIDE: &str = "it lies outside the image's own folder";
+
+fn allow_hint(path: &Path) -> String {
+    format!("if you trust the image, allow it with --allow-ref {}", folder_of(path).display())
+}
+
+/// A prefix by which QEMU takes a name for a protocol's: a colon before any slash.
+fn protocol_of(name: &str) -> Option<&str> {
+    let end = name.find([':', '/'])?;
+    name[end..].starts_with(':').then(|| &name[..end])
+}
+
+fn look_at(path: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, Mode::empty())?)
+}
+
+fn proc_path(fd: &OwnedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+/// Opens what was looked at, whatever its name leads to by now.
+fn open_again(fd: &OwnedFd, device: bool, options: &FileOptions) -> io::Result<File> {
+    let mut flags = OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    flags |= if options.writable { OFlags::RDWR } else { OFlags::RDONLY };
+    if device && options.writable && options.lock == LockMode::Auto {
+        // Not while it is mounted or part of a volume.
+        flags |= OFlags::EXCL;
+    }
+    Ok(File::from(rustix::fs::open(proc_path(fd), flags, Mode::empty())?))
+}
+
+/// The folders that the user allows, without links.
+fn folders(policy: &RefPolicy) -> Result<Vec<PathBuf>> {
+    let RefPolicy::Folders(folders) = policy else { return Ok(Vec::new()) };
+    folders
+        .iter()
+        .map(|folder| {
+            std::fs::canonicalize(folder).map_err(|source| Error::File {
+                file: folder.display().to_string(),
+                action: IoAction::Open,
+                source,
+            })
+        })
+        .collect()
+}
+
+fn is_beneath_any(real: &Path, folders: &[PathBuf]) -> bool {
+    folders.iter().any(|folder| real.starts_with(folder))
+}
+
+/// An image that lies in `/` itself has only its direct neighbours beside it, not the whole system.
+fn is_in_own_folder(real: &Path, root: &Path) -> bool {
+    if root == Path::new("/") { real.parent() == Some(root) } else { real.starts_with(root) }
+}
+
+/// Whether a path that cannot be opened would be allowed if it could, as far as its folder tells.
+fn may_be_beneath(path: &Path, namer: &Namer, policy: &RefPolicy) -> Result<bool> {
+    // Without its missing tail, it leads somewhere.
+    let existing = path.ancestors().skip(1).find_map(|folder| {
+        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        std::fs::canonicalize(folder).ok().map(|real| (folder.to_owned(), real))
+    });
+    let Some((_, real)) = existing else { return Ok(false) };
+    let own = namer.own.iter().any(|root| is_in_own_folder(&real.join("x"), root));
+    Ok(own || is_beneath_any(&real, &folders(policy)?))
+}
+
+fn unreachable_error(namer: &Namer, role: Role, path: &Path, error: io::Error) -> Error {
+    let source = io::Error::new(
+        error.kind(),
+        format!(
+            "{error}; '{}' names it as its {}; {}",
+            namer.name,
+            role.noun(),
+            role.mend(&namer.name)
+        ),
+    );
+    Error::File { file: path.display().to_string(), action: IoAction::Open, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_colon_before_any_slash_is_a_protocol() {
+        for name in ["json:{\"driver\":\"null-co\"}", "nbd://host/x", "http://h/x", "nbd:unix:/s"] {
+            assert!(protocol_of(name).is_some(), "{name}");
+        }
+        assert_eq!(protocol_of("file:x"), Some("file"));
+        assert_eq!(protocol_of(":x"), Some(""));
+        for name in ["base.qcow2", "./a:b", "/images/a:b.qcow2", "..", ""] {
+            assert!(protocol_of(name).is_none(), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_root_folder_holds_only_its_own_files() {
+        assert!(is_in_own_folder(Path::new("/base.raw"), Path::new("/")));
+        assert!(!is_in_own_folder(Path::new("/etc/shadow"), Path::new("/")));
+        assert!(is_in_own_folder(Path::new("/a/b/c"), Path::new("/a")));
+        assert!(!is_in_own_folder(Path::new("/ab/c"), Path::new("/a")));
+    }
+}

@@ -1,0 +1,262 @@
+//! From image to image down a chain, opening files but no formats.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::shim::{FileOptions, FileStorage, LockMode};
+use rustix::fs::FileType;
+use vdkit_block::{Error, FormatDriver, ImageInfo, Result, Storage};
+
+use crate::options::{BackingChoice, OpenOptions};
+use crate::reference::{self, Namer, Role};
+use crate::registry::Registry;
+
+/// One image of a chain, its file opened and its header described.
+#[derive(Debug)]
+pub(crate) struct Found {
+    pub(crate) path: PathBuf,
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) driver: &'static dyn FormatDriver,
+    /// Its format was not named.
+    pub(crate) probed: bool,
+    /// It was probed, and no magic number was there.
+    pub(crate) fallback: bool,
+    pub(crate) info: ImageInfo,
+    namer: Namer,
+}
+
+/// What makes two names one file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Identity {
+    File { device: u64, inode: u64 },
+    Device(u64),
+}
+
+impl Identity {
+    fn of(storage: &FileStorage) -> Result<Self> {
+        let fail = |errno: rustix::io::Errno| Error::File {
+            file: storage.name().to_owned(),
+            action: vdkit_block::IoAction::Open,
+            source: errno.into(),
+        };
+        let fd = storage.as_fd().ok_or_else(|| fail(rustix::io::Errno::BADF))?;
+        let stat = rustix::fs::fstat(fd).map_err(fail)?;
+        Ok(match FileType::from_raw_mode(stat.st_mode) {
+            FileType::BlockDevice => Self::Device(stat.st_rdev),
+            _ => Self::File { device: stat.st_dev, inode: stat.st_ino },
+        })
+    }
+}
+
+/// Where the next image's name comes from.
+#[derive(Debug)]
+enum Next {
+    User { path: PathBuf, format: Option<String> },
+    Metadata { namer: Namer, name: String, format: Option<String> },
+    End,
+}
+
+/// A walk from the top image downward.
+#[derive(Debug)]
+pub(crate) struct Walk<'a> {
+    registry: &'a Registry,
+    options: &'a OpenOptions,
+    next: Next,
+    depth: usize,
+    seen: Vec<Identity>,
+}
+
+impl<'a> Walk<'a> {
+    pub(crate) fn new(registry: &'a Registry, path: &Path, options: &'a OpenOptions) -> Self {
+        let next = Next::User { path: path.to_owned(), format: options.format.clone() };
+        Self { registry, options, next, depth: 0, seen: Vec::new() }
+    }
+
+    /// The next image, or nothing beneath the last one.
+    pub(crate) fn step(&mut self) -> Result<Option<Found>> {
+        let top = self.depth == 0;
+        let writable = top && self.options.writable;
+        let file_options = self.file_options(writable);
+        let (path, storage, format, namer) = match std::mem::replace(&mut self.next, Next::End) {
+            Next::End => return Ok(None),
+            Next::User { path, format } => {
+                self.check_depth(&path.display().to_string())?;
+                let storage = FileStorage::open(&path, &file_options)?;
+                let namer = Namer::of_user_path(&path);
+                (path, storage, format, namer)
+            }
+            Next::Metadata { namer, name, format } => {
+                self.check_depth(namer.name())?;
+                let refs = &self.options.refs;
+                let found = reference::open(&namer, Role::Backing, &name, refs, &file_options)?;
+                (found.path, found.storage, format, found.namer)
+            }
+        };
+        self.note(&storage, &path)?;
+        let storage: Arc<dyn Storage> = Arc::new(storage);
+        let probed = format.is_none();
+        let (driver, fallback) = match format {
+            Some(name) if top => (self.registry.driver(&name)?, false),
+            Some(name) => (self.backing_driver(&path, &name)?, false),
+            None => {
+                let probed = self.registry.probe(&*storage)?;
+                (probed.driver, probed.fallback)
+            }
+        };
+        let info = driver.describe(&storage, &self.options.limits)?;
+        self.next = self.after(&info, &namer);
+        self.depth += 1;
+        Ok(Some(Found { path, storage, driver, probed, fallback, info, namer }))
+    }
+
+    /// What stands beneath an image.
+    fn after(&self, info: &ImageInfo, namer: &Namer) -> Next {
+        let metadata = || match info.backing() {
+            Some(backing) => {
+                Next::Metadata { namer: namer.clone(), name: backing.name, format: backing.format }
+            }
+            None => Next::End,
+        };
+        match &self.options.backing {
+            _ if self.depth > 0 => metadata(),
+            BackingChoice::Follow => metadata(),
+            BackingChoice::Ignore => Next::End,
+            BackingChoice::Override { path, format } => {
+                Next::User { path: path.clone(), format: format.clone() }
+            }
+        }
+    }
+
+    /// Opens the file with an image's guest data, where it has one.
+    pub(crate) fn open_data_file(
+        &mut self,
+        found: &Found,
+        writable: bool,
+    ) -> Result<Option<Arc<dyn Storage>>> {
+        let file_options = self.file_options(writable);
+        let user_named = self.options.data_file.as_ref().filter(|_| self.depth == 1);
+        let storage = match (user_named, &found.info.data_file) {
+            (Some(path), _) => FileStorage::open(path, &file_options)?,
+            (None, Some(name)) => {
+                let refs = &self.options.refs;
+                reference::open(&found.namer, Role::Data, name, refs, &file_options)?.storage
+            }
+            (None, None) => return Ok(None),
+        };
+        self.note(&storage, &found.path)?;
+        Ok(Some(Arc::new(storage)))
+    }
+
+    fn file_options(&self, writable: bool) -> FileOptions {
+        let lock = if self.options.lock { LockMode::Auto } else { LockMode::Off };
+        FileOptions { writable, ..FileOptions::default() }.cache(self.options.cache).lock(lock)
+    }
+
+    fn check_depth(&self, file: &str) -> Result<()> {
+        let limit = self.options.limits.chain_depth_max;
+        if self.depth < limit {
+            return Ok(());
+        }
+        Err(Error::Limit {
+            file: file.to_owned(),
+            what: "length of the backing chain",
+            found: self.depth as u64 + 1,
+            limit: limit as u64,
+        })
+    }
+
+    /// Takes note of a file of the chain; each may be in it once.
+    fn note(&mut self, storage: &FileStorage, path: &Path) -> Result<()> {
+        let identity = Identity::of(storage)?;
+        if self.seen.contains(&identity) {
+            return Err(Error::corrupt(
+                &path.display().to_string(),
+                0,
+                "backing chain",
+                format!("'{}', which is in the chain already", storage.name()),
+                "each file once",
+            ));
+        }
+        self.seen.push(identity);
+        Ok(())
+    }
+
+    fn backing_driver(&self, path: &Path, format: &str) -> Result<&'static dyn FormatDriver> {
+        self.registry.find(format).ok_or_else(|| {
+            Error::unsupported(
+                &path.display().to_string(),
+                format!("its overlay says that its format is '{format}', which is not known"),
+                format!("known: {}", self.registry.names()),
+            )
+        })
+    }
+}
+
+/// What the host says of an image's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostInfo {
+    /// Length in bytes.
+    pub file_bytes: u64,
+    /// Bytes of host space that are allocated.
+    pub allocated_bytes: u64,
+    /// A block device.
+    pub device: bool,
+}
+
+/// One image of a chain, described.
+#[derive(Clone, Debug)]
+pub struct ChainLink {
+    /// The name by which it was opened: the user's own, or what the overlay's metadata says,
+    /// joined to the overlay's folder.
+    pub path: PathBuf,
+    /// What it says of itself.
+    pub info: ImageInfo,
+    /// Its format was probed rather than named.
+    pub probed: bool,
+    /// What the host says of its file.
+    pub host: HostInfo,
+}
+
+/// A chain, as far as it could be followed.
+#[derive(Debug)]
+pub struct ChainReport {
+    /// The images, the top one first; never empty.
+    pub links: Vec<ChainLink>,
+    /// Why the last one's backing image could not be described, where it has one.
+    pub broken: Option<Error>,
+}
+
+/// Describes an image and what it stands on, reading headers only. Data files are not opened. With
+/// [`BackingChoice::Ignore`] it opens no other file at all.
+///
+/// # Errors
+/// What opening and describing the top image returns; a chain that breaks further down is a
+/// result, see [`ChainReport::broken`].
+pub fn describe_chain(
+    registry: &Registry,
+    path: impl AsRef<Path>,
+    options: &OpenOptions,
+) -> Result<ChainReport> {
+    let mut walk = Walk::new(registry, path.as_ref(), options);
+    let mut report = ChainReport { links: Vec::new(), broken: None };
+    loop {
+        match walk.step().and_then(|found| found.map(describe).transpose()) {
+            Ok(Some(link)) => report.links.push(link),
+            Ok(None) => return Ok(report),
+            Err(error) if report.links.is_empty() => return Err(error),
+            Err(error) => {
+                report.broken = Some(error);
+                return Ok(report);
+            }
+        }
+    }
+}
+
+fn describe(found: Found) -> Result<ChainLink> {
+    let host = HostInfo {
+        file_bytes: found.storage.len()?,
+        allocated_bytes: found.storage.allocated_bytes()?,
+        device: found.storage.caps().device,
+    };
+    Ok(ChainLink { path: found.path, info: found.info, probed: found.probed, host })
+}

@@ -1,0 +1,308 @@
+//! Writes: in place where the map allows, else into reserved space that is then published.
+
+use vdkit_block::{
+    Error, Fill, GuestOffset, IoAction, PackedReservation, Place, Reservation, Result, ZeroMode,
+};
+
+use crate::disk::Disk;
+use crate::extent::Purpose;
+use crate::scratch::Scratch;
+
+/// A write together with its fill goes out in one piece up to this size; above it, copying the
+/// data costs more than the system calls that it saves.
+const COALESCE_BYTES_MAX: u64 = 256 << 10;
+
+/// Bytes of one step where a fill or zeroes are long.
+const STEP_BYTES: u64 = 1 << 20;
+
+/// Up to so many zeroes are written as bytes; above, the storage is asked for them.
+const ZERO_BYTES_MAX: u64 = 64 << 10;
+
+/// How often in a row a format may say that the map changed, before it is taken to be broken.
+/// Every time, another thread has made progress in between.
+const RETRIES_MAX: u32 = 100_000;
+
+/// The bytes of a write.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Bytes(&'a [u8]),
+    /// So many zeroes.
+    Zeroes(u64),
+}
+
+impl Source<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::Zeroes(len) => *len,
+        }
+    }
+
+    /// A part of it.
+    fn slice(&self, from: u64, len: u64) -> Self {
+        match self {
+            Self::Bytes(bytes) => Self::Bytes(&bytes[from as usize..(from + len) as usize]),
+            Self::Zeroes(_) => Self::Zeroes(len),
+        }
+    }
+
+    fn copy_to(&self, out: &mut [u8]) {
+        match self {
+            Self::Bytes(bytes) => out.copy_from_slice(bytes),
+            Self::Zeroes(_) => out.fill(0),
+        }
+    }
+}
+
+impl Disk {
+    /// Writes all of `buf` at `at`.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`]; [`Error::Invalid`] past the end of the disk; what the format and its
+    /// storages return. After an error each byte of the range is either old or new.
+    pub fn write_at(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
+        self.check_writable()?;
+        self.check_range(at, buf.len() as u64)?;
+        self.write_source(Source::Bytes(buf), at)?;
+        self.settle()
+    }
+
+    /// Makes `len` bytes at `at` read as zero, by metadata where that can be. With `may_unmap`
+    /// their space may be given back.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`].
+    pub fn write_zeroes(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<()> {
+        self.check_writable()?;
+        self.check_range(at, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let end = at.0 + len;
+        let done = self.top().zero(at, len, may_unmap)?;
+        if done.is_empty() {
+            self.zero_by_writing(at.0, end)?;
+        } else {
+            self.zero_by_writing(at.0, done.start.clamp(at.0, end))?;
+            self.zero_by_writing(done.end.clamp(at.0, end), end)?;
+        }
+        self.settle()
+    }
+
+    /// The guest does not need `len` bytes at `at` any more. They read as zero or as before
+    /// afterwards, never as something else.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`].
+    pub fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.check_writable()?;
+        self.check_range(at, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        self.top().discard(at, len)?;
+        self.settle()
+    }
+
+    /// Writes compressed units, made by the caller, for consecutive clusters from `at` on. The
+    /// clusters' former content is replaced.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`]; [`Error::Unsupported`] where the format has no compressed units.
+    pub fn write_packed(&self, at: GuestOffset, units: &[impl AsRef<[u8]>]) -> Result<()> {
+        self.check_writable()?;
+        let cluster_bytes = self.top().caps().cluster_bytes;
+        let lens: Vec<u32> = units
+            .iter()
+            .map(|unit| u32::try_from(unit.as_ref().len()))
+            .collect::<Result<_, _>>()
+            .map_err(|_| Error::Invalid("a compressed unit passes 4 GiB".to_owned()))?;
+        let mut done = 0;
+        while done < units.len() {
+            let offset = cluster_bytes
+                .checked_mul(done as u64)
+                .and_then(|bytes| at.checked_add(bytes))
+                .ok_or_else(|| Error::Invalid(format!("{}: offset overflow", self.name())))?;
+            let reservation = self.top().reserve_packed(offset, &lens[done..])?;
+            let taken = reservation.units.clamp(1, units.len() - done);
+            self.fill_packed(reservation, &units[done..done + taken])?;
+            done += taken;
+        }
+        self.settle()
+    }
+
+    fn fill_packed(
+        &self,
+        reservation: PackedReservation<'_>,
+        units: &[impl AsRef<[u8]>],
+    ) -> Result<()> {
+        let storage = self.top().file(reservation.file);
+        if let [unit] = units {
+            storage.write_at(unit.as_ref(), reservation.host)?;
+        } else {
+            let mut joined = Scratch::new(units.iter().map(|unit| unit.as_ref().len()).sum());
+            let mut rest = &mut joined[..];
+            for unit in units {
+                let (piece, behind) = rest.split_at_mut(unit.as_ref().len());
+                piece.copy_from_slice(unit.as_ref());
+                rest = behind;
+            }
+            storage.write_at(&joined, reservation.host)?;
+        }
+        // Before the publication: see `unit_cache`.
+        self.units.next_generation();
+        reservation.publish()
+    }
+
+    /// Zeroes without the format's help, leaving alone what reads as zero already.
+    fn zero_by_writing(&self, at: u64, end: u64) -> Result<()> {
+        let mut at = at;
+        while at < end {
+            let run = {
+                let _guard = self.enter();
+                let Some(run) = self.walk(Purpose::Io, at, end).step()? else { break };
+                (run.len, run.place.reads_zero())
+            };
+            let (len, zero) = run;
+            if !zero {
+                self.write_source(Source::Zeroes(len), GuestOffset(at))?;
+            }
+            at += len;
+        }
+        Ok(())
+    }
+
+    fn write_source(&self, source: Source<'_>, at: GuestOffset) -> Result<()> {
+        let len = source.len();
+        let mut done = 0;
+        let mut retries = 0;
+        while done < len {
+            let (at, left) = (at + done, len - done);
+            let step = match self.write_in_place(source, at, done)? {
+                0 => match self.top().reserve(at, left)? {
+                    Some(reservation) => self.fill_and_publish(reservation, source, at, done)?,
+                    None => 0,
+                },
+                step => step,
+            };
+            done += step;
+            retries = if step == 0 { retries + 1 } else { 0 };
+            if retries > RETRIES_MAX {
+                let broken = std::io::Error::other("the map never settles");
+                return Err(Error::io(self.name(), IoAction::Write, at.0, left, broken));
+            }
+            if retries > 10 {
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes over bytes that the image has to itself, and says how many; 0 where it has not.
+    fn write_in_place(&self, source: Source<'_>, at: GuestOffset, done: u64) -> Result<u64> {
+        // From before the map is asked until the bytes are written, so that they cannot become
+        // another cluster's.
+        let _guard = self.enter();
+        let top = self.top();
+        let extent = top.resolve_for_io(at, source.len() - done)?;
+        let Place::Data { file, offset, exclusive: true } = extent.place else { return Ok(0) };
+        let storage = top.file(file);
+        match source.slice(done, extent.len) {
+            Source::Bytes(bytes) => storage.write_at(bytes, offset)?,
+            Source::Zeroes(len) if len <= ZERO_BYTES_MAX => {
+                let mut zeroes = Scratch::new(len as usize);
+                zeroes.fill(0);
+                storage.write_at(&zeroes, offset)?;
+            }
+            Source::Zeroes(len) => storage.write_zeroes(offset, len, ZeroMode::KeepAllocated)?,
+        }
+        Ok(extent.len)
+    }
+
+    /// Moves the bytes of a write, and what goes around them, into reserved space, and makes it the
+    /// guest's. An error drops the reservation: nothing changes.
+    fn fill_and_publish(
+        &self,
+        reservation: Reservation<'_>,
+        source: Source<'_>,
+        at: GuestOffset,
+        done: u64,
+    ) -> Result<u64> {
+        let (guest, write) = (reservation.guest.clone(), reservation.write.clone());
+        let written = write.end.saturating_sub(write.start);
+        if write.start != at.0 || written == 0 || written > source.len() - done {
+            let broken = std::io::Error::other("the format reserved another range");
+            return Err(Error::io(self.name(), IoAction::Write, at.0, written, broken));
+        }
+        let data = source.slice(done, written);
+        // What has to be written: the write, and each side that is not ready yet.
+        let start = if reservation.head == Fill::Ready { write.start } else { guest.start };
+        let end = if reservation.tail == Fill::Ready { write.end } else { guest.end };
+        let plain = matches!(data, Source::Bytes(_)) && (start, end) == (write.start, write.end);
+        if !plain && end - start <= COALESCE_BYTES_MAX {
+            let mut piece = Scratch::new((end - start) as usize);
+            let (head, rest) = piece.split_at_mut((write.start - start) as usize);
+            let (body, tail) = rest.split_at_mut(written as usize);
+            self.fill(reservation.head, head, start)?;
+            data.copy_to(body);
+            self.fill(reservation.tail, tail, write.end)?;
+            let storage = self.top().file(reservation.file);
+            storage.write_at(&piece, reservation.host_of(start))?;
+        } else {
+            self.move_fill(&reservation, reservation.head, start, write.start)?;
+            self.move_data(&reservation, data)?;
+            self.move_fill(&reservation, reservation.tail, write.end, end)?;
+        }
+        reservation.publish()?;
+        Ok(written)
+    }
+
+    /// The bytes that a fill puts at a guest offset.
+    fn fill(&self, fill: Fill, out: &mut [u8], at: u64) -> Result<()> {
+        match fill {
+            Fill::Copy => self.read_through(out, GuestOffset(at)),
+            Fill::Zero | Fill::Ready => {
+                out.fill(0);
+                Ok(())
+            }
+        }
+    }
+
+    fn move_data(&self, reservation: &Reservation<'_>, data: Source<'_>) -> Result<()> {
+        let write = reservation.write.clone();
+        match data {
+            Source::Bytes(bytes) => {
+                let storage = self.top().file(reservation.file);
+                storage.write_at(bytes, reservation.host_of(write.start))
+            }
+            Source::Zeroes(_) => self.move_fill(reservation, Fill::Zero, write.start, write.end),
+        }
+    }
+
+    /// Writes one side of a large reservation, in steps.
+    fn move_fill(
+        &self,
+        reservation: &Reservation<'_>,
+        fill: Fill,
+        start: u64,
+        end: u64,
+    ) -> Result<()> {
+        if start >= end || fill == Fill::Ready {
+            return Ok(());
+        }
+        let storage = self.top().file(reservation.file);
+        if fill == Fill::Zero && end - start > ZERO_BYTES_MAX {
+            let host = reservation.host_of(start);
+            return storage.write_zeroes(host, end - start, ZeroMode::KeepAllocated);
+        }
+        let mut at = start;
+        while at < end {
+            let len = STEP_BYTES.min(end - at);
+            let mut piece = Scratch::new(len as usize);
+            self.fill(fill, &mut piece, at)?;
+            storage.write_at(&piece, reservation.host_of(at))?;
+            at += len;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,151 @@
+//! Raw's front door: anything can be a raw image.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, CreateRequest, Error, Format, FormatDriver, HostOffset, ImageInfo, Limits,
+    Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result,
+    Storage, ZeroMode, align_up,
+};
+
+use crate::SECTOR_BYTES;
+use crate::format::{GUEST_BYTES_MAX, RawFormat, guest_bytes_of};
+
+const OPTIONS: &[OptionSpec] = &[OptionSpec {
+    key: "preallocation",
+    kind: OptionKind::Word(&["off", "falloc", "full"]),
+    default: "off",
+    help: "off: a sparse file; falloc: space is reserved; full: zeroes are written",
+}];
+
+/// Bytes of one write of `preallocation=full`.
+const FULL_STEP: u64 = 1 << 20;
+
+/// Raw images.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RawDriver;
+
+impl FormatDriver for RawDriver {
+    fn name(&self) -> &'static str {
+        "raw"
+    }
+
+    fn description(&self) -> &'static str {
+        "the guest's bytes as they are, in a file or on a block device"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        OPTIONS
+    }
+
+    fn writes(&self) -> bool {
+        true
+    }
+
+    fn probe(&self, _head: &[u8], _len: u64) -> Probe {
+        Probe::Fallback
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
+        Ok(ImageInfo {
+            format: self.name(),
+            virtual_size: guest_bytes_of(&**storage)?,
+            cluster_size: None,
+            compression: None,
+            encryption: None,
+            dirty: false,
+            corrupt: false,
+            backing_file: None,
+            backing_format: None,
+            data_file: None,
+            data_file_raw: false,
+            snapshots: Vec::new(),
+            bitmaps: Vec::new(),
+            properties: Vec::new(),
+        })
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        Ok(Arc::new(RawFormat::new(request.storage, request.writable)?))
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        let storage = &*request.storage;
+        if request.backing.is_some() {
+            return Err(Error::unsupported(
+                storage.name(),
+                "a raw image with a backing file",
+                "raw has no place for its name; create a qcow2 image",
+            ));
+        }
+        let bytes = align_up(request.guest_bytes, SECTOR_BYTES)
+            .filter(|bytes| *bytes <= GUEST_BYTES_MAX)
+            .ok_or_else(|| Error::Limit {
+                file: storage.name().to_owned(),
+                what: "size",
+                found: request.guest_bytes,
+                limit: GUEST_BYTES_MAX,
+            })?;
+        if !storage.caps().growable {
+            return create_on_device(storage, bytes);
+        }
+        storage.set_len(bytes)?;
+        match request.options.text("preallocation") {
+            Some("falloc") if bytes > 0 => storage.allocate(HostOffset(0), bytes),
+            Some("full") => write_all_zeroes(storage, bytes),
+            _ => Ok(()),
+        }
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _data_file: Option<&Arc<dyn Storage>>,
+        _repair: Repair,
+        _limits: &Limits,
+        _monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        // There is no metadata that could be wrong; the length is all that can be told.
+        Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(SECTOR_BYTES)
+    }
+
+    /// The length of the file, whatever is in it: a device for it must have that size.
+    fn measure(&self, guest_bytes: u64, _: &Options, _data_clusters: u64) -> Result<Measured> {
+        let bytes = align_up(guest_bytes, SECTOR_BYTES)
+            .filter(|bytes| *bytes <= GUEST_BYTES_MAX)
+            .ok_or_else(|| {
+            Error::Invalid(format!("a raw image of {guest_bytes} bytes is too large"))
+        })?;
+        Ok(Measured { required: bytes, fully_allocated: bytes })
+    }
+}
+
+/// A device has its length and its space already; what was on it before must not shine through.
+fn create_on_device(storage: &dyn Storage, bytes: u64) -> Result<()> {
+    let len = storage.len()?;
+    if bytes > len {
+        return Err(Error::NoSpace {
+            file: storage.name().to_owned(),
+            what: format!("a raw image of {bytes} bytes on a device of {len}"),
+        });
+    }
+    if bytes == 0 {
+        return Ok(());
+    }
+    storage.write_zeroes(HostOffset(0), bytes, ZeroMode::MayUnmap)
+}
+
+fn write_all_zeroes(storage: &dyn Storage, bytes: u64) -> Result<()> {
+    let zeroes = vec![0; FULL_STEP.min(bytes) as usize];
+    let mut at = 0;
+    while at < bytes {
+        let step = FULL_STEP.min(bytes - at);
+        storage.write_at(&zeroes[..step as usize], HostOffset(at))?;
+        at += step;
+    }
+    Ok(())
+}

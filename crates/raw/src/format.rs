@@ -1,0 +1,209 @@
+//! The map of a raw image.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use vdkit_block::{
+    Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, Place,
+    Reservation, Result, Storage, ZeroMode, align_up,
+};
+
+use crate::SECTOR_BYTES;
+
+/// The longest guest disk: the longest file, in whole sectors.
+pub(crate) const GUEST_BYTES_MAX: u64 = i64::MAX as u64 & !(SECTOR_BYTES - 1);
+
+/// An open raw image.
+#[derive(Debug)]
+pub struct RawFormat {
+    storage: Arc<dyn Storage>,
+    writable: bool,
+    guest_bytes: AtomicU64,
+    in_flight: InFlight,
+    /// A run of data that the storage named, for scans in steps smaller than the run. Only data is
+    /// remembered: a remembered hole would be wrong as soon as somebody writes to it, while
+    /// remembered data that became a hole still reads right.
+    known_data: Mutex<Range<u64>>,
+}
+
+impl RawFormat {
+    /// Takes a storage as a guest disk.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`] where `writable` is asked of a storage that is not;
+    /// [`Error::Limit`] for a length that no guest disk can have; whatever asking for the length
+    /// returns.
+    pub fn new(storage: Arc<dyn Storage>, writable: bool) -> Result<Self> {
+        if writable && !storage.caps().writable {
+            return Err(Error::ReadOnly { file: storage.name().to_owned() });
+        }
+        let guest_bytes = guest_bytes_of(&*storage)?;
+        Ok(Self {
+            storage,
+            writable,
+            guest_bytes: AtomicU64::new(guest_bytes),
+            in_flight: InFlight::default(),
+            known_data: Mutex::default(),
+        })
+    }
+
+    fn data(at: GuestOffset, len: u64) -> Extent {
+        let place = Place::Data { file: FileIndex(0), offset: HostOffset(at.0), exclusive: true };
+        Extent { len, place }
+    }
+
+    /// Bytes of known data from `at` on.
+    fn known_data_from(&self, at: u64) -> Option<u64> {
+        let known = self.known_data.lock().unwrap_or_else(PoisonError::into_inner);
+        known.contains(&at).then(|| known.end - at)
+    }
+
+    fn remember_data(&self, run: Range<u64>) {
+        *self.known_data.lock().unwrap_or_else(PoisonError::into_inner) = run;
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        if self.writable {
+            return Ok(());
+        }
+        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+    }
+}
+
+/// Bytes of the guest disk that a storage holds.
+pub(crate) fn guest_bytes_of(storage: &dyn Storage) -> Result<u64> {
+    let len = storage.len()?;
+    align_up(len, SECTOR_BYTES).filter(|bytes| *bytes <= GUEST_BYTES_MAX).ok_or_else(|| {
+        Error::Limit {
+            file: storage.name().to_owned(),
+            what: "length",
+            found: len,
+            limit: GUEST_BYTES_MAX,
+        }
+    })
+}
+
+impl Format for RawFormat {
+    fn name(&self) -> &'static str {
+        "raw"
+    }
+
+    fn caps(&self) -> FormatCaps {
+        let cluster_bytes = u64::from(self.storage.caps().block_bytes.max(1));
+        FormatCaps {
+            writable: self.writable,
+            cluster_bytes,
+            fill_bytes: 1,
+            packed: None,
+            cheap_zeroes: true,
+            host_aligned: true,
+        }
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes.load(Ordering::Acquire)
+    }
+
+    fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
+    }
+
+    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        if let Some(known) = self.known_data_from(at.0) {
+            return Ok(Self::data(at, known.min(len)));
+        }
+        let end = self.guest_bytes();
+        if !self.storage.may_have_holes()? {
+            self.remember_data(0..end);
+            return Ok(Self::data(at, len));
+        }
+        // Asked to the end of the disk, not of the request: one question a run.
+        let run = self.storage.extent_at(HostOffset(at.0), end.saturating_sub(at.0).max(len))?;
+        if run.data {
+            self.remember_data(at.0..at.0.saturating_add(run.len));
+            return Ok(Self::data(at, run.len.min(len)));
+        }
+        Ok(Extent { len: run.len.min(len), place: Place::Zero { allocated: false } })
+    }
+
+    fn resolve_for_io(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        Ok(Self::data(at, len))
+    }
+
+    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        self.known_data_from(at.0).map(|known| Self::data(at, known.min(len)))
+    }
+
+    /// Never a reservation: every byte has its place. Callers that ask
+    /// [`Format::resolve_for_io`] before they write do not come here.
+    fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
+        self.check_writable()?;
+        Ok(None)
+    }
+
+    fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<Range<u64>> {
+        self.check_writable()?;
+        let mode = if may_unmap { ZeroMode::MayUnmap } else { ZeroMode::KeepAllocated };
+        self.storage.write_zeroes(HostOffset(at.0), len, mode)?;
+        self.remember_data(0..0);
+        Ok(at.0..at.0 + len)
+    }
+
+    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.check_writable()?;
+        self.storage.discard(HostOffset(at.0), len)?;
+        self.remember_data(0..0);
+        Ok(())
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.storage.sync()
+    }
+
+    /// There is no metadata: writes in place are all there is.
+    fn dirty(&self) -> bool {
+        false
+    }
+
+    fn close(&self) -> Result<()> {
+        if self.writable { self.storage.sync() } else { Ok(()) }
+    }
+
+    fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.check_writable()?;
+        if guest_bytes > GUEST_BYTES_MAX {
+            return Err(Error::Limit {
+                file: self.storage.name().to_owned(),
+                what: "size",
+                found: guest_bytes,
+                limit: GUEST_BYTES_MAX,
+            });
+        }
+        if !self.storage.caps().growable {
+            let len = self.storage.len()?;
+            if guest_bytes > len {
+                return Err(Error::Invalid(format!(
+                    "{}: has a fixed length of {len} bytes and cannot grow",
+                    self.storage.name()
+                )));
+            }
+        }
+        if self.storage.caps().growable {
+            self.storage.set_len(guest_bytes)?;
+        }
+        self.remember_data(0..0);
+        // Rounded up as when opening; a fixed device keeps its length, of which the guest sees less.
+        let rounded = align_up(guest_bytes, SECTOR_BYTES).unwrap_or(GUEST_BYTES_MAX);
+        self.guest_bytes.store(rounded, Ordering::Release);
+        Ok(())
+    }
+}
