@@ -1,6 +1,39 @@
 //! qcow2, whole: the map, the allocator and the order of metadata writes.
+//!
+//! ```text
+//!   header ── layout, entry      what the bytes mean
+//!      │
+//!    image ── map ── slices      where guest bytes are (cache of L2 tables)
+//!      │
+//!    write, packed, zero         space for new bytes, and giving it up
+//!      │
+//!    allocator ── pool           host clusters: reserved ahead, freed late
+//!      │           refcounts
+//!    flush                       the order in which all that reaches the disk
+//! ```
+//!
+//! # One life for a host cluster
+//!
+//! free → reserved (refcount 1, durable ahead of its use) → referenced → unlinked (gone from the
+//! map in memory) → released (gone on disk too) → reserved again or free, once no request that
+//! resolved to it is in flight. A crash at any moment leaves an image that is consistent; reserved
+//! and unlinked clusters are leaks then.
 
+mod allocator;
 pub mod check;
+mod codec;
 pub mod entry;
+mod flush;
 pub mod header;
+mod image;
 pub mod layout;
+mod map;
+mod packed;
+mod pool;
+mod refcounts;
+mod resize;
+mod slices;
+mod write;
+mod zero;
+
+pub use image::Qcow2;

@@ -1,0 +1,255 @@
+//! Making metadata durable in an order that is consistent at each moment.
+//!
+//! | first group | then, behind a barrier | after that barrier |
+//! |---|---|---|
+//! | refcounts and refcount table, guest data, copied L2 tables | L2 slices, L1 sectors | clusters that lost a reference may be released |
+//!
+//! The barrier between the groups is left out where nothing in the second group depends on the
+//! first: all host clusters that the L2 slices point at were reserved by an earlier flush, and
+//! none of them shows data that must not be torn. With lazy refcounts the first group never
+//! waits for refcounts, since the dirty bit says that they may be behind.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+
+use vdkit_block::{HostOffset, Result};
+
+use crate::header::field;
+use crate::image::{Freed, Meta, Qcow2};
+use crate::layout::incompatible;
+use crate::pool::Space;
+use crate::refcounts::DirtyRefcounts;
+
+/// Dirty metadata as it was at one moment.
+struct Copies {
+    refcounts: DirtyRefcounts,
+    /// Host offset and bytes, neighbours joined.
+    l2: Vec<(u64, Vec<u8>)>,
+    l2_keys: BTreeSet<u64>,
+    l1: Vec<(u64, Vec<u8>)>,
+    l1_sectors: BTreeSet<u64>,
+    unlinked: Vec<Freed>,
+    barrier: bool,
+    sequence: u64,
+}
+
+impl Copies {
+    fn is_empty(&self) -> bool {
+        self.refcounts.writes.is_empty() && self.l2.is_empty() && self.l1.is_empty()
+    }
+}
+
+impl Qcow2 {
+    /// Flushes; callers that come while another flush runs share the next one.
+    pub(crate) fn flush_grouped(&self) -> Result<()> {
+        let mine = self.flush_requests.fetch_add(1, Ordering::SeqCst) + 1;
+        let mut state = self.flushing.lock();
+        if state.completed >= mine {
+            return Ok(());
+        }
+        // Everyone who asked up to now has finished their writes: this flush serves them too.
+        let serves = self.flush_requests.load(Ordering::SeqCst);
+        self.flush_once()?;
+        state.completed = serves;
+        Ok(())
+    }
+
+    /// One flush; the caller holds `flushing`.
+    pub(crate) fn flush_once(&self) -> Result<()> {
+        let copies = {
+            let mut meta = self.meta.lock();
+            meta.flush_running = true;
+            self.copy_dirty(&mut meta)
+        };
+        let result = self.write_copies(&copies);
+        let mut meta = self.meta.lock();
+        meta.flush_running = false;
+        match result {
+            Ok(()) => self.flushed(&mut meta, copies),
+            Err(_) => self.flush_failed(&mut meta, copies),
+        }
+        drop(meta);
+        self.ended.notify_all();
+        result
+    }
+
+    fn copy_dirty(&self, meta: &mut Meta) -> Copies {
+        let lazy = self.header.lazy_refcounts();
+        let barrier = meta.data_first || (meta.refcounts_first && !lazy);
+        meta.data_first = false;
+        meta.refcounts_first = false;
+        self.dirty.store(false, Ordering::Release);
+        let l2_keys = std::mem::take(&mut meta.dirty_slices);
+        let mut l2: Vec<(u64, Vec<u8>)> = Vec::new();
+        for &key in &l2_keys {
+            match l2.last_mut() {
+                Some((at, bytes)) if *at + bytes.len() as u64 == key => {
+                    self.slices.begin_write(key, bytes);
+                }
+                _ => {
+                    let mut bytes = Vec::with_capacity(self.slices.slice_bytes() as usize);
+                    self.slices.begin_write(key, &mut bytes);
+                    l2.push((key, bytes));
+                }
+            }
+        }
+        let l1_sectors = std::mem::take(&mut meta.dirty_l1);
+        let words = self.l1.read();
+        let l1 = l1_sectors
+            .iter()
+            .map(|&sector| {
+                let first = sector as usize * 64;
+                let last = (first + 64).min(words.len());
+                let bytes = words[first..last].iter().flat_map(|w| w.to_be_bytes()).collect();
+                (meta.l1_offset.0 + sector * 512, bytes)
+            })
+            .collect();
+        let sequence = meta.flush_sequence;
+        meta.flush_sequence += 1;
+        Copies {
+            refcounts: meta.refcounts.take_dirty(),
+            l2,
+            l2_keys,
+            l1,
+            l1_sectors,
+            unlinked: std::mem::take(&mut meta.unlinked),
+            barrier,
+            sequence,
+        }
+    }
+
+    fn write_copies(&self, copies: &Copies) -> Result<()> {
+        if copies.is_empty() {
+            return self.data.sync();
+        }
+        let write = |writes: &[(u64, Vec<u8>)]| {
+            writes.iter().try_for_each(|(at, bytes)| self.storage.write_at(bytes, HostOffset(*at)))
+        };
+        write(&copies.refcounts.writes)?;
+        if self.has_data_file() {
+            self.data.sync()?;
+        }
+        // Also when only refcounts go: with nothing behind them, the last sync is enough.
+        let second = !copies.l2.is_empty() || !copies.l1.is_empty();
+        if copies.barrier && second {
+            self.storage.sync()?;
+        }
+        write(&copies.l2)?;
+        write(&copies.l1)?;
+        self.storage.sync()
+    }
+
+    fn flushed(&self, meta: &mut Meta, copies: Copies) {
+        for key in copies.l2_keys {
+            self.slices.written(key);
+        }
+        meta.refcounts.written(copies.refcounts);
+        meta.durable_sequence = copies.sequence + 1;
+        meta.released.extend(copies.unlinked);
+    }
+
+    fn flush_failed(&self, meta: &mut Meta, copies: Copies) {
+        for key in copies.l2_keys {
+            if self.slices.write_failed(key) {
+                meta.dirty_slices.insert(key);
+            }
+        }
+        meta.refcounts.restore_dirty(copies.refcounts);
+        meta.dirty_l1.extend(copies.l1_sectors);
+        let later = std::mem::replace(&mut meta.unlinked, copies.unlinked);
+        meta.unlinked.extend(later);
+        meta.data_first = true;
+        meta.refcounts_first = true;
+        self.dirty.store(true, Ordering::Release);
+    }
+
+    /// Flushes when dirty slices fill half of the cache, since they cannot be evicted.
+    pub(crate) fn relieve_cache(&self) -> Result<()> {
+        if self.meta.lock().dirty_slices.len() > self.slices.capacity() / 2 {
+            self.flush_grouped()?;
+        }
+        Ok(())
+    }
+
+    /// Called before the first change of metadata: with lazy refcounts, the dirty bit must be
+    /// durable before refcounts may be behind.
+    pub(crate) fn before_change(&self, meta: &mut Meta) -> Result<()> {
+        if self.header.lazy_refcounts() && !meta.lazy_dirty {
+            self.write_incompatible(self.header.incompatible | incompatible::DIRTY)?;
+            meta.lazy_dirty = true;
+        }
+        Ok(())
+    }
+
+    fn write_incompatible(&self, bits: u64) -> Result<()> {
+        self.storage.write_at(&bits.to_be_bytes(), HostOffset(field::INCOMPATIBLE))?;
+        self.storage.sync()
+    }
+
+    /// As [`vdkit_block::Format::close`].
+    pub(crate) fn close_cleanly(&self) -> Result<()> {
+        let mut state = self.flushing.lock();
+        let serves = self.flush_requests.load(Ordering::SeqCst);
+        if self.dirty() || self.has_unreleased() {
+            self.flush_once()?;
+        }
+        let shorter = {
+            let mut meta = self.meta.lock();
+            // References that went away while a cluster was shared still count.
+            self.reclaim(&mut meta)?;
+            self.give_back(&mut meta)?
+        };
+        if let Some(len) = shorter {
+            self.storage.set_len(len)?;
+        }
+        self.flush_once()?;
+        state.completed = serves;
+        let mut meta = self.meta.lock();
+        if meta.lazy_dirty {
+            self.write_incompatible(self.header.incompatible & !incompatible::DIRTY)?;
+            meta.lazy_dirty = false;
+        }
+        Ok(())
+    }
+
+    fn dirty(&self) -> bool {
+        self.dirty.load(Ordering::Acquire)
+    }
+
+    fn has_unreleased(&self) -> bool {
+        !self.meta.lock().unlinked.is_empty()
+    }
+
+    /// Frees all that is reserved ahead; returns the length that the file can be cut to.
+    fn give_back(&self, meta: &mut Meta) -> Result<Option<u64>> {
+        let mut runs: Vec<Space> = meta.pool.drain();
+        runs.append(&mut meta.spares);
+        runs.sort_by_key(|r| r.first);
+        meta.packed_at = None;
+        let mut end = meta.frontier;
+        for (done, run) in runs.iter().enumerate().rev() {
+            if let Err(error) = meta.refcounts.set_run(run.first, run.count, 0, &*self.storage) {
+                for run in &runs[..=done] {
+                    meta.pool.add(*run);
+                }
+                return Err(error);
+            }
+            if run.first + run.count == end {
+                end = run.first;
+            }
+        }
+        if !runs.is_empty() {
+            self.dirty.store(true, Ordering::Release);
+        }
+        // A later write finds the freed clusters again.
+        meta.scan = 0;
+        meta.scan_end = end;
+        meta.frontier = end;
+        meta.tail_written = true;
+        if !self.storage.caps().growable {
+            return Ok(None);
+        }
+        let len = end << self.geometry.cluster_bits;
+        Ok((len < self.storage.len()?).then_some(len))
+    }
+}

@@ -1,0 +1,474 @@
+//! An open image.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex, RwLock};
+use rustc_hash::FxHashSet;
+use vdkit_block::{
+    BackingRef, CancelToken, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset,
+    InFlight, IoAction, Monitor, NoProgress, OpenRequest, Packed, PackedReservation, Reservation,
+    Reserver, Result, Storage, Ticket,
+};
+
+use crate::check;
+use crate::codec;
+use crate::header::{Encryption, Header, field};
+use crate::layout::{Geometry, OFFSET_MASK, autoclear, incompatible};
+use crate::pool::{Pool, Space};
+use crate::refcounts::Refcounts;
+use crate::slices::SliceCache;
+use crate::write::Pending;
+
+/// A qcow2 image: the map, the allocator and the order of its metadata writes.
+///
+/// Locks, in the order in which they are taken: `flushing`, `meta`, then `l1`, `metadata` or a
+/// shard of `slices` (never two of these at once). Guest data never moves under any of them.
+#[derive(Debug)]
+pub struct Qcow2 {
+    pub(crate) header: Header,
+    pub(crate) geometry: Geometry,
+    pub(crate) storage: Arc<dyn Storage>,
+    /// Where guest data lives: `storage` again, or the data file.
+    pub(crate) data: Arc<dyn Storage>,
+    pub(crate) writable: bool,
+    pub(crate) guest_bytes: AtomicU64,
+    backing: Option<BackingRef>,
+    pub(crate) l1: RwLock<Vec<u64>>,
+    pub(crate) slices: SliceCache,
+    /// Host clusters that hold metadata: no guest data may be there. Empty when read-only.
+    pub(crate) metadata: RwLock<FxHashSet<u64>>,
+    pub(crate) in_flight: InFlight,
+    pub(crate) meta: Mutex<Meta>,
+    /// A reservation ended.
+    pub(crate) ended: Condvar,
+    pub(crate) flushing: Mutex<FlushState>,
+    /// How many flushes were asked for.
+    pub(crate) flush_requests: AtomicU64,
+    pub(crate) dirty: AtomicBool,
+    warnings: Vec<String>,
+}
+
+/// What writers change, under one lock.
+#[derive(Debug)]
+pub(crate) struct Meta {
+    pub(crate) refcounts: Refcounts,
+    pub(crate) pool: Pool,
+    /// Reserved clusters kept for refcount blocks to come.
+    pub(crate) spares: Vec<Space>,
+    /// Where the file grows: no cluster from here on is in use.
+    pub(crate) frontier: u64,
+    /// Clusters below the frontier are searched for free ones from here, once.
+    pub(crate) scan: u64,
+    pub(crate) scan_end: u64,
+    /// Clusters to reserve ahead next time.
+    pub(crate) batch: u64,
+    pub(crate) pending: HashMap<Ticket, Pending, rustc_hash::FxBuildHasher>,
+    pub(crate) next_ticket: u64,
+    pub(crate) dirty_slices: BTreeSet<u64>,
+    /// Indexes of 512-byte sectors of the L1 table.
+    pub(crate) dirty_l1: BTreeSet<u64>,
+    /// Refcounts or tables must be durable before the dirty L2 slices may be written.
+    pub(crate) refcounts_first: bool,
+    /// Data must be durable before the dirty L2 slices may be written.
+    pub(crate) data_first: bool,
+    /// References that are gone from the map in memory, not yet on disk.
+    pub(crate) unlinked: Vec<Freed>,
+    /// References that are gone on disk too; their clusters wait for requests in flight.
+    pub(crate) released: Vec<Freed>,
+    /// Snapshots of dirty metadata taken so far.
+    pub(crate) flush_sequence: u64,
+    /// All refcounts that were set while `flush_sequence` was below this are durable.
+    pub(crate) durable_sequence: u64,
+    /// The next byte for a compressed cluster, in a host cluster that has room.
+    pub(crate) packed_at: Option<HostOffset>,
+    pub(crate) lazy_dirty: bool,
+    /// Clusters of the refcount table.
+    pub(crate) table_clusters: u64,
+    /// Host offset of the active L1 table.
+    pub(crate) l1_offset: HostOffset,
+    /// Something may have been written beyond the frontier.
+    pub(crate) tail_written: bool,
+    /// A flush holds copies of dirty metadata.
+    pub(crate) flush_running: bool,
+}
+
+/// A run of host clusters that lost one reference each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Freed {
+    pub(crate) first: u64,
+    pub(crate) count: u64,
+    /// When, for [`InFlight::passed`].
+    pub(crate) stamp: u64,
+    /// The guest gave the bytes up: give the space back to the file system.
+    pub(crate) punch: bool,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct FlushState {
+    /// Flush requests up to this number are done.
+    pub(crate) completed: u64,
+}
+
+impl Qcow2 {
+    /// Opens an image: reads the header and the L1 table, and for writing the refcount table.
+    ///
+    /// # Errors
+    /// As [`Header::read`]; [`Error::Unsupported`] for encryption; [`Error::Corrupt`] when an
+    /// image that is marked corrupt is opened for writing.
+    pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
+        let OpenRequest { storage, data_file, writable, limits } = request;
+        let mut header = Header::read(&*storage, &limits)?;
+        Self::refuse(&header, &*storage, writable)?;
+        let data = match (header.has_data_file(), data_file) {
+            (true, Some(data)) => data,
+            (true, None) => {
+                return Err(Error::Invalid(format!(
+                    "{}: its guest data is in another file ({}), which was not opened",
+                    storage.name(),
+                    header.data_file_name().unwrap_or_else(|| "without a name".into())
+                )));
+            }
+            (false, _) => storage.clone(),
+        };
+        let mut warnings = Vec::new();
+        if writable {
+            if header.has(incompatible::DIRTY) {
+                warnings.push(format!(
+                    "{}: was not closed cleanly; its refcounts are rebuilt",
+                    storage.name()
+                ));
+                let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
+                check::rebuild_refcounts(&storage, &limits, &monitor)?;
+                header = Header::read(&*storage, &limits)?;
+            }
+            Self::clear_autoclear(&mut header, &*storage, &mut warnings)?;
+        }
+        let l1 = read_l1(&header, &*storage)?;
+        let geometry = header.geometry;
+        let meta = Self::meta(&header, &*storage, writable)?;
+        let metadata = if writable {
+            metadata_clusters(&header, &meta.refcounts, &l1)
+        } else {
+            FxHashSet::default()
+        };
+        let backing = header
+            .backing_name
+            .clone()
+            .map(|name| BackingRef { name, format: header.backing_format() });
+        Ok(Arc::new(Self {
+            geometry,
+            data,
+            writable,
+            guest_bytes: AtomicU64::new(header.guest_bytes),
+            backing,
+            l1: RwLock::new(l1),
+            slices: SliceCache::new(geometry.cluster_bytes(), limits.cache_bytes),
+            metadata: RwLock::new(metadata),
+            in_flight: InFlight::default(),
+            meta: Mutex::new(meta),
+            ended: Condvar::new(),
+            flushing: Mutex::new(FlushState::default()),
+            flush_requests: AtomicU64::new(0),
+            dirty: AtomicBool::new(false),
+            warnings,
+            header,
+            storage,
+        }))
+    }
+
+    fn refuse(header: &Header, storage: &dyn Storage, writable: bool) -> Result<()> {
+        let what = match header.encryption {
+            Encryption::None => "",
+            Encryption::LegacyAes => "AES encryption",
+            Encryption::Luks => "LUKS encryption",
+        };
+        if !what.is_empty() {
+            return Err(Error::unsupported(
+                storage.name(),
+                what,
+                "this version of vdkit cannot read or write encrypted images",
+            ));
+        }
+        if writable && header.has(incompatible::CORRUPT) {
+            return Err(Error::corrupt(
+                storage.name(),
+                field::INCOMPATIBLE,
+                "incompatible features",
+                "the corrupt bit",
+                "an image without known damage; run: vdkit check --repair all",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Clears the autoclear bits that we do not maintain, and says what that means.
+    fn clear_autoclear(
+        header: &mut Header,
+        storage: &dyn Storage,
+        warnings: &mut Vec<String>,
+    ) -> Result<()> {
+        let keep = header.autoclear & autoclear::DATA_FILE_RAW;
+        if header.autoclear == keep {
+            return Ok(());
+        }
+        if header.autoclear & autoclear::BITMAPS != 0 {
+            warnings.push(format!(
+                "{}: its dirty bitmaps do not record what is written now and become invalid",
+                storage.name()
+            ));
+        }
+        let unknown = header.autoclear & !(autoclear::DATA_FILE_RAW | autoclear::BITMAPS);
+        if unknown != 0 {
+            warnings.push(format!(
+                "{}: unknown autoclear features {unknown:#x} are cleared, as the format asks of a \
+                 writer that does not know them",
+                storage.name()
+            ));
+        }
+        storage.write_at(&keep.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
+        // Durable before the first write that the bits would not be true of.
+        storage.sync()?;
+        header.autoclear = keep;
+        Ok(())
+    }
+
+    fn meta(header: &Header, storage: &dyn Storage, writable: bool) -> Result<Meta> {
+        let refcounts =
+            if writable { Refcounts::read(header, storage)? } else { Refcounts::empty(header) };
+        let len = storage.len()?;
+        let cluster = header.geometry.cluster_bytes();
+        let file_clusters = len.div_ceil(cluster);
+        // A device cannot grow: everything that its refcount blocks describe may be in use, and
+        // is searched.
+        let frontier = if storage.caps().growable {
+            file_clusters
+        } else {
+            refcounts.covered_end().min(len / cluster)
+        };
+        Ok(Meta {
+            refcounts,
+            pool: Pool::default(),
+            spares: Vec::new(),
+            frontier,
+            scan: 0,
+            scan_end: frontier,
+            batch: ((1 << 20) >> header.geometry.cluster_bits).max(16),
+            pending: HashMap::default(),
+            next_ticket: 0,
+            dirty_slices: BTreeSet::new(),
+            dirty_l1: BTreeSet::new(),
+            refcounts_first: false,
+            data_first: false,
+            unlinked: Vec::new(),
+            released: Vec::new(),
+            flush_sequence: 0,
+            durable_sequence: 0,
+            packed_at: None,
+            lazy_dirty: false,
+            table_clusters: header.refcount_table_clusters.into(),
+            l1_offset: header.l1_offset,
+            tail_written: false,
+            flush_running: false,
+        })
+    }
+
+    /// The header as it was when the image was opened.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Things that the user should know about what opening did.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    pub(crate) fn has_data_file(&self) -> bool {
+        self.header.has_data_file()
+    }
+
+    pub(crate) fn guest_len(&self) -> u64 {
+        self.guest_bytes.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn has_backing(&self) -> bool {
+        self.backing.is_some()
+    }
+
+    /// The error for a write to an image that was opened for reading.
+    pub(crate) fn need_writable(&self) -> Result<()> {
+        if self.writable {
+            Ok(())
+        } else {
+            Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+        }
+    }
+
+    pub(crate) fn in_range(&self, at: GuestOffset, len: u64, action: IoAction) -> Result<()> {
+        let size = self.guest_len();
+        if at.0.checked_add(len).is_some_and(|end| end <= size) {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!(
+            "{}: cannot {action} {len} bytes at guest offset {at}: the disk has {size} bytes",
+            self.storage.name()
+        )))
+    }
+
+    /// The error for an L2 entry that cannot be right. `table` and `index` say where it stands.
+    pub(crate) fn entry_fault(
+        &self,
+        table: HostOffset,
+        index: u64,
+        word: u64,
+        expected: &str,
+    ) -> Error {
+        Error::corrupt(
+            self.storage.name(),
+            table.0 + index * self.geometry.l2_entry_bytes(),
+            "L2 entry",
+            format!("{word:#018x}"),
+            format!("{expected}; run: vdkit check {}", self.storage.name()),
+        )
+    }
+}
+
+/// Reads the L1 table: one read.
+fn read_l1(header: &Header, storage: &dyn Storage) -> Result<Vec<u64>> {
+    let mut raw = vec![0; header.l1_entries as usize * 8];
+    storage.read_at(&mut raw, header.l1_offset)?;
+    Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
+}
+
+/// Host clusters of the header, the tables and the refcount blocks.
+fn metadata_clusters(header: &Header, refcounts: &Refcounts, l1: &[u64]) -> FxHashSet<u64> {
+    let bits = header.geometry.cluster_bits;
+    let mut set = FxHashSet::default();
+    let mut range = |offset: HostOffset, bytes: u64| {
+        if bytes > 0 {
+            set.extend(offset.0 >> bits..=(offset.0 + bytes - 1) >> bits);
+        }
+    };
+    range(HostOffset(0), 1);
+    range(header.l1_offset, l1.len() as u64 * 8);
+    range(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << bits);
+    range(header.snapshots_offset, u64::from(header.snapshot_count) * 40);
+    for &entry in refcounts.table.iter().filter(|&&e| e != 0) {
+        range(HostOffset(entry), 1);
+    }
+    for &word in l1 {
+        if word & OFFSET_MASK != 0 {
+            range(HostOffset(word & OFFSET_MASK), 1);
+        }
+    }
+    set
+}
+
+impl Format for Qcow2 {
+    fn name(&self) -> &'static str {
+        "qcow2"
+    }
+
+    fn caps(&self) -> FormatCaps {
+        FormatCaps {
+            writable: self.writable,
+            cluster_bytes: self.geometry.cluster_bytes(),
+            fill_bytes: self.geometry.subcluster_bytes(),
+            packed: (!self.has_data_file()).then_some(self.header.codec),
+            cheap_zeroes: self.header.version >= 3 && !self.header.data_file_raw(),
+            host_aligned: true,
+        }
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_len()
+    }
+
+    fn backing(&self) -> Option<&BackingRef> {
+        self.backing.as_ref()
+    }
+
+    fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
+        &self.data
+    }
+
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
+    }
+
+    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        self.in_range(at, len, IoAction::Map)?;
+        self.map_loading(at, len)
+    }
+
+    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        self.map_cached(at, len)
+    }
+
+    fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
+        codec::unpack(packed.codec, packed_bytes, out).map_err(|fault| {
+            Error::corrupt(
+                self.storage.name(),
+                packed.offset.0,
+                "compressed cluster",
+                fault.to_string(),
+                format!("{} bytes of {} data", out.len(), packed.codec),
+            )
+        })
+    }
+
+    fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
+        self.need_writable()?;
+        self.in_range(at, len, IoAction::Write)?;
+        self.reserve_plain(at, len)
+    }
+
+    fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
+        self.need_writable()?;
+        self.reserve_compressed(at, lens)
+    }
+
+    fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at, len, IoAction::WriteZeroes)?;
+        self.zero_range(at, len, may_unmap)
+    }
+
+    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.need_writable()?;
+        self.in_range(at, len, IoAction::Discard)?;
+        self.discard_range(at, len)
+    }
+
+    fn flush(&self) -> Result<()> {
+        if self.writable { self.flush_grouped() } else { Ok(()) }
+    }
+
+    fn dirty(&self) -> bool {
+        self.dirty.load(Ordering::Acquire)
+    }
+
+    fn close(&self) -> Result<()> {
+        if self.writable { self.close_cleanly() } else { Ok(()) }
+    }
+
+    fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.need_writable()?;
+        self.resize_to(guest_bytes)
+    }
+}
+
+impl Reserver for Qcow2 {
+    fn publish(&self, ticket: Ticket) -> Result<()> {
+        self.publish_ticket(ticket)
+    }
+
+    fn release(&self, ticket: Ticket) {
+        self.release_ticket(ticket);
+    }
+}

@@ -1,0 +1,234 @@
+//! Finding where guest bytes are.
+
+use vdkit_block::{Extent, FileIndex, GuestOffset, HostOffset, Packed, Place, Result};
+
+use crate::entry::{L2Entry, State};
+use crate::image::Qcow2;
+use crate::layout::{COPIED, L1_RESERVED, OFFSET_MASK, SUBCLUSTERS};
+
+/// What one look at a slice gave.
+enum Look {
+    /// The run from the asked offset; it may go on in the next slice when `open`.
+    Run { extent: Extent, open: bool },
+    /// The first entry breaks a rule.
+    Fault { word: u64, expected: &'static str },
+}
+
+impl Qcow2 {
+    /// The L1 entry of an index: the table's offset, or nothing.
+    pub(crate) fn l2_table(&self, l1_index: u64) -> Result<Option<(HostOffset, bool)>> {
+        let word = self.l1.read().get(l1_index as usize).copied().unwrap_or(0);
+        let offset = word & OFFSET_MASK;
+        if offset == 0 {
+            return Ok(None);
+        }
+        if offset & (self.geometry.cluster_bytes() - 1) != 0 || word & L1_RESERVED != 0 {
+            return Err(vdkit_block::Error::corrupt(
+                self.storage.name(),
+                self.header.l1_offset.0 + l1_index * 8,
+                "L1 entry",
+                format!("{word:#018x}"),
+                "an L2 table at a cluster boundary and no reserved bits",
+            ));
+        }
+        Ok(Some((HostOffset(offset), word & COPIED != 0)))
+    }
+
+    /// Guest bytes from `at` for which no L2 table exists.
+    fn absent_run(&self, at: GuestOffset, len: u64) -> u64 {
+        let span = self.geometry.l2_span();
+        let l1 = self.l1.read();
+        let first = self.geometry.l1_index(at);
+        let last = self.geometry.l1_index(GuestOffset(at.0 + len - 1));
+        let mut index = first;
+        while index <= last && l1.get(index as usize).is_none_or(|w| w & OFFSET_MASK == 0) {
+            index += 1;
+        }
+        // `index` is above `first`, so the product is beyond `at` (and below 2^64: it is at most
+        // one span beyond a guest size that is below 2^63).
+        (index * span - at.0).min(len)
+    }
+
+    /// The host offset of the slice with the entry of `at`.
+    pub(crate) fn slice_of(&self, table: HostOffset, at: GuestOffset) -> u64 {
+        let byte = self.geometry.l2_index(at) * self.geometry.l2_entry_bytes();
+        table.0 + (byte & !(self.slices.slice_bytes() - 1))
+    }
+
+    /// As [`vdkit_block::Format::resolve`], reading slices that are not cached.
+    pub(crate) fn map_loading(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        let mut found: Option<Extent> = None;
+        let mut done = 0;
+        while done < len {
+            let here = at + done;
+            let (next, open) = match self.l2_table(self.geometry.l1_index(here))? {
+                None => {
+                    let run = self.absent_run(here, len - done);
+                    (Extent { len: run, place: Place::Hole }, true)
+                }
+                Some((table, _)) => {
+                    let key = self.slice_of(table, here);
+                    let look = loop {
+                        let look = self.slices.with(key, |w| self.look(w, here, len - done));
+                        match look {
+                            Some(look) => break look,
+                            None => self.slices.load(key, &*self.storage)?,
+                        }
+                    };
+                    match look {
+                        Look::Run { extent, open } => (extent, open),
+                        // What came before it can be used without it.
+                        Look::Fault { .. } if found.is_some() => break,
+                        Look::Fault { word, expected } => {
+                            let index = self.geometry.l2_index(here);
+                            return Err(self.entry_fault(table, index, word, expected));
+                        }
+                    }
+                }
+            };
+            match found {
+                None => found = Some(next),
+                Some(sofar) => match sofar.merge(next) {
+                    Some(joined) => found = Some(joined),
+                    None => break,
+                },
+            }
+            done = found.map_or(0, |f| f.len);
+            if !open {
+                break;
+            }
+        }
+        let extent = found.unwrap_or(Extent { len, place: Place::Hole });
+        self.guard_metadata(at, extent)
+    }
+
+    /// As [`vdkit_block::Format::resolve_cached`]: one slice, no I/O.
+    pub(crate) fn map_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        let extent = match self.l2_table(self.geometry.l1_index(at)).ok()? {
+            None => Extent { len: self.absent_run(at, len), place: Place::Hole },
+            Some((table, _)) => {
+                let key = self.slice_of(table, at);
+                match self.slices.with(key, |words| self.look(words, at, len))? {
+                    Look::Run { extent, .. } => extent,
+                    Look::Fault { .. } => return None,
+                }
+            }
+        };
+        self.guard_metadata(at, extent).ok()
+    }
+
+    /// An image whose map sends guest bytes to its own metadata must not be written through it.
+    fn guard_metadata(&self, at: GuestOffset, extent: Extent) -> Result<Extent> {
+        let Place::Data { offset, exclusive: true, .. } = extent.place else { return Ok(extent) };
+        if !self.writable || self.has_data_file() {
+            return Ok(extent);
+        }
+        let bits = self.geometry.cluster_bits;
+        let metadata = self.metadata.read();
+        let clusters = offset.0 >> bits..=(offset.0 + extent.len - 1) >> bits;
+        match clusters.into_iter().find(|c| metadata.contains(c)) {
+            None => Ok(extent),
+            Some(cluster) => Err(vdkit_block::Error::corrupt(
+                self.storage.name(),
+                cluster << bits,
+                "host cluster",
+                format!("metadata that the data at guest offset {at} overlaps"),
+                "data in clusters of its own; run: vdkit check --repair all",
+            )),
+        }
+    }
+
+    /// Reads entry `index` of a slice that begins at entry 0.
+    pub(crate) fn entry_in(&self, words: &[u64], index: usize) -> L2Entry {
+        if self.geometry.extended {
+            L2Entry { word: words[2 * index], bitmap: words[2 * index + 1] }
+        } else {
+            L2Entry { word: words[index], bitmap: 0 }
+        }
+    }
+
+    /// Entries in a slice.
+    pub(crate) fn slice_entries(&self) -> usize {
+        (self.slices.slice_bytes() / self.geometry.l2_entry_bytes()) as usize
+    }
+
+    /// The longest run from `at` within one slice, at most `len` bytes.
+    fn look(&self, words: &[u64], at: GuestOffset, len: u64) -> Look {
+        let entries = self.slice_entries();
+        let mut index = (self.geometry.l2_index(at) as usize) & (entries - 1);
+        let mut offset = at;
+        let end = at.0 + len;
+        let mut found: Option<Extent> = None;
+        while index < entries && offset.0 < end {
+            let entry = self.entry_in(words, index);
+            if let Some(expected) =
+                entry.fault(&self.geometry, self.header.version, self.has_data_file())
+            {
+                return match found {
+                    None => Look::Fault { word: entry.word, expected },
+                    Some(extent) => Look::Run { extent, open: false },
+                };
+            }
+            let next = self.extent_of(entry, offset, end - offset.0);
+            found = match found {
+                None => Some(next),
+                Some(sofar) => match sofar.merge(next) {
+                    Some(joined) => Some(joined),
+                    None => return Look::Run { extent: sofar, open: false },
+                },
+            };
+            offset += next.len;
+            if self.geometry.in_cluster(offset) == 0 {
+                index += 1;
+            }
+        }
+        let open = index >= entries;
+        // The loop ran at least once: `len` is never 0.
+        let extent = found.unwrap_or(Extent { len, place: Place::Hole });
+        Look::Run { extent, open: open && !matches!(extent.place, Place::Packed(_)) }
+    }
+
+    /// What one entry says from `at` on, up to the end of a run of equal subclusters.
+    fn extent_of(&self, entry: L2Entry, at: GuestOffset, len: u64) -> Extent {
+        let geometry = &self.geometry;
+        let in_cluster = geometry.in_cluster(at);
+        let cluster_rest = geometry.cluster_bytes() - in_cluster;
+        if entry.is_compressed() {
+            let place = entry.compressed_place(geometry);
+            return Extent {
+                len: cluster_rest.min(len),
+                place: Place::Packed(Packed {
+                    file: FileIndex(0),
+                    offset: place.offset,
+                    len: place.bytes as u32,
+                    codec: self.header.codec,
+                    unpacked_len: geometry.cluster_bytes() as u32,
+                    skip: in_cluster as u32,
+                }),
+            };
+        }
+        let (subcluster, run) = if geometry.extended {
+            let index = (in_cluster / geometry.subcluster_bytes()) as u32;
+            debug_assert!(index < SUBCLUSTERS);
+            (
+                index,
+                u64::from(index + entry.run(index, geometry)) * geometry.subcluster_bytes()
+                    - in_cluster,
+            )
+        } else {
+            (0, cluster_rest)
+        };
+        let place = match entry.state(subcluster, geometry, self.has_data_file()) {
+            State::Hole | State::HoleAllocated => Place::Hole,
+            State::ZeroPlain => Place::Zero { allocated: false },
+            State::ZeroAllocated => Place::Zero { allocated: true },
+            State::Data => Place::Data {
+                file: FileIndex(0),
+                offset: entry.host() + in_cluster,
+                exclusive: entry.is_copied(),
+            },
+            State::Compressed => unreachable!("handled above"),
+        };
+        Extent { len: run.min(len), place }
+    }
+}

@@ -1,0 +1,202 @@
+//! Space for compressed clusters, which lie back to back and share host clusters.
+
+use std::ops::Range;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{Error, FileIndex, GuestOffset, HostOffset, PackedReservation, Result, Ticket};
+
+use crate::entry::L2Entry;
+use crate::image::{Meta, Qcow2};
+use crate::pool::Space;
+use crate::write::Pending;
+
+/// Compressed clusters with space that are neither published nor released.
+#[derive(Debug)]
+pub(crate) struct PackedPending {
+    /// Guest clusters in bytes.
+    pub(crate) clusters: Range<u64>,
+    /// Host offset and bytes of each cluster's compressed form.
+    pub(crate) units: Vec<(HostOffset, u32)>,
+}
+
+/// A contiguous stretch of host bytes for compressed clusters.
+struct Region {
+    start: HostOffset,
+    end: HostOffset,
+    /// Clusters from here on were just taken: their refcount of 1 is the first unit's.
+    untouched: u64,
+    taken: Option<Space>,
+}
+
+impl Qcow2 {
+    /// As [`vdkit_block::Format::reserve_packed`].
+    pub(crate) fn reserve_compressed(
+        &self,
+        at: GuestOffset,
+        lens: &[u32],
+    ) -> Result<PackedReservation<'_>> {
+        let cluster = self.geometry.cluster_bytes();
+        self.check_packed(at, lens)?;
+        self.relieve_cache()?;
+        let mut meta = self.meta.lock();
+        let end = self.claim(&mut meta, at, at.0 + lens.len() as u64 * cluster);
+        let lens = &lens[..((end - at.0) / cluster) as usize];
+        self.before_change(&mut meta)?;
+        self.writable_l2(&mut meta, self.geometry.l1_index(at))?;
+        let mut units = self.place_packed(&mut meta, lens)?;
+        if units.is_empty() {
+            // The cluster that had room has as many references as its refcount can count.
+            meta.packed_at = None;
+            units = self.place_packed(&mut meta, lens)?;
+        }
+        let Some(&(host, _)) = units.first() else {
+            return Err(Error::NoSpace {
+                file: self.storage.name().to_owned(),
+                what: "no contiguous space for a compressed cluster".into(),
+            });
+        };
+        let count = units.len();
+        let ticket = Ticket(meta.next_ticket);
+        meta.next_ticket += 1;
+        let clusters = at.0..at.0 + count as u64 * cluster;
+        meta.pending.insert(ticket, Pending::Packed(PackedPending { clusters, units }));
+        Ok(PackedReservation::new(self, ticket, FileIndex(0), host, count))
+    }
+
+    fn check_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<()> {
+        let cluster = self.geometry.cluster_bytes();
+        let file = self.storage.name();
+        if self.has_data_file() {
+            return Err(Error::unsupported(
+                file,
+                "compressed clusters in an image with a data file",
+                "leave out --compress or the data file",
+            ));
+        }
+        let end = at.0.checked_add((lens.len() as u64).saturating_mul(cluster));
+        let fits = self.geometry.in_cluster(at) == 0
+            && !lens.is_empty()
+            && lens.iter().all(|&len| len > 0 && u64::from(len) < cluster)
+            && end.is_some_and(|end| end <= self.guest_len().next_multiple_of(cluster));
+        if fits {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!(
+            "{file}: compressed clusters at guest offset {at} must be whole, smaller than \
+             {cluster} bytes and within the disk"
+        )))
+    }
+
+    /// Gives each of the first units its place and counts its references.
+    fn place_packed(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        lens: &[u32],
+    ) -> Result<Vec<(HostOffset, u32)>> {
+        let total = lens.iter().map(|&l| u64::from(l)).sum();
+        let mut region = self.packed_region(meta, total, lens[0].into())?;
+        let max = self.geometry.refcount_max();
+        let mut units = Vec::with_capacity(lens.len());
+        let mut offset = region.start;
+        let mut full = false;
+        'units: for &len in lens {
+            if offset.0 + u64::from(len) > region.end.0 {
+                break;
+            }
+            let (first, last) = self.touched(offset, len);
+            for cluster in first..=last.min(region.untouched.max(1) - 1) {
+                if meta.refcounts.get(cluster, &*self.storage)? >= max {
+                    full = true;
+                    break 'units;
+                }
+            }
+            for cluster in first..=last {
+                if cluster >= region.untouched {
+                    region.untouched = cluster + 1;
+                } else {
+                    let count = meta.refcounts.get(cluster, &*self.storage)?;
+                    meta.refcounts.set(cluster, count + 1, &*self.storage)?;
+                }
+            }
+            units.push((offset, len));
+            offset += u64::from(len);
+        }
+        if let Some(space) = region.taken {
+            let end = space.first + space.count;
+            let first = region.untouched.clamp(space.first, end);
+            if first < end {
+                meta.pool.add(Space { first, count: end - first, ..space });
+            }
+        }
+        let in_cluster = offset.0 & (self.geometry.cluster_bytes() - 1);
+        if !units.is_empty() {
+            meta.packed_at = (!full && in_cluster != 0).then_some(offset);
+        }
+        Ok(units)
+    }
+
+    /// Host clusters that a unit's sectors lie in, first and last.
+    fn touched(&self, offset: HostOffset, len: u32) -> (u64, u64) {
+        let bits = self.geometry.cluster_bits;
+        (offset.0 >> bits, (offset.0 + u64::from(len) - 1) >> bits)
+    }
+
+    /// A region that holds at least `least` bytes, better all of `total`: behind the last unit
+    /// where that works.
+    fn packed_region(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        total: u64,
+        least: u64,
+    ) -> Result<Region> {
+        let bits = self.geometry.cluster_bits;
+        let cluster = self.geometry.cluster_bytes();
+        if let Some(start) = meta.packed_at {
+            let next = (start.0 >> bits) + 1;
+            let room = (next << bits) - start.0;
+            let more = total.saturating_sub(room).div_ceil(cluster);
+            let mut taken = None;
+            if more > 0 {
+                taken = meta.pool.take_at(next, more);
+                if taken.is_none() && next == meta.frontier {
+                    self.allocate(meta, more, None).map(|space| meta.pool.add(space))?;
+                    taken = meta.pool.take_at(next, more);
+                }
+            }
+            let end = (next + taken.map_or(0, |s| s.count)) << bits;
+            if end - start.0 >= least {
+                return Ok(Region { start, end: HostOffset(end), untouched: next, taken });
+            }
+            if let Some(space) = taken {
+                meta.pool.add(space);
+            }
+        }
+        let space = self.allocate(meta, total.div_ceil(cluster), None)?;
+        let start = HostOffset(space.first << bits);
+        let end = start + (space.count << bits);
+        Ok(Region { start, end, untouched: space.first, taken: Some(space) })
+    }
+
+    /// Gives the references of unpublished units back.
+    pub(crate) fn unreserve_packed(&self, meta: &mut Meta, pending: &PackedPending) {
+        for &(offset, len) in &pending.units {
+            let (first, last) = self.touched(offset, len);
+            for cluster in first..=last {
+                // A failure leaves a leak.
+                let _ = self.reclaim_cluster(meta, cluster, false);
+            }
+        }
+    }
+
+    /// Points the map at compressed units.
+    pub(crate) fn link_packed(&self, meta: &mut Meta, pending: &PackedPending) -> Result<()> {
+        let (geometry, start) = (self.geometry, pending.clusters.start);
+        // Shared host clusters got more references, and the bytes may lie in reused space.
+        meta.refcounts_first = true;
+        meta.data_first = true;
+        self.change_entries(meta, &pending.clusters, false, |at, _old| {
+            let (offset, len) = pending.units[((at - start) >> geometry.cluster_bits) as usize];
+            L2Entry::compressed(offset, len.into(), &geometry)
+        })
+    }
+}

@@ -1,0 +1,343 @@
+//! Refcounts of host clusters: the table in memory, blocks in slices of up to 4 KiB.
+//!
+//! Everything here happens under the image's metadata lock.
+
+use std::collections::BTreeSet;
+
+use rustc_hash::FxHashMap;
+use vdkit_block::{Error, HostOffset, Result, Storage};
+
+use crate::header::Header;
+use crate::layout::{Geometry, HOST_OFFSET_END};
+
+const SLICE_BYTES: u64 = 4096;
+/// Clean slices beyond this number are dropped: 4 MiB.
+const SLICES_MAX: usize = 1024;
+
+/// Refcount table and cached blocks.
+#[derive(Debug)]
+pub(crate) struct Refcounts {
+    geometry: Geometry,
+    /// Where the table is.
+    pub(crate) table_offset: HostOffset,
+    /// Host offsets of the refcount blocks; 0 where there is none.
+    pub(crate) table: Vec<u64>,
+    slices: FxHashMap<u64, Vec<u8>>,
+    dirty: BTreeSet<u64>,
+    /// Slices whose copies are being written: they must not be read again from disk meanwhile.
+    writing: BTreeSet<u64>,
+    /// Indexes of changed table entries.
+    dirty_table: BTreeSet<usize>,
+}
+
+/// The place of one refcount: its slice's host offset and its index there.
+struct Place {
+    slice: u64,
+    index: u64,
+}
+
+impl Refcounts {
+    /// Reads the refcount table.
+    pub(crate) fn read(header: &Header, storage: &dyn Storage) -> Result<Self> {
+        let geometry = header.geometry;
+        let bytes = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
+        let mut raw = vec![0; bytes as usize];
+        storage.read_padded(&mut raw, header.refcount_table_offset)?;
+        let table: Vec<u64> =
+            raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
+        for (index, &entry) in table.iter().enumerate() {
+            if entry & (geometry.cluster_bytes() - 1) != 0 || entry >= HOST_OFFSET_END {
+                return Err(Error::corrupt(
+                    storage.name(),
+                    header.refcount_table_offset.0 + index as u64 * 8,
+                    "refcount table entry",
+                    format!("{entry:#x}"),
+                    "a host offset at a cluster boundary",
+                ));
+            }
+        }
+        Ok(Self {
+            geometry,
+            table_offset: header.refcount_table_offset,
+            table,
+            slices: FxHashMap::default(),
+            dirty: BTreeSet::new(),
+            writing: BTreeSet::new(),
+            dirty_table: BTreeSet::new(),
+        })
+    }
+
+    /// Refcounts of an image that is only read.
+    pub(crate) fn empty(header: &Header) -> Self {
+        Self {
+            geometry: header.geometry,
+            table_offset: header.refcount_table_offset,
+            table: Vec::new(),
+            slices: FxHashMap::default(),
+            dirty: BTreeSet::new(),
+            writing: BTreeSet::new(),
+            dirty_table: BTreeSet::new(),
+        }
+    }
+
+    /// The cluster behind the last one that a block describes.
+    pub(crate) fn covered_end(&self) -> u64 {
+        let blocks = self.table.iter().rposition(|&e| e != 0).map_or(0, |i| i as u64 + 1);
+        blocks << self.geometry.refcount_block_bits()
+    }
+
+    /// Shortens the table in memory again, after a failed attempt to make it longer.
+    pub(crate) fn truncate_table(&mut self, len: usize) {
+        self.table.truncate(len);
+        self.dirty_table.split_off(&len);
+    }
+
+    fn slice_bytes(&self) -> u64 {
+        SLICE_BYTES.min(self.geometry.cluster_bytes())
+    }
+
+    /// Refcounts in one slice.
+    fn slice_entries(&self) -> u64 {
+        self.slice_bytes() * 8 / u64::from(self.geometry.refcount_bits())
+    }
+
+    /// The first cluster that the table cannot describe.
+    pub(crate) fn table_end(&self) -> u64 {
+        (self.table.len() as u64) << self.geometry.refcount_block_bits()
+    }
+
+    /// The block index of a cluster.
+    pub(crate) fn block_index(&self, cluster: u64) -> usize {
+        (cluster >> self.geometry.refcount_block_bits()) as usize
+    }
+
+    /// Whether a block describes this cluster.
+    pub(crate) fn covered(&self, cluster: u64) -> bool {
+        self.table.get(self.block_index(cluster)).is_some_and(|&offset| offset != 0)
+    }
+
+    /// Sets a table entry; written with the next flush.
+    pub(crate) fn set_block(&mut self, index: usize, offset: HostOffset) {
+        self.table[index] = offset.0;
+        self.dirty_table.insert(index);
+    }
+
+    fn place(&self, cluster: u64) -> Option<Place> {
+        let block = *self.table.get(self.block_index(cluster))?;
+        if block == 0 {
+            return None;
+        }
+        let in_block = cluster & (self.geometry.refcount_block_entries() - 1);
+        let entries = self.slice_entries();
+        Some(Place {
+            slice: block + in_block / entries * self.slice_bytes(),
+            index: in_block % entries,
+        })
+    }
+
+    fn load(&mut self, slice: u64, storage: &dyn Storage) -> Result<&mut Vec<u8>> {
+        if !self.slices.contains_key(&slice) {
+            if self.slices.len() >= SLICES_MAX {
+                let (dirty, writing) = (&self.dirty, &self.writing);
+                self.slices.retain(|key, _| dirty.contains(key) || writing.contains(key));
+            }
+            let mut bytes = vec![0; self.slice_bytes() as usize];
+            storage.read_padded(&mut bytes, HostOffset(slice))?;
+            self.slices.insert(slice, bytes);
+        }
+        Ok(self.slices.entry(slice).or_default())
+    }
+
+    /// The refcount of a cluster; 0 where no block describes it.
+    pub(crate) fn get(&mut self, cluster: u64, storage: &dyn Storage) -> Result<u64> {
+        let Some(place) = self.place(cluster) else { return Ok(0) };
+        let order = self.geometry.refcount_order;
+        let bytes = self.load(place.slice, storage)?;
+        Ok(get_refcount(bytes, place.index, order))
+    }
+
+    /// Sets the refcount of a cluster that a block describes.
+    pub(crate) fn set(&mut self, cluster: u64, value: u64, storage: &dyn Storage) -> Result<()> {
+        let place = self.place(cluster).expect("a block was made before its refcounts are set");
+        let order = self.geometry.refcount_order;
+        set_refcount(self.load(place.slice, storage)?, place.index, order, value);
+        self.dirty.insert(place.slice);
+        Ok(())
+    }
+
+    /// Sets the refcounts of a run of clusters that blocks describe.
+    pub(crate) fn set_run(
+        &mut self,
+        first: u64,
+        count: u64,
+        value: u64,
+        storage: &dyn Storage,
+    ) -> Result<()> {
+        let (order, entries) = (self.geometry.refcount_order, self.slice_entries());
+        let mut at = first;
+        while at < first + count {
+            let place = self.place(at).expect("a block was made before its refcounts are set");
+            let upto = (first + count).min(at + (entries - place.index));
+            let bytes = self.load(place.slice, storage)?;
+            for i in 0..upto - at {
+                set_refcount(bytes, place.index + i, order, value);
+            }
+            self.dirty.insert(place.slice);
+            at = upto;
+        }
+        Ok(())
+    }
+
+    /// Runs of clusters with refcount 0 within `range`, whose first cluster a block describes;
+    /// calls `found(first, count)` for each and stops at the end of the range or of the block.
+    /// Returns the cluster where it stopped.
+    pub(crate) fn free_runs(
+        &mut self,
+        range: std::ops::Range<u64>,
+        storage: &dyn Storage,
+        mut found: impl FnMut(u64, u64),
+    ) -> Result<u64> {
+        let block_entries = self.geometry.refcount_block_entries();
+        let end = range.end.min((range.start / block_entries + 1) * block_entries);
+        let order = self.geometry.refcount_order;
+        let entries = self.slice_entries();
+        let mut at = range.start;
+        let mut run = 0;
+        while at < end {
+            let Some(place) = self.place(at) else { break };
+            let upto = end.min(at + (entries - place.index));
+            let bytes = self.load(place.slice, storage)?;
+            for cluster in at..upto {
+                if get_refcount(bytes, place.index + (cluster - at), order) == 0 {
+                    run += 1;
+                } else if run > 0 {
+                    found(cluster - run, run);
+                    run = 0;
+                }
+            }
+            at = upto;
+        }
+        if run > 0 {
+            found(at - run, run);
+        }
+        Ok(end)
+    }
+
+    /// Copies of all that is dirty as (host offset, bytes), now marked clean.
+    pub(crate) fn take_dirty(&mut self) -> DirtyRefcounts {
+        let mut writes = Vec::with_capacity(self.dirty.len());
+        for &key in &self.dirty {
+            writes.push((key, self.slices[&key].clone()));
+        }
+        for &index in &self.dirty_table {
+            let offset = self.table_offset.0 + index as u64 * 8;
+            writes.push((offset, self.table[index].to_be_bytes().to_vec()));
+        }
+        self.writing.clone_from(&self.dirty);
+        DirtyRefcounts {
+            writes,
+            slices: std::mem::take(&mut self.dirty),
+            table: std::mem::take(&mut self.dirty_table),
+        }
+    }
+
+    /// What was taken reached the storage.
+    pub(crate) fn written(&mut self, _taken: DirtyRefcounts) {
+        self.writing.clear();
+    }
+
+    /// Marks dirty again what could not be written.
+    pub(crate) fn restore_dirty(&mut self, taken: DirtyRefcounts) {
+        self.writing.clear();
+        self.dirty.extend(taken.slices);
+        self.dirty_table.extend(taken.table);
+    }
+
+    /// Drops cached slices of a block, whose content on disk was written another way.
+    pub(crate) fn forget_block(&mut self, block: HostOffset) {
+        let end = block.0 + self.geometry.cluster_bytes();
+        for key in (block.0..end).step_by(self.slice_bytes() as usize) {
+            self.slices.remove(&key);
+            self.dirty.remove(&key);
+        }
+    }
+}
+
+/// What [`Refcounts::take_dirty`] took.
+#[derive(Debug)]
+pub(crate) struct DirtyRefcounts {
+    /// Host offset and bytes of each write.
+    pub(crate) writes: Vec<(u64, Vec<u8>)>,
+    slices: BTreeSet<u64>,
+    table: BTreeSet<usize>,
+}
+
+/// Reads refcount `index` of a block or a part of one; below 8 bits the lowest bits of a byte come
+/// first (qcow2 specification, "Host cluster management").
+pub(crate) fn get_refcount(block: &[u8], index: u64, order: u32) -> u64 {
+    let i = index as usize;
+    match order {
+        0..=2 => {
+            let bits = 1u32 << order;
+            let per_byte = 8 / bits as usize;
+            let shift = (i % per_byte) as u32 * bits;
+            u64::from(block[i / per_byte] >> shift) & ((1 << bits) - 1)
+        }
+        3 => u64::from(block[i]),
+        4 => u64::from(u16::from_be_bytes([block[2 * i], block[2 * i + 1]])),
+        5 => {
+            let b = &block[4 * i..4 * i + 4];
+            u64::from(u32::from_be_bytes([b[0], b[1], b[2], b[3]]))
+        }
+        _ => {
+            let b = &block[8 * i..8 * i + 8];
+            u64::from_be_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]])
+        }
+    }
+}
+
+/// Writes refcount `index` of a block; see [`get_refcount`]. The value must fit.
+pub(crate) fn set_refcount(block: &mut [u8], index: u64, order: u32, value: u64) {
+    let i = index as usize;
+    match order {
+        0..=2 => {
+            let bits = 1u32 << order;
+            let per_byte = 8 / bits as usize;
+            let shift = (i % per_byte) as u32 * bits;
+            let mask = (((1u16 << bits) - 1) << shift) as u8;
+            let byte = &mut block[i / per_byte];
+            *byte = (*byte & !mask) | (((value as u8) << shift) & mask);
+        }
+        3 => block[i] = value as u8,
+        4 => block[2 * i..2 * i + 2].copy_from_slice(&(value as u16).to_be_bytes()),
+        5 => block[4 * i..4 * i + 4].copy_from_slice(&(value as u32).to_be_bytes()),
+        _ => block[8 * i..8 * i + 8].copy_from_slice(&value.to_be_bytes()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refcounts_of_each_width_keep_their_neighbours() {
+        for order in 0..=6 {
+            let bits = 1u32 << order;
+            let max = if order == 6 { u64::MAX } else { (1 << bits) - 1 };
+            let mut block = [0u8; 64];
+            let entries = 64 * 8 / u64::from(bits);
+            for i in 0..entries {
+                set_refcount(&mut block, i, order, max.min(i + 1));
+            }
+            set_refcount(&mut block, 1, order, 0);
+            for i in 0..entries {
+                let want = if i == 1 { 0 } else { max.min(i + 1) };
+                assert_eq!(get_refcount(&block, i, order), want, "order {order} index {i}");
+            }
+        }
+        // The specification's order within a byte: the first refcount is in the lowest bits.
+        let mut byte = [0u8];
+        set_refcount(&mut byte, 0, 1, 3);
+        assert_eq!(byte, [0b11]);
+    }
+}

@@ -1,0 +1,234 @@
+//! The cache of L2 tables, in slices of 4 KiB.
+//!
+//! A slice is looked up under the read lock of its shard and never leaves it, so a hit costs no
+//! allocation and no reference count. Slices are loaded without any lock: a shard's generation
+//! tells whether a slice that was read from disk may have become stale meanwhile.
+//!
+//! Eviction is CLOCK with one reference bit: O(1) amortised, and a scan that touches each slice
+//! once cannot push out slices that are used again. Dirty slices are never evicted; the image
+//! flushes before they fill the cache.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::RwLock;
+use rustc_hash::FxHashMap;
+use vdkit_block::{HostOffset, Result, Storage};
+
+/// Bytes of a slice where the cluster is not smaller.
+const SLICE_BYTES: u64 = 4096;
+const SHARDS: usize = 16;
+
+/// The cache; see the module's documentation.
+#[derive(Debug)]
+pub(crate) struct SliceCache {
+    shards: Box<[Shard]>,
+    slice_bytes: u64,
+    slices_max: usize,
+}
+
+#[derive(Debug, Default)]
+struct Shard {
+    inner: RwLock<Inner>,
+    /// Counts the times that a changed slice left the shard.
+    generation: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    index: FxHashMap<u64, usize>,
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    hand: usize,
+}
+
+#[derive(Debug)]
+struct Slot {
+    key: u64,
+    words: Box<[u64]>,
+    referenced: AtomicBool,
+    state: SlotState,
+    /// Differs from what a reader could have found on disk when the slice was loaded.
+    changed: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SlotState {
+    Free,
+    Clean,
+    /// In the image's set of dirty slices.
+    Dirty,
+    /// A copy is being written; clean afterwards unless changed again.
+    Writing,
+}
+
+impl SliceCache {
+    /// A cache of at most `budget_bytes` for tables of one cluster each.
+    pub(crate) fn new(cluster_bytes: u64, budget_bytes: u64) -> Self {
+        let slice_bytes = SLICE_BYTES.min(cluster_bytes);
+        // Few slices make for few shards' worth of each; never less than 8 in a shard, so that a
+        // small budget still holds a working set.
+        let slices_max = ((budget_bytes / slice_bytes) as usize / SHARDS).max(8);
+        let shards = (0..SHARDS).map(|_| Shard::default()).collect();
+        Self { shards, slice_bytes, slices_max }
+    }
+
+    /// Bytes of a slice.
+    pub(crate) fn slice_bytes(&self) -> u64 {
+        self.slice_bytes
+    }
+
+    /// How many slices fit in all.
+    pub(crate) fn capacity(&self) -> usize {
+        self.slices_max * SHARDS
+    }
+
+    fn shard(&self, key: u64) -> &Shard {
+        let mixed = (key / self.slice_bytes).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        &self.shards[(mixed >> 60) as usize % SHARDS]
+    }
+
+    /// Looks at a cached slice by its host offset.
+    pub(crate) fn with<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
+        let inner = self.shard(key).inner.read();
+        let slot = &inner.slots[*inner.index.get(&key)?];
+        // Storing only on change keeps the line shared between readers.
+        if !slot.referenced.load(Ordering::Relaxed) {
+            slot.referenced.store(true, Ordering::Relaxed);
+        }
+        Some(look(&slot.words))
+    }
+
+    /// Makes sure that a slice is cached, reading it where it is not.
+    pub(crate) fn load(&self, key: u64, storage: &dyn Storage) -> Result<()> {
+        let shard = self.shard(key);
+        loop {
+            if shard.inner.read().index.contains_key(&key) {
+                return Ok(());
+            }
+            let generation = shard.generation.load(Ordering::Acquire);
+            let words = self.read(key, storage)?;
+            let mut inner = shard.inner.write();
+            if inner.index.contains_key(&key) {
+                return Ok(());
+            }
+            // Somebody may have loaded, changed, written and dropped this very slice since we
+            // read it; what we hold is then out of date.
+            if shard.generation.load(Ordering::Acquire) == generation {
+                self.insert(shard, &mut inner, key, words, SlotState::Clean);
+                return Ok(());
+            }
+        }
+    }
+
+    fn read(&self, key: u64, storage: &dyn Storage) -> Result<Box<[u64]>> {
+        let mut bytes = [0u8; SLICE_BYTES as usize];
+        let bytes = &mut bytes[..self.slice_bytes as usize];
+        // The last table of an image may end with the file before its cluster does.
+        storage.read_padded(bytes, HostOffset(key))?;
+        Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
+    }
+
+    fn insert(
+        &self,
+        shard: &Shard,
+        inner: &mut Inner,
+        key: u64,
+        words: Box<[u64]>,
+        state: SlotState,
+    ) {
+        let changed = state == SlotState::Dirty;
+        let slot = Slot { key, words, referenced: AtomicBool::new(false), state, changed };
+        let at = if let Some(at) = inner.free.pop() {
+            at
+        } else if inner.slots.len() < self.slices_max {
+            inner.slots.push(slot);
+            inner.index.insert(key, inner.slots.len() - 1);
+            return;
+        } else if let Some(at) = inner.victim() {
+            let old = &inner.slots[at];
+            if old.changed {
+                shard.generation.fetch_add(1, Ordering::Release);
+            }
+            let old_key = old.key;
+            inner.index.remove(&old_key);
+            at
+        } else {
+            // Everything is dirty: grow past the budget rather than lose or block.
+            inner.slots.push(slot);
+            inner.index.insert(key, inner.slots.len() - 1);
+            return;
+        };
+        inner.slots[at] = slot;
+        inner.index.insert(key, at);
+    }
+
+    /// Changes a cached slice and marks it dirty. Only one thread changes slices at a time (it
+    /// holds the image's metadata lock). Returns nothing where the slice is not cached.
+    pub(crate) fn change<R>(&self, key: u64, change: impl FnOnce(&mut [u64]) -> R) -> Option<R> {
+        let mut inner = self.shard(key).inner.write();
+        let at = *inner.index.get(&key)?;
+        let slot = &mut inner.slots[at];
+        slot.state = SlotState::Dirty;
+        slot.changed = true;
+        Some(change(&mut slot.words))
+    }
+
+    /// Copies a dirty slice in on-disk byte order to the end of `out`; until
+    /// [`SliceCache::written`] it stays in the cache.
+    pub(crate) fn begin_write(&self, key: u64, out: &mut Vec<u8>) {
+        let mut inner = self.shard(key).inner.write();
+        let at = inner.index.get(&key).copied().expect("dirty slices are never evicted");
+        let slot = &mut inner.slots[at];
+        slot.state = SlotState::Writing;
+        out.extend(slot.words.iter().flat_map(|w| w.to_be_bytes()));
+    }
+
+    /// The copy of a slice reached the storage; it may be evicted unless changed again.
+    pub(crate) fn written(&self, key: u64) {
+        let mut inner = self.shard(key).inner.write();
+        if let Some(&at) = inner.index.get(&key)
+            && inner.slots[at].state == SlotState::Writing
+        {
+            inner.slots[at].state = SlotState::Clean;
+        }
+    }
+
+    /// The copy did not reach the storage: the slice is dirty again.
+    /// `false` where it was forgotten meanwhile.
+    pub(crate) fn write_failed(&self, key: u64) -> bool {
+        let mut inner = self.shard(key).inner.write();
+        let Some(&at) = inner.index.get(&key) else { return false };
+        inner.slots[at].state = SlotState::Dirty;
+        true
+    }
+
+    /// Forgets the slices of a table whose cluster was freed, also the dirty ones.
+    pub(crate) fn forget(&self, table: HostOffset, table_bytes: u64) {
+        for key in (table.0..table.0 + table_bytes).step_by(self.slice_bytes as usize) {
+            let shard = self.shard(key);
+            let mut inner = shard.inner.write();
+            shard.generation.fetch_add(1, Ordering::Release);
+            if let Some(at) = inner.index.remove(&key) {
+                inner.slots[at].state = SlotState::Free;
+                inner.slots[at].words = Box::default();
+                inner.free.push(at);
+            }
+        }
+    }
+}
+
+impl Inner {
+    /// A clean slot to replace.
+    fn victim(&mut self) -> Option<usize> {
+        // Two rounds: the first may do no more than clear reference bits.
+        for _ in 0..2 * self.slots.len() {
+            let at = self.hand;
+            self.hand = (self.hand + 1) % self.slots.len();
+            let slot = &self.slots[at];
+            if slot.state == SlotState::Clean && !slot.referenced.swap(false, Ordering::Relaxed) {
+                return Some(at);
+            }
+        }
+        None
+    }
+}

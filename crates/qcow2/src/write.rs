@@ -1,0 +1,498 @@
+//! Reserving host space for a write and publishing it.
+
+use std::ops::Range;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{
+    FileIndex, Fill, GuestOffset, HostOffset, Reservation, Result, Ticket, align_down,
+};
+
+use crate::entry::{L2Entry, State};
+use crate::image::{Freed, Meta, Qcow2};
+use crate::layout::{COMPRESSED, COPIED, SUBCLUSTERS};
+use crate::packed::PackedPending;
+use crate::pool::Space;
+
+/// A reservation that is neither published nor released.
+#[derive(Debug)]
+pub(crate) enum Pending {
+    Plain(PlainPending),
+    Packed(PackedPending),
+}
+
+impl Pending {
+    /// The guest clusters that it holds, in bytes.
+    pub(crate) fn clusters(&self) -> &Range<u64> {
+        match self {
+            Self::Plain(p) => &p.clusters,
+            Self::Packed(p) => &p.clusters,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct PlainPending {
+    /// Whole guest clusters, in bytes.
+    clusters: Range<u64>,
+    /// What becomes data, in bytes, aligned to subclusters (or the end of the disk).
+    guest: Range<u64>,
+    /// Host offset of `clusters.start`.
+    host: HostOffset,
+    /// New host clusters; nothing where the clusters have theirs already.
+    space: Option<Space>,
+    /// The data must be durable before the entry that shows it.
+    data_first: bool,
+}
+
+/// What [`Qcow2::plan`] found for the clusters of a write.
+struct Plan {
+    /// Guest range in bytes, cluster-aligned.
+    clusters: Range<u64>,
+    /// End of the caller's bytes that can be served.
+    write_end: u64,
+    /// Host offset where the clusters have their space already.
+    in_place: Option<HostOffset>,
+    /// Entry of the first and of the last cluster.
+    first: L2Entry,
+    last: L2Entry,
+    /// The guest can read something else than zeroes there now.
+    covers_data: bool,
+}
+
+impl Qcow2 {
+    /// As [`vdkit_block::Format::reserve`].
+    pub(crate) fn reserve_plain(
+        &self,
+        at: GuestOffset,
+        len: u64,
+    ) -> Result<Option<Reservation<'_>>> {
+        self.relieve_cache()?;
+        let mut meta = self.meta.lock();
+        let end = self.claim(&mut meta, at, at.0 + len);
+        let Some(plan) = self.plan(at, end)? else { return Ok(None) };
+        self.before_change(&mut meta)?;
+        let l1_index = self.geometry.l1_index(at);
+        self.writable_l2(&mut meta, l1_index)?;
+        let pending = self.place(&mut meta, at, &plan)?;
+        Ok(Some(self.hand_out(&mut meta, at, &plan, pending)))
+    }
+
+    /// Waits until no other reservation holds the first cluster; returns the end up to which none
+    /// holds the following ones, within one L2 table.
+    pub(crate) fn claim(&self, meta: &mut MutexGuard<'_, Meta>, at: GuestOffset, end: u64) -> u64 {
+        let cluster = self.geometry.cluster_bytes();
+        let start = align_down(at.0, cluster);
+        let span = self.geometry.l2_span();
+        let end = end.min((at.0 / span + 1) * span);
+        loop {
+            let held = meta.pending.values().map(Pending::clusters);
+            let nearest = held.filter(|r| r.end > start && r.start < end).map(|r| r.start).min();
+            match nearest {
+                None => return end,
+                Some(other) if other > at.0 => return end.min(other),
+                Some(_) => self.ended.wait(meta),
+            }
+        }
+    }
+
+    /// Waits until no reservation overlaps a cluster-aligned range.
+    pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, range: &Range<u64>) {
+        while meta
+            .pending
+            .values()
+            .map(Pending::clusters)
+            .any(|r| r.start < range.end && range.start < r.end)
+        {
+            self.ended.wait(meta);
+        }
+    }
+
+    /// The L2 entry of a guest offset.
+    ///
+    /// # Errors
+    /// I/O, or an entry that breaks the specification.
+    pub(crate) fn entry_at(&self, at: GuestOffset) -> Result<L2Entry> {
+        let Some((table, _)) = self.l2_table(self.geometry.l1_index(at))? else {
+            return Ok(L2Entry::default());
+        };
+        let key = self.slice_of(table, at);
+        let index = self.geometry.l2_index(at);
+        let in_slice = index as usize & (self.slice_entries() - 1);
+        let entry = loop {
+            match self.slices.with(key, |words| self.entry_in(words, in_slice)) {
+                Some(entry) => break entry,
+                None => self.slices.load(key, &*self.storage)?,
+            }
+        };
+        let data_file = self.has_data_file();
+        match entry.fault(&self.geometry, self.header.version, data_file) {
+            None => Ok(entry),
+            Some(expected) => Err(self.entry_fault(table, index, entry.word, expected)),
+        }
+    }
+
+    fn subcluster(&self, at: u64) -> u32 {
+        (self.geometry.in_cluster(GuestOffset(at)) / self.geometry.subcluster_bytes()) as u32
+    }
+
+    /// Whether the guest may read something else than zeroes from a cluster with this entry.
+    fn shows_data(&self, entry: L2Entry) -> bool {
+        let subclusters = if self.geometry.extended { SUBCLUSTERS } else { 1 };
+        let data_file = self.has_data_file();
+        (0..subclusters).any(|i| match entry.state(i, &self.geometry, data_file) {
+            State::Data | State::Compressed => true,
+            State::Hole | State::HoleAllocated => self.has_backing(),
+            State::ZeroPlain | State::ZeroAllocated => false,
+        })
+    }
+
+    /// Finds the run of clusters from `at` that can be served alike; nothing where the first bytes
+    /// can be written in place.
+    fn plan(&self, at: GuestOffset, end: u64) -> Result<Option<Plan>> {
+        let cluster = self.geometry.cluster_bytes();
+        let data_file = self.has_data_file();
+        let start = align_down(at.0, cluster);
+        let first = self.entry_at(at)?;
+        let owned = |e: L2Entry| e.has_space(data_file) && e.is_copied();
+        if owned(first)
+            && first.state(self.subcluster(at.0), &self.geometry, data_file) == State::Data
+        {
+            return Ok(None);
+        }
+        let mut plan = Plan {
+            clusters: start..start + cluster,
+            write_end: end.min(start + cluster),
+            in_place: owned(first).then(|| first.host()),
+            first,
+            last: first,
+            covers_data: self.shows_data(first),
+        };
+        if plan.in_place.is_some() && self.geometry.extended {
+            // Up to the next subcluster that holds data already.
+            let step = self.geometry.subcluster_bytes();
+            let mut index = self.subcluster(at.0);
+            while index < SUBCLUSTERS
+                && first.state(index, &self.geometry, data_file) != State::Data
+            {
+                index += 1;
+            }
+            plan.write_end = plan.write_end.min(start + u64::from(index) * step);
+            return Ok(Some(plan));
+        }
+        while plan.clusters.end < end {
+            let next = self.entry_at(GuestOffset(plan.clusters.end))?;
+            let follows = match plan.in_place {
+                None => !owned(next),
+                Some(host) => {
+                    owned(next)
+                        && next.state(0, &self.geometry, data_file) != State::Data
+                        && next.host() == host + (plan.clusters.end - start)
+                }
+            };
+            if !follows {
+                break;
+            }
+            plan.covers_data |= self.shows_data(next);
+            plan.last = next;
+            plan.clusters.end += cluster;
+            plan.write_end = end.min(plan.clusters.end);
+        }
+        Ok(Some(plan))
+    }
+
+    /// Finds host space for a plan.
+    fn place(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        at: GuestOffset,
+        plan: &Plan,
+    ) -> Result<PlainPending> {
+        let cluster = self.geometry.cluster_bytes();
+        let count = (plan.clusters.end - plan.clusters.start) / cluster;
+        let (host, space) = match plan.in_place {
+            Some(host) => (host, None),
+            None if self.has_data_file() => (HostOffset(plan.clusters.start), None),
+            None => {
+                let hint = self.host_after_previous(at);
+                let space = self.allocate(meta, count, hint)?;
+                (HostOffset(space.first << self.geometry.cluster_bits), Some(space))
+            }
+        };
+        let got = space.map_or(count, |s| s.count);
+        Ok(PlainPending {
+            clusters: plan.clusters.start..plan.clusters.start + got * cluster,
+            guest: 0..0,
+            host,
+            space,
+            data_first: plan.covers_data || !space.is_some_and(|s| s.fresh),
+        })
+    }
+
+    /// The host cluster behind that of the guest cluster before `at`: there the disk stays in one
+    /// piece.
+    fn host_after_previous(&self, at: GuestOffset) -> Option<u64> {
+        let before = GuestOffset(at.0.checked_sub(self.geometry.cluster_bytes())?);
+        let entry = self.entry_at(before).ok()?;
+        entry.has_space(false).then(|| self.geometry.host_cluster(entry.host()) + 1)
+    }
+
+    /// Turns a plan with space into a reservation.
+    fn hand_out(
+        &self,
+        meta: &mut Meta,
+        at: GuestOffset,
+        plan: &Plan,
+        mut pending: PlainPending,
+    ) -> Reservation<'_> {
+        let write_end = plan.write_end.min(pending.clusters.end);
+        let last = if pending.clusters.end == plan.clusters.end {
+            plan.last
+        } else {
+            // Fewer clusters than planned: the last one is then written whole.
+            L2Entry::default()
+        };
+        let unit = |entry: L2Entry| self.fill_unit(entry, plan.in_place.is_some());
+        let guest_start = align_down(at.0, unit(plan.first));
+        let guest_end = write_end.next_multiple_of(unit(last)).min(self.guest_len());
+        pending.guest = guest_start..guest_end.max(write_end);
+        let fresh = pending.space.is_some_and(|s| s.fresh);
+        let head = if at.0 == guest_start {
+            Fill::Ready
+        } else {
+            self.fill(plan.first, at.0 - 1, fresh, plan.in_place.is_some())
+        };
+        let tail = if write_end >= pending.guest.end {
+            Fill::Ready
+        } else {
+            self.fill(last, write_end, fresh, plan.in_place.is_some())
+        };
+        pending.data_first |= head == Fill::Copy || tail == Fill::Copy;
+        let ticket = Ticket(meta.next_ticket);
+        meta.next_ticket += 1;
+        let host = pending.host + (guest_start - pending.clusters.start);
+        let guest = pending.guest.clone();
+        meta.pending.insert(ticket, Pending::Plain(pending));
+        Reservation::new(self, ticket, guest, at.0..write_end, FileIndex(0), host, head, tail)
+    }
+
+    /// To which unit a write to a cluster with this entry must be filled up: a subcluster, or the
+    /// whole cluster where its other subclusters' data moves with it.
+    fn fill_unit(&self, entry: L2Entry, in_place: bool) -> u64 {
+        let moves = (0..SUBCLUSTERS).any(|i| {
+            matches!(
+                entry.state(i, &self.geometry, self.has_data_file()),
+                State::Data | State::Compressed
+            )
+        });
+        if self.geometry.extended && (in_place || !moves) {
+            self.geometry.subcluster_bytes()
+        } else {
+            self.geometry.cluster_bytes()
+        }
+    }
+
+    fn fill(&self, entry: L2Entry, at: u64, fresh: bool, in_place: bool) -> Fill {
+        let unit_is_cluster = self.fill_unit(entry, in_place) == self.geometry.cluster_bytes();
+        let state = if self.geometry.extended && unit_is_cluster && !entry.is_compressed() {
+            State::Data // a mixture: read it whole
+        } else {
+            entry.state(self.subcluster(at), &self.geometry, self.has_data_file())
+        };
+        match state {
+            State::Data | State::Compressed => Fill::Copy,
+            State::Hole | State::HoleAllocated if self.has_backing() => Fill::Copy,
+            _ if fresh => Fill::Ready,
+            _ => Fill::Zero,
+        }
+    }
+
+    /// As [`vdkit_block::Reserver::publish`].
+    pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let result = match meta.pending.get(&ticket) {
+            Some(pending) => self.load_entries(pending.clusters()),
+            None => unreachable!("a ticket lives until it is published or released"),
+        };
+        let result = match (result, meta.pending.get(&ticket)) {
+            (Ok(()), Some(_)) => {
+                // From here on a failure may leave some entries linked: the space stays reserved.
+                match meta.pending.remove(&ticket) {
+                    Some(Pending::Plain(p)) => self.link_data(&mut meta, &p),
+                    Some(Pending::Packed(p)) => self.link_packed(&mut meta, &p),
+                    None => Ok(()),
+                }
+            }
+            (result, _) => {
+                self.drop_pending(&mut meta, ticket);
+                result
+            }
+        };
+        drop(meta);
+        self.ended.notify_all();
+        result
+    }
+
+    /// As [`vdkit_block::Reserver::release`].
+    pub(crate) fn release_ticket(&self, ticket: Ticket) {
+        let mut meta = self.meta.lock();
+        self.drop_pending(&mut meta, ticket);
+        drop(meta);
+        self.ended.notify_all();
+    }
+
+    fn drop_pending(&self, meta: &mut Meta, ticket: Ticket) {
+        match meta.pending.remove(&ticket) {
+            Some(Pending::Plain(p)) => {
+                if let Some(space) = p.space {
+                    // The caller may have written there.
+                    meta.pool.add(Space { fresh: false, ..space });
+                }
+            }
+            Some(Pending::Packed(p)) => self.unreserve_packed(meta, &p),
+            None => {}
+        }
+    }
+
+    /// Brings all slices for a cluster-aligned guest range within one L2 table into the cache, so
+    /// that changing them cannot fail half-way.
+    pub(crate) fn load_entries(&self, clusters: &Range<u64>) -> Result<()> {
+        let step = self.slice_entries() as u64 * self.geometry.cluster_bytes();
+        let mut at = clusters.start;
+        while at < clusters.end {
+            self.entry_at(GuestOffset(at))?;
+            at = (at / step + 1) * step;
+        }
+        Ok(())
+    }
+
+    /// Changes the entries of a cluster-aligned guest range within one L2 table, whose slices
+    /// were loaded under the same hold of the metadata lock. `new` gets the guest offset and the
+    /// old entry, and returns the new one. `punch` gives the space of
+    /// what lost its reference back to the file system.
+    pub(crate) fn change_entries(
+        &self,
+        meta: &mut Meta,
+        clusters: &Range<u64>,
+        punch: bool,
+        mut new: impl FnMut(u64, L2Entry) -> L2Entry,
+    ) -> Result<()> {
+        let cluster = self.geometry.cluster_bytes();
+        let entries = self.slice_entries();
+        let table = self.l2_table(self.geometry.l1_index(GuestOffset(clusters.start)))?;
+        let Some((table, _)) = table else { unreachable!("made when the range was reserved") };
+        let mut at = clusters.start;
+        let stamp = self.in_flight.stamp();
+        while at < clusters.end {
+            let key = self.slice_of(table, GuestOffset(at));
+            let mut next = at;
+            let mut freed = Vec::new();
+            loop {
+                let changed = self.slices.change(key, |words| {
+                    while next < clusters.end {
+                        let index =
+                            self.geometry.l2_index(GuestOffset(next)) as usize & (entries - 1);
+                        if next != at && index == 0 {
+                            break;
+                        }
+                        let old = self.entry_in(words, index);
+                        let entry = new(next, old);
+                        self.put_entry(words, index, entry);
+                        self.lost_reference(
+                            old,
+                            entry,
+                            Freed { first: 0, count: 0, stamp, punch },
+                            &mut freed,
+                        );
+                        next += cluster;
+                    }
+                });
+                match changed {
+                    Some(()) => break,
+                    // Evicted by a concurrent reader since it was loaded.
+                    None => self.slices.load(key, &*self.storage)?,
+                }
+            }
+            meta.dirty_slices.insert(key);
+            meta.unlink(freed);
+            at = next;
+        }
+        self.dirty.store(true, std::sync::atomic::Ordering::Release);
+        Ok(())
+    }
+
+    fn put_entry(&self, words: &mut [u64], index: usize, entry: L2Entry) {
+        if self.geometry.extended {
+            words[2 * index] = entry.word;
+            words[2 * index + 1] = entry.bitmap;
+        } else {
+            words[index] = entry.word;
+        }
+    }
+
+    /// Notes the host clusters that `old` referred to and `new` does not.
+    fn lost_reference(&self, old: L2Entry, new: L2Entry, freed: Freed, list: &mut Vec<Freed>) {
+        let data_file = self.has_data_file();
+        let bits = self.geometry.cluster_bits;
+        if old.is_compressed() {
+            if old.word == new.word {
+                return;
+            }
+            let place = old.compressed_place(&self.geometry);
+            let first = place.offset.0 >> bits;
+            let last = (place.offset.0 + place.bytes - 1) >> bits;
+            list.push(Freed { first, count: last - first + 1, ..freed });
+        } else if old.has_space(data_file)
+            && !data_file
+            && (new.word & COMPRESSED != 0 || old.host() != new.host())
+        {
+            list.push(Freed { first: old.host().0 >> bits, count: 1, ..freed });
+        }
+    }
+
+    fn link_data(&self, meta: &mut Meta, pending: &PlainPending) -> Result<()> {
+        let PlainPending { clusters, guest, host, .. } = pending;
+        let geometry = self.geometry;
+        let (cluster, step) = (geometry.cluster_bytes(), geometry.subcluster_bytes());
+        let new_space = pending.space.is_some();
+        meta.data_first |= pending.data_first;
+        let sequence = pending.space.map_or(0, |s| s.sequence + 1);
+        meta.refcounts_first |= sequence > meta.durable_sequence;
+        self.change_entries(meta, clusters, false, |at, old| {
+            let word = (host.0 + (at - clusters.start)) | COPIED;
+            if !geometry.extended {
+                return L2Entry { word, bitmap: 0 };
+            }
+            let from = guest.start.max(at) - at;
+            let to = guest.end.min(at + cluster) - at;
+            let count = to.div_ceil(step) - from / step;
+            let bits = (((1u128 << count) - 1) << (from / step)) as u64;
+            let kept = if old.is_compressed() {
+                0
+            } else if new_space {
+                // Data that moved was copied whole; what was zero or a hole stays so.
+                old.bitmap & !u64::from(u32::MAX)
+            } else {
+                old.bitmap
+            };
+            L2Entry { word, bitmap: (kept & !(bits << 32)) | bits }
+        })
+    }
+}
+
+impl Meta {
+    /// Notes references that are gone from the map, joining neighbours.
+    pub(crate) fn unlink(&mut self, freed: impl IntoIterator<Item = Freed>) {
+        for run in freed {
+            match self.unlinked.last_mut() {
+                Some(last)
+                    if last.first + last.count == run.first
+                        && last.punch == run.punch
+                        && last.stamp == run.stamp =>
+                {
+                    last.count += run.count;
+                }
+                _ => self.unlinked.push(run),
+            }
+        }
+    }
+}
