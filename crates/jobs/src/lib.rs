@@ -1,1 +1,6 @@
-//! To be written.
+//! Long jobs on virtual disks.
+
+mod compress;
+mod deflate;
+
+pub use compress::Compressor;
