@@ -160,6 +160,14 @@ pub enum Error {
         /// Who holds the lock, where that can be found out.
         holder: Option<LockHolder>,
     },
+    /// Something other than a lock holds the file: it is mounted, or part of a volume.
+    #[error("{file}: is in use: {what}")]
+    Busy {
+        /// The file, as the user named it.
+        file: String,
+        /// What holds it.
+        what: String,
+    },
     /// No space left for the request.
     #[error("{file}: no space left: {what}")]
     NoSpace {
@@ -224,7 +232,7 @@ impl Error {
             Self::Corrupt(_) | Self::Limit { .. } => ErrorKind::Corrupt,
             Self::Unsupported { .. } | Self::ReadOnly { .. } => ErrorKind::Failed,
             Self::Refused(_) => ErrorKind::Refused,
-            Self::Locked { .. } => ErrorKind::Locked,
+            Self::Locked { .. } | Self::Busy { .. } => ErrorKind::Locked,
             Self::NoSpace { .. } => ErrorKind::NoSpace,
             Self::Invalid(_) => ErrorKind::Usage,
             Self::Interrupted => ErrorKind::Interrupted,
