@@ -1,1 +1,53 @@
-//! To be written.
+//! Where the host bytes of vdkit live.
+//!
+//! Everything here implements [`vdkit_block::Storage`]:
+//!
+//! - [`FileStorage`]: regular files and block devices, through the page cache or past it, with
+//!   the cache modes of [`vdkit_block::CacheMode`] and QEMU's image locks ([`LockMode`]).
+//! - [`MemoryStorage`]: sparse memory.
+//! - [`NullStorage`]: reads zeroes and swallows writes.
+//!
+//! [`PendingFile`] is a file that takes its name only when it is finished.
+//!
+//! # The life of a write to a file
+//!
+//! ```text
+//!   write_at ──► buffered? ──► pwritev2(RWF_DSYNC where each write must be durable)
+//!                   │ no (O_DIRECT)
+//!                   ├─ offset, length and memory aligned ──► pwritev2
+//!                   └─ else: range lock ─► read the blocks at the edges into a bounce buffer
+//!                            ─► lay the bytes over them ─► pwritev2 ─► cut the file back to
+//!                            the exact length where the last block passed its end
+//! ```
+//!
+//! # Where a limit is kept
+//!
+//! | what | where |
+//! |---|---|
+//! | no process writes under another's feet | `lock` |
+//! | two unaligned direct writes to one block both survive | `range_lock` |
+//! | growing by `ftruncate` never cuts off a write that grew the file further | `FileStorage::growth` |
+//! | a failed `fdatasync` stays failed | `FileStorage::sync_error` |
+//!
+//! `unsafe` is confined to `sys` (ioctls and locks without a safe wrapper) and `ring` (io_uring).
+
+mod buffer;
+mod copy;
+mod direct;
+mod file;
+mod lock;
+mod memory;
+mod null;
+mod open;
+mod pending;
+mod range_lock;
+mod space;
+mod sys;
+
+pub use buffer::AlignedBuf;
+pub use file::FileStorage;
+pub use lock::LockMode;
+pub use memory::MemoryStorage;
+pub use null::NullStorage;
+pub use open::{CreateMode, FileKind, FileOptions, classify};
+pub use pending::{CommitOptions, PendingFile};

@@ -1,0 +1,428 @@
+//! Regular files and block devices.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use parking_lot::{RwLock, RwLockReadGuard};
+use rustix::io::{Errno, ReadWriteFlags};
+use vdkit_block::{
+    CacheMode, CopyMethod, Error, HostOffset, IoAction, ReadOp, Result, Storage, StorageCaps,
+    StorageExtent, ZeroMode,
+};
+
+use crate::direct::Direct;
+use crate::lock::{ImageLock, LockMode};
+use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
+use crate::range_lock::RangeGuard;
+use crate::space::Lacks;
+use crate::sys;
+
+/// The highest offset of a file plus one.
+const OFFSET_MAX: u64 = i64::MAX as u64;
+
+/// A regular file or a block device.
+///
+/// Requests use offsets, never the file's own position, so any number of threads may share it.
+/// ([`Storage::extent_at`] moves that position, as `SEEK_DATA` does; nothing here reads it.)
+///
+/// # Cache modes
+/// | mode | reads and writes | a write is durable | `sync` |
+/// |---|---|---|---|
+/// | writeback | page cache | after `sync` | fdatasync |
+/// | none | O_DIRECT | after `sync` | fdatasync |
+/// | writethrough | page cache | when it returns (RWF_DSYNC) | fdatasync |
+/// | directsync | O_DIRECT | when it returns (RWF_DSYNC) | fdatasync |
+/// | unsafe | page cache | whenever the kernel pleases | nothing |
+///
+/// In the durable modes zeroing, allocating, copying and resizing are durable when they return,
+/// too.
+///
+/// # Direct I/O
+/// Requests of any offset, length and memory work. Those that are not aligned to
+/// [`StorageCaps::alignment`] go through a bounce buffer; the file's length stays exact to the
+/// byte. (A crash in the middle of an unaligned write that makes the file longer may leave it up
+/// to a block longer still; the bytes are zero.)
+pub struct FileStorage {
+    name: String,
+    file: File,
+    kind: FileKind,
+    cache: CacheMode,
+    caps: StorageCaps,
+    pub(crate) lacks: Lacks,
+    direct: Option<Direct>,
+    /// Growing by `ftruncate` asks for the length first; a write in between that goes further
+    /// would be cut off. So that pair holds this for writing, and everything that may make the
+    /// file longer in one call holds it for reading.
+    growth: RwLock<()>,
+    /// The errno of the first sync that failed, or 0. The kernel reports a lost page once and
+    /// then forgets it, so a later fdatasync would lie.
+    sync_error: AtomicI32,
+    lock: Option<ImageLock>,
+}
+
+impl fmt::Debug for FileStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileStorage")
+            .field("name", &self.name)
+            .field("kind", &self.kind)
+            .field("cache", &self.cache)
+            .field("caps", &self.caps)
+            .finish_non_exhaustive()
+    }
+}
+
+impl FileStorage {
+    /// Opens a file or block device.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] or [`Error::Busy`] where another process uses it;
+    /// [`Error::Unsupported`] for what is no file, and for direct I/O on a file system without;
+    /// [`Error::File`] for what the system refuses.
+    pub fn open(path: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
+        let path = path.as_ref();
+        let (file, kind) = open::open_file(path, options)?;
+        let opened = Self::build(file, kind, path.display().to_string(), options);
+        if opened.is_err() && options.create == CreateMode::New {
+            // It was made a moment ago and nobody wants it.
+            let _ = std::fs::remove_file(path);
+        }
+        opened
+    }
+
+    /// Makes a new file, for writing. It must not exist yet.
+    ///
+    /// # Errors
+    /// As [`FileStorage::open`].
+    pub fn create(path: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
+        let options = FileOptions { writable: true, create: CreateMode::New, ..*options };
+        Self::open(path, &options)
+    }
+
+    /// Takes over an open file; `name` is for messages. Status flags (O_APPEND, O_NONBLOCK,
+    /// O_DIRECT) are set to what the cache mode needs, also for duplicates of the descriptor.
+    ///
+    /// # Errors
+    /// As [`FileStorage::open`]; [`Error::Invalid`] where it is not open for what is asked.
+    pub fn from_file(file: File, name: impl Into<String>, options: &FileOptions) -> Result<Self> {
+        let name = name.into();
+        let kind = open::kind_of_file(&name, &file)?;
+        let flags = rustix::fs::fcntl_getfl(&file)
+            .map_err(|errno| file_error(&name, IoAction::Open, errno))?;
+        let mode = flags & rustix::fs::OFlags::RWMODE;
+        let fits = match mode {
+            m if m == rustix::fs::OFlags::RDWR => true,
+            m if m == rustix::fs::OFlags::RDONLY => !options.writable,
+            _ => false,
+        };
+        if !fits || options.create == CreateMode::New {
+            return Err(Error::Invalid(format!(
+                "{name}: the descriptor is not open for {}",
+                if options.writable { "reading and writing" } else { "reading" }
+            )));
+        }
+        Self::build(file, kind, name, options)
+    }
+
+    fn build(file: File, kind: FileKind, name: String, options: &FileOptions) -> Result<Self> {
+        open::set_flags(&name, &file, options.cache)?;
+        let direct = if options.cache.direct() {
+            Some(Direct::new(&name, &file, kind, options.cache)?)
+        } else {
+            None
+        };
+        let lock = match options.lock {
+            LockMode::Off => None,
+            LockMode::Auto => Some(ImageLock::take(&name, &file, options.writable)?),
+        };
+        let caps = StorageCaps {
+            writable: options.writable,
+            growable: kind == FileKind::Regular,
+            device: kind == FileKind::BlockDevice,
+            alignment: direct.as_ref().map_or(1, Direct::alignment),
+            block_bytes: block_bytes(&file, kind),
+        };
+        Ok(Self {
+            name,
+            file,
+            kind,
+            cache: options.cache,
+            caps,
+            lacks: Lacks::default(),
+            direct,
+            growth: RwLock::new(()),
+            sync_error: AtomicI32::new(0),
+            lock,
+        })
+    }
+
+    /// A regular file or a block device.
+    pub fn kind(&self) -> FileKind {
+        self.kind
+    }
+
+    /// The cache mode it was opened with.
+    pub fn cache(&self) -> CacheMode {
+        self.cache
+    }
+
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Holds the length against `ftruncate` pairs; see [`FileStorage::growth`].
+    pub(crate) fn hold_length(&self) -> RwLockReadGuard<'_, ()> {
+        self.growth.read()
+    }
+
+    pub(crate) fn growth(&self) -> &RwLock<()> {
+        &self.growth
+    }
+
+    /// Holds a range against read-modify-writes of direct I/O.
+    pub(crate) fn hold_range(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
+        self.direct.as_ref().map(|direct| direct.hold_shared(offset, len))
+    }
+
+    /// The length without waiting for a resize under way.
+    pub(crate) fn raw_len(&self) -> Result<u64, Errno> {
+        match self.kind {
+            FileKind::Regular => Ok(rustix::fs::fstat(&self.file)?.st_size as u64),
+            FileKind::BlockDevice => sys::device_bytes(self.file.as_fd()),
+        }
+    }
+
+    pub(crate) fn error(&self, action: IoAction, offset: u64, len: u64, errno: Errno) -> Error {
+        Error::io(&self.name, action, offset, len, errno.into())
+    }
+
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        if self.caps.writable {
+            return Ok(());
+        }
+        Err(Error::ReadOnly { file: self.name.clone() })
+    }
+
+    /// The end of a range, where a file can have one there.
+    pub(crate) fn end_of(&self, action: IoAction, offset: HostOffset, len: u64) -> Result<u64> {
+        match offset.checked_add(len) {
+            Some(end) if end.0 <= OFFSET_MAX => Ok(end.0),
+            _ => Err(self.error(action, offset.0, len, Errno::FBIG)),
+        }
+    }
+
+    pub(crate) fn write_flags(&self) -> ReadWriteFlags {
+        if self.cache.write_durable() { ReadWriteFlags::DSYNC } else { ReadWriteFlags::empty() }
+    }
+
+    /// Writes all of `buf`, whatever its alignment.
+    pub(crate) fn write_bytes(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
+        match &self.direct {
+            None => {
+                let _length = self.hold_length();
+                self.write_raw(buf, offset)
+            }
+            Some(direct) => direct.write(self, buf, offset),
+        }
+    }
+
+    /// Writes all of `buf`, which fits the alignment where that matters.
+    pub(crate) fn write_raw(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
+        let flags = self.write_flags();
+        let mut done = 0;
+        while done < buf.len() {
+            let rest = [io::IoSlice::new(&buf[done..])];
+            match rustix::io::pwritev2(&self.file, &rest, offset + done as u64, flags) {
+                Ok(0) => return Err(Errno::IO),
+                Ok(n) => done += n,
+                Err(Errno::INTR) => {}
+                Err(errno) => {
+                    self.note_write_error(errno);
+                    return Err(errno);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A durable write that failed has taken the kernel's report of a lost page with it, so no
+    /// later sync would hear of it.
+    pub(crate) fn note_write_error(&self, errno: Errno) {
+        if self.cache.write_durable() && errno == Errno::IO {
+            self.fail_syncs(errno);
+        }
+    }
+
+    pub(crate) fn fail_syncs(&self, errno: Errno) {
+        let _ = self.sync_error.compare_exchange(
+            0,
+            errno.raw_os_error(),
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        );
+    }
+
+    /// Ends a change that has no flag for durability, in the modes that promise it.
+    pub(crate) fn settle(&self) -> Result<()> {
+        if self.cache.write_durable() { self.sync() } else { Ok(()) }
+    }
+}
+
+/// Reads until `buf` is full or the file ends.
+pub(crate) fn read_raw(file: &File, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
+    let mut done = 0;
+    while done < buf.len() {
+        let at = offset.saturating_add(done as u64);
+        if at >= OFFSET_MAX {
+            break;
+        }
+        match rustix::io::pread(file, &mut buf[done..], at) {
+            Ok(0) => break,
+            Ok(n) => done += n,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(done)
+}
+
+/// The granularity of holes and shared blocks.
+fn block_bytes(file: &File, kind: FileKind) -> u32 {
+    const USUAL: u32 = 4096;
+    let bytes = match kind {
+        FileKind::BlockDevice => rustix::fs::ioctl_blksszget(file).unwrap_or(USUAL),
+        FileKind::Regular => rustix::fs::fstatvfs(file)
+            .ok()
+            .and_then(|stat| u32::try_from(stat.f_frsize).ok())
+            .unwrap_or(USUAL),
+    };
+    // Network file systems answer with transfer sizes, some with nothing.
+    if bytes.is_power_of_two() && (512..=1 << 20).contains(&bytes) { bytes } else { USUAL }
+}
+
+impl Storage for FileStorage {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn caps(&self) -> StorageCaps {
+        self.caps
+    }
+
+    /// Asked of the kernel each time: a file that is not locked may change under us, and a wrong
+    /// length costs more than a system call.
+    fn len(&self) -> Result<u64> {
+        // An unaligned direct write may pass the end for a moment; see `direct`.
+        let _exact = self.direct.is_some().then(|| self.hold_length());
+        self.raw_len().map_err(|errno| file_error(&self.name, IoAction::Resize, errno))
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let read = match &self.direct {
+            None => read_raw(&self.file, buf, offset.0),
+            Some(direct) => direct.read(self, buf, offset.0),
+        };
+        read.map_err(|errno| self.error(IoAction::Read, offset.0, buf.len() as u64, errno))
+    }
+
+    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
+        for op in ops {
+            self.read_padded(op.buf, op.offset)?;
+        }
+        Ok(())
+    }
+
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.check_writable()?;
+        if buf.is_empty() {
+            return Ok(());
+        }
+        self.end_of(IoAction::Write, offset, buf.len() as u64)?;
+        self.write_bytes(buf, offset.0)
+            .map_err(|errno| self.error(IoAction::Write, offset.0, buf.len() as u64, errno))
+    }
+
+    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
+        self.zero_range(offset, len, mode)
+    }
+
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.discard_range(offset, len)
+    }
+
+    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.allocate_range(offset, len)
+    }
+
+    fn sync(&self) -> Result<()> {
+        if self.cache == CacheMode::Unsafe {
+            return Ok(());
+        }
+        let before = self.sync_error.load(Ordering::Acquire);
+        if before != 0 {
+            let cause = io::Error::from_raw_os_error(before);
+            return Err(file_error(
+                &self.name,
+                IoAction::Sync,
+                io::Error::new(cause.kind(), format!("an earlier one failed ({cause})")),
+            ));
+        }
+        retry(|| rustix::fs::fdatasync(&self.file)).map_err(|errno| {
+            self.fail_syncs(errno);
+            file_error(&self.name, IoAction::Sync, errno)
+        })
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.resize(len)
+    }
+
+    fn may_have_holes(&self) -> Result<bool> {
+        if self.kind == FileKind::BlockDevice {
+            return Ok(false);
+        }
+        let stat = rustix::fs::fstat(&self.file)
+            .map_err(|errno| file_error(&self.name, IoAction::Map, errno))?;
+        Ok((stat.st_blocks as u64).saturating_mul(512) < stat.st_size as u64)
+    }
+
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        Ok(self.find_extent(offset, len))
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        if self.kind == FileKind::BlockDevice {
+            return self.len();
+        }
+        let stat = rustix::fs::fstat(&self.file)
+            .map_err(|errno| file_error(&self.name, IoAction::Map, errno))?;
+        Ok((stat.st_blocks as u64).saturating_mul(512))
+    }
+
+    fn copy_from(
+        &self,
+        to: HostOffset,
+        source: &dyn Storage,
+        from: HostOffset,
+        len: u64,
+        method: CopyMethod,
+    ) -> Result<u64> {
+        self.copy_range(to, source, from, len, method)
+    }
+
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
+    }
+}
+
+impl Drop for FileStorage {
+    fn drop(&mut self) {
+        // A duplicate of the descriptor elsewhere would keep the locks alive.
+        if let Some(lock) = self.lock.take() {
+            lock.release(&self.file);
+        }
+    }
+}

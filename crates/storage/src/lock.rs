@@ -1,0 +1,192 @@
+//! QEMU's image locks, so that no two programs use an image in ways that do not go together.
+//!
+//! Each opener has permissions that it *uses* and permissions that it *grants* to others. A
+//! permission is a byte of the file: the opener holds a shared lock on byte 100 + p for each
+//! permission p that it uses, and on byte 200 + p for each that it does not grant. Shared locks
+//! never collide, so taking them always succeeds; the conflict is found by *testing* whether an
+//! exclusive lock could be had on 200 + p (does anyone deny what we use?) and on 100 + p (does
+//! anyone use what we deny?). Take first, then test: two openers at the same moment both see
+//! each other, and at worst both are refused.
+//!
+//! | byte | permission | reader | writer |
+//! |---|---|---|---|
+//! | 0 | consistent read | uses, grants | uses, grants |
+//! | 1 | write | denies | uses, denies |
+//! | 2 | write unchanged | grants | grants |
+//! | 3 | resize | denies | uses, denies |
+//!
+//! That is what QEMU takes for the file beneath a qcow2 image. The locks belong to the open file
+//! (OFD locks), so they end with it, also when the process is killed.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::Path;
+
+use vdkit_block::{Error, IoAction, LockHolder, Result};
+
+use crate::open::file_error;
+use crate::sys::{self, Conflict, OfdLock};
+
+/// Byte of the first used permission.
+const USED_BASE: u64 = 100;
+/// Byte of the first denied permission.
+const DENIED_BASE: u64 = 200;
+
+const CONSISTENT_READ: u64 = 0;
+const WRITE: u64 = 1;
+const RESIZE: u64 = 3;
+
+/// Characters of a command line in a message.
+const COMMAND_CHARS_MAX: usize = 80;
+
+/// Whether other processes are kept from using an image in ways that do not go together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LockMode {
+    /// Readers keep writers away, a writer keeps everyone away; as QEMU does.
+    #[default]
+    Auto,
+    /// No locks are taken or looked at: for looking at an image that a guest is using. What is
+    /// read may change meanwhile.
+    Off,
+}
+
+/// The locks of one open file.
+#[derive(Debug)]
+pub struct ImageLock {
+    used: &'static [u64],
+    denied: &'static [u64],
+}
+
+impl ImageLock {
+    /// Takes a reader's or a writer's locks.
+    pub fn take(name: &str, file: &File, writable: bool) -> Result<Self> {
+        let lock = Self {
+            used: if writable { &[CONSISTENT_READ, WRITE, RESIZE] } else { &[CONSISTENT_READ] },
+            denied: &[WRITE, RESIZE],
+        };
+        let taken = lock.set(file, OfdLock::Shared).and_then(|()| lock.test(file));
+        let error = match taken {
+            Ok(None) => return Ok(lock),
+            Ok(Some((byte, conflict))) => {
+                Error::Locked { file: name.to_owned(), holder: find_holder(file, byte, conflict) }
+            }
+            Err(source) if matches!(source.raw_os_error(), Some(libc::ENOLCK | libc::ENOSYS)) => {
+                file_error(
+                    name,
+                    IoAction::Lock,
+                    io::Error::new(
+                        source.kind(),
+                        format!(
+                            "{source} (does its file system have locks? they can be turned off)"
+                        ),
+                    ),
+                )
+            }
+            Err(source) => file_error(name, IoAction::Lock, source),
+        };
+        lock.release(file);
+        Err(error)
+    }
+
+    /// Gives the locks back.
+    pub fn release(&self, file: &File) {
+        // Unlocking fails only where the file is gone, and then so are its locks.
+        let _ = self.set(file, OfdLock::None);
+    }
+
+    fn set(&self, file: &File, lock: OfdLock) -> io::Result<()> {
+        for byte in self.bytes() {
+            sys::ofd_set(file.as_fd(), lock, byte, 1)?;
+        }
+        Ok(())
+    }
+
+    fn bytes(&self) -> impl Iterator<Item = u64> {
+        let used = self.used.iter().map(|p| USED_BASE + p);
+        used.chain(self.denied.iter().map(|p| DENIED_BASE + p))
+    }
+
+    /// The first byte on which somebody else stands in the way.
+    fn test(&self, file: &File) -> io::Result<Option<(u64, Conflict)>> {
+        let denied_by_others = self.used.iter().map(|p| DENIED_BASE + p);
+        let used_by_others = self.denied.iter().map(|p| USED_BASE + p);
+        for byte in denied_by_others.chain(used_by_others) {
+            if let Some(conflict) = sys::ofd_test(file.as_fd(), byte, 1)? {
+                return Ok(Some((byte, conflict)));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Who holds a lock on a byte of this file, as far as /proc lets us see.
+fn find_holder(file: &File, byte: u64, conflict: Conflict) -> Option<LockHolder> {
+    let pid = match conflict.pid {
+        Some(pid) => pid,
+        None => search_processes(file, byte)?,
+    };
+    Some(LockHolder { pid, command: command_of(pid) })
+}
+
+/// The kernel does not say whose an OFD lock is, but each process lists the locks of its open
+/// files.
+fn search_processes(file: &File, byte: u64) -> Option<u32> {
+    let ours = rustix::fs::fstat(file).ok()?;
+    let own_pid = std::process::id();
+    for process in std::fs::read_dir("/proc").ok()?.flatten() {
+        let Some(pid) = process.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else {
+            continue;
+        };
+        let Ok(infos) = std::fs::read_dir(process.path().join("fdinfo")) else { continue };
+        for info in infos.flatten() {
+            if pid == own_pid && info.file_name().to_str() == Some(&file.as_raw_fd().to_string()) {
+                continue;
+            }
+            // The descriptor's file is compared, not the device in the lock's line: on btrfs that
+            // is not the device that stat knows.
+            let descriptor = process.path().join("fd").join(info.file_name());
+            let same = rustix::fs::stat(&descriptor)
+                .is_ok_and(|s| (s.st_dev, s.st_ino) == (ours.st_dev, ours.st_ino));
+            if same && holds(&info.path(), byte) {
+                return Some(pid);
+            }
+        }
+    }
+    None
+}
+
+/// Whether a fdinfo file lists a lock on a byte.
+fn holds(fdinfo: &Path, byte: u64) -> bool {
+    std::fs::read_to_string(fdinfo).is_ok_and(|text| text.lines().any(|l| covers(l, byte)))
+}
+
+/// Whether a line such as `lock:	1: OFDLCK ADVISORY  READ -1 fe:00:1234 100 101` covers a byte.
+fn covers(line: &str, byte: u64) -> bool {
+    let Some(lock) = line.strip_prefix("lock:") else { return false };
+    let mut fields = lock.split_whitespace().rev();
+    let (Some(last), Some(first)) = (fields.next(), fields.next()) else { return false };
+    let last = if last == "EOF" { Some(u64::MAX) } else { last.parse().ok() };
+    matches!((first.parse::<u64>(), last), (Ok(first), Some(last)) if (first..=last).contains(&byte))
+}
+
+/// A process's command line on one line, shortened.
+fn command_of(pid: u32) -> String {
+    let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let text = String::from_utf8_lossy(&raw);
+    let mut command = String::new();
+    for (count, c) in text.trim_end_matches('\0').chars().enumerate() {
+        if count == COMMAND_CHARS_MAX {
+            command.push('…');
+            break;
+        }
+        // A process chooses its own command line: keep it from writing to our terminal.
+        command.push(if c == '\0' || c.is_control() { ' ' } else { c });
+    }
+    if command.is_empty() {
+        // Kernel threads, and processes that are on their way out.
+        command = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        command.truncate(command.trim_end().len());
+    }
+    command
+}

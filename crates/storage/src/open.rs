@@ -1,0 +1,234 @@
+//! Opening host files, and refusing what cannot hold a disk.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use rustix::fs::{FileType, Mode, OFlags};
+use vdkit_block::{CacheMode, Error, IoAction, Result};
+
+use crate::lock::LockMode;
+use crate::sys;
+
+/// What kind of host file can hold a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileKind {
+    /// A regular file.
+    Regular,
+    /// A block device.
+    BlockDevice,
+}
+
+/// Whether a file is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CreateMode {
+    /// It must be there.
+    #[default]
+    None,
+    /// It must not be there yet, and is made.
+    New,
+}
+
+/// How a file is opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileOptions {
+    /// For writing too.
+    pub writable: bool,
+    /// What is promised about its bytes.
+    pub cache: CacheMode,
+    /// Whether it is made.
+    pub create: CreateMode,
+    /// Whether other processes are kept away.
+    pub lock: LockMode,
+}
+
+impl FileOptions {
+    /// For reading, through the page cache, locked.
+    pub fn read_only() -> Self {
+        Self::default()
+    }
+
+    /// For reading and writing, through the page cache, locked.
+    pub fn read_write() -> Self {
+        Self { writable: true, ..Self::default() }
+    }
+
+    /// These options with another cache mode.
+    pub fn cache(self, cache: CacheMode) -> Self {
+        Self { cache, ..self }
+    }
+
+    /// These options with another lock mode.
+    pub fn lock(self, lock: LockMode) -> Self {
+        Self { lock, ..self }
+    }
+}
+
+/// A failed file-level request as an [`Error`].
+pub(crate) fn file_error(file: &str, action: IoAction, source: impl Into<io::Error>) -> Error {
+    Error::File { file: file.to_owned(), action, source: source.into() }
+}
+
+/// What kind of file a path names, following symbolic links.
+///
+/// # Errors
+/// [`Error::File`] where there is none; [`Error::Unsupported`], saying what it is, for
+/// directories, pipes, sockets and character devices.
+pub fn classify(path: &Path) -> Result<FileKind> {
+    let name = path.display().to_string();
+    let stat = rustix::fs::stat(path).map_err(|e| file_error(&name, IoAction::Open, e))?;
+    kind_of(&name, stat.st_mode)
+}
+
+/// The kind of an open file.
+pub(crate) fn kind_of_file(name: &str, file: &File) -> Result<FileKind> {
+    let stat = rustix::fs::fstat(file).map_err(|e| file_error(name, IoAction::Open, e))?;
+    kind_of(name, stat.st_mode)
+}
+
+fn kind_of(name: &str, mode: u32) -> Result<FileKind> {
+    let (what, hint) = match FileType::from_raw_mode(mode) {
+        FileType::RegularFile => return Ok(FileKind::Regular),
+        FileType::BlockDevice => return Ok(FileKind::BlockDevice),
+        FileType::Directory => ("is a directory", "name an image file in it"),
+        FileType::Fifo => ("is a pipe", "a disk needs random access: copy it to a file first"),
+        FileType::Socket => ("is a socket", "name an image file or a block device"),
+        FileType::CharacterDevice => (
+            "is a character device",
+            "name an image file or a block device, or 'null:' to write nothing",
+        ),
+        _ => ("is neither a file nor a block device", "name an image file or a block device"),
+    };
+    Err(Error::unsupported(name, what, hint))
+}
+
+/// Opens a path, without side effects on what is refused.
+pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, FileKind)> {
+    let name = path.display().to_string();
+    let mut flags = OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    flags |= if options.writable { OFlags::RDWR } else { OFlags::RDONLY };
+    match options.create {
+        // Asked before opening: opening a tape rewinds it, opening a pipe waits.
+        CreateMode::None => {
+            if classify(path)? == FileKind::BlockDevice
+                && options.writable
+                && options.lock == LockMode::Auto
+            {
+                // On a block device O_EXCL means: not while it is mounted or part of a volume.
+                flags |= OFlags::EXCL;
+            }
+        }
+        CreateMode::New => flags |= OFlags::CREATE | OFlags::EXCL,
+    }
+    let mode = Mode::from_raw_mode(0o666);
+    let file = retry(|| rustix::fs::open(path, flags, mode)).map_err(|errno| {
+        if flags.contains(OFlags::EXCL) && errno == rustix::io::Errno::BUSY {
+            return Error::Busy {
+                file: name.clone(),
+                what: mounted_at(path).map_or_else(
+                    || "mounted, or part of a volume or array".to_owned(),
+                    |at| format!("mounted at {at}"),
+                ),
+            };
+        }
+        file_error(&name, IoAction::Open, errno)
+    })?;
+    let file = File::from(file);
+    // Again on what was opened: the name may have changed hands.
+    let kind = kind_of_file(&name, &file)?;
+    if kind == FileKind::BlockDevice
+        && options.writable
+        && sys::device_read_only(file.as_fd()).unwrap_or(false)
+    {
+        return Err(file_error(&name, IoAction::Open, rustix::io::Errno::ROFS));
+    }
+    Ok((file, kind))
+}
+
+/// Repeats a call that a signal interrupted.
+pub(crate) fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
+    loop {
+        match call() {
+            Err(rustix::io::Errno::INTR) => {}
+            other => return other,
+        }
+    }
+}
+
+/// Where a block device is mounted, for messages.
+fn mounted_at(path: &Path) -> Option<String> {
+    let device = rustix::fs::stat(path).ok()?.st_rdev;
+    let wanted = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    let table = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    table.lines().find_map(|line| {
+        let mut fields = line.split(' ');
+        (fields.nth(2)? == wanted).then(|| fields.nth(1).map(str::to_owned)).flatten()
+    })
+}
+
+/// Sets the status flags that the rest of the crate counts on: blocking, offsets obeyed
+/// (O_APPEND would send every write to the end), and O_DIRECT as the cache mode says.
+pub(crate) fn set_flags(name: &str, file: &File, cache: CacheMode) -> Result<()> {
+    let fail = |errno| file_error(name, IoAction::Open, errno);
+    let before = rustix::fs::fcntl_getfl(file).map_err(fail)?;
+    let plain = before - (OFlags::NONBLOCK | OFlags::APPEND | OFlags::DIRECT);
+    if !cache.direct() {
+        if plain != before {
+            rustix::fs::fcntl_setfl(file, plain).map_err(fail)?;
+        }
+        return Ok(());
+    }
+    rustix::fs::fcntl_setfl(file, plain | OFlags::DIRECT).map_err(|errno| {
+        if errno == rustix::io::Errno::INVAL {
+            return no_direct(name, cache);
+        }
+        fail(errno)
+    })
+}
+
+/// The file system knows no O_DIRECT.
+pub(crate) fn no_direct(name: &str, cache: CacheMode) -> Error {
+    let instead = if cache.write_durable() { "writethrough" } else { "writeback" };
+    Error::unsupported(
+        name,
+        format!("cache mode {cache} needs direct I/O, which this file system does not have"),
+        format!("use cache mode {instead}"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn what_cannot_hold_a_disk_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, FileType::Fifo, Mode::from_raw_mode(0o600), 0)
+            .unwrap();
+        let socket = dir.path().join("socket");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        for (path, word) in [
+            (dir.path(), "is a directory"),
+            (pipe.as_path(), "is a pipe"),
+            (socket.as_path(), "is a socket"),
+            (Path::new("/dev/null"), "is a character device"),
+        ] {
+            // Opening the pipe must not wait for a writer either.
+            let error = open_file(path, &FileOptions::read_only()).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        }
+        let missing = classify(&dir.path().join("missing")).unwrap_err();
+        assert!(matches!(missing, Error::File { action: IoAction::Open, .. }));
+    }
+
+    #[test]
+    fn append_is_taken_off() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = File::options().append(true).create(true).open(dir.path().join("f")).unwrap();
+        set_flags("f", &file, CacheMode::Writeback).unwrap();
+        assert!(!rustix::fs::fcntl_getfl(&file).unwrap().contains(OFlags::APPEND));
+    }
+}

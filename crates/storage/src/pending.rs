@@ -1,0 +1,230 @@
+//! A file that takes its name only when it is finished.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::fs::{Gid, Mode, OFlags, Uid};
+use rustix::io::Errno;
+use vdkit_block::{CacheMode, Error, IoAction, Result, Storage};
+
+use crate::file::FileStorage;
+use crate::lock::{ImageLock, LockMode};
+use crate::open::{CreateMode, FileKind, FileOptions, file_error, kind_of_file, retry};
+
+/// The longest file name that all file systems take.
+const NAME_BYTES_MAX: usize = 255;
+
+/// What [`PendingFile::commit`] makes durable.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CommitOptions {
+    /// The file's bytes, before it takes its name. Always done where it replaces another file:
+    /// a crash must leave the old one or the new one, never an empty one.
+    pub sync_file: bool,
+    /// The name itself, by syncing the folder afterwards.
+    pub sync_folder: bool,
+}
+
+/// A new file under a hidden name beside its target. [`PendingFile::commit`] renames it into
+/// place; dropping it removes it, and whatever had the name before stays as it was.
+///
+/// A file that is replaced is held locked meanwhile, as a writer would, so that a running guest
+/// does not lose its disk; its mode and owner pass to the new file.
+#[derive(Debug)]
+pub struct PendingFile {
+    target: PathBuf,
+    temporary: PathBuf,
+    storage: Arc<FileStorage>,
+    replaced: Option<Replaced>,
+    committed: bool,
+}
+
+/// The file that is there already.
+#[derive(Debug)]
+struct Replaced {
+    file: File,
+    lock: Option<ImageLock>,
+}
+
+impl Drop for Replaced {
+    fn drop(&mut self) {
+        if let Some(lock) = &self.lock {
+            lock.release(&self.file);
+        }
+    }
+}
+
+impl PendingFile {
+    /// Makes the hidden file. `options` say how it is opened; it is always new and writable.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] where the file to be replaced is in use; [`Error::Unsupported`] where
+    /// the target is there and no regular file; [`Error::File`] for what the system refuses.
+    pub fn create(target: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
+        let target = real_target(target.as_ref())?;
+        let replaced = Replaced::open(&target, options.lock)?;
+        let options = FileOptions { writable: true, create: CreateMode::New, ..*options };
+        let (temporary, storage) = create_beside(&target, &options)?;
+        let pending =
+            Self { target, temporary, storage: Arc::new(storage), replaced, committed: false };
+        if let Some(replaced) = &pending.replaced {
+            pending.inherit(&replaced.file)?;
+        }
+        Ok(pending)
+    }
+
+    /// The bytes. Clones may outlive the commit: they then write to the finished file.
+    pub fn storage(&self) -> &Arc<FileStorage> {
+        &self.storage
+    }
+
+    /// Where the file will be.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// Where it is now.
+    pub fn temporary(&self) -> &Path {
+        &self.temporary
+    }
+
+    /// Whether a file has the name already.
+    pub fn replaces(&self) -> bool {
+        self.replaced.is_some()
+    }
+
+    /// Gives the file its name, replacing what has it.
+    ///
+    /// # Errors
+    /// [`Error::File`]; the name is then as it was, and the new file is removed. Where only
+    /// syncing the folder fails, the file has its name, but a crash may undo that.
+    pub fn commit(mut self, options: CommitOptions) -> Result<()> {
+        let unsafe_cache = self.storage.cache() == CacheMode::Unsafe;
+        if (options.sync_file || self.replaced.is_some()) && !unsafe_cache {
+            self.storage.sync()?;
+        }
+        let fail = |errno| file_error(&self.target.display().to_string(), IoAction::Rename, errno);
+        match &self.replaced {
+            Some(_) => rustix::fs::rename(&self.temporary, &self.target).map_err(fail)?,
+            None => rename_new(&self.temporary, &self.target).map_err(fail)?,
+        }
+        self.committed = true;
+        if options.sync_folder {
+            sync_folder(&self.target).map_err(fail)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the new file the old one's owner and mode, as far as we may.
+    fn inherit(&self, old: &File) -> Result<()> {
+        let name = self.target.display().to_string();
+        let fail = |errno| file_error(&name, IoAction::Open, errno);
+        let stat = rustix::fs::fstat(old).map_err(fail)?;
+        let new = self.storage.file();
+        let (owner, group) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
+        let changed = rustix::fs::fchown(new, Some(owner), Some(group))
+            .or_else(|_| rustix::fs::fchown(new, None, Some(group)));
+        let mut mode = Mode::from_raw_mode(stat.st_mode);
+        if changed.is_err() {
+            // It stays with our own group, which the old mode said nothing about.
+            mode -= Mode::RWXG;
+        }
+        // After the owner: a change of owner clears bits of the mode.
+        rustix::fs::fchmod(new, mode).map_err(fail)
+    }
+}
+
+impl Drop for PendingFile {
+    fn drop(&mut self) {
+        if !self.committed {
+            let _ = std::fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+impl Replaced {
+    fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
+        let name = target.display().to_string();
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let file = match retry(|| rustix::fs::open(target, flags, Mode::empty())) {
+            Ok(file) => File::from(file),
+            Err(Errno::NOENT) => return Ok(None),
+            Err(errno) => return Err(file_error(&name, IoAction::Open, errno)),
+        };
+        if kind_of_file(&name, &file)? == FileKind::BlockDevice {
+            return Err(Error::unsupported(
+                &name,
+                "a block device cannot be replaced by a file",
+                "write into it instead",
+            ));
+        }
+        let lock = match lock {
+            LockMode::Auto => Some(ImageLock::take(&name, &file, true)?),
+            LockMode::Off => None,
+        };
+        Ok(Some(Self { file, lock }))
+    }
+}
+
+/// The file that a name leads to: a symbolic link stays, and what it points to is replaced.
+fn real_target(target: &Path) -> Result<PathBuf> {
+    if target.file_name().is_none() {
+        return Err(Error::Invalid(format!("'{}' does not name a file", target.display())));
+    }
+    match std::fs::canonicalize(target) {
+        Ok(real) => Ok(real),
+        Err(_) if target.is_symlink() => Err(Error::Invalid(format!(
+            "'{}' is a symbolic link to a file that is not there",
+            target.display()
+        ))),
+        Err(_) => Ok(target.to_owned()),
+    }
+}
+
+/// Makes a file with an unused hidden name in the target's folder.
+fn create_beside(target: &Path, options: &FileOptions) -> Result<(PathBuf, FileStorage)> {
+    static COUNTER: AtomicU32 = AtomicU32::new(0);
+    let base = target.file_name().unwrap_or_default().as_bytes();
+    loop {
+        let count = COUNTER.fetch_add(1, Ordering::Relaxed);
+        let suffix = format!(".{}-{count}.partial", std::process::id());
+        let mut name = b".".to_vec();
+        name.extend(&base[..base.len().min(NAME_BYTES_MAX - 1 - suffix.len())]);
+        name.extend(suffix.as_bytes());
+        let path = target.with_file_name(OsString::from_vec(name));
+        match FileStorage::open(&path, options) {
+            // What a killed process with our number left behind.
+            Err(Error::File { source, .. })
+                if source.kind() == std::io::ErrorKind::AlreadyExists => {}
+            // The user knows the target's name, not this one.
+            Err(Error::File { action, source, .. }) => {
+                return Err(file_error(&target.display().to_string(), action, source));
+            }
+            Err(other) => return Err(other),
+            Ok(storage) => return Ok((path, storage)),
+        }
+    }
+}
+
+/// Renames, but not over a file that appeared meanwhile.
+fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        // Some file systems (NFS, older FUSE) cannot promise that.
+        Err(Errno::INVAL | Errno::NOSYS) if !to.exists() => rustix::fs::rename(from, to),
+        other => other,
+    }
+}
+
+fn sync_folder(file: &Path) -> Result<(), Errno> {
+    let folder = match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let folder = retry(|| rustix::fs::open(folder, flags, Mode::empty()))?;
+    retry(|| rustix::fs::fsync(&folder))
+}

@@ -1,0 +1,124 @@
+//! The system calls that no safe wrapper offers. All `unsafe` of this crate's plain I/O is here.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use rustix::io::Errno;
+use rustix::ioctl::{self, Getter, Setter, opcode};
+
+/// `struct file_clone_range` of linux/fs.h.
+#[repr(C)]
+struct FileCloneRange {
+    src_fd: i64,
+    src_offset: u64,
+    src_length: u64,
+    dest_offset: u64,
+}
+
+/// Shares `len` bytes of `source` at `from` with `target` at `to`. `len` is not 0: the kernel
+/// would take that as "to the end".
+pub fn clone_range(
+    target: BorrowedFd<'_>,
+    to: u64,
+    source: BorrowedFd<'_>,
+    from: u64,
+    len: u64,
+) -> Result<(), Errno> {
+    debug_assert!(len != 0);
+    let range = FileCloneRange {
+        src_fd: i64::from(source.as_raw_fd()),
+        src_offset: from,
+        src_length: len,
+        dest_offset: to,
+    };
+    const FICLONERANGE: ioctl::Opcode = opcode::write::<FileCloneRange>(0x94, 13);
+    // SAFETY: FICLONERANGE reads one `struct file_clone_range`, which `Setter` passes by address;
+    // the layout is the kernel's. Both descriptors are borrowed, so they are open.
+    unsafe { ioctl::ioctl(target, Setter::<FICLONERANGE, FileCloneRange>::new(range)) }
+}
+
+/// Length in bytes of a block device.
+pub fn device_bytes(device: BorrowedFd<'_>) -> Result<u64, Errno> {
+    const BLKGETSIZE64: ioctl::Opcode = opcode::read::<usize>(0x12, 114);
+    // SAFETY: BLKGETSIZE64 writes one u64, which is what `Getter` provides room for. (Its number
+    // is encoded with the size of a `size_t`, hence the type of the opcode.)
+    unsafe { ioctl::ioctl(device, Getter::<BLKGETSIZE64, u64>::new()) }
+}
+
+/// Whether a block device is switched to read-only; opening it for writing succeeds all the same.
+pub fn device_read_only(device: BorrowedFd<'_>) -> Result<bool, Errno> {
+    const BLKROGET: ioctl::Opcode = opcode::none(0x12, 94);
+    // SAFETY: BLKROGET writes one int, which is what `Getter` provides room for.
+    let flag: i32 = unsafe { ioctl::ioctl(device, Getter::<BLKROGET, i32>::new()) }?;
+    Ok(flag != 0)
+}
+
+/// Gives a block device's bytes back. Offset and length are whole logical blocks.
+pub fn device_discard(device: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Errno> {
+    const BLKDISCARD: ioctl::Opcode = opcode::none(0x12, 119);
+    // SAFETY: BLKDISCARD reads two u64 (start and length) from the address that `Setter` passes.
+    unsafe { ioctl::ioctl(device, Setter::<BLKDISCARD, [u64; 2]>::new([offset, len])) }
+}
+
+/// What a byte of a file shall be locked for; see [`ofd_set`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OfdLock {
+    /// Shared with other shared locks.
+    Shared,
+    /// Not at all.
+    None,
+}
+
+fn flock(kind: libc::c_int, start: u64, len: u64) -> libc::flock {
+    // SAFETY: `struct flock` is plain integers, for which all zero bytes are a value.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    lock.l_start = start as libc::off_t;
+    lock.l_len = len as libc::off_t;
+    lock
+}
+
+/// Sets or drops this open file's lock on bytes, without waiting.
+pub fn ofd_set(file: BorrowedFd<'_>, lock: OfdLock, start: u64, len: u64) -> io::Result<()> {
+    let kind = match lock {
+        OfdLock::Shared => libc::F_RDLCK,
+        OfdLock::None => libc::F_UNLCK,
+    };
+    let lock = flock(kind, start, len);
+    loop {
+        // SAFETY: F_OFD_SETLK reads one `struct flock`, which lives across the call; the
+        // descriptor is borrowed, so it is open.
+        let answer = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) };
+        if answer == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// A lock of someone else that stands in the way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Conflict {
+    /// The process, where the kernel says it: a lock that belongs to an open file and not to a
+    /// process has none.
+    pub pid: Option<u32>,
+}
+
+/// Whether an exclusive lock on these bytes would meet a lock of another open file. Takes none.
+pub fn ofd_test(file: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<Option<Conflict>> {
+    let mut lock = flock(libc::F_WRLCK, start, len);
+    // SAFETY: F_OFD_GETLK reads and writes one `struct flock`, which lives across the call; the
+    // descriptor is borrowed, so it is open.
+    let answer = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) };
+    if answer != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if lock.l_type == libc::F_UNLCK as libc::c_short {
+        return Ok(None);
+    }
+    Ok(Some(Conflict { pid: u32::try_from(lock.l_pid).ok().filter(|pid| *pid > 0) }))
+}
