@@ -161,7 +161,7 @@ fn holds(fdinfo: &Path, byte: u64) -> bool {
     std::fs::read_to_string(fdinfo).is_ok_and(|text| text.lines().any(|l| covers(l, byte)))
 }
 
-/// Whether a line such as `lock:	1: OFDLCK ADVISORY  READ -1 fe:00:1234 100 101` covers a byte.
+/// Whether a line such as `lock: 1: OFDLCK ADVISORY  READ -1 fe:00:1234 100 101` covers a byte.
 fn covers(line: &str, byte: u64) -> bool {
     let Some(lock) = line.strip_prefix("lock:") else { return false };
     let mut fields = lock.split_whitespace().rev();
