@@ -20,6 +20,7 @@ pub mod failure;
 pub mod output;
 pub mod progress;
 pub mod session;
+pub mod time;
 
 use std::process::ExitCode;
 

@@ -1,0 +1,247 @@
+//! `vdkit info`: what an image says of itself.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use serde::Serialize;
+use vdkit::{BackingChoice, BitmapInfo, ChainLink, ChainReport, ImageInfo, SnapshotInfo};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Json, Opening};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::output::{Fields, Output, Table, bytes_long, bytes_short};
+use crate::session::Session;
+use crate::time;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "info",
+    about: "Say what an image is: format, sizes, options, snapshots, bitmaps",
+    group: Group::Look,
+    details: "\
+Reads the image's header and small tables, never its data, and opens no other file unless --chain \
+is given: it is safe and quick on any image, also on one from a stranger.",
+    examples: "
+vdkit info disk.qcow2
+vdkit info --chain overlay.qcow2         with every image that it stands on
+vdkit info --json disk.qcow2 | jq '.\"virtual-size\"'
+",
+    augment: augment::<InfoArgs>,
+    run: run::<InfoArgs>,
+};
+
+/// Arguments of `vdkit info`.
+#[derive(Args, Debug)]
+pub struct InfoArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// Describe every image of the backing chain
+    #[arg(long)]
+    chain: bool,
+    #[command(flatten)]
+    opening: Opening,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// An image, in JSON. Where qemu-img has the same thing it has the same name.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct InfoAnswer<'a> {
+    filename: String,
+    format: &'a str,
+    format_probed: bool,
+    virtual_size: u64,
+    actual_size: u64,
+    file_length: u64,
+    device: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cluster_size: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compression_type: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    encryption: Option<&'a str>,
+    dirty_flag: bool,
+    corrupt_flag: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backing_filename: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backing_filename_format: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    data_file: Option<&'a str>,
+    data_file_raw: bool,
+    snapshots: &'a [SnapshotInfo],
+    bitmaps: &'a [BitmapInfo],
+    properties: serde_json::Map<String, serde_json::Value>,
+}
+
+impl<'a> From<&'a ChainLink> for InfoAnswer<'a> {
+    fn from(link: &'a ChainLink) -> Self {
+        let info = &link.info;
+        Self {
+            filename: link.path.display().to_string(),
+            format: info.format,
+            format_probed: link.probed,
+            virtual_size: info.virtual_size,
+            actual_size: link.host.allocated_bytes,
+            file_length: link.host.file_bytes,
+            device: link.host.device,
+            cluster_size: info.cluster_size,
+            compression_type: info.compression,
+            encryption: info.encryption.as_deref(),
+            dirty_flag: info.dirty,
+            corrupt_flag: info.corrupt,
+            backing_filename: info.backing_file.as_deref(),
+            backing_filename_format: info.backing_format.as_deref(),
+            data_file: info.data_file.as_deref(),
+            data_file_raw: info.data_file_raw,
+            snapshots: &info.snapshots,
+            bitmaps: &info.bitmaps,
+            properties: info
+                .properties
+                .iter()
+                .map(|(key, value)| (key.clone(), value.as_str().into()))
+                .collect(),
+        }
+    }
+}
+
+impl Run for InfoArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let mut options = self.opening.options();
+        if !self.chain {
+            options.backing = BackingChoice::Ignore;
+        }
+        let report = vdkit::describe_chain(&vdkit::registry(), &self.image, &options)?;
+        print(&report, self.chain, self.json, &mut session.out)?;
+        // What could be described was; the place where the chain breaks decides the exit code.
+        match report.broken {
+            Some(error) => Err(error.into()),
+            None => Ok(Exit::Done),
+        }
+    }
+}
+
+fn print(
+    report: &ChainReport,
+    chain: bool,
+    json: Json,
+    out: &mut Output,
+) -> Result<(), Failure> {
+    match (json.json, chain) {
+        (true, true) => {
+            out.json(&report.links.iter().map(InfoAnswer::from).collect::<Vec<_>>())?;
+        }
+        (true, false) => {
+            for link in &report.links {
+                out.json(&InfoAnswer::from(link))?;
+            }
+        }
+        (false, _) => {
+            for (i, link) in report.links.iter().enumerate() {
+                if i > 0 {
+                    out.line("")?;
+                }
+                print_image(link, out)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn print_image(link: &ChainLink, out: &mut Output) -> std::io::Result<()> {
+    let info = &link.info;
+    let mut fields = Fields::default();
+    fields.add("image", link.path.display().to_string());
+    let probed = if link.probed { "" } else { " (as told)" };
+    fields.add("format", format!("{}{probed}", info.format));
+    fields.add("virtual size", bytes_long(info.virtual_size));
+    if link.host.device {
+        fields.add("on", "a block device");
+    } else {
+        fields.add("disk size", bytes_long(link.host.allocated_bytes));
+        fields.add("file length", bytes_long(link.host.file_bytes));
+    }
+    if let Some(bytes) = info.cluster_size {
+        fields.add("cluster size", bytes_long(bytes));
+    }
+    if let Some(method) = info.compression {
+        fields.add("compression", method);
+    }
+    if let Some(method) = &info.encryption {
+        fields.add("encryption", method);
+    }
+    if let Some(name) = &info.backing_file {
+        fields.add("backing file", named(name, info.backing_format.as_deref()));
+    }
+    if let Some(name) = &info.data_file {
+        fields.add("data file", named(name, info.data_file_raw.then_some("raw")));
+    }
+    if info.dirty {
+        fields.add("state", "not closed cleanly; it is mended when it is next written");
+    }
+    if info.corrupt {
+        fields.add("state", "marked corrupt");
+    }
+    fields.print(out, 0)?;
+    print_properties(info, out)?;
+    print_snapshots(&info.snapshots, out)?;
+    print_bitmaps(&info.bitmaps, out)
+}
+
+fn named(name: &str, format: Option<&str>) -> String {
+    match format {
+        Some(format) => format!("{name} ({format})"),
+        None => name.to_owned(),
+    }
+}
+
+fn print_properties(info: &ImageInfo, out: &mut Output) -> std::io::Result<()> {
+    if info.properties.is_empty() {
+        return Ok(());
+    }
+    out.line(format!("{} options:", info.format))?;
+    let mut fields = Fields::default();
+    for (key, value) in &info.properties {
+        fields.add(key, value);
+    }
+    fields.print(out, 2)
+}
+
+fn print_snapshots(snapshots: &[SnapshotInfo], out: &mut Output) -> std::io::Result<()> {
+    if snapshots.is_empty() {
+        return Ok(());
+    }
+    out.line("snapshots:")?;
+    let mut table = Table::new(&["id", "name", ">VM state", "taken (UTC)", ">disk"]);
+    for snapshot in snapshots {
+        table.row([
+            snapshot.id.clone(),
+            snapshot.name.clone(),
+            bytes_short(snapshot.vm_state_bytes),
+            time::utc(snapshot.date_seconds),
+            snapshot.disk_bytes.map_or_else(|| "-".to_owned(), bytes_short),
+        ]);
+    }
+    table.print(out, 2)
+}
+
+fn print_bitmaps(bitmaps: &[BitmapInfo], out: &mut Output) -> std::io::Result<()> {
+    if bitmaps.is_empty() {
+        return Ok(());
+    }
+    out.line("bitmaps:")?;
+    let mut table = Table::new(&["name", ">granularity", "state"]);
+    for bitmap in bitmaps {
+        let state = match (bitmap.in_use, bitmap.enabled) {
+            (true, _) => "was in use: cannot be trusted",
+            (false, true) => "records writes",
+            (false, false) => "disabled",
+        };
+        table.row([bitmap.name.clone(), bytes_short(bitmap.granularity), state.to_owned()]);
+    }
+    table.print(out, 2)
+}

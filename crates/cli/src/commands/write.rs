@@ -1,0 +1,241 @@
+//! `vdkit write`: guest bytes at an offset.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Args, ValueHint};
+use serde::Serialize;
+use vdkit::{CancelToken, Disk, Error, GuestOffset};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{CacheOption, Json, OpeningForWriting, size};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::output::bytes_long;
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "write",
+    about: "Write guest bytes at an offset",
+    group: Group::Bytes,
+    details: "\
+The bytes come from stdin, from --input FILE, or are made by --pattern, --zero or --discard. They \
+are durable when the command is done. An image that is recognised only as raw needs -f raw.",
+    examples: "
+vdkit write disk.qcow2 1M < part.bin              from stdin
+vdkit write disk.qcow2 1M --input part.bin        from a file
+vdkit write disk.qcow2 0 64K --pattern 0xaa       64 KiB of one byte
+vdkit write disk.qcow2 4G 1G --zero               zeroes, as metadata where that is possible
+vdkit write disk.qcow2 4G 1G --discard            the guest needs them no more
+",
+    augment: augment::<WriteArgs>,
+    run: run::<WriteArgs>,
+};
+
+/// Bytes moved at a time, and zeroed between two looks at the cancel token.
+const STEP: usize = 1 << 20;
+const ZERO_STEP: u64 = 1 << 30;
+
+/// Arguments of `vdkit write`.
+#[derive(Args, Debug)]
+#[command(group = ArgGroup::new("made").args(["pattern", "zero", "discard"]).requires("length"))]
+#[command(group = ArgGroup::new("source").args(["pattern", "zero", "discard", "input"]))]
+pub struct WriteArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// Where to begin, in bytes of the guest disk
+    #[arg(value_name = "OFFSET", value_parser = size)]
+    offset: u64,
+    /// How many bytes; without it, all that the input has
+    #[arg(value_name = "LENGTH", value_parser = size)]
+    length: Option<u64>,
+    /// Write this byte, such as 0xaa or 170, LENGTH times
+    #[arg(long, value_name = "BYTE", value_parser = byte)]
+    pattern: Option<u8>,
+    /// Make LENGTH bytes read as zero, the cheapest way
+    #[arg(long)]
+    zero: bool,
+    /// Give LENGTH bytes back; they read as zero or as before afterwards
+    #[arg(long)]
+    discard: bool,
+    /// Write the bytes of this file instead of stdin's
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    input: Option<PathBuf>,
+    #[command(flatten)]
+    cache: CacheOption,
+    #[command(flatten)]
+    opening: OpeningForWriting,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// What was written, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct WriteAnswer {
+    filename: String,
+    offset: u64,
+    length: u64,
+}
+
+fn byte(text: &str) -> Result<u8, String> {
+    let parsed = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => u8::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    parsed.map_err(|_| format!("'{text}' is not a byte; write 0x00 to 0xff or 0 to 255"))
+}
+
+impl Run for WriteArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let options = self.opening.options().cache(self.cache.mode());
+        let input = self.source()?;
+        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
+        // Where the input's length is not known it must still fit.
+        let range = super::guest_range(&disk, self.offset, self.length)?;
+        let at = GuestOffset(range.start);
+        let len = range.end - range.start;
+        let cancel = session.cancel_on_signal()?;
+        // Closed also after a failure: what was written before it stays, and the image is clean.
+        let written = match input {
+            Some(input) => self.copy(&disk, input, len, &cancel),
+            None => self.make(&disk, at, len, &cancel),
+        };
+        let closed = disk.close();
+        let length = written?;
+        closed?;
+        if self.json.json {
+            let filename = self.image.display().to_string();
+            session.out.json(&WriteAnswer { filename, offset: at.0, length })?;
+        } else {
+            session.out.line(format!("wrote {} at offset {}", bytes_long(length), at.0))?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+impl WriteArgs {
+    /// The input, where the bytes are not made here.
+    fn source(&self) -> Result<Option<Box<dyn Read>>, Failure> {
+        if self.pattern.is_some() || self.zero || self.discard {
+            return Ok(None);
+        }
+        match &self.input {
+            Some(path) => {
+                let file = File::open(path).map_err(|error| read_failed(path, &error))?;
+                Ok(Some(Box::new(file)))
+            }
+            None => Ok(Some(Box::new(io::stdin()))),
+        }
+    }
+
+    /// Bytes made here: all `len` of them.
+    fn make(
+        &self,
+        disk: &Disk,
+        at: GuestOffset,
+        len: u64,
+        cancel: &CancelToken,
+    ) -> Result<u64, Failure> {
+        let pattern = self.pattern.filter(|&byte| byte != 0).map(|byte| vec![byte; STEP]);
+        let step = if pattern.is_some() { STEP as u64 } else { ZERO_STEP };
+        let mut done = 0;
+        while done < len {
+            cancel.check()?;
+            let part = step.min(len - done);
+            match &pattern {
+                Some(bytes) => disk.write_at(&bytes[..part as usize], at + done)?,
+                None if self.discard => disk.discard(at + done, part)?,
+                None => disk.write_zeroes(at + done, part, self.zero)?,
+            }
+            done += part;
+        }
+        Ok(len)
+    }
+
+    /// Bytes of an input: as many as it has, or the `LENGTH` asked for; `room` is what fits.
+    fn copy(
+        &self,
+        disk: &Disk,
+        mut input: Box<dyn Read>,
+        room: u64,
+        cancel: &CancelToken,
+    ) -> Result<u64, Failure> {
+        let name = self.input.clone().unwrap_or_else(|| PathBuf::from("stdin"));
+        let mut buf = vec![0; STEP];
+        let mut done = 0;
+        loop {
+            cancel.check()?;
+            // One byte more than fits tells an input that is too long.
+            let want = match self.length {
+                Some(len) => (len - done).min(STEP as u64),
+                None => (room - done).saturating_add(1).min(STEP as u64),
+            } as usize;
+            let got = fill(&mut input, &mut buf[..want], cancel)
+                .map_err(|error| read_failed(&name, &error))?;
+            if got as u64 > room - done {
+                return Err(Failure::usage(format!(
+                    "{}: the input is longer than the {room} bytes from there to the end of the disk",
+                    self.image.display()
+                )));
+            }
+            disk.write_at(&buf[..got], GuestOffset(self.offset) + done)?;
+            done += got as u64;
+            if got < want || self.length == Some(done) {
+                break;
+            }
+        }
+        cancel.check()?;
+        match self.length {
+            Some(len) if done < len => Err(Failure::failed(format!(
+                "{}: ended after {done} bytes of {len}",
+                name.display()
+            ))),
+            _ => Ok(done),
+        }
+    }
+}
+
+fn read_failed(path: &std::path::Path, error: &io::Error) -> Failure {
+    if error.kind() == io::ErrorKind::Interrupted {
+        return Failure::Engine(Error::Interrupted);
+    }
+    Failure::failed(format!("{}: cannot read: {error}", path.display()))
+}
+
+/// Reads until the buffer is full or the input ends.
+fn fill(input: &mut dyn Read, buf: &mut [u8], cancel: &CancelToken) -> io::Result<usize> {
+    let mut got = 0;
+    while got < buf.len() {
+        match input.read(&mut buf[got..]) {
+            Ok(0) => break,
+            Ok(n) => got += n,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+                if cancel.is_cancelled() {
+                    return Err(error);
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(got)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_decimal_or_hexadecimal() {
+        assert_eq!(byte("0xaa"), Ok(0xaa));
+        assert_eq!(byte("170"), Ok(170));
+        assert_eq!(byte("0"), Ok(0));
+        for text in ["256", "0x100", "-1", "", "x", "0x"] {
+            assert!(byte(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! Seconds since 1970 as a date that people read; UTC, so that an answer is the same everywhere.
+
+/// `2026-11-21 04:06:18`.
+pub fn utc(seconds: u32) -> String {
+    let days = i64::from(seconds / 86400);
+    let (year, month, day) = civil(days);
+    let rest = seconds % 86400;
+    format!(
+        "{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02}",
+        rest / 3600,
+        rest / 60 % 60,
+        rest % 60
+    )
+}
+
+/// The date of a day since 1970-01-01, counted in years that begin in March so that the leap day
+/// comes last.
+fn civil(days: i64) -> (i64, i64, i64) {
+    const DAYS_400_YEARS: i64 = 146_097;
+    // 0000-03-01 lies 719468 days before 1970-01-01.
+    let days = days + 719_468;
+    let era = days.div_euclid(DAYS_400_YEARS);
+    let day_of_era = days.rem_euclid(DAYS_400_YEARS);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let march_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
+    let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
+    (era * 400 + year_of_era + i64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates() {
+        for (seconds, text) in [
+            (0, "1970-01-01 00:00:00"),
+            (951_782_399, "2000-02-28 23:59:59"),
+            (951_782_400, "2000-02-29 00:00:00"),
+            (1_795_233_978, "2026-11-21 04:06:18"),
+            (u32::MAX, "2106-02-07 06:28:15"),
+        ] {
+            assert_eq!(utc(seconds), text);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Every subcommand has its page, its help and its test; every format has its page.
+
+use std::path::{Path, PathBuf};
+
+use clap::Command;
+use vdkit_cli::commands::{ALL, Subcommand};
+use vdkit_cli::definition;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+fn built() -> Command {
+    let mut command = definition::command();
+    command.build();
+    command
+}
+
+fn command_of<'a>(root: &'a Command, entry: &Subcommand) -> &'a Command {
+    root.find_subcommand(entry.name).unwrap_or_else(|| panic!("{} is not defined", entry.name))
+}
+
+#[test]
+fn every_subcommand_of_the_definition_is_in_the_table() {
+    for command in built().get_subcommands() {
+        let name = command.get_name();
+        assert!(name == "help" || ALL.iter().any(|entry| entry.name == name), "{name}");
+    }
+}
+
+#[test]
+fn every_subcommand_has_help_on_everything() {
+    let root = built();
+    for entry in ALL {
+        let name = entry.name;
+        let command = command_of(&root, entry);
+        let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+        assert!(!about.is_empty() && !about.ends_with('.'), "about of {name}: '{about}'");
+        assert!(!about.contains("Arguments of"), "about of {name}: '{about}'");
+        let mut examples = 0;
+        for line in entry.examples.trim().lines() {
+            let fine = line.starts_with("vdkit ") || line.starts_with(' ') || line.contains("| vdkit");
+            assert!(fine, "example of {name}: '{line}'");
+            examples += usize::from(line.contains(&format!("vdkit {name}")));
+        }
+        assert!(examples >= 2, "{name} has {examples} examples");
+        let help = command.clone().render_long_help().to_string();
+        assert!(help.contains("Examples:"), "help of {name}");
+        for argument in command.get_arguments() {
+            let id = argument.get_id();
+            assert!(argument.get_help().is_some(), "{name}: {id} has no help");
+        }
+    }
+}
+
+#[test]
+fn every_subcommand_has_its_page_and_its_test() {
+    let root_folder = root();
+    let root = built();
+    for entry in ALL {
+        let name = entry.name;
+        let page = root_folder.join(format!("docs/commands/{name}.md"));
+        let text = std::fs::read_to_string(&page)
+            .unwrap_or_else(|error| panic!("{}: {error}", page.display()));
+        assert!(text.starts_with(&format!("# vdkit {name}")), "heading of {}", page.display());
+        for argument in command_of(&root, entry).get_arguments() {
+            let Some(long) = argument.get_long() else { continue };
+            if !["help", "version"].contains(&long) {
+                assert!(text.contains(&format!("--{long}")), "{}: --{long}", page.display());
+            }
+        }
+        let test = root_folder.join(format!("crates/cli/tests/{name}.rs"));
+        let text = std::fs::read_to_string(&test)
+            .unwrap_or_else(|error| panic!("{}: {error}", test.display()));
+        assert!(text.contains("#[test]"), "{} holds no test", test.display());
+    }
+}
+
+#[test]
+fn every_answer_in_json_has_its_schema() {
+    let root = built();
+    for entry in ALL {
+        let json = command_of(&root, entry).get_arguments().any(|a| a.get_long() == Some("json"));
+        let schema = self::root().join(format!("docs/schemas/{}.json", entry.name));
+        assert_eq!(schema.exists(), json, "{}", schema.display());
+        if json {
+            let test = self::root().join(format!("crates/cli/tests/{}.rs", entry.name));
+            let text = std::fs::read_to_string(&test).unwrap();
+            assert!(
+                text.contains(&format!("json_of(\"{}\"", entry.name)),
+                "{} does not hold an answer against the schema",
+                test.display()
+            );
+        }
+    }
+}
+
+#[test]
+fn every_format_has_its_page_and_help_on_every_option() {
+    for driver in vdkit::FORMATS {
+        let page = root().join(format!("docs/formats/{}.md", driver.name()));
+        assert!(page.exists(), "{}", page.display());
+        assert!(!driver.description().is_empty(), "{}", driver.name());
+        for option in driver.options() {
+            assert!(!option.help.is_empty(), "{} of {}", option.key, driver.name());
+        }
+    }
+}
+
+#[test]
+fn pages_are_of_subcommands_that_exist() {
+    for entry in std::fs::read_dir(root().join("docs/commands")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        let name = name.trim_end_matches(".md");
+        let known = ALL.iter().any(|entry| entry.name == name) || name == "README";
+        assert!(known, "docs/commands/{name}.md is of no subcommand");
+    }
+}
