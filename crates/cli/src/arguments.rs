@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::{RefPolicy, parse_size};
+use vdkit::{CacheMode, OpenOptions, RefPolicy, parse_size};
 
 use crate::progress::{ProgressMode, Reporter};
 
@@ -58,6 +58,18 @@ pub struct Opening {
     pub references: References,
 }
 
+impl Opening {
+    /// The options that these arguments make.
+    pub fn options(&self) -> OpenOptions {
+        OpenOptions {
+            format: self.format.clone(),
+            refs: self.references.policy(),
+            lock: !self.force_share,
+            ..OpenOptions::read_only()
+        }
+    }
+}
+
 /// How an image is opened for writing: as [`Opening`], without sharing.
 #[derive(Args, Clone, Debug, Default)]
 pub struct OpeningForWriting {
@@ -70,6 +82,40 @@ pub struct OpeningForWriting {
     /// Which other files may be opened.
     #[command(flatten)]
     pub references: References,
+}
+
+impl OpeningForWriting {
+    /// The options that these arguments make.
+    pub fn options(&self) -> OpenOptions {
+        OpenOptions {
+            format: self.format.clone(),
+            refs: self.references.policy(),
+            ..OpenOptions::read_write()
+        }
+    }
+}
+
+/// What is promised about bytes.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct CacheOption {
+    /// Cache mode: writeback, none (past the page cache), writethrough, directsync or unsafe
+    #[arg(long, value_name = "MODE", default_value_t = CacheMode::Writeback, hide_default_value = true, value_parser = cache_mode)]
+    pub cache: CacheMode,
+}
+
+impl CacheOption {
+    /// The mode.
+    pub fn mode(self) -> CacheMode {
+        self.cache
+    }
+}
+
+/// Reads a cache mode.
+///
+/// # Errors
+/// The text is not one.
+pub fn cache_mode(text: &str) -> Result<CacheMode, String> {
+    text.parse().map_err(|error: vdkit::Error| error.to_string())
 }
 
 /// Whether the answer is JSON.

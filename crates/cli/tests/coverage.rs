@@ -39,7 +39,8 @@ fn every_subcommand_has_help_on_everything() {
         assert!(!about.contains("Arguments of"), "about of {name}: '{about}'");
         let mut examples = 0;
         for line in entry.examples.trim().lines() {
-            let fine = line.starts_with("vdkit ") || line.starts_with(' ') || line.contains("| vdkit");
+            let fine =
+                line.starts_with("vdkit ") || line.starts_with(' ') || line.contains("| vdkit");
             assert!(fine, "example of {name}: '{line}'");
             examples += usize::from(line.contains(&format!("vdkit {name}")));
         }

@@ -1,17 +1,21 @@
 //! The one list of formats.
 
-use vdkit_block::{Error, FormatDriver, Result};
+use vdkit_block::{FormatDriver, Result};
+use vdkit_chain::Registry;
+use vdkit_raw::RawDriver;
 
-/// Every format that this build knows, in the order in which headers are probed.
-pub static FORMATS: &[&dyn FormatDriver] = &[];
+/// Every format that this build knows.
+pub static FORMATS: &[&dyn FormatDriver] = &[&RawDriver];
 
-/// The driver of this name.
+/// A registry of every format.
+pub fn registry() -> Registry {
+    Registry::new(FORMATS.iter().copied())
+}
+
+/// The driver of a format that a user named.
 ///
 /// # Errors
-/// [`Error::Invalid`] for an unknown name, listing the known ones.
+/// [`vdkit_block::Error::Invalid`] for an unknown name, listing the known ones.
 pub fn format(name: &str) -> Result<&'static dyn FormatDriver> {
-    FORMATS.iter().copied().find(|driver| driver.name() == name).ok_or_else(|| {
-        let known: Vec<&str> = FORMATS.iter().map(|driver| driver.name()).collect();
-        Error::Invalid(format!("unknown format '{name}'; the known ones are {}", known.join(", ")))
-    })
+    registry().driver(name)
 }

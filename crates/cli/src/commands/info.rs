@@ -125,12 +125,7 @@ impl Run for InfoArgs {
     }
 }
 
-fn print(
-    report: &ChainReport,
-    chain: bool,
-    json: Json,
-    out: &mut Output,
-) -> Result<(), Failure> {
+fn print(report: &ChainReport, chain: bool, json: Json, out: &mut Output) -> Result<(), Failure> {
     match (json.json, chain) {
         (true, true) => {
             out.json(&report.links.iter().map(InfoAnswer::from).collect::<Vec<_>>())?;

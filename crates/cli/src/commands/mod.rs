@@ -2,16 +2,28 @@
 
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 
+use vdkit::Disk;
+
 use crate::definition;
 use crate::failure::{Failure, Outcome};
 use crate::session::Session;
 
 pub mod completions;
 pub mod formats;
+pub mod info;
 pub mod man;
+pub mod read;
+pub mod write;
 
 /// Every subcommand, in the order of the overview.
-pub static ALL: &[Subcommand] = &[formats::COMMAND, completions::COMMAND, man::COMMAND];
+pub static ALL: &[Subcommand] = &[
+    info::COMMAND,
+    read::COMMAND,
+    write::COMMAND,
+    formats::COMMAND,
+    completions::COMMAND,
+    man::COMMAND,
+];
 
 /// What a subcommand is for; the overview is ordered by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,4 +107,22 @@ pub fn run<R: Run>(matches: &ArgMatches, session: &mut Session) -> Outcome {
 /// The subcommand of this name.
 pub fn find(name: &str) -> Option<&'static Subcommand> {
     ALL.iter().find(|entry| entry.name == name)
+}
+
+/// The bytes of a disk that an offset and perhaps a length mean.
+pub(crate) fn guest_range(
+    disk: &Disk,
+    offset: u64,
+    length: Option<u64>,
+) -> Result<std::ops::Range<u64>, Failure> {
+    let size = disk.guest_bytes();
+    let end = length.map_or(Some(size), |length| offset.checked_add(length));
+    match end {
+        Some(end) if offset <= end && end <= size => Ok(offset..end),
+        _ => Err(Failure::usage(format!(
+            "{}: the range reaches past the end of the disk at {}",
+            disk.name(),
+            crate::output::bytes_long(size)
+        ))),
+    }
 }

@@ -2,9 +2,12 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::PathBuf;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
 
 use clap::{ArgGroup, Args, ValueHint};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use serde::Serialize;
 use vdkit::{CancelToken, Disk, Error, GuestOffset};
 
@@ -120,17 +123,17 @@ impl Run for WriteArgs {
 
 impl WriteArgs {
     /// The input, where the bytes are not made here.
-    fn source(&self) -> Result<Option<Box<dyn Read>>, Failure> {
+    fn source(&self) -> Result<Option<File>, Failure> {
         if self.pattern.is_some() || self.zero || self.discard {
             return Ok(None);
         }
-        match &self.input {
-            Some(path) => {
-                let file = File::open(path).map_err(|error| read_failed(path, &error))?;
-                Ok(Some(Box::new(file)))
-            }
-            None => Ok(Some(Box::new(io::stdin()))),
-        }
+        let opened = match &self.input {
+            Some(path) => File::open(path),
+            // Past the standard library's buffer: steps are large, and polling must see the truth.
+            None => io::stdin().as_fd().try_clone_to_owned().map(File::from),
+        };
+        let name = self.input.as_deref().unwrap_or(Path::new("stdin"));
+        opened.map(Some).map_err(|error| read_failed(name, &error))
     }
 
     /// Bytes made here: all `len` of them.
@@ -161,7 +164,7 @@ impl WriteArgs {
     fn copy(
         &self,
         disk: &Disk,
-        mut input: Box<dyn Read>,
+        mut input: File,
         room: u64,
         cancel: &CancelToken,
     ) -> Result<u64, Failure> {
@@ -200,26 +203,36 @@ impl WriteArgs {
     }
 }
 
-fn read_failed(path: &std::path::Path, error: &io::Error) -> Failure {
+fn read_failed(path: &Path, error: &io::Error) -> Failure {
     if error.kind() == io::ErrorKind::Interrupted {
         return Failure::Engine(Error::Interrupted);
     }
     Failure::failed(format!("{}: cannot read: {error}", path.display()))
 }
 
+/// Waits for input as long as nobody asks to stop: a read would go on after the signal.
+fn wait_for(input: &File, cancel: &CancelToken) -> io::Result<()> {
+    const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+    loop {
+        if cancel.is_cancelled() {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        match poll(&mut [PollFd::new(input, PollFlags::IN)], Some(&LOOK_AGAIN)) {
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return Ok(()),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
 /// Reads until the buffer is full or the input ends.
-fn fill(input: &mut dyn Read, buf: &mut [u8], cancel: &CancelToken) -> io::Result<usize> {
+fn fill(input: &mut File, buf: &mut [u8], cancel: &CancelToken) -> io::Result<usize> {
     let mut got = 0;
     while got < buf.len() {
-        match input.read(&mut buf[got..]) {
-            Ok(0) => break,
-            Ok(n) => got += n,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {
-                if cancel.is_cancelled() {
-                    return Err(error);
-                }
-            }
-            Err(error) => return Err(error),
+        wait_for(input, cancel)?;
+        match input.read(&mut buf[got..])? {
+            0 => break,
+            n => got += n,
         }
     }
     Ok(got)

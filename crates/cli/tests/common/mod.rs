@@ -135,7 +135,8 @@ pub fn peer(dir: &Path, program: &str, arguments: &[&str]) -> Output {
 /// What is wrong with an answer by `docs/schemas/NAME.json`. Knows as much of JSON Schema as those
 /// files use, and refuses a schema that uses more.
 pub fn faults_against_schema(name: &str, value: &Value) -> Vec<String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schemas/{name}.json"));
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schemas/{name}.json"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let schema: Value = serde_json::from_str(&text).unwrap();
     let mut faults = Vec::new();
@@ -144,8 +145,19 @@ pub fn faults_against_schema(name: &str, value: &Value) -> Vec<String> {
 }
 
 const WORDS: &[&str] = &[
-    "$schema", "$defs", "$ref", "title", "description", "type", "properties", "required",
-    "additionalProperties", "items", "enum", "minimum", "oneOf",
+    "$schema",
+    "$defs",
+    "$ref",
+    "title",
+    "description",
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+    "enum",
+    "minimum",
+    "oneOf",
 ];
 
 fn hold(root: &Value, schema: &Value, value: &Value, at: &str, faults: &mut Vec<String>) {
