@@ -180,10 +180,10 @@ fn hold(root: &Value, schema: &Value, value: &Value, at: &str, faults: &mut Vec<
         }
         return;
     }
-    if let Some(words) = rules.get("enum").and_then(Value::as_array) {
-        if !words.contains(value) {
-            faults.push(format!("{at} is {value}, not one of {words:?}"));
-        }
+    if let Some(words) = rules.get("enum").and_then(Value::as_array)
+        && !words.contains(value)
+    {
+        faults.push(format!("{at} is {value}, not one of {words:?}"));
     }
     let fits = match rules.get("type").and_then(Value::as_str) {
         Some("object") => value.is_object(),
@@ -198,10 +198,10 @@ fn hold(root: &Value, schema: &Value, value: &Value, at: &str, faults: &mut Vec<
     if !fits {
         return faults.push(format!("{at} is {value}, not of type {}", rules["type"]));
     }
-    if let (Some(least), Some(number)) = (rules.get("minimum"), value.as_f64()) {
-        if number < least.as_f64().unwrap() {
-            faults.push(format!("{at} is {value}, less than {least}"));
-        }
+    if let (Some(least), Some(number)) = (rules.get("minimum"), value.as_f64())
+        && number < least.as_f64().unwrap()
+    {
+        faults.push(format!("{at} is {value}, less than {least}"));
     }
     if let (Some(items), Some(values)) = (rules.get("items"), value.as_array()) {
         for (i, value) in values.iter().enumerate() {
@@ -234,4 +234,60 @@ fn hold_object(
             (None, _) => panic!("schema of {at}: say additionalProperties"),
         }
     }
+}
+
+/// A qemu-io that holds an image open for writing until it is dropped.
+pub struct Writer(std::process::Child);
+
+impl Writer {
+    pub fn start(dir: &Path, image: &str) -> Self {
+        let mut child = Command::new("qemu-io")
+            .args(["-f", if image.ends_with("qcow2") { "qcow2" } else { "raw" }, image])
+            .current_dir(dir)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // An answer to a command says that the image is open, and so locked.
+        child.stdin.as_mut().unwrap().write_all(b"length\n").unwrap();
+        let mut answer = String::new();
+        let stdout = child.stdout.as_mut().unwrap();
+        while !answer.contains(|c: char| c.is_ascii_digit()) {
+            let mut byte = [0];
+            std::io::Read::read_exact(stdout, &mut byte).unwrap();
+            answer.push(byte[0] as char);
+        }
+        Self(child)
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.0.id()
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        // End of input ends it, and its locks.
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits until a process handles SIGINT, as `/proc` tells.
+pub fn wait_until_signals_are_handled(pid: u32) {
+    loop {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+        // Bit 1 is SIGINT, bit 14 SIGTERM.
+        if u64::from_str_radix(caught.trim(), 16).unwrap() & 0x4002 == 0x4002 {
+            return;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Sends a signal to a process that this test started.
+pub fn signal(pid: u32, name: &str) {
+    let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status();
+    assert!(status.unwrap().success());
 }

@@ -1,0 +1,158 @@
+//! `vdkit check`: is an image sound, and mending it.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum, ValueHint};
+use serde::Serialize;
+use vdkit::{CheckReport, Finding, Repair, Severity};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Json, Opening, ProgressOption};
+use crate::failure::{Exit, Outcome, Tone, print_line};
+use crate::output::{Output, bytes_long};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "check",
+    about: "Check an image's metadata, and repair it",
+    group: Group::Change,
+    details: "\
+Reads all of the image's metadata and none of its data. Exit codes: 0 sound, 3 only leaks (space that \
+nothing refers to: harmless), 4 corrupt. With --repair the code tells what remains.",
+    examples: "
+vdkit check disk.qcow2
+vdkit check --repair leaks disk.qcow2   give leaked space back
+vdkit check --repair all disk.qcow2     mend all that can be mended; keep a copy first
+",
+    augment: augment::<CheckArgs>,
+    run: run::<CheckArgs>,
+};
+
+/// What `--repair` may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum RepairChoice {
+    Leaks,
+    All,
+}
+
+/// Arguments of `vdkit check`.
+#[derive(Args, Debug)]
+pub struct CheckArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// Mend leaks, or all that can be mended
+    #[arg(short = 'r', long, value_name = "leaks|all", value_enum, hide_possible_values = true)]
+    repair: Option<RepairChoice>,
+    #[command(flatten)]
+    opening: Opening,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The answer, in JSON, with qemu-img's keys where it has them.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct CheckAnswer<'a> {
+    filename: String,
+    format: &'a str,
+    leaks: u64,
+    corruptions: u64,
+    leaks_fixed: u64,
+    corruptions_fixed: u64,
+    total_clusters: u64,
+    allocated_clusters: u64,
+    fragmented_clusters: u64,
+    compressed_clusters: u64,
+    image_end_offset: u64,
+    findings: &'a [Finding],
+}
+
+impl CheckArgs {
+    fn answer<'a>(&self, format: &'a str, report: &'a CheckReport) -> CheckAnswer<'a> {
+        CheckAnswer {
+            filename: self.image.display().to_string(),
+            format,
+            leaks: report.leaks_left(),
+            corruptions: report.corruptions_left(),
+            leaks_fixed: report.leaks_fixed,
+            corruptions_fixed: report.corruptions_fixed,
+            total_clusters: report.total_clusters,
+            allocated_clusters: report.allocated_clusters,
+            fragmented_clusters: report.fragmented_clusters,
+            compressed_clusters: report.compressed_clusters,
+            image_end_offset: report.image_end_offset,
+            findings: &report.findings,
+        }
+    }
+}
+
+/// The verdict: what remains decides.
+fn verdict(report: &CheckReport) -> Exit {
+    if report.corruptions_left() > 0 {
+        Exit::Corrupt
+    } else if report.leaks_left() > 0 {
+        Exit::Differs
+    } else {
+        Exit::Done
+    }
+}
+
+fn print(report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
+    for finding in &report.findings {
+        let kind = match finding.severity {
+            Severity::Leak => "leak",
+            Severity::Corruption => "corruption",
+        };
+        let mended = if finding.repaired { " (repaired)" } else { "" };
+        out.line(format!(
+            "{kind}: {} at offset {:#x}: {}{mended}",
+            finding.structure, finding.offset, finding.message
+        ))?;
+    }
+    let unlisted = (report.leaks + report.corruptions).saturating_sub(report.findings.len() as u64);
+    if unlisted > 0 {
+        out.line(format!("… and {unlisted} more"))?;
+    }
+    if report.leaks_fixed + report.corruptions_fixed > 0 {
+        out.line(format!(
+            "repaired: {} leaked clusters, {} corruptions",
+            report.leaks_fixed, report.corruptions_fixed
+        ))?;
+    }
+    let (leaks, corruptions) = (report.leaks_left(), report.corruptions_left());
+    out.line(match (leaks, corruptions) {
+        (0, 0) => "sound: no errors were found".to_owned(),
+        (_, 0) => format!("only leaks: {leaks} clusters that nothing refers to; no data is harmed"),
+        (0, _) => format!("corrupt: {corruptions} errors"),
+        _ => format!("corrupt: {corruptions} errors, and {leaks} leaked clusters"),
+    })?;
+    if report.total_clusters > 0 {
+        let share = |n: u64, of: u64| if of == 0 { 0.0 } else { n as f64 * 100.0 / of as f64 };
+        out.line(format!(
+            "{} of {} clusters allocated ({:.1} %), {:.1} % of them fragmented, {:.1} % compressed",
+            report.allocated_clusters,
+            report.total_clusters,
+            share(report.allocated_clusters, report.total_clusters),
+            share(report.fragmented_clusters, report.allocated_clusters),
+            share(report.compressed_clusters, report.allocated_clusters),
+        ))?;
+        out.line(format!("image ends at offset {}", bytes_long(report.image_end_offset)))?;
+    }
+    Ok(())
+}
+
+/// What mends what remains, where something does.
+fn hint(report: &CheckReport, image: &str) -> Option<String> {
+    let image = crate::failure::quoted(image);
+    if report.corruptions_left() > report.corruptions_fixed {
+        Some(format!("make a copy, then 'vdkit check --repair all {image}'"))
+    } else if report.leaks_left() > 0 {
+        Some(format!("'vdkit check --repair leaks {image}' gives the space back"))
+    } else {
+        None
+    }
+}

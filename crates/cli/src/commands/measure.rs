@@ -1,0 +1,48 @@
+//! `vdkit measure`: how much space would a converted image need.
+
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Args, ValueHint};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{FormatOptions, Json, Opening, size};
+use crate::failure::{Exit, Outcome};
+use crate::output::{Fields, bytes_long};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "measure",
+    about: "Tell how many bytes a converted or new image needs",
+    group: Group::Look,
+    details: "\
+Uncompressed. 'required' is what the image needs with the data at hand, 'fully allocated' what it can grow to \
+when the guest has written every byte.",
+    examples: "
+vdkit measure disk.raw -O qcow2
+vdkit measure --size 100G -O qcow2 -o cluster_size=2M
+",
+    augment: augment::<MeasureArgs>,
+    run: run::<MeasureArgs>,
+};
+
+/// Arguments of `vdkit measure`.
+#[derive(Args, Debug)]
+#[command(group = ArgGroup::new("what").args(["source", "size"]).required(true))]
+pub struct MeasureArgs {
+    /// The image that would be converted
+    #[arg(value_name = "SOURCE", value_hint = ValueHint::FilePath)]
+    source: Option<PathBuf>,
+    /// Measure an empty disk of this size instead
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    size: Option<u64>,
+    /// Format of the image that would be made
+    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw")]
+    target_format: String,
+    #[command(flatten)]
+    options: FormatOptions,
+    #[command(flatten)]
+    opening: Opening,
+    #[command(flatten)]
+    json: Json,
+}
