@@ -1,0 +1,219 @@
+//! Making a new image.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vdkit_block::{
+    BackingRef, CreateRequest, Error, FormatDriver, Monitor, Options, RefPolicy, Result,
+    Storage,
+};
+use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFile, classify};
+
+use crate::watched::Watched;
+
+/// The image that a new one shall stand on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewBacking {
+    /// Its name as it shall be stored: relative to the new image's folder, or absolute.
+    pub name: String,
+    /// Its format; without it the header is probed, and an image without a known header is
+    /// refused.
+    pub format: Option<String>,
+    /// Opens it, with what it stands on, to see that it can be read. Without this the size and
+    /// the format must be given.
+    pub open: bool,
+}
+
+/// What a new image shall be.
+#[derive(Clone, Debug)]
+pub struct NewImage<'a> {
+    /// Where: a new file, or a block device.
+    pub path: &'a Path,
+    /// Its format.
+    pub driver: &'static dyn FormatDriver,
+    /// Bytes of the guest disk; without it those of the backing image, or of the device.
+    pub guest_bytes: Option<u64>,
+    /// The format's options, checked against [`FormatDriver::options`].
+    pub options: Options,
+    /// What it stands on.
+    pub backing: Option<NewBacking>,
+    /// A file that is there already may be replaced.
+    pub replace: bool,
+    /// Which files the metadata of the backing image may make us open.
+    pub refs: RefPolicy,
+}
+
+/// What was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Created {
+    /// Bytes of the guest disk.
+    pub guest_bytes: u64,
+    /// What it stands on, as stored.
+    pub backing: Option<BackingRef>,
+}
+
+/// Makes an image. A file takes its name only when it is complete; what had the name before stays
+/// as it was if anything fails.
+///
+/// # Errors
+/// [`Error::Invalid`] where the size cannot be known, a file is there that may not be replaced, or
+/// the backing image's format would have to be guessed; what the format and storages return;
+/// [`Error::Interrupted`].
+pub fn create(registry: &Registry, image: &NewImage<'_>, monitor: &Monitor<'_>) -> Result<Created> {
+    let device = match classify(image.path) {
+        Ok(kind) => kind == FileKind::BlockDevice,
+        Err(Error::File { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => false,
+        Err(error) => return Err(error),
+    };
+    if !device && !image.replace && image.path.metadata().is_ok_and(|found| found.len() > 0) {
+        return Err(Error::Invalid(format!("{}: is there already", image.path.display())));
+    }
+    let base = image.backing.as_ref().map(|backing| Base::of(registry, image, backing)).transpose()?;
+    let guest_bytes = image.guest_bytes.or(base.as_ref().and_then(|base| base.guest_bytes));
+    let backing = base.map(|base| base.reference);
+    let guest_bytes = if device {
+        create_on_device(image, guest_bytes, backing.clone(), monitor)?
+    } else {
+        let guest_bytes = guest_bytes.ok_or_else(|| {
+            Error::Invalid(format!("{}: a size is needed", image.path.display()))
+        })?;
+        create_file(image, guest_bytes, backing.clone(), monitor)?;
+        guest_bytes
+    };
+    Ok(Created { guest_bytes, backing })
+}
+
+/// What the new image stands on, looked at.
+struct Base {
+    reference: BackingRef,
+    guest_bytes: Option<u64>,
+}
+
+impl Base {
+    fn of(registry: &Registry, image: &NewImage<'_>, backing: &NewBacking) -> Result<Self> {
+        let reference =
+            |format: Option<String>| BackingRef { name: backing.name.clone(), format };
+        if !backing.open {
+            if backing.format.is_none() {
+                return Err(Error::Invalid(format!(
+                    "the format of '{}' is needed where it is not opened",
+                    backing.name
+                )));
+            }
+            return Ok(Self { reference: reference(backing.format.clone()), guest_bytes: None });
+        }
+        let options = OpenOptions {
+            format: backing.format.clone(),
+            refs: image.refs.clone(),
+            ..OpenOptions::read_only()
+        };
+        let path = beside(image.path, &backing.name);
+        let disk = Disk::open(registry, &path, &options)?;
+        let top = &disk.layers()[0];
+        let format = top.info().format;
+        if top.probed() && format == "raw" {
+            return Err(Error::Invalid(format!(
+                "{}: no header says what format it has, and to take it for raw later would let \
+                 its guest choose one; give its format",
+                path.display()
+            )));
+        }
+        Ok(Self {
+            reference: reference(Some(format.to_owned())),
+            guest_bytes: Some(disk.guest_bytes()),
+        })
+    }
+}
+
+/// A name in an image's metadata as a path: relative ones count from the image's folder.
+fn beside(image: &Path, name: &str) -> PathBuf {
+    match image.parent() {
+        Some(folder) => folder.join(name),
+        None => PathBuf::from(name),
+    }
+}
+
+fn create_file(
+    image: &NewImage<'_>,
+    guest_bytes: u64,
+    backing: Option<BackingRef>,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    let options = FileOptions::read_write();
+    let pending = PendingFile::create(image.path, &options)?;
+    let data = new_data_file(image, &options)?;
+    let data_storage = data.as_ref().map(|file| watched(file.storage(), monitor));
+    let storage = watched(pending.storage(), monitor);
+    let request = CreateRequest {
+        storage,
+        data_file: data_storage,
+        guest_bytes,
+        options: image.options.clone(),
+        backing,
+    };
+    image.driver.create(&request).map_err(|error| error_of(image, error))?;
+    drop(request);
+    monitor.cancel.check()?;
+    let durable = CommitOptions { sync_file: true, sync_folder: true };
+    // The data first: an image without its data file would be broken.
+    if let Some(data) = data {
+        data.commit(durable)?;
+    }
+    pending.commit(durable)
+}
+
+/// The new file for guest data that the options ask for.
+fn new_data_file(image: &NewImage<'_>, options: &FileOptions) -> Result<Option<PendingFile>> {
+    let Some(name) = image.options.text("data_file") else { return Ok(None) };
+    let path = beside(image.path, name);
+    if !image.replace && path.metadata().is_ok_and(|found| found.len() > 0) {
+        return Err(Error::Invalid(format!("{}: is there already", path.display())));
+    }
+    PendingFile::create(&path, options).map(Some)
+}
+
+/// A device is written to as it is; a failure leaves it half-made.
+fn create_on_device(
+    image: &NewImage<'_>,
+    guest_bytes: Option<u64>,
+    backing: Option<BackingRef>,
+    monitor: &Monitor<'_>,
+) -> Result<u64> {
+    let device = Arc::new(FileStorage::open(image.path, &FileOptions::read_write())?);
+    let guest_bytes = match guest_bytes {
+        Some(bytes) => bytes,
+        None if image.driver.name() == "raw" => device.len()?,
+        None => {
+            return Err(Error::Invalid(format!("{}: a size is needed", image.path.display())));
+        }
+    };
+    let data = new_data_file(image, &FileOptions::read_write())?;
+    let data_file = data.as_ref().map(|file| watched(file.storage(), monitor));
+    let storage = watched(&device, monitor);
+    let options = image.options.clone();
+    let request = CreateRequest { storage, data_file, guest_bytes, options, backing };
+    image.driver.create(&request).map_err(|error| error_of(image, error))?;
+    drop(request);
+    if let Some(data) = data {
+        data.commit(CommitOptions { sync_file: true, sync_folder: true })?;
+    }
+    device.sync()?;
+    Ok(guest_bytes)
+}
+
+fn watched(storage: &Arc<FileStorage>, monitor: &Monitor<'_>) -> Arc<dyn Storage> {
+    Arc::new(Watched::new(Arc::clone(storage) as Arc<dyn Storage>, monitor.cancel.clone()))
+}
+
+/// The caller named the size, so that it is too large is the caller's fault, not an image's.
+fn error_of(image: &NewImage<'_>, error: Error) -> Error {
+    match error {
+        Error::Limit { what, found, limit, .. } => Error::Invalid(format!(
+            "{}: {what} is {found}, more than the limit of {limit} of {}",
+            image.path.display(),
+            image.driver.name()
+        )),
+        other => other,
+    }
+}

@@ -1,0 +1,105 @@
+//! A storage whose writes end when the job is cancelled.
+//!
+//! Making a preallocated image is one call of its format and may take minutes. The format knows
+//! nothing of jobs; its storage does.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use vdkit_block::{
+    CancelToken, CopyMethod, HostOffset, ReadOp, Result, Storage, StorageCaps, StorageExtent,
+    ZeroMode,
+};
+
+/// Another storage, with a look at the cancel token before each change.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    inner: Arc<dyn Storage>,
+    cancel: CancelToken,
+}
+
+impl Watched {
+    /// Watches a storage.
+    pub(crate) fn new(inner: Arc<dyn Storage>, cancel: CancelToken) -> Self {
+        Self { inner, cancel }
+    }
+}
+
+impl Storage for Watched {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn caps(&self) -> StorageCaps {
+        self.inner.caps()
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.inner.len()
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        self.inner.read_up_to(buf, offset)
+    }
+
+    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
+        self.inner.read_batch(ops)
+    }
+
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.cancel.check()?;
+        self.inner.write_at(buf, offset)
+    }
+
+    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
+        self.cancel.check()?;
+        self.inner.write_zeroes(offset, len, mode)
+    }
+
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.cancel.check()?;
+        self.inner.discard(offset, len)
+    }
+
+    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.cancel.check()?;
+        self.inner.allocate(offset, len)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.inner.sync()
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.cancel.check()?;
+        self.inner.set_len(len)
+    }
+
+    fn may_have_holes(&self) -> Result<bool> {
+        self.inner.may_have_holes()
+    }
+
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        self.inner.extent_at(offset, len)
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner.allocated_bytes()
+    }
+
+    fn copy_from(
+        &self,
+        to: HostOffset,
+        source: &dyn Storage,
+        from: HostOffset,
+        len: u64,
+        method: CopyMethod,
+    ) -> Result<u64> {
+        self.cancel.check()?;
+        self.inner.copy_from(to, source, from, len, method)
+    }
+
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.as_fd()
+    }
+}
