@@ -79,13 +79,8 @@ impl Disk {
         let mut walk = Walk::new(registry, path.as_ref(), options);
         while let Some(found) = walk.step()? {
             let writable = options.writable && layers.is_empty();
-            if writable && found.fallback {
-                return Err(Error::Invalid(format!(
-                    "{}: was not recognised as any format and would be written as raw, where the \
-                     guest can make it look like another; name the format with '-f {}'",
-                    found.path.display(),
-                    found.driver.name()
-                )));
+            if writable {
+                found.check_written_as_probed()?;
             }
             let data_file = walk.open_data_file(&found, writable)?;
             let format = found.driver.open(OpenRequest {

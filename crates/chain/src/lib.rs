@@ -42,4 +42,4 @@ pub use disk::{Disk, Layer};
 pub use extent::{DiskExtent, DiskPlace, Extents};
 pub use options::{BackingChoice, OpenOptions};
 pub use registry::{Probed, Registry};
-pub use walk::{ChainLink, ChainReport, HostInfo, describe_chain};
+pub use walk::{ChainLink, ChainReport, HostInfo, OpenedImage, describe_chain, open_image};

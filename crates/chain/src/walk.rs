@@ -25,6 +25,21 @@ pub(crate) struct Found {
     namer: Namer,
 }
 
+impl Found {
+    /// Refuses an image whose format was guessed, where it is about to be written.
+    pub(crate) fn check_written_as_probed(&self) -> Result<()> {
+        if !self.fallback {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!(
+            "{}: was not recognised as any format and would be written as raw, where the guest \
+             can make it look like another; name the format with '-f {}'",
+            self.path.display(),
+            self.driver.name()
+        )))
+    }
+}
+
 /// What makes two names one file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Identity {
@@ -190,6 +205,40 @@ impl<'a> Walk<'a> {
             )
         })
     }
+}
+
+/// One image with its files open but not its map: for checks and repairs, which read the metadata
+/// themselves.
+#[derive(Debug)]
+pub struct OpenedImage {
+    /// The file with the metadata.
+    pub storage: Arc<dyn Storage>,
+    /// The file with the guest data, where that is another one.
+    pub data_file: Option<Arc<dyn Storage>>,
+    /// The format's driver.
+    pub driver: &'static dyn FormatDriver,
+    /// What the image says of itself.
+    pub info: ImageInfo,
+}
+
+/// Opens an image's own files, and nothing that it stands on.
+///
+/// # Errors
+/// As [`crate::Disk::open`].
+pub fn open_image(
+    registry: &Registry,
+    path: impl AsRef<Path>,
+    options: &OpenOptions,
+) -> Result<OpenedImage> {
+    let mut walk = Walk::new(registry, path.as_ref(), options);
+    let Some(found) = walk.step()? else {
+        return Err(Error::Invalid(format!("{}: is no image", path.as_ref().display())));
+    };
+    if options.writable {
+        found.check_written_as_probed()?;
+    }
+    let data_file = walk.open_data_file(&found, options.writable)?;
+    Ok(OpenedImage { storage: found.storage, data_file, driver: found.driver, info: found.info })
 }
 
 /// What the host says of an image's file.
