@@ -11,16 +11,20 @@ pub struct Limits {
     pub cache_bytes: u64,
     /// Bytes of the packed and unpacked form of one compressed unit.
     pub packed_bytes_max: u64,
+    /// Bytes of memory that a check may take for its table of references.
+    pub check_bytes_max: u64,
 }
 
 impl Default for Limits {
-    /// 32 MiB tables (QEMU's own bound), 200 images, 32 MiB of cache, 8 MiB packed units.
+    /// 32 MiB tables (QEMU's own bound), 200 images, 32 MiB of cache, 8 MiB packed units, 2 GiB
+    /// for a check (2 bytes a host cluster: 64 TiB of data in clusters of 64 KiB).
     fn default() -> Self {
         Self {
             table_bytes_max: 32 << 20,
             chain_depth_max: 200,
             cache_bytes: 32 << 20,
             packed_bytes_max: 8 << 20,
+            check_bytes_max: 2 << 30,
         }
     }
 }
