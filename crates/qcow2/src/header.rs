@@ -2,7 +2,7 @@
 //!
 //! Source: qcow2 specification, sections "Header" and "Header extensions".
 
-use vdkit_block::{Codec, Error, HostOffset, Limits, Result, Storage};
+use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Result, Storage};
 
 use crate::layout::{
     self, BACKING_NAME_BYTES_MAX, CLUSTER_BITS, EXTENDED_CLUSTER_BITS_MIN, Geometry,
@@ -116,17 +116,39 @@ impl Header {
     /// [`Error::Corrupt`] with offset, found and expected where a field breaks the specification;
     /// [`Error::Unsupported`] for unknown incompatible features; [`Error::Limit`].
     pub fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        Self::read_with(storage, limits, None)
+    }
+
+    /// As [`Header::read`], for a check: where the refcount table or the snapshot table cannot be
+    /// where the header says, the fault goes to `faults` and the header says that there is none
+    /// (no clusters of refcount table, no snapshots), since a repair can make both anew.
+    pub(crate) fn read_tolerant(
+        storage: &dyn Storage,
+        limits: &Limits,
+        faults: &mut Vec<Fault>,
+    ) -> Result<Self> {
+        Self::read_with(storage, limits, Some(faults))
+    }
+
+    fn read_with(
+        storage: &dyn Storage,
+        limits: &Limits,
+        mut faults: Option<&mut Vec<Fault>>,
+    ) -> Result<Self> {
         let mut bytes = vec![0; FIRST_READ_BYTES];
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
         bytes.truncate(got);
-        match Self::parse(storage.name(), &bytes, storage.len()?, limits) {
+        match Self::parse(storage.name(), &bytes, storage.len()?, limits, faults.as_deref_mut()) {
             Err(NeedMore::Fault(error)) => Err(error),
             Ok(header) => Ok(header),
             Err(NeedMore::Bytes(more)) => {
                 bytes.resize(more, 0);
                 let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
                 bytes.truncate(got);
-                match Self::parse(storage.name(), &bytes, storage.len()?, limits) {
+                if let Some(faults) = faults.as_deref_mut() {
+                    faults.clear(); // the second parse finds them again
+                }
+                match Self::parse(storage.name(), &bytes, storage.len()?, limits, faults) {
                     Ok(header) => Ok(header),
                     Err(NeedMore::Fault(error)) => Err(error),
                     Err(NeedMore::Bytes(_)) => Err(Error::corrupt(
@@ -141,9 +163,15 @@ impl Header {
         }
     }
 
-    fn parse(file: &str, bytes: &[u8], file_len: u64, limits: &Limits) -> Result<Self, NeedMore> {
+    fn parse(
+        file: &str,
+        bytes: &[u8],
+        file_len: u64,
+        limits: &Limits,
+        faults: Option<&mut Vec<Fault>>,
+    ) -> Result<Self, NeedMore> {
         let fixed = FixedFields::parse(file, bytes)?;
-        let mut header = fixed.validate(file, file_len, limits)?;
+        let mut header = fixed.validate(file, file_len, limits, faults)?;
         header.extensions = parse_extensions(file, bytes, &header, fixed.backing_offset)?;
         if fixed.backing_offset != 0 {
             header.backing_name = parse_backing_name(file, bytes, &fixed, &header)?;
@@ -343,6 +371,20 @@ impl From<Error> for NeedMore {
     }
 }
 
+/// An error of validation as a fault.
+fn fault_of(file: &str, field: u64, error: Error) -> Fault {
+    match error {
+        Error::Corrupt(fault) => *fault,
+        other => Fault {
+            file: file.to_owned(),
+            offset: field,
+            structure: "header",
+            found: other.to_string(),
+            expected: "a table within the limits".to_owned(),
+        },
+    }
+}
+
 /// The fixed fields as they stand in the file; nothing is checked but the magic and the version.
 struct FixedFields {
     version: u32,
@@ -431,7 +473,13 @@ impl FixedFields {
         })
     }
 
-    fn validate(&self, file: &str, file_len: u64, limits: &Limits) -> Result<Header> {
+    fn validate(
+        &self,
+        file: &str,
+        file_len: u64,
+        limits: &Limits,
+        mut faults: Option<&mut Vec<Fault>>,
+    ) -> Result<Header> {
         let fault = |offset: u64, what, found: String, expected: String| {
             Err(Error::corrupt(file, offset, what, found, expected))
         };
@@ -480,6 +528,28 @@ impl FixedFields {
                 ));
             }
         };
+        // A table that is lost counts as empty where the caller collects faults.
+        let mut tolerate = |result: Result<HostOffset>, field: u64, count: u32| match (
+            result,
+            faults.as_deref_mut(),
+        ) {
+            (Ok(offset), _) => Ok((offset, count)),
+            (Err(error), Some(faults)) => {
+                faults.push(fault_of(file, field, error));
+                Ok((HostOffset(0), 0))
+            }
+            (Err(error), None) => Err(error),
+        };
+        let (refcount_table_offset, refcount_table_clusters) = tolerate(
+            self.refcount_table(file, file_len, &geometry),
+            field::REFCOUNT_TABLE,
+            self.refcount_table_clusters,
+        )?;
+        let (snapshots_offset, snapshot_count) = tolerate(
+            self.snapshots(file, file_len, &geometry),
+            field::SNAPSHOTS,
+            self.snapshot_count,
+        )?;
         Ok(Header {
             version: self.version,
             geometry,
@@ -487,10 +557,10 @@ impl FixedFields {
             encryption,
             l1_offset: self.l1(file, file_len, &geometry, limits)?,
             l1_entries: self.l1_entries,
-            refcount_table_offset: self.refcount_table(file, file_len, &geometry)?,
-            refcount_table_clusters: self.refcount_table_clusters,
-            snapshot_count: self.snapshot_count,
-            snapshots_offset: self.snapshots(file, file_len, &geometry)?,
+            refcount_table_offset,
+            refcount_table_clusters,
+            snapshot_count,
+            snapshots_offset,
             incompatible: self.incompatible,
             compatible: self.compatible,
             autoclear: self.autoclear,

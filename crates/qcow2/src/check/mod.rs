@@ -1,16 +1,55 @@
 //! Consistency check and repair.
+//!
+//! A check is one walk over all metadata ([`survey`]): the refcounts of the image are loaded into
+//! a [`balance`] of two bytes a host cluster, and each reference that the walk meets is taken out
+//! of it, so that what is left over is wrong. Each L2 table is read once, in the order of host
+//! offsets, whatever the number of snapshots that share it. A [`repair`] walks, mends one kind of
+//! damage, and walks again, until nothing is left.
+//!
+//! The check knows nothing of the engine: it works on the bytes, so that both can be wrong only
+//! independently.
+//!
+//! Verdicts follow `qemu-img check`, with these differences, each of which is stricter:
+//! metadata that shares a cluster with anything else is damage even where the refcount allows for
+//! it; so are entries of a data file at another place than the guest's, zero flags in version 2,
+//! and the corrupt mark itself.
+
+mod balance;
+mod bitmaps;
+mod findings;
+mod image;
+mod mapping;
+mod reader;
+mod refcounts;
+mod repair;
+mod snapshots;
+mod survey;
+#[cfg(test)]
+mod tests;
+mod widths;
 
 use std::sync::Arc;
 
-use vdkit_block::{CheckReport, Error, Limits, Monitor, Repair, Result, Storage};
+use vdkit_block::{CheckReport, Limits, Monitor, Repair, Result, Storage};
+
+use crate::layout::incompatible;
+use image::Image;
+use survey::{Mode, Survey};
 
 /// Checks an image and mends it as far as `repair` says.
 ///
 /// The image must not be open for writing elsewhere; the storage must be writable for a repair.
+/// `data_file` holds no metadata and is not looked at. With [`Repair::Leaks`], refcounts are
+/// lowered only where nothing else is wrong: what looks leaked may be what a damaged entry
+/// pointed to.
+///
+/// A repair that is interrupted, by a crash or an error, leaves an image that is no worse; run it
+/// again.
 ///
 /// # Errors
-/// [`Error::Corrupt`] where the header is too damaged to find the metadata, [`Error::Limit`]
-/// where the check would need more memory than `limits` allow, and errors of the storage.
+/// [`vdkit_block::Error::Corrupt`] where the header is too damaged to find the metadata,
+/// [`vdkit_block::Error::Limit`] where the check would need more memory than `limits` allow, and
+/// errors of the storage.
 pub fn check(
     storage: &Arc<dyn Storage>,
     data_file: Option<&Arc<dyn Storage>>,
@@ -18,8 +57,15 @@ pub fn check(
     limits: &Limits,
     monitor: &Monitor<'_>,
 ) -> Result<CheckReport> {
-    let _ = (data_file, repair, limits, monitor);
-    Err(Error::unsupported(storage.name(), "qcow2 check is being built", "wait"))
+    let _ = data_file;
+    if repair != Repair::Nothing {
+        return repair::run(storage, repair, limits, monitor);
+    }
+    let image = Image::open(storage, limits)?;
+    if image.header.has(incompatible::DIRTY) {
+        monitor.progress.message("the image was not closed cleanly: its refcounts may be wrong");
+    }
+    Ok(Survey::take(&image, Mode::Compare, monitor)?.findings.report)
 }
 
 /// Sets the refcounts and COPIED flags of an image right that was not closed cleanly, and clears
@@ -27,13 +73,12 @@ pub fn check(
 /// read the header again afterwards, since the refcount table may have moved.
 ///
 /// # Errors
-/// [`Error::Corrupt`] where the mapping itself is damaged (a repair must decide what is lost),
-/// and as [`check`].
+/// [`vdkit_block::Error::Corrupt`] where the mapping itself is damaged (only a repair may decide
+/// what is lost), and as [`check`].
 pub fn rebuild_refcounts(
     storage: &Arc<dyn Storage>,
     limits: &Limits,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
-    let _ = (limits, monitor);
-    Err(Error::unsupported(storage.name(), "qcow2 check is being built", "wait"))
+    repair::recover(storage, limits, monitor)
 }

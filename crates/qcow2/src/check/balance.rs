@@ -1,0 +1,358 @@
+//! The refcount of each host cluster against the references to it: two bytes a cluster.
+//!
+//! A walk over the metadata needs both numbers of each cluster only at the end, and then only
+//! their difference. So one word holds
+//!
+//! ```text
+//!   bit  15     the refcount in the image is exactly 1 (what a COPIED flag must agree with)
+//!   bit  14     metadata lives here
+//!   bits 0-13   refcount minus references, signed; -8192: too large, see `large`
+//! ```
+//!
+//! Words come in chunks that are made on first touch, so an image that names cluster 2^47 costs
+//! one chunk more, and the whole is bounded by what the image's structures really name.
+
+use rustc_hash::FxHashMap;
+use vdkit_block::{Error, Result};
+
+use super::widths;
+
+const CHUNK_BITS: u32 = 12;
+const CHUNK: usize = 1 << CHUNK_BITS;
+/// Chunks that are found by index rather than by hash: 4 MiB of index, 2^32 clusters.
+const NEAR_CHUNKS_MAX: u64 = 1 << 20;
+
+/// The refcount in the image is exactly 1.
+pub(super) const SINGLE: u16 = 1 << 15;
+/// Metadata lives in this cluster.
+pub(super) const METADATA: u16 = 1 << 14;
+const BALANCE_MASK: u16 = METADATA - 1;
+/// The balance is in the map of large ones.
+const LARGE: i32 = -8192;
+
+fn balance_of(word: u16) -> i32 {
+    i32::from((word << 2) as i16 >> 2)
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Balance {
+    near: Vec<u32>,
+    far: FxHashMap<u64, u32>,
+    chunks: Vec<Box<[u16; CHUNK]>>,
+    large: FxHashMap<u64, i128>,
+    bytes_max: u64,
+    exhausted: bool,
+    /// One more than the highest cluster with a refcount or a reference.
+    end: u64,
+}
+
+impl Balance {
+    /// For an image of about `clusters` host clusters, in at most `bytes_max` bytes.
+    pub(super) fn new(clusters: u64, bytes_max: u64) -> Self {
+        let near = ((clusters >> CHUNK_BITS) + 2).min(NEAR_CHUNKS_MAX);
+        Self {
+            near: vec![0; near as usize],
+            far: FxHashMap::default(),
+            chunks: Vec::new(),
+            large: FxHashMap::default(),
+            bytes_max,
+            exhausted: false,
+            end: 0,
+        }
+    }
+
+    /// One more than the highest cluster with a refcount or a reference.
+    pub(super) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// [`Error::Limit`] once the table would have taken more memory than it may; what was counted
+    /// after that is lost.
+    pub(super) fn check_limit(&self, file: &str) -> Result<()> {
+        if self.exhausted {
+            return Err(Error::Limit {
+                file: file.to_owned(),
+                what: "the memory for a check in bytes",
+                found: self.bytes() + (CHUNK * 2) as u64,
+                limit: self.bytes_max,
+            });
+        }
+        Ok(())
+    }
+
+    fn bytes(&self) -> u64 {
+        (self.chunks.len() * (CHUNK * 2 + 8)
+            + self.near.len() * 4
+            + self.far.capacity() * 17
+            + self.large.capacity() * 33) as u64
+    }
+
+    #[inline]
+    fn slot(&self, cluster: u64) -> Option<usize> {
+        let chunk = cluster >> CHUNK_BITS;
+        let slot = match self.near.get(chunk as usize) {
+            Some(&slot) => slot,
+            None => self.far.get(&chunk).copied().unwrap_or(0),
+        };
+        (slot != 0).then(|| slot as usize - 1)
+    }
+
+    #[inline]
+    fn slot_or_new(&mut self, cluster: u64) -> Option<usize> {
+        match self.slot(cluster) {
+            Some(slot) => Some(slot),
+            None => self.add_chunk(cluster >> CHUNK_BITS),
+        }
+    }
+
+    #[cold]
+    fn add_chunk(&mut self, chunk: u64) -> Option<usize> {
+        if self.exhausted || self.bytes() + (CHUNK * 2) as u64 > self.bytes_max {
+            self.exhausted = true;
+            return None;
+        }
+        self.chunks.push(Box::new([0; CHUNK]));
+        let slot = self.chunks.len() as u32;
+        match self.near.get_mut(chunk as usize) {
+            Some(near) => *near = slot,
+            None => {
+                self.far.insert(chunk, slot);
+            }
+        }
+        Some(slot as usize - 1)
+    }
+
+    /// The word of a cluster.
+    #[inline]
+    pub(super) fn word(&self, cluster: u64) -> u16 {
+        match self.slot(cluster) {
+            Some(slot) => self.chunks[slot][cluster as usize & (CHUNK - 1)],
+            None => 0,
+        }
+    }
+
+    /// Notes `times` references to a cluster (fewer than 0 take references back). Returns the
+    /// word as it was.
+    #[inline]
+    pub(super) fn refer(&mut self, cluster: u64, times: i32) -> u16 {
+        let Some(slot) = self.slot_or_new(cluster) else { return 0 };
+        self.end = self.end.max(cluster + 1);
+        let word = &mut self.chunks[slot][cluster as usize & (CHUNK - 1)];
+        let old = *word;
+        let balance = balance_of(old);
+        let new = balance.wrapping_sub(times);
+        if balance != LARGE && new > LARGE && new < -LARGE {
+            *word = old & !BALANCE_MASK | new as u16 & BALANCE_MASK;
+        } else {
+            self.refer_large(cluster, times);
+        }
+        old
+    }
+
+    #[cold]
+    fn refer_large(&mut self, cluster: u64, times: i32) {
+        let balance = self.balance(cluster) - i128::from(times);
+        self.set_large(cluster, balance);
+    }
+
+    fn set_large(&mut self, cluster: u64, balance: i128) {
+        let Some(slot) = self.slot_or_new(cluster) else { return };
+        if self.large.len() == self.large.capacity()
+            && self.bytes() + self.large.capacity() as u64 * 33 > self.bytes_max
+        {
+            self.exhausted = true;
+            return;
+        }
+        self.large.insert(cluster, balance);
+        let word = &mut self.chunks[slot][cluster as usize & (CHUNK - 1)];
+        *word = *word & !BALANCE_MASK | LARGE as u16 & BALANCE_MASK;
+    }
+
+    /// Marks a cluster as metadata. Returns the word as it was.
+    pub(super) fn mark_metadata(&mut self, cluster: u64) -> u16 {
+        let Some(slot) = self.slot_or_new(cluster) else { return 0 };
+        let word = &mut self.chunks[slot][cluster as usize & (CHUNK - 1)];
+        let old = *word;
+        *word |= METADATA;
+        old
+    }
+
+    /// Refcount minus references.
+    pub(super) fn balance(&self, cluster: u64) -> i128 {
+        match balance_of(self.word(cluster)) {
+            LARGE => self.large.get(&cluster).copied().unwrap_or(0),
+            balance => balance.into(),
+        }
+    }
+
+    /// Takes the refcounts of a block that begins with cluster `first`, up to cluster `end`. Each
+    /// cluster's refcount is taken at most once, and before any reference to it.
+    pub(super) fn add_refcounts(&mut self, first: u64, end: u64, block: &[u8], order: u32) {
+        let entries = ((block.len() * 8) >> order) as u64;
+        let end = end.min(first.saturating_add(entries));
+        let mut at = first;
+        while at < end {
+            let next = end.min((at | (CHUNK as u64 - 1)) + 1);
+            // A piece may begin within a byte only where blocks are smaller than a byte: never.
+            let bytes = (((at - first) << order) / 8) as usize
+                ..(((next - first) << order).div_ceil(8)) as usize;
+            if block[bytes].iter().any(|&b| b != 0) {
+                self.add_piece(at, next, first, block, order);
+            }
+            at = next;
+        }
+    }
+
+    fn add_piece(&mut self, from: u64, to: u64, first: u64, block: &[u8], order: u32) {
+        let Some(slot) = self.slot_or_new(from) else { return };
+        let offset = from as usize & (CHUNK - 1);
+        let words = &mut self.chunks[slot][offset..offset + (to - from) as usize];
+        let index = (from - first) as usize;
+        let pack = |value: u16| value | u16::from(value == 1) << 15;
+        let mut large = false;
+        if order == 4 {
+            for (word, raw) in words.iter_mut().zip(block[index * 2..].chunks_exact(2)) {
+                let value = u16::from_be_bytes([raw[0], raw[1]]);
+                large |= value > BALANCE_MASK >> 1;
+                *word = pack(value & BALANCE_MASK >> 1);
+            }
+        } else {
+            for (i, word) in words.iter_mut().enumerate() {
+                let value = widths::get(block, order, index + i);
+                large |= value > u64::from(BALANCE_MASK >> 1);
+                *word = pack(value as u16 & BALANCE_MASK >> 1);
+            }
+        }
+        if let Some(last) = words.iter().rposition(|&w| w != 0) {
+            self.end = self.end.max(from + last as u64 + 1);
+        }
+        if large {
+            for cluster in from..to {
+                let value = widths::get(block, order, (cluster - first) as usize);
+                if value > u64::from(BALANCE_MASK >> 1) {
+                    self.end = self.end.max(cluster + 1);
+                    self.chunks[slot][cluster as usize & (CHUNK - 1)] = 0;
+                    self.set_large(cluster, value.into());
+                }
+            }
+        }
+    }
+
+    /// Chunks in the order of their clusters: first cluster and words.
+    fn chunks(&self) -> impl Iterator<Item = (u64, &[u16; CHUNK])> {
+        let mut far: Vec<_> = self.far.iter().map(|(&chunk, &slot)| (chunk, slot)).collect();
+        far.sort_unstable();
+        let near = self.near.iter().enumerate().map(|(chunk, &slot)| (chunk as u64, slot));
+        near.chain(far)
+            .filter(|&(_, slot)| slot != 0)
+            .map(|(chunk, slot)| (chunk << CHUNK_BITS, &*self.chunks[slot as usize - 1]))
+    }
+
+    /// Clusters whose refcount and references differ, with the difference, in their order.
+    pub(super) fn unbalanced(&self) -> impl Iterator<Item = (u64, i128)> {
+        self.chunks()
+            .filter(|(_, words)| words.iter().any(|&w| w & BALANCE_MASK != 0))
+            .flat_map(|(first, words)| {
+                words.iter().zip(first..).filter(|(w, _)| **w & BALANCE_MASK != 0)
+            })
+            .map(|(_, cluster)| (cluster, self.balance(cluster)))
+            .filter(|&(_, balance)| balance != 0)
+    }
+
+    /// Which refcount blocks of `1 << block_bits` refcounts have a difference in them.
+    pub(super) fn unbalanced_blocks(&self, block_bits: u32) -> Vec<u64> {
+        let mut blocks: Vec<u64> = Vec::new();
+        for (cluster, _) in self.unbalanced() {
+            let block = cluster >> block_bits;
+            if blocks.last() != Some(&block) {
+                blocks.push(block);
+            }
+        }
+        blocks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unbalanced(balance: &Balance) -> Vec<(u64, i128)> {
+        balance.unbalanced().collect()
+    }
+
+    #[test]
+    fn references_use_refcounts_up() {
+        let mut balance = Balance::new(100, 1 << 20);
+        let block: Vec<u8> = [0u16, 1, 2, 1, 0, 9].iter().flat_map(|v| v.to_be_bytes()).collect();
+        balance.add_refcounts(10, u64::MAX, &block, 4);
+        assert_eq!(balance.end(), 16);
+        assert_eq!(balance.refer(11, 1) & SINGLE, SINGLE);
+        assert_eq!(balance.refer(12, 2) & SINGLE, 0);
+        balance.refer(14, 1);
+        assert_eq!(unbalanced(&balance), [(13, 1), (14, -1), (15, 9)]);
+        balance.refer(14, -1);
+        assert_eq!(balance.mark_metadata(13) & METADATA, 0);
+        assert_eq!(balance.refer(13, 1), METADATA | SINGLE | 1);
+        assert_eq!(unbalanced(&balance), [(15, 9)]);
+        assert_eq!(balance.unbalanced_blocks(3), [1]);
+    }
+
+    #[test]
+    fn large_numbers_of_either_sign_are_kept() {
+        let mut balance = Balance::new(0, 1 << 20);
+        let block: Vec<u8> =
+            [u64::MAX, 8191, 8192, 0].iter().flat_map(|v| v.to_be_bytes()).collect();
+        balance.add_refcounts(0, 4, &block, 6);
+        for _ in 0..3 {
+            balance.refer(3, 8000);
+            balance.refer(0, 1);
+        }
+        balance.refer(1, 1);
+        assert_eq!(
+            unbalanced(&balance),
+            [(0, i128::from(u64::MAX) - 3), (1, 8190), (2, 8192), (3, -24000)]
+        );
+        balance.refer(3, -24000);
+        balance.refer(2, 8192);
+        assert_eq!(unbalanced(&balance).len(), 2);
+    }
+
+    #[test]
+    fn far_clusters_cost_a_chunk_and_stay_in_order() {
+        let mut balance = Balance::new(u64::MAX >> 9, 5 << 20);
+        for cluster in [1 << 47, 5, (1 << 47) + 1, 1 << 33] {
+            balance.refer(cluster, 1);
+        }
+        let clusters: Vec<u64> = balance.unbalanced().map(|(c, _)| c).collect();
+        assert_eq!(clusters, [5, 1 << 33, 1 << 47, (1 << 47) + 1]);
+        assert_eq!(balance.chunks.len(), 3);
+        assert!(balance.check_limit("x").is_ok());
+    }
+
+    #[test]
+    fn the_limit_holds_for_chunks_and_for_large_numbers() {
+        let mut balance = Balance::new(100, 100 << 10);
+        for i in 0..1000u64 {
+            balance.refer(i << 20, 1);
+        }
+        assert!(matches!(balance.check_limit("x"), Err(Error::Limit { .. })));
+        assert!(balance.bytes() <= 100 << 10);
+
+        let mut balance = Balance::new(100, 100 << 10);
+        balance.add_refcounts(0, 1 << 20, &[0xff; 8192], 4);
+        assert!(matches!(balance.check_limit("x"), Err(Error::Limit { .. })));
+        assert!(balance.bytes() <= 100 << 10, "{}", balance.bytes());
+    }
+
+    #[test]
+    fn narrow_refcounts_cross_chunks() {
+        let mut balance = Balance::new(0, 1 << 20);
+        balance.add_refcounts(0, u64::MAX, &[0xff; 2048], 0); // 16384 refcounts of one bit
+        assert_eq!(balance.chunks.len(), 4);
+        assert_eq!(unbalanced(&balance).len(), 16384);
+        let mut balance = Balance::new(0, 1 << 20);
+        balance.add_refcounts(8, 8 + 3, &[0xff; 2048], 0);
+        assert_eq!(unbalanced(&balance), [(8, 1), (9, 1), (10, 1)]);
+    }
+}

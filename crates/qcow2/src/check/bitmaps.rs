@@ -1,0 +1,208 @@
+//! Persistent bitmaps: where their directory, tables and clusters are.
+//!
+//! A broken bitmap is no loss of guest data, only of the knowledge what changed. So one fault
+//! anywhere ends the walk, and a repair clears the autoclear bit, which tells each reader that
+//! the bitmaps are not to be trusted.
+//!
+//! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
+
+use vdkit_block::{HostOffset, Result};
+
+use super::image::Image;
+use crate::header::BitmapsExtension;
+use crate::layout::{OFFSET_MASK, autoclear, extension};
+
+/// Bounds of QEMU.
+const BITMAPS_MAX: u32 = 65535;
+const DIRECTORY_BYTES_MAX: u64 = 1024 * BITMAPS_MAX as u64;
+const TABLE_ENTRIES_MAX: u64 = 0x800_0000;
+const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
+const NAME_BYTES_MAX: usize = 1023;
+const ENTRY_BYTES: usize = 24;
+/// Flags of a directory entry that must be zero.
+const RESERVED_FLAGS: u32 = !0b11;
+const FLAG_IN_USE: u32 = 1;
+/// Bits of a table entry that must be zero.
+const TABLE_RESERVED: u64 = !(OFFSET_MASK | 1);
+
+/// One thing that the bitmaps occupy: what, host offset, bytes.
+pub(super) type Taken = (&'static str, u64, u64);
+
+/// Damage: host offset, structure, message.
+pub(super) type BitmapFault = (u64, &'static str, String);
+
+/// What the header says of bitmaps.
+pub(super) enum Presence {
+    /// There are none.
+    None,
+    /// Something without bitmap support wrote to the image since; they are as good as gone.
+    Stale,
+    /// The bit is set but there is nothing.
+    Missing,
+    /// They are there.
+    Valid(BitmapsExtension),
+    /// The extension itself is damaged.
+    Broken(BitmapFault),
+}
+
+/// Looks at the header.
+pub(super) fn presence(image: &Image) -> Presence {
+    let header = &image.header;
+    let valid = header.autoclear & autoclear::BITMAPS != 0;
+    let Some(raw) = header.extension(extension::BITMAPS) else {
+        return if valid { Presence::Missing } else { Presence::None };
+    };
+    if !valid {
+        return Presence::Stale;
+    }
+    let broken =
+        |message: String| Presence::Broken((raw.offset, "bitmaps header extension", message));
+    let Some(bitmaps) = header.bitmaps().filter(|_| raw.data.len() == 24) else {
+        return broken(format!("found {} bytes, expected 24", raw.data.len()));
+    };
+    let offset = bitmaps.directory_offset.0;
+    if bitmaps.count == 0 || bitmaps.count > BITMAPS_MAX {
+        broken(format!("found {} bitmaps, expected 1 to {BITMAPS_MAX}", bitmaps.count))
+    } else if raw.data[4..8] != [0; 4] {
+        broken("found bits in the reserved field, expected zero".to_owned())
+    } else if bitmaps.directory_bytes == 0
+        || bitmaps.directory_bytes > DIRECTORY_BYTES_MAX
+        || offset == 0
+        || offset & (image.cluster_bytes() - 1) != 0
+        || !image.in_file(offset, bitmaps.directory_bytes)
+    {
+        broken(format!(
+            "found a directory of {} bytes at {offset:#x}, expected one of at most \
+             {DIRECTORY_BYTES_MAX} bytes at a cluster boundary within the file",
+            bitmaps.directory_bytes
+        ))
+    } else {
+        Presence::Valid(bitmaps)
+    }
+}
+
+/// Hands over all that the bitmaps occupy, until `take` says `false` (it overlaps something) or a
+/// fault is found.
+pub(super) fn walk(
+    image: &Image,
+    bitmaps: &BitmapsExtension,
+    mut take: impl FnMut(Taken) -> bool,
+) -> Result<Option<BitmapFault>> {
+    let offset = bitmaps.directory_offset.0;
+    if !take(("bitmap directory", offset, bitmaps.directory_bytes)) {
+        return Ok(None);
+    }
+    let directory = super::reader::read_table(&*image.storage, offset, bitmaps.directory_bytes)?;
+    let mut at = 0;
+    let mut count = 0;
+    while at < directory.len() {
+        let fault =
+            |message: &str| Some((offset + at as u64, "bitmap directory entry", message.into()));
+        let entry = &directory[at..];
+        if entry.len() < ENTRY_BYTES {
+            return Ok(fault("found the end of the directory within an entry"));
+        }
+        let (name_bytes, extra_bytes) =
+            (u16::from_be_bytes([entry[18], entry[19]]) as usize, be32(entry, 20) as usize);
+        let bytes = (ENTRY_BYTES + name_bytes + extra_bytes).next_multiple_of(8);
+        count += 1;
+        if count > bitmaps.count || bytes > entry.len() {
+            return Ok(fault("found more entries or bytes than the header extension says"));
+        }
+        let table = match parse_entry(image, entry, name_bytes, extra_bytes) {
+            Ok(table) => table,
+            Err(message) => return Ok(fault(message)),
+        };
+        match walk_table(image, table, &mut take)? {
+            Walked::On => {}
+            Walked::Stopped => return Ok(None),
+            Walked::Fault(fault) => return Ok(Some(fault)),
+        }
+        at += bytes;
+    }
+    if count != bitmaps.count {
+        return Ok(Some((
+            offset,
+            "bitmap directory",
+            format!("found {count} bitmaps, expected {}", bitmaps.count),
+        )));
+    }
+    Ok(None)
+}
+
+/// The table of a bitmap: offset and number of entries.
+fn parse_entry(
+    image: &Image,
+    entry: &[u8],
+    name_bytes: usize,
+    extra_bytes: usize,
+) -> Result<(u64, u64), &'static str> {
+    let table_offset = u64::from(be32(entry, 0)) << 32 | u64::from(be32(entry, 4));
+    let table_entries = u64::from(be32(entry, 8));
+    let flags = be32(entry, 12);
+    let (kind, granularity_bits) = (entry[16], u32::from(entry[17]));
+    let cluster = image.cluster_bytes();
+    if table_entries == 0 || table_entries > TABLE_ENTRIES_MAX {
+        return Err("found a bitmap table without or with too many entries");
+    }
+    if table_offset == 0
+        || table_offset & (cluster - 1) != 0
+        || !image.in_file(table_offset, table_entries * 8)
+    {
+        return Err("found a bitmap table that is not at a cluster boundary within the file");
+    }
+    if kind != 1 || !(9..=31).contains(&granularity_bits) || flags & RESERVED_FLAGS != 0 {
+        return Err("found an unknown type, granularity or flag");
+    }
+    if extra_bytes != 0 || name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
+        return Err("found extra data or a name that is empty or too long");
+    }
+    let covered = u128::from(table_entries * cluster) * 8 << granularity_bits;
+    if table_entries * cluster > BITMAP_BYTES_MAX
+        || (flags & FLAG_IN_USE == 0 && covered < image.header.guest_bytes.into())
+    {
+        return Err("found a bitmap of another size than the disk needs");
+    }
+    Ok((table_offset, table_entries))
+}
+
+enum Walked {
+    On,
+    Stopped,
+    Fault(BitmapFault),
+}
+
+fn walk_table(
+    image: &Image,
+    (offset, entries): (u64, u64),
+    take: &mut impl FnMut(Taken) -> bool,
+) -> Result<Walked> {
+    if !take(("bitmap table", offset, entries * 8)) {
+        return Ok(Walked::Stopped);
+    }
+    let mut table = vec![0; (entries * 8) as usize];
+    image.storage.read_padded(&mut table, HostOffset(offset))?;
+    let cluster = image.cluster_bytes();
+    for (i, raw) in table.chunks_exact(8).enumerate() {
+        let entry = u64::from(be32(raw, 0)) << 32 | u64::from(be32(raw, 4));
+        let host = entry & OFFSET_MASK;
+        if entry & TABLE_RESERVED != 0
+            || host & (cluster - 1) != 0
+            || (host != 0 && (entry & 1 != 0 || !image.in_file(host, cluster)))
+        {
+            return Ok(Walked::Fault((
+                offset + i as u64 * 8,
+                "bitmap table entry",
+                format!("found {entry:#x}, expected a cluster within the file, 0 or 1"),
+            )));
+        }
+        if host != 0 && !take(("bitmap data", host, cluster)) {
+            return Ok(Walked::Stopped);
+        }
+    }
+    Ok(Walked::On)
+}
+
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}

@@ -1,0 +1,301 @@
+//! What is known of an image before its metadata is walked, and what follows from that for a
+//! single entry.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use vdkit_block::{Fault, HostOffset, Limits, Result, Storage};
+
+use crate::entry::L2Entry;
+use crate::header::Header;
+use crate::layout::{self, COPIED, Geometry, L1_RESERVED, OFFSET_MASK, ZERO};
+
+/// Largest encryption header that is accepted; LUKS with eight key slots takes 2 MiB.
+const ENCRYPTION_BYTES_MAX: u64 = 64 << 20;
+
+/// The image under check.
+#[derive(Debug)]
+pub(super) struct Image {
+    pub(super) storage: Arc<dyn Storage>,
+    pub(super) header: Header,
+    /// What is wrong with the header's pointers; see [`Header::read_tolerant`].
+    pub(super) header_faults: Vec<Fault>,
+    pub(super) limits: Limits,
+    pub(super) file_len: u64,
+    /// Host bytes that must not belong to any entry: the header and the encryption header.
+    sacred: Vec<Range<u64>>,
+}
+
+/// What is wrong with an L1 entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum L1Fault {
+    /// Bits that must be zero are set.
+    Reserved,
+    /// Flags without an L2 table.
+    NoTable,
+    /// Not at a cluster boundary.
+    Unaligned,
+    /// Beyond the end of the file.
+    BeyondEnd,
+    /// In the header or the encryption header.
+    Sacred,
+}
+
+/// Faults of an L2 entry, as a set of bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct L2Faults(pub(super) u16);
+
+impl L2Faults {
+    /// Bits that must be zero are set.
+    pub(super) const RESERVED: Self = Self(1);
+    /// Not at a cluster boundary.
+    pub(super) const UNALIGNED: Self = Self(1 << 1);
+    /// Beyond the end of the file.
+    pub(super) const BEYOND_END: Self = Self(1 << 2);
+    /// In the header or the encryption header.
+    pub(super) const SACRED: Self = Self(1 << 3);
+    /// A compressed cluster with the COPIED flag.
+    pub(super) const COMPRESSED_COPIED: Self = Self(1 << 4);
+    /// A compressed cluster in an image with a data file.
+    pub(super) const COMPRESSED_IN_DATA_FILE: Self = Self(1 << 5);
+    /// A compressed cluster with a subcluster bitmap.
+    pub(super) const COMPRESSED_BITMAP: Self = Self(1 << 6);
+    /// Subclusters both allocated and zero.
+    pub(super) const SUBCLUSTER_BOTH: Self = Self(1 << 7);
+    /// Allocated subclusters without a host cluster.
+    pub(super) const SUBCLUSTER_NO_SPACE: Self = Self(1 << 8);
+    /// A zero flag in a version 2 image.
+    pub(super) const ZERO_IN_V2: Self = Self(1 << 9);
+    /// Not at the same offset in the data file as on the guest disk.
+    pub(super) const MOVED_IN_DATA_FILE: Self = Self(1 << 10);
+
+    fn set(&mut self, other: Self) {
+        self.0 |= other.0;
+    }
+
+    /// Whether there is none.
+    pub(super) fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Whether the entry had to let its host cluster go.
+    pub(super) fn lost(self) -> bool {
+        self.0 & (Self::UNALIGNED.0 | Self::BEYOND_END.0 | Self::SACRED.0) != 0
+    }
+
+    /// Each fault in turn, with what is expected instead.
+    pub(super) fn each(self) -> impl Iterator<Item = &'static str> {
+        const TEXTS: [&str; 11] = [
+            "zero in the reserved bits",
+            "a host offset at a cluster boundary",
+            "a host offset within the file",
+            "a host offset outside of the header and the encryption header",
+            "no COPIED flag on a compressed cluster",
+            "no compressed cluster in an image with a data file",
+            "an empty subcluster bitmap on a compressed cluster",
+            "no subcluster both allocated and zero",
+            "no allocated subcluster in a cluster without host space",
+            "no zero flag in a version 2 image",
+            "the guest offset as offset in the data file",
+        ];
+        TEXTS.into_iter().enumerate().filter(move |(i, _)| self.0 >> i & 1 != 0).map(|(_, t)| t)
+    }
+}
+
+impl Image {
+    /// Reads the header, forgiving what a repair can make anew.
+    pub(super) fn open(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Self> {
+        let mut header_faults = Vec::new();
+        let header = Header::read_tolerant(&**storage, limits, &mut header_faults)?;
+        let cluster = header.geometry.cluster_bytes();
+        let mut image = Self {
+            storage: Arc::clone(storage),
+            header,
+            header_faults,
+            limits: *limits,
+            file_len: storage.len()?,
+            sacred: vec![0..cluster],
+        };
+        if let Some(Ok((offset, bytes))) = image.encryption_header() {
+            image.sacred.push(offset..offset + bytes);
+        }
+        Ok(image)
+    }
+
+    /// Host offset and bytes of the encryption header, or (as an error) where it cannot be.
+    pub(super) fn encryption_header(&self) -> Option<std::result::Result<(u64, u64), (u64, u64)>> {
+        let (offset, bytes) = self.header.encryption_header()?;
+        let found = (offset.0, bytes);
+        let fits = bytes > 0
+            && bytes <= ENCRYPTION_BYTES_MAX
+            && offset.0 != 0
+            && offset.0 & (self.cluster_bytes() - 1) == 0
+            && self.in_file(offset.0, bytes);
+        Some(if fits { Ok(found) } else { Err(found) })
+    }
+
+    /// The storage's name, for errors.
+    pub(super) fn name(&self) -> &str {
+        self.storage.name()
+    }
+
+    /// Sizes.
+    pub(super) fn geometry(&self) -> &Geometry {
+        &self.header.geometry
+    }
+
+    /// Bytes of a cluster.
+    pub(super) fn cluster_bytes(&self) -> u64 {
+        self.header.geometry.cluster_bytes()
+    }
+
+    /// The number of clusters of the file, the last one possibly begun only.
+    pub(super) fn file_clusters(&self) -> u64 {
+        self.file_len.div_ceil(self.cluster_bytes())
+    }
+
+    /// Whether a range may be referred to. The last cluster may be begun only, so what passes the
+    /// end of the file by less than a cluster is fine (and QEMU says the same).
+    pub(super) fn in_file(&self, offset: u64, bytes: u64) -> bool {
+        let end = u128::from(offset) + u128::from(bytes);
+        end < u128::from(self.file_len) + u128::from(self.cluster_bytes())
+    }
+
+    /// The clusters that a range touches.
+    pub(super) fn clusters_of(&self, offset: u64, bytes: u64) -> Range<u64> {
+        let bits = self.geometry().cluster_bits;
+        if bytes == 0 {
+            return offset >> bits..offset >> bits;
+        }
+        offset >> bits..((offset + (bytes - 1)) >> bits) + 1
+    }
+
+    fn is_sacred(&self, offset: u64, bytes: u64) -> bool {
+        let clusters = self.clusters_of(offset, bytes);
+        self.sacred.iter().any(|range| {
+            let taken = self.clusters_of(range.start, range.end - range.start);
+            clusters.start < taken.end && taken.start < clusters.end
+        })
+    }
+
+    /// The mended form of an L1 entry, and what was wrong with it.
+    pub(super) fn judge_l1(&self, raw: u64) -> (u64, Option<L1Fault>) {
+        if raw == 0 {
+            return (0, None);
+        }
+        let offset = raw & OFFSET_MASK;
+        if offset == 0 {
+            (0, Some(L1Fault::NoTable))
+        } else if offset & (self.cluster_bytes() - 1) != 0 {
+            (0, Some(L1Fault::Unaligned))
+        } else if !self.in_file(offset, self.cluster_bytes()) {
+            (0, Some(L1Fault::BeyondEnd))
+        } else if self.is_sacred(offset, self.cluster_bytes()) {
+            (0, Some(L1Fault::Sacred))
+        } else if raw & L1_RESERVED != 0 {
+            (raw & (OFFSET_MASK | COPIED), Some(L1Fault::Reserved))
+        } else {
+            (raw, None)
+        }
+    }
+
+    /// The mended form of the L2 entry of the cluster at `guest`, and what was wrong with it.
+    pub(super) fn judge_l2(&self, entry: L2Entry, guest: u64) -> (L2Entry, L2Faults) {
+        let mut faults = L2Faults::default();
+        let mended = if entry.is_compressed() {
+            self.judge_compressed(entry, guest, &mut faults)
+        } else {
+            self.judge_standard(entry, guest, &mut faults)
+        };
+        (mended, faults)
+    }
+
+    fn judge_compressed(&self, entry: L2Entry, guest: u64, faults: &mut L2Faults) -> L2Entry {
+        if entry.is_copied() {
+            faults.set(L2Faults::COMPRESSED_COPIED);
+        }
+        if self.header.has_data_file() {
+            faults.set(L2Faults::COMPRESSED_IN_DATA_FILE);
+            return self.at_home(guest);
+        }
+        if self.geometry().extended && entry.bitmap != 0 {
+            faults.set(L2Faults::COMPRESSED_BITMAP);
+        }
+        let place = entry.compressed_place(self.geometry());
+        if place.offset.0 >= layout::HOST_OFFSET_END || !self.in_file(place.offset.0, place.bytes) {
+            faults.set(L2Faults::BEYOND_END);
+        } else if self.is_sacred(place.offset.0, place.bytes) {
+            faults.set(L2Faults::SACRED);
+        }
+        if faults.lost() {
+            return self.detached(L2Entry { word: 0, bitmap: u64::from(u32::MAX) });
+        }
+        L2Entry { word: entry.word & !COPIED, bitmap: 0 }
+    }
+
+    fn judge_standard(&self, entry: L2Entry, guest: u64, faults: &mut L2Faults) -> L2Entry {
+        let geometry = self.geometry();
+        let data_file = self.header.has_data_file();
+        let mut mended = entry;
+        if self.header.version < 3 && entry.word & ZERO != 0 {
+            faults.set(L2Faults::ZERO_IN_V2);
+            mended.word &= !ZERO;
+        }
+        let reserved = mended.reserved_bits(geometry);
+        if reserved != 0 {
+            faults.set(L2Faults::RESERVED);
+            mended.word &= !reserved;
+        }
+        if mended.has_space(data_file) {
+            let host = mended.host().0;
+            if host & (geometry.cluster_bytes() - 1) != 0 {
+                faults.set(L2Faults::UNALIGNED);
+            } else if data_file {
+                if host != guest {
+                    faults.set(L2Faults::MOVED_IN_DATA_FILE);
+                }
+            } else if host >= self.file_len {
+                faults.set(L2Faults::BEYOND_END);
+            } else if self.is_sacred(host, geometry.cluster_bytes()) {
+                faults.set(L2Faults::SACRED);
+            }
+            if data_file && (faults.lost() || host != guest) {
+                mended.word = guest | COPIED | (mended.word & ZERO);
+            } else if faults.lost() {
+                return self.detached(mended);
+            }
+        }
+        if geometry.extended {
+            let both = mended.bitmap & (mended.bitmap >> 32) & u64::from(u32::MAX);
+            if both != 0 {
+                // Reading such a subcluster fails. Its bytes are more likely to be wanted than
+                // not: they are kept.
+                faults.set(L2Faults::SUBCLUSTER_BOTH);
+                mended.bitmap &= !(both << 32);
+            }
+            if mended.bitmap & u64::from(u32::MAX) != 0 && !mended.has_space(data_file) {
+                faults.set(L2Faults::SUBCLUSTER_NO_SPACE);
+                return self.detached(mended);
+            }
+        }
+        mended
+    }
+
+    /// An entry without its host cluster. What had data there reads as zeroes; where the version
+    /// cannot say that, it becomes a hole.
+    fn detached(&self, entry: L2Entry) -> L2Entry {
+        if self.geometry().extended {
+            let allocated = entry.bitmap & u64::from(u32::MAX);
+            L2Entry { word: 0, bitmap: (entry.bitmap | allocated << 32) & !u64::from(u32::MAX) }
+        } else if self.header.version >= 3 {
+            L2Entry { word: ZERO, bitmap: 0 }
+        } else {
+            L2Entry::default()
+        }
+    }
+
+    /// The only entry that a data cluster in a data file can have.
+    fn at_home(&self, guest: u64) -> L2Entry {
+        L2Entry::data(HostOffset(guest), self.geometry())
+    }
+}

@@ -1,0 +1,278 @@
+//! The L2 tables: each read once, whatever the number of L1 entries that name it.
+
+use rustc_hash::FxHashSet;
+
+use super::balance::{Balance, METADATA, SINGLE};
+use super::findings::Findings;
+use super::image::{Image, L2Faults};
+use crate::entry::L2Entry;
+use crate::layout::{COMPRESSED, COPIED, L2_RESERVED, OFFSET_MASK, ZERO};
+
+/// An L2 table and who names it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct L2Table {
+    /// Host offset.
+    pub(super) offset: u64,
+    /// Entries of the active L1 table that name it.
+    pub(super) active: u32,
+    /// Entries of snapshots' L1 tables that name it.
+    pub(super) inactive: u32,
+    /// The first L1 entry that names it, active ones first.
+    pub(super) l1_index: u32,
+    /// Entries that are not empty.
+    pub(super) used: u32,
+    /// Entries with faults.
+    pub(super) faulty: u32,
+    /// Entries whose COPIED flag disagrees with the refcount.
+    pub(super) copied_wrong: u32,
+    /// Some entry must let go of its data.
+    pub(super) lossy: bool,
+}
+
+impl L2Table {
+    /// How many references each of its entries makes.
+    pub(super) fn weight(&self) -> i32 {
+        i32::try_from(u64::from(self.active) + u64::from(self.inactive)).unwrap_or(i32::MAX)
+    }
+
+    /// Most of what is in it makes no sense: this is no L2 table.
+    pub(super) fn is_garbage(&self) -> bool {
+        self.faulty * 2 > self.used
+    }
+
+    /// Guest offset of the cluster of an entry.
+    pub(super) fn guest(&self, index: u64, image: &Image) -> u64 {
+        let geometry = image.geometry();
+        ((u64::from(self.l1_index) << geometry.l2_bits()) + index) << geometry.cluster_bits
+    }
+}
+
+/// The entry at an index of a table.
+pub(super) fn entry_at(table: &[u8], index: usize, extended: bool) -> L2Entry {
+    let word = |at: usize| u64::from_be_bytes(table[at..at + 8].try_into().unwrap_or_default());
+    if extended {
+        L2Entry { word: word(index * 16), bitmap: word(index * 16 + 8) }
+    } else {
+        L2Entry { word: word(index * 8), bitmap: 0 }
+    }
+}
+
+/// Puts an entry at an index of a table.
+pub(super) fn put_entry(table: &mut [u8], index: usize, extended: bool, entry: L2Entry) {
+    if extended {
+        table[index * 16..][..8].copy_from_slice(&entry.word.to_be_bytes());
+        table[index * 16 + 8..][..8].copy_from_slice(&entry.bitmap.to_be_bytes());
+    } else {
+        table[index * 8..][..8].copy_from_slice(&entry.word.to_be_bytes());
+    }
+}
+
+/// Counts what L2 tables refer to.
+pub(super) struct Scan<'a> {
+    pub(super) image: &'a Image,
+    pub(super) balance: &'a mut Balance,
+    pub(super) findings: &'a mut Findings,
+    /// Metadata clusters that something else is using too.
+    pub(super) conflicts: &'a mut FxHashSet<u64>,
+}
+
+/// Counting of one table's fragmentation, as QEMU counts it.
+#[derive(Default)]
+struct Run {
+    next: u64,
+    allocated: u64,
+    fragmented: u64,
+    compressed: u64,
+}
+
+impl Run {
+    fn cluster(&mut self, host: u64, cluster_bytes: u64) {
+        self.allocated += 1;
+        self.fragmented += u64::from(self.next != 0 && self.next != host);
+        self.next = host.wrapping_add(cluster_bytes);
+    }
+
+    fn compressed(&mut self) {
+        // A compressed cluster never ends where a sector does: reading it is never contiguous.
+        self.allocated += 1;
+        self.compressed += 1;
+        self.fragmented += 1;
+    }
+}
+
+impl Scan<'_> {
+    /// Counts the references of one table.
+    pub(super) fn table(&mut self, table: &mut L2Table, bytes: &[u8]) {
+        let mut run = Run::default();
+        if self.image.geometry().extended || self.image.header.has_data_file() {
+            let extended = self.image.geometry().extended;
+            let entry_bytes = self.image.geometry().l2_entry_bytes() as usize;
+            for index in 0..bytes.len() / entry_bytes {
+                let entry = entry_at(bytes, index, extended);
+                if entry != L2Entry::default() {
+                    self.entry(table, index, entry, &mut run);
+                }
+            }
+        } else {
+            self.standard_table(table, bytes, &mut run);
+        }
+        let active = u64::from(table.active);
+        let report = &mut self.findings.report;
+        report.allocated_clusters += run.allocated * active;
+        report.fragmented_clusters += run.fragmented * active;
+        report.compressed_clusters += run.compressed * active;
+    }
+
+    /// The same without the calls for each plain entry; what is not plain goes to
+    /// [`Self::entry`].
+    fn standard_table(&mut self, table: &mut L2Table, bytes: &[u8], run: &mut Run) {
+        let cluster_bytes = self.image.cluster_bytes();
+        let cluster_bits = self.image.geometry().cluster_bits;
+        let file_len = self.image.file_len;
+        let weight = table.weight();
+        let mut odd = COMPRESSED | L2_RESERVED | (OFFSET_MASK & (cluster_bytes - 1));
+        if self.image.header.version < 3 {
+            odd |= ZERO;
+        }
+        for (index, raw) in bytes.chunks_exact(8).enumerate() {
+            let word = u64::from_be_bytes(raw.try_into().unwrap_or_default());
+            if word == 0 {
+                continue;
+            }
+            let host = word & OFFSET_MASK;
+            if word & odd != 0 || host >= file_len {
+                self.entry(table, index, L2Entry { word, bitmap: 0 }, run);
+                continue;
+            }
+            table.used += 1;
+            if host == 0 {
+                continue;
+            }
+            let old = self.balance.refer(host >> cluster_bits, weight);
+            let copied = word >> 63 != 0;
+            if old & METADATA != 0 || copied != (old & SINGLE != 0) {
+                // Rare: take it back and look closely.
+                self.balance.refer(host >> cluster_bits, -weight);
+                table.used -= 1;
+                self.entry(table, index, L2Entry { word, bitmap: 0 }, run);
+                continue;
+            }
+            run.cluster(host, cluster_bytes);
+        }
+    }
+
+    fn entry(&mut self, table: &mut L2Table, index: usize, entry: L2Entry, run: &mut Run) {
+        let image = self.image;
+        let guest = table.guest(index as u64, image);
+        let (mended, faults) = image.judge_l2(entry, guest);
+        let at = table.offset + index as u64 * image.geometry().l2_entry_bytes();
+        table.used += 1;
+        if !faults.is_empty() {
+            table.faulty += 1;
+            table.lossy |= faults.lost();
+            self.report_faults(at, guest, entry, faults);
+        }
+        if mended.is_compressed() {
+            let place = mended.compressed_place(image.geometry());
+            for cluster in image.clusters_of(place.offset.0, place.bytes) {
+                self.refer(cluster, table.weight(), at, guest);
+            }
+            run.compressed();
+        } else if mended.has_space(image.header.has_data_file()) {
+            let host = mended.host().0;
+            run.cluster(host, image.cluster_bytes());
+            let single = if image.header.has_data_file() {
+                true
+            } else {
+                let cluster = host >> image.geometry().cluster_bits;
+                self.refer(cluster, table.weight(), at, guest) & SINGLE != 0
+            };
+            if table.active > 0 && single != mended.is_copied() {
+                table.copied_wrong += 1;
+                self.findings.corruption(at, "L2 entry", || {
+                    format!(
+                        "guest offset {guest:#x}: found {:#x} {} COPIED flag, expected {}",
+                        entry.word,
+                        if single { "without" } else { "with" },
+                        if single {
+                            "it, the refcount is 1"
+                        } else {
+                            "none, the refcount is not 1"
+                        },
+                    )
+                });
+            }
+        }
+    }
+
+    fn refer(&mut self, cluster: u64, times: i32, at: u64, guest: u64) -> u16 {
+        let old = self.balance.refer(cluster, times);
+        if old & METADATA != 0 {
+            self.conflicts.insert(cluster);
+            let offset = cluster << self.image.geometry().cluster_bits;
+            self.findings.corruption(at, "L2 entry", || {
+                format!(
+                    "guest offset {guest:#x}: found a cluster of metadata at {offset:#x}, expected \
+                     one that nothing else uses"
+                )
+            });
+        }
+        old
+    }
+
+    fn report_faults(&mut self, at: u64, guest: u64, entry: L2Entry, faults: L2Faults) {
+        let cluster = self.image.cluster_bytes();
+        for expected in faults.each() {
+            self.findings.corruption(at, "L2 entry", || {
+                let bitmap = if entry.bitmap == 0 {
+                    String::new()
+                } else {
+                    format!(" with bitmap {:#x}", entry.bitmap)
+                };
+                let lost = if faults.lost() {
+                    format!("; the data of {cluster} guest bytes is lost")
+                } else {
+                    String::new()
+                };
+                format!(
+                    "guest offset {guest:#x}: found {:#x}{bitmap}, expected {expected}{lost}",
+                    entry.word
+                )
+            });
+        }
+    }
+}
+
+/// Mends each entry of a table.
+pub(super) fn mend_table(image: &Image, table: &L2Table, bytes: &mut [u8]) {
+    let extended = image.geometry().extended;
+    let entry_bytes = image.geometry().l2_entry_bytes() as usize;
+    for index in 0..bytes.len() / entry_bytes {
+        let entry = entry_at(bytes, index, extended);
+        if entry == L2Entry::default() {
+            continue;
+        }
+        let (mended, faults) = image.judge_l2(entry, table.guest(index as u64, image));
+        if !faults.is_empty() {
+            put_entry(bytes, index, extended, mended);
+        }
+    }
+}
+
+/// Makes the COPIED flag of each entry agree with the refcount in the image.
+pub(super) fn set_copied(image: &Image, balance: &Balance, bytes: &mut [u8]) {
+    let geometry = image.geometry();
+    let entry_bytes = geometry.l2_entry_bytes() as usize;
+    for index in 0..bytes.len() / entry_bytes {
+        let mut entry = entry_at(bytes, index, geometry.extended);
+        if entry.is_compressed() || !entry.has_space(image.header.has_data_file()) {
+            continue;
+        }
+        let cluster = geometry.host_cluster(entry.host());
+        let single = image.header.has_data_file() || balance.word(cluster) & SINGLE != 0;
+        if single != entry.is_copied() {
+            entry.word ^= COPIED;
+            put_entry(bytes, index, geometry.extended, entry);
+        }
+    }
+}

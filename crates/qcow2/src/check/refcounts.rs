@@ -1,0 +1,136 @@
+//! The refcount table and its blocks as they stand in the file.
+
+use vdkit_block::{HostOffset, Result};
+
+use super::balance::Balance;
+use super::findings::Findings;
+use super::image::Image;
+use super::reader::{self, Meter};
+use super::widths;
+use crate::layout::OFFSET_MASK;
+
+/// Bits of a refcount table entry that must be zero; its offset may use all the others.
+const TABLE_RESERVED: u64 = 0x1ff;
+
+/// Where the refcounts are.
+#[derive(Debug, Default)]
+pub(super) struct Refcounts {
+    /// Host offset of each block; 0 where there is none that can be used.
+    pub(super) blocks: Vec<u64>,
+    /// No entry is damaged, and the table is where the header says.
+    pub(super) sound: bool,
+}
+
+impl Refcounts {
+    /// Reads the table.
+    pub(super) fn read(image: &Image, findings: &mut Findings) -> Result<Self> {
+        let header = &image.header;
+        let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
+        let at = header.refcount_table_offset.0;
+        let raw = reader::read_table(&*image.storage, at, bytes)?;
+        let mut table =
+            Self { blocks: vec![0; raw.len() / 8], sound: header.refcount_table_clusters > 0 };
+        for (i, (block, raw)) in table.blocks.iter_mut().zip(raw.chunks_exact(8)).enumerate() {
+            let entry = u64::from_be_bytes(raw.try_into().unwrap_or_default());
+            if entry == 0 {
+                continue;
+            }
+            let expected = if entry & TABLE_RESERVED != 0 {
+                "zero in the reserved bits"
+            } else if entry & (image.cluster_bytes() - 1) != 0 {
+                "a host offset at a cluster boundary"
+            } else if entry & !OFFSET_MASK != 0 || entry >= image.file_len {
+                "a host offset within the file"
+            } else {
+                *block = entry;
+                continue;
+            };
+            table.sound = false;
+            findings.corruption(at + i as u64 * 8, "refcount table entry", || {
+                format!("found {entry:#x}, expected {expected}")
+            });
+        }
+        table.drop_repeated(at, findings);
+        Ok(table)
+    }
+
+    /// A block that is named twice counts for its first place only.
+    fn drop_repeated(&mut self, table_offset: u64, findings: &mut Findings) {
+        let mut places: Vec<(u64, usize)> =
+            self.blocks.iter().copied().zip(0..).filter(|&(offset, _)| offset != 0).collect();
+        places.sort_unstable();
+        for pair in places.windows(2).filter(|pair| pair[0].0 == pair[1].0) {
+            let (offset, index) = pair[1];
+            self.blocks[index] = 0;
+            self.sound = false;
+            findings.corruption(table_offset + index as u64 * 8, "refcount table entry", || {
+                format!("found {offset:#x}, expected a block that no earlier entry names")
+            });
+        }
+    }
+
+    /// Takes the refcounts of all clusters below `end` into `balance`.
+    pub(super) fn load(
+        &self,
+        image: &Image,
+        end: u64,
+        balance: &mut Balance,
+        meter: &mut Meter<'_, '_>,
+    ) -> Result<()> {
+        let bits = image.geometry().refcount_block_bits();
+        let mut blocks: Vec<(u64, u64)> = (0u64..)
+            .zip(&self.blocks)
+            .take_while(|(index, _)| index << bits < end)
+            .filter(|&(_, &offset)| offset != 0)
+            .map(|(index, &offset)| (offset, index))
+            .collect();
+        blocks.sort_unstable();
+        let offsets: Vec<u64> = blocks.iter().map(|(offset, _)| *offset).collect();
+        let order = image.geometry().refcount_order;
+        reader::for_each_cluster(
+            &*image.storage,
+            &offsets,
+            image.cluster_bytes(),
+            meter,
+            |i, block| {
+                balance.add_refcounts(blocks[i].1 << bits, end, block, order);
+                balance.check_limit(image.name())
+            },
+        )
+    }
+
+    /// Host offset of the block that has this cluster's refcount.
+    pub(super) fn block_of(&self, image: &Image, cluster: u64) -> Option<u64> {
+        let index = cluster >> image.geometry().refcount_block_bits();
+        self.blocks.get(usize::try_from(index).ok()?).copied().filter(|&offset| offset != 0)
+    }
+}
+
+/// Single refcounts out of the file, one block kept in memory.
+#[derive(Debug)]
+pub(super) struct Lookup<'a> {
+    image: &'a Image,
+    refcounts: &'a Refcounts,
+    block: Vec<u8>,
+    at: u64,
+}
+
+impl<'a> Lookup<'a> {
+    /// Nothing read yet.
+    pub(super) fn new(image: &'a Image, refcounts: &'a Refcounts) -> Self {
+        Self { image, refcounts, block: Vec::new(), at: 0 }
+    }
+
+    /// The refcount of a cluster.
+    pub(super) fn get(&mut self, cluster: u64) -> Result<u64> {
+        let Some(at) = self.refcounts.block_of(self.image, cluster) else { return Ok(0) };
+        if self.at != at {
+            self.block.resize(self.image.cluster_bytes() as usize, 0);
+            self.image.storage.read_padded(&mut self.block, HostOffset(at))?;
+            self.at = at;
+        }
+        let geometry = self.image.geometry();
+        let index = cluster & (geometry.refcount_block_entries() - 1);
+        Ok(widths::get(&self.block, geometry.refcount_order, index as usize))
+    }
+}

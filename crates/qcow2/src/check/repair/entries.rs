@@ -1,0 +1,118 @@
+//! Entries of L1 and L2 tables, mended where they stand.
+
+use vdkit_block::Result;
+
+use super::{write_autoclear, write_changed};
+use crate::check::balance::SINGLE;
+use crate::check::image::Image;
+use crate::check::mapping;
+use crate::check::reader;
+use crate::check::survey::{Owner, Survey, be64};
+use crate::layout::{COPIED, OFFSET_MASK, autoclear};
+
+/// Mends entries of all tables that have their cluster for themselves, and lets go of tables that
+/// are none. Returns whether anything changed.
+pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
+    let mut changed = forget_bitmaps(image, survey)?;
+    if !survey.owner_in_conflict(Owner::ActiveL1) {
+        let offset = image.header.l1_offset.0;
+        changed |= mend_l1(image, survey, offset, &survey.l1)?;
+    }
+    for (i, snapshot) in survey.snapshots.snapshots.iter().enumerate() {
+        let suspect = survey.snapshot_l1_faulty.contains(&i) || !survey.conflicts.is_empty();
+        if snapshot.lost || !suspect || survey.owner_in_conflict(Owner::SnapshotL1(i)) {
+            continue;
+        }
+        let l1 = reader::read_table(&*image.storage, snapshot.l1_offset, snapshot.l1_bytes())?;
+        changed |= mend_l1(image, survey, snapshot.l1_offset, &l1)?;
+    }
+    for table in &survey.tables {
+        if table.faulty == 0 || survey.in_conflict(image, table) {
+            continue;
+        }
+        let old = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
+        let mut new = old.clone();
+        mapping::mend_table(image, table, &mut new);
+        changed |= write_changed(image, table.offset, &old, &new)?;
+    }
+    if changed {
+        image.storage.sync()?;
+    }
+    Ok(changed)
+}
+
+/// Clears the autoclear bit of bitmaps that are damaged, that share clusters with something else,
+/// or that would not know that guest data goes away.
+fn forget_bitmaps(image: &Image, survey: &Survey) -> Result<bool> {
+    if image.header.autoclear & autoclear::BITMAPS == 0 {
+        return Ok(false);
+    }
+    let lossy = survey.l1_lossy || survey.tables.iter().any(|table| table.lossy);
+    if !survey.bitmaps_broken && !lossy && !survey.owner_in_conflict(Owner::Bitmap) {
+        return Ok(false);
+    }
+    write_autoclear(image, image.header.autoclear & !autoclear::BITMAPS)?;
+    Ok(true)
+}
+
+fn mend_l1(image: &Image, survey: &Survey, offset: u64, old: &[u8]) -> Result<bool> {
+    let new = mended_l1(image, survey, old, |offset| offset);
+    write_changed(image, offset, old, &new)
+}
+
+/// An L1 table with mended entries, tables that are none let go, and each other L2 table at its
+/// new `place`.
+pub(super) fn mended_l1(
+    image: &Image,
+    survey: &Survey,
+    l1: &[u8],
+    place: impl Fn(u64) -> u64,
+) -> Vec<u8> {
+    let mut new = l1.to_vec();
+    for raw in new.chunks_exact_mut(8) {
+        let entry = be64(raw);
+        if entry == 0 {
+            continue;
+        }
+        let (mut mended, _) = image.judge_l1(entry);
+        let offset = mended & OFFSET_MASK;
+        let garbage = survey
+            .table_at(offset)
+            .is_some_and(|table| survey.in_conflict(image, table) && table.is_garbage());
+        if garbage {
+            mended = 0;
+        } else if mended != 0 {
+            mended = mended & !OFFSET_MASK | place(offset);
+        }
+        raw.copy_from_slice(&mended.to_be_bytes());
+    }
+    new
+}
+
+/// Makes the COPIED flags of the active tables agree with the refcounts.
+pub(super) fn set_copied(image: &Image, survey: &Survey) -> Result<bool> {
+    let mut changed = false;
+    if survey.l1_copied_wrong > 0 {
+        let mut new = survey.l1.clone();
+        for raw in new.chunks_exact_mut(8) {
+            let mut entry = be64(raw);
+            let cluster = (entry & OFFSET_MASK) >> image.geometry().cluster_bits;
+            if entry & OFFSET_MASK != 0 {
+                let single = survey.balance.word(cluster) & SINGLE != 0;
+                entry = entry & !COPIED | u64::from(single) << 63;
+                raw.copy_from_slice(&entry.to_be_bytes());
+            }
+        }
+        changed |= write_changed(image, image.header.l1_offset.0, &survey.l1, &new)?;
+    }
+    for table in survey.tables.iter().filter(|table| table.copied_wrong > 0) {
+        let old = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
+        let mut new = old.clone();
+        mapping::set_copied(image, &survey.balance, &mut new);
+        changed |= write_changed(image, table.offset, &old, &new)?;
+    }
+    if changed {
+        image.storage.sync()?;
+    }
+    Ok(changed)
+}

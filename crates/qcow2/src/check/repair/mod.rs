@@ -1,0 +1,258 @@
+//! Repair, in rounds: look, mend what comes first, look again.
+//!
+//! Each round does one kind of thing, in an order in which a crash at any point leaves an image
+//! that is no worse than before:
+//!
+//! 1. [`entries`]: entries that cannot be right are mended or let go where they stand.
+//! 2. [`relocate`]: metadata that shares a cluster with something else is copied to new clusters,
+//!    together with a whole new set of refcounts; one write of the header switches to all of it.
+//! 3. [`recount`]: refcounts that are too low are raised, then those that are too high lowered.
+//! 4. COPIED flags follow the refcounts.
+//! 5. The dirty and the corrupt bit are cleared.
+
+mod entries;
+mod recount;
+mod relocate;
+
+use std::sync::Arc;
+
+use rustc_hash::FxHashSet;
+use vdkit_block::{CheckReport, Error, HostOffset, Limits, Monitor, Repair, Result, Storage};
+
+use super::image::Image;
+use super::survey::{Mode, Survey};
+use crate::header::field;
+use crate::layout::{autoclear, incompatible};
+
+/// Rounds after which a repair gives up; no damage is known that takes more than eight.
+const ROUNDS_MAX: usize = 24;
+
+/// What may be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Policy {
+    /// Lower refcounts, where nothing else is wrong.
+    Leaks,
+    /// Anything.
+    All,
+    /// Refcounts and what follows from them; anything else is an error.
+    Recover,
+}
+
+/// A check with repair. See [`super::check`].
+pub(super) fn run(
+    storage: &Arc<dyn Storage>,
+    repair: Repair,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<CheckReport> {
+    let policy = match repair {
+        Repair::All => Policy::All,
+        _ => Policy::Leaks,
+    };
+    if !storage.caps().writable {
+        return Err(Error::ReadOnly { file: storage.name().to_owned() });
+    }
+    let mut image = Image::open(storage, limits)?;
+    let first = Survey::take(&image, Mode::Compare, monitor)?;
+    let mut report = first.findings.report.clone();
+    let last = rounds(&mut image, first, policy, monitor)?;
+    summarise(&mut report, &last.findings.report);
+    Ok(report)
+}
+
+/// See [`super::rebuild_refcounts`].
+pub(super) fn recover(
+    storage: &Arc<dyn Storage>,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    let mut image = Image::open(storage, limits)?;
+    let first = Survey::take(&image, Mode::Compare, monitor)?;
+    refuse_damage(&image, &first)?;
+    let last = rounds(&mut image, first, Policy::Recover, monitor)?;
+    refuse_damage(&image, &last)?;
+    if last.findings.report.corruptions > 0 {
+        return Err(Error::corrupt(
+            image.name(),
+            field::INCOMPATIBLE,
+            "refcounts",
+            "refcounts that cannot be set right",
+            "an image that vdkit check --repair all can mend",
+        ));
+    }
+    Ok(())
+}
+
+/// [`Error::Corrupt`] where more is wrong than refcounts.
+fn refuse_damage(image: &Image, survey: &Survey) -> Result<()> {
+    if survey.structural(image) == 0 {
+        return Ok(());
+    }
+    let first = survey.findings.report.findings.iter().find(|finding| {
+        finding.severity == vdkit_block::Severity::Corruption && finding.structure != "refcount"
+    });
+    Err(Error::corrupt(
+        image.name(),
+        first.map_or(0, |finding| finding.offset),
+        first.map_or("metadata", |finding| finding.structure),
+        first.map_or("damage".to_owned(), |finding| finding.message.clone()),
+        "sound metadata; see what is lost with vdkit check, then mend it with --repair all",
+    ))
+}
+
+/// Mends until nothing is left that may be mended. Returns what is still wrong.
+fn rounds(
+    image: &mut Image,
+    first: Survey,
+    policy: Policy,
+    monitor: &Monitor<'_>,
+) -> Result<Survey> {
+    // Space is given back to the file system only where nothing was ever in doubt.
+    let discard = first.structural(image) == 0;
+    let mut survey = first;
+    let mut states = FxHashSet::default();
+    for _ in 0..ROUNDS_MAX {
+        let report = &survey.findings.report;
+        let again = !states.insert((
+            report.leaks,
+            report.corruptions,
+            image.header.clone().autoclear,
+            image.header.refcount_table_offset.0,
+            survey.copied_wrong(),
+        ));
+        monitor.cancel.check()?;
+        if again || !round(image, &survey, policy, discard, monitor)? {
+            break;
+        }
+        *image = Image::open(&Arc::clone(&image.storage), &image.limits.clone())?;
+        survey = Survey::take(image, Mode::Compare, monitor)?;
+    }
+    if clear_marks(image, &survey, policy)? {
+        *image = Image::open(&Arc::clone(&image.storage), &image.limits.clone())?;
+        survey = Survey::take(image, Mode::Compare, monitor)?;
+    }
+    Ok(survey)
+}
+
+/// Does the first thing that is to be done. Returns whether there was one.
+fn round(
+    image: &Image,
+    survey: &Survey,
+    policy: Policy,
+    discard: bool,
+    monitor: &Monitor<'_>,
+) -> Result<bool> {
+    if survey.findings.report.leaks == 0 && survey.findings.report.corruptions == 0 {
+        return Ok(false);
+    }
+    forget_unknown_autoclear(image)?;
+    match policy {
+        Policy::All => {
+            if entries::apply(image, survey)? {
+                return Ok(true);
+            }
+            if !survey.conflicts.is_empty()
+                || survey.snapshots.rewrite
+                || !survey.refcounts.sound
+                || survey.low_without_block
+            {
+                relocate::apply(image, survey, monitor)?;
+                return Ok(true);
+            }
+        }
+        // What looks leaked may be what a damaged entry pointed to.
+        Policy::Leaks if survey.structural(image) > 0 => return Ok(false),
+        Policy::Recover if survey.low_without_block => {
+            relocate::apply(image, survey, monitor)?;
+            return Ok(true);
+        }
+        _ => {}
+    }
+    if recount::apply(image, survey, policy != Policy::Leaks, discard)? {
+        return Ok(true);
+    }
+    // Lowering a refcount to 1 makes the COPIED flag due, so a repair of leaks sets it too.
+    if policy != Policy::Leaks || survey.low == 0 {
+        return entries::set_copied(image, survey);
+    }
+    Ok(false)
+}
+
+/// A writer must clear the autoclear bits that it does not know.
+fn forget_unknown_autoclear(image: &Image) -> Result<()> {
+    let known = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
+    if image.header.autoclear & !known != 0 {
+        write_autoclear(image, image.header.autoclear & known)?;
+    }
+    Ok(())
+}
+
+fn write_autoclear(image: &Image, bits: u64) -> Result<()> {
+    image.storage.write_at(&bits.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
+    image.storage.sync()
+}
+
+/// Clears the dirty bit where the refcounts are right, and the corrupt bit where all is right.
+fn clear_marks(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
+    let marked = u64::from(image.header.has(incompatible::CORRUPT));
+    let report = &survey.findings.report;
+    if report.corruptions > marked || report.leaks > 0 && policy != Policy::Recover {
+        return Ok(false);
+    }
+    let mut bits = image.header.incompatible & !incompatible::DIRTY;
+    if policy == Policy::All {
+        bits &= !incompatible::CORRUPT;
+    }
+    if bits == image.header.incompatible {
+        return Ok(false);
+    }
+    image.storage.sync()?;
+    image.storage.write_at(&bits.to_be_bytes(), HostOffset(field::INCOMPATIBLE))?;
+    image.storage.sync()?;
+    Ok(true)
+}
+
+/// Fills in what was mended.
+fn summarise(report: &mut CheckReport, last: &CheckReport) {
+    let left: FxHashSet<(u64, &str)> =
+        last.findings.iter().map(|finding| (finding.offset, finding.structure)).collect();
+    let clean = last.leaks == 0 && last.corruptions == 0;
+    for finding in &mut report.findings {
+        finding.repaired = clean || !left.contains(&(finding.offset, finding.structure));
+    }
+    report.leaks = report.leaks.max(last.leaks);
+    report.corruptions = report.corruptions.max(last.corruptions);
+    report.leaks_fixed = report.leaks - last.leaks;
+    report.corruptions_fixed = report.corruptions - last.corruptions;
+    report.total_clusters = last.total_clusters;
+    report.allocated_clusters = last.allocated_clusters;
+    report.fragmented_clusters = last.fragmented_clusters;
+    report.compressed_clusters = last.compressed_clusters;
+    report.image_end_offset = last.image_end_offset;
+}
+
+/// Writes those sectors of a table that differ: a sector is written whole or not at all, and what
+/// did not change is not touched.
+fn write_changed(image: &Image, offset: u64, old: &[u8], new: &[u8]) -> Result<bool> {
+    const SECTOR: usize = 512;
+    let mut changed = false;
+    let mut at = 0;
+    let differs = |at: usize| {
+        let end = (at + SECTOR).min(new.len());
+        old[at..end] != new[at..end]
+    };
+    while at < new.len() {
+        if !differs(at) {
+            at += SECTOR;
+            continue;
+        }
+        let start = at;
+        while at < new.len() && differs(at) {
+            at += SECTOR;
+        }
+        let end = at.min(new.len());
+        image.storage.write_at(&new[start..end], HostOffset(offset + start as u64))?;
+        changed = true;
+    }
+    Ok(changed)
+}

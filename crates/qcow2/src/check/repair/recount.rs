@@ -1,0 +1,103 @@
+//! Refcounts set right in the blocks that are there.
+
+use std::ops::Range;
+
+use vdkit_block::{HostOffset, Result};
+
+use super::write_changed;
+use crate::check::image::Image;
+use crate::check::survey::Survey;
+use crate::check::widths;
+
+/// Raises refcounts that are too low (where `raise`), makes that durable, then lowers those that
+/// are too high. Returns whether anything changed. With `discard` the space of clusters that
+/// became free goes back to the file system.
+pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) -> Result<bool> {
+    let mut changed = false;
+    if raise && survey.low > 0 {
+        changed |= set(image, survey, |balance| balance < 0, &mut |_| {})?;
+        image.storage.sync()?;
+    }
+    let mut freed = Runs::default();
+    if survey.findings.report.leaks > 0 {
+        changed |= set(image, survey, |balance| balance > 0, &mut |cluster| freed.add(cluster))?;
+        image.storage.sync()?;
+    }
+    if discard {
+        let cluster = image.cluster_bytes();
+        for run in &freed.runs {
+            // A hint: where it fails the space merely stays allocated.
+            let bytes = (run.end - run.start) * cluster;
+            let _ = image.storage.discard(HostOffset(run.start * cluster), bytes);
+        }
+    }
+    Ok(changed)
+}
+
+/// Sets the refcount of each cluster with a balance that is `wanted` to its references.
+fn set(
+    image: &Image,
+    survey: &Survey,
+    wanted: impl Fn(i128) -> bool,
+    freed: &mut impl FnMut(u64),
+) -> Result<bool> {
+    let geometry = image.geometry();
+    let order = geometry.refcount_order;
+    let mut changed = false;
+    let mut block = Block { at: 0, old: Vec::new(), new: Vec::new() };
+    for (cluster, balance) in survey.balance.unbalanced() {
+        let Some(at) = survey.refcounts.block_of(image, cluster).filter(|_| wanted(balance)) else {
+            continue;
+        };
+        if at != block.at {
+            changed |= block.write(image)?;
+            block.read(image, at)?;
+        }
+        let index = (cluster & (geometry.refcount_block_entries() - 1)) as usize;
+        let refcount = i128::from(widths::get(&block.new, order, index));
+        // More references than the width can say stay at the most it can: such a cluster is
+        // never written in place, and the report says that the image must be converted.
+        let references = (refcount - balance).clamp(0, i128::from(geometry.refcount_max()));
+        widths::set(&mut block.new, order, index, references as u64);
+        if references == 0 {
+            freed(cluster);
+        }
+    }
+    changed |= block.write(image)?;
+    Ok(changed)
+}
+
+struct Block {
+    at: u64,
+    old: Vec<u8>,
+    new: Vec<u8>,
+}
+
+impl Block {
+    fn read(&mut self, image: &Image, at: u64) -> Result<()> {
+        self.old.resize(image.cluster_bytes() as usize, 0);
+        image.storage.read_padded(&mut self.old, HostOffset(at))?;
+        self.new.clone_from(&self.old);
+        self.at = at;
+        Ok(())
+    }
+
+    fn write(&self, image: &Image) -> Result<bool> {
+        write_changed(image, self.at, &self.old, &self.new)
+    }
+}
+
+/// Clusters as runs.
+#[derive(Default)]
+struct Runs {
+    runs: Vec<Range<u64>>,
+}
+
+impl Runs {
+    fn add(&mut self, cluster: u64) {
+        match self.runs.last_mut() {
+            Some(last) if last.end == cluster => last.end += 1,
+            _ => self.runs.push(cluster..cluster + 1),
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! A new set of refcounts, and new places for metadata that shares its own with something else.
+//!
+//! Everything new goes behind the end of the file (on a device: behind the last cluster in use).
+//! Nothing that is in use is overwritten until all of it is durable; then one write of the header
+//! switches the active L1 table, the refcount table and the snapshot table at once.
+
+use rustc_hash::FxHashMap;
+use vdkit_block::{Error, HostOffset, Monitor, Result};
+
+use super::{entries, write_changed};
+use crate::check::image::Image;
+use crate::check::mapping;
+use crate::check::reader;
+use crate::check::snapshots::{Snapshot, SnapshotTable};
+use crate::check::survey::{Mode, Owner, Survey};
+use crate::check::widths;
+use crate::header::field;
+use crate::layout::{HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX};
+
+/// Bytes of one write.
+const WRITE_BYTES: usize = 4 << 20;
+
+/// Where things go.
+struct Plan<'a> {
+    image: &'a Image,
+    /// References without those of the old refcounts; new clusters are added as they are given
+    /// out.
+    target: Survey,
+    /// The next free cluster.
+    next: u64,
+    /// New host offsets of L2 tables by their old ones.
+    tables: FxHashMap<u64, u64>,
+    /// New host offset of the active L1 table.
+    l1: Option<u64>,
+    /// The snapshots that stay, as they will be; nothing where the table stays as it is.
+    snapshots: Option<Vec<Snapshot>>,
+    /// Host offsets and bytes of what is written besides refcounts.
+    writes: Vec<(u64, Vec<u8>)>,
+}
+
+/// Writes new refcounts, moves what must move, and switches.
+pub(super) fn apply(image: &Image, survey: &Survey, monitor: &Monitor<'_>) -> Result<()> {
+    let before = image.storage.len()?;
+    let done = prepare(image, survey, monitor).and_then(|(plan, header)| {
+        image.storage.sync()?;
+        Ok((plan, header))
+    });
+    let (plan, header) = match done {
+        Ok(done) => done,
+        Err(error) => {
+            // Nothing refers to what was written; the file gets its old length back if it can.
+            if image.storage.caps().growable {
+                let _ = image.storage.set_len(before);
+            }
+            return Err(error);
+        }
+    };
+    image.storage.write_at(&header, HostOffset(field::L1))?;
+    image.storage.sync()?;
+    plan.point_l1s_to_moved_tables()?;
+    image.storage.sync()
+}
+
+fn prepare<'a>(
+    image: &'a Image,
+    survey: &Survey,
+    monitor: &Monitor<'_>,
+) -> Result<(Plan<'a>, Vec<u8>)> {
+    let target = Survey::take(image, Mode::References, monitor)?;
+    let next = first_free(image, survey, &target);
+    let mut plan = Plan {
+        image,
+        target,
+        next,
+        tables: FxHashMap::default(),
+        l1: None,
+        snapshots: None,
+        writes: Vec::new(),
+    };
+    plan.move_tables()?;
+    plan.move_l1()?;
+    let snapshot_table = plan.move_snapshots()?;
+    let (table, clusters) = plan.write_refcounts()?;
+    for (offset, bytes) in std::mem::take(&mut plan.writes) {
+        image.storage.write_at(&bytes, HostOffset(offset))?;
+    }
+    let mut header = Vec::with_capacity(36);
+    header.extend_from_slice(&image.header.l1_entries.to_be_bytes());
+    header.extend_from_slice(&plan.l1.unwrap_or(image.header.l1_offset.0).to_be_bytes());
+    header.extend_from_slice(&table.to_be_bytes());
+    header.extend_from_slice(&clusters.to_be_bytes());
+    let snapshots = plan.snapshots.as_ref().map_or(image.header.snapshot_count, |s| s.len() as u32);
+    header.extend_from_slice(&snapshots.to_be_bytes());
+    header.extend_from_slice(&snapshot_table.to_be_bytes());
+    Ok((plan, header))
+}
+
+/// The first cluster behind everything, also behind what lost snapshots still name: as long as
+/// their entries stand, their L1 tables must not come to life.
+fn first_free(image: &Image, survey: &Survey, target: &Survey) -> u64 {
+    let used = survey.balance.end().max(target.balance.end());
+    let mut next =
+        if image.storage.caps().growable { used.max(image.file_clusters()) } else { used };
+    // More than all new structures together can take.
+    let room = 2 * used / image.cluster_bytes() + 2 * survey.tables.len() as u64 + (1 << 16);
+    let mut lost: Vec<_> = survey
+        .snapshots
+        .snapshots
+        .iter()
+        .filter(|snapshot| snapshot.lost && snapshot.l1_offset < HOST_OFFSET_END)
+        .map(|snapshot| image.clusters_of(snapshot.l1_offset, snapshot.l1_bytes()))
+        .collect();
+    lost.sort_unstable_by_key(|range| range.start);
+    for range in lost {
+        if range.start < next + room && next < range.end {
+            next = range.end;
+        }
+    }
+    next
+}
+
+impl Plan<'_> {
+    /// Takes clusters for `bytes`, each with `references`.
+    fn allocate(&mut self, bytes: u64, references: i32) -> Result<u64> {
+        let image = self.image;
+        let offset = self.next << image.geometry().cluster_bits;
+        let clusters = image.clusters_of(offset, bytes);
+        let end = clusters.end << image.geometry().cluster_bits;
+        if end >= HOST_OFFSET_END {
+            return Err(Error::NoSpace {
+                file: image.name().to_owned(),
+                what: "host offsets end at 2^56, and the file does too".to_owned(),
+            });
+        }
+        if !image.storage.caps().growable && end > image.file_len {
+            return Err(Error::NoSpace {
+                file: image.name().to_owned(),
+                what: format!("{end} bytes of device for new metadata"),
+            });
+        }
+        for cluster in clusters.clone() {
+            self.target.balance.refer(cluster, references);
+        }
+        self.target.balance.check_limit(image.name())?;
+        self.next = clusters.end;
+        Ok(offset)
+    }
+
+    /// L2 tables that share their cluster, with mended entries. Those that are none are not
+    /// moved; the L1 entries let them go.
+    fn move_tables(&mut self) -> Result<()> {
+        let image = self.image;
+        for i in 0..self.target.tables.len() {
+            let table = self.target.tables[i];
+            if !self.target.in_conflict(image, &table) || table.is_garbage() {
+                continue;
+            }
+            let mut bytes =
+                reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
+            mapping::mend_table(image, &table, &mut bytes);
+            let offset = self.allocate(image.cluster_bytes(), table.weight())?;
+            self.tables.insert(table.offset, offset);
+            self.writes.push((offset, bytes));
+        }
+        Ok(())
+    }
+
+    fn new_l1(&self, l1: &[u8]) -> Vec<u8> {
+        entries::mended_l1(self.image, &self.target, l1, |offset| {
+            self.tables.get(&offset).copied().unwrap_or(offset)
+        })
+    }
+
+    fn move_l1(&mut self) -> Result<()> {
+        if self.target.owner_in_conflict(Owner::ActiveL1) {
+            let bytes = self.new_l1(&self.target.l1);
+            let offset = self.allocate(bytes.len() as u64, 1)?;
+            self.l1 = Some(offset);
+            self.writes.push((offset, bytes));
+        }
+        Ok(())
+    }
+
+    /// L1 tables of snapshots that share their clusters, and the snapshot table itself where it
+    /// must change. Returns the offset of the snapshot table.
+    fn move_snapshots(&mut self) -> Result<u64> {
+        let image = self.image;
+        let old = &self.target.snapshots;
+        let moved: Vec<usize> = (0..old.snapshots.len())
+            .filter(|&i| self.target.owner_in_conflict(Owner::SnapshotL1(i)))
+            .collect();
+        if moved.is_empty() && !old.rewrite && !self.target.owner_in_conflict(Owner::SnapshotTable)
+        {
+            return Ok(image.header.snapshots_offset.0);
+        }
+        let mut snapshots = old.snapshots.clone();
+        for i in moved {
+            let snapshot = &snapshots[i];
+            let l1 = reader::read_table(&*image.storage, snapshot.l1_offset, snapshot.l1_bytes())?;
+            let bytes = self.new_l1(&l1);
+            let offset = self.allocate(bytes.len() as u64, 1)?;
+            snapshots[i].move_l1(offset);
+            self.writes.push((offset, bytes));
+        }
+        snapshots.retain(|snapshot| !snapshot.lost);
+        let table = SnapshotTable::encode(snapshots.iter());
+        self.snapshots = Some(snapshots);
+        if table.is_empty() {
+            return Ok(0);
+        }
+        let offset = self.allocate(table.len() as u64, 1)?;
+        self.writes.push((offset, table));
+        Ok(offset)
+    }
+
+    /// Writes blocks and table for all references. Returns the table's offset and clusters.
+    fn write_refcounts(&mut self) -> Result<(u64, u32)> {
+        let image = self.image;
+        let cluster = image.cluster_bytes();
+        let bits = image.geometry().refcount_block_bits();
+        let mut blocks = self.target.balance.unbalanced_blocks(bits);
+        // Blocks and table have refcounts too, which may take further blocks.
+        let table_bytes = loop {
+            let count = blocks.len() as u64;
+            let table_bytes =
+                (blocks.last().map_or(1, |last| last + 1) * 8).next_multiple_of(cluster);
+            let end = self.next + count + table_bytes / cluster;
+            for block in self.next >> bits..=(end - 1) >> bits {
+                if blocks.last().is_none_or(|&last| last < block) {
+                    blocks.push(block);
+                }
+            }
+            if blocks.len() as u64 == count {
+                break table_bytes;
+            }
+        };
+        if table_bytes > REFCOUNT_TABLE_BYTES_MAX.max(cluster) {
+            return Err(Error::Limit {
+                file: image.name().to_owned(),
+                what: "the new refcount table in bytes",
+                found: table_bytes,
+                limit: REFCOUNT_TABLE_BYTES_MAX,
+            });
+        }
+        let first = self.allocate(blocks.len() as u64 * cluster, 1)?;
+        let table = self.allocate(table_bytes, 1)?;
+        self.write_blocks(&blocks, first)?;
+        let mut bytes = vec![0; table_bytes as usize];
+        for (i, &block) in blocks.iter().enumerate() {
+            let offset = first + i as u64 * cluster;
+            bytes[block as usize * 8..][..8].copy_from_slice(&offset.to_be_bytes());
+        }
+        self.writes.push((table, bytes));
+        Ok((table, (table_bytes / cluster) as u32))
+    }
+
+    fn write_blocks(&self, blocks: &[u64], first: u64) -> Result<()> {
+        let image = self.image;
+        let cluster = image.cluster_bytes() as usize;
+        let geometry = image.geometry();
+        let max = i128::from(geometry.refcount_max());
+        let mut counts = self.target.balance.unbalanced().peekable();
+        let mut out = Vec::with_capacity(WRITE_BYTES.max(cluster));
+        let mut at = first;
+        for &block in blocks {
+            let start = out.len();
+            out.resize(start + cluster, 0);
+            let end = (block + 1) << geometry.refcount_block_bits();
+            while let Some((cluster, balance)) = counts.next_if(|&(cluster, _)| cluster < end) {
+                let index = (cluster & (geometry.refcount_block_entries() - 1)) as usize;
+                let references = (-balance).clamp(0, max) as u64;
+                widths::set(&mut out[start..], geometry.refcount_order, index, references);
+            }
+            if out.len() >= WRITE_BYTES {
+                image.storage.write_at(&out, HostOffset(at))?;
+                at += out.len() as u64;
+                out.clear();
+            }
+        }
+        if !out.is_empty() {
+            image.storage.write_at(&out, HostOffset(at))?;
+        }
+        Ok(())
+    }
+
+    /// The last step, once the new refcounts hold: L1 tables that stayed where they are name the
+    /// L2 tables that moved.
+    fn point_l1s_to_moved_tables(&self) -> Result<()> {
+        if self.tables.is_empty() {
+            return Ok(());
+        }
+        let image = self.image;
+        if self.l1.is_none() {
+            let new = self.new_l1(&self.target.l1);
+            write_changed(image, image.header.l1_offset.0, &self.target.l1, &new)?;
+        }
+        for (i, snapshot) in self.target.snapshots.snapshots.iter().enumerate() {
+            if snapshot.lost || self.target.owner_in_conflict(Owner::SnapshotL1(i)) {
+                continue;
+            }
+            let l1 = reader::read_table(&*image.storage, snapshot.l1_offset, snapshot.l1_bytes())?;
+            write_changed(image, snapshot.l1_offset, &l1, &self.new_l1(&l1))?;
+        }
+        Ok(())
+    }
+}

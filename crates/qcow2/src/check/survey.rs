@@ -1,0 +1,539 @@
+//! One walk over all metadata of an image: what refers to what, and what is wrong with it.
+//!
+//! The order is that of knowledge: first the refcounts of the image go into the [`Balance`], then
+//! each structure takes its references out of it and marks its clusters as metadata, and at last
+//! the L2 tables take those of the guest's data. What is left over is wrong.
+
+use std::ops::Range;
+
+use rustc_hash::{FxHashMap, FxHashSet};
+use vdkit_block::{Error, Monitor, Result};
+
+use super::balance::{Balance, METADATA, SINGLE};
+use super::bitmaps::{self, Presence};
+use super::findings::Findings;
+use super::image::{Image, L1Fault};
+use super::mapping::{L2Table, Scan};
+use super::reader::{self, Meter};
+use super::refcounts::{Lookup, Refcounts};
+use super::snapshots::SnapshotTable;
+use crate::header::field;
+use crate::layout::{COPIED, OFFSET_MASK, incompatible};
+
+/// Which numbers are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Refcounts against references, with findings.
+    Compare,
+    /// References alone, without those of the refcount structures: what a new set of refcounts
+    /// must say.
+    References,
+}
+
+/// What owns a range of clusters besides L2 tables and data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// The header.
+    Header,
+    /// The refcount table or one of its blocks.
+    Refcounts,
+    /// The encryption header.
+    Encryption,
+    /// The active L1 table.
+    ActiveL1,
+    /// The snapshot table.
+    SnapshotTable,
+    /// The L1 table of the snapshot with this index.
+    SnapshotL1(usize),
+    /// Directory, table or data of a bitmap.
+    Bitmap,
+}
+
+impl std::fmt::Display for Owner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Header => "the header",
+            Self::Refcounts => "the refcount table or a refcount block",
+            Self::Encryption => "the encryption header",
+            Self::ActiveL1 => "the active L1 table",
+            Self::SnapshotTable => "the snapshot table",
+            Self::SnapshotL1(_) => "a snapshot's L1 table",
+            Self::Bitmap => "a bitmap",
+        })
+    }
+}
+
+/// What the walk found.
+#[derive(Debug)]
+pub(super) struct Survey {
+    pub(super) findings: Findings,
+    pub(super) balance: Balance,
+    pub(super) refcounts: Refcounts,
+    /// The active L1 table as it stands.
+    pub(super) l1: Vec<u8>,
+    /// Some active L1 entry is damaged.
+    pub(super) l1_faulty: bool,
+    /// Some L1 entry must be let go, with the mapping of its range.
+    pub(super) l1_lossy: bool,
+    /// COPIED flags of active L1 entries that disagree with the refcount.
+    pub(super) l1_copied_wrong: u64,
+    /// Each L2 table once, in the order of host offsets.
+    pub(super) tables: Vec<L2Table>,
+    pub(super) snapshots: SnapshotTable,
+    /// Which snapshots have damaged L1 entries.
+    pub(super) snapshot_l1_faulty: FxHashSet<usize>,
+    /// The bitmaps cannot be trusted though their autoclear bit says so.
+    pub(super) bitmaps_broken: bool,
+    /// Metadata clusters that something else uses too.
+    pub(super) conflicts: FxHashSet<u64>,
+    /// Clusters whose refcount is too low.
+    pub(super) low: u64,
+    /// Some of those have no refcount block.
+    pub(super) low_without_block: bool,
+    owners: Vec<(Range<u64>, Owner)>,
+}
+
+impl Survey {
+    /// Walks over all metadata.
+    pub(super) fn take(image: &Image, mode: Mode, monitor: &Monitor<'_>) -> Result<Self> {
+        let mut survey = Self {
+            findings: Findings::default(),
+            balance: Balance::new(image.file_clusters(), image.limits.check_bytes_max),
+            refcounts: Refcounts::default(),
+            l1: Vec::new(),
+            l1_faulty: false,
+            l1_lossy: false,
+            l1_copied_wrong: 0,
+            tables: Vec::new(),
+            snapshots: SnapshotTable::default(),
+            snapshot_l1_faulty: FxHashSet::default(),
+            bitmaps_broken: false,
+            conflicts: FxHashSet::default(),
+            low: 0,
+            low_without_block: false,
+            owners: Vec::new(),
+        };
+        let mut meter = Meter::new(monitor);
+        survey.refcounts = Refcounts::read(image, &mut survey.findings)?;
+        if mode == Mode::Compare {
+            survey.header_faults(image);
+            // Refcounts of clusters behind the end of the file are nobody's business: a writer
+            // may have reserved them ahead.
+            let end = image.file_clusters();
+            survey.refcounts.load(image, end, &mut survey.balance, &mut meter)?;
+        }
+        survey.fixed_places(image, mode)?;
+        let mut uses = L2Uses::default();
+        survey.active_l1(image, &mut uses)?;
+        survey.snapshot_l1s(image, &mut uses, monitor)?;
+        survey.bitmaps(image, monitor, mode)?;
+        survey.balance.check_limit(image.name())?;
+        survey.l2_tables(image, uses, &mut meter)?;
+        if mode == Mode::Compare {
+            survey.tail(image)?;
+            survey.compare(image)?;
+        }
+        let report = &mut survey.findings.report;
+        report.total_clusters = (image.header.guest_bytes & !511).div_ceil(image.cluster_bytes());
+        report.image_end_offset = survey.balance.end().max(1).saturating_mul(image.cluster_bytes());
+        Ok(survey)
+    }
+
+    fn header_faults(&mut self, image: &Image) {
+        for fault in &image.header_faults {
+            self.findings.corruption(fault.offset, fault.structure, || {
+                format!("found {}, expected {}", fault.found, fault.expected)
+            });
+        }
+        if image.header.has(incompatible::CORRUPT) {
+            self.findings.corruption(field::INCOMPATIBLE, "header", || {
+                "the image is marked corrupt: some program found it damaged while using it"
+                    .to_owned()
+            });
+        }
+    }
+
+    /// Takes one reference to each cluster of a range. Returns whether nothing else uses it.
+    fn take_range(
+        &mut self,
+        image: &Image,
+        structure: &'static str,
+        offset: u64,
+        bytes: u64,
+        owner: Owner,
+    ) -> bool {
+        let range = image.clusters_of(offset, bytes);
+        let mut free = true;
+        for cluster in range.clone() {
+            self.balance.refer(cluster, 1);
+            if self.balance.mark_metadata(cluster) & METADATA != 0 {
+                free = false;
+                self.conflicts.insert(cluster);
+                let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
+                self.findings.corruption(
+                    cluster << image.geometry().cluster_bits,
+                    structure,
+                    || match other {
+                        Some((_, other)) => format!("this cluster belongs to {other} too"),
+                        None => "this cluster belongs to other metadata too".to_owned(),
+                    },
+                );
+            }
+        }
+        match self.owners.last_mut() {
+            // Refcount blocks and bitmap clusters come by the thousand.
+            Some((last, same)) if *same == owner && last.end == range.start => {
+                last.end = range.end;
+            }
+            _ => self.owners.push((range, owner)),
+        }
+        free
+    }
+
+    fn fixed_places(&mut self, image: &Image, mode: Mode) -> Result<()> {
+        let cluster = image.cluster_bytes();
+        self.take_range(image, "header", 0, cluster, Owner::Header);
+        if mode == Mode::Compare {
+            let bytes = u64::from(image.header.refcount_table_clusters) * cluster;
+            let offset = image.header.refcount_table_offset.0;
+            self.take_range(image, "refcount table", offset, bytes, Owner::Refcounts);
+            for i in 0..self.refcounts.blocks.len() {
+                let offset = self.refcounts.blocks[i];
+                if offset != 0 {
+                    self.take_range(image, "refcount block", offset, cluster, Owner::Refcounts);
+                }
+            }
+        }
+        match image.encryption_header() {
+            None => {}
+            Some(Ok((offset, bytes))) => {
+                self.take_range(image, "encryption header", offset, bytes, Owner::Encryption);
+            }
+            Some(Err((offset, bytes))) => {
+                self.findings.corruption(offset, "encryption header", || {
+                    format!(
+                        "found {bytes} bytes, expected them at a cluster boundary within the file \
+                         (cannot be mended: all data is lost without it)"
+                    )
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn active_l1(&mut self, image: &Image, uses: &mut L2Uses) -> Result<()> {
+        let offset = image.header.l1_offset.0;
+        let bytes = u64::from(image.header.l1_entries) * 8;
+        self.take_range(image, "active L1 table", offset, bytes, Owner::ActiveL1);
+        self.l1 = reader::read_table(&*image.storage, offset, bytes)?;
+        let l1 = std::mem::take(&mut self.l1);
+        for (index, raw) in l1.chunks_exact(8).enumerate() {
+            let raw = be64(raw);
+            if raw == 0 {
+                continue;
+            }
+            let (mended, fault) = image.judge_l1(raw);
+            let at = offset + index as u64 * 8;
+            if let Some(fault) = fault {
+                self.l1_faulty = true;
+                self.l1_fault(image, at, "active L1 entry", index, raw, fault);
+            }
+            if mended != 0 {
+                uses.add(mended & OFFSET_MASK, index as u32, true);
+                self.l1_copied(image, at, index, mended);
+            }
+        }
+        self.l1 = l1;
+        Ok(())
+    }
+
+    fn l1_fault(
+        &mut self,
+        image: &Image,
+        at: u64,
+        structure: &'static str,
+        index: usize,
+        raw: u64,
+        fault: L1Fault,
+    ) {
+        let lossy = !matches!(fault, L1Fault::Reserved | L1Fault::NoTable);
+        self.l1_lossy |= lossy;
+        let span = image.geometry().l2_span();
+        let guest = (index as u64).saturating_mul(span);
+        self.findings.corruption(at, structure, || {
+            let expected = match fault {
+                L1Fault::Reserved => "zero in the reserved bits",
+                L1Fault::NoTable => "the offset of an L2 table, or zero",
+                L1Fault::Unaligned => "an L2 table at a cluster boundary",
+                L1Fault::BeyondEnd => "an L2 table within the file",
+                L1Fault::Sacred => "an L2 table outside of the header",
+            };
+            let lost = if lossy {
+                format!("; the mapping of {span} guest bytes is lost")
+            } else {
+                String::new()
+            };
+            format!("guest offset {guest:#x}: found {raw:#x}, expected {expected}{lost}")
+        });
+    }
+
+    fn l1_copied(&mut self, image: &Image, at: u64, index: usize, entry: u64) {
+        let cluster = (entry & OFFSET_MASK) >> image.geometry().cluster_bits;
+        let single = self.balance.word(cluster) & SINGLE != 0;
+        if single != (entry & COPIED != 0) {
+            self.l1_copied_wrong += 1;
+            self.findings.corruption(at, "active L1 entry", || {
+                format!(
+                    "index {index}: found {entry:#x} {} COPIED flag, expected {}",
+                    if single { "without" } else { "with" },
+                    if single { "it, the refcount is 1" } else { "none, the refcount is not 1" },
+                )
+            });
+        }
+    }
+
+    fn snapshot_l1s(
+        &mut self,
+        image: &Image,
+        uses: &mut L2Uses,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        self.snapshots = SnapshotTable::read(image, &mut self.findings)?;
+        let offset = image.header.snapshots_offset.0;
+        let bytes = self.snapshots.bytes;
+        self.take_range(image, "snapshot table", offset, bytes, Owner::SnapshotTable);
+        let total: u64 =
+            self.snapshots.snapshots.iter().map(super::snapshots::Snapshot::l1_bytes).sum();
+        if total > image.file_len {
+            // Only tables that overlap can be larger than the file together. A few are sorted
+            // out by a repair; these would take a walk without end.
+            return Err(Error::Limit {
+                file: image.name().to_owned(),
+                what: "the L1 tables of all snapshots in bytes",
+                found: total,
+                limit: image.file_len,
+            });
+        }
+        for i in 0..self.snapshots.snapshots.len() {
+            monitor.cancel.check()?;
+            let snapshot = &self.snapshots.snapshots[i];
+            if snapshot.lost || snapshot.l1_entries == 0 {
+                continue;
+            }
+            let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
+            self.take_range(image, "snapshot L1 table", offset, bytes, Owner::SnapshotL1(i));
+            let l1 = reader::read_table(&*image.storage, offset, bytes)?;
+            for (index, raw) in l1.chunks_exact(8).enumerate() {
+                let raw = be64(raw);
+                let (mended, fault) = image.judge_l1(raw);
+                if let Some(fault) = fault {
+                    self.snapshot_l1_faulty.insert(i);
+                    let at = offset + index as u64 * 8;
+                    self.l1_fault(image, at, "snapshot L1 entry", index, raw, fault);
+                }
+                if mended != 0 {
+                    uses.add(mended & OFFSET_MASK, index as u32, false);
+                }
+            }
+            uses.check_limit(image)?;
+        }
+        Ok(())
+    }
+
+    fn bitmaps(&mut self, image: &Image, monitor: &Monitor<'_>, mode: Mode) -> Result<()> {
+        let fault = match bitmaps::presence(image) {
+            Presence::None => None,
+            Presence::Stale => {
+                if mode == Mode::Compare {
+                    monitor.progress.message(
+                        "a program without bitmap support wrote to this image: its bitmaps are \
+                         inconsistent, and their clusters count as leaked",
+                    );
+                }
+                None
+            }
+            Presence::Missing => Some((
+                field::AUTOCLEAR,
+                "header",
+                "found the bitmaps bit without a bitmaps extension".to_owned(),
+            )),
+            Presence::Broken(fault) => Some(fault),
+            Presence::Valid(extension) => {
+                let mut overlap = false;
+                let fault = bitmaps::walk(image, &extension, |(structure, offset, bytes)| {
+                    let free = self.take_range(image, structure, offset, bytes, Owner::Bitmap);
+                    overlap |= !free;
+                    free
+                })?;
+                self.bitmaps_broken |= overlap;
+                fault
+            }
+        };
+        if let Some((offset, structure, message)) = fault {
+            self.bitmaps_broken = true;
+            self.findings.corruption(offset, structure, || {
+                format!("{message}; the bitmaps cannot be trusted")
+            });
+        }
+        Ok(())
+    }
+
+    fn l2_tables(&mut self, image: &Image, uses: L2Uses, meter: &mut Meter<'_, '_>) -> Result<()> {
+        self.tables = uses.into_tables();
+        for table in &self.tables {
+            let cluster = table.offset >> image.geometry().cluster_bits;
+            self.balance.refer(cluster, table.weight());
+            if self.balance.mark_metadata(cluster) & METADATA != 0 {
+                self.conflicts.insert(cluster);
+                let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
+                self.findings.corruption(table.offset, "L2 table", || match other {
+                    Some((_, other)) => format!("this cluster belongs to {other} too"),
+                    None => "this cluster belongs to other metadata too".to_owned(),
+                });
+            }
+        }
+        let offsets: Vec<u64> = self.tables.iter().map(|table| table.offset).collect();
+        let tables = &mut self.tables;
+        let mut scan = Scan {
+            image,
+            balance: &mut self.balance,
+            findings: &mut self.findings,
+            conflicts: &mut self.conflicts,
+        };
+        reader::for_each_cluster(
+            &*image.storage,
+            &offsets,
+            image.cluster_bytes(),
+            meter,
+            |i, bytes| {
+                scan.table(&mut tables[i], bytes);
+                scan.balance.check_limit(image.name())
+            },
+        )
+    }
+
+    /// A compressed cluster may reach into the cluster behind a last one that is only begun.
+    fn tail(&mut self, image: &Image) -> Result<()> {
+        let cluster = image.file_clusters();
+        if self.balance.balance(cluster) < 0 {
+            let refcount = Lookup::new(image, &self.refcounts).get(cluster)?;
+            self.balance.refer(cluster, -i32::try_from(refcount).unwrap_or(i32::MAX));
+        }
+        Ok(())
+    }
+
+    fn compare(&mut self, image: &Image) -> Result<()> {
+        let mut lookup = Lookup::new(image, &self.refcounts);
+        let bits = image.geometry().cluster_bits;
+        let max = image.geometry().refcount_max();
+        for (cluster, balance) in self.balance.unbalanced() {
+            let full = self.findings.is_full();
+            let refcount = if full { 0 } else { i128::from(lookup.get(cluster)?) };
+            let references = refcount - balance;
+            let offset = cluster << bits;
+            if balance > 0 {
+                self.findings.leak(offset, "refcount", || {
+                    format!("found {refcount}, expected {references}: the cluster is leaked")
+                });
+                continue;
+            }
+            self.low += 1;
+            self.low_without_block |= self.refcounts.block_of(image, cluster).is_none();
+            self.findings.corruption(offset, "refcount", || {
+                let wide = if references > i128::from(max) {
+                    " (too many for the width of refcounts in this image: convert it)"
+                } else {
+                    ""
+                };
+                format!("found {refcount}, expected {references}{wide}")
+            });
+        }
+        Ok(())
+    }
+
+    /// COPIED flags that disagree with the refcounts.
+    pub(super) fn copied_wrong(&self) -> u64 {
+        self.l1_copied_wrong + self.tables.iter().map(|t| u64::from(t.copied_wrong)).sum::<u64>()
+    }
+
+    /// Corruptions other than refcounts and COPIED flags, which follow from the rest, and the
+    /// mark in the header.
+    pub(super) fn structural(&self, image: &Image) -> u64 {
+        let derived =
+            self.low + self.copied_wrong() + u64::from(image.header.has(incompatible::CORRUPT));
+        self.findings.report.corruptions.saturating_sub(derived)
+    }
+
+    /// Whether an L2 table shares its cluster with something else.
+    pub(super) fn in_conflict(&self, image: &Image, table: &L2Table) -> bool {
+        self.conflicts.contains(&(table.offset >> image.geometry().cluster_bits))
+    }
+
+    /// The table at a host offset.
+    pub(super) fn table_at(&self, offset: u64) -> Option<&L2Table> {
+        self.tables
+            .binary_search_by_key(&offset, |table| table.offset)
+            .ok()
+            .map(|i| &self.tables[i])
+    }
+
+    /// Whether an owner shares one of its clusters with something else.
+    pub(super) fn owner_in_conflict(&self, wanted: Owner) -> bool {
+        !self.conflicts.is_empty()
+            && self.owners.iter().any(|(range, owner)| {
+                *owner == wanted && range.clone().any(|cluster| self.conflicts.contains(&cluster))
+            })
+    }
+}
+
+/// L2 tables by their host offset, while L1 tables are read.
+#[derive(Debug, Default)]
+struct L2Uses {
+    tables: FxHashMap<u64, (u32, u32, u32)>,
+}
+
+impl L2Uses {
+    fn add(&mut self, offset: u64, l1_index: u32, active: bool) {
+        let uses = self.tables.entry(offset).or_insert((0, 0, l1_index));
+        let count = if active { &mut uses.0 } else { &mut uses.1 };
+        *count = count.saturating_add(1);
+    }
+
+    fn check_limit(&self, image: &Image) -> Result<()> {
+        // Of the hash map and of the sorted list that is made of it.
+        let bytes = (self.tables.capacity() * (24 + std::mem::size_of::<L2Table>())) as u64;
+        if bytes > image.limits.check_bytes_max {
+            return Err(Error::Limit {
+                file: image.name().to_owned(),
+                what: "the memory for a check in bytes",
+                found: bytes,
+                limit: image.limits.check_bytes_max,
+            });
+        }
+        Ok(())
+    }
+
+    fn into_tables(self) -> Vec<L2Table> {
+        let mut tables: Vec<L2Table> = self
+            .tables
+            .into_iter()
+            .map(|(offset, (active, inactive, l1_index))| L2Table {
+                offset,
+                active,
+                inactive,
+                l1_index,
+                used: 0,
+                faulty: 0,
+                copied_wrong: 0,
+                lossy: false,
+            })
+            .collect();
+        tables.sort_unstable_by_key(|table| table.offset);
+        tables
+    }
+}
+
+/// A big-endian word.
+pub(super) fn be64(raw: &[u8]) -> u64 {
+    u64::from_be_bytes(raw.try_into().unwrap_or_default())
+}
