@@ -15,7 +15,7 @@
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, Result};
 
-use super::widths;
+use crate::refcounts::get_refcount;
 
 const CHUNK_BITS: u32 = 12;
 const CHUNK: usize = 1 << CHUNK_BITS;
@@ -219,7 +219,7 @@ impl Balance {
             }
         } else {
             for (i, word) in words.iter_mut().enumerate() {
-                let value = widths::get(block, order, index + i);
+                let value = get_refcount(block, (index + i) as u64, order);
                 large |= value > u64::from(BALANCE_MASK >> 1);
                 *word = pack(value as u16 & BALANCE_MASK >> 1);
             }
@@ -229,7 +229,7 @@ impl Balance {
         }
         if large {
             for cluster in from..to {
-                let value = widths::get(block, order, (cluster - first) as usize);
+                let value = get_refcount(block, cluster - first, order);
                 if value > u64::from(BALANCE_MASK >> 1) {
                     self.end = self.end.max(cluster + 1);
                     self.chunks[slot][cluster as usize & (CHUNK - 1)] = 0;

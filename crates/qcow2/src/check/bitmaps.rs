@@ -157,7 +157,7 @@ fn parse_entry(
     if extra_bytes != 0 || name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
         return Err("found extra data or a name that is empty or too long");
     }
-    let covered = u128::from(table_entries * cluster) * 8 << granularity_bits;
+    let covered = (u128::from(table_entries * cluster) * 8) << granularity_bits;
     if table_entries * cluster > BITMAP_BYTES_MAX
         || (flags & FLAG_IN_USE == 0 && covered < image.header.guest_bytes.into())
     {

@@ -114,7 +114,7 @@ impl Image {
             header_faults,
             limits: *limits,
             file_len: storage.len()?,
-            sacred: vec![0..cluster],
+            sacred: Vec::from([0..cluster]),
         };
         if let Some(Ok((offset, bytes))) = image.encryption_header() {
             image.sacred.push(offset..offset + bytes);

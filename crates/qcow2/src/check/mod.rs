@@ -26,7 +26,6 @@ mod snapshots;
 mod survey;
 #[cfg(test)]
 mod tests;
-mod widths;
 
 use std::sync::Arc;
 

@@ -6,8 +6,8 @@ use super::balance::Balance;
 use super::findings::Findings;
 use super::image::Image;
 use super::reader::{self, Meter};
-use super::widths;
 use crate::layout::OFFSET_MASK;
+use crate::refcounts::get_refcount;
 
 /// Bits of a refcount table entry that must be zero; its offset may use all the others.
 const TABLE_RESERVED: u64 = 0x1ff;
@@ -131,6 +131,6 @@ impl<'a> Lookup<'a> {
         }
         let geometry = self.image.geometry();
         let index = cluster & (geometry.refcount_block_entries() - 1);
-        Ok(widths::get(&self.block, geometry.refcount_order, index as usize))
+        Ok(get_refcount(&self.block, index, geometry.refcount_order))
     }
 }

@@ -7,7 +7,7 @@ use vdkit_block::{HostOffset, Result};
 use super::write_changed;
 use crate::check::image::Image;
 use crate::check::survey::Survey;
-use crate::check::widths;
+use crate::refcounts::{get_refcount, set_refcount};
 
 /// Raises refcounts that are too low (where `raise`), makes that durable, then lowers those that
 /// are too high. Returns whether anything changed. With `discard` the space of clusters that
@@ -53,12 +53,12 @@ fn set(
             changed |= block.write(image)?;
             block.read(image, at)?;
         }
-        let index = (cluster & (geometry.refcount_block_entries() - 1)) as usize;
-        let refcount = i128::from(widths::get(&block.new, order, index));
+        let index = cluster & (geometry.refcount_block_entries() - 1);
+        let refcount = i128::from(get_refcount(&block.new, index, order));
         // More references than the width can say stay at the most it can: such a cluster is
         // never written in place, and the report says that the image must be converted.
         let references = (refcount - balance).clamp(0, i128::from(geometry.refcount_max()));
-        widths::set(&mut block.new, order, index, references as u64);
+        set_refcount(&mut block.new, index, order, references as u64);
         if references == 0 {
             freed(cluster);
         }

@@ -13,9 +13,9 @@ use crate::check::mapping;
 use crate::check::reader;
 use crate::check::snapshots::{Snapshot, SnapshotTable};
 use crate::check::survey::{Mode, Owner, Survey};
-use crate::check::widths;
 use crate::header::field;
 use crate::layout::{HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX};
+use crate::refcounts::set_refcount;
 
 /// Bytes of one write.
 const WRITE_BYTES: usize = 4 << 20;
@@ -267,9 +267,9 @@ impl Plan<'_> {
             out.resize(start + cluster, 0);
             let end = (block + 1) << geometry.refcount_block_bits();
             while let Some((cluster, balance)) = counts.next_if(|&(cluster, _)| cluster < end) {
-                let index = (cluster & (geometry.refcount_block_entries() - 1)) as usize;
+                let index = cluster & (geometry.refcount_block_entries() - 1);
                 let references = (-balance).clamp(0, max) as u64;
-                widths::set(&mut out[start..], geometry.refcount_order, index, references);
+                set_refcount(&mut out[start..], index, geometry.refcount_order, references);
             }
             if out.len() >= WRITE_BYTES {
                 image.storage.write_at(&out, HostOffset(at))?;

@@ -1,0 +1,399 @@
+//! Images made by qemu-img, their damage, and both programs' verdicts.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, Error, HostOffset, IoAction, Limits, Monitor, Repair, Result, Storage,
+    StorageCaps, StorageExtent, ZeroMode,
+};
+
+use crate::check;
+use crate::header::Header;
+
+/// A plain file.
+#[derive(Debug)]
+pub(super) struct FileStorage {
+    name: String,
+    file: File,
+}
+
+impl FileStorage {
+    pub(super) fn open(path: &Path) -> Arc<dyn Storage> {
+        let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+        Arc::new(Self { name: path.display().to_string(), file })
+    }
+
+    fn error(&self, action: IoAction, offset: u64, source: std::io::Error) -> Error {
+        Error::io(&self.name, action, offset, 0, source)
+    }
+}
+
+impl Storage for FileStorage {
+    fn name(&self) -> &str {
+        &self.name
+    }
+    fn caps(&self) -> StorageCaps {
+        StorageCaps {
+            writable: true,
+            growable: true,
+            device: false,
+            alignment: 1,
+            block_bytes: 4096,
+        }
+    }
+    fn len(&self) -> Result<u64> {
+        Ok(self.file.metadata().unwrap().len())
+    }
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let mut got = 0;
+        while got < buf.len() {
+            match self.file.read_at(&mut buf[got..], offset.0 + got as u64) {
+                Ok(0) => break,
+                Ok(n) => got += n,
+                Err(e) => return Err(self.error(IoAction::Read, offset.0, e)),
+            }
+        }
+        Ok(got)
+    }
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.file.write_all_at(buf, offset.0).map_err(|e| self.error(IoAction::Write, offset.0, e))
+    }
+    fn write_zeroes(&self, offset: HostOffset, len: u64, _mode: ZeroMode) -> Result<()> {
+        self.write_at(&vec![0; len as usize], offset)
+    }
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.write_at(&vec![0; len as usize], offset)
+    }
+    fn allocate(&self, _offset: HostOffset, _len: u64) -> Result<()> {
+        Ok(())
+    }
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.file.set_len(len).map_err(|e| self.error(IoAction::Resize, len, e))
+    }
+    fn may_have_holes(&self) -> Result<bool> {
+        Ok(false)
+    }
+    fn extent_at(&self, _offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        Ok(StorageExtent { data: true, len })
+    }
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
+    }
+}
+
+fn run(program: &str, args: &[&str]) -> Output {
+    Command::new(program).args(args).output().unwrap_or_else(|e| panic!("{program}: {e}"))
+}
+
+/// Runs a program that must succeed.
+pub(super) fn must(program: &str, args: &[&str]) {
+    let output = run(program, args);
+    assert!(
+        output.status.success(),
+        "{program} {args:?}: {}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// Exit class and numbers of `qemu-img check`.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Verdict {
+    /// 0 clean, 1 refused, 2 corrupt, 3 leaks.
+    pub(super) exit: i32,
+    pub(super) corruptions: u64,
+    pub(super) leaks: u64,
+    pub(super) total: u64,
+    pub(super) allocated: u64,
+    pub(super) fragmented: u64,
+    pub(super) compressed: u64,
+    pub(super) end: u64,
+}
+
+/// What qemu-img says.
+pub(super) fn qemu_check(path: &Path) -> Verdict {
+    let output =
+        run("qemu-img", &["check", "-f", "qcow2", "--output=json", path.to_str().unwrap()]);
+    let exit = output.status.code().expect("qemu-img ended by itself");
+    let json: serde_json::Value =
+        serde_json::from_slice(&output.stdout).unwrap_or(serde_json::Value::Null);
+    let number = |key: &str| json[key].as_u64().unwrap_or(0);
+    Verdict {
+        exit,
+        corruptions: number("corruptions"),
+        leaks: number("leaks"),
+        total: number("total-clusters"),
+        allocated: number("allocated-clusters"),
+        fragmented: number("fragmented-clusters"),
+        compressed: number("compressed-clusters"),
+        end: number("image-end-offset"),
+    }
+}
+
+/// Our report in the same form.
+pub(super) fn verdict_of(report: &CheckReport) -> Verdict {
+    Verdict {
+        exit: match (report.corruptions_left(), report.leaks_left()) {
+            (0, 0) => 0,
+            (0, _) => 3,
+            _ => 2,
+        },
+        corruptions: report.corruptions_left(),
+        leaks: report.leaks_left(),
+        total: report.total_clusters,
+        allocated: report.allocated_clusters,
+        fragmented: report.fragmented_clusters,
+        compressed: report.compressed_clusters,
+        end: report.image_end_offset,
+    }
+}
+
+/// Our check.
+pub(super) fn our_check(path: &Path, repair: Repair) -> Result<CheckReport> {
+    check::check(&FileStorage::open(path), None, repair, &Limits::default(), &Monitor::default())
+}
+
+/// Whether the guest reads the same of both.
+pub(super) fn same_guest(a: &Path, b: &Path) -> bool {
+    run(
+        "qemu-img",
+        &["compare", "-f", "qcow2", "-F", "qcow2", a.to_str().unwrap(), b.to_str().unwrap()],
+    )
+    .status
+    .success()
+}
+
+/// How an image is made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kind {
+    pub(super) name: &'static str,
+    pub(super) options: &'static str,
+    pub(super) size: &'static str,
+    /// qemu-io commands.
+    pub(super) writes: &'static [&'static str],
+    pub(super) snapshots: bool,
+    pub(super) bitmap: bool,
+    pub(super) compressed: bool,
+}
+
+const PLAIN: Kind = Kind {
+    name: "plain",
+    options: "compat=1.1",
+    size: "64M",
+    writes: &[
+        "write -P 1 0 1M",
+        "write -P 2 5M 300k",
+        "write -P 3 63M 1M",
+        "write -z 20M 1M",
+        "write -P 4 7M 64k",
+        "write -z 7M 64k",
+    ],
+    snapshots: false,
+    bitmap: false,
+    compressed: false,
+};
+
+const SMALL_WRITES: &[&str] =
+    &["write -P 1 0 100k", "write -P 2 1M 77k", "write -P 3 3900k 100k", "write -z 2M 64k"];
+
+/// All kinds of image that differ in their metadata.
+pub(super) const KINDS: &[Kind] = &[
+    PLAIN,
+    Kind { name: "v2", options: "compat=0.10", writes: &["write -P 1 0 3M"], ..PLAIN },
+    Kind {
+        name: "cluster-512",
+        options: "cluster_size=512",
+        size: "4M",
+        writes: SMALL_WRITES,
+        ..PLAIN
+    },
+    Kind {
+        name: "refcounts-1",
+        options: "cluster_size=4k,refcount_bits=1",
+        size: "4M",
+        writes: SMALL_WRITES,
+        ..PLAIN
+    },
+    Kind {
+        name: "refcounts-2",
+        options: "cluster_size=4k,refcount_bits=2",
+        size: "4M",
+        writes: SMALL_WRITES,
+        snapshots: true,
+        ..PLAIN
+    },
+    Kind {
+        name: "refcounts-4",
+        options: "cluster_size=1k,refcount_bits=4",
+        size: "4M",
+        writes: SMALL_WRITES,
+        snapshots: true,
+        ..PLAIN
+    },
+    Kind { name: "refcounts-8", options: "refcount_bits=8", snapshots: true, ..PLAIN },
+    Kind { name: "refcounts-32", options: "refcount_bits=32", snapshots: true, ..PLAIN },
+    Kind { name: "refcounts-64", options: "refcount_bits=64", snapshots: true, ..PLAIN },
+    Kind { name: "cluster-2M", options: "cluster_size=2M", ..PLAIN },
+    Kind { name: "extended", options: "extended_l2=on,cluster_size=64k", ..PLAIN },
+    Kind {
+        name: "extended-16k",
+        options: "extended_l2=on,cluster_size=16k",
+        snapshots: true,
+        compressed: true,
+        ..PLAIN
+    },
+    Kind { name: "snapshots", options: "cluster_size=16k", snapshots: true, ..PLAIN },
+    Kind { name: "bitmap", options: "cluster_size=64k", bitmap: true, snapshots: true, ..PLAIN },
+    Kind { name: "compressed", options: "cluster_size=64k", compressed: true, ..PLAIN },
+    Kind {
+        name: "zstd",
+        options: "cluster_size=4k,compression_type=zstd",
+        size: "4M",
+        writes: SMALL_WRITES,
+        compressed: true,
+        ..PLAIN
+    },
+    Kind { name: "lazy", options: "lazy_refcounts=on", ..PLAIN },
+    Kind { name: "preallocated", options: "preallocation=metadata", ..PLAIN },
+];
+
+/// The kind with a name.
+pub(super) fn kind(name: &str) -> &'static Kind {
+    KINDS.iter().find(|kind| kind.name == name).unwrap()
+}
+
+/// An image in a directory of its own.
+pub(super) struct Image {
+    pub(super) path: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl Image {
+    /// Makes one.
+    pub(super) fn make(kind: &Kind) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image.qcow2");
+        let file = path.to_str().unwrap();
+        must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", kind.options, file, kind.size]);
+        let io = |command: &str| must("qemu-io", &["-f", "qcow2", "-c", command, file]);
+        for command in kind.writes {
+            io(command);
+        }
+        if kind.compressed {
+            // Not all of the patterns compress to less than a cluster; these do.
+            let cluster = Self::header_of(&path).geometry.cluster_bytes();
+            for i in 0..40 {
+                let base = if kind.size == "4M" { 2560 << 10 } else { 30 << 20 };
+                let offset = base + i * cluster;
+                io(&format!("write -c -P {} {offset} {cluster}", i + 100));
+            }
+        }
+        if kind.bitmap {
+            must("qemu-img", &["bitmap", "--add", file, "b0"]);
+            must("qemu-img", &["bitmap", "--add", "-g", "512", file, "b1"]);
+            io("write -P 9 1M 200k");
+        }
+        if kind.snapshots {
+            must("qemu-img", &["snapshot", "-c", "first", file]);
+            io("write -P 5 64k 200k");
+            must("qemu-img", &["snapshot", "-c", "second", file]);
+            io("write -P 6 128k 70k");
+        }
+        Self { path, _directory: directory }
+    }
+
+    /// A copy of this one.
+    pub(super) fn copy(&self) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image.qcow2");
+        std::fs::copy(&self.path, &path).unwrap();
+        Self { path, _directory: directory }
+    }
+
+    fn header_of(path: &Path) -> Header {
+        Header::read(&*FileStorage::open(path), &Limits::default()).unwrap()
+    }
+
+    pub(super) fn header(&self) -> Header {
+        Self::header_of(&self.path)
+    }
+
+    pub(super) fn bytes(&self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        FileStorage::open(&self.path).read_padded(&mut bytes, HostOffset(offset)).unwrap();
+        bytes
+    }
+
+    pub(super) fn word(&self, offset: u64) -> u64 {
+        u64::from_be_bytes(self.bytes(offset, 8).try_into().unwrap())
+    }
+
+    pub(super) fn put(&self, offset: u64, bytes: &[u8]) {
+        FileStorage::open(&self.path).write_at(bytes, HostOffset(offset)).unwrap();
+    }
+
+    pub(super) fn put_word(&self, offset: u64, word: u64) {
+        self.put(offset, &word.to_be_bytes());
+    }
+
+    /// Host offset of the first L1 entry.
+    pub(super) fn l1(&self) -> u64 {
+        self.header().l1_offset.0
+    }
+
+    /// Host offset of the L2 table of an L1 entry.
+    pub(super) fn l2(&self, index: u64) -> u64 {
+        self.word(self.l1() + index * 8) & crate::layout::OFFSET_MASK
+    }
+
+    /// Host offset of the L2 entry of a guest offset.
+    pub(super) fn l2_entry(&self, guest: u64) -> u64 {
+        let geometry = self.header().geometry;
+        let at = vdkit_block::GuestOffset(guest);
+        self.l2(geometry.l1_index(at)) + geometry.l2_index(at) * geometry.l2_entry_bytes()
+    }
+
+    /// Host offset of the refcount block of a host offset, and the index in it.
+    pub(super) fn refcount(&self, host: u64) -> (u64, u64) {
+        let header = self.header();
+        let cluster = host >> header.geometry.cluster_bits;
+        let entries = header.geometry.refcount_block_entries();
+        let block = self.word(header.refcount_table_offset.0 + cluster / entries * 8);
+        (block, cluster % entries)
+    }
+
+    pub(super) fn set_refcount(&self, host: u64, value: u64) {
+        let (block, index) = self.refcount(host);
+        let geometry = self.header().geometry;
+        let mut bytes = self.bytes(block, geometry.cluster_bytes() as usize);
+        crate::refcounts::set_refcount(&mut bytes, index, geometry.refcount_order, value);
+        self.put(block, &bytes);
+    }
+
+    pub(super) fn get_refcount(&self, host: u64) -> u64 {
+        let (block, index) = self.refcount(host);
+        let geometry = self.header().geometry;
+        let bytes = self.bytes(block, geometry.cluster_bytes() as usize);
+        crate::refcounts::get_refcount(&bytes, index, geometry.refcount_order)
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        std::fs::metadata(&self.path).unwrap().len()
+    }
+
+    /// Takes one more cluster with this refcount at the end of the file, filled with a byte.
+    pub(super) fn append_cluster(&self, refcount: u64, fill: u8) -> u64 {
+        let cluster = self.header().geometry.cluster_bytes();
+        let at = self.len().next_multiple_of(cluster);
+        self.put(at, &vec![fill; cluster as usize]);
+        self.set_refcount(at, refcount);
+        at
+    }
+}
