@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{Error, GuestOffset, HostOffset, Packed, Place, Result, Storage};
+use vdkit_block::{Error, GuestOffset, HostOffset, IoAction, Packed, Place, Result, Storage};
 
 use crate::disk::Layer;
 
@@ -151,7 +151,16 @@ impl<'a> Cursor<'a> {
                 Purpose::Map => format.resolve(at, len)?,
                 Purpose::Io => format.resolve_for_io(at, len)?,
             };
-            debug_assert!(extent.len > 0 && extent.len <= len);
+            if extent.len == 0 || extent.len > len {
+                // A format's fault, which would otherwise loop for ever or reach past the request.
+                return Err(Error::io(
+                    format.storage().name(),
+                    IoAction::Map,
+                    self.at,
+                    len,
+                    std::io::Error::other(format!("the map answered {} bytes", extent.len)),
+                ));
+            }
             let place = match extent.place {
                 Place::Hole => {
                     self.push_hole(self.at + extent.len);

@@ -1,0 +1,46 @@
+//! A storage and a format for the tests of the flat disk.
+#![allow(dead_code)] // each test binary uses a part of it
+
+pub mod map;
+pub mod memory;
+
+use std::sync::Arc;
+
+use vdkit_block::{Format, FormatDriver, Limits, Storage};
+use vdkit_chain::{Disk, OpenOptions};
+use vdkit_raw::{RawDriver, RawFormat};
+
+#[allow(unused_imports)] // likewise
+pub use map::{MapDriver, MapFormat, pack};
+pub use memory::Memory;
+
+/// A disk of one raw layer.
+pub fn raw_disk(storage: Arc<dyn Storage>, writable: bool) -> Disk {
+    let info = RawDriver.describe(&storage, &Limits::default()).unwrap();
+    let format = Arc::new(RawFormat::new(storage, writable).unwrap());
+    let options = OpenOptions { writable, ..OpenOptions::default() };
+    Disk::from_format(format, info, &options)
+}
+
+/// A disk of one layer of the test format.
+pub fn map_disk(format: &Arc<MapFormat>, options: &OpenOptions) -> Disk {
+    let info = map::info(format.guest_bytes(), None, None);
+    Disk::from_format(format.clone(), info, options)
+}
+
+/// A small generator of pseudo-random numbers (splitmix64); threads need one each, from a seed.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+}
