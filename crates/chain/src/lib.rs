@@ -33,7 +33,6 @@ mod read;
 mod reference;
 mod registry;
 mod scratch;
-mod shim;
 mod unit_cache;
 mod walk;
 mod write;

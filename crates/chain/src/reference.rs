@@ -10,9 +10,9 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use crate::shim::{FileOptions, FileStorage, LockMode};
 use rustix::fs::{FileType, Mode, OFlags};
 use vdkit_block::{Error, IoAction, RefPolicy, Refusal, Result};
+use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
 /// What a reference is for; for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
 
-use crate::shim::AlignedBuf;
+use vdkit_storage::AlignedBuf;
 
 /// Alignment of every buffer: what O_DIRECT asks on any device in use.
 const ALIGN: usize = 4096;

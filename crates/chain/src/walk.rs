@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::shim::{FileOptions, FileStorage, LockMode};
 use rustix::fs::FileType;
 use vdkit_block::{Error, FormatDriver, ImageInfo, Result, Storage};
+use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
 use crate::options::{BackingChoice, OpenOptions};
 use crate::reference::{self, Namer, Role};

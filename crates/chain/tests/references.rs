@@ -157,8 +157,7 @@ fn no_refs_means_none() {
     assert!(refusal.hint.contains("--no-refs"), "{refusal}");
     // What the user names is no reference.
     let image = place.path("images/top.map");
-    let backing =
-        BackingChoice::Override { path: place.path("outside/secret.raw"), format: None };
+    let backing = BackingChoice::Override { path: place.path("outside/secret.raw"), format: None };
     let options = OpenOptions::default().refs(RefPolicy::Nothing).backing(backing);
     assert_eq!(place.first_byte(&image, &options), 9);
     let options = OpenOptions::default().refs(RefPolicy::Nothing).backing(BackingChoice::Ignore);

@@ -67,7 +67,7 @@ fn a_full_file_is_one_run_and_a_scan_in_steps_asks_once_a_run() {
     let full = CountingStorage::new(Arc::new(MemoryStorage::from_bytes("m", &vec![1; 1 << 20])));
     let format = RawFormat::new(full.clone(), false).unwrap();
     assert_eq!(runs(&format, u64::MAX), [(0, MIB, true)]);
-    assert_eq!(format.resolve_cached(GuestOffset(4096), MIB).map(|run| run.len), None.or(Some(MIB - 4096)));
+    assert_eq!(format.resolve_cached(GuestOffset(4096), MIB).map(|run| run.len), Some(MIB - 4096));
     assert_eq!(full.counts().extents, 0);
 
     let memory = MemoryStorage::with_len("m", 2 * MIB);
@@ -161,7 +161,8 @@ fn create(storage: Arc<dyn Storage>, bytes: u64, options: &[&str]) -> vdkit_bloc
 #[test]
 fn preallocation_takes_the_space_that_it_says() {
     let folder = tempfile::tempdir().unwrap();
-    for (name, allocated) in [("off", 0..MIB), ("falloc", 4 * MIB..6 * MIB), ("full", 4 * MIB..6 * MIB)]
+    for (name, allocated) in
+        [("off", 0..MIB), ("falloc", 4 * MIB..6 * MIB), ("full", 4 * MIB..6 * MIB)]
     {
         let path = folder.path().join(name);
         let file = FileStorage::create(&path, &FileOptions::default()).unwrap();

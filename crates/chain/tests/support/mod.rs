@@ -12,6 +12,7 @@ use vdkit_raw::{RawDriver, RawFormat};
 
 #[allow(unused_imports)] // likewise
 pub use map::{MapDriver, MapFormat, pack};
+#[allow(unused_imports)] // likewise
 pub use memory::Memory;
 
 /// A disk of one raw layer.
