@@ -51,6 +51,8 @@ pub struct Reservation<'a> {
     pub head: Fill,
     /// What goes after `write`.
     pub tail: Fill,
+    /// The space reads as zero: zeroes among the caller's own bytes need not be written.
+    pub zeroed: bool,
     published: bool,
 }
 
@@ -68,7 +70,24 @@ impl<'a> Reservation<'a> {
         tail: Fill,
     ) -> Self {
         debug_assert!(guest.start <= write.start && write.end <= guest.end);
-        Self { owner, ticket, guest, write, file, host, head, tail, published: false }
+        Self {
+            owner,
+            ticket,
+            guest,
+            write,
+            file,
+            host,
+            head,
+            tail,
+            zeroed: false,
+            published: false,
+        }
+    }
+
+    /// This reservation, whose space is known to read as zero.
+    pub fn zeroed(mut self, zeroed: bool) -> Self {
+        self.zeroed = zeroed;
+        self
     }
 
     /// Host offset of a guest offset within `guest`.

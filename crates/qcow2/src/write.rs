@@ -273,6 +273,7 @@ impl Qcow2 {
         let guest = pending.guest.clone();
         meta.pending.insert(ticket, Pending::Plain(pending));
         Reservation::new(self, ticket, guest, at.0..write_end, FileIndex(0), host, head, tail)
+            .zeroed(fresh)
     }
 
     /// To which unit a write to a cluster with this entry must be filled up: a subcluster, or the

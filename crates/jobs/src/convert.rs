@@ -1,0 +1,247 @@
+//! The main job: a disk from one place and format to another.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde::Serialize;
+use vdkit_block::{CompressionSpec, Error, Monitor, Result};
+use vdkit_chain::{Disk, OpenOptions, Registry};
+
+use crate::mover::{MoveOptions, MovedBytes, Mover};
+use crate::plan::{PlanOptions, Planner};
+use crate::source::Source;
+use crate::target::{Destination, NewImage, Target};
+use crate::verify::verify;
+
+/// Bytes that one thread reads at a time: they stay in its cache until they are written.
+const CHUNK_BYTES: u64 = 512 << 10;
+/// Cells of the plan for a target without clusters: what file systems call a block.
+const BLOCK_BYTES: u64 = 4096;
+
+/// How a disk is converted.
+#[derive(Clone, Debug)]
+pub struct ConvertOptions {
+    /// Where to.
+    pub destination: Destination,
+    /// Store clusters compressed.
+    pub compress: Option<CompressionSpec>,
+    /// Threads; none takes one a core.
+    pub threads: Option<usize>,
+    /// Look for zeroes in what is read in steps of so many bytes; none does not look.
+    pub detect_zeroes: Option<u32>,
+    /// Read everything back and compare.
+    pub verify: bool,
+    /// Bytes a second at most.
+    pub rate: Option<u64>,
+    /// An image that the new one stands on: only what is not in it is written.
+    pub backing: Option<Backing>,
+}
+
+/// What a converted image shall stand on.
+#[derive(Clone, Debug)]
+pub struct Backing {
+    /// The file, to open it.
+    pub path: PathBuf,
+    /// Its format; none probes.
+    pub format: Option<String>,
+}
+
+impl Backing {
+    fn open(&self, registry: &Registry) -> Result<Disk> {
+        let options = OpenOptions { format: self.format.clone(), ..OpenOptions::read_only() };
+        Disk::open(registry, &self.path, &options)
+    }
+}
+
+impl ConvertOptions {
+    /// The defaults for a destination.
+    pub fn new(destination: Destination) -> Self {
+        Self {
+            destination,
+            compress: None,
+            threads: None,
+            detect_zeroes: Some(4096),
+            verify: false,
+            rate: None,
+            backing: None,
+        }
+    }
+}
+
+/// What a conversion did.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ConvertReport {
+    /// Bytes of the guest disk.
+    pub virtual_size: u64,
+    /// The target's format; none for `null:`.
+    pub format: Option<String>,
+    /// Bytes by how they were moved.
+    pub moved: MovedBytes,
+    /// Guest bytes read back and compared.
+    pub verified: Option<u64>,
+    /// Threads that could work.
+    pub threads: usize,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// Converts a source.
+///
+/// # Errors
+/// What sources and targets return. A new image is not left behind half-made; what existed under
+/// its name is untouched then.
+pub fn convert(
+    registry: &Registry,
+    source: &Source,
+    options: &ConvertOptions,
+    monitor: &Monitor<'_>,
+) -> Result<ConvertReport> {
+    let started = Instant::now();
+    let threads = options.threads.unwrap_or_else(cores).max(1);
+    let bytes = source.bytes();
+    let base = Base::open(registry, source, options)?;
+    let (layers, base_disk) = match base {
+        Some(base) => (base.layers, base.disk),
+        None => (usize::MAX, None),
+    };
+    let target = match &options.destination {
+        Destination::Null => None,
+        Destination::New(new) => Some(Target::create(registry, new, bytes, base_disk)?),
+        Destination::Into { path, format, cache } => {
+            Some(Target::open(registry, path, format.as_deref(), *cache, bytes)?)
+        }
+    };
+    let format = target.as_ref().map(|t| t.disk.top().name().to_owned());
+    let disk = target.as_ref().map(|t| &t.disk);
+    if options.compress.is_some() {
+        check_compress(options, disk)?;
+    }
+    let plan = plan_options(options, disk, layers);
+    let moving = MoveOptions {
+        threads,
+        detect_zeroes: options.detect_zeroes.map(|step| step as usize),
+        compress: options.compress,
+        // On what is new, zeroes are there already; but those that must hide a backing image.
+        write_zeroes: matches!(options.destination, Destination::Into { .. })
+            || layers != usize::MAX,
+        rate: options.rate,
+    };
+    let mover = Mover::new(source, disk, Planner::new(source, plan), moving, monitor);
+    mover.run()?;
+    let moved = mover.moved.report();
+    drop(mover);
+    let verified = finish(registry, source, target, options, threads, monitor)?;
+    Ok(ConvertReport {
+        virtual_size: bytes,
+        format,
+        moved,
+        verified,
+        threads,
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+fn finish(
+    registry: &Registry,
+    source: &Source,
+    target: Option<Target>,
+    options: &ConvertOptions,
+    threads: usize,
+    monitor: &Monitor<'_>,
+) -> Result<Option<u64>> {
+    let Some(target) = target else { return Ok(None) };
+    target.close()?;
+    let mut verified = None;
+    if options.verify {
+        // What was written is read through maps that are read anew.
+        let mut again = target.reopen(registry)?;
+        if let Some(backing) = &options.backing {
+            again = again.over(backing.open(registry)?);
+        }
+        verified = Some(verify(source, &again, threads, monitor)?);
+    }
+    target.commit()?;
+    Ok(verified)
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+fn check_compress(options: &ConvertOptions, target: Option<&Disk>) -> Result<()> {
+    let Some(spec) = options.compress else { return Ok(()) };
+    let Some(target) = target else {
+        return Err(Error::Invalid("--compress needs a target that is written".into()));
+    };
+    match target.top().caps().packed {
+        Some(codec) if codec == spec.codec => Ok(()),
+        Some(codec) => Err(Error::Invalid(format!(
+            "{}: holds {codec} clusters, not {}; use --compress={codec}",
+            target.name(),
+            spec.codec
+        ))),
+        None => Err(Error::unsupported(
+            target.name(),
+            format!("compressed data in this {} image", target.top().name()),
+            "choose qcow2 without a data file",
+        )),
+    }
+}
+
+fn plan_options(options: &ConvertOptions, target: Option<&Disk>, layers: usize) -> PlanOptions {
+    let caps = target.map(|t| t.top().caps());
+    let cluster = caps.map_or(1, |c| c.cluster_bytes);
+    let grid = cluster.max(BLOCK_BYTES);
+    let shares = caps.is_some_and(|c| c.host_aligned || c.cluster_bytes == 1);
+    let block = target
+        .map_or(BLOCK_BYTES, |t| u64::from(t.top().storage().caps().block_bytes).max(BLOCK_BYTES));
+    let shares = shares && options.compress.is_none() && layers == usize::MAX && block <= grid;
+    PlanOptions {
+        grid,
+        chunk: CHUNK_BYTES.max(cluster),
+        share: shares.then_some(block),
+        layers,
+        skip_absent: layers != usize::MAX,
+    }
+}
+
+/// The image that a new one shall stand on.
+struct Base {
+    /// So many layers of the source lie above it.
+    layers: usize,
+    disk: Option<Disk>,
+}
+
+impl Base {
+    fn open(
+        registry: &Registry,
+        source: &Source,
+        options: &ConvertOptions,
+    ) -> Result<Option<Self>> {
+        let Some(backing) = &options.backing else { return Ok(None) };
+        let Destination::New(NewImage { .. }) = options.destination else {
+            return Err(Error::Invalid("--backing needs a new image as the target".into()));
+        };
+        let [disk] = source.disks() else {
+            return Err(Error::Invalid("--backing needs one source, not several pieces".into()));
+        };
+        let same = |path: &Path| same_file(path, &backing.path);
+        let Some(layers) = disk.layers().iter().skip(1).position(|l| same(l.path())) else {
+            return Err(Error::Invalid(format!(
+                "{}: does not stand on {}; convert without --backing, or rebase it first",
+                disk.name(),
+                backing.path.display()
+            )));
+        };
+        Ok(Some(Self { layers: layers + 1, disk: Some(backing.open(registry)?) }))
+    }
+}
+
+fn same_file(a: &Path, b: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    match (std::fs::metadata(a), std::fs::metadata(b)) {
+        (Ok(a), Ok(b)) => a.dev() == b.dev() && a.ino() == b.ino(),
+        _ => false,
+    }
+}

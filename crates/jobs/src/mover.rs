@@ -1,0 +1,581 @@
+//! Moving the bytes of a plan: sharing blocks, or reading, looking for zeroes and writing.
+//!
+//! ```text
+//!   planner (one lock) ──► chunk n ──► read ──► zero runs, compression     in parallel
+//!                                              │
+//!                                   turn n: reserve target space           in order
+//!                                              │
+//!                                   write ──► publish                      in parallel
+//! ```
+//!
+//! Since space is reserved in turn, the same input makes the same output to the byte, whatever
+//! the threads' timing.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use serde::Serialize;
+use vdkit_block::{
+    CompressionSpec, CopyMethod, Error, Fill, GuestOffset, HostOffset, Monitor, PackedReservation,
+    Reservation, Result, Storage,
+};
+use vdkit_chain::Disk;
+
+use crate::compress::Compressor;
+use crate::plan::{Planner, Work};
+use crate::source::Source;
+use crate::turns::Turns;
+use crate::zero::{data_runs, is_zero};
+
+/// Bytes that one thread moves alone before others are started: a small job is over by then.
+const ALONE_BYTES: u64 = 4 << 20;
+
+/// How bytes reach the target.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MoveOptions {
+    /// Threads in all.
+    pub(crate) threads: usize,
+    /// Granularity of zero detection in bytes; none where nothing is looked at.
+    pub(crate) detect_zeroes: Option<usize>,
+    /// Compress whole clusters.
+    pub(crate) compress: Option<CompressionSpec>,
+    /// The target may hold something else than zeroes: those must be written.
+    pub(crate) write_zeroes: bool,
+    /// Bytes a second.
+    pub(crate) rate: Option<u64>,
+}
+
+/// Bytes by how they were moved.
+#[derive(Debug, Default)]
+pub(crate) struct Moved {
+    pub(crate) read: AtomicU64,
+    pub(crate) written: AtomicU64,
+    pub(crate) shared: AtomicU64,
+    pub(crate) kernel_copied: AtomicU64,
+    pub(crate) zero_known: AtomicU64,
+    pub(crate) zero_found: AtomicU64,
+    pub(crate) clusters_compressed: AtomicU64,
+    pub(crate) packed_bytes: AtomicU64,
+}
+
+/// Bytes by how they were moved, as reported.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MovedBytes {
+    /// Guest bytes read by this process.
+    pub read: u64,
+    /// Host bytes written by this process.
+    pub written: u64,
+    /// Shared with the source by reflink.
+    pub reflinked: u64,
+    /// Copied by the kernel.
+    pub kernel_copied: u64,
+    /// Known to be zero from maps and holes, never read.
+    pub zero_known: u64,
+    /// Read, and found to be zero.
+    pub zero_found: u64,
+    /// Clusters stored compressed.
+    pub clusters_compressed: u64,
+    /// Host bytes of those.
+    pub compressed_bytes: u64,
+}
+
+impl Moved {
+    pub(crate) fn report(&self) -> MovedBytes {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        MovedBytes {
+            read: get(&self.read),
+            written: get(&self.written),
+            reflinked: get(&self.shared),
+            kernel_copied: get(&self.kernel_copied),
+            zero_known: get(&self.zero_known),
+            zero_found: get(&self.zero_found),
+            clusters_compressed: get(&self.clusters_compressed),
+            compressed_bytes: get(&self.packed_bytes),
+        }
+    }
+}
+
+fn add(counter: &AtomicU64, bytes: u64) {
+    counter.fetch_add(bytes, Ordering::Relaxed);
+}
+
+/// One job's shared state.
+pub(crate) struct Mover<'a> {
+    source: &'a Source,
+    target: Option<&'a Disk>,
+    options: MoveOptions,
+    monitor: &'a Monitor<'a>,
+    planner: Mutex<(Planner<'a>, u64)>,
+    turns: Turns,
+    failed: Mutex<Option<Error>>,
+    stop: AtomicBool,
+    started: Instant,
+    done: AtomicU64,
+    spawned: AtomicUsize,
+    pub(crate) moved: Moved,
+}
+
+/// A thread's buffers.
+#[derive(Default)]
+struct Buffers {
+    bytes: Vec<u8>,
+    runs: Vec<Range<usize>>,
+    packed: Vec<u8>,
+    lens: Vec<u32>,
+    compressor: Option<Compressor>,
+}
+
+/// Target space for a part of a chunk.
+enum Placed<'a> {
+    Plain {
+        space: Reservation<'a>,
+        from: usize,
+    },
+    Packed {
+        space: PackedReservation<'a>,
+        bytes: Range<usize>,
+    },
+    /// Has its space already.
+    Mapped {
+        from: usize,
+        to: usize,
+    },
+}
+
+impl<'a> Mover<'a> {
+    pub(crate) fn new(
+        source: &'a Source,
+        target: Option<&'a Disk>,
+        planner: Planner<'a>,
+        options: MoveOptions,
+        monitor: &'a Monitor<'a>,
+    ) -> Self {
+        Self {
+            source,
+            target,
+            options,
+            monitor,
+            planner: Mutex::new((planner, 0)),
+            turns: Turns::default(),
+            failed: Mutex::new(None),
+            stop: AtomicBool::new(false),
+            started: Instant::now(),
+            done: AtomicU64::new(0),
+            spawned: AtomicUsize::new(1),
+            moved: Moved::default(),
+        }
+    }
+
+    /// Moves everything. The calling thread works too; others join once there is enough to do.
+    pub(crate) fn run(&self) -> Result<()> {
+        std::thread::scope(|scope| {
+            self.work(&|| {
+                let spawned = self.spawned.load(Ordering::Relaxed);
+                if spawned >= self.options.threads
+                    || self.moved.read.load(Ordering::Relaxed) < ALONE_BYTES
+                {
+                    return;
+                }
+                self.spawned.store(self.options.threads, Ordering::Relaxed);
+                for _ in spawned..self.options.threads {
+                    scope.spawn(|| self.work(&|| ()));
+                }
+            })
+        });
+        match self.failed.lock().take() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    fn work(&self, after_each: &dyn Fn()) {
+        let mut buffers = Buffers::default();
+        while !self.stop.load(Ordering::Relaxed) {
+            match self.step(&mut buffers) {
+                Ok(true) => after_each(),
+                Ok(false) => return,
+                Err(error) => {
+                    self.stop.store(true, Ordering::Relaxed);
+                    let mut failed = self.failed.lock();
+                    // Those who only noticed that another gave up have nothing to add.
+                    if failed.is_none() {
+                        *failed = Some(error);
+                    }
+                    drop(failed);
+                    self.turns.abort();
+                    return;
+                }
+            }
+        }
+    }
+
+    /// One piece of work; `false` when there is none left.
+    fn step(&self, buffers: &mut Buffers) -> Result<bool> {
+        self.monitor.cancel.check()?;
+        let (work, number) = {
+            let mut planner = self.planner.lock();
+            let Some(work) = planner.0.next_work()? else { return Ok(false) };
+            let number = planner.1;
+            planner.1 += 1;
+            (work, number)
+        };
+        let len = match work {
+            Work::Zero { at, len } => {
+                self.in_turn(number, || Ok(()))?;
+                if self.options.write_zeroes
+                    && let Some(target) = self.target
+                {
+                    target.write_zeroes(GuestOffset(at), len, true)?;
+                }
+                add(&self.moved.zero_known, len);
+                len
+            }
+            Work::Copy { at, len } => {
+                self.copy(buffers, number, at, len)?;
+                len
+            }
+            Work::Share { at, len, ref storage, offset } => {
+                let shared = self.in_turn(number, || self.share(at, len, &**storage, offset))?;
+                add(&self.moved.shared, shared);
+                if shared < len {
+                    self.planner.lock().0.stop_sharing();
+                    self.copy_in_pieces(buffers, at + shared, len - shared)?;
+                }
+                len
+            }
+        };
+        self.progress(len);
+        Ok(true)
+    }
+
+    fn progress(&self, len: u64) {
+        let done = self.done.fetch_add(len, Ordering::Relaxed) + len;
+        self.monitor.progress.update(done, self.source.bytes());
+        if let Some(rate) = self.options.rate {
+            let due = Duration::from_secs_f64(done as f64 / rate.max(1) as f64);
+            let mut left = due.saturating_sub(self.started.elapsed());
+            while !left.is_zero() && !self.monitor.cancel.is_cancelled() {
+                let nap = left.min(Duration::from_millis(50));
+                std::thread::sleep(nap);
+                left -= nap;
+            }
+        }
+    }
+
+    fn in_turn<R>(&self, number: u64, place: impl FnOnce() -> Result<R>) -> Result<R> {
+        if !self.turns.wait(number) {
+            return Err(Error::Interrupted);
+        }
+        let placed = place();
+        self.turns.done(number);
+        placed
+    }
+
+    /// Shares blocks with the source as far as that works; returns how many bytes.
+    fn share(&self, at: u64, len: u64, from: &dyn Storage, offset: HostOffset) -> Result<u64> {
+        let Some(target) = self.target else { return Ok(0) };
+        let mut done = 0;
+        while done < len {
+            let (here, left) = (GuestOffset(at + done), len - done);
+            let _guard = target.enter();
+            let space = target.top().reserve(here, left)?;
+            let (file, host, run) = match &space {
+                Some(s) if s.head == Fill::Ready && s.tail == Fill::Ready => {
+                    (s.file, s.host_of(here.0), s.write.end - here.0)
+                }
+                Some(_) => return Ok(done),
+                None => match target.top().resolve_for_io(here, left)? {
+                    vdkit_block::Extent {
+                        len,
+                        place: vdkit_block::Place::Data { file, offset, exclusive: true },
+                    } => (file, offset, len),
+                    _ => return Ok(done),
+                },
+            };
+            let to = target.top().file(file);
+            let got = to.copy_from(host, from, offset + done, run, CopyMethod::Reflink)?;
+            if got < run {
+                // What was shared of an unpublished reservation goes with it.
+                return Ok(done + if space.is_none() { got } else { 0 });
+            }
+            if let Some(space) = space {
+                space.publish()?;
+            }
+            done += run;
+        }
+        Ok(done)
+    }
+
+    /// A piece that was planned to be shared, by reading after all. Its turn is over, so this is
+    /// placed as it comes; it happens once a job.
+    fn copy_in_pieces(&self, buffers: &mut Buffers, at: u64, len: u64) -> Result<()> {
+        let Some(target) = self.target else { return Ok(()) };
+        let step = 1 << 20;
+        let mut done = 0;
+        while done < len {
+            self.monitor.cancel.check()?;
+            let here = at + done;
+            let run = (step - here % step).min(len - done);
+            self.read(buffers, here, run)?;
+            self.write_runs(target, buffers, here)?;
+            done += run;
+        }
+        Ok(())
+    }
+
+    fn read(&self, buffers: &mut Buffers, at: u64, len: u64) -> Result<()> {
+        buffers.bytes.resize(len as usize, 0);
+        self.source.read_at(&mut buffers.bytes, at)?;
+        add(&self.moved.read, len);
+        Ok(())
+    }
+
+    /// Writes what was read, through the target's ordinary write path.
+    fn write_runs(&self, target: &Disk, buffers: &mut Buffers, at: u64) -> Result<()> {
+        let Buffers { bytes, runs, .. } = buffers;
+        self.find_runs(bytes, runs);
+        let mut zero_from = 0;
+        for run in runs.iter() {
+            self.write_zero_gap(target, at, zero_from..run.start)?;
+            target.write_at(&bytes[run.clone()], GuestOffset(at + run.start as u64))?;
+            add(&self.moved.written, run.len() as u64);
+            zero_from = run.end;
+        }
+        self.write_zero_gap(target, at, zero_from..bytes.len())
+    }
+
+    fn write_zero_gap(&self, target: &Disk, at: u64, gap: Range<usize>) -> Result<()> {
+        let len = gap.len() as u64;
+        add(&self.moved.zero_found, len);
+        if len > 0 && self.options.write_zeroes {
+            target.write_zeroes(GuestOffset(at + gap.start as u64), len, true)?;
+        }
+        Ok(())
+    }
+
+    fn find_runs(&self, bytes: &[u8], runs: &mut Vec<Range<usize>>) {
+        match self.options.detect_zeroes {
+            // A request for each small gap would cost more than writing it, where zeroes have to
+            // be written anyway.
+            Some(step) if self.options.write_zeroes => {
+                data_runs(bytes, step, step.max(64 << 10), runs);
+            }
+            Some(step) => data_runs(bytes, step, step, runs),
+            None => {
+                runs.clear();
+                runs.push(0..bytes.len());
+            }
+        }
+    }
+
+    /// Reads a chunk, finds its place in turn, and writes it.
+    fn copy(&self, buffers: &mut Buffers, number: u64, at: u64, len: u64) -> Result<()> {
+        self.read(buffers, at, len)?;
+        let Some(target) = self.target else {
+            // Nothing is placed, so nothing has an order.
+            return Ok(());
+        };
+        let cluster = target.top().caps().cluster_bytes;
+        if self.options.write_zeroes || cluster == 1 {
+            self.in_turn(number, || Ok(()))?;
+            return self.write_runs(target, buffers, at);
+        }
+        let packed = match self.options.compress {
+            Some(spec) => Some(self.pack(buffers, spec, cluster)?),
+            None => None,
+        };
+        self.find_runs(&buffers.bytes, &mut buffers.runs);
+        let mut placed = Vec::new();
+        self.in_turn(number, || self.place(target, buffers, at, cluster, packed, &mut placed))?;
+        for part in placed {
+            self.write_placed(target, buffers, at, part)?;
+        }
+        Ok(())
+    }
+
+    /// Compresses each cluster of the chunk; `lens` says 0 for one that stays plain and
+    /// [`ZERO_CLUSTER`] for one that is zero.
+    fn pack(&self, buffers: &mut Buffers, spec: CompressionSpec, cluster: u64) -> Result<()> {
+        let Buffers { bytes, packed, lens, compressor, .. } = buffers;
+        let cluster = cluster as usize;
+        packed.clear();
+        lens.clear();
+        let compressor = match compressor {
+            Some(compressor) => compressor,
+            None => compressor.insert(Compressor::new(spec)?),
+        };
+        // A short last cluster is compressed whole, with zeroes behind the end of the disk.
+        bytes.resize(bytes.len().next_multiple_of(cluster), 0);
+        for unit in bytes.chunks_exact(cluster) {
+            if is_zero(unit) {
+                lens.push(ZERO_CLUSTER);
+                continue;
+            }
+            let before = packed.len();
+            let smaller = compressor.compress(unit, packed);
+            lens.push(if smaller { (packed.len() - before) as u32 } else { 0 });
+        }
+        Ok(())
+    }
+
+    /// Reserves target space for a chunk, in the order of the disk.
+    fn place<'t>(
+        &self,
+        target: &'t Disk,
+        buffers: &Buffers,
+        at: u64,
+        cluster: u64,
+        packed: Option<()>,
+        placed: &mut Vec<Placed<'t>>,
+    ) -> Result<()> {
+        let cluster = cluster as usize;
+        let clusters = buffers.bytes.len().div_ceil(cluster);
+        let kind = |index: usize| match packed {
+            Some(()) => match buffers.lens[index] {
+                ZERO_CLUSTER => PlaceKind::Zero,
+                0 => PlaceKind::Plain,
+                _ => PlaceKind::Packed,
+            },
+            None => {
+                let (from, to) = (index * cluster, (index + 1) * cluster);
+                // Runs are sorted: the first one that ends behind the cluster's start decides.
+                let run = buffers.runs.partition_point(|r| r.end <= from);
+                match buffers.runs.get(run) {
+                    Some(run) if run.start < to => PlaceKind::Plain,
+                    _ => PlaceKind::Zero,
+                }
+            }
+        };
+        let mut index = 0;
+        let mut packed_at = 0;
+        while index < clusters {
+            let this = kind(index);
+            let mut end = index + 1;
+            while end < clusters && kind(end) == this {
+                end += 1;
+            }
+            match this {
+                PlaceKind::Zero => add(&self.moved.zero_found, ((end - index) * cluster) as u64),
+                PlaceKind::Plain => {
+                    let to = (end * cluster).min(self.chunk_end(at, buffers.bytes.len()));
+                    self.place_plain(target, at, index * cluster, to, placed)?;
+                }
+                PlaceKind::Packed => {
+                    let first = GuestOffset(at + (index * cluster) as u64);
+                    let lens = &buffers.lens[index..end];
+                    packed_at =
+                        self.place_packed(target, first, lens, cluster, packed_at, placed)?;
+                }
+            }
+            index = end;
+        }
+        Ok(())
+    }
+
+    /// The chunk's length without the zeroes that fill up the last cluster of the disk.
+    fn chunk_end(&self, at: u64, len: usize) -> usize {
+        len.min((self.source.bytes() - at) as usize)
+    }
+
+    fn place_plain<'t>(
+        &self,
+        target: &'t Disk,
+        at: u64,
+        mut from: usize,
+        to: usize,
+        placed: &mut Vec<Placed<'t>>,
+    ) -> Result<()> {
+        while from < to {
+            let space = target.top().reserve(GuestOffset(at + from as u64), (to - from) as u64)?;
+            match space {
+                Some(space) if space.head == Fill::Ready && space.tail == Fill::Ready => {
+                    let next = (space.write.end - at) as usize;
+                    placed.push(Placed::Plain { space, from });
+                    from = next;
+                }
+                // Preallocated, or wants filling: the ordinary write path does it.
+                _ => {
+                    placed.push(Placed::Mapped { from, to });
+                    from = to;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns where the payload of the next unit begins.
+    fn place_packed<'t>(
+        &self,
+        target: &'t Disk,
+        first: GuestOffset,
+        mut lens: &[u32],
+        cluster: usize,
+        mut payload: usize,
+        placed: &mut Vec<Placed<'t>>,
+    ) -> Result<usize> {
+        let mut at = first;
+        while !lens.is_empty() {
+            let space = target.top().reserve_packed(at, lens)?;
+            let units = space.units;
+            let bytes: usize = lens[..units].iter().map(|&l| l as usize).sum();
+            placed.push(Placed::Packed { space, bytes: payload..payload + bytes });
+            add(&self.moved.clusters_compressed, units as u64);
+            add(&self.moved.packed_bytes, bytes as u64);
+            payload += bytes;
+            at += (units * cluster) as u64;
+            lens = &lens[units..];
+        }
+        Ok(payload)
+    }
+
+    fn write_placed(
+        &self,
+        target: &Disk,
+        buffers: &Buffers,
+        at: u64,
+        part: Placed<'_>,
+    ) -> Result<()> {
+        match part {
+            Placed::Plain { space, from } => {
+                let to = (space.write.end - at) as usize;
+                let storage = target.top().file(space.file);
+                let put = |run: Range<usize>| {
+                    add(&self.moved.written, run.len() as u64);
+                    let host = space.host_of(at + run.start as u64);
+                    storage.write_at(&buffers.bytes[run], host)
+                };
+                if space.zeroed && self.options.compress.is_none() {
+                    let first = buffers.runs.partition_point(|r| r.end <= from);
+                    for run in buffers.runs[first..].iter().take_while(|r| r.start < to) {
+                        put(run.start.max(from)..run.end.min(to))?;
+                    }
+                } else {
+                    put(from..to)?;
+                }
+                space.publish()
+            }
+            Placed::Packed { space, bytes } => {
+                add(&self.moved.written, bytes.len() as u64);
+                target.top().file(space.file).write_at(&buffers.packed[bytes], space.host)?;
+                space.publish()
+            }
+            Placed::Mapped { from, to } => {
+                add(&self.moved.written, (to - from) as u64);
+                target.write_at(&buffers.bytes[from..to], GuestOffset(at + from as u64))
+            }
+        }
+    }
+}
+
+/// In the list of compressed lengths: the cluster is zero.
+const ZERO_CLUSTER: u32 = u32::MAX;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PlaceKind {
+    Zero,
+    Plain,
+    Packed,
+}

@@ -1,0 +1,301 @@
+//! Which bytes must be moved, and which way: found out before anything is read.
+//!
+//! The source's map is laid over a grid of the target's clusters. A cell of the grid is skipped
+//! (all of it reads as zero), shared (it lies in one piece of a host file, aligned as the target
+//! needs it) or copied. Runs of equal cells become one piece of [`Work`].
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use vdkit_block::{GuestOffset, HostOffset, Result, Storage, align_down};
+use vdkit_chain::{DiskPlace, Extents};
+
+use crate::source::Source;
+
+/// One piece of a job, in bytes of the target disk.
+#[derive(Clone, Debug)]
+pub enum Work {
+    /// Reads as zero.
+    Zero {
+        /// First byte.
+        at: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// Must be read.
+    Copy {
+        /// First byte.
+        at: u64,
+        /// Bytes; at most a chunk.
+        len: u64,
+    },
+    /// Whole blocks of a host file.
+    Share {
+        /// First byte.
+        at: u64,
+        /// Bytes.
+        len: u64,
+        /// The file.
+        storage: Arc<dyn Storage>,
+        /// Offset in it.
+        offset: HostOffset,
+    },
+}
+
+/// How work is cut.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanOptions {
+    /// Cells of the grid: the target's cluster size in bytes, a power of two.
+    pub grid: u64,
+    /// Largest piece of copying, a multiple of `grid`.
+    pub chunk: u64,
+    /// Pieces may be shared between files, in blocks of so many bytes.
+    pub share: Option<u64>,
+    /// Ask only so many layers of each source.
+    pub layers: usize,
+    /// What none of those layers has is left out, rather than taken for zeroes.
+    pub skip_absent: bool,
+}
+
+/// A run of the source, holes of host files told apart from data.
+#[derive(Clone, Debug)]
+struct Piece {
+    at: u64,
+    end: u64,
+    kind: Kind,
+}
+
+#[derive(Clone, Debug)]
+enum Kind {
+    /// A hole in all layers asked.
+    Absent,
+    Zero,
+    Data {
+        storage: Arc<dyn Storage>,
+        offset: HostOffset,
+    },
+    Packed,
+}
+
+/// Makes work out of a source's map, in the order of the disk, a little at a time.
+#[derive(Debug)]
+pub struct Planner<'a> {
+    source: &'a Source,
+    options: PlanOptions,
+    /// The next disk of the source.
+    disk: usize,
+    extents: Option<(u64, Extents<'a>)>,
+    /// Found, and not yet part of work. Pieces follow one another without gaps.
+    pieces: VecDeque<Piece>,
+    /// End of what was found.
+    found: u64,
+    at: u64,
+    /// The storage asked last whether it may have holes, and its answer.
+    holes: Option<(Arc<dyn Storage>, bool)>,
+}
+
+impl<'a> Planner<'a> {
+    /// A plan for all of a source.
+    pub fn new(source: &'a Source, options: PlanOptions) -> Self {
+        Self {
+            source,
+            options,
+            disk: 0,
+            extents: None,
+            pieces: VecDeque::new(),
+            found: 0,
+            at: 0,
+            holes: None,
+        }
+    }
+
+    /// No more sharing: it does not work here.
+    pub fn stop_sharing(&mut self) {
+        self.options.share = None;
+    }
+
+    /// The next piece of work, or nothing at the end of the disk.
+    ///
+    /// # Errors
+    /// What the source's maps return.
+    pub fn next_work(&mut self) -> Result<Option<Work>> {
+        loop {
+            let Some((kind, end)) = self.run()? else { return Ok(None) };
+            let at = self.at;
+            let len = end - at;
+            self.at = end;
+            return Ok(Some(match kind {
+                Cell::Absent if self.options.skip_absent => continue,
+                Cell::Absent | Cell::Zero => Work::Zero { at, len },
+                Cell::Copy => Work::Copy { at, len },
+                Cell::Share(storage, offset) => Work::Share { at, len, storage, offset },
+            }));
+        }
+    }
+
+    /// The run of cells from `self.at`: its kind and its end.
+    fn run(&mut self) -> Result<Option<(Cell, u64)>> {
+        let PlanOptions { grid, chunk, .. } = self.options;
+        let Some((kind, mut end)) = self.cells(self.at)? else { return Ok(None) };
+        if !matches!(kind, Cell::Copy) {
+            return Ok(Some((kind, end)));
+        }
+        let limit = align_down(self.at, chunk) + chunk;
+        while end < limit {
+            match self.cells(end)? {
+                Some((Cell::Copy, next)) => end = next,
+                _ => break,
+            }
+        }
+        debug_assert!(end.is_multiple_of(grid) || end == self.source.bytes());
+        Ok(Some((kind, end.min(limit))))
+    }
+
+    /// The kind of the cell at `at`, and up to where one piece alone makes all cells of that kind.
+    fn cells(&mut self, at: u64) -> Result<Option<(Cell, u64)>> {
+        let bytes = self.source.bytes();
+        if at >= bytes {
+            return Ok(None);
+        }
+        let grid = self.options.grid;
+        let cell_end = (at + grid).min(bytes);
+        self.find_up_to(cell_end)?;
+        while self.pieces.front().is_some_and(|p| p.end <= self.at) {
+            self.pieces.pop_front();
+        }
+        let mut within = self.pieces.iter().filter(|p| p.end > at && p.at < cell_end);
+        let Some(first) = within.next() else { return Ok(None) };
+        if first.end >= cell_end {
+            let whole = align_down(first.end, grid);
+            let end = if first.end == bytes { bytes } else { whole };
+            return Ok(Some(match self.alone(first, at) {
+                // A short last block cannot be shared.
+                Cell::Share(..) if whole <= at => (Cell::Copy, cell_end),
+                share @ Cell::Share(..) => (share, whole),
+                other => (other, end.max(cell_end)),
+            }));
+        }
+        let mut all_absent = matches!(first.kind, Kind::Absent);
+        let mut any_absent = all_absent;
+        let mut all_zero = all_absent || matches!(first.kind, Kind::Zero);
+        for piece in within {
+            let absent = matches!(piece.kind, Kind::Absent);
+            all_absent &= absent;
+            any_absent |= absent;
+            all_zero &= absent || matches!(piece.kind, Kind::Zero);
+        }
+        let kind = if all_absent {
+            Cell::Absent
+        } else if all_zero && !(any_absent && self.options.skip_absent) {
+            Cell::Zero
+        } else {
+            // Also a cell of which a part must hide what the target stands on and another not.
+            Cell::Copy
+        };
+        Ok(Some((kind, cell_end)))
+    }
+
+    /// The kind of cells that lie in one piece.
+    fn alone(&self, piece: &Piece, at: u64) -> Cell {
+        match &piece.kind {
+            Kind::Absent => Cell::Absent,
+            Kind::Zero => Cell::Zero,
+            Kind::Packed => Cell::Copy,
+            Kind::Data { storage, offset } => {
+                let offset = *offset + (at - piece.at);
+                match self.options.share {
+                    Some(block) if offset.0.is_multiple_of(block) && at.is_multiple_of(block) => {
+                        Cell::Share(storage.clone(), offset)
+                    }
+                    _ => Cell::Copy,
+                }
+            }
+        }
+    }
+
+    fn find_up_to(&mut self, end: u64) -> Result<()> {
+        while self.found < end {
+            let (start, extent) = match &mut self.extents {
+                None => {
+                    let source = self.source;
+                    let Some((start, disk)) = source.pieces().nth(self.disk) else { return Ok(()) };
+                    self.disk += 1;
+                    let len = disk.guest_bytes();
+                    if len > 0 {
+                        let layers = self.options.layers;
+                        self.extents = Some((start, disk.extents_of(layers, GuestOffset(0), len)?));
+                    }
+                    continue;
+                }
+                Some((start, extents)) => match extents.next() {
+                    None => {
+                        self.extents = None;
+                        continue;
+                    }
+                    Some(extent) => (*start, extent?),
+                },
+            };
+            let at = start + extent.at.0;
+            let end = at + extent.len;
+            match extent.place {
+                DiskPlace::Hole => self.push(at, end, Kind::Absent),
+                DiskPlace::Zero { .. } => self.push(at, end, Kind::Zero),
+                DiskPlace::Packed { .. } => self.push(at, end, Kind::Packed),
+                DiskPlace::Data { storage, offset } => self.push_data(at, end, storage, offset)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, at: u64, end: u64, kind: Kind) {
+        debug_assert_eq!(at, self.found);
+        self.found = end;
+        match (self.pieces.back_mut(), &kind) {
+            (Some(Piece { end: last, kind: Kind::Zero, .. }), Kind::Zero)
+            | (Some(Piece { end: last, kind: Kind::Absent, .. }), Kind::Absent)
+            | (Some(Piece { end: last, kind: Kind::Packed, .. }), Kind::Packed) => *last = end,
+            _ => self.pieces.push_back(Piece { at, end, kind }),
+        }
+    }
+
+    /// Mapped bytes: where the host file has a hole they are zero all the same.
+    fn push_data(
+        &mut self,
+        mut at: u64,
+        end: u64,
+        storage: &Arc<dyn Storage>,
+        mut offset: HostOffset,
+    ) -> Result<()> {
+        let ask = match &self.holes {
+            Some((asked, answer)) if Arc::ptr_eq(asked, storage) => *answer,
+            _ => {
+                let answer = storage.may_have_holes()?;
+                self.holes = Some((storage.clone(), answer));
+                answer
+            }
+        };
+        while at < end {
+            let (data, len) = if ask {
+                let run = storage.extent_at(offset, end - at)?;
+                (run.data, run.len.min(end - at))
+            } else {
+                (true, end - at)
+            };
+            let kind =
+                if data { Kind::Data { storage: storage.clone(), offset } } else { Kind::Zero };
+            self.push(at, at + len, kind);
+            at += len;
+            offset += len;
+        }
+        Ok(())
+    }
+}
+
+/// What is to be done with a cell.
+#[derive(Clone, Debug)]
+enum Cell {
+    Absent,
+    Zero,
+    Copy,
+    Share(Arc<dyn Storage>, HostOffset),
+}

@@ -1,0 +1,57 @@
+//! What a job reads: one disk, or several that are pieces of one.
+
+use vdkit_block::{GuestOffset, Result};
+use vdkit_chain::Disk;
+
+/// Disks laid end to end.
+#[derive(Debug)]
+pub struct Source {
+    disks: Vec<Disk>,
+    /// Where each begins, and at last where all end.
+    starts: Vec<u64>,
+}
+
+impl Source {
+    /// These disks, in this order.
+    pub fn new(disks: Vec<Disk>) -> Self {
+        let mut starts = vec![0];
+        let mut end = 0u64;
+        for disk in &disks {
+            end = end.saturating_add(disk.guest_bytes());
+            starts.push(end);
+        }
+        Self { disks, starts }
+    }
+
+    /// Bytes of all of them.
+    pub fn bytes(&self) -> u64 {
+        self.starts.last().copied().unwrap_or(0)
+    }
+
+    /// The disks.
+    pub fn disks(&self) -> &[Disk] {
+        &self.disks
+    }
+
+    /// Each disk with the offset where it begins.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = (u64, &Disk)> {
+        self.starts.iter().copied().zip(&self.disks)
+    }
+
+    /// Reads across pieces; bytes past the end are zero.
+    pub fn read_at(&self, buf: &mut [u8], at: u64) -> Result<()> {
+        let mut done = 0;
+        for (start, disk) in self.pieces() {
+            let here = at + done as u64;
+            let end = start + disk.guest_bytes();
+            if done == buf.len() || here >= end {
+                continue;
+            }
+            let len = (buf.len() - done).min((end - here) as usize);
+            disk.read_at(&mut buf[done..done + len], GuestOffset(here - start))?;
+            done += len;
+        }
+        buf[done..].fill(0);
+        Ok(())
+    }
+}

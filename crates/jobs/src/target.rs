@@ -1,0 +1,174 @@
+//! Where a converted disk goes.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vdkit_block::{
+    BackingRef, CacheMode, CreateRequest, Error, FormatDriver, Limits, OpenRequest, Options,
+    Result, Storage,
+};
+use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
+
+/// What a job writes to.
+#[derive(Clone, Debug)]
+pub enum Destination {
+    /// Nowhere: everything that has to be read is read.
+    Null,
+    /// A new image, which takes its name when it is finished.
+    New(NewImage),
+    /// An image, raw file or device that exists.
+    Into {
+        /// The file.
+        path: PathBuf,
+        /// Its format; none probes.
+        format: Option<String>,
+        /// What is promised about its bytes.
+        cache: CacheMode,
+    },
+}
+
+/// A new image.
+#[derive(Clone, Debug)]
+pub struct NewImage {
+    /// The file; an existing one is replaced when the new one is finished.
+    pub path: PathBuf,
+    /// The format's name.
+    pub format: String,
+    /// The format's options.
+    pub options: Options,
+    /// What it stands on, as stored, and the disk itself, opened for reading.
+    pub backing: Option<BackingRef>,
+    /// What is promised about its bytes; none is as fast as copying a file: nothing is made
+    /// durable, but for a file that replaces another.
+    pub cache: Option<CacheMode>,
+}
+
+/// An open target.
+pub(crate) struct Target {
+    pub(crate) disk: Disk,
+    pending: Option<PendingFile>,
+    data_file: Option<PendingFile>,
+    durable: bool,
+}
+
+impl Target {
+    /// Makes a new image of `bytes` bytes, open for writing.
+    pub(crate) fn create(
+        registry: &Registry,
+        new: &NewImage,
+        bytes: u64,
+        base: Option<Disk>,
+    ) -> Result<Self> {
+        let driver = registry.driver(&new.format)?;
+        // A crash after the rename must not leave neither the old file nor the new one.
+        let replaces = new.path.exists();
+        let fast = if replaces { CacheMode::Writeback } else { CacheMode::Unsafe };
+        let cache = new.cache.unwrap_or(fast);
+        let file = FileOptions::read_write().cache(cache);
+        let pending = PendingFile::create(&new.path, &file)?;
+        let data_file = Self::data_file(new, &file)?;
+        let data = data_file.as_ref().map(|d| d.storage().clone() as Arc<dyn Storage>);
+        let storage: Arc<dyn Storage> = pending.storage().clone();
+        let format = Self::make(driver, storage, data, new, bytes)?;
+        let options = OpenOptions { writable: true, cache, ..OpenOptions::default() };
+        let info = driver.describe(format.storage(), &Limits::default())?;
+        let mut disk = Disk::from_format(format, info, &options);
+        if let Some(base) = base {
+            disk = disk.over(base);
+        }
+        Ok(Self { disk, pending: Some(pending), data_file, durable: new.cache.is_some() })
+    }
+
+    fn make(
+        driver: &dyn FormatDriver,
+        storage: Arc<dyn Storage>,
+        data_file: Option<Arc<dyn Storage>>,
+        new: &NewImage,
+        bytes: u64,
+    ) -> Result<Arc<dyn vdkit_block::Format>> {
+        driver.create(&CreateRequest {
+            storage: storage.clone(),
+            data_file: data_file.clone(),
+            guest_bytes: bytes,
+            options: new.options.clone(),
+            backing: new.backing.clone(),
+        })?;
+        driver.open(OpenRequest { storage, data_file, writable: true, limits: Limits::default() })
+    }
+
+    /// The data file that the options name: beside the image unless the name is absolute.
+    fn data_file(
+        new: &NewImage,
+        options: &FileOptions,
+    ) -> Result<Option<PendingFile>> {
+        let Some(name) = new.options.text("data_file") else { return Ok(None) };
+        let folder = new.path.parent().unwrap_or(Path::new(""));
+        PendingFile::create(folder.join(name), options).map(Some)
+    }
+
+    /// Opens what exists; it must hold `bytes` bytes.
+    pub(crate) fn open(
+        registry: &Registry,
+        path: &Path,
+        format: Option<&str>,
+        cache: CacheMode,
+        bytes: u64,
+    ) -> Result<Self> {
+        let mut options = OpenOptions::read_write().cache(cache);
+        options.format = format.map(str::to_owned);
+        if options.format.is_none() {
+            // A device or an empty file is raw; the user named it as the target.
+            let file = FileOptions::read_only().lock(LockMode::Off);
+            let storage = FileStorage::open(path, &file)?;
+            if storage.caps().device || storage.is_empty()? {
+                options.format = Some("raw".into());
+            }
+        }
+        let disk = Disk::open(registry, path, &options)?;
+        if disk.guest_bytes() < bytes {
+            return Err(Error::Invalid(format!(
+                "{}: has {} bytes, the source has {bytes}; make it larger first, as with \
+                 'vdkit resize {} {bytes}'",
+                path.display(),
+                disk.guest_bytes(),
+                path.display()
+            )));
+        }
+        Ok(Self { disk, pending: None, data_file: None, durable: true })
+    }
+
+    /// The same image, opened anew for reading from the files at hand.
+    pub(crate) fn reopen(&self, registry: &Registry) -> Result<Disk> {
+        let top = &self.disk.layers()[0];
+        let driver = registry.driver(top.format().name())?;
+        let storage = top.format().storage().clone();
+        let data_file = self.data_file.as_ref().map(|d| d.storage().clone() as Arc<dyn Storage>);
+        let info = driver.describe(&storage, &Limits::default())?;
+        let format = driver.open(OpenRequest {
+            storage,
+            data_file,
+            writable: false,
+            limits: Limits::default(),
+        })?;
+        Ok(Disk::from_format(format, info, &OpenOptions::default()))
+    }
+
+    /// Closes the image.
+    pub(crate) fn close(&self) -> Result<()> {
+        self.disk.close()
+    }
+
+    /// Puts the files in their places.
+    pub(crate) fn commit(self) -> Result<()> {
+        let options = CommitOptions { sync_file: self.durable, sync_folder: self.durable };
+        drop(self.disk);
+        if let Some(data) = self.data_file {
+            data.commit(options)?;
+        }
+        match self.pending {
+            Some(pending) => pending.commit(options),
+            None => Ok(()),
+        }
+    }
+}
