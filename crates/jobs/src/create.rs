@@ -27,7 +27,7 @@ pub struct NewBacking {
 
 /// What a new image shall be.
 #[derive(Clone, Debug)]
-pub struct NewImage<'a> {
+pub struct CreateOptions<'a> {
     /// Where: a new file, or a block device.
     pub path: &'a Path,
     /// Its format.
@@ -60,7 +60,7 @@ pub struct Created {
 /// [`Error::Invalid`] where the size cannot be known, a file is there that may not be replaced, or
 /// the backing image's format would have to be guessed; what the format and storages return;
 /// [`Error::Interrupted`].
-pub fn create(registry: &Registry, image: &NewImage<'_>, monitor: &Monitor<'_>) -> Result<Created> {
+pub fn create(registry: &Registry, image: &CreateOptions<'_>, monitor: &Monitor<'_>) -> Result<Created> {
     let device = match classify(image.path) {
         Ok(kind) => kind == FileKind::BlockDevice,
         Err(Error::File { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => false,
@@ -69,7 +69,10 @@ pub fn create(registry: &Registry, image: &NewImage<'_>, monitor: &Monitor<'_>) 
     if !device && !image.replace && image.path.metadata().is_ok_and(|found| found.len() > 0) {
         return Err(Error::Invalid(format!("{}: is there already", image.path.display())));
     }
-    let base = image.backing.as_ref().map(|backing| Base::of(registry, image, backing)).transpose()?;
+    let base = match &image.backing {
+        Some(backing) => Some(backing.find(registry, image.path, &image.refs)?),
+        None => None,
+    };
     let guest_bytes = image.guest_bytes.or(base.as_ref().and_then(|base| base.guest_bytes));
     let backing = base.map(|base| base.reference);
     let guest_bytes = if device {
@@ -84,45 +87,54 @@ pub fn create(registry: &Registry, image: &NewImage<'_>, monitor: &Monitor<'_>) 
     Ok(Created { guest_bytes, backing })
 }
 
-/// What the new image stands on, looked at.
-struct Base {
-    reference: BackingRef,
-    guest_bytes: Option<u64>,
+/// An image to stand on, looked at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FoundBacking {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What the new image says of it.
+    pub reference: BackingRef,
+    /// Bytes of its disk, where it was opened.
+    pub guest_bytes: Option<u64>,
 }
 
-impl Base {
-    fn of(registry: &Registry, image: &NewImage<'_>, backing: &NewBacking) -> Result<Self> {
-        let reference =
-            |format: Option<String>| BackingRef { name: backing.name.clone(), format };
-        if !backing.open {
-            if backing.format.is_none() {
-                return Err(Error::Invalid(format!(
+impl NewBacking {
+    /// Looks at the image that a new one at `image` shall stand on.
+    ///
+    /// # Errors
+    /// What opening it returns; [`Error::Invalid`] where its format would have to be guessed.
+    pub fn find(&self, registry: &Registry, image: &Path, refs: &RefPolicy) -> Result<FoundBacking> {
+        let path = beside(image, &self.name);
+        let found = |format, guest_bytes| FoundBacking {
+            path: path.clone(),
+            reference: BackingRef { name: self.name.clone(), format },
+            guest_bytes,
+        };
+        if !self.open {
+            return match &self.format {
+                Some(format) => Ok(found(Some(format.clone()), None)),
+                None => Err(Error::Invalid(format!(
                     "the format of '{}' is needed where it is not opened",
-                    backing.name
-                )));
-            }
-            return Ok(Self { reference: reference(backing.format.clone()), guest_bytes: None });
+                    self.name
+                ))),
+            };
         }
         let options = OpenOptions {
-            format: backing.format.clone(),
-            refs: image.refs.clone(),
+            format: self.format.clone(),
+            refs: refs.clone(),
             ..OpenOptions::read_only()
         };
-        let path = beside(image.path, &backing.name);
         let disk = Disk::open(registry, &path, &options)?;
         let top = &disk.layers()[0];
         let format = top.info().format;
         if top.probed() && format == "raw" {
             return Err(Error::Invalid(format!(
-                "{}: no header says what format it has, and to take it for raw later would let \
-                 its guest choose one; give its format",
+                "{}: no header says what format it has, and if it is taken for raw without being \
+                 told its guest can make it look like another; give its format (raw)",
                 path.display()
             )));
         }
-        Ok(Self {
-            reference: reference(Some(format.to_owned())),
-            guest_bytes: Some(disk.guest_bytes()),
-        })
+        Ok(found(Some(format.to_owned()), Some(disk.guest_bytes())))
     }
 }
 
@@ -135,7 +147,7 @@ fn beside(image: &Path, name: &str) -> PathBuf {
 }
 
 fn create_file(
-    image: &NewImage<'_>,
+    image: &CreateOptions<'_>,
     guest_bytes: u64,
     backing: Option<BackingRef>,
     monitor: &Monitor<'_>,
@@ -164,7 +176,7 @@ fn create_file(
 }
 
 /// The new file for guest data that the options ask for.
-fn new_data_file(image: &NewImage<'_>, options: &FileOptions) -> Result<Option<PendingFile>> {
+fn new_data_file(image: &CreateOptions<'_>, options: &FileOptions) -> Result<Option<PendingFile>> {
     let Some(name) = image.options.text("data_file") else { return Ok(None) };
     let path = beside(image.path, name);
     if !image.replace && path.metadata().is_ok_and(|found| found.len() > 0) {
@@ -175,7 +187,7 @@ fn new_data_file(image: &NewImage<'_>, options: &FileOptions) -> Result<Option<P
 
 /// A device is written to as it is; a failure leaves it half-made.
 fn create_on_device(
-    image: &NewImage<'_>,
+    image: &CreateOptions<'_>,
     guest_bytes: Option<u64>,
     backing: Option<BackingRef>,
     monitor: &Monitor<'_>,
@@ -207,7 +219,7 @@ fn watched(storage: &Arc<FileStorage>, monitor: &Monitor<'_>) -> Arc<dyn Storage
 }
 
 /// The caller named the size, so that it is too large is the caller's fault, not an image's.
-fn error_of(image: &NewImage<'_>, error: Error) -> Error {
+fn error_of(image: &CreateOptions<'_>, error: Error) -> Error {
     match error {
         Error::Limit { what, found, limit, .. } => Error::Invalid(format!(
             "{}: {what} is {found}, more than the limit of {limit} of {}",

@@ -4,11 +4,12 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
-use vdkit::{CheckReport, Finding, Repair, Severity};
+use vdkit::jobs;
+use vdkit::{CheckReport, Finding, Monitor, Repair, Severity};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, Opening, ProgressOption};
-use crate::failure::{Exit, Outcome, Tone, print_line};
+use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_long};
 use crate::session::Session;
 
@@ -145,14 +146,48 @@ fn print(report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
     Ok(())
 }
 
-/// What mends what remains, where something does.
-fn hint(report: &CheckReport, image: &str) -> Option<String> {
+/// What mends what remains, where something does that was not tried yet.
+fn hint(report: &CheckReport, repair: Repair, image: &str) -> Option<String> {
     let image = crate::failure::quoted(image);
-    if report.corruptions_left() > report.corruptions_fixed {
-        Some(format!("make a copy, then 'vdkit check --repair all {image}'"))
-    } else if report.leaks_left() > 0 {
-        Some(format!("'vdkit check --repair leaks {image}' gives the space back"))
-    } else {
-        None
+    match repair {
+        Repair::Nothing | Repair::Leaks if report.corruptions_left() > 0 => {
+            Some(format!("make a copy of it, then 'vdkit check --repair all {image}'"))
+        }
+        Repair::Nothing if report.leaks_left() > 0 => {
+            Some(format!("'vdkit check --repair leaks {image}' gives the space back"))
+        }
+        _ => None,
+    }
+}
+
+impl Run for CheckArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let repair = match self.repair {
+            None => Repair::Nothing,
+            Some(RepairChoice::Leaks) => Repair::Leaks,
+            Some(RepairChoice::All) => Repair::All,
+        };
+        if repair != Repair::Nothing && self.opening.force_share {
+            return Err(Failure::usage("an image that another process writes cannot be repaired"));
+        }
+        let progress = self.progress.reporter("check");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let options = self.opening.options();
+        let checked =
+            jobs::check(&vdkit::registry(), &self.image, &options, repair, &monitor);
+        progress.finish();
+        let jobs::Checked { format, report } = checked?;
+        if self.json.json {
+            session.out.json(&self.answer(format, &report))?;
+        } else {
+            print(&report, &mut session.out)?;
+            if let Some(hint) = hint(&report, repair, &self.image.display().to_string()) {
+                session.out.finish()?;
+                print_line(Tone::Hint, &hint);
+            }
+        }
+        Ok(verdict(&report))
     }
 }

@@ -3,13 +3,18 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use serde::Serialize;
-use vdkit::{CacheMode, Codec, CompressionSpec};
+use vdkit::jobs::convert::Backing;
+use vdkit::jobs::{
+    self, ConvertOptions, CreateOptions, Destination, FoundBacking, NewBacking, NewImage, Source,
+};
+use vdkit::{
+    BackingChoice, CacheMode, CancelToken, Codec, CompressionSpec, Disk, FormatDriver, Monitor,
+    OpenOptions, Options, Registry,
+};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{FormatOptions, Json, ProgressOption, References, cache_mode, size};
 use crate::failure::{Exit, Failure, Outcome};
-use crate::output::bytes_long;
 use crate::session::Session;
 
 /// The row of the table.
@@ -29,10 +34,10 @@ what its name ends in, or raw.",
 vdkit convert disk.raw disk.qcow2
 vdkit convert disk.qcow2 -O raw /dev/vg0/guest     onto a block device
 vdkit convert --compress=zstd disk.qcow2 small.qcow2
-vdkit convert disk.vmdk disk.qcow2 -o cluster_size=1M,preallocation=metadata
+vdkit convert disk.raw disk.qcow2 -o cluster_size=1M,preallocation=metadata
 vdkit convert a.raw b.raw whole.qcow2              two pieces of one disk
-vdkit convert overlay.qcow2 new.qcow2 --backing base.qcow2
-                                                   what differs from base.qcow2
+vdkit convert top.qcow2 flat.qcow2 --backing base.qcow2
+                                                   all that lies above base.qcow2
 vdkit convert disk.qcow2 null:                     how fast can it be read?
 ",
     augment: augment::<ConvertArgs>,
@@ -59,12 +64,10 @@ pub struct ConvertArgs {
     /// Compress the data: zlib or zstd, with a level if wanted, as in zstd:9
     #[arg(short = 'c', long, value_name = "METHOD[:LEVEL]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = compression)]
     compress: Option<Compress>,
-    /// Convert this internal snapshot
-    #[arg(short = 'l', long, value_name = "NAME")]
-    snapshot: Option<String>,
-    /// Make the target an overlay on this image and store only what differs from it
+    /// Make the target an overlay on this image, one of those that the source stands on, and store
+    /// only what lies above it; a relative name counts from the target's folder
     #[arg(short = 'B', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    backing: Option<PathBuf>,
+    backing: Option<String>,
     /// Format of the image given with --backing; without it the header is probed
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
     backing_format: Option<String>,
@@ -113,8 +116,11 @@ enum Compress {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DetectZeros {
     Off,
-    Unit(u64),
+    Unit(u32),
 }
+
+/// Unit of zero detection where none is given.
+const DETECT_BYTES: u32 = 4096;
 
 fn compression(text: &str) -> Result<Compress, String> {
     if text.is_empty() {
@@ -149,11 +155,242 @@ fn detect_zeros(text: &str) -> Result<DetectZeros, String> {
     if text == "off" {
         return Ok(DetectZeros::Off);
     }
-    match size(text)? {
-        0 => Ok(DetectZeros::Off),
-        unit if unit.is_power_of_two() && (512..=1 << 21).contains(&unit) => {
+    match u32::try_from(size(text)?) {
+        Ok(0) => Ok(DetectZeros::Off),
+        Ok(unit) if unit.is_power_of_two() && (512..=1 << 21).contains(&unit) => {
             Ok(DetectZeros::Unit(unit))
         }
         _ => Err("units are powers of two from 512 to 2M, or 'off'".to_owned()),
+    }
+}
+
+impl Run for ConvertArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let registry = vdkit::registry();
+        let mut disks = Vec::with_capacity(self.sources.len());
+        for path in &self.sources {
+            disks.push(Disk::open(&registry, path, &self.source_options())?);
+        }
+        let source = Source::new(disks);
+        let cancel = session.cancel_on_signal()?;
+        let Goal { destination, compress, backing } =
+            self.goal(&registry, source.bytes(), &cancel)?;
+        let options = ConvertOptions {
+            compress,
+            threads: self.threads.map(usize::from),
+            detect_zeroes: match self.detect_zeros {
+                None => Some(DETECT_BYTES),
+                Some(DetectZeros::Off) => None,
+                Some(DetectZeros::Unit(unit)) => Some(unit),
+            },
+            verify: self.verify,
+            rate: self.rate,
+            backing,
+            ..ConvertOptions::new(destination)
+        };
+        let progress = self.progress.reporter("convert");
+        let monitor = Monitor { cancel, progress: &progress };
+        let converted = jobs::convert(&registry, &source, &options, &monitor);
+        progress.finish();
+        let report = converted?;
+        if self.json.json {
+            session.out.json(&report)?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+/// Where a conversion goes, worked out from the arguments.
+struct Goal {
+    destination: Destination,
+    compress: Option<CompressionSpec>,
+    backing: Option<Backing>,
+}
+
+impl ConvertArgs {
+    fn source_options(&self) -> OpenOptions {
+        OpenOptions {
+            format: self.format.clone(),
+            refs: self.references.policy(),
+            lock: !self.force_share,
+            cache: self.src_cache.unwrap_or_default(),
+            ..OpenOptions::read_only()
+        }
+    }
+
+    fn goal(
+        &self,
+        registry: &Registry,
+        source_bytes: u64,
+        cancel: &CancelToken,
+    ) -> Result<Goal, Failure> {
+        if self.target.as_os_str() == "null:" {
+            self.refuse_options_of_new_images("null: writes nothing")?;
+            return Ok(Goal { destination: Destination::Null, compress: None, backing: None });
+        }
+        let device = super::is_device(&self.target);
+        if self.into || (device && self.target_format.is_none()) {
+            self.refuse_options_of_new_images("the target exists and keeps its own options")?;
+            // A device has no name to tell its format by, and no header to be trusted.
+            let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
+            let compress = self.compress.map(|wanted| self.compress_into(registry, wanted));
+            let destination = self.existing(format);
+            return Ok(Goal { destination, compress: compress.transpose()?, backing: None });
+        }
+        let driver = super::target_driver(self.target_format.as_deref(), &self.target)?;
+        let texts = self.options.options.iter().map(String::as_str);
+        let mut options = Options::parse(driver.name(), driver.options(), texts)?;
+        let compress = self.compress.map(|wanted| compression_of(wanted, driver, &mut options));
+        let compress = compress.transpose()?;
+        if device {
+            self.create_on_device(registry, driver, options, source_bytes, cancel)?;
+            let destination = self.existing(Some(driver.name().to_owned()));
+            return Ok(Goal { destination, compress, backing: None });
+        }
+        let found = self.found_backing(registry)?;
+        let destination = Destination::New(NewImage {
+            path: self.target.clone(),
+            format: driver.name().to_owned(),
+            options,
+            backing: found.as_ref().map(|found| found.reference.clone()),
+            cache: self.cache,
+        });
+        let backing = found.map(|found| Backing { path: found.path, format: found.reference.format });
+        Ok(Goal { destination, compress, backing })
+    }
+
+    fn existing(&self, format: Option<String>) -> Destination {
+        Destination::Into {
+            path: self.target.clone(),
+            format,
+            cache: self.cache.unwrap_or_default(),
+        }
+    }
+
+    /// An option that would be without effect is a mistake.
+    fn refuse_options_of_new_images(&self, why: &str) -> Result<(), Failure> {
+        let given = [
+            ("-o", !self.options.options.is_empty()),
+            ("--backing", self.backing.is_some()),
+            ("--compress", self.compress.is_some() && self.target.as_os_str() == "null:"),
+            ("-O", self.target_format.is_some() && self.target.as_os_str() == "null:"),
+        ];
+        match given.iter().find(|(_, given)| *given) {
+            Some((name, _)) => Err(Failure::usage(format!("{name} has no meaning here: {why}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The method that an existing target's compressed clusters have.
+    fn compress_into(
+        &self,
+        registry: &Registry,
+        wanted: Compress,
+    ) -> Result<CompressionSpec, Failure> {
+        if let Compress::Method(spec) = wanted {
+            return Ok(spec);
+        }
+        let options = OpenOptions {
+            format: self.target_format.clone(),
+            backing: BackingChoice::Ignore,
+            ..OpenOptions::read_only()
+        };
+        let report = vdkit::describe_chain(registry, &self.target, &options)?;
+        let zstd = report.links.iter().any(|link| link.info.compression == Some("zstd"));
+        let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
+        Ok(CompressionSpec { codec, level: None })
+    }
+
+    fn create_on_device(
+        &self,
+        registry: &Registry,
+        driver: &'static dyn FormatDriver,
+        options: Options,
+        guest_bytes: u64,
+        cancel: &CancelToken,
+    ) -> Result<(), Failure> {
+        if self.backing.is_some() {
+            return Err(Failure::usage("--backing needs a new file as the target"));
+        }
+        if driver.name() == "raw" {
+            // The device is the image already.
+            return Ok(());
+        }
+        let create = CreateOptions {
+            path: &self.target,
+            driver,
+            guest_bytes: Some(guest_bytes),
+            options,
+            backing: None,
+            replace: false,
+            refs: self.references.policy(),
+        };
+        let monitor = Monitor { cancel: cancel.clone(), ..Monitor::default() };
+        jobs::create(registry, &create, &monitor)?;
+        Ok(())
+    }
+
+    fn found_backing(&self, registry: &Registry) -> Result<Option<FoundBacking>, Failure> {
+        let Some(name) = &self.backing else { return Ok(None) };
+        let backing =
+            NewBacking { name: name.clone(), format: self.backing_format.clone(), open: true };
+        Ok(Some(backing.find(registry, &self.target, &self.references.policy())?))
+    }
+}
+
+/// The method for a new image, which its options must agree with.
+fn compression_of(
+    wanted: Compress,
+    driver: &dyn FormatDriver,
+    options: &mut Options,
+) -> Result<CompressionSpec, Failure> {
+    const KEY: &str = "compression_type";
+    if !driver.options().iter().any(|option| option.key == KEY) {
+        return Err(Failure::usage(format!("{} images hold no compressed data", driver.name())));
+    }
+    let Compress::Method(spec) = wanted else {
+        let codec = match options.text(KEY) {
+            Some("zstd") => Codec::Zstd,
+            _ => Codec::Deflate,
+        };
+        return Ok(CompressionSpec { codec, level: None });
+    };
+    let method = spec.codec.to_string();
+    match options.text(KEY) {
+        Some(other) if other != method => Err(Failure::usage(format!(
+            "--compress={method} and -o {KEY}={other} contradict each other"
+        ))),
+        _ => {
+            options.set(driver.name(), driver.options(), KEY, &method)?;
+            Ok(spec)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn methods_and_levels() {
+        let spec = |codec, level| Ok(Compress::Method(CompressionSpec { codec, level }));
+        assert_eq!(compression(""), Ok(Compress::Default));
+        assert_eq!(compression("zlib"), spec(Codec::Deflate, None));
+        assert_eq!(compression("zstd:9"), spec(Codec::Zstd, Some(9)));
+        for text in ["lz4", "zlib:0", "zlib:13", "zstd:23", "zstd:", "zstd:x"] {
+            assert!(compression(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn units_of_zero_detection() {
+        assert_eq!(detect_zeros("off"), Ok(DetectZeros::Off));
+        assert_eq!(detect_zeros("0"), Ok(DetectZeros::Off));
+        assert_eq!(detect_zeros("64K"), Ok(DetectZeros::Unit(65536)));
+        for text in ["1", "3K", "4M", "on"] {
+            assert!(detect_zeros(text).is_err(), "{text}");
+        }
     }
 }

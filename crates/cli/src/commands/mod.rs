@@ -1,8 +1,12 @@
 //! The subcommands, a file each.
 
+use std::ffi::OsStr;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 
-use vdkit::Disk;
+use vdkit::{Disk, FormatDriver};
 
 use crate::definition;
 use crate::failure::{Failure, Outcome};
@@ -125,4 +129,42 @@ pub(crate) fn guest_range(
             crate::output::bytes_long(size)
         ))),
     }
+}
+
+/// The driver for a new image: by its format's name, or by what the file's name ends in, or raw.
+pub(crate) fn target_driver(
+    format: Option<&str>,
+    path: &Path,
+) -> Result<&'static dyn FormatDriver, Failure> {
+    if let Some(name) = format {
+        return Ok(vdkit::format(name)?);
+    }
+    let ending = path.extension().and_then(OsStr::to_str).unwrap_or_default();
+    match FORMATS_OF_ENDINGS.iter().find(|(known, _)| known.eq_ignore_ascii_case(ending)) {
+        Some((_, name)) => vdkit::format(name).map_err(|_| {
+            Failure::failed(format!(
+                "{}: its name asks for the {name} format, which this version does not write",
+                path.display()
+            ))
+            .hint("choose another format with -f or -O, or another name")
+        }),
+        None => Ok(vdkit::format("raw")?),
+    }
+}
+
+/// What the ends of file names mean. A name that promises a format gets no other one by accident.
+const FORMATS_OF_ENDINGS: &[(&str, &str)] = &[
+    ("qcow2", "qcow2"),
+    ("raw", "raw"),
+    ("img", "raw"),
+    ("vmdk", "vmdk"),
+    ("vdi", "vdi"),
+    ("vhd", "vhd"),
+    ("vpc", "vhd"),
+    ("vhdx", "vhdx"),
+];
+
+/// Whether a path names a block device.
+pub(crate) fn is_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|found| found.file_type().is_block_device())
 }

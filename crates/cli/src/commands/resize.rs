@@ -2,8 +2,10 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueHint};
+use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
+use vdkit::jobs::{self, Preallocation, ResizeOptions};
+use vdkit::{Disk, Monitor};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, OpeningForWriting, ProgressOption, size};
@@ -42,14 +44,32 @@ pub struct ResizeArgs {
     #[arg(long)]
     shrink: bool,
     /// Space for the new part: off, metadata, falloc or full
-    #[arg(long, value_name = "MODE", default_value = "off", hide_default_value = true)]
-    preallocation: String,
+    #[arg(long, value_name = "MODE", default_value = "off", hide_default_value = true, hide_possible_values = true)]
+    preallocation: PreallocationChoice,
     #[command(flatten)]
     opening: OpeningForWriting,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
     json: Json,
+}
+
+/// The value of `--preallocation`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum PreallocationChoice {
+    Off,
+    Metadata,
+    Falloc,
+    Full,
+}
+
+/// The answer, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct ResizeAnswer {
+    filename: String,
+    old_size: u64,
+    virtual_size: u64,
 }
 
 /// What the size on the command line means.
@@ -68,4 +88,82 @@ fn change(text: &str) -> Result<Change, String> {
     } else {
         Change::To(size(text)?)
     })
+}
+
+impl Change {
+    /// The size that it makes of a disk of `old` bytes.
+    fn applied_to(self, old: u64) -> Result<u64, Failure> {
+        let new = match self {
+            Self::To(bytes) => Some(bytes),
+            Self::By(bytes) => old.checked_add(bytes),
+            Self::Less(bytes) => old.checked_sub(bytes),
+        };
+        new.ok_or_else(|| {
+            Failure::usage(format!("a disk of {} cannot change by that much", bytes_long(old)))
+        })
+    }
+}
+
+impl Run for ResizeArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
+        let old_size = disk.guest_bytes();
+        let size = self.size.applied_to(old_size)?;
+        if size < old_size && !self.shrink {
+            return Err(Failure::usage(format!(
+                "{}: {} is less than the {} it has, and what lies beyond would be lost",
+                disk.name(),
+                bytes_long(size),
+                bytes_long(old_size)
+            ))
+            .hint("shrink what is inside first, then repeat this with --shrink"));
+        }
+        let options = ResizeOptions {
+            shrink: self.shrink,
+            preallocation: match self.preallocation {
+                PreallocationChoice::Off => Preallocation::Off,
+                PreallocationChoice::Metadata => Preallocation::Metadata,
+                PreallocationChoice::Falloc => Preallocation::Falloc,
+                PreallocationChoice::Full => Preallocation::Full,
+            },
+        };
+        let progress = self.progress.reporter("resize");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let resized = jobs::resize(&disk, size, &options, &monitor);
+        progress.finish();
+        // Closed also after a failure, so that the image is clean.
+        let closed = disk.close();
+        resized?;
+        closed?;
+        let virtual_size = disk.guest_bytes();
+        if self.json.json {
+            let filename = self.image.display().to_string();
+            session.out.json(&ResizeAnswer { filename, old_size, virtual_size })?;
+        } else {
+            session.out.line(format!(
+                "{}: from {} to {}",
+                self.image.display(),
+                bytes_long(old_size),
+                bytes_long(virtual_size)
+            ))?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_may_be_relative() {
+        for (text, bytes) in [("40G", 40 << 30), ("+1K", 1024 + 4096), ("-1K", 4096 - 1024)] {
+            assert_eq!(change(text).unwrap().applied_to(4096).unwrap(), bytes, "{text}");
+        }
+        assert!(Change::Less(4097).applied_to(4096).is_err());
+        assert!(Change::By(u64::MAX).applied_to(1).is_err());
+        assert!(change("++1").is_err() && change("--1").is_err() && change("").is_err());
+    }
 }

@@ -1,0 +1,202 @@
+//! `vdkit create`: a new image.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum, ValueHint};
+use serde::Serialize;
+use vdkit::jobs::{self, CreateOptions, NewBacking};
+use vdkit::{FormatDriver, Monitor, Options};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{FormatOptions, Json, References, size};
+use crate::failure::{Exit, Failure, Outcome, quoted};
+use crate::output::bytes_long;
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "create",
+    about: "Make a new image, empty or standing on another",
+    group: Group::Make,
+    details: "\
+The format is -f, or what the name ends in, or raw. The image takes its name when it is complete: a failure \
+leaves what was there before. An overlay (--backing) reads as the image that it stands on until it is written to.",
+    examples: "
+vdkit create disk.qcow2 20G
+vdkit create disk.qcow2 20G -o cluster_size=1M,preallocation=metadata
+vdkit create overlay.qcow2 --backing base.qcow2   an overlay of the same size
+vdkit create disk.raw 10G --for gcp               what a cloud asks for
+vdkit create -f qcow2 /dev/vg0/guest 20G          on a block device
+",
+    augment: augment::<CreateArgs>,
+    run: run::<CreateArgs>,
+};
+
+/// Arguments of `vdkit create`.
+#[derive(Args, Debug)]
+pub struct CreateArgs {
+    /// The new image, or a block device
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// Size of the guest disk; without it that of the backing image, or of the device
+    #[arg(value_name = "SIZE", value_parser = size)]
+    size: Option<u64>,
+    /// Format of the image; without it what the name ends in, or raw
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    format: Option<String>,
+    #[command(flatten)]
+    options: FormatOptions,
+    /// Make what suits kvm, openstack, gcp, aws, azure, vmware or hyperv
+    #[arg(long = "for", value_name = "TARGET", value_enum, hide_possible_values = true)]
+    made_for: Option<Purpose>,
+    /// Stand on this image; a relative name counts from the new image's folder
+    #[arg(short = 'b', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    backing: Option<String>,
+    /// Format of the image given with --backing; without it the header is probed
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
+    backing_format: Option<String>,
+    /// Do not open the backing image; needs SIZE and --backing-format
+    #[arg(short = 'u', long, requires = "backing", requires = "backing_format", requires = "size")]
+    unsafe_backing: bool,
+    /// Replace a file that is there already
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    references: References,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The value of `--for`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Purpose {
+    Kvm,
+    Openstack,
+    Gcp,
+    Aws,
+    Azure,
+    Vmware,
+    Hyperv,
+}
+
+impl Purpose {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Openstack => "openstack",
+            Self::Gcp => "gcp",
+            Self::Aws => "aws",
+            Self::Azure => "azure",
+            Self::Vmware => "vmware",
+            Self::Hyperv => "hyperv",
+        }
+    }
+
+    /// The format that it takes.
+    fn format(self) -> &'static str {
+        match self {
+            Self::Kvm | Self::Openstack => "qcow2",
+            Self::Gcp | Self::Aws => "raw",
+            Self::Azure => "vhd",
+            Self::Vmware => "vmdk",
+            Self::Hyperv => "vhdx",
+        }
+    }
+
+    /// What it asks of the size.
+    fn check_size(self, bytes: u64) -> Result<(), Failure> {
+        const GIB: u64 = 1 << 30;
+        if self == Self::Gcp && !bytes.is_multiple_of(GIB) {
+            return Err(Failure::usage(format!(
+                "gcp takes disks of whole GiB, not {}",
+                bytes_long(bytes)
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// The answer, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct CreateAnswer {
+    filename: String,
+    format: &'static str,
+    virtual_size: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backing_filename: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backing_filename_format: Option<String>,
+}
+
+impl CreateArgs {
+    fn driver(&self) -> Result<&'static dyn FormatDriver, Failure> {
+        let Some(purpose) = self.made_for else {
+            return super::target_driver(self.format.as_deref(), &self.image);
+        };
+        let wanted = purpose.format();
+        if let Some(format) = self.format.as_deref().filter(|&format| format != wanted) {
+            let name = purpose.name();
+            return Err(Failure::usage(format!("{name} takes {wanted} images, not {format}")));
+        }
+        vdkit::format(wanted).map_err(|_| {
+            Failure::failed(format!(
+                "{} needs the {wanted} format, which this version does not write",
+                purpose.name()
+            ))
+        })
+    }
+}
+
+impl Run for CreateArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let driver = self.driver()?;
+        let texts = self.options.options.iter().map(String::as_str);
+        let options = Options::parse(driver.name(), driver.options(), texts)?;
+        let backing = self.backing.as_ref().map(|name| NewBacking {
+            name: name.clone(),
+            format: self.backing_format.clone(),
+            open: !self.unsafe_backing,
+        });
+        if let (Some(purpose), Some(bytes)) = (self.made_for, self.size) {
+            purpose.check_size(bytes)?;
+        }
+        if self.size.is_none() && backing.is_none() && !super::is_device(&self.image) {
+            let image = self.image.display().to_string();
+            return Err(Failure::usage(format!("{image}: a size is needed"))
+                .hint(format!("'vdkit create {} 20G' makes a disk of 20 GiB", quoted(&image))));
+        }
+        let create = CreateOptions {
+            path: &self.image,
+            driver,
+            guest_bytes: self.size,
+            options,
+            backing,
+            replace: self.force,
+            refs: self.references.policy(),
+        };
+        let cancel = session.cancel_on_signal()?;
+        let monitor = Monitor { cancel, ..Monitor::default() };
+        let created = jobs::create(&vdkit::registry(), &create, &monitor)?;
+        let answer = CreateAnswer {
+            filename: self.image.display().to_string(),
+            format: driver.name(),
+            virtual_size: created.guest_bytes,
+            backing_filename_format: created.backing.as_ref().and_then(|b| b.format.clone()),
+            backing_filename: created.backing.map(|backing| backing.name),
+        };
+        if self.json.json {
+            session.out.json(&answer)?;
+        } else {
+            let size = bytes_long(answer.virtual_size);
+            let on = match &answer.backing_filename {
+                Some(name) => format!(", standing on {name}"),
+                None => String::new(),
+            };
+            session.out.line(format!("{}: {}, {size}{on}", answer.filename, answer.format))?;
+        }
+        Ok(Exit::Done)
+    }
+}
