@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CreateRequest, Error, FormatDriver, Monitor, Options, RefPolicy, Result,
-    Storage,
+    BackingRef, CreateRequest, Error, FormatDriver, Monitor, Options, RefPolicy, Result, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFile, classify};
@@ -60,7 +59,11 @@ pub struct Created {
 /// [`Error::Invalid`] where the size cannot be known, a file is there that may not be replaced, or
 /// the backing image's format would have to be guessed; what the format and storages return;
 /// [`Error::Interrupted`].
-pub fn create(registry: &Registry, image: &CreateOptions<'_>, monitor: &Monitor<'_>) -> Result<Created> {
+pub fn create(
+    registry: &Registry,
+    image: &CreateOptions<'_>,
+    monitor: &Monitor<'_>,
+) -> Result<Created> {
     let device = match classify(image.path) {
         Ok(kind) => kind == FileKind::BlockDevice,
         Err(Error::File { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => false,
@@ -78,9 +81,8 @@ pub fn create(registry: &Registry, image: &CreateOptions<'_>, monitor: &Monitor<
     let guest_bytes = if device {
         create_on_device(image, guest_bytes, backing.clone(), monitor)?
     } else {
-        let guest_bytes = guest_bytes.ok_or_else(|| {
-            Error::Invalid(format!("{}: a size is needed", image.path.display()))
-        })?;
+        let guest_bytes = guest_bytes
+            .ok_or_else(|| Error::Invalid(format!("{}: a size is needed", image.path.display())))?;
         create_file(image, guest_bytes, backing.clone(), monitor)?;
         guest_bytes
     };
@@ -103,7 +105,12 @@ impl NewBacking {
     ///
     /// # Errors
     /// What opening it returns; [`Error::Invalid`] where its format would have to be guessed.
-    pub fn find(&self, registry: &Registry, image: &Path, refs: &RefPolicy) -> Result<FoundBacking> {
+    pub fn find(
+        &self,
+        registry: &Registry,
+        image: &Path,
+        refs: &RefPolicy,
+    ) -> Result<FoundBacking> {
         let path = beside(image, &self.name);
         let found = |format, guest_bytes| FoundBacking {
             path: path.clone(),

@@ -98,10 +98,7 @@ impl Target {
     }
 
     /// The data file that the options name: beside the image unless the name is absolute.
-    fn data_file(
-        new: &NewImage,
-        options: &FileOptions,
-    ) -> Result<Option<PendingFile>> {
+    fn data_file(new: &NewImage, options: &FileOptions) -> Result<Option<PendingFile>> {
         let Some(name) = new.options.text("data_file") else { return Ok(None) };
         let folder = new.path.parent().unwrap_or(Path::new(""));
         PendingFile::create(folder.join(name), options).map(Some)

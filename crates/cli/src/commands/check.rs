@@ -175,8 +175,7 @@ impl Run for CheckArgs {
         let progress = self.progress.reporter("check");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let options = self.opening.options();
-        let checked =
-            jobs::check(&vdkit::registry(), &self.image, &options, repair, &monitor);
+        let checked = jobs::check(&vdkit::registry(), &self.image, &options, repair, &monitor);
         progress.finish();
         let jobs::Checked { format, report } = checked?;
         if self.json.json {

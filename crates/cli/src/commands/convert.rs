@@ -140,11 +140,7 @@ fn compression(text: &str) -> Result<Compress, String> {
         Some(level) => match level.parse::<i32>() {
             Ok(level) if levels.contains(&level) => Some(level),
             _ => {
-                return Err(format!(
-                    "levels of {name} are {} to {}",
-                    levels.start(),
-                    levels.end()
-                ));
+                return Err(format!("levels of {name} are {} to {}", levels.start(), levels.end()));
             }
         },
     };
@@ -257,7 +253,8 @@ impl ConvertArgs {
             backing: found.as_ref().map(|found| found.reference.clone()),
             cache: self.cache,
         });
-        let backing = found.map(|found| Backing { path: found.path, format: found.reference.format });
+        let backing =
+            found.map(|found| Backing { path: found.path, format: found.reference.format });
         Ok(Goal { destination, compress, backing })
     }
 

@@ -168,6 +168,13 @@ impl Run for CreateArgs {
             return Err(Failure::usage(format!("{image}: a size is needed"))
                 .hint(format!("'vdkit create {} 20G' makes a disk of 20 GiB", quoted(&image))));
         }
+        if !self.force
+            && self.image.metadata().is_ok_and(|found| found.is_file() && found.len() > 0)
+        {
+            let image = self.image.display();
+            return Err(Failure::failed(format!("{image}: is there already"))
+                .hint("'--force' replaces it, with all that is in it"));
+        }
         let create = CreateOptions {
             path: &self.image,
             driver,

@@ -119,7 +119,8 @@ impl Run for MapArgs {
         let range = super::guest_range(&disk, start, self.length)?;
         let layers = disk.layers().len();
         let runs = disk.extents(GuestOffset(range.start), range.end - range.start)?;
-        let mut rows = Rows { rows: runs.map(|run| run.map(|run| Row::new(&run, layers))), ahead: None };
+        let mut rows =
+            Rows { rows: runs.map(|run| run.map(|run| Row::new(&run, layers))), ahead: None };
         if self.json.json {
             let mut array = session.out.json_array()?;
             while let Some(row) = rows.next()? {
@@ -127,7 +128,9 @@ impl Run for MapArgs {
             }
             array.end()?;
         } else {
-            session.out.line(format!("{:<16}  {:<16}  {:<16}  file", "offset", "length", "mapped to"))?;
+            session
+                .out
+                .line(format!("{:<16}  {:<16}  {:<16}  file", "offset", "length", "mapped to"))?;
             while let Some(row) = rows.next()? {
                 if self.all || row.data {
                     print(&row, &mut session.out)?;

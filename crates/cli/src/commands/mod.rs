@@ -12,16 +12,26 @@ use crate::definition;
 use crate::failure::{Failure, Outcome};
 use crate::session::Session;
 
+pub mod check;
 pub mod completions;
+pub mod convert;
+pub mod create;
 pub mod formats;
 pub mod info;
 pub mod man;
+pub mod map;
 pub mod read;
+pub mod resize;
 pub mod write;
 
 /// Every subcommand, in the order of the overview.
 pub static ALL: &[Subcommand] = &[
+    create::COMMAND,
+    convert::COMMAND,
     info::COMMAND,
+    map::COMMAND,
+    check::COMMAND,
+    resize::COMMAND,
     read::COMMAND,
     write::COMMAND,
     formats::COMMAND,

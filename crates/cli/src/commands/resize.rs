@@ -24,7 +24,7 @@ needs --shrink. The guest's partitions and file systems are not touched.",
     examples: "
 vdkit resize disk.qcow2 40G                 to 40 GiB
 vdkit resize disk.qcow2 +10G                10 GiB more
-vdkit resize --shrink disk.qcow2 -- -5G     5 GiB less: shrink what is inside first
+vdkit resize --shrink disk.qcow2 -5G        5 GiB less: shrink what is inside first
 vdkit resize -f raw disk.img 40G --preallocation falloc
 ",
     augment: augment::<ResizeArgs>,
@@ -44,7 +44,13 @@ pub struct ResizeArgs {
     #[arg(long)]
     shrink: bool,
     /// Space for the new part: off, metadata, falloc or full
-    #[arg(long, value_name = "MODE", default_value = "off", hide_default_value = true, hide_possible_values = true)]
+    #[arg(
+        long,
+        value_name = "MODE",
+        default_value = "off",
+        hide_default_value = true,
+        hide_possible_values = true
+    )]
     preallocation: PreallocationChoice,
     #[command(flatten)]
     opening: OpeningForWriting,
