@@ -1,6 +1,23 @@
-//! What the tests of vdkit stand on: storages that count, fail and crash, other programs as
-//! oracles, and scratch file systems. A dev-dependency only.
+//! What the tests of vdkit stand on. A dev-dependency only.
+//!
+//! - [`CountingStorage`] counts calls and bytes, so that a test can bound them.
+//! - [`FaultyStorage`] fails the n-th call of chosen kinds.
+//! - [`CrashStorage`] records every change, and makes what a disk may hold after a crash.
+//! - [`qemu`] asks QEMU's programs.
+//! - [`fs`] mounts scratch file systems and attaches loop devices.
+//! - [`require_peer`] says what happens where a program is missing.
 
 mod counting;
+pub mod crash;
+mod crash_image;
+mod faulty;
+pub mod fs;
+mod peers;
+pub mod qemu;
+mod rng;
 
 pub use counting::{CountingStorage, Counts, LoggedOp};
+pub use crash::{CrashImage, CrashStorage};
+pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
+pub use peers::{require_peer, require_root};
+pub use rng::Rng;

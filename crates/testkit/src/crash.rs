@@ -1,0 +1,385 @@
+//! A storage whose crash can be looked at.
+//!
+//! # What survives a crash
+//!
+//! [`CrashStorage`] keeps the order of all changes. After a crash
+//!
+//! - every change that had *returned before* a [`Storage::sync`] *began*, where that sync
+//!   returned before the crash, is there;
+//! - of the others, each 512-byte sector on its own holds its durable content, or what it held
+//!   right after any later change that touched it. So changes are lost, reordered and torn, but a
+//!   sector is never mixed of two contents;
+//! - the length is the durable one or the one after any later change. It is independent of the
+//!   sectors: a longer file may lack its bytes, which then read zero; bytes past a shorter length
+//!   are gone;
+//! - bytes between an old length and a longer new one read zero. What a shrinking cut off never
+//!   comes back in a survivor whose length is that of the shrinking or a later one;
+//! - zeroing and discarding are writes of zeroes (of whole sectors, for discarding);
+//! - nothing is ever promised for a change that had not returned when the sync began, even where
+//!   it reached the storage first.
+//!
+//! A sync that did not return promises nothing. Allocating changes only the length.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use vdkit_block::{
+    Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+};
+use vdkit_storage::MemoryStorage;
+
+pub use crate::crash_image::CrashImage;
+use crate::crash_image::{Change, Event, SECTOR, Sector, Sectors};
+use crate::rng::Rng;
+
+/// The longest length.
+const LEN_MAX: u64 = i64::MAX as u64;
+
+#[derive(Debug)]
+struct State {
+    live: Sectors,
+    len: u64,
+    events: Vec<Event>,
+    /// How many events had happened after each operation.
+    points: Vec<usize>,
+    /// Numbers of changes and syncs, from 1.
+    next: u64,
+    now: CrashImage,
+}
+
+/// Memory that records every change; see the [module's documentation](self) for what survives a
+/// crash. Fine for runs of some thousand changes: nothing is ever forgotten.
+#[derive(Debug)]
+pub struct CrashStorage {
+    name: String,
+    initial: CrashImage,
+    state: Mutex<State>,
+}
+
+impl CrashStorage {
+    /// An empty storage that can grow.
+    pub fn new() -> Arc<Self> {
+        Self::with(Sectors::new(), 0)
+    }
+
+    /// A storage that holds, durably, what `source` holds.
+    ///
+    /// # Panics
+    /// Where `source` cannot be read.
+    pub fn holding(source: &dyn Storage) -> Arc<Self> {
+        let len = source.len().expect("the length of the source");
+        let mut sectors = Sectors::new();
+        let mut at = 0;
+        while at < len {
+            let extent = source.extent_at(HostOffset(at), len - at).expect("an extent");
+            let end = (at + extent.len).min(len);
+            if extent.data {
+                for number in at / SECTOR..end.div_ceil(SECTOR) {
+                    let mut bytes = [0; SECTOR as usize];
+                    source.read_padded(&mut bytes, HostOffset(number * SECTOR)).expect("a read");
+                    sectors.insert(number, sector_of(bytes));
+                }
+            }
+            at = end;
+        }
+        Self::with(sectors, len)
+    }
+
+    fn with(sectors: Sectors, len: u64) -> Arc<Self> {
+        let initial = CrashImage::new(&sectors, len);
+        Arc::new(Self {
+            name: "crash".to_owned(),
+            initial: initial.clone(),
+            state: Mutex::new(State {
+                live: sectors,
+                len,
+                events: Vec::new(),
+                points: Vec::new(),
+                next: 1,
+                now: initial,
+            }),
+        })
+    }
+
+    /// Changes and syncs so far. A program that notes this after each of its steps knows which
+    /// steps were done at a crash.
+    pub fn ops(&self) -> usize {
+        self.state.lock().points.len()
+    }
+
+    /// A crash right now.
+    pub fn crash_now(&self) -> CrashImage {
+        self.state.lock().now.clone()
+    }
+
+    /// A crash right after the first `ops` changes and syncs: a change has reached the storage,
+    /// a sync has returned.
+    ///
+    /// # Panics
+    /// Where there were not so many.
+    pub fn crash_at(&self, ops: usize) -> CrashImage {
+        let state = self.state.lock();
+        let events = if ops == 0 { 0 } else { state.points[ops - 1] };
+        let mut image = self.initial.clone();
+        for event in &state.events[..events] {
+            image.apply(event);
+        }
+        image
+    }
+
+    /// Looks at a crash after each number of operations, from `0` to [`CrashStorage::ops`].
+    pub fn for_each_crash(&self, mut look: impl FnMut(usize, &CrashImage)) {
+        let (events, points) = {
+            let state = self.state.lock();
+            (state.events.clone(), state.points.clone())
+        };
+        let mut image = self.initial.clone();
+        look(0, &image);
+        let mut done = 0;
+        for (index, point) in points.iter().enumerate() {
+            for event in &events[done..*point] {
+                image.apply(event);
+            }
+            done = *point;
+            look(index + 1, &image);
+        }
+    }
+
+    /// One of the survivors of a crash right now; see [`CrashImage::survivor`].
+    pub fn survivor(&self, rng: &mut Rng) -> MemoryStorage {
+        self.crash_now().survivor(rng)
+    }
+
+    /// Applies a change in two steps, so that a sync of another thread may fall between.
+    fn change(&self, work: impl FnOnce(&mut State) -> Result<Option<Change>>) -> Result<()> {
+        let id = {
+            let mut state = self.state.lock();
+            let Some(mut change) = work(&mut state)? else { return Ok(()) };
+            change.id = state.next;
+            state.next += 1;
+            let id = change.id;
+            state.record(Event::Changed(Arc::new(change)), true);
+            id
+        };
+        std::thread::yield_now();
+        self.state.lock().record(Event::Returned(id), false);
+        Ok(())
+    }
+
+    fn end_of(&self, action: IoAction, offset: HostOffset, len: u64) -> Result<u64> {
+        match offset.checked_add(len) {
+            Some(end) if end.0 <= LEN_MAX => Ok(end.0),
+            _ => {
+                let source = std::io::ErrorKind::FileTooLarge.into();
+                Err(Error::io(&self.name, action, offset.0, len, source))
+            }
+        }
+    }
+}
+
+fn sector_of(bytes: [u8; SECTOR as usize]) -> Sector {
+    bytes.iter().any(|b| *b != 0).then(|| Arc::new(bytes))
+}
+
+impl State {
+    fn record(&mut self, event: Event, point: bool) {
+        self.now.apply(&event);
+        self.events.push(event);
+        if point {
+            self.points.push(self.events.len());
+        }
+    }
+
+    fn grow(&mut self, end: u64) -> Option<u64> {
+        (end > self.len).then(|| {
+            self.len = end;
+            end
+        })
+    }
+
+    /// Writes over `start..end`, `bytes` giving the content from an offset on.
+    fn write(&mut self, start: u64, end: u64, buf: &[u8]) -> Vec<(u64, Sector)> {
+        let mut touched = Vec::new();
+        for number in start / SECTOR..end.div_ceil(SECTOR) {
+            let base = number * SECTOR;
+            let mut bytes = self.live.get(&number).cloned().flatten().map_or([0; 512], |s| *s);
+            let (from, to) = (start.max(base), end.min(base + SECTOR));
+            bytes[(from - base) as usize..(to - base) as usize]
+                .copy_from_slice(&buf[(from - start) as usize..(to - start) as usize]);
+            let sector = sector_of(bytes);
+            self.live.insert(number, sector.clone());
+            touched.push((number, sector));
+        }
+        touched
+    }
+
+    /// Makes `start..end` zero. Sectors that were never touched are zero in every version.
+    fn clear(&mut self, start: u64, end: u64) -> Vec<(u64, Sector)> {
+        let mut touched = Vec::new();
+        if start >= end {
+            return touched;
+        }
+        for (number, sector) in self.live.range_mut(start / SECTOR..end.div_ceil(SECTOR)) {
+            let base = number * SECTOR;
+            let (from, to) = (start.max(base), end.min(base + SECTOR));
+            if let Some(old) = sector.as_deref() {
+                let mut bytes = *old;
+                bytes[(from - base) as usize..(to - base) as usize].fill(0);
+                *sector = sector_of(bytes);
+            }
+            touched.push((*number, sector.clone()));
+        }
+        touched
+    }
+}
+
+/// A change that still lacks its number.
+fn unnumbered(sectors: Vec<(u64, Sector)>, new_len: Option<u64>) -> Option<Change> {
+    Some(Change { id: 0, sectors, new_len, cut: false })
+}
+
+impl Storage for CrashStorage {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn caps(&self) -> StorageCaps {
+        StorageCaps {
+            writable: true,
+            growable: true,
+            device: false,
+            alignment: 1,
+            block_bytes: 4096,
+        }
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.state.lock().len)
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let state = self.state.lock();
+        let there = state.len.saturating_sub(offset.0).min(buf.len() as u64);
+        let buf = &mut buf[..there as usize];
+        buf.fill(0);
+        if there == 0 {
+            return Ok(0);
+        }
+        let end = offset.0 + there;
+        for (number, sector) in state.live.range(offset.0 / SECTOR..end.div_ceil(SECTOR)) {
+            let Some(bytes) = sector else { continue };
+            let base = number * SECTOR;
+            let (from, to) = (offset.0.max(base), end.min(base + SECTOR));
+            buf[(from - offset.0) as usize..(to - offset.0) as usize]
+                .copy_from_slice(&bytes[(from - base) as usize..(to - base) as usize]);
+        }
+        Ok(there as usize)
+    }
+
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        let end = self.end_of(IoAction::Write, offset, buf.len() as u64)?;
+        if buf.is_empty() {
+            return Ok(());
+        }
+        self.change(|state| {
+            let touched = state.write(offset.0, end, buf);
+            Ok(unnumbered(touched, state.grow(end)))
+        })
+    }
+
+    fn write_zeroes(&self, offset: HostOffset, len: u64, _mode: ZeroMode) -> Result<()> {
+        let end = self.end_of(IoAction::WriteZeroes, offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        self.change(|state| {
+            let touched = state.clear(offset.0, end);
+            Ok(unnumbered(touched, state.grow(end)))
+        })
+    }
+
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.change(|state| {
+            let end = offset.0.saturating_add(len).min(state.len);
+            let start = offset.0.checked_next_multiple_of(SECTOR).unwrap_or(end);
+            let touched = state.clear(start, end / SECTOR * SECTOR);
+            Ok(if touched.is_empty() { None } else { unnumbered(touched, None) })
+        })
+    }
+
+    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
+        let end = self.end_of(IoAction::Allocate, offset, len)?;
+        self.change(|state| {
+            Ok(if len == 0 {
+                None
+            } else {
+                state.grow(end).and_then(|len| unnumbered(Vec::new(), Some(len)))
+            })
+        })
+    }
+
+    fn sync(&self) -> Result<()> {
+        let sync = {
+            let mut state = self.state.lock();
+            let sync = state.next;
+            state.next += 1;
+            state.record(Event::SyncBegan(sync), false);
+            sync
+        };
+        std::thread::yield_now();
+        self.state.lock().record(Event::SyncReturned(sync), true);
+        Ok(())
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.end_of(IoAction::Resize, HostOffset(len), 0)?;
+        self.change(|state| {
+            let before = state.len;
+            if len == before {
+                return Ok(None);
+            }
+            let touched = state.clear(len, before);
+            state.len = len;
+            Ok(Some(Change { id: 0, sectors: touched, new_len: Some(len), cut: len < before }))
+        })
+    }
+
+    fn may_have_holes(&self) -> Result<bool> {
+        let state = self.state.lock();
+        let data = state.live.values().filter(|sector| sector.is_some()).count() as u64;
+        Ok(data * SECTOR < state.len)
+    }
+
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        let state = self.state.lock();
+        let len = len.max(1);
+        if offset.0 >= state.len {
+            return Ok(StorageExtent { data: false, len });
+        }
+        let end = offset.0.saturating_add(len).min(state.len);
+        let mut data = state.live.range(offset.0 / SECTOR..end.div_ceil(SECTOR));
+        let Some((first, _)) = data.find(|(_, sector)| sector.is_some()) else {
+            return Ok(StorageExtent { data: false, len: end - offset.0 });
+        };
+        if first * SECTOR > offset.0 {
+            return Ok(StorageExtent { data: false, len: first * SECTOR - offset.0 });
+        }
+        let mut stop = first + 1;
+        for (number, sector) in data {
+            if *number != stop || sector.is_none() {
+                break;
+            }
+            stop += 1;
+        }
+        Ok(StorageExtent { data: true, len: (stop * SECTOR).min(end) - offset.0 })
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        let state = self.state.lock();
+        Ok(state.live.values().filter(|sector| sector.is_some()).count() as u64 * SECTOR)
+    }
+}
+
+#[cfg(test)]
+#[path = "crash_tests.rs"]
+mod tests;
