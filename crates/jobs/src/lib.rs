@@ -4,25 +4,39 @@
 //! policy), reports to a [`vdkit_block::Monitor`] and returns a report that serialises to JSON.
 
 mod check;
+mod compare;
 mod compress;
 pub mod convert;
 mod create;
+mod crew;
+mod dd;
 mod deflate;
+mod map;
+mod measure;
 mod mover;
 mod plan;
 mod resize;
+mod runs;
 mod source;
 mod target;
+#[cfg(test)]
+mod testing;
+mod tree;
 mod turns;
 mod verify;
 mod watched;
 pub mod zero;
 
 pub use check::{Checked, check};
+pub use compare::{CompareOptions, CompareReport, compare};
 pub use compress::Compressor;
 pub use convert::{Backing, ConvertOptions, ConvertReport, convert};
 pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create};
+pub use dd::{DdOptions, DdPlan, DdReport};
+pub use map::{Map, MapRow, map};
+pub use measure::{MeasureReport, measure, measure_empty};
 pub use mover::MovedBytes;
 pub use resize::{Preallocation, ResizeOptions, resize};
 pub use source::Source;
 pub use target::{Destination, NewImage};
+pub use tree::{Standing, TreeBacking, TreeFault, TreeImage, TreeOptions, TreeReport, tree};

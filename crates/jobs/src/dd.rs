@@ -1,0 +1,230 @@
+//! Copying a part of one disk to a part of another, in blocks, as `dd` does with files.
+
+use serde::Serialize;
+use vdkit_block::{Error, GuestOffset, Monitor, Result};
+use vdkit_chain::Disk;
+
+use crate::runs::Runs;
+
+/// Bytes of one read and write.
+const STEP_BYTES: u64 = 1 << 20;
+
+/// What is copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DdOptions {
+    /// Bytes of a block, in which the others are counted; not 0.
+    pub block_bytes: u64,
+    /// Blocks to copy; none for all up to the end of the source.
+    pub count: Option<u64>,
+    /// Blocks of the source to leave out at its beginning.
+    pub skip: u64,
+    /// Blocks of the target to leave as they are at its beginning.
+    pub seek: u64,
+    /// Zeroes of the source are left out: the target keeps what it has there.
+    pub sparse: bool,
+    /// The target is made durable at the end.
+    pub sync: bool,
+}
+
+impl Default for DdOptions {
+    /// All of the source, in blocks of 512 bytes.
+    fn default() -> Self {
+        Self { block_bytes: 512, count: None, skip: 0, seek: 0, sparse: false, sync: false }
+    }
+}
+
+/// The ranges that the options name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DdPlan {
+    /// First byte of the source.
+    pub from: u64,
+    /// First byte of the target.
+    pub to: u64,
+    /// Bytes to copy.
+    pub len: u64,
+}
+
+/// What was copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DdReport {
+    /// Bytes that the target now has from the source.
+    pub copied_bytes: u64,
+    /// Of these, bytes that were read and written.
+    pub data_bytes: u64,
+    /// Of these, bytes that the source's map showed to be zero.
+    pub zero_bytes: u64,
+}
+
+impl DdPlan {
+    /// Counts the blocks out on a source of `source_bytes` bytes. What lies past its end is left
+    /// out.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for blocks of no bytes and offsets past 2^63.
+    pub fn new(source_bytes: u64, options: &DdOptions) -> Result<Self> {
+        if options.block_bytes == 0 {
+            return Err(Error::Invalid("blocks must have at least one byte".to_owned()));
+        }
+        let bytes = |blocks: u64, what: &str| {
+            let bytes = blocks.checked_mul(options.block_bytes).filter(|&b| b <= i64::MAX as u64);
+            bytes.ok_or_else(|| {
+                Error::Invalid(format!("{what} of {blocks} blocks passes 2^63 bytes"))
+            })
+        };
+        let from = bytes(options.skip, "skip")?.min(source_bytes);
+        let to = bytes(options.seek, "seek")?;
+        // More than there is is all there is.
+        let wanted = options.count.map_or(u64::MAX, |n| n.saturating_mul(options.block_bytes));
+        Ok(Self { from, to, len: wanted.min(source_bytes - from) })
+    }
+
+    /// Bytes that a new target needs.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] past 2^63.
+    pub fn target_bytes(&self) -> Result<u64> {
+        self.to
+            .checked_add(self.len)
+            .filter(|&bytes| bytes <= i64::MAX as u64)
+            .ok_or_else(|| Error::Invalid("the target would pass 2^63 bytes".to_owned()))
+    }
+
+    /// Copies. The target must be another image, open for writing, and hold the range.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a target that is too small; [`Error::Interrupted`]; what the disks
+    /// return. What was copied before an error stays.
+    pub fn run(
+        &self,
+        source: &Disk,
+        target: &Disk,
+        options: &DdOptions,
+        monitor: &Monitor<'_>,
+    ) -> Result<DdReport> {
+        let end = self.target_bytes()?;
+        if target.guest_bytes() < end {
+            return Err(Error::Invalid(format!(
+                "{}: its {} bytes are too few: {end} are needed",
+                target.name(),
+                target.guest_bytes()
+            )));
+        }
+        let mut report = DdReport { copied_bytes: 0, data_bytes: 0, zero_bytes: 0 };
+        let mut buffer = Vec::new();
+        let mut runs = Runs::new(source, self.from, self.len)?;
+        while let Some(run) = runs.next_run()? {
+            let mut at = run.at;
+            while at < run.end() {
+                monitor.cancel.check()?;
+                let to = GuestOffset(self.to + (at - self.from));
+                let step = if run.is_zero() { run.end() - at } else { STEP_BYTES };
+                let len = step.min(run.end() - at);
+                if !run.is_zero() {
+                    buffer.resize(len as usize, 0);
+                    source.read_at(&mut buffer, GuestOffset(at))?;
+                    target.write_at(&buffer, to)?;
+                    report.data_bytes += len;
+                } else {
+                    if !options.sparse {
+                        target.write_zeroes(to, len, true)?;
+                    }
+                    report.zero_bytes += len;
+                }
+                at += len;
+                report.copied_bytes += len;
+                monitor.progress.update(report.copied_bytes, self.len);
+            }
+        }
+        if options.sync {
+            target.flush()?;
+        }
+        Ok(report)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{noise, raw_disk};
+
+    fn plan(bytes: u64, count: Option<u64>, skip: u64, seek: u64) -> (u64, u64, u64) {
+        let options = DdOptions { count, skip, seek, ..DdOptions::default() };
+        let plan = DdPlan::new(bytes, &options).unwrap();
+        (plan.from, plan.to, plan.len)
+    }
+
+    #[test]
+    fn blocks_are_counted_within_the_source() {
+        assert_eq!(plan(10_000, None, 0, 0), (0, 0, 10_000));
+        assert_eq!(plan(10_000, Some(2), 3, 4), (1536, 2048, 1024));
+        assert_eq!(plan(10_000, Some(100), 19, 0), (9728, 0, 272));
+        assert_eq!(plan(10_000, None, 20, 1), (10_000, 512, 0));
+        assert_eq!(plan(0, None, 0, 0), (0, 0, 0));
+        assert_eq!(plan(10_000, Some(u64::MAX), 0, 0), (0, 0, 10_000));
+    }
+
+    #[test]
+    fn numbers_that_are_too_large_are_refused() {
+        let of =
+            |options: DdOptions| DdPlan::new(1 << 40, &options).map(|plan| plan.target_bytes());
+        let base = DdOptions::default();
+        assert!(of(DdOptions { block_bytes: 0, ..base }).is_err());
+        assert!(of(DdOptions { skip: u64::MAX, ..base }).is_err());
+        assert!(of(DdOptions { seek: u64::MAX, ..base }).is_err());
+        let seek = (i64::MAX as u64) / 512;
+        assert!(of(DdOptions { seek, ..base }).unwrap().is_err());
+    }
+
+    #[test]
+    fn a_part_is_copied_and_the_rest_stays() {
+        let data = noise(1, 3000);
+        let source = raw_disk(1 << 20, &[(0, &data), (600 << 10, &data)]);
+        for sparse in [false, true] {
+            let before = vec![7; 2 << 20];
+            let target = raw_disk(2 << 20, &[(0, &before)]);
+            let options = DdOptions {
+                block_bytes: 1000,
+                count: Some(700),
+                skip: 1,
+                seek: 3,
+                sparse,
+                sync: true,
+            };
+            let plan = DdPlan::new(source.guest_bytes(), &options).unwrap();
+            let report = plan.run(&source, &target, &options, &Monitor::default()).unwrap();
+            assert_eq!(report.copied_bytes, 700_000);
+            assert_eq!(report.copied_bytes, report.data_bytes + report.zero_bytes);
+            assert!(report.data_bytes < 20_000, "{report:?}");
+
+            let mut wanted = before;
+            let mut from = vec![0; 1 << 20];
+            source.read_at(&mut from, GuestOffset(0)).unwrap();
+            wanted[3000..703_000].copy_from_slice(&from[1000..701_000]);
+            let mut found = vec![0; 2 << 20];
+            target.read_at(&mut found, GuestOffset(0)).unwrap();
+            if sparse {
+                // Zeroes that the map knew of were left as they were.
+                for (found, wanted) in found.iter_mut().zip(&wanted) {
+                    if *wanted == 0 && *found == 7 {
+                        *found = 0;
+                    }
+                }
+            }
+            assert!(found == wanted);
+        }
+    }
+
+    #[test]
+    fn a_target_that_is_too_small_is_left_alone() {
+        let source = raw_disk(4096, &[(0, &[1; 4096])]);
+        let target = raw_disk(4096, &[]);
+        let options = DdOptions { seek: 1, ..DdOptions::default() };
+        let plan = DdPlan::new(4096, &options).unwrap();
+        assert_eq!(plan.target_bytes().unwrap(), 4608);
+        assert!(plan.run(&source, &target, &options, &Monitor::default()).is_err());
+        let mut found = vec![9; 4096];
+        target.read_at(&mut found, GuestOffset(0)).unwrap();
+        assert_eq!(found, vec![0; 4096]);
+    }
+}

@@ -1,0 +1,105 @@
+//! How many bytes a converted or a new image needs.
+
+use serde::Serialize;
+use vdkit_block::{FormatDriver, Measured, Monitor, Options, Result};
+use vdkit_chain::Disk;
+
+use crate::runs::Runs;
+
+/// What an image will need.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MeasureReport {
+    /// Bytes with the data at hand, uncompressed.
+    pub required: u64,
+    /// Bytes when the guest has written everything.
+    pub fully_allocated: u64,
+    /// Bytes of the guest disk.
+    pub guest_bytes: u64,
+    /// Clusters of the new image that would hold data.
+    pub data_clusters: u64,
+    /// Bytes of such a cluster.
+    pub cluster_bytes: u64,
+}
+
+/// Measures an image that disks, laid end to end, would be converted to. Nothing but maps is read.
+///
+/// # Errors
+/// What the driver says of the options; what the source's maps return.
+pub fn measure(
+    disks: &[Disk],
+    driver: &dyn FormatDriver,
+    options: &Options,
+    monitor: &Monitor<'_>,
+) -> Result<MeasureReport> {
+    let cluster_bytes = driver.cluster_bytes(options)?.max(1);
+    let total = disks.iter().fold(0u64, |sum, disk| sum.saturating_add(disk.guest_bytes()));
+    let mut data_clusters = 0;
+    // The first cluster that is not counted yet.
+    let mut uncounted = 0;
+    let mut start = 0u64;
+    for disk in disks {
+        let mut runs = Runs::new(disk, 0, disk.guest_bytes())?;
+        while let Some(run) = runs.next_run()? {
+            monitor.cancel.check()?;
+            monitor.progress.update(start + run.end(), total);
+            if run.is_zero() {
+                continue;
+            }
+            let first = ((start + run.at) / cluster_bytes).max(uncounted);
+            let end = (start + run.end()).div_ceil(cluster_bytes);
+            data_clusters += end.saturating_sub(first);
+            uncounted = uncounted.max(end);
+        }
+        start = start.saturating_add(disk.guest_bytes());
+    }
+    report(total, driver, options, data_clusters)
+}
+
+/// Measures a new image of `guest_bytes` without data.
+///
+/// # Errors
+/// What the driver says of the options and the size.
+pub fn measure_empty(
+    guest_bytes: u64,
+    driver: &dyn FormatDriver,
+    options: &Options,
+) -> Result<MeasureReport> {
+    report(guest_bytes, driver, options, 0)
+}
+
+fn report(
+    guest_bytes: u64,
+    driver: &dyn FormatDriver,
+    options: &Options,
+    data_clusters: u64,
+) -> Result<MeasureReport> {
+    let Measured { required, fully_allocated } =
+        driver.measure(guest_bytes, options, data_clusters)?;
+    let cluster_bytes = driver.cluster_bytes(options)?;
+    Ok(MeasureReport { required, fully_allocated, guest_bytes, data_clusters, cluster_bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use vdkit_raw::RawDriver;
+
+    use super::*;
+    use crate::testing::raw_disk;
+
+    #[test]
+    fn each_cluster_with_data_counts_once() {
+        let unit = RawDriver.cluster_bytes(&Options::default()).unwrap().max(1);
+        let len = 64 * unit;
+        // Data in two clusters, of which one is cut by the border between two disks.
+        let first = raw_disk(len, &[(unit * 3, &[1]), (len - 512, &[2])]);
+        let second = raw_disk(len, &[(0, &[3; 512])]);
+        let disks = [first, second];
+        let report = measure(&disks, &RawDriver, &Options::default(), &Monitor::default()).unwrap();
+        assert_eq!(report.guest_bytes, 2 * len);
+        assert_eq!(report.fully_allocated, 2 * len);
+        assert!(report.data_clusters >= 3, "{report:?}");
+        let empty = measure_empty(len, &RawDriver, &Options::default()).unwrap();
+        assert_eq!((empty.data_clusters, empty.guest_bytes), (0, len));
+    }
+}
