@@ -121,7 +121,8 @@ impl Header {
 
     /// As [`Header::read`], for a check: where the refcount table or the snapshot table cannot be
     /// where the header says, the fault goes to `faults` and the header says that there is none
-    /// (no clusters of refcount table, no snapshots), since a repair can make both anew.
+    /// (no clusters of refcount table, no snapshots), since a repair can make both anew. Where
+    /// there are only too many snapshots, the first of them may be there.
     pub(crate) fn read_tolerant(
         storage: &dyn Storage,
         limits: &Limits,

@@ -43,12 +43,14 @@ pub(super) struct Balance {
     large: FxHashMap<u64, i128>,
     bytes_max: u64,
     exhausted: bool,
-    /// One more than the highest cluster with a refcount or a reference.
+    /// The number of clusters of the file.
+    clusters: u64,
+    /// One more than the highest cluster with a reference, or within the file with a refcount.
     end: u64,
 }
 
 impl Balance {
-    /// For an image of about `clusters` host clusters, in at most `bytes_max` bytes.
+    /// For a file of `clusters` host clusters, in at most `bytes_max` bytes.
     pub(super) fn new(clusters: u64, bytes_max: u64) -> Self {
         let near = ((clusters >> CHUNK_BITS) + 2).min(NEAR_CHUNKS_MAX);
         Self {
@@ -58,11 +60,12 @@ impl Balance {
             large: FxHashMap::default(),
             bytes_max,
             exhausted: false,
+            clusters,
             end: 0,
         }
     }
 
-    /// One more than the highest cluster with a refcount or a reference.
+    /// One more than the highest cluster with a reference, or within the file with a refcount.
     pub(super) fn end(&self) -> u64 {
         self.end
     }
@@ -186,11 +189,10 @@ impl Balance {
         }
     }
 
-    /// Takes the refcounts of a block that begins with cluster `first`, up to cluster `end`. Each
-    /// cluster's refcount is taken at most once, and before any reference to it.
-    pub(super) fn add_refcounts(&mut self, first: u64, end: u64, block: &[u8], order: u32) {
-        let entries = ((block.len() * 8) >> order) as u64;
-        let end = end.min(first.saturating_add(entries));
+    /// Takes the refcounts of a block that begins with cluster `first`. Each cluster's refcount is
+    /// taken at most once, and before any reference to it.
+    pub(super) fn add_refcounts(&mut self, first: u64, block: &[u8], order: u32) {
+        let end = first.saturating_add(((block.len() * 8) >> order) as u64);
         let mut at = first;
         while at < end {
             let next = end.min((at | (CHUNK as u64 - 1)) + 1);
@@ -224,14 +226,17 @@ impl Balance {
                 *word = pack(value as u16 & BALANCE_MASK >> 1);
             }
         }
-        if let Some(last) = words.iter().rposition(|&w| w != 0) {
+        let within = self.clusters.saturating_sub(from).min(to - from) as usize;
+        if let Some(last) = words[..within].iter().rposition(|&w| w != 0) {
             self.end = self.end.max(from + last as u64 + 1);
         }
         if large {
             for cluster in from..to {
                 let value = get_refcount(block, cluster - first, order);
                 if value > u64::from(BALANCE_MASK >> 1) {
-                    self.end = self.end.max(cluster + 1);
+                    if cluster < self.clusters {
+                        self.end = self.end.max(cluster + 1);
+                    }
                     self.chunks[slot][cluster as usize & (CHUNK - 1)] = 0;
                     self.set_large(cluster, value.into());
                 }
@@ -285,7 +290,7 @@ mod tests {
     fn references_use_refcounts_up() {
         let mut balance = Balance::new(100, 1 << 20);
         let block: Vec<u8> = [0u16, 1, 2, 1, 0, 9].iter().flat_map(|v| v.to_be_bytes()).collect();
-        balance.add_refcounts(10, u64::MAX, &block, 4);
+        balance.add_refcounts(10, &block, 4);
         assert_eq!(balance.end(), 16);
         assert_eq!(balance.refer(11, 1) & SINGLE, SINGLE);
         assert_eq!(balance.refer(12, 2) & SINGLE, 0);
@@ -303,7 +308,7 @@ mod tests {
         let mut balance = Balance::new(0, 1 << 20);
         let block: Vec<u8> =
             [u64::MAX, 8191, 8192, 0].iter().flat_map(|v| v.to_be_bytes()).collect();
-        balance.add_refcounts(0, 4, &block, 6);
+        balance.add_refcounts(0, &block, 6);
         for _ in 0..3 {
             balance.refer(3, 8000);
             balance.refer(0, 1);
@@ -340,19 +345,17 @@ mod tests {
         assert!(balance.bytes() <= 100 << 10);
 
         let mut balance = Balance::new(100, 100 << 10);
-        balance.add_refcounts(0, 1 << 20, &[0xff; 8192], 4);
+        balance.add_refcounts(0, &[0xff; 8192], 4);
         assert!(matches!(balance.check_limit("x"), Err(Error::Limit { .. })));
         assert!(balance.bytes() <= 100 << 10, "{}", balance.bytes());
     }
 
     #[test]
     fn narrow_refcounts_cross_chunks() {
-        let mut balance = Balance::new(0, 1 << 20);
-        balance.add_refcounts(0, u64::MAX, &[0xff; 2048], 0); // 16384 refcounts of one bit
+        let mut balance = Balance::new(100, 1 << 20);
+        balance.add_refcounts(0, &[0xff; 2048], 0); // 16384 refcounts of one bit
         assert_eq!(balance.chunks.len(), 4);
         assert_eq!(unbalanced(&balance).len(), 16384);
-        let mut balance = Balance::new(0, 1 << 20);
-        balance.add_refcounts(8, 8 + 3, &[0xff; 2048], 0);
-        assert_eq!(unbalanced(&balance), [(8, 1), (9, 1), (10, 1)]);
+        assert_eq!(balance.end(), 100); // what lies beyond the file does not count
     }
 }

@@ -114,8 +114,9 @@ impl Image {
             header_faults,
             limits: *limits,
             file_len: storage.len()?,
-            sacred: Vec::from([0..cluster]),
+            sacred: Vec::new(),
         };
+        image.sacred.push(0..cluster);
         if let Some(Ok((offset, bytes))) = image.encryption_header() {
             image.sacred.push(offset..offset + bytes);
         }

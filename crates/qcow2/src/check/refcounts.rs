@@ -69,18 +69,16 @@ impl Refcounts {
         }
     }
 
-    /// Takes the refcounts of all clusters below `end` into `balance`.
+    /// Takes all refcounts into `balance`.
     pub(super) fn load(
         &self,
         image: &Image,
-        end: u64,
         balance: &mut Balance,
         meter: &mut Meter<'_, '_>,
     ) -> Result<()> {
         let bits = image.geometry().refcount_block_bits();
         let mut blocks: Vec<(u64, u64)> = (0u64..)
             .zip(&self.blocks)
-            .take_while(|(index, _)| index << bits < end)
             .filter(|&(_, &offset)| offset != 0)
             .map(|(index, &offset)| (offset, index))
             .collect();
@@ -93,7 +91,7 @@ impl Refcounts {
             image.cluster_bytes(),
             meter,
             |i, block| {
-                balance.add_refcounts(blocks[i].1 << bits, end, block, order);
+                balance.add_refcounts(blocks[i].1 << bits, block, order);
                 balance.check_limit(image.name())
             },
         )

@@ -116,6 +116,10 @@ impl SnapshotTable {
         let l1_entries = be32(8);
         let extra = u64::from(be32(36));
         let names = u64::from(be16(12)) + u64::from(be16(14));
+        if be16(12) == 0 {
+            // No writer makes these, and zeroes behind a shorter table look just so.
+            return Ok(Err("found an entry without an id".to_owned()));
+        }
         let Some(rest) = window.get(offset + FIXED_BYTES as u64, extra + names, room)? else {
             return Ok(Err(format!(
                 "found {extra} bytes of extra data and {names} bytes of names, which pass the end \

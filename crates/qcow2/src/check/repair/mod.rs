@@ -114,7 +114,7 @@ fn rounds(
     for _ in 0..ROUNDS_MAX {
         let report = &survey.findings.report;
         let again = !states.insert((
-            report.leaks,
+            report.leaks + survey.ahead,
             report.corruptions,
             image.header.clone().autoclear,
             image.header.refcount_table_offset.0,
@@ -142,7 +142,8 @@ fn round(
     discard: bool,
     monitor: &Monitor<'_>,
 ) -> Result<bool> {
-    if survey.findings.report.leaks == 0 && survey.findings.report.corruptions == 0 {
+    let report = &survey.findings.report;
+    if report.leaks == 0 && report.corruptions == 0 && survey.ahead == 0 {
         return Ok(false);
     }
     forget_unknown_autoclear(image)?;

@@ -19,7 +19,7 @@ pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) 
         image.storage.sync()?;
     }
     let mut freed = Runs::default();
-    if survey.findings.report.leaks > 0 {
+    if survey.findings.report.leaks + survey.ahead > 0 {
         changed |= set(image, survey, |balance| balance > 0, &mut |cluster| freed.add(cluster))?;
         image.storage.sync()?;
     }
@@ -27,7 +27,10 @@ pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) 
         let cluster = image.cluster_bytes();
         for run in &freed.runs {
             // A hint: where it fails the space merely stays allocated.
-            let bytes = (run.end - run.start) * cluster;
+            let bytes = (run.end.min(image.file_clusters()).saturating_sub(run.start)) * cluster;
+            if bytes == 0 {
+                continue;
+            }
             let _ = image.storage.discard(HostOffset(run.start * cluster), bytes);
         }
     }

@@ -1,10 +1,11 @@
 //! Images made by qemu-img, their damage, and both programs' verdicts.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use vdkit_block::{
     CheckReport, Error, HostOffset, IoAction, Limits, Monitor, Repair, Result, Storage,
@@ -186,12 +187,12 @@ pub(super) struct Kind {
 const PLAIN: Kind = Kind {
     name: "plain",
     options: "compat=1.1",
-    size: "64M",
+    size: "16M",
     writes: &[
         "write -P 1 0 1M",
         "write -P 2 5M 300k",
-        "write -P 3 63M 1M",
-        "write -z 20M 1M",
+        "write -P 3 15M 1M",
+        "write -z 9M 1M",
         "write -P 4 7M 64k",
         "write -z 7M 64k",
     ],
@@ -276,53 +277,68 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// Makes one.
+    /// Makes one, or copies one that was made before.
     pub(super) fn make(kind: &Kind) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("image.qcow2");
-        let file = path.to_str().unwrap();
-        must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", kind.options, file, kind.size]);
-        let io = |command: &str| must("qemu-io", &["-f", "qcow2", "-c", command, file]);
-        for command in kind.writes {
-            io(command);
-        }
-        if kind.compressed {
-            // Not all of the patterns compress to less than a cluster; these do.
-            let cluster = Self::header_of(&path).geometry.cluster_bytes();
-            for i in 0..40 {
-                let base = if kind.size == "4M" { 2560 << 10 } else { 30 << 20 };
-                let offset = base + i * cluster;
-                io(&format!("write -c -P {} {offset} {cluster}", i + 100));
+        static MADE: Mutex<BTreeMap<&str, Vec<u8>>> = Mutex::new(BTreeMap::new());
+        let image = Self::empty();
+        let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+        match made.get(kind.name) {
+            Some(bytes) => std::fs::write(&image.path, bytes).unwrap(),
+            None => {
+                image.fill(kind);
+                made.insert(kind.name, std::fs::read(&image.path).unwrap());
             }
         }
+        image
+    }
+
+    pub(super) fn empty() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        Self { path: directory.path().join("image.qcow2"), _directory: directory }
+    }
+
+    fn fill(&self, kind: &Kind) {
+        let file = self.path.to_str().unwrap();
+        must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", kind.options, file, kind.size]);
+        let io = |commands: &[String]| {
+            let mut args = vec!["-f", "qcow2", file];
+            for command in commands {
+                args.extend(["-c", command]);
+            }
+            must("qemu-io", &args);
+        };
+        let mut commands: Vec<String> = kind.writes.iter().map(ToString::to_string).collect();
+        if kind.compressed {
+            let cluster = self.header().geometry.cluster_bytes();
+            let base = if kind.size == "4M" { 2560 << 10 } else { 11 << 20 };
+            commands.extend(
+                (0..40)
+                    .map(|i| format!("write -c -P {} {} {cluster}", i + 100, base + i * cluster)),
+            );
+        }
+        io(&commands);
         if kind.bitmap {
             must("qemu-img", &["bitmap", "--add", file, "b0"]);
             must("qemu-img", &["bitmap", "--add", "-g", "512", file, "b1"]);
-            io("write -P 9 1M 200k");
+            io(&["write -P 9 1M 200k".to_owned()]);
         }
         if kind.snapshots {
             must("qemu-img", &["snapshot", "-c", "first", file]);
-            io("write -P 5 64k 200k");
+            io(&["write -P 5 64k 200k".to_owned()]);
             must("qemu-img", &["snapshot", "-c", "second", file]);
-            io("write -P 6 128k 70k");
+            io(&["write -P 6 128k 70k".to_owned()]);
         }
-        Self { path, _directory: directory }
     }
 
     /// A copy of this one.
     pub(super) fn copy(&self) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("image.qcow2");
-        std::fs::copy(&self.path, &path).unwrap();
-        Self { path, _directory: directory }
-    }
-
-    fn header_of(path: &Path) -> Header {
-        Header::read(&*FileStorage::open(path), &Limits::default()).unwrap()
+        let copy = Self::empty();
+        std::fs::copy(&self.path, &copy.path).unwrap();
+        copy
     }
 
     pub(super) fn header(&self) -> Header {
-        Self::header_of(&self.path)
+        Header::read(&*FileStorage::open(&self.path), &Limits::default()).unwrap()
     }
 
     pub(super) fn bytes(&self, offset: u64, len: usize) -> Vec<u8> {
