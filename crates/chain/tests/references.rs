@@ -412,3 +412,46 @@ fn two_overlays_share_a_base_and_a_writer_of_it_is_kept_away() {
     drop((first, second));
     place.open(&base, &writer).unwrap();
 }
+
+/// A link that is swapped while we open: what was judged is what is opened.
+#[test]
+fn a_link_that_is_swapped_meanwhile_opens_nothing_else() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let place = Place::new();
+    let image = place.overlay("images/top.map", "link.raw", "raw");
+    let (link, next) = (place.path("images/link.raw"), place.path("images/next"));
+    symlink("base.raw", &link).unwrap();
+    struct Done<'a>(&'a AtomicBool);
+    impl Drop for Done<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let done = AtomicBool::new(false);
+    let (mut opened, mut refused) = (0, 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let targets = ["../outside/secret.raw", "base.raw"];
+            for target in targets.iter().cycle() {
+                symlink(target, &next).unwrap();
+                fs::rename(&next, &link).unwrap();
+                if done.load(Ordering::Relaxed) {
+                    break;
+                }
+            }
+        });
+        let _done = Done(&done); // also where an assertion fails
+        while opened < 300 || refused < 300 {
+            match place.open(&image, &OpenOptions::default()) {
+                Ok(disk) => {
+                    let mut byte = [0];
+                    disk.read_at(&mut byte, GuestOffset(0)).unwrap();
+                    assert_eq!(byte, [1], "the file outside was opened");
+                    opened += 1;
+                }
+                Err(Error::Refused(_)) => refused += 1,
+                Err(other) => panic!("{other}"),
+            }
+        }
+    });
+}
