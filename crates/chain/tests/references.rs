@@ -441,7 +441,7 @@ fn a_link_that_is_swapped_meanwhile_opens_nothing_else() {
             }
         });
         let _done = Done(&done); // also where an assertion fails
-        while opened < 300 || refused < 300 {
+        while opened < 2000 || refused < 2000 {
             match place.open(&image, &OpenOptions::default()) {
                 Ok(disk) => {
                     let mut byte = [0];
