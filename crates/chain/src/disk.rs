@@ -135,8 +135,7 @@ impl Disk {
 
     /// The top image's map.
     ///
-    /// Whoever writes through it rather than through the disk must not publish packed units:
-    /// [`Disk::write_packed`] does what the disk's cache needs.
+    /// Whoever reserves packed units here publishes them with [`Disk::publish_packed`].
     pub fn top(&self) -> &Arc<dyn Format> {
         &self.layers[0].format
     }

@@ -149,6 +149,15 @@ impl Disk {
             }
             storage.write_at(&joined, reservation.host)?;
         }
+        self.publish_packed(reservation)
+    }
+
+    /// Publishes packed units that the caller has written itself. (Publishing them behind the
+    /// disk's back could make it serve the units that they replace.)
+    ///
+    /// # Errors
+    /// What the format returns.
+    pub fn publish_packed(&self, reservation: PackedReservation<'_>) -> Result<()> {
         // Before the publication: see `unit_cache`.
         self.units.next_generation();
         reservation.publish()

@@ -5,6 +5,7 @@ mod support;
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
 use support::map::CLUSTER;
 use support::{MapFormat, Memory, map_disk, pack, raw_disk};
 use vdkit_block::{Format, GuestOffset, Storage};
@@ -201,7 +202,11 @@ fn overlay(base: Disk, guest_bytes: u64) -> (Disk, Arc<MapFormat>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 400,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))),
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn a_chain_is_a_flat_buffer(
