@@ -238,7 +238,7 @@ impl Header {
 
     /// The names that the image gives to feature bits of a kind (0 incompatible, 1 compatible,
     /// 2 autoclear).
-    fn feature_names(&self, kind: u8, bits: u64) -> String {
+    pub(crate) fn feature_names(&self, kind: u8, bits: u64) -> String {
         let table = self.extension(extension::FEATURE_NAMES).map_or(&[][..], |e| &e.data[..]);
         let mut names = Vec::new();
         for bit in (0..64u8).filter(|b| bits >> b & 1 != 0) {

@@ -20,20 +20,28 @@
 //! and unlinked clusters are leaks then.
 
 mod allocator;
+pub mod bitmaps;
 pub mod check;
-mod codec;
+pub mod codec;
+mod create;
+mod describe;
+mod driver;
 pub mod entry;
 mod flush;
 pub mod header;
 mod image;
 pub mod layout;
 mod map;
+mod measure;
+mod options;
 mod packed;
 mod pool;
 mod refcounts;
 mod resize;
 mod slices;
+pub mod snapshots;
 mod write;
 mod zero;
 
+pub use driver::Qcow2Driver;
 pub use image::Qcow2;

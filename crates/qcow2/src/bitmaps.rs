@@ -1,0 +1,187 @@
+//! Reading the directory of persistent dirty bitmaps.
+//!
+//! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
+
+use vdkit_block::{BitmapInfo, Error, HostOffset, Result, Storage, is_aligned};
+
+use crate::header::{BitmapsExtension, Header};
+use crate::layout::{autoclear, extension};
+
+/// Most bitmaps (QEMU's bound).
+const BITMAPS_MAX: u32 = 65535;
+/// Bytes of the fixed part of an entry.
+const FIXED_BYTES: usize = 24;
+/// Longest name in bytes.
+const NAME_BYTES_MAX: usize = 1023;
+/// Largest directory (QEMU's bound).
+const DIRECTORY_BYTES_MAX: u64 = BITMAPS_MAX as u64 * (FIXED_BYTES + NAME_BYTES_MAX) as u64;
+/// The only type: a dirty tracking bitmap.
+const TYPE_DIRTY: u8 = 1;
+/// log2 of the bytes that a bit may stand for (QEMU's bounds).
+const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
+
+/// Flags of a directory entry.
+pub mod flag {
+    /// It was not saved properly, so it cannot be trusted.
+    pub const IN_USE: u32 = 1 << 0;
+    /// It records writes.
+    pub const AUTO: u32 = 1 << 1;
+    /// Extra data that is not known may be ignored.
+    pub const EXTRA_DATA_COMPATIBLE: u32 = 1 << 2;
+}
+
+/// One persistent bitmap, as its directory entry says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bitmap {
+    /// Host offset of its table; not validated.
+    pub table_offset: HostOffset,
+    /// Entries of its table; not validated.
+    pub table_entries: u32,
+    /// See [`flag`].
+    pub flags: u32,
+    /// log2 of the bytes that one bit stands for.
+    pub granularity_bits: u8,
+    /// Name.
+    pub name: Vec<u8>,
+    /// Extra data as it stands.
+    pub extra: Vec<u8>,
+}
+
+impl Bitmap {
+    /// For describing it.
+    pub fn info(&self) -> BitmapInfo {
+        BitmapInfo {
+            name: String::from_utf8_lossy(&self.name).into_owned(),
+            granularity: 1 << self.granularity_bits,
+            in_use: self.flags & flag::IN_USE != 0,
+            enabled: self.flags & flag::AUTO != 0,
+        }
+    }
+}
+
+/// What an image says of bitmaps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Bitmaps {
+    /// It has none.
+    None,
+    /// Software that does not know bitmaps wrote to the image: so many are there, and none of
+    /// them is true any more.
+    Stale(u32),
+    /// They agree with the data.
+    Valid(Vec<Bitmap>),
+}
+
+impl Bitmaps {
+    /// Reads the directory in one read; none where there are no valid bitmaps.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] where the extension or an entry breaks the specification.
+    pub fn read(storage: &dyn Storage, header: &Header) -> Result<Self> {
+        let Some(raw) = header.extension(extension::BITMAPS) else { return Ok(Self::None) };
+        let Some(bitmaps) = header.bitmaps() else {
+            return Err(Error::corrupt(
+                storage.name(),
+                raw.offset,
+                "bitmaps header extension",
+                format!("{} bytes", raw.data.len()),
+                "24",
+            ));
+        };
+        if header.autoclear & autoclear::BITMAPS == 0 {
+            return Ok(Self::Stale(bitmaps.count));
+        }
+        Self::check_extension(storage, header, raw.offset, &bitmaps)?;
+        let mut directory = vec![0; bitmaps.directory_bytes as usize];
+        storage.read_at(&mut directory, bitmaps.directory_offset)?;
+        parse(&directory, bitmaps.count).map(Self::Valid).map_err(|(at, found, expected)| {
+            Error::corrupt(
+                storage.name(),
+                bitmaps.directory_offset.0 + at as u64,
+                "bitmap directory entry",
+                found,
+                expected,
+            )
+        })
+    }
+
+    fn check_extension(
+        storage: &dyn Storage,
+        header: &Header,
+        at: u64,
+        bitmaps: &BitmapsExtension,
+    ) -> Result<()> {
+        let fault = |found: String, expected: String| {
+            Err(Error::corrupt(storage.name(), at, "bitmaps header extension", found, expected))
+        };
+        if bitmaps.count == 0 || bitmaps.count > BITMAPS_MAX {
+            return fault(format!("{} bitmaps", bitmaps.count), format!("1 to {BITMAPS_MAX}"));
+        }
+        let (offset, bytes) = (bitmaps.directory_offset.0, bitmaps.directory_bytes);
+        let len = storage.len()?;
+        if bytes < u64::from(bitmaps.count) * FIXED_BYTES as u64
+            || bytes > DIRECTORY_BYTES_MAX
+            || offset == 0
+            || !is_aligned(offset, header.geometry.cluster_bytes())
+            || offset.checked_add(bytes).is_none_or(|end| end > len)
+        {
+            return fault(
+                format!("a directory of {bytes} bytes at {offset:#x}"),
+                format!(
+                    "one of at most {DIRECTORY_BYTES_MAX} bytes at a cluster boundary within the \
+                     file"
+                ),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The entries, or the offset of a fault with what was found and expected there.
+fn parse(directory: &[u8], count: u32) -> Result<Vec<Bitmap>, (usize, String, String)> {
+    let mut bitmaps = Vec::with_capacity((directory.len() / FIXED_BYTES).min(count as usize));
+    let mut at = 0;
+    for index in 0..count {
+        let fault = |found: String, expected: &str| Err((at, found, expected.to_owned()));
+        let ended = "an end within the directory";
+        let Some(fixed) = directory.get(at..at + FIXED_BYTES) else {
+            return fault(format!("entry {index} of {count} passing the end"), ended);
+        };
+        let be32 =
+            |i: usize| u32::from_be_bytes([fixed[i], fixed[i + 1], fixed[i + 2], fixed[i + 3]]);
+        let name_bytes = usize::from(u16::from_be_bytes([fixed[18], fixed[19]]));
+        let extra_bytes = be32(20) as usize;
+        if fixed[16] != TYPE_DIRTY {
+            return fault(format!("bitmap type {}", fixed[16]), "type 1 (dirty tracking)");
+        }
+        if !GRANULARITY_BITS.contains(&fixed[17]) {
+            return fault(format!("granularity_bits {}", fixed[17]), "9 to 31");
+        }
+        if name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
+            return fault(format!("a name of {name_bytes} bytes"), "1 to 1023");
+        }
+        let Some(rest) = directory[at + FIXED_BYTES..].get(..extra_bytes + name_bytes) else {
+            return fault(
+                format!("{extra_bytes} bytes of extra data and a name of {name_bytes}"),
+                ended,
+            );
+        };
+        let (extra, name) = rest.split_at(extra_bytes);
+        bitmaps.push(Bitmap {
+            table_offset: HostOffset(u64::from(be32(0)) << 32 | u64::from(be32(4))),
+            table_entries: be32(8),
+            flags: be32(12),
+            granularity_bits: fixed[17],
+            name: name.to_vec(),
+            extra: extra.to_vec(),
+        });
+        at = (at + FIXED_BYTES + rest.len()).next_multiple_of(8);
+    }
+    if at < directory.len() {
+        return Err((
+            at,
+            format!("{} bytes behind the last entry", directory.len() - at),
+            "nothing".to_owned(),
+        ));
+    }
+    Ok(bitmaps)
+}

@@ -1,0 +1,340 @@
+//! Making a new image.
+//!
+//! Everything about a new image is known before its first byte is written, so there is no
+//! allocator here: where each table lies follows from the sizes, and the entries of a table follow
+//! from their index.
+//!
+//! ```text
+//!   header │ refcount table │ refcount blocks │ L1 │ L2 tables … │ guest data …
+//!                                                  └── preallocated images only ──┘
+//! ```
+//!
+//! All tables lie together and before the data: a reader gets them by a few large reads, and the
+//! guest's data is one contiguous run.
+
+use vdkit_block::{CreateRequest, Error, HostOffset, Result, Storage, ZeroMode};
+
+use crate::header::{Encryption, Extension, Header};
+use crate::layout::{
+    COPIED, Geometry, HOST_OFFSET_END, OFFSET_MASK, REFCOUNT_TABLE_BYTES_MAX, autoclear,
+    compatible, extension, incompatible,
+};
+use crate::measure::{GuestSizes, RefcountClusters};
+use crate::options::{CreateOptions, Preallocation};
+use crate::refcounts::set_refcount;
+
+/// Bytes of one write of a table or of zeroes.
+const STEP: u64 = 1 << 20;
+/// Bytes of one request to make zeroes.
+const ZERO_STEP: u64 = 256 << 20;
+/// Smaller clusters get no table of feature names: it would leave no room for the backing name.
+const FEATURE_NAMES_CLUSTER_MIN: u64 = 4096;
+
+/// Where everything lies, in clusters from the start of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Plan {
+    geometry: Geometry,
+    guest: GuestSizes,
+    refcounts: RefcountClusters,
+    /// First cluster of the refcount table, right behind the header.
+    refcount_table: u64,
+    refcount_blocks: u64,
+    l1: u64,
+    l2: u64,
+    /// L2 tables that are made: all or none.
+    l2_tables: u64,
+    data: u64,
+    /// One past the last cluster of the file; all clusters before it are in use.
+    end: u64,
+}
+
+impl Plan {
+    fn new(options: &CreateOptions, guest: GuestSizes) -> Result<Self> {
+        let geometry = options.geometry;
+        let (l2_tables, data_clusters) = match options.preallocation {
+            Preallocation::Off => (0, 0),
+            _ if options.data_file.is_some() => (guest.l2_tables, 0),
+            _ => (guest.l2_tables, guest.clusters),
+        };
+        let others = 1 + guest.l1_clusters + l2_tables + data_clusters;
+        let refcounts = RefcountClusters::covering(others, &geometry);
+        let refcount_table = 1;
+        let refcount_blocks = refcount_table + refcounts.table;
+        let l1 = refcount_blocks + refcounts.blocks;
+        let l2 = l1 + guest.l1_clusters;
+        let data = l2 + l2_tables;
+        let plan = Self {
+            geometry,
+            guest,
+            refcounts,
+            refcount_table,
+            refcount_blocks,
+            l1,
+            l2,
+            l2_tables,
+            data,
+            end: data + data_clusters,
+        };
+        plan.check_limits(options)?;
+        Ok(plan)
+    }
+
+    fn check_limits(&self, options: &CreateOptions) -> Result<()> {
+        let table_bytes = self.refcounts.table << self.geometry.cluster_bits;
+        if table_bytes > REFCOUNT_TABLE_BYTES_MAX.max(self.geometry.cluster_bytes()) {
+            return Err(Error::Invalid(format!(
+                "preallocation of {} bytes needs a refcount table of {table_bytes} bytes, more \
+                 than {REFCOUNT_TABLE_BYTES_MAX}; use a larger cluster_size, fewer refcount_bits \
+                 or preallocation=off",
+                self.guest.bytes
+            )));
+        }
+        let highest = match options.preallocation {
+            Preallocation::Off => self.end,
+            _ => self.end.max(self.guest.clusters),
+        };
+        if highest > HOST_OFFSET_END >> self.geometry.cluster_bits {
+            return Err(Error::Invalid(format!(
+                "a disk of {} bytes cannot be preallocated: host offsets end at {HOST_OFFSET_END}; \
+                 use preallocation=off",
+                self.guest.bytes
+            )));
+        }
+        Ok(())
+    }
+
+    fn bytes(&self, cluster: u64) -> HostOffset {
+        HostOffset(cluster << self.geometry.cluster_bits)
+    }
+
+    fn header(&self, options: &CreateOptions) -> Header {
+        let mut incompatible_bits = 0;
+        let mut autoclear_bits = 0;
+        let mut extensions = Vec::new();
+        let mut name = |kind: u32, text: &str| {
+            extensions.push(Extension { kind, offset: 0, data: text.as_bytes().to_vec() });
+        };
+        if let Some(format) = options.backing.as_ref().and_then(|b| b.format.as_ref()) {
+            name(extension::BACKING_FORMAT, format);
+        }
+        if let Some(file) = &options.data_file {
+            incompatible_bits |= incompatible::DATA_FILE;
+            name(extension::DATA_FILE, file);
+        }
+        if options.data_file_raw {
+            autoclear_bits |= autoclear::DATA_FILE_RAW;
+        }
+        if options.codec != vdkit_block::Codec::Deflate {
+            incompatible_bits |= incompatible::COMPRESSION_TYPE;
+        }
+        if self.geometry.extended {
+            incompatible_bits |= incompatible::EXTENDED_L2;
+        }
+        if options.version >= 3 && self.geometry.cluster_bytes() >= FEATURE_NAMES_CLUSTER_MIN {
+            extensions.push(Header::feature_name_table());
+        }
+        Header {
+            version: options.version,
+            geometry: self.geometry,
+            guest_bytes: self.guest.bytes,
+            encryption: Encryption::None,
+            // A disk of no bytes has no L1 table.
+            l1_offset: if self.guest.l1_clusters == 0 {
+                HostOffset(0)
+            } else {
+                self.bytes(self.l1)
+            },
+            // At most 2^22, see `GuestSizes`.
+            l1_entries: self.guest.l2_tables as u32,
+            refcount_table_offset: self.bytes(self.refcount_table),
+            // At most 8 MiB in clusters of 512 bytes, see `check_limits`.
+            refcount_table_clusters: self.refcounts.table as u32,
+            snapshot_count: 0,
+            snapshots_offset: HostOffset(0),
+            incompatible: incompatible_bits,
+            compatible: if options.lazy_refcounts { compatible::LAZY_REFCOUNTS } else { 0 },
+            autoclear: autoclear_bits,
+            codec: options.codec,
+            header_bytes: 0, // chosen by the encoder
+            backing_name: options.backing.as_ref().map(|b| b.name.clone()),
+            extensions,
+        }
+    }
+}
+
+/// Makes an image; see [`vdkit_block::FormatDriver::create`].
+///
+/// Files are emptied first, the data file too; on a device, what the image uses is overwritten.
+///
+/// # Errors
+/// [`Error::Invalid`] for options or sizes that no image can have; [`Error::NoSpace`] for a device
+/// that is too small; and errors of the storages.
+pub(crate) fn create(request: &CreateRequest) -> Result<()> {
+    let options = CreateOptions::new(&request.options, request.backing.as_ref())?;
+    let guest = GuestSizes::new(request.guest_bytes, &options.geometry)?;
+    let plan = Plan::new(&options, guest)?;
+    let header = plan.header(&options).encode()?;
+    let storage = &*request.storage;
+    let data_file = match (&options.data_file, &request.data_file) {
+        (None, _) => None,
+        (Some(_), Some(file)) => Some(&**file),
+        (Some(name), None) => {
+            return Err(Error::Invalid(format!("the data file '{name}' was not opened")));
+        }
+    };
+    let (data, end) = (plan.bytes(plan.data), plan.bytes(plan.end));
+    make_empty(storage, end.0, data.0)?;
+    preallocate(storage, data, end, options.preallocation)?;
+    if let Some(file) = data_file {
+        make_empty(file, guest.bytes, 0)?;
+        preallocate(file, HostOffset(0), HostOffset(guest.bytes), options.preallocation)?;
+    }
+    write_tables(storage, &plan, &options)?;
+    // Last: a half-made image has no header. Should the writes come to the disk in another order
+    // and the power fail, nobody was told yet that there is an image.
+    storage.write_at(&header, HostOffset(0))?;
+    if let Some(file) = data_file {
+        file.sync()?;
+    }
+    storage.sync()
+}
+
+/// Gives a file its length: zeroes. On a device, the first `zeroed` bytes become zero.
+fn make_empty(storage: &dyn Storage, len: u64, zeroed: u64) -> Result<()> {
+    if storage.caps().growable {
+        if !storage.is_empty()? {
+            storage.set_len(0)?;
+        }
+        return storage.set_len(len);
+    }
+    let have = storage.len()?;
+    if have < len {
+        return Err(Error::NoSpace {
+            file: storage.name().to_owned(),
+            what: format!("the image needs {len} bytes, the device has {have}"),
+        });
+    }
+    in_steps(HostOffset(0), HostOffset(zeroed), ZERO_STEP, |at, len| {
+        storage.write_zeroes(at, len, ZeroMode::MayUnmap)
+    })
+}
+
+/// Prepares the space of the guest's data, `data..end`, after [`make_empty`]. All of it reads as
+/// zero afterwards, since the map will say that it is data.
+fn preallocate(
+    storage: &dyn Storage,
+    data: HostOffset,
+    end: HostOffset,
+    preallocation: Preallocation,
+) -> Result<()> {
+    let zero = |mode| in_steps(data, end, ZERO_STEP, |at, len| storage.write_zeroes(at, len, mode));
+    match (preallocation, storage.caps().growable) {
+        (Preallocation::Off, _) | (Preallocation::Metadata, true) => Ok(()),
+        (Preallocation::Metadata, false) => zero(ZeroMode::MayUnmap),
+        (Preallocation::Falloc, false) => zero(ZeroMode::KeepAllocated),
+        // The tables too: nothing that the guest writes can run out of space then.
+        (Preallocation::Falloc, true) => storage.allocate(HostOffset(0), end.0),
+        (Preallocation::Full, _) => {
+            let zeroes = vec![0; STEP as usize];
+            in_steps(data, end, STEP, |at, len| storage.write_at(&zeroes[..len as usize], at))
+        }
+    }
+}
+
+/// Calls `step` for pieces of at most `most` bytes, so that a caller's wrapper can interrupt.
+fn in_steps(
+    from: HostOffset,
+    end: HostOffset,
+    most: u64,
+    mut step: impl FnMut(HostOffset, u64) -> Result<()>,
+) -> Result<()> {
+    let mut at = from;
+    while at < end {
+        let len = most.min(end - at);
+        step(at, len)?;
+        at += len;
+    }
+    Ok(())
+}
+
+/// Writes refcount table, refcount blocks, L1 and L2 tables; all that is zero is there already.
+fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> Result<()> {
+    let geometry = plan.geometry;
+    let cluster = geometry.cluster_bytes();
+    let blocks = plan.bytes(plan.refcount_blocks).0;
+    write_words(storage, plan.bytes(plan.refcount_table), plan.refcounts.blocks, |i| {
+        (blocks + i * cluster).to_be()
+    })?;
+    let per_word = 64 >> geometry.refcount_order;
+    let all_one = refcount_word(per_word, geometry.refcount_order);
+    write_words(storage, plan.bytes(plan.refcount_blocks), plan.end.div_ceil(per_word), |i| {
+        match plan.end - i * per_word {
+            ones if ones >= per_word => all_one,
+            ones => refcount_word(ones, geometry.refcount_order),
+        }
+    })?;
+    let l2 = plan.bytes(plan.l2).0;
+    write_words(storage, plan.bytes(plan.l1), plan.l2_tables, |i| {
+        ((l2 + i * cluster) | COPIED).to_be()
+    })?;
+    if plan.l2_tables == 0 {
+        return Ok(());
+    }
+    // In a data file, each guest byte is at its own offset.
+    let data = if options.data_file.is_some() { 0 } else { plan.bytes(plan.data).0 };
+    let entry = |i: u64| {
+        let host = data + i * cluster;
+        debug_assert_eq!(host & !OFFSET_MASK, 0);
+        (host | COPIED).to_be()
+    };
+    if !geometry.extended {
+        return write_words(storage, plan.bytes(plan.l2), plan.guest.clusters, entry);
+    }
+    let bitmap = subcluster_bitmap(options).to_be();
+    write_words(storage, plan.bytes(plan.l2), plan.guest.clusters * 2, |i| {
+        if i % 2 == 0 { entry(i / 2) } else { bitmap }
+    })
+}
+
+/// The bitmap of each preallocated cluster that has subclusters.
+///
+/// With a backing file no subcluster may be allocated, since the backing file must show through.
+/// Without one it may, and whether it should depends: where space was prepared as well, guest
+/// writes shall cost no metadata; where the data is a hole, readers shall know from the map alone
+/// that all is zero (and that is what QEMU makes). A raw data file is the disk whatever it holds.
+fn subcluster_bitmap(options: &CreateOptions) -> u64 {
+    let prepared = matches!(options.preallocation, Preallocation::Falloc | Preallocation::Full);
+    if options.backing.is_none() && (prepared || options.data_file_raw) {
+        u32::MAX.into()
+    } else {
+        0
+    }
+}
+
+/// Eight bytes of a refcount block that begin with `ones` refcounts of 1, as they lie in memory.
+fn refcount_word(ones: u64, order: u32) -> u64 {
+    let mut bytes = [0; 8];
+    for index in 0..ones {
+        set_refcount(&mut bytes, index, order, 1);
+    }
+    u64::from_ne_bytes(bytes)
+}
+
+/// Writes `count` words at `at`, each as `word` gives it in memory order, in large pieces.
+fn write_words(
+    storage: &dyn Storage,
+    at: HostOffset,
+    count: u64,
+    word: impl Fn(u64) -> u64,
+) -> Result<()> {
+    let mut piece = Vec::with_capacity((count * 8).min(STEP) as usize);
+    let mut index = 0;
+    in_steps(at, at + count * 8, STEP, |at, len| {
+        piece.clear();
+        for i in index..index + len / 8 {
+            piece.extend_from_slice(&word(i).to_ne_bytes());
+        }
+        index += len / 8;
+        storage.write_at(&piece, at)
+    })
+}

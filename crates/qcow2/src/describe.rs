@@ -1,0 +1,114 @@
+//! What an image says of itself.
+
+use vdkit_block::{ImageInfo, Limits, Result, Storage};
+
+use crate::bitmaps::Bitmaps;
+use crate::header::{Encryption, Header};
+use crate::layout::{autoclear, compatible, extension, incompatible};
+use crate::snapshots::{Snapshot, SnapshotTable};
+
+/// Autoclear bits that have a meaning here.
+const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
+
+/// Describes an image by at most four reads: header, snapshot table (two where its entries are
+/// unusually long), bitmap directory. (Extensions beyond the first 64 KiB cost one more.)
+///
+/// # Errors
+/// As [`Header::read`], and [`vdkit_block::Error::Corrupt`] for a damaged snapshot table or bitmap
+/// directory.
+pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageInfo> {
+    let header = Header::read(storage, limits)?;
+    let snapshots = SnapshotTable::read(storage, &header)?;
+    let bitmaps = Bitmaps::read(storage, &header)?;
+    let properties = properties(&header, &bitmaps);
+    Ok(ImageInfo {
+        format: "qcow2",
+        virtual_size: header.guest_bytes,
+        cluster_size: Some(header.geometry.cluster_bytes()),
+        compression: Some(compression(&header)),
+        encryption: match header.encryption {
+            Encryption::None => None,
+            Encryption::LegacyAes => Some("aes".to_owned()),
+            Encryption::Luks => Some("luks".to_owned()),
+        },
+        dirty: header.has(incompatible::DIRTY),
+        corrupt: header.has(incompatible::CORRUPT),
+        backing_format: header.backing_name.as_ref().and_then(|_| header.backing_format()),
+        // The extension without the feature bit means nothing.
+        data_file: header.has_data_file().then(|| header.data_file_name()).flatten(),
+        data_file_raw: header.data_file_raw(),
+        snapshots: snapshots.snapshots.iter().map(Snapshot::info).collect(),
+        bitmaps: match &bitmaps {
+            Bitmaps::Valid(bitmaps) => bitmaps.iter().map(|b| b.info()).collect(),
+            Bitmaps::None | Bitmaps::Stale(_) => Vec::new(),
+        },
+        properties,
+        backing_file: header.backing_name,
+    })
+}
+
+fn compression(header: &Header) -> &'static str {
+    match header.codec {
+        vdkit_block::Codec::Zstd => "zstd",
+        _ => "zlib",
+    }
+}
+
+/// The properties under the names that `qemu-img info --output=json` gives them, and then what is
+/// there that vdkit does not know.
+fn properties(header: &Header, bitmaps: &Bitmaps) -> Vec<(String, String)> {
+    let mut list = Vec::new();
+    let mut add = |key: &str, value: String| list.push((key.to_owned(), value));
+    add("compat", if header.version >= 3 { "1.1" } else { "0.10" }.to_owned());
+    add("compression-type", compression(header).to_owned());
+    add("refcount-bits", header.geometry.refcount_bits().to_string());
+    if header.version >= 3 {
+        add("lazy-refcounts", header.lazy_refcounts().to_string());
+        add("extended-l2", header.geometry.extended.to_string());
+    }
+    if header.geometry.extended {
+        add("subcluster-size", header.geometry.subcluster_bytes().to_string());
+    }
+    if header.has_data_file() && header.data_file_name().is_none() {
+        add("data-file", "needed, but the image does not name it".to_owned());
+    }
+    if let Bitmaps::Stale(count) = bitmaps {
+        add("stale-bitmaps", format!("{count}, not kept up to date by a later writer"));
+    }
+    let unknown = header.compatible & !compatible::LAZY_REFCOUNTS;
+    if unknown != 0 {
+        add("unknown-compatible-features", header.feature_names(1, unknown));
+    }
+    let unknown = header.autoclear & !AUTOCLEAR_KNOWN;
+    if unknown != 0 {
+        add("unknown-autoclear-features", header.feature_names(2, unknown));
+    }
+    let unknown: Vec<String> = header
+        .extensions
+        .iter()
+        .filter(|e| !is_known(e.kind))
+        .map(|e| format!("{:#010x} ({} bytes)", e.kind, e.data.len()))
+        .collect();
+    if !unknown.is_empty() {
+        // One line, whatever a stranger puts there: an extension takes 8 bytes at least.
+        const SHOWN: usize = 16;
+        let more = unknown.len().saturating_sub(SHOWN);
+        let mut text = unknown[..unknown.len() - more].join(", ");
+        if more > 0 {
+            text.push_str(&format!(" and {more} more"));
+        }
+        add("unknown-extensions", text);
+    }
+    list
+}
+
+fn is_known(kind: u32) -> bool {
+    matches!(
+        kind,
+        extension::BACKING_FORMAT
+            | extension::FEATURE_NAMES
+            | extension::BITMAPS
+            | extension::ENCRYPTION
+            | extension::DATA_FILE
+    )
+}

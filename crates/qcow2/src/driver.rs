@@ -1,0 +1,72 @@
+//! qcow2's front door.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, CreateRequest, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor,
+    OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
+};
+
+use crate::options::{CreateOptions, SPECS};
+use crate::{Qcow2, check, create, describe, layout, measure};
+
+/// qcow2 images, versions 2 and 3.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Qcow2Driver;
+
+impl FormatDriver for Qcow2Driver {
+    fn name(&self) -> &'static str {
+        "qcow2"
+    }
+
+    fn description(&self) -> &'static str {
+        "QEMU's own format: sparse, on backing files, compressed, with snapshots"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
+    }
+
+    fn writes(&self) -> bool {
+        true
+    }
+
+    fn probe(&self, head: &[u8], _len: u64) -> Probe {
+        // The magic number of the first qcow is the same, with version 1. Newer versions than we
+        // know are ours too: better a word about the version than a raw disk.
+        let magic = head.get(..4) == Some(&layout::MAGIC.to_be_bytes());
+        let version = head.get(4..8).is_some_and(|v| v > &[0, 0, 0, 1]);
+        if magic && version { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
+        describe::describe(&**storage, limits)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        Ok(Qcow2::open(request)?)
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        create::create(request)
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        data_file: Option<&Arc<dyn Storage>>,
+        repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        check::check(storage, data_file, repair, limits, monitor)
+    }
+
+    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
+        Ok(CreateOptions::new(options, None)?.geometry.cluster_bytes())
+    }
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
+        measure::measure(guest_bytes, options, data_clusters)
+    }
+}

@@ -1,0 +1,174 @@
+//! Reading the table of internal snapshots.
+//!
+//! Source: qcow2 specification, section "Snapshots".
+
+use vdkit_block::{Error, HostOffset, Result, SnapshotInfo, Storage};
+
+use crate::header::Header;
+use crate::layout::SNAPSHOTS_MAX;
+
+/// Bytes of the fixed part of an entry.
+const FIXED_BYTES: usize = 40;
+/// Largest extra data of an entry (QEMU's bound).
+const EXTRA_BYTES_MAX: usize = 1024;
+/// Largest table (QEMU's bound).
+const TABLE_BYTES_MAX: u64 = 1024 * SNAPSHOTS_MAX as u64;
+/// Bytes of an entry for the first read: fixed part, extra data and names of common length.
+const ENTRY_BYTES_GUESS: u64 = 256;
+/// The first read takes at least so much, which costs no more than less would.
+const FIRST_READ_BYTES: u64 = 16 << 10;
+
+/// One internal snapshot, as its table entry says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Host offset of its L1 table; not validated.
+    pub l1_offset: HostOffset,
+    /// Entries of its L1 table; not validated.
+    pub l1_entries: u32,
+    /// Unique id, in QEMU a decimal number.
+    pub id: Vec<u8>,
+    /// Name.
+    pub name: Vec<u8>,
+    /// Seconds since 1970.
+    pub date_seconds: u32,
+    /// Nanoseconds beyond them.
+    pub date_nanoseconds: u32,
+    /// Guest clock in nanoseconds.
+    pub vm_clock_nanoseconds: u64,
+    /// Bytes of saved VM state.
+    pub vm_state_bytes: u64,
+    /// Bytes of the guest disk when it was taken; old images do not say.
+    pub disk_bytes: Option<u64>,
+    /// The extra data as it stands, with the two numbers above and what else there is.
+    pub extra: Vec<u8>,
+}
+
+impl Snapshot {
+    /// For describing it.
+    pub fn info(&self) -> SnapshotInfo {
+        SnapshotInfo {
+            id: String::from_utf8_lossy(&self.id).into_owned(),
+            name: String::from_utf8_lossy(&self.name).into_owned(),
+            vm_state_bytes: self.vm_state_bytes,
+            date_seconds: self.date_seconds,
+            date_nanoseconds: self.date_nanoseconds,
+            vm_clock_nanoseconds: self.vm_clock_nanoseconds,
+            disk_bytes: self.disk_bytes,
+        }
+    }
+}
+
+/// All snapshots of an image.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SnapshotTable {
+    /// In their order.
+    pub snapshots: Vec<Snapshot>,
+    /// Bytes of the table in the file.
+    pub bytes: u64,
+}
+
+impl SnapshotTable {
+    /// Reads the table in one read, or two where its entries are unusually long; none where the
+    /// image has no snapshots.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] where an entry passes the end of the file or of the largest table.
+    pub fn read(storage: &dyn Storage, header: &Header) -> Result<Self> {
+        let count = header.snapshot_count;
+        if count == 0 {
+            return Ok(Self::default());
+        }
+        let start = header.snapshots_offset;
+        let room = storage.len()?.saturating_sub(start.0).min(TABLE_BYTES_MAX);
+        let guess = (u64::from(count) * ENTRY_BYTES_GUESS).max(FIRST_READ_BYTES).min(room);
+        let mut bytes = vec![0; guess as usize];
+        storage.read_at(&mut bytes, start)?;
+        let parsed = match Self::parse(&bytes, count) {
+            Err(Stop::Ended { .. }) if guess < room => {
+                bytes.resize(room as usize, 0);
+                storage.read_at(&mut bytes[guess as usize..], start + guess)?;
+                Self::parse(&bytes, count)
+            }
+            parsed => parsed,
+        };
+        parsed.map_err(|stop| {
+            let (at, found, expected) = match stop {
+                Stop::Ended { at, index } => (
+                    at,
+                    format!("entry {index} of {count} passing the end of {room} bytes"),
+                    "a table within the file and of at most 64 MiB".to_owned(),
+                ),
+                Stop::Extra { at, found } => (
+                    at + 36,
+                    format!("{found} bytes of extra data"),
+                    format!("at most {EXTRA_BYTES_MAX}"),
+                ),
+            };
+            Error::corrupt(
+                storage.name(),
+                start.0 + at as u64,
+                "snapshot table entry",
+                found,
+                format!("{expected}; run: vdkit check --repair all {}", storage.name()),
+            )
+        })
+    }
+
+    fn parse(bytes: &[u8], count: u32) -> Result<Self, Stop> {
+        // An entry has 40 bytes at least, so this is bounded by what was read.
+        let most = bytes.len() / FIXED_BYTES;
+        let mut snapshots = Vec::with_capacity(most.min(count as usize));
+        let mut at = 0;
+        for index in 0..count {
+            let ended = Stop::Ended { at, index };
+            let Some(fixed) = bytes.get(at..at + FIXED_BYTES) else { return Err(ended) };
+            let extra_bytes = be32(fixed, 36) as usize;
+            if extra_bytes > EXTRA_BYTES_MAX {
+                return Err(Stop::Extra { at, found: extra_bytes });
+            }
+            let (id_bytes, name_bytes) = (be16(fixed, 12), be16(fixed, 14));
+            let end = at + FIXED_BYTES + extra_bytes + id_bytes + name_bytes;
+            let Some(rest) = bytes.get(at + FIXED_BYTES..end) else { return Err(ended) };
+            let (extra, names) = rest.split_at(extra_bytes);
+            let (id, name) = names.split_at(id_bytes);
+            snapshots.push(Snapshot {
+                l1_offset: HostOffset(be64(fixed, 0)),
+                l1_entries: be32(fixed, 8),
+                id: id.to_vec(),
+                name: name.to_vec(),
+                date_seconds: be32(fixed, 16),
+                date_nanoseconds: be32(fixed, 20),
+                vm_clock_nanoseconds: be64(fixed, 24),
+                vm_state_bytes: if extra_bytes >= 8 {
+                    be64(extra, 0)
+                } else {
+                    be32(fixed, 32).into()
+                },
+                disk_bytes: (extra_bytes >= 16).then(|| be64(extra, 8)),
+                extra: extra.to_vec(),
+            });
+            at = end.next_multiple_of(8);
+        }
+        Ok(Self { snapshots, bytes: at as u64 })
+    }
+}
+
+/// Why parsing stopped.
+enum Stop {
+    /// The bytes at hand end within the entry that begins at `at`.
+    Ended { at: usize, index: u32 },
+    /// Too much extra data in the entry that begins at `at`.
+    Extra { at: usize, found: usize },
+}
+
+fn be16(bytes: &[u8], at: usize) -> usize {
+    u16::from_be_bytes([bytes[at], bytes[at + 1]]).into()
+}
+
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    (u64::from(be32(bytes, at)) << 32) | u64::from(be32(bytes, at + 4))
+}
