@@ -224,11 +224,12 @@ impl<'a> Mover<'a> {
         };
         let len = match work {
             Work::Zero { at, len } => {
-                self.in_turn(number, || Ok(()))?;
-                if self.options.write_zeroes
-                    && let Some(target) = self.target
-                {
-                    target.write_zeroes(GuestOffset(at), len, true)?;
+                // Without a target nothing is placed, so nothing has a turn.
+                if let Some(target) = self.target {
+                    self.in_turn(number, || Ok(()))?;
+                    if self.options.write_zeroes {
+                        target.write_zeroes(GuestOffset(at), len, true)?;
+                    }
                 }
                 add(&self.moved.zero_known, len);
                 len
