@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{GuestOffset, Repair, Severity, Storage};
+use vdkit_block::{FormatDriver, GuestOffset, Repair, Severity, Storage};
 use vdkit_chain::Disk;
+use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
 
-use super::{open, run_check};
+use super::{LIMITS, open, run_check};
+use crate::CountingStorage;
 
 /// Runs looked at in one image; a map of lies can have millions.
 const RUNS_MAX: usize = 512;
@@ -26,6 +28,7 @@ pub fn qcow2_open_read(image: &[u8]) {
     if let Ok(disk) = open(&read_only, Some(&data_file()), false) {
         read_edges(&disk);
     }
+    describe(&read_only);
     let report = run_check(&read_only, Repair::Nothing);
     repair(&fresh());
     if let Ok(report) = report
@@ -33,6 +36,15 @@ pub fn qcow2_open_read(image: &[u8]) {
     {
         write_to_sound(&fresh());
     }
+}
+
+/// Describing an image costs four reads at most, whatever it claims.
+fn describe(storage: &Arc<dyn Storage>) {
+    let counting = CountingStorage::new(storage.clone());
+    let counted: Arc<dyn Storage> = counting.clone();
+    let info = Qcow2Driver.describe(&counted, &LIMITS);
+    let reads = counting.counts().reads;
+    assert!(reads <= 4, "{reads} reads for {info:?}");
 }
 
 fn data_file() -> Arc<dyn Storage> {

@@ -219,7 +219,7 @@ impl World {
             4 => self.write_packed(input),
             5 => {
                 let (at, len) = self.bytes(input);
-                let may_unmap = tag / 12 % 2 == 0;
+                let may_unmap = (tag / 12).is_multiple_of(2);
                 let done = self.disk().write_zeroes(GuestOffset(at), len, may_unmap);
                 self.must(done, "zero");
                 self.model[at as usize..(at + len) as usize].fill(0);
@@ -309,8 +309,11 @@ impl World {
         let behind = self.shape.lazy && !close;
         if !behind {
             self.leaky |= !close;
-            let repair =
-                if self.leaky && self.writes % 2 == 0 { Repair::Leaks } else { Repair::Nothing };
+            let repair = if self.leaky && self.writes.is_multiple_of(2) {
+                Repair::Leaks
+            } else {
+                Repair::Nothing
+            };
             self.check(repair);
             if repair == Repair::Leaks {
                 self.leaky = false;
