@@ -41,6 +41,7 @@ mod null;
 mod open;
 mod pending;
 mod range_lock;
+mod skim;
 mod space;
 mod sys;
 
