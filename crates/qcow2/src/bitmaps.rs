@@ -2,7 +2,7 @@
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
 
-use vdkit_block::{BitmapInfo, Error, HostOffset, Result, Storage, is_aligned};
+use vdkit_block::{BitmapInfo, Error, HostOffset, Limits, Result, Storage, is_aligned};
 
 use crate::header::{BitmapsExtension, Header};
 use crate::layout::{autoclear, extension};
@@ -76,7 +76,7 @@ impl Bitmaps {
     ///
     /// # Errors
     /// [`Error::Corrupt`] where the extension or an entry breaks the specification.
-    pub fn read(storage: &dyn Storage, header: &Header) -> Result<Self> {
+    pub fn read(storage: &dyn Storage, header: &Header, limits: &Limits) -> Result<Self> {
         let Some(raw) = header.extension(extension::BITMAPS) else { return Ok(Self::None) };
         let Some(bitmaps) = header.bitmaps() else {
             return Err(Error::corrupt(
@@ -90,7 +90,7 @@ impl Bitmaps {
         if header.autoclear & autoclear::BITMAPS == 0 {
             return Ok(Self::Stale(bitmaps.count));
         }
-        Self::check_extension(storage, header, raw.offset, &bitmaps)?;
+        Self::check_extension(storage, header, raw.offset, &bitmaps, limits)?;
         let mut directory = vec![0; bitmaps.directory_bytes as usize];
         storage.read_at(&mut directory, bitmaps.directory_offset)?;
         parse(&directory, bitmaps.count).map(Self::Valid).map_err(|(at, found, expected)| {
@@ -109,6 +109,7 @@ impl Bitmaps {
         header: &Header,
         at: u64,
         bitmaps: &BitmapsExtension,
+        limits: &Limits,
     ) -> Result<()> {
         let fault = |found: String, expected: String| {
             Err(Error::corrupt(storage.name(), at, "bitmaps header extension", found, expected))
@@ -118,18 +119,16 @@ impl Bitmaps {
         }
         let (offset, bytes) = (bitmaps.directory_offset.0, bitmaps.directory_bytes);
         let len = storage.len()?;
+        let most = DIRECTORY_BYTES_MAX.min(limits.table_bytes_max);
         if bytes < u64::from(bitmaps.count) * FIXED_BYTES as u64
-            || bytes > DIRECTORY_BYTES_MAX
+            || bytes > most
             || offset == 0
             || !is_aligned(offset, header.geometry.cluster_bytes())
             || offset.checked_add(bytes).is_none_or(|end| end > len)
         {
             return fault(
                 format!("a directory of {bytes} bytes at {offset:#x}"),
-                format!(
-                    "one of at most {DIRECTORY_BYTES_MAX} bytes at a cluster boundary within the \
-                     file"
-                ),
+                format!("one of at most {most} bytes at a cluster boundary within the file"),
             );
         }
         Ok(())

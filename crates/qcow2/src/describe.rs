@@ -18,8 +18,8 @@ const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
 /// directory.
 pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageInfo> {
     let header = Header::read(storage, limits)?;
-    let snapshots = SnapshotTable::read(storage, &header)?;
-    let bitmaps = Bitmaps::read(storage, &header)?;
+    let snapshots = SnapshotTable::read(storage, &header, limits)?;
+    let bitmaps = Bitmaps::read(storage, &header, limits)?;
     let properties = properties(&header, &bitmaps);
     Ok(ImageInfo {
         format: "qcow2",

@@ -2,7 +2,7 @@
 //!
 //! Source: qcow2 specification, section "Snapshots".
 
-use vdkit_block::{Error, HostOffset, Result, SnapshotInfo, Storage};
+use vdkit_block::{Error, HostOffset, Limits, Result, SnapshotInfo, Storage};
 
 use crate::header::Header;
 use crate::layout::SNAPSHOTS_MAX;
@@ -72,14 +72,18 @@ impl SnapshotTable {
     /// image has no snapshots.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where an entry passes the end of the file or of the largest table.
-    pub fn read(storage: &dyn Storage, header: &Header) -> Result<Self> {
+    /// [`Error::Corrupt`] where an entry passes the end of the file or of the largest table that
+    /// is accepted (64 MiB, or what `limits` say).
+    pub fn read(storage: &dyn Storage, header: &Header, limits: &Limits) -> Result<Self> {
         let count = header.snapshot_count;
         if count == 0 {
             return Ok(Self::default());
         }
         let start = header.snapshots_offset;
-        let room = storage.len()?.saturating_sub(start.0).min(TABLE_BYTES_MAX);
+        let most = TABLE_BYTES_MAX
+            .min(limits.table_bytes_max)
+            .min(u64::from(count) * (FIXED_BYTES + EXTRA_BYTES_MAX + 2 * 65536) as u64);
+        let room = storage.len()?.saturating_sub(start.0).min(most);
         let guess = (u64::from(count) * ENTRY_BYTES_GUESS).max(FIRST_READ_BYTES).min(room);
         let mut bytes = vec![0; guess as usize];
         storage.read_at(&mut bytes, start)?;
@@ -96,7 +100,7 @@ impl SnapshotTable {
                 Stop::Ended { at, index } => (
                     at,
                     format!("entry {index} of {count} passing the end of {room} bytes"),
-                    "a table within the file and of at most 64 MiB".to_owned(),
+                    "a table within the file and the limits".to_owned(),
                 ),
                 Stop::Extra { at, found } => (
                     at + 36,

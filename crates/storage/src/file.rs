@@ -18,7 +18,6 @@ use crate::direct::Direct;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
 use crate::range_lock::RangeGuard;
-use crate::skim;
 use crate::space::Lacks;
 use crate::sys;
 
@@ -75,9 +74,6 @@ impl fmt::Debug for FileStorage {
             .finish_non_exhaustive()
     }
 }
-
-/// `f_type` of tmpfs (statfs(2)).
-const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 
 impl FileStorage {
     /// Opens a file or block device.
@@ -332,16 +328,6 @@ impl Storage for FileStorage {
         read.map_err(|errno| self.error(IoAction::Read, offset.0, buf.len() as u64, errno))
     }
 
-    fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {
-        let len = len.min(self.len()?.saturating_sub(offset.0));
-        match skim::skim(&self.file, offset.0, len) {
-            Ok(done) if done >= len => Ok(()),
-            // No splice from here: the bytes go through this process.
-            Ok(done) => skim::read_away(self, offset + done, len - done),
-            Err(errno) => Err(self.error(IoAction::Read, offset.0, len, errno)),
-        }
-    }
-
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
         for op in ops {
             self.read_padded(op.buf, op.offset)?;
@@ -398,16 +384,9 @@ impl Storage for FileStorage {
         if self.kind == FileKind::BlockDevice {
             return Ok(false);
         }
-        let failed = |errno| file_error(&self.name, IoAction::Map, errno);
-        let stat = rustix::fs::fstat(&self.file).map_err(failed)?;
-        let (len, used) = (stat.st_size as u64, (stat.st_blocks as u64).saturating_mul(512));
-        if used >= len {
-            return Ok(false);
-        }
-        // tmpfs looks at each page to find the next hole, which costs half of reading it: few
-        // holes are not worth that.
-        let fs = rustix::fs::fstatfs(&self.file).map_err(failed)?;
-        Ok(fs.f_type != TMPFS_MAGIC || len - used >= len / 4)
+        let stat = rustix::fs::fstat(&self.file)
+            .map_err(|errno| file_error(&self.name, IoAction::Map, errno))?;
+        Ok((stat.st_blocks as u64).saturating_mul(512) < stat.st_size as u64)
     }
 
     fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {

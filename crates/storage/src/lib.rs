@@ -41,7 +41,6 @@ mod null;
 mod open;
 mod pending;
 mod range_lock;
-mod skim;
 mod space;
 mod sys;
 
