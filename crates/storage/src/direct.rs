@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use vdkit_block::{CacheMode, Result, align_down, align_up, is_aligned};
 
 use crate::buffer::{BOUNCE_BYTES_MAX, BufferPool};
-use crate::file::FileStorage;
+use crate::file::{FileStorage, within_offsets};
 use crate::open::{FileKind, no_direct, retry};
 use crate::range_lock::{RangeGuard, RangeLocks};
 
@@ -95,9 +95,12 @@ impl Direct {
     /// Reads whole blocks until `buf` is full or the file ends.
     fn read_whole(&self, of: &FileStorage, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
         let mut done = 0;
+        // Whole blocks: the highest offset of all lies in a block that no file can have.
+        let there = within_offsets(buf, offset).len();
+        let buf = &mut buf[..align_down(there as u64, self.align) as usize];
         while done < buf.len() {
-            let at = offset.saturating_add(done as u64);
-            let n = match read_once(of.file(), &mut buf[done..], at)? {
+            let at = offset + done as u64;
+            let n = match retry(|| rustix::io::pread(of.file(), &mut buf[done..], at))? {
                 0 => break,
                 n => n,
             };
@@ -199,14 +202,6 @@ impl Direct {
         let guard = of.growth().write();
         Ok(Length::Passed { before: of.raw_len()?, _guard: guard })
     }
-}
-
-/// One read, repeated only where a signal interrupted it.
-fn read_once(file: &File, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
-    if i64::try_from(offset).is_err() {
-        return Ok(0);
-    }
-    retry(|| rustix::io::pread(file, &mut *buf, offset))
 }
 
 /// What offsets, lengths and memory must be multiples of; nothing where the file has no direct

@@ -271,14 +271,19 @@ impl FileStorage {
     }
 }
 
+/// The part of `buf` that lies at offsets that a file can have. The kernel refuses requests that
+/// go beyond, instead of answering that nothing is there.
+pub(crate) fn within_offsets(buf: &mut [u8], offset: u64) -> &mut [u8] {
+    let most = OFFSET_MAX.saturating_sub(offset).min(buf.len() as u64);
+    &mut buf[..most as usize]
+}
+
 /// Reads until `buf` is full or the file ends.
 pub(crate) fn read_raw(file: &File, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
     let mut done = 0;
+    let buf = within_offsets(buf, offset);
     while done < buf.len() {
-        let at = offset.saturating_add(done as u64);
-        if at >= OFFSET_MAX {
-            break;
-        }
+        let at = offset + done as u64;
         match rustix::io::pread(file, &mut buf[done..], at) {
             Ok(0) => break,
             Ok(n) => done += n,

@@ -231,7 +231,9 @@ impl Storage for MemoryStorage {
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
         let mut inner = self.inner.write();
         let end = self.check(IoAction::Allocate, offset, len, &inner)?;
-        inner.len = inner.len.max(end);
+        if len > 0 {
+            inner.len = inner.len.max(end);
+        }
         Ok(())
     }
 
