@@ -14,6 +14,7 @@ use vdkit_block::{
     StorageExtent, ZeroMode,
 };
 
+use crate::batch;
 use crate::direct::Direct;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
@@ -62,6 +63,7 @@ pub struct FileStorage {
     /// then forgets it, so a later fdatasync would lie.
     sync_error: AtomicI32,
     lock: Option<ImageLock>,
+    in_memory: bool,
 }
 
 impl fmt::Debug for FileStorage {
@@ -147,6 +149,7 @@ impl FileStorage {
         };
         Ok(Self {
             name,
+            in_memory: batch::in_memory(&file),
             file,
             kind,
             cache: options.cache,
@@ -185,6 +188,20 @@ impl FileStorage {
     /// Holds a range against read-modify-writes of direct I/O.
     pub(crate) fn hold_range(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
         self.direct.as_ref().map(|direct| direct.hold_shared(offset, len))
+    }
+
+    pub(crate) fn is_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// Whether it lies in memory, so that a read has nothing to wait for.
+    pub(crate) fn reads_never_wait(&self) -> bool {
+        self.in_memory
+    }
+
+    /// Whether a request can go to the kernel as it is.
+    pub(crate) fn fits_device(&self, address: *const u8, offset: u64, len: usize) -> bool {
+        self.direct.as_ref().is_none_or(|direct| direct.fits(address, offset, len))
     }
 
     /// The length without waiting for a resize under way.
@@ -334,10 +351,7 @@ impl Storage for FileStorage {
     }
 
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        for op in ops {
-            self.read_padded(op.buf, op.offset)?;
-        }
-        Ok(())
+        self.read_many(ops)
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {

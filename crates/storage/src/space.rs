@@ -350,3 +350,7 @@ impl FileStorage {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "space_tests.rs"]
+mod tests;

@@ -6,10 +6,12 @@ use std::path::Path;
 use std::process::Command;
 
 use vdkit_block::{
-    CacheMode, CopyMethod, Error, ErrorKind, HostOffset, IoAction, Storage, ZeroMode,
+    CacheMode, CopyMethod, Error, ErrorKind, HostOffset, IoAction, ReadOp, Storage, ZeroMode,
 };
-use vdkit_storage::{CreateMode, FileKind, FileOptions, FileStorage, LockMode, MemoryStorage};
-use vdkit_testkit::{fs, require_peer};
+use vdkit_storage::{
+    AlignedBuf, CreateMode, FileKind, FileOptions, FileStorage, LockMode, MemoryStorage,
+};
+use vdkit_testkit::{Rng, fs, require_peer};
 
 fn new(folder: &Path, name: &str, mode: CacheMode) -> FileStorage {
     FileStorage::create(folder.join(name), &FileOptions::read_write().cache(mode)).unwrap()
@@ -303,15 +305,17 @@ fn a_new_file_that_cannot_be_used_does_not_stay() {
     assert!(FileStorage::open(&path, &none).is_ok());
 }
 
-/// Runs a test of this file again under strace; gives the system calls.
-fn trace(test: &str, calls: &str) -> Option<Vec<String>> {
+/// Runs a test of this file again under strace with more arguments; gives the system calls.
+fn trace(test: &str, calls: &str, more: &[&str]) -> Option<Vec<String>> {
     if !require_peer("strace") {
         return None;
     }
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("log");
     let status = Command::new("strace")
-        .args(["-f", "-e", &format!("trace={calls}"), "-o"])
+        .args(["-f", "-e", &format!("trace={calls}")])
+        .args(more)
+        .arg("-o")
         .arg(&log)
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", test, "--ignored", "--nocapture"])
@@ -338,11 +342,8 @@ fn traced_writes() {
 
 #[test]
 fn durable_writes_take_one_call() {
-    let Some(calls) =
-        trace("traced_writes", "open,openat,pwritev2,pwrite64,pwritev,fdatasync,fsync")
-    else {
-        return;
-    };
+    let syscalls = "open,openat,pwritev2,pwrite64,pwritev,fdatasync,fsync";
+    let Some(calls) = trace("traced_writes", syscalls, &[]) else { return };
     for (mode, durable, syncs) in [
         ("writeback", 0, 1),
         ("none", 0, 1),
@@ -357,6 +358,98 @@ fn durable_writes_take_one_call() {
         assert_eq!(count("pwrite"), 3, "{mode}: {own:#?}");
         assert_eq!(count("RWF_DSYNC"), durable, "{mode}: {own:#?}");
         assert_eq!(count("sync("), syncs, "{mode}: {own:#?}");
+    }
+}
+
+#[test]
+#[ignore = "run by batches_go_through_io_uring"]
+fn traced_batch() {
+    let dir = std::path::PathBuf::from(std::env::var_os("VDKIT_TRACED").unwrap());
+    let file = new(&dir, "batch", CacheMode::None);
+    let mut bytes = vec![0; 64 * 4096];
+    Rng::new(1).fill(&mut bytes);
+    file.write_at(&bytes, HostOffset(0)).unwrap();
+    let mut bufs: Vec<_> = (0..64).map(|_| AlignedBuf::new(4096, 4096)).collect();
+    let mut ops: Vec<_> = bufs
+        .iter_mut()
+        .enumerate()
+        .map(|(i, buf)| ReadOp { offset: HostOffset(i as u64 * 4096), buf })
+        .collect();
+    file.read_batch(&mut ops).unwrap();
+    for (index, buf) in bufs.iter().enumerate() {
+        assert!(buf[..] == bytes[index * 4096..][..4096], "{index}");
+    }
+}
+
+#[test]
+fn batches_go_through_io_uring() {
+    let syscalls = "io_uring_setup,io_uring_enter,pread64";
+    let Some(calls) = trace("traced_batch", syscalls, &[]) else { return };
+    let count = |calls: &[String], word: &str| calls.iter().filter(|c| c.contains(word)).count();
+    // The loader reads a little of the libraries with the same call.
+    let reads = |calls: &[String]| {
+        calls.iter().filter(|c| c.contains("pread64") && c.contains(", 4096, ")).count()
+    };
+    if calls.iter().any(|c| c.contains("io_uring_setup") && c.contains("= -1")) {
+        eprintln!("*** SKIPPED: io_uring is not permitted here");
+    } else {
+        assert!(count(&calls, "io_uring_enter") <= 4, "{calls:#?}");
+        assert_eq!(reads(&calls), 0);
+    }
+    // Where it is not permitted, it is asked for once and everything works.
+    let refused = ["-e", "inject=io_uring_setup:error=EPERM"];
+    let calls = trace("traced_batch", syscalls, &refused).unwrap_or_default();
+    assert_eq!(count(&calls, "io_uring_setup"), 1);
+    assert_eq!(reads(&calls), 64);
+    // Nor does a ring that fails half-way lose anything.
+    let broken = ["-e", "inject=io_uring_enter:error=EFAULT"];
+    let calls = trace("traced_batch", syscalls, &broken).unwrap_or_default();
+    assert_eq!(reads(&calls), 64);
+}
+
+#[test]
+fn a_batch_reads_what_single_reads_read() {
+    let mut rng = Rng::from_env(0xba7c);
+    let dir = tempfile::tempdir().unwrap();
+    for mode in [CacheMode::Writeback, CacheMode::None] {
+        let file = new(dir.path(), &mode.to_string(), mode);
+        let mut bytes = vec![0; 3_000_001];
+        rng.fill(&mut bytes);
+        file.write_at(&bytes, HostOffset(0)).unwrap();
+        for round in 0..20 {
+            // More than the ring holds, of all lengths and alignments, some past the end; some
+            // from the disk in the buffered mode too.
+            if round % 4 == 0 {
+                file.sync().unwrap();
+                let fd = file.as_fd().unwrap();
+                rustix::fs::fadvise(fd, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+            }
+            let mut bufs: Vec<_> = (0..rng.below(200))
+                .map(|_| {
+                    let aligned = rng.chance(2, 3);
+                    let longest = if rng.chance(1, 20) { 1 << 20 } else { 9000 };
+                    let len = rng.below(longest) as usize;
+                    let offset = rng.below(3_100_000);
+                    let unit = if aligned { 4096 } else { 1 };
+                    (
+                        offset / unit * unit,
+                        AlignedBuf::new(len / unit as usize * unit as usize, 4096),
+                    )
+                })
+                .collect();
+            bufs.iter_mut().for_each(|(_, buf)| buf.fill(0xee));
+            let mut ops: Vec<_> = bufs
+                .iter_mut()
+                .map(|(offset, buf)| ReadOp { offset: HostOffset(*offset), buf })
+                .collect();
+            file.read_batch(&mut ops).unwrap();
+            for (offset, buf) in &bufs {
+                let there = bytes.get(*offset as usize..).unwrap_or(&[]);
+                let n = there.len().min(buf.len());
+                assert!(buf[..n] == there[..n], "{mode} {offset} seed {:#x}", rng.seed());
+                assert!(buf[n..].iter().all(|b| *b == 0), "{mode} {offset}: not padded");
+            }
+        }
     }
 }
 
@@ -383,6 +476,22 @@ fn a_failed_sync_stays_failed() {
     Command::new("losetup").args(["--detach", &device]).status().unwrap();
     assert!(matches!(first, Error::File { action: IoAction::Sync, .. }), "{first}");
     assert!(second.to_string().contains("an earlier one failed"), "{second}");
+}
+
+#[test]
+fn direct_io_that_is_not_to_be_had_names_another_mode() {
+    // Where file data goes through ext4's journal, there is no direct I/O.
+    let Some(fs) = fs::mounted_with("ext4", 64 << 20, "data=journal") else { return };
+    let path = fs.path().join("f");
+    File::create(&path).unwrap();
+    for (mode, instead) in [(CacheMode::None, "writeback"), (CacheMode::DirectSync, "writethrough")]
+    {
+        let error = FileStorage::open(&path, &FileOptions::read_write().cache(mode)).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(&format!("cache mode {mode} needs direct I/O")), "{text}");
+        assert!(text.contains(&format!("use cache mode {instead}")), "{text}");
+    }
+    FileStorage::open(&path, &FileOptions::read_write()).unwrap();
 }
 
 #[test]
@@ -424,13 +533,9 @@ fn a_read_only_device_is_refused_when_opened() {
     let Some(device) = fs::loop_device(1 << 20, 512) else { return };
     let set = |flag| Command::new("blockdev").arg(flag).arg(device.path()).status().unwrap();
     assert!(set("--setro").success());
-    let writer = FileStorage::open(device.path(), &FileOptions::read_write()).map(drop);
-    let reader = FileStorage::open(device.path(), &FileOptions::read_only()).map(drop);
-    // The flag would stay with the device's number for its next user.
-    assert!(set("--setrw").success());
-    let error = writer.unwrap_err();
+    let error = FileStorage::open(device.path(), &FileOptions::read_write()).unwrap_err();
     assert!(matches!(error, Error::File { action: IoAction::Open, .. }), "{error}");
-    reader.unwrap();
+    assert!(FileStorage::open(device.path(), &FileOptions::read_only()).is_ok());
 }
 
 #[test]

@@ -56,6 +56,14 @@ impl Drop for Mounted {
 /// # Panics
 /// Where making or mounting fails.
 pub fn mounted(kind: &str, bytes: u64) -> Option<Mounted> {
+    mounted_with(kind, bytes, "")
+}
+
+/// As [`mounted`], with further mount options such as `data=journal`.
+///
+/// # Panics
+/// As [`mounted`].
+pub fn mounted_with(kind: &str, bytes: u64, options: &str) -> Option<Mounted> {
     let mkfs = format!("mkfs.{kind}");
     if !require_root() || (kind != "tmpfs" && !require_peer(&mkfs)) {
         return None;
@@ -64,6 +72,9 @@ pub fn mounted(kind: &str, bytes: u64) -> Option<Mounted> {
     let at = folder.path().join("mounted");
     std::fs::create_dir(&at).expect("a mount point");
     let mut mount = Command::new("mount");
+    if !options.is_empty() {
+        mount.args(["-o", options]);
+    }
     if kind == "tmpfs" {
         mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"]);
     } else {
@@ -99,6 +110,8 @@ impl LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
+        // A test's read-only flag would stay with the device's number for its next user.
+        let _ = Command::new("blockdev").arg("--setrw").arg(&self.device).status();
         let _ = Command::new("losetup").arg("--detach").arg(&self.device).status();
     }
 }

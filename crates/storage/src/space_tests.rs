@@ -1,0 +1,105 @@
+//! What happens on files that cannot punch, zero or allocate.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::io::Errno;
+use vdkit_block::{CacheMode, HostOffset, Storage, ZeroMode};
+use vdkit_testkit::Rng;
+
+use super::try_once;
+use crate::{FileOptions, FileStorage, MemoryStorage};
+
+/// A file that lacks what the bits say, as if the kernel had answered so already.
+fn lacking(folder: &std::path::Path, mode: CacheMode, bits: u32) -> FileStorage {
+    let path = folder.join(format!("{mode}-{bits}"));
+    let file = FileStorage::create(path, &FileOptions::read_write().cache(mode)).unwrap();
+    file.lacks.punch.store(bits & 1 != 0, Ordering::Relaxed);
+    file.lacks.zero_range.store(bits & 2 != 0, Ordering::Relaxed);
+    file.lacks.fallocate.store(bits & 4 != 0, Ordering::Relaxed);
+    file
+}
+
+#[test]
+fn every_fallback_leaves_the_same_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    for mode in [CacheMode::Writeback, CacheMode::None] {
+        for bits in 0..8 {
+            let file = lacking(dir.path(), mode, bits);
+            let memory = MemoryStorage::new("m");
+            let mut rng = Rng::from_env(0xfa11 + u64::from(bits));
+            for step in 0..60 {
+                let (offset, len) = (HostOffset(rng.below(300_000)), rng.below(150_000));
+                let what = rng.below(5);
+                for each in [&file as &dyn Storage, &memory] {
+                    match what {
+                        0 => each.write_at(&vec![step as u8 + 1; len as usize], offset).unwrap(),
+                        1 => each.write_zeroes(offset, len, ZeroMode::MayUnmap).unwrap(),
+                        2 => each.write_zeroes(offset, len, ZeroMode::KeepAllocated).unwrap(),
+                        3 => each.allocate(offset, len).unwrap(),
+                        _ => each.set_len(offset.0).unwrap(),
+                    }
+                }
+                let seed = rng.seed();
+                let len = memory.len().unwrap();
+                assert_eq!(file.len().unwrap(), len, "{mode} {bits} seed {seed:#x} step {step}");
+                let mut bytes = vec![1; len as usize];
+                file.read_at(&mut bytes, HostOffset(0)).unwrap();
+                assert!(bytes == memory.to_vec(), "{mode} {bits} seed {seed:#x} step {step}");
+            }
+        }
+    }
+}
+
+#[test]
+fn allocating_without_fallocate_fills_holes_and_keeps_data() {
+    let dir = tempfile::tempdir().unwrap();
+    for mode in [CacheMode::Writeback, CacheMode::None] {
+        let file = lacking(dir.path(), mode, 7);
+        file.set_len(1 << 20).unwrap();
+        file.write_at(&[7; 5000], HostOffset(100_000)).unwrap();
+        assert!(file.may_have_holes().unwrap());
+        // From and to the middle of blocks, and past the end.
+        file.allocate(HostOffset(10), (1 << 20) + 1234).unwrap();
+        assert_eq!(file.len().unwrap(), (1 << 20) + 1244);
+        file.sync().unwrap();
+        assert!(!file.may_have_holes().unwrap(), "{mode}");
+        let mut bytes = vec![1; (1 << 20) + 1244];
+        file.read_at(&mut bytes, HostOffset(0)).unwrap();
+        for (index, byte) in bytes.iter().enumerate() {
+            assert_eq!(*byte, if (100_000..105_000).contains(&index) { 7 } else { 0 });
+        }
+    }
+}
+
+#[test]
+fn what_a_file_system_cannot_do_is_asked_once() {
+    let lack = AtomicBool::new(false);
+    let mut asked = 0;
+    let mut ask = |answer: Result<(), Errno>| {
+        try_once(&lack, || {
+            asked += 1;
+            answer
+        })
+    };
+    assert_eq!(ask(Ok(())), Ok(true));
+    assert_eq!(ask(Err(Errno::NOSPC)), Err(Errno::NOSPC));
+    assert_eq!(ask(Err(Errno::OPNOTSUPP)), Ok(false));
+    assert_eq!(ask(Ok(())), Ok(false));
+    assert_eq!(asked, 3);
+}
+
+#[test]
+fn zeroes_on_tmpfs_keep_or_give_back_their_space() {
+    // tmpfs makes and fills holes, but (as of Linux 6.18) not both in one step.
+    let Some(fs) = vdkit_testkit::fs::mounted("tmpfs", 8 << 20) else { return };
+    let path = fs.path().join("f");
+    let file = FileStorage::create(path, &FileOptions::read_write()).unwrap();
+    file.write_at(&[7; 8192], HostOffset(0)).unwrap();
+    file.write_zeroes(HostOffset(0), 4096, ZeroMode::KeepAllocated).unwrap();
+    assert_eq!(file.allocated_bytes().unwrap(), 8192);
+    file.write_zeroes(HostOffset(4096), 4096, ZeroMode::MayUnmap).unwrap();
+    assert_eq!(file.allocated_bytes().unwrap(), 4096);
+    let mut bytes = [1; 8192];
+    file.read_at(&mut bytes, HostOffset(0)).unwrap();
+    assert_eq!(bytes, [0; 8192]);
+}
