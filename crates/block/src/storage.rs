@@ -6,6 +6,9 @@ use std::os::fd::BorrowedFd;
 use crate::error::{Error, IoAction, Result};
 use crate::units::HostOffset;
 
+/// How much [`Storage::skim`] reads at once: it stays in a core's own cache.
+const SKIM_BYTES: u64 = 256 << 10;
+
 /// What a storage promises about its bytes, in QEMU's words.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CacheMode {
@@ -162,6 +165,21 @@ pub trait Storage: Send + Sync + fmt::Debug {
     fn read_padded(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
         let got = self.read_up_to(buf, offset)?;
         buf[got..].fill(0);
+        Ok(())
+    }
+
+    /// Reads `len` bytes that nobody looks at: into the host's cache, or wherever is cheapest.
+    /// What cannot be read is an error all the same; bytes past the end are no error.
+    fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {
+        let mut buf = vec![0; len.min(SKIM_BYTES) as usize];
+        let mut done = 0;
+        while done < len {
+            let want = (len - done).min(SKIM_BYTES) as usize;
+            if self.read_up_to(&mut buf[..want], offset + done)? < want {
+                break;
+            }
+            done += want as u64;
+        }
         Ok(())
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CacheMode, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, OpenRequest, Result,
+    align_up,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -248,7 +249,11 @@ impl Disk {
         let before = self.guest_bytes();
         self.top().resize(guest_bytes)?;
         let beneath = self.layers.get(1).map_or(0, |layer| layer.format.guest_bytes());
-        let end = self.guest_bytes().min(beneath);
+        // The rest of the old last cluster may hold what was there before an earlier shrinking, in
+        // a form that the format cannot cut: compressed, or shared with a snapshot.
+        let cluster = self.top().caps().cluster_bytes;
+        let edge = align_up(before, cluster).unwrap_or(before);
+        let end = self.guest_bytes().min(beneath.max(edge));
         if before < end {
             self.write_zeroes(GuestOffset(before), end - before, true)?;
         }

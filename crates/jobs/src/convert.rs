@@ -15,6 +15,10 @@ use crate::verify::verify;
 
 /// Bytes that one thread reads at a time: they stay in its cache until they are written.
 const CHUNK_BYTES: u64 = 512 << 10;
+/// Bytes of one piece that is read for nobody.
+const SKIM_BYTES: u64 = 8 << 20;
+/// Bytes of one piece that is shared: a cancel waits for no more.
+const SHARE_BYTES_MAX: u64 = 256 << 20;
 /// Cells of the plan for a target without clusters: what file systems call a block.
 const BLOCK_BYTES: u64 = 4096;
 
@@ -190,6 +194,17 @@ fn check_compress(options: &ConvertOptions, target: Option<&Disk>) -> Result<()>
 }
 
 fn plan_options(options: &ConvertOptions, target: Option<&Disk>, layers: usize) -> PlanOptions {
+    if target.is_none() {
+        // Nothing is written: whole runs of host files, cut so that all threads have some.
+        return PlanOptions {
+            grid: BLOCK_BYTES,
+            chunk: CHUNK_BYTES,
+            share: Some(1),
+            share_max: SKIM_BYTES,
+            layers,
+            skip_absent: false,
+        };
+    }
     let caps = target.map(|t| t.top().caps());
     let cluster = caps.map_or(1, |c| c.cluster_bytes);
     let grid = cluster.max(BLOCK_BYTES);
@@ -201,6 +216,7 @@ fn plan_options(options: &ConvertOptions, target: Option<&Disk>, layers: usize) 
         grid,
         chunk: CHUNK_BYTES.max(cluster),
         share: shares.then_some(block),
+        share_max: SHARE_BYTES_MAX.max(cluster),
         layers,
         skip_absent: layers != usize::MAX,
     }

@@ -2,9 +2,10 @@
 
 use serde::Serialize;
 use vdkit_block::{Error, GuestOffset, Monitor, Result};
-use vdkit_chain::Disk;
+use vdkit_chain::{Disk, Registry};
 
 use crate::runs::Runs;
+use crate::target::{NewImage, Target};
 
 /// Bytes of one read and write.
 const STEP_BYTES: u64 = 1 << 20;
@@ -141,6 +142,29 @@ impl DdPlan {
         }
         Ok(report)
     }
+}
+
+/// Copies into a new image of the size that the options make. It takes its name when it is
+/// complete; a file of that name stays as it was if anything fails.
+///
+/// # Errors
+/// As [`DdPlan::run`], and what making the image returns.
+pub fn dd_new(
+    registry: &Registry,
+    source: &Disk,
+    new: &NewImage,
+    options: &DdOptions,
+    monitor: &Monitor<'_>,
+) -> Result<DdReport> {
+    let plan = DdPlan::new(source.guest_bytes(), options)?;
+    let target = Target::create(registry, new, plan.target_bytes()?, None)?;
+    // What is new reads as zero already.
+    let options = DdOptions { sparse: true, ..*options };
+    let report = plan.run(source, &target.disk, &options, monitor)?;
+    target.close()?;
+    monitor.cancel.check()?;
+    target.commit()?;
+    Ok(report)
 }
 
 #[cfg(test)]

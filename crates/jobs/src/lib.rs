@@ -32,7 +32,7 @@ pub use compare::{CompareOptions, CompareReport, compare};
 pub use compress::Compressor;
 pub use convert::{Backing, ConvertOptions, ConvertReport, convert};
 pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create};
-pub use dd::{DdOptions, DdPlan, DdReport};
+pub use dd::{DdOptions, DdPlan, DdReport, dd_new};
 pub use map::{Map, MapRow, map};
 pub use measure::{MeasureReport, measure, measure_empty};
 pub use mover::MovedBytes;

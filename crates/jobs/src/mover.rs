@@ -238,6 +238,11 @@ impl<'a> Mover<'a> {
                 self.copy(buffers, number, at, len)?;
                 len
             }
+            Work::Share { len, ref storage, offset, .. } if self.target.is_none() => {
+                storage.skim(offset, len)?;
+                add(&self.moved.read, len);
+                len
+            }
             Work::Share { at, len, ref storage, offset } => {
                 let shared = self.in_turn(number, || self.share(at, len, &**storage, offset))?;
                 add(&self.moved.shared, shared);

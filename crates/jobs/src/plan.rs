@@ -51,6 +51,8 @@ pub struct PlanOptions {
     pub chunk: u64,
     /// Pieces may be shared between files, in blocks of so many bytes.
     pub share: Option<u64>,
+    /// Largest piece of sharing, a multiple of `grid`.
+    pub share_max: u64,
     /// Ask only so many layers of each source.
     pub layers: usize,
     /// What none of those layers has is left out, rather than taken for zeroes.
@@ -171,7 +173,9 @@ impl<'a> Planner<'a> {
             return Ok(Some(match self.alone(first, at) {
                 // A short last block cannot be shared.
                 Cell::Share(..) if whole <= at => (Cell::Copy, cell_end),
-                share @ Cell::Share(..) => (share, whole),
+                share @ Cell::Share(..) => {
+                    (share, whole.min(at.saturating_add(self.options.share_max)))
+                }
                 other => (other, end.max(cell_end)),
             }));
         }

@@ -14,11 +14,11 @@ use vdkit_block::{
     StorageExtent, ZeroMode,
 };
 
-use crate::batch;
 use crate::direct::Direct;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
 use crate::range_lock::RangeGuard;
+use crate::skim;
 use crate::space::Lacks;
 use crate::sys;
 
@@ -63,7 +63,6 @@ pub struct FileStorage {
     /// then forgets it, so a later fdatasync would lie.
     sync_error: AtomicI32,
     lock: Option<ImageLock>,
-    in_memory: bool,
 }
 
 impl fmt::Debug for FileStorage {
@@ -76,6 +75,9 @@ impl fmt::Debug for FileStorage {
             .finish_non_exhaustive()
     }
 }
+
+/// `f_type` of tmpfs (statfs(2)).
+const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 
 impl FileStorage {
     /// Opens a file or block device.
@@ -149,7 +151,6 @@ impl FileStorage {
         };
         Ok(Self {
             name,
-            in_memory: batch::in_memory(&file),
             file,
             kind,
             cache: options.cache,
@@ -188,20 +189,6 @@ impl FileStorage {
     /// Holds a range against read-modify-writes of direct I/O.
     pub(crate) fn hold_range(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
         self.direct.as_ref().map(|direct| direct.hold_shared(offset, len))
-    }
-
-    pub(crate) fn is_direct(&self) -> bool {
-        self.direct.is_some()
-    }
-
-    /// Whether it lies in memory, so that a read has nothing to wait for.
-    pub(crate) fn reads_never_wait(&self) -> bool {
-        self.in_memory
-    }
-
-    /// Whether a request can go to the kernel as it is.
-    pub(crate) fn fits_device(&self, address: *const u8, offset: u64, len: usize) -> bool {
-        self.direct.as_ref().is_none_or(|direct| direct.fits(address, offset, len))
     }
 
     /// The length without waiting for a resize under way.
@@ -288,19 +275,14 @@ impl FileStorage {
     }
 }
 
-/// The part of `buf` that lies at offsets that a file can have. The kernel refuses requests that
-/// go beyond, instead of answering that nothing is there.
-pub(crate) fn within_offsets(buf: &mut [u8], offset: u64) -> &mut [u8] {
-    let most = OFFSET_MAX.saturating_sub(offset).min(buf.len() as u64);
-    &mut buf[..most as usize]
-}
-
 /// Reads until `buf` is full or the file ends.
 pub(crate) fn read_raw(file: &File, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
     let mut done = 0;
-    let buf = within_offsets(buf, offset);
     while done < buf.len() {
-        let at = offset + done as u64;
+        let at = offset.saturating_add(done as u64);
+        if at >= OFFSET_MAX {
+            break;
+        }
         match rustix::io::pread(file, &mut buf[done..], at) {
             Ok(0) => break,
             Ok(n) => done += n,
@@ -350,8 +332,21 @@ impl Storage for FileStorage {
         read.map_err(|errno| self.error(IoAction::Read, offset.0, buf.len() as u64, errno))
     }
 
+    fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {
+        let len = len.min(self.len()?.saturating_sub(offset.0));
+        match skim::skim(&self.file, offset.0, len) {
+            Ok(done) if done >= len => Ok(()),
+            // No splice from here: the bytes go through this process.
+            Ok(done) => skim::read_away(self, offset + done, len - done),
+            Err(errno) => Err(self.error(IoAction::Read, offset.0, len, errno)),
+        }
+    }
+
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        self.read_many(ops)
+        for op in ops {
+            self.read_padded(op.buf, op.offset)?;
+        }
+        Ok(())
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
@@ -403,9 +398,16 @@ impl Storage for FileStorage {
         if self.kind == FileKind::BlockDevice {
             return Ok(false);
         }
-        let stat = rustix::fs::fstat(&self.file)
-            .map_err(|errno| file_error(&self.name, IoAction::Map, errno))?;
-        Ok((stat.st_blocks as u64).saturating_mul(512) < stat.st_size as u64)
+        let failed = |errno| file_error(&self.name, IoAction::Map, errno);
+        let stat = rustix::fs::fstat(&self.file).map_err(failed)?;
+        let (len, used) = (stat.st_size as u64, (stat.st_blocks as u64).saturating_mul(512));
+        if used >= len {
+            return Ok(false);
+        }
+        // tmpfs looks at each page to find the next hole, which costs half of reading it: few
+        // holes are not worth that.
+        let fs = rustix::fs::fstatfs(&self.file).map_err(failed)?;
+        Ok(fs.f_type != TMPFS_MAGIC || len - used >= len / 4)
     }
 
     fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {

@@ -31,7 +31,6 @@
 //!
 //! `unsafe` is confined to `sys` (ioctls and locks without a safe wrapper) and `ring` (io_uring).
 
-mod batch;
 mod buffer;
 mod copy;
 mod direct;
@@ -42,7 +41,7 @@ mod null;
 mod open;
 mod pending;
 mod range_lock;
-mod ring;
+mod skim;
 mod space;
 mod sys;
 

@@ -4,6 +4,7 @@
 //! - [`FaultyStorage`] fails the n-th call of chosen kinds.
 //! - [`CrashStorage`] records every change, and makes what a disk may hold after a crash.
 //! - [`qemu`] asks QEMU's programs.
+//! - [`fuzz`] is what the fuzz targets run.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
 //! - [`require_peer`] says what happens where a program is missing.
 
@@ -12,6 +13,7 @@ pub mod crash;
 mod crash_image;
 mod faulty;
 pub mod fs;
+pub mod fuzz;
 mod peers;
 pub mod qemu;
 mod rng;

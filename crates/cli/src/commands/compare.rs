@@ -1,13 +1,14 @@
 //! `vdkit compare`: do two images hold the same disk.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
-use serde::Serialize;
+use vdkit::jobs::{self, CompareOptions, CompareReport};
+use vdkit::{Disk, Monitor, OpenOptions};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, ProgressOption, References};
-use crate::failure::{Exit, Outcome};
+use crate::failure::{Exit, Failure, Outcome};
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -54,4 +55,50 @@ pub struct CompareArgs {
     progress: ProgressOption,
     #[command(flatten)]
     json: Json,
+}
+
+impl CompareArgs {
+    fn open(&self, path: &Path, format: Option<&String>) -> Result<Disk, Failure> {
+        let options = OpenOptions {
+            format: format.cloned(),
+            refs: self.references.policy(),
+            lock: !self.force_share,
+            ..OpenOptions::read_only()
+        };
+        Ok(Disk::open(&vdkit::registry(), path, &options)?)
+    }
+}
+
+impl Run for CompareArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let a = self.open(&self.a, self.format.as_ref())?;
+        let b = self.open(&self.b, self.second_format.as_ref())?;
+        let options = CompareOptions { strict: self.strict, ..CompareOptions::default() };
+        let progress = self.progress.reporter("compare");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let compared = jobs::compare(&a, &b, &options, &monitor);
+        progress.finish();
+        let report = compared?;
+        if self.json.json {
+            session.out.json(&report)?;
+        } else {
+            session.out.line(verdict(&report))?;
+        }
+        Ok(if report.identical { Exit::Done } else { Exit::Differs })
+    }
+}
+
+fn verdict(report: &CompareReport) -> String {
+    let sizes =
+        || format!("sizes are {} and {}", bytes_long(report.a_bytes), bytes_long(report.b_bytes));
+    match (report.identical, report.first_difference) {
+        (true, _) if report.sizes_differ => {
+            format!("identical, but for zeroes at the end: {}", sizes())
+        }
+        (true, _) => "identical".to_owned(),
+        (false, Some(offset)) => format!("different: first at offset {offset} ({offset:#x})"),
+        (false, None) => format!("different: {}", sizes()),
+    }
 }

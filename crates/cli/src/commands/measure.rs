@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueHint};
+use vdkit::jobs;
+use vdkit::{Disk, Monitor, Options};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{FormatOptions, Json, Opening, size};
@@ -45,4 +47,31 @@ pub struct MeasureArgs {
     opening: Opening,
     #[command(flatten)]
     json: Json,
+}
+
+impl Run for MeasureArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let driver = vdkit::format(&self.target_format)?;
+        let texts = self.options.options.iter().map(String::as_str);
+        let options = Options::parse(driver.name(), driver.options(), texts)?;
+        let report = match (&self.source, self.size) {
+            (Some(path), _) => {
+                let disk = Disk::open(&vdkit::registry(), path, &self.opening.options())?;
+                let monitor = Monitor { cancel: session.cancel_on_signal()?, ..Monitor::default() };
+                jobs::measure(&[disk], driver, &options, &monitor)?
+            }
+            (None, bytes) => jobs::measure_empty(bytes.unwrap_or(0), driver, &options)?,
+        };
+        if self.json.json {
+            session.out.json(&report)?;
+        } else {
+            let mut fields = Fields::default();
+            fields.add("required", bytes_long(report.required));
+            fields.add("fully allocated", bytes_long(report.fully_allocated));
+            fields.print(&mut session.out, 0)?;
+        }
+        Ok(Exit::Done)
+    }
 }

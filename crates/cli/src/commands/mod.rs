@@ -13,15 +13,19 @@ use crate::failure::{Failure, Outcome};
 use crate::session::Session;
 
 pub mod check;
+pub mod compare;
 pub mod completions;
 pub mod convert;
 pub mod create;
+pub mod dd;
 pub mod formats;
 pub mod info;
 pub mod man;
 pub mod map;
+pub mod measure;
 pub mod read;
 pub mod resize;
+pub mod tree;
 pub mod write;
 
 /// Every subcommand, in the order of the overview.
@@ -29,11 +33,15 @@ pub static ALL: &[Subcommand] = &[
     create::COMMAND,
     convert::COMMAND,
     info::COMMAND,
+    tree::COMMAND,
     map::COMMAND,
+    compare::COMMAND,
+    measure::COMMAND,
     check::COMMAND,
     resize::COMMAND,
     read::COMMAND,
     write::COMMAND,
+    dd::COMMAND,
     formats::COMMAND,
     completions::COMMAND,
     man::COMMAND,

@@ -1,0 +1,245 @@
+//! `vdkit dd`: a part of one disk to a part of another.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
+use vdkit::{Disk, Monitor, OpenOptions, Options};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::output::bytes_long;
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "dd",
+    about: "Copy a part of one disk to a part of another",
+    group: Group::Bytes,
+    details: "\
+Operands as dd has them, on what a guest sees:
+
+  if=FILE      the source
+  of=FILE      the target: a new image, just as large as it must be; or one that exists, which \
+keeps all other bytes
+  bs=SIZE      bytes of a block (512)
+  count=N      blocks to copy (all)
+  skip=N       blocks to leave out at the beginning of the source (0)
+  seek=N       blocks to leave as they are at the beginning of the target (0)
+  conv=sparse  do not write zeroes into a target that exists
+  conv=nocreat the target must exist",
+    examples: "
+vdkit dd if=disk.qcow2 of=mbr.bin bs=512 count=1
+vdkit dd if=part.raw of=disk.qcow2 bs=1M seek=1      into an image that exists
+vdkit dd if=disk.qcow2 of=tail.raw bs=1G skip=9      all from 9 GiB on
+",
+    augment: augment::<DdArgs>,
+    run: run::<DdArgs>,
+};
+
+/// Arguments of `vdkit dd`.
+#[derive(Args, Debug)]
+pub struct DdArgs {
+    /// if=FILE, of=FILE, bs=SIZE, count=N, skip=N, seek=N, conv=WORD[,WORD]
+    #[arg(value_name = "OPERAND", required = true, value_parser = operand)]
+    operands: Vec<Operand>,
+    /// Format of the source; without it the header is probed
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Format of the target; without it the header is probed, or for a new image what its name
+    /// ends in, or raw
+    #[arg(short = 'O', long, value_name = "FORMAT")]
+    target_format: Option<String>,
+    #[command(flatten)]
+    options: FormatOptions,
+    /// Read the source even while another process writes it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    references: References,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Operand {
+    Source(PathBuf),
+    Target(PathBuf),
+    Block(u64),
+    Count(u64),
+    Skip(u64),
+    Seek(u64),
+    Conversions { sparse: bool, must_exist: bool },
+}
+
+fn operand(text: &str) -> Result<Operand, String> {
+    let (key, value) =
+        text.split_once('=').ok_or_else(|| "operands have the form KEY=VALUE".to_owned())?;
+    Ok(match key {
+        "if" => Operand::Source(value.into()),
+        "of" => Operand::Target(value.into()),
+        "bs" => match size(value)? {
+            0 => return Err("blocks must have at least one byte".to_owned()),
+            bytes => Operand::Block(bytes),
+        },
+        "count" => Operand::Count(size(value)?),
+        "skip" => Operand::Skip(size(value)?),
+        "seek" => Operand::Seek(size(value)?),
+        "conv" => conversions(value)?,
+        _ => {
+            return Err(format!("'{key}' is none of if, of, bs, count, skip, seek and conv"));
+        }
+    })
+}
+
+fn conversions(value: &str) -> Result<Operand, String> {
+    let (mut sparse, mut must_exist) = (false, false);
+    for word in value.split(',') {
+        match word {
+            "sparse" => sparse = true,
+            "nocreat" => must_exist = true,
+            // An image is never cut, and is durable when the command is done.
+            "notrunc" | "fsync" | "fdatasync" => {}
+            _ => return Err(format!("'{word}' is none of sparse, nocreat, notrunc and fsync")),
+        }
+    }
+    Ok(Operand::Conversions { sparse, must_exist })
+}
+
+/// The operands together.
+struct Request {
+    source: PathBuf,
+    target: PathBuf,
+    options: DdOptions,
+    must_exist: bool,
+}
+
+impl Request {
+    fn of(operands: &[Operand]) -> Result<Self, Failure> {
+        let (mut source, mut target, mut must_exist) = (None, None, false);
+        let mut options = DdOptions::default();
+        for operand in operands {
+            match operand.clone() {
+                Operand::Source(path) => source = Some(path),
+                Operand::Target(path) => target = Some(path),
+                Operand::Block(bytes) => options.block_bytes = bytes,
+                Operand::Count(blocks) => options.count = Some(blocks),
+                Operand::Skip(blocks) => options.skip = blocks,
+                Operand::Seek(blocks) => options.seek = blocks,
+                Operand::Conversions { sparse, must_exist: must } => {
+                    options.sparse |= sparse;
+                    must_exist |= must;
+                }
+            }
+        }
+        let needed = |what: &str| Failure::usage(format!("{what}=FILE is needed"));
+        Ok(Self {
+            source: source.ok_or_else(|| needed("if"))?,
+            target: target.ok_or_else(|| needed("of"))?,
+            options,
+            must_exist,
+        })
+    }
+}
+
+impl Run for DdArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let registry = vdkit::registry();
+        let request = Request::of(&self.operands)?;
+        let reading = OpenOptions {
+            format: self.format.clone(),
+            refs: self.references.policy(),
+            lock: !self.force_share,
+            ..OpenOptions::read_only()
+        };
+        let source = Disk::open(&registry, &request.source, &reading)?;
+        let progress = self.progress.reporter("dd");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let copied = if request.must_exist || request.target.exists() {
+            self.copy_into(&source, &request, &monitor)
+        } else {
+            let driver = super::target_driver(self.target_format.as_deref(), &request.target)?;
+            let texts = self.options.options.iter().map(String::as_str);
+            let new = NewImage {
+                path: request.target.clone(),
+                format: driver.name().to_owned(),
+                options: Options::parse(driver.name(), driver.options(), texts)?,
+                backing: None,
+                cache: None,
+            };
+            jobs::dd_new(&registry, &source, &new, &request.options, &monitor)
+                .map_err(Failure::from)
+        };
+        progress.finish();
+        let report = copied?;
+        if self.json.json {
+            session.out.json(&report)?;
+        } else {
+            session.out.line(format!(
+                "copied {}, of which {} were zero",
+                bytes_long(report.copied_bytes),
+                bytes_long(report.zero_bytes)
+            ))?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+impl DdArgs {
+    fn copy_into(
+        &self,
+        source: &Disk,
+        request: &Request,
+        monitor: &Monitor<'_>,
+    ) -> Result<jobs::DdReport, Failure> {
+        if !self.options.options.is_empty() {
+            return Err(Failure::usage("-o has no meaning here: the target exists"));
+        }
+        let device = super::is_device(&request.target);
+        let writing = OpenOptions {
+            format: self.target_format.clone().or(device.then(|| "raw".to_owned())),
+            refs: self.references.policy(),
+            ..OpenOptions::read_write()
+        };
+        let plan = DdPlan::new(source.guest_bytes(), &request.options)?;
+        let target =
+            Disk::open(&vdkit::registry(), &request.target, &writing).map_err(|error| {
+                // The format of the target has another letter here than everywhere else.
+                match error {
+                    vdkit::Error::Invalid(text) => {
+                        Failure::usage(text.replace("'-f raw'", "'-O raw'"))
+                    }
+                    other => other.into(),
+                }
+            })?;
+        let copied = plan.run(source, &target, &request.options, monitor);
+        // Closed also after a failure, so that the image is clean.
+        let closed = target.close();
+        let report = copied?;
+        closed?;
+        Ok(report)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operands() {
+        assert_eq!(operand("bs=1M"), Ok(Operand::Block(1 << 20)));
+        assert_eq!(operand("if=a=b"), Ok(Operand::Source("a=b".into())));
+        assert_eq!(
+            operand("conv=notrunc,sparse"),
+            Ok(Operand::Conversions { sparse: true, must_exist: false })
+        );
+        for text in ["bs", "bs=0", "bs=x", "status=none", "conv=ebcdic"] {
+            assert!(operand(text).is_err(), "{text}");
+        }
+    }
+}

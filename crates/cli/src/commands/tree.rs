@@ -1,0 +1,154 @@
+//! `vdkit tree`: which image stands on which.
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueHint};
+use vdkit::Monitor;
+use vdkit::jobs::{self, Standing, TreeImage, TreeOptions, TreeReport};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Json, References};
+use crate::failure::{Exit, Outcome, Tone, print_line};
+use crate::output::{Output, bytes_short};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "tree",
+    about: "Show which image stands on which, and what deleting one would break",
+    group: Group::Look,
+    details: "\
+Of an image: those in its folder that belong to its chain. Of a folder: all images in it. Only headers are \
+read; what they name is looked for, never opened.",
+    examples: "
+vdkit tree                             images in this folder
+vdkit tree base.qcow2                  what stands on it: do not delete it before those
+vdkit tree -r /var/lib/libvirt/images  with the folders in it
+",
+    augment: augment::<TreeArgs>,
+    run: run::<TreeArgs>,
+};
+
+/// Arguments of `vdkit tree`.
+#[derive(Args, Debug)]
+pub struct TreeArgs {
+    /// An image or a folder
+    #[arg(value_name = "IMAGE|DIR", default_value = ".", hide_default_value = true, value_hint = ValueHint::AnyPath)]
+    path: PathBuf,
+    /// Look into folders within the folder
+    #[arg(short = 'r', long)]
+    recursive: bool,
+    #[command(flatten)]
+    references: References,
+    #[command(flatten)]
+    json: Json,
+}
+
+impl Run for TreeArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let options = TreeOptions { refs: self.references.policy(), recursive: self.recursive };
+        let cancel = session.cancel_on_signal()?;
+        let monitor = Monitor { cancel, ..Monitor::default() };
+        let report = jobs::tree(&vdkit::registry(), &self.path, &options, &monitor)?;
+        if self.json.json {
+            session.out.json(&report)?;
+            return Ok(Exit::Done);
+        }
+        let asked = self.path.canonicalize().unwrap_or_else(|_| self.path.clone());
+        let folder = if asked.is_dir() {
+            asked
+        } else {
+            asked.parent().map(Path::to_owned).unwrap_or_default()
+        };
+        let mut drawing = Drawing {
+            images: report.images.iter().map(|image| (image.path.as_path(), image)).collect(),
+            folder: &folder,
+            drawn: HashSet::new(),
+        };
+        drawing.draw(&report, &mut session.out)?;
+        session.out.finish()?;
+        for fault in &report.faults {
+            print_line(Tone::Warning, &fault.error);
+        }
+        Ok(Exit::Done)
+    }
+}
+
+struct Drawing<'a> {
+    images: HashMap<&'a Path, &'a TreeImage>,
+    folder: &'a Path,
+    drawn: HashSet<&'a Path>,
+}
+
+/// Branches of branches are drawn so far; the chain limit for opening images is lower.
+const DEPTH_MAX: usize = 1000;
+
+impl<'a> Drawing<'a> {
+    fn draw(&mut self, report: &'a TreeReport, out: &mut Output) -> std::io::Result<()> {
+        for root in report.roots() {
+            if let Some(backing) = &root.backing {
+                let why = match backing.standing {
+                    Standing::Missing => "missing",
+                    Standing::Refused => "refused by policy",
+                    Standing::Elsewhere | Standing::Listed => "not in this folder",
+                };
+                out.line(format!("{} ({why})", backing.name))?;
+                self.branch(root, "└─ ", "   ", 0, out)?;
+            } else {
+                self.branch(root, "", "", 0, out)?;
+            }
+        }
+        // What stands on itself has no root.
+        for image in &report.images {
+            if !self.drawn.contains(image.path.as_path()) {
+                out.line(format!("{}  (in a chain without an end)", self.name(image)))?;
+            }
+        }
+        if report.images.is_empty() {
+            out.line("no images")?;
+        }
+        Ok(())
+    }
+
+    fn name(&self, image: &TreeImage) -> String {
+        image.path.strip_prefix(self.folder).unwrap_or(&image.path).display().to_string()
+    }
+
+    /// An image and what stands on it.
+    fn branch(
+        &mut self,
+        image: &'a TreeImage,
+        first: &str,
+        rest: &str,
+        depth: usize,
+        out: &mut Output,
+    ) -> std::io::Result<()> {
+        if depth > DEPTH_MAX || !self.drawn.insert(&image.path) {
+            return Ok(());
+        }
+        let name = self.name(image);
+        let mut line =
+            format!("{first}{name}  {} {}", image.format, bytes_short(image.virtual_size));
+        match image.deleting_orphans.len() {
+            0 => {}
+            1 => line.push_str("  (deleting it breaks 1 image)"),
+            n => line.push_str(&format!("  (deleting it breaks {n} images)")),
+        }
+        out.line(line)?;
+        let overlays: Vec<&'a TreeImage> = image
+            .overlays
+            .iter()
+            .filter_map(|path| self.images.get(path.as_path()).copied())
+            .collect();
+        for (i, overlay) in overlays.iter().enumerate() {
+            let last = i + 1 == overlays.len();
+            let (twig, below) = if last { ("└─ ", "   ") } else { ("├─ ", "│  ") };
+            let (twig, below) = (format!("{rest}{twig}"), format!("{rest}{below}"));
+            self.branch(overlay, &twig, &below, depth + 1, out)?;
+        }
+        Ok(())
+    }
+}

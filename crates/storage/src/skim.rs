@@ -1,0 +1,108 @@
+//! Reading bytes that nobody looks at: from the file's pages to `/dev/null` inside the kernel.
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+
+use rustix::io::Errno;
+use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
+use vdkit_block::{HostOffset, Result, Storage};
+
+/// Below this a plain read costs less than two splices.
+const SPLICE_BYTES_MIN: u64 = 128 << 10;
+const PIPE_BYTES: usize = 1 << 20;
+const READ_BYTES: u64 = 256 << 10;
+
+/// A thread's way to `/dev/null`.
+struct Drain {
+    read: OwnedFd,
+    write: OwnedFd,
+    null: File,
+}
+
+impl Drain {
+    fn new() -> Option<Self> {
+        let null = File::options().write(true).open("/dev/null").ok()?;
+        let (read, write) = pipe_with(PipeFlags::CLOEXEC).ok()?;
+        // A smaller pipe works too, in more steps.
+        let _ = fcntl_setpipe_size(&write, PIPE_BYTES);
+        Some(Self { read, write, null })
+    }
+}
+
+thread_local! {
+    static DRAIN: RefCell<Option<Drain>> = const { RefCell::new(None) };
+}
+
+/// Moves pages of the file to nowhere. Returns how many bytes were read: fewer than `len` where
+/// splice does not work here.
+pub fn skim(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
+    if len < SPLICE_BYTES_MIN {
+        return Ok(0);
+    }
+    DRAIN.with_borrow_mut(|slot| {
+        if slot.is_none() {
+            *slot = Drain::new();
+        }
+        let Some(drain) = slot else { return Ok(0) };
+        let mut at = offset;
+        while at < offset + len {
+            let want = (offset + len - at).min(PIPE_BYTES as u64) as usize;
+            let flags = SpliceFlags::empty();
+            let mut got = match splice(file, Some(&mut at), &drain.write, None, want, flags) {
+                Ok(0) => break,
+                Ok(got) => got,
+                Err(Errno::INTR) => continue,
+                Err(Errno::INVAL | Errno::NOSYS | Errno::PERM) => break,
+                Err(errno) => return Err(errno),
+            };
+            while got > 0 {
+                match splice(&drain.read, None, &drain.null, None, got, flags) {
+                    Ok(out) if out > 0 => got -= out,
+                    Err(Errno::INTR) => {}
+                    // The pipe holds bytes that will not go: a new one next time.
+                    _ => {
+                        *slot = None;
+                        return Ok(at - offset - got as u64);
+                    }
+                }
+            }
+        }
+        Ok(at - offset)
+    })
+}
+
+/// Reads `len` bytes into a small buffer, again and again.
+pub fn read_away(storage: &dyn Storage, offset: HostOffset, len: u64) -> Result<()> {
+    let mut buf = vec![0; len.min(READ_BYTES) as usize];
+    let mut done = 0;
+    while done < len {
+        let want = (len - done).min(READ_BYTES) as usize;
+        if storage.read_up_to(&mut buf[..want], offset + done)? < want {
+            break;
+        }
+        done += want as u64;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn skimming_reads_to_the_end_and_reports_what_cannot_be_read() {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(path.path(), vec![7; 3 << 20]).unwrap();
+        let file = File::open(path.path()).unwrap();
+        assert_eq!(skim(&file, 0, 3 << 20), Ok(3 << 20));
+        // The file ends within the range: what there is.
+        assert_eq!(skim(&file, 1 << 20, 5 << 20), Ok(2 << 20));
+        // Too little for splice to pay.
+        assert_eq!(skim(&file, 0, 4096), Ok(0));
+        let unreadable = File::options().write(true).open(path.path()).unwrap();
+        assert!(skim(&unreadable, 0, 1 << 20).is_err());
+        // A failure leaves nothing in the pipe for the next one.
+        assert_eq!(skim(&file, 0, 1 << 20), Ok(1 << 20));
+    }
+}

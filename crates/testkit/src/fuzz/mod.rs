@@ -1,0 +1,70 @@
+//! What the fuzz targets run, as plain functions of bytes: the targets in `fuzz/` call them with
+//! what the fuzzer thinks of, and ordinary tests with the kept corpus.
+//!
+//! A function here panics where the code under test breaks a promise, and only then.
+
+mod hostile;
+mod operations;
+
+pub use hostile::qcow2_open_read;
+pub use operations::qcow2_ops;
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CancelToken, CheckReport, Format, ImageInfo, Limits, Monitor, NoProgress, OpenRequest, Repair,
+    Result, Storage,
+};
+use vdkit_chain::{Disk, OpenOptions};
+use vdkit_qcow2::{Qcow2, check};
+
+/// Little enough that a lie about a size is refused rather than believed.
+const LIMITS: Limits = Limits {
+    table_bytes_max: 1 << 20,
+    chain_depth_max: 4,
+    cache_bytes: 64 << 10,
+    packed_bytes_max: 4 << 20,
+    check_bytes_max: 16 << 20,
+};
+
+fn run_check(storage: &Arc<dyn Storage>, repair: Repair) -> Result<CheckReport> {
+    let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
+    check::check(storage, None, repair, &LIMITS, &monitor)
+}
+
+/// Opens an image as a disk that stands on nothing.
+fn open(
+    storage: &Arc<dyn Storage>,
+    data_file: Option<&Arc<dyn Storage>>,
+    writable: bool,
+) -> Result<Disk> {
+    let format: Arc<dyn Format> = Qcow2::open(OpenRequest {
+        storage: storage.clone(),
+        data_file: data_file.cloned(),
+        writable,
+        limits: LIMITS,
+    })?;
+    let options = if writable { OpenOptions::read_write() } else { OpenOptions::read_only() };
+    let options = OpenOptions { limits: LIMITS, ..options };
+    Ok(Disk::from_format(format, no_info("qcow2"), &options))
+}
+
+/// A description for where nobody reads it.
+fn no_info(format: &'static str) -> ImageInfo {
+    ImageInfo {
+        format,
+        virtual_size: 0,
+        cluster_size: None,
+        compression: None,
+        encryption: None,
+        dirty: false,
+        corrupt: false,
+        backing_file: None,
+        backing_format: None,
+        data_file: None,
+        data_file_raw: false,
+        snapshots: Vec::new(),
+        bitmaps: Vec::new(),
+        properties: Vec::new(),
+    }
+}
