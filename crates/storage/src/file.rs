@@ -14,6 +14,7 @@ use vdkit_block::{
     StorageExtent, ZeroMode,
 };
 
+use crate::batch;
 use crate::direct::Direct;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
@@ -63,6 +64,7 @@ pub struct FileStorage {
     /// then forgets it, so a later fdatasync would lie.
     sync_error: AtomicI32,
     lock: Option<ImageLock>,
+    in_memory: bool,
 }
 
 impl fmt::Debug for FileStorage {
@@ -151,6 +153,7 @@ impl FileStorage {
         };
         Ok(Self {
             name,
+            in_memory: batch::in_memory(&file),
             file,
             kind,
             cache: options.cache,
@@ -189,6 +192,20 @@ impl FileStorage {
     /// Holds a range against read-modify-writes of direct I/O.
     pub(crate) fn hold_range(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
         self.direct.as_ref().map(|direct| direct.hold_shared(offset, len))
+    }
+
+    pub(crate) fn is_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// Whether it lies in memory, so that a read has nothing to wait for.
+    pub(crate) fn reads_never_wait(&self) -> bool {
+        self.in_memory
+    }
+
+    /// Whether a request can go to the kernel as it is.
+    pub(crate) fn fits_device(&self, address: *const u8, offset: u64, len: usize) -> bool {
+        self.direct.as_ref().is_none_or(|direct| direct.fits(address, offset, len))
     }
 
     /// The length without waiting for a resize under way.
@@ -275,14 +292,19 @@ impl FileStorage {
     }
 }
 
+/// The part of `buf` that lies at offsets that a file can have. The kernel refuses requests that
+/// go beyond, instead of answering that nothing is there.
+pub(crate) fn within_offsets(buf: &mut [u8], offset: u64) -> &mut [u8] {
+    let most = OFFSET_MAX.saturating_sub(offset).min(buf.len() as u64);
+    &mut buf[..most as usize]
+}
+
 /// Reads until `buf` is full or the file ends.
 pub(crate) fn read_raw(file: &File, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
     let mut done = 0;
+    let buf = within_offsets(buf, offset);
     while done < buf.len() {
-        let at = offset.saturating_add(done as u64);
-        if at >= OFFSET_MAX {
-            break;
-        }
+        let at = offset + done as u64;
         match rustix::io::pread(file, &mut buf[done..], at) {
             Ok(0) => break,
             Ok(n) => done += n,
@@ -343,10 +365,7 @@ impl Storage for FileStorage {
     }
 
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        for op in ops {
-            self.read_padded(op.buf, op.offset)?;
-        }
-        Ok(())
+        self.read_many(ops)
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {

@@ -31,6 +31,7 @@
 //!
 //! `unsafe` is confined to `sys` (ioctls and locks without a safe wrapper) and `ring` (io_uring).
 
+mod batch;
 mod buffer;
 mod copy;
 mod direct;
@@ -41,6 +42,7 @@ mod null;
 mod open;
 mod pending;
 mod range_lock;
+mod ring;
 mod skim;
 mod space;
 mod sys;
