@@ -1,6 +1,6 @@
 //! `vdkit convert`: one disk from one format to another.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use vdkit::jobs::convert::Backing;
@@ -46,13 +46,13 @@ vdkit convert disk.qcow2 null:                     how fast can it be read?
 
 /// Arguments of `vdkit convert`.
 #[derive(Args, Debug)]
+#[command(override_usage = "vdkit convert [OPTIONS] SOURCE... TARGET")]
 pub struct ConvertArgs {
-    /// The image, or the pieces of one disk in their order
-    #[arg(value_name = "SOURCE", required = true, num_args = 1.., value_hint = ValueHint::FilePath)]
-    sources: Vec<PathBuf>,
-    /// The new image, a block device, or null:
-    #[arg(value_name = "TARGET", required = true, value_hint = ValueHint::FilePath)]
-    target: PathBuf,
+    // One list, so that options may stand between the names.
+    /// The image to convert (or several: the pieces of one disk in their order), and where to: a
+    /// new file, a block device, or null:
+    #[arg(value_name = "SOURCE... TARGET", required = true, num_args = 1.., value_hint = ValueHint::FilePath)]
+    images: Vec<PathBuf>,
     /// Format of the sources; without it their headers are probed
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
@@ -165,14 +165,20 @@ impl Run for ConvertArgs {
 
     fn run(self, session: &mut Session) -> Outcome {
         let registry = vdkit::registry();
-        let mut disks = Vec::with_capacity(self.sources.len());
-        for path in &self.sources {
+        let Some((target, sources)) =
+            self.images.split_last().filter(|(_, sources)| !sources.is_empty())
+        else {
+            return Err(Failure::usage("the TARGET is missing")
+                .hint("'vdkit convert SOURCE null:' reads without writing"));
+        };
+        let mut disks = Vec::with_capacity(sources.len());
+        for path in sources {
             disks.push(Disk::open(&registry, path, &self.source_options())?);
         }
         let source = Source::new(disks);
         let cancel = session.cancel_on_signal()?;
         let Goal { destination, compress, backing } =
-            self.goal(&registry, source.bytes(), &cancel)?;
+            self.goal(&registry, target, source.bytes(), &cancel)?;
         let options = ConvertOptions {
             compress,
             threads: self.threads.map(usize::from),
@@ -219,35 +225,39 @@ impl ConvertArgs {
     fn goal(
         &self,
         registry: &Registry,
+        target: &Path,
         source_bytes: u64,
         cancel: &CancelToken,
     ) -> Result<Goal, Failure> {
-        if self.target.as_os_str() == "null:" {
-            self.refuse_options_of_new_images("null: writes nothing")?;
+        if target.as_os_str() == "null:" {
+            self.refuse_options_of_new_images("null: writes nothing", true)?;
             return Ok(Goal { destination: Destination::Null, compress: None, backing: None });
         }
-        let device = super::is_device(&self.target);
+        let device = super::is_device(target);
         if self.into || (device && self.target_format.is_none()) {
-            self.refuse_options_of_new_images("the target exists and keeps its own options")?;
+            self.refuse_options_of_new_images(
+                "the target exists and keeps its own options",
+                false,
+            )?;
             // A device has no name to tell its format by, and no header to be trusted.
             let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
-            let compress = self.compress.map(|wanted| self.compress_into(registry, wanted));
-            let destination = self.existing(format);
+            let compress = self.compress.map(|wanted| self.compress_into(registry, target, wanted));
+            let destination = self.existing(target, format);
             return Ok(Goal { destination, compress: compress.transpose()?, backing: None });
         }
-        let driver = super::target_driver(self.target_format.as_deref(), &self.target)?;
+        let driver = super::target_driver(self.target_format.as_deref(), target)?;
         let texts = self.options.options.iter().map(String::as_str);
         let mut options = Options::parse(driver.name(), driver.options(), texts)?;
         let compress = self.compress.map(|wanted| compression_of(wanted, driver, &mut options));
         let compress = compress.transpose()?;
         if device {
-            self.create_on_device(registry, driver, options, source_bytes, cancel)?;
-            let destination = self.existing(Some(driver.name().to_owned()));
+            self.create_on_device(registry, target, driver, options, source_bytes, cancel)?;
+            let destination = self.existing(target, Some(driver.name().to_owned()));
             return Ok(Goal { destination, compress, backing: None });
         }
-        let found = self.found_backing(registry)?;
+        let found = self.found_backing(registry, target)?;
         let destination = Destination::New(NewImage {
-            path: self.target.clone(),
+            path: target.to_owned(),
             format: driver.name().to_owned(),
             options,
             backing: found.as_ref().map(|found| found.reference.clone()),
@@ -258,21 +268,17 @@ impl ConvertArgs {
         Ok(Goal { destination, compress, backing })
     }
 
-    fn existing(&self, format: Option<String>) -> Destination {
-        Destination::Into {
-            path: self.target.clone(),
-            format,
-            cache: self.cache.unwrap_or_default(),
-        }
+    fn existing(&self, target: &Path, format: Option<String>) -> Destination {
+        Destination::Into { path: target.to_owned(), format, cache: self.cache.unwrap_or_default() }
     }
 
     /// An option that would be without effect is a mistake.
-    fn refuse_options_of_new_images(&self, why: &str) -> Result<(), Failure> {
+    fn refuse_options_of_new_images(&self, why: &str, null: bool) -> Result<(), Failure> {
         let given = [
             ("-o", !self.options.options.is_empty()),
             ("--backing", self.backing.is_some()),
-            ("--compress", self.compress.is_some() && self.target.as_os_str() == "null:"),
-            ("-O", self.target_format.is_some() && self.target.as_os_str() == "null:"),
+            ("--compress", self.compress.is_some() && null),
+            ("-O", self.target_format.is_some() && null),
         ];
         match given.iter().find(|(_, given)| *given) {
             Some((name, _)) => Err(Failure::usage(format!("{name} has no meaning here: {why}"))),
@@ -284,6 +290,7 @@ impl ConvertArgs {
     fn compress_into(
         &self,
         registry: &Registry,
+        target: &Path,
         wanted: Compress,
     ) -> Result<CompressionSpec, Failure> {
         if let Compress::Method(spec) = wanted {
@@ -294,7 +301,7 @@ impl ConvertArgs {
             backing: BackingChoice::Ignore,
             ..OpenOptions::read_only()
         };
-        let report = vdkit::describe_chain(registry, &self.target, &options)?;
+        let report = vdkit::describe_chain(registry, target, &options)?;
         let zstd = report.links.iter().any(|link| link.info.compression == Some("zstd"));
         let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
         Ok(CompressionSpec { codec, level: None })
@@ -303,6 +310,7 @@ impl ConvertArgs {
     fn create_on_device(
         &self,
         registry: &Registry,
+        target: &Path,
         driver: &'static dyn FormatDriver,
         options: Options,
         guest_bytes: u64,
@@ -316,7 +324,7 @@ impl ConvertArgs {
             return Ok(());
         }
         let create = CreateOptions {
-            path: &self.target,
+            path: target,
             driver,
             guest_bytes: Some(guest_bytes),
             options,
@@ -329,11 +337,15 @@ impl ConvertArgs {
         Ok(())
     }
 
-    fn found_backing(&self, registry: &Registry) -> Result<Option<FoundBacking>, Failure> {
+    fn found_backing(
+        &self,
+        registry: &Registry,
+        target: &Path,
+    ) -> Result<Option<FoundBacking>, Failure> {
         let Some(name) = &self.backing else { return Ok(None) };
         let backing =
             NewBacking { name: name.clone(), format: self.backing_format.clone(), open: true };
-        Ok(Some(backing.find(registry, &self.target, &self.references.policy())?))
+        Ok(Some(backing.find(registry, target, &self.references.policy())?))
     }
 }
 

@@ -148,6 +148,21 @@ impl CreateArgs {
     }
 }
 
+impl CreateArgs {
+    /// What the image stands on: named by `--backing`, or in qemu-img's way by `-o backing_file`.
+    fn new_backing(&self, options: &Options) -> Result<Option<NewBacking>, Failure> {
+        let pick = |flag: &Option<String>, key: &str| match (flag, options.text(key)) {
+            (Some(flag), Some(option)) if flag != option => {
+                Err(Failure::usage(format!("'{flag}' and -o {key}={option} contradict each other")))
+            }
+            (flag, option) => Ok(flag.clone().or(option.map(str::to_owned))),
+        };
+        let format = pick(&self.backing_format, "backing_fmt")?;
+        let name = pick(&self.backing, "backing_file")?;
+        Ok(name.map(|name| NewBacking { name, format, open: !self.unsafe_backing }))
+    }
+}
+
 impl Run for CreateArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
@@ -155,11 +170,7 @@ impl Run for CreateArgs {
         let driver = self.driver()?;
         let texts = self.options.options.iter().map(String::as_str);
         let options = Options::parse(driver.name(), driver.options(), texts)?;
-        let backing = self.backing.as_ref().map(|name| NewBacking {
-            name: name.clone(),
-            format: self.backing_format.clone(),
-            open: !self.unsafe_backing,
-        });
+        let backing = self.new_backing(&options)?;
         if let (Some(purpose), Some(bytes)) = (self.made_for, self.size) {
             purpose.check_size(bytes)?;
         }

@@ -1,0 +1,259 @@
+//! `vdkit convert`.
+
+mod common;
+
+use std::process::Stdio;
+
+use common::{Scratch, peer};
+
+/// Bytes with data here and there.
+fn content(scratch: &Scratch, name: &str, bytes: u64) {
+    std::fs::File::create(scratch.path(name)).unwrap().set_len(bytes).unwrap();
+    let raw = ["write", "-f", "raw", name];
+    for (offset, len, pattern) in
+        [("0", "64K", "1"), ("1M", "100000", "0x5a"), ("3000000", "7", "9")]
+    {
+        scratch.ok(&[&raw[..], &[offset, len, "--pattern", pattern]].concat());
+    }
+}
+
+fn same(scratch: &Scratch, a: &str, b: &str) {
+    peer(&scratch.path(""), "qemu-img", &["compare", "-q", a, b]);
+}
+
+#[test]
+fn every_way_between_formats() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    for (source, target) in [
+        ("disk.raw", "a.qcow2"),
+        ("a.qcow2", "b.raw"),
+        ("a.qcow2", "c.qcow2"),
+        ("disk.raw", "d.raw"),
+    ] {
+        let answer = scratch.ok(&["convert", "--verify", source, target]);
+        assert_eq!((answer.stdout.as_str(), answer.stderr.as_str()), ("", ""));
+        same(&scratch, "disk.raw", target);
+    }
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "a.qcow2"]);
+}
+
+#[test]
+fn options_and_compression_are_handed_on() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    for (i, arguments) in [
+        &["-o", "cluster_size=512,compat=0.10"][..],
+        &["-o", "extended_l2=on", "-o", "preallocation=metadata"],
+        &["--compress"],
+        &["--compress=zlib:9"],
+        &["--compress=zstd", "-m", "3"],
+        &["--compress", "-o", "compression_type=zstd"],
+        &["--detect-zeros", "off", "-t", "none"],
+        &["-S", "64K", "-T", "none", "--cache", "directsync", "--rate", "1G"],
+    ]
+    .iter()
+    .enumerate()
+    {
+        let name = format!("{i}.qcow2");
+        scratch.ok(&[&["convert", "disk.raw", &name][..], arguments].concat());
+        same(&scratch, "disk.raw", &name);
+        peer(&scratch.path(""), "qemu-img", &["check", "-q", &name]);
+        let info = scratch.json_of("info", 0, &[&name]);
+        let zstd = arguments.iter().any(|argument| argument.contains("zstd"));
+        assert_eq!(info["compression-type"] == "zstd", zstd, "{arguments:?}: {info}");
+    }
+}
+
+#[test]
+fn contradictions_are_usage_errors() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    for (words, arguments) in [
+        (
+            "contradict",
+            &["disk.raw", "x.qcow2", "--compress=zstd", "-o", "compression_type=zlib"][..],
+        ),
+        ("no compressed data", &["disk.raw", "x.raw", "-c"]),
+        ("no meaning", &["disk.raw", "null:", "-c"]),
+        ("no meaning", &["disk.raw", "null:", "-o", "compat=1.1"]),
+        ("zlib and zstd", &["disk.raw", "x.qcow2", "--compress=lz4"]),
+        ("powers of two", &["disk.raw", "x.qcow2", "-S", "5000"]),
+        ("unknown format 'qed'", &["disk.raw", "x", "-O", "qed"]),
+        ("TARGET", &["disk.raw"]),
+    ] {
+        let answer = scratch.run(&[&["convert"][..], arguments].concat());
+        assert_eq!(answer.code, Some(2), "{arguments:?}: {answer:?}");
+        assert!(answer.stderr.contains(words), "{arguments:?}: {answer:?}");
+    }
+    assert_eq!(scratch.names(), ["disk.raw"]);
+}
+
+#[test]
+fn to_nothing_reads_what_must_be_read() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 1 << 30);
+    let report = scratch.json_of("convert", 0, &["disk.raw", "null:"]);
+    assert_eq!(report["virtual-size"], 1 << 30);
+    let read = report["moved"]["read"].as_u64().unwrap();
+    assert!((165_000..4 << 20).contains(&read), "{report}");
+    assert_eq!(scratch.names(), ["disk.raw"]);
+}
+
+#[test]
+fn pieces_make_one_disk() {
+    let scratch = Scratch::new();
+    content(&scratch, "a.raw", 1 << 22);
+    content(&scratch, "b.raw", 1 << 22);
+    scratch.ok(&["convert", "a.raw", "b.raw", "both.qcow2"]);
+    scratch.ok(&["convert", "both.qcow2", "both.raw"]);
+    let [a, b, both] =
+        ["a.raw", "b.raw", "both.raw"].map(|name| std::fs::read(scratch.path(name)).unwrap());
+    assert!([a, b].concat() == both);
+}
+
+#[test]
+fn into_what_exists() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    scratch.ok(&["create", "old.qcow2", "8M", "-o", "cluster_size=4K"]);
+    scratch.ok(&["write", "old.qcow2", "0", "8M", "--pattern", "0xff"]);
+    scratch.ok(&["convert", "--into", "disk.raw", "old.qcow2"]);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "old.qcow2"]);
+    let head = scratch.ok(&["read", "old.qcow2", "0", "4M"]).bytes;
+    assert!(head == std::fs::read(scratch.path("disk.raw")).unwrap());
+    assert_eq!(scratch.json_of("info", 0, &["old.qcow2"])["cluster-size"], 4096);
+    // A raw target has to be named as raw, and one that is too small is not cut.
+    scratch.write("small.raw", &[1; 512]);
+    scratch.fails(2, "-f raw", &["convert", "--into", "disk.raw", "small.raw"]);
+    let answer =
+        scratch.fails(2, "512", &["convert", "--into", "-O", "raw", "disk.raw", "small.raw"]);
+    assert!(answer.stderr.contains("resize"), "{answer:?}");
+    assert_eq!(std::fs::read(scratch.path("small.raw")).unwrap(), [1; 512]);
+}
+
+#[test]
+fn onto_a_block_device() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    for sector in [512, 4096] {
+        let Some(device) = vdkit_testkit::fs::loop_device(16 << 20, sector) else { return };
+        let name = device.path().to_str().unwrap();
+        std::fs::write(device.path(), vec![0xee; 16 << 20]).unwrap();
+        scratch.ok(&["convert", "disk.raw", name]);
+        let head = scratch.ok(&["read", name, "0", "4M"]).bytes;
+        assert!(head == std::fs::read(scratch.path("disk.raw")).unwrap(), "{sector}");
+        assert_eq!(scratch.ok(&["read", name, "4M", "1"]).bytes, [0xee]);
+        scratch.ok(&["convert", "disk.raw", "-O", "qcow2", name]);
+        same(&scratch, "disk.raw", name);
+        peer(&scratch.path(""), "qemu-img", &["check", "-q", "-f", "qcow2", name]);
+    }
+}
+
+#[test]
+fn onto_a_part_of_the_chain() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    scratch.ok(&["convert", "disk.raw", "base.qcow2"]);
+    for (name, on) in [("middle.qcow2", "base.qcow2"), ("top.qcow2", "middle.qcow2")] {
+        scratch.ok(&["create", name, "--backing", on]);
+    }
+    scratch.ok(&["write", "middle.qcow2", "2M", "64K", "--pattern", "0x22"]);
+    scratch.ok(&["write", "top.qcow2", "1M", "64K", "--zero"]);
+    scratch.ok(&["convert", "top.qcow2", "flat.qcow2", "--backing", "base.qcow2"]);
+    same(&scratch, "top.qcow2", "flat.qcow2");
+    assert_eq!(scratch.json_of("info", 0, &["flat.qcow2"])["backing-filename"], "base.qcow2");
+    let map = scratch.json_of("map", 0, &["flat.qcow2"]);
+    assert!(map.as_array().unwrap().iter().any(|row| row["depth"] == 1), "{map}");
+}
+
+#[test]
+fn references_of_sources_are_held_to_the_policy() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    std::fs::create_dir(scratch.path("images")).unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-b", "../disk.raw", "-F", "raw"];
+    peer(&scratch.path(""), "qemu-img", &[&create[..], &["images/top.qcow2"]].concat());
+    scratch.fails(5, "names '../disk.raw'", &["convert", "images/top.qcow2", "out.raw"]);
+    scratch.fails(5, "disk.raw", &["convert", "--no-refs", "images/top.qcow2", "out.raw"]);
+    scratch.ok(&["convert", "--allow-ref", ".", "images/top.qcow2", "out.raw"]);
+    same(&scratch, "disk.raw", "out.raw");
+}
+
+#[test]
+fn failures_leave_what_was_there() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    scratch.ok(&["convert", "disk.raw", "whole.qcow2"]);
+    let bytes = std::fs::read(scratch.path("whole.qcow2")).unwrap();
+    scratch.write("cut.qcow2", &bytes[..100]);
+    scratch.write("out.raw", b"precious");
+    for (code, source) in [(4, "cut.qcow2"), (1, "no-such.raw"), (1, ".")] {
+        scratch.fails(code, source, &["convert", source, "out.raw"]);
+        scratch.fails(code, source, &["convert", source, "new.raw"]);
+    }
+    scratch.fails(1, "no-such", &["convert", "disk.raw", "no-such/out.raw"]);
+    assert_eq!(std::fs::read(scratch.path("out.raw")).unwrap(), b"precious");
+    assert_eq!(scratch.names(), ["cut.qcow2", "disk.raw", "out.raw", "whole.qcow2"]);
+}
+
+#[test]
+fn an_image_in_use_is_refused() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    scratch.ok(&["convert", "disk.raw", "used.qcow2"]);
+    let writer = common::Writer::start(&scratch.path(""), "used.qcow2");
+    let pid = writer.pid().to_string();
+    scratch.fails(6, &pid, &["convert", "used.qcow2", "out.raw"]);
+    scratch.fails(6, &pid, &["convert", "disk.raw", "used.qcow2"]);
+    scratch.ok(&["convert", "--force-share", "used.qcow2", "out.raw"]);
+}
+
+#[test]
+fn no_space_is_told_and_nothing_left() {
+    let Some(small) = vdkit_testkit::fs::mounted("tmpfs", 1 << 20) else { return };
+    let scratch = Scratch::new();
+    scratch.write("disk.raw", &vec![0x77; 4 << 20]);
+    for name in ["out.raw", "out.qcow2"] {
+        let target = small.path().join(name);
+        let answer = scratch.fails(7, name, &["convert", "disk.raw", target.to_str().unwrap()]);
+        assert!(answer.stderr.contains("hint: make room"), "{answer:?}");
+        assert_eq!(std::fs::read_dir(small.path()).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn an_interrupt_leaves_what_was_there() {
+    let scratch = Scratch::new();
+    scratch.write("disk.raw", &vec![0x77; 8 << 20]);
+    scratch.write("out.raw", b"precious");
+    for name in ["INT", "TERM"] {
+        // So slow that it cannot be over before the signal.
+        let child = scratch
+            .command(&["convert", "--rate", "1K", "disk.raw", "out.raw"])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        common::wait_until_signals_are_handled(child.id());
+        common::wait_until(|| scratch.names().len() == 3);
+        common::signal(child.id(), name);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(130), "{output:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("interrupted"), "{output:?}");
+        assert_eq!(std::fs::read(scratch.path("out.raw")).unwrap(), b"precious");
+        assert_eq!(scratch.names(), ["disk.raw", "out.raw"]);
+    }
+}
+
+#[test]
+fn progress_as_json_ends_at_the_whole() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    let answer = scratch.ok(&["convert", "--progress", "json", "disk.raw", "out.raw"]);
+    let lines: Vec<serde_json::Value> =
+        answer.stderr.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let last = lines.last().unwrap();
+    assert_eq!((&last["event"], &last["job"]), (&"progress".into(), &"convert".into()));
+    assert_eq!((&last["done"], &last["total"]), (&(4 << 20).into(), &(4 << 20).into()));
+    assert_eq!(scratch.ok(&["convert", "disk.raw", "out.raw"]).stderr, "");
+}

@@ -1,0 +1,193 @@
+//! `vdkit create`.
+
+mod common;
+
+use common::{Scratch, peer};
+
+#[test]
+fn the_name_tells_the_format() {
+    let scratch = Scratch::new();
+    for (name, format) in [("a.qcow2", "qcow2"), ("a.raw", "raw"), ("a.img", "raw"), ("a", "raw")] {
+        scratch.ok(&["create", name, "3M"]);
+        let json = scratch.json_of("info", 0, &[name]);
+        assert_eq!((&json["format"], &json["virtual-size"]), (&format.into(), &(3 << 20).into()));
+    }
+    let told = scratch.json_of("create", 0, &["-f", "qcow2", "b.raw", "1M"]);
+    assert_eq!(told["format"], "qcow2");
+    let answer = scratch.fails(1, "vmdk", &["create", "a.vmdk", "1M"]);
+    assert!(answer.stderr.contains("hint: "), "{answer:?}");
+}
+
+#[test]
+fn qemu_takes_what_was_made_with_any_option() {
+    let scratch = Scratch::new();
+    for (i, options) in [
+        "",
+        "cluster_size=512",
+        "cluster_size=2M,preallocation=metadata",
+        "compat=0.10",
+        "compat=1.1,lazy_refcounts=on,refcount_bits=64",
+        "extended_l2=on,cluster_size=64K,preallocation=falloc",
+        "compression_type=zstd,preallocation=full",
+    ]
+    .iter()
+    .enumerate()
+    {
+        let name = format!("{i}.qcow2");
+        let mut arguments = vec!["create", &name, "5M"];
+        if !options.is_empty() {
+            arguments.extend(["-o", options]);
+        }
+        scratch.ok(&arguments);
+        peer(&scratch.path(""), "qemu-img", &["check", "-q", &name]);
+        let zero = ["read -P 0 0 5M"];
+        let output = peer(&scratch.path(""), "qemu-io", &["-r", "-c", zero[0], &name]);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(!text.contains("failed"), "{options}: {text}");
+    }
+}
+
+#[test]
+fn an_overlay_takes_size_and_format_from_what_it_stands_on() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "7M"]);
+    let json = scratch.json_of("create", 0, &["--backing", "base.qcow2", "top.qcow2"]);
+    assert_eq!(json["virtual-size"], 7 << 20);
+    assert_eq!(json["backing-filename"], "base.qcow2");
+    assert_eq!(json["backing-filename-format"], "qcow2");
+    let output = peer(&scratch.path(""), "qemu-img", &["info", "--backing-chain", "top.qcow2"]);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("base.qcow2"), "{output:?}");
+    let option = scratch.json_of("create", 0, &["-o", "backing_file=base.qcow2", "other.qcow2"]);
+    assert_eq!(option["backing-filename"], "base.qcow2");
+}
+
+#[test]
+fn the_backing_image_is_looked_at() {
+    let scratch = Scratch::new();
+    scratch.fails(1, "no-such.qcow2", &["create", "top.qcow2", "1M", "-b", "no-such.qcow2"]);
+    scratch.write("guess.raw", &[0; 512]);
+    let guess = ["create", "top.qcow2", "-b", "guess.raw"];
+    scratch.fails(2, "format", &guess);
+    scratch.ok(&[&guess[..], &["-F", "raw"]].concat());
+    let answer = scratch.run(&["create", "x.qcow2", "1M", "-b", "no", "-u"]);
+    assert_eq!(answer.code, Some(2), "{answer:?}");
+    assert!(answer.stderr.contains("--backing-format"), "{answer:?}");
+    scratch.ok(&["create", "x.qcow2", "1M", "-u", "-b", "no-such.qcow2", "-F", "qcow2"]);
+    scratch.fails(1, "raw", &["create", "x.raw", "-b", "x.qcow2", "-u", "-F", "qcow2", "1M"]);
+    assert_eq!(scratch.names(), ["guess.raw", "top.qcow2", "x.qcow2"]);
+}
+
+#[test]
+fn a_relative_name_counts_from_the_new_images_folder() {
+    let scratch = Scratch::new();
+    std::fs::create_dir(scratch.path("images")).unwrap();
+    scratch.ok(&["create", "images/base.qcow2", "1M"]);
+    scratch.ok(&["create", "images/top.qcow2", "-b", "base.qcow2"]);
+    scratch.ok(&["info", "--chain", "images/top.qcow2"]);
+}
+
+#[test]
+fn what_is_there_is_replaced_only_by_force() {
+    let scratch = Scratch::new();
+    scratch.write("disk.raw", b"precious");
+    let answer = scratch.fails(1, "there already", &["create", "disk.raw", "1M"]);
+    assert!(answer.stderr.contains("--force"), "{answer:?}");
+    assert_eq!(std::fs::read(scratch.path("disk.raw")).unwrap(), b"precious");
+    scratch.ok(&["create", "--force", "disk.raw", "1M"]);
+    assert_eq!(std::fs::metadata(scratch.path("disk.raw")).unwrap().len(), 1 << 20);
+    // mktemp and touch leave such a file.
+    scratch.write("empty.raw", b"");
+    scratch.ok(&["create", "empty.raw", "1M"]);
+}
+
+#[test]
+fn mistakes_leave_nothing_behind() {
+    let scratch = Scratch::new();
+    scratch.fails(2, "size", &["create", "a.qcow2"]);
+    scratch.fails(2, "sise", &["create", "a.qcow2", "1M", "-o", "cluster_sise=1M"]);
+    let answer =
+        scratch.fails(2, "cluster_size", &["create", "a.qcow2", "1M", "-o", "cluster_size=3K"]);
+    assert!(answer.stderr.contains("power of two"), "{answer:?}");
+    scratch.fails(2, "not a size", &["create", "a.qcow2", "1X"]);
+    scratch.fails(2, "too large", &["create", "a.qcow2", "7E"]);
+    scratch.fails(1, "no-such-folder", &["create", "no-such-folder/a.qcow2", "1M"]);
+    std::fs::create_dir(scratch.path("folder")).unwrap();
+    scratch.fails(1, "directory", &["create", "folder", "1M"]);
+    assert_eq!(scratch.names(), ["folder"]);
+}
+
+#[test]
+fn purposes_choose_the_format_or_say_why_not() {
+    let scratch = Scratch::new();
+    for (purpose, format) in
+        [("kvm", "qcow2"), ("openstack", "qcow2"), ("gcp", "raw"), ("aws", "raw")]
+    {
+        let json = scratch.json_of("create", 0, &["--for", purpose, purpose, "1G"]);
+        assert_eq!(json["format"], format, "{purpose}");
+    }
+    for (purpose, format) in [("azure", "vhd"), ("vmware", "vmdk"), ("hyperv", "vhdx")] {
+        let words = format!("needs the {format} format, which this version does not write");
+        scratch.fails(1, &words, &["create", "--for", purpose, "disk", "1G"]);
+    }
+    scratch.fails(2, "whole GiB", &["create", "--for", "gcp", "disk.raw", "1M"]);
+    scratch.fails(2, "kvm takes qcow2", &["create", "--for", "kvm", "-f", "raw", "disk", "1G"]);
+}
+
+#[test]
+fn a_data_file_is_made_beside_the_image() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.qcow2", "2M", "-o", "data_file=disk.data,data_file_raw=on"]);
+    assert_eq!(scratch.names(), ["disk.data", "disk.qcow2"]);
+    scratch.ok(&["write", "disk.qcow2", "0", "1M", "--pattern", "7"]);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "disk.qcow2"]);
+    let data = std::fs::read(scratch.path("disk.data")).unwrap();
+    assert!(data[..1 << 20].iter().all(|&byte| byte == 7));
+}
+
+#[test]
+fn no_space_is_told_and_nothing_left() {
+    let Some(small) = vdkit_testkit::fs::mounted("tmpfs", 2 << 20) else { return };
+    let scratch = Scratch::new();
+    let image = small.path().join("disk.qcow2");
+    let image = image.to_str().unwrap();
+    let answer =
+        scratch.fails(7, "disk.qcow2", &["create", image, "8M", "-o", "preallocation=full"]);
+    assert!(answer.stderr.contains("hint: make room"), "{answer:?}");
+    assert_eq!(std::fs::read_dir(small.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_block_device_is_used_as_it_is() {
+    let Some(device) = vdkit_testkit::fs::loop_device(8 << 20, 512) else { return };
+    let scratch = Scratch::new();
+    let name = device.path().to_str().unwrap();
+    scratch.ok(&["create", "-f", "qcow2", name, "20M"]);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "-f", "qcow2", name]);
+    let json = scratch.json_of("info", 0, &[name]);
+    assert_eq!((&json["format"], &json["device"]), (&"qcow2".into(), &true.into()));
+    assert_eq!(scratch.json_of("create", 0, &[name])["virtual-size"], 8 << 20);
+}
+
+#[test]
+fn an_image_in_use_is_not_replaced() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.qcow2", "1M"]);
+    let writer = common::Writer::start(&scratch.path(""), "disk.qcow2");
+    scratch.fails(6, &writer.pid().to_string(), &["create", "--force", "disk.qcow2", "1M"]);
+}
+
+#[test]
+fn an_interrupt_leaves_nothing_half_made() {
+    // Space for the zeroes of a file that takes long enough to be interrupted at any speed.
+    let scratch = Scratch::new();
+    let mut child = scratch
+        .command(&["create", "disk.raw", "64G", "-o", "preallocation=full"])
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    common::wait_until_signals_are_handled(child.id());
+    common::wait_until(|| scratch.names().iter().any(|name| name.contains("partial")));
+    common::signal(child.id(), "TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(scratch.names(), [""; 0]);
+}
