@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CacheMode, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, OpenRequest, Result,
-    align_up,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -13,6 +12,10 @@ use crate::options::OpenOptions;
 use crate::registry::Registry;
 use crate::unit_cache::UnitCache;
 use crate::walk::Walk;
+
+/// How many answers of the layers [`Disk::extent_at`] puts together: a full image of any size
+/// would otherwise be walked to its end for one question.
+const ANSWERS_MAX: u32 = 64;
 
 /// One image of a chain.
 #[derive(Debug)]
@@ -163,7 +166,8 @@ impl Disk {
         self.top().in_flight().enter()
     }
 
-    /// The run that begins at `at`, at most `len` bytes, through the whole chain.
+    /// The run that begins at `at`, at most `len` bytes, through the whole chain. It is the longest
+    /// that is cheap to find: what follows may continue it.
     ///
     /// # Errors
     /// [`Error::Invalid`] past the end of the disk and for `len` 0; damage, and what storages
@@ -172,7 +176,7 @@ impl Disk {
         self.check_range(at, len)?;
         let _guard = self.enter();
         self.walk(Purpose::Map, at.0, at.0 + len)
-            .step()?
+            .step_within(ANSWERS_MAX)?
             .ok_or_else(|| Error::Invalid(format!("{}: an empty range has no map", self.name)))
     }
 
@@ -240,7 +244,10 @@ impl Disk {
     }
 
     /// Changes the size of the disk. New bytes read as zero, also where a longer backing image has
-    /// something there.
+    /// something there, or the last cluster still has what an earlier shrinking cut off.
+    ///
+    /// Where the disk grows over a longer backing image, a power cut in the middle can leave the
+    /// new size with the backing image's bytes showing.
     ///
     /// # Errors
     /// [`Error::ReadOnly`]; what the format returns.
@@ -248,12 +255,13 @@ impl Disk {
         self.check_writable()?;
         let before = self.guest_bytes();
         self.top().resize(guest_bytes)?;
+        let after = self.guest_bytes();
         let beneath = self.layers.get(1).map_or(0, |layer| layer.format.guest_bytes());
         // The rest of the old last cluster may hold what was there before an earlier shrinking, in
         // a form that the format cannot cut: compressed, or shared with a snapshot.
-        let cluster = self.top().caps().cluster_bytes;
-        let edge = align_up(before, cluster).unwrap_or(before);
-        let end = self.guest_bytes().min(beneath.max(edge));
+        let cluster_bytes = self.top().caps().cluster_bytes.max(1);
+        let last_cluster = before.checked_next_multiple_of(cluster_bytes).unwrap_or(before);
+        let end = after.min(beneath.max(last_cluster));
         if before < end {
             self.write_zeroes(GuestOffset(before), end - before, true)?;
         }

@@ -207,6 +207,12 @@ impl<'a> Extents<'a> {
 
     /// The next run, or nothing at the end of the range.
     pub(crate) fn step(&mut self) -> Result<Option<DiskExtent<'a>>> {
+        self.step_within(u32::MAX)
+    }
+
+    /// As `step`, putting together at most so many answers of the layers: the run may then end
+    /// although the next one continues it.
+    pub(crate) fn step_within(&mut self, answers: u32) -> Result<Option<DiskExtent<'a>>> {
         let mut run = match self.ahead.take() {
             Some(run) => run,
             None => match self.advance()? {
@@ -214,7 +220,7 @@ impl<'a> Extents<'a> {
                 None => return Ok(None),
             },
         };
-        loop {
+        for _ in 1..answers {
             match self.advance() {
                 Ok(Some(next)) => match run.merge(next) {
                     Some(joined) => run = joined,

@@ -45,7 +45,7 @@ impl Role {
 pub(crate) struct Namer {
     /// Its name, for messages.
     name: String,
-    /// Relative names start here.
+    /// Relative names start here; empty for the current folder.
     folder: PathBuf,
     /// Its own folder, without links: as it was named and where it really is.
     own: Vec<PathBuf>,
@@ -60,19 +60,21 @@ impl Namer {
     /// An image that the user named.
     pub(crate) fn of_user_path(path: &Path) -> Self {
         let folder = folder_of(path);
-        let mut own: Vec<_> = std::fs::canonicalize(&folder).into_iter().collect();
+        let mut own: Vec<_> = without_links(&folder).into_iter().collect();
         let real = std::fs::canonicalize(path).ok();
         own.extend(real.as_deref().and_then(Path::parent).map(Path::to_owned));
         Self { name: path.display().to_string(), folder, own }
     }
 }
 
-/// The folder that a path is in.
+/// The folder that a path is in; empty for the current one.
 fn folder_of(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    }
+    path.parent().map(Path::to_owned).unwrap_or_default()
+}
+
+/// A folder's real path.
+fn without_links(folder: &Path) -> io::Result<PathBuf> {
+    if folder.as_os_str().is_empty() { std::env::current_dir() } else { folder.canonicalize() }
 }
 
 /// A file that metadata named, opened.
@@ -151,7 +153,7 @@ pub(crate) fn open(
     // The folder of the name counts only where the namer could have reached it anyway: else a link
     // elsewhere that leads back here would widen what is allowed.
     let folder = folder_of(&path);
-    if let Ok(named) = std::fs::canonicalize(&folder)
+    if let Ok(named) = without_links(&folder)
         && (namer.own.iter().any(|root| named.starts_with(root) && root != Path::new("/"))
             || is_beneath_any(&named, &folders(policy)?))
     {
@@ -220,11 +222,8 @@ fn is_in_own_folder(real: &Path, root: &Path) -> bool {
 /// Whether a path that cannot be opened would be allowed if it could, as far as its folder tells.
 fn may_be_beneath(path: &Path, namer: &Namer, policy: &RefPolicy) -> Result<bool> {
     // Without its missing tail, it leads somewhere.
-    let existing = path.ancestors().skip(1).find_map(|folder| {
-        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-        std::fs::canonicalize(folder).ok().map(|real| (folder.to_owned(), real))
-    });
-    let Some((_, real)) = existing else { return Ok(false) };
+    let existing = path.ancestors().skip(1).find_map(|folder| without_links(folder).ok());
+    let Some(real) = existing else { return Ok(false) };
     let own = namer.own.iter().any(|root| is_in_own_folder(&real.join("x"), root));
     Ok(own || is_beneath_any(&real, &folders(policy)?))
 }

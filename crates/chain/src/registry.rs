@@ -94,3 +94,99 @@ impl Registry {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use vdkit_block::{
+        CheckReport, CreateRequest, Format, ImageInfo, Limits, Measured, Monitor, OpenRequest,
+        OptionSpec, Options, Repair,
+    };
+    use vdkit_storage::MemoryStorage;
+
+    use super::*;
+
+    /// Knows images by their first byte.
+    #[derive(Debug)]
+    struct ByByte(&'static str, Option<u8>);
+
+    fn unused<T>() -> Result<T> {
+        Err(Error::Invalid("not a part of this test".to_owned()))
+    }
+
+    impl FormatDriver for ByByte {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+        fn description(&self) -> &'static str {
+            "for tests"
+        }
+        fn options(&self) -> &'static [OptionSpec] {
+            &[]
+        }
+        fn writes(&self) -> bool {
+            false
+        }
+        fn probe(&self, head: &[u8], _len: u64) -> Probe {
+            match self.1 {
+                None => Probe::Fallback,
+                known if head.first().copied() == known => Probe::Yes,
+                Some(_) => Probe::No,
+            }
+        }
+        fn describe(&self, _: &Arc<dyn Storage>, _: &Limits) -> Result<ImageInfo> {
+            unused()
+        }
+        fn open(&self, _: OpenRequest) -> Result<Arc<dyn Format>> {
+            unused()
+        }
+        fn create(&self, _: &CreateRequest) -> Result<()> {
+            unused()
+        }
+        fn check(
+            &self,
+            _: &Arc<dyn Storage>,
+            _: Option<&Arc<dyn Storage>>,
+            _: Repair,
+            _: &Limits,
+            _: &Monitor<'_>,
+        ) -> Result<CheckReport> {
+            unused()
+        }
+        fn cluster_bytes(&self, _: &Options) -> Result<u64> {
+            unused()
+        }
+        fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
+            unused()
+        }
+    }
+
+    fn probe(drivers: &[&'static dyn FormatDriver], bytes: &[u8]) -> Result<(&'static str, bool)> {
+        let registry = Registry::new(drivers.iter().copied());
+        let probed = registry.probe(&MemoryStorage::from_bytes("image", bytes))?;
+        Ok((probed.driver.name(), probed.fallback))
+    }
+
+    #[test]
+    fn a_magic_number_wins_over_the_fallback_whatever_the_order() {
+        static RAW: ByByte = ByByte("raw", None);
+        static A: ByByte = ByByte("a", Some(1));
+        static B: ByByte = ByByte("b", Some(2));
+        assert_eq!(probe(&[&RAW, &A, &B], &[2, 0]).unwrap(), ("b", false));
+        assert_eq!(probe(&[&A, &B, &RAW], &[1]).unwrap(), ("a", false));
+        assert_eq!(probe(&[&A, &RAW], &[2]).unwrap(), ("raw", true));
+        assert_eq!(probe(&[&A, &RAW], &[]).unwrap(), ("raw", true));
+        let error = probe(&[&A, &B], &[3]).unwrap_err().to_string();
+        assert!(error.contains("not recognised") && error.contains("a, b"), "{error}");
+    }
+
+    #[test]
+    fn an_image_that_looks_like_two_formats_is_not_guessed() {
+        static RAW: ByByte = ByByte("raw", None);
+        static A: ByByte = ByByte("a", Some(1));
+        static B: ByByte = ByByte("b", Some(1));
+        let error = probe(&[&A, &RAW, &B], &[1]).unwrap_err().to_string();
+        assert!(error.contains("a and b") && error.contains("-f"), "{error}");
+    }
+}

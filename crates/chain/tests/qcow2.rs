@@ -10,7 +10,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use support::{Random, map};
-use vdkit_block::{Format, GuestOffset, Limits, OpenRequest, Storage};
+use vdkit_block::{CacheMode, Error, Format, GuestOffset, Limits, OpenRequest, Storage};
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2;
 use vdkit_storage::{FileOptions, FileStorage};
@@ -36,17 +36,21 @@ fn read_by_qemu(image: &Path) -> Vec<u8> {
     fs::read(raw).unwrap()
 }
 
-fn open_layer(path: &Path, format: &str, writable: bool) -> Disk {
-    let storage: Arc<dyn Storage> = Arc::new(
-        FileStorage::open(path, &FileOptions { writable, ..FileOptions::default() }).unwrap(),
-    );
+fn open_layer(path: &Path, format: &str, writable: bool, cache: CacheMode) -> Disk {
+    let options = FileOptions { writable, ..FileOptions::default() };
+    let storage = match FileStorage::open(path, &options.cache(cache)) {
+        // This file system has no direct I/O.
+        Err(Error::Unsupported { .. }) if cache.direct() => FileStorage::open(path, &options),
+        other => other,
+    };
+    let storage: Arc<dyn Storage> = Arc::new(storage.unwrap());
     if format == "raw" {
         return support::raw_disk(storage, writable);
     }
     let limits = Limits::default();
     let image = Qcow2::open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
     let info = map::info(image.guest_bytes(), None, None);
-    Disk::from_format(image, info, &OpenOptions { writable, ..OpenOptions::default() })
+    Disk::from_format(image, info, &OpenOptions { writable, cache, ..OpenOptions::default() })
 }
 
 /// The flags of `qemu-img create -o` for each shape of image.
@@ -60,6 +64,15 @@ const SHAPES: &[(u64, &str)] = &[
     (65536, "cluster_size=65536,extended_l2=on"),
     (2 << 20, "cluster_size=2M"),
 ];
+
+const CACHES: &[CacheMode] = &[
+    CacheMode::Writeback,
+    CacheMode::None,
+    CacheMode::Writethrough,
+    CacheMode::DirectSync,
+    CacheMode::Unsafe,
+];
+const CACHE: CacheMode = CacheMode::Writeback;
 
 /// Bytes that compress, and differ from one another.
 fn content(len: usize, seed: u64) -> Vec<u8> {
@@ -106,11 +119,12 @@ struct Bench {
     disk: Option<Disk>,
     model: Vec<u8>,
     unit: u64,
+    cache: CacheMode,
 }
 
 impl Bench {
     /// An overlay with compressed clusters over a raw image of another length.
-    fn new(shape: usize, base_parts: u64) -> Self {
+    fn new(shape: usize, base_parts: u64, cache: CacheMode) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (cluster, options) = SHAPES[shape];
         let size = cluster.max(4096) * 12 + 1024;
@@ -147,7 +161,7 @@ impl Bench {
                 text(&image),
             ],
         );
-        let mut bench = Self { folder, disk: None, model: own, unit: size >> 16 | 1 };
+        let mut bench = Self { folder, disk: None, model: own, unit: size >> 16 | 1, cache };
         bench.reopen();
         bench
     }
@@ -160,8 +174,8 @@ impl Bench {
         if let Some(disk) = self.disk.take() {
             disk.close().unwrap();
         }
-        let base = open_layer(&self.folder.path().join("base.raw"), "raw", false);
-        let top = open_layer(&self.folder.path().join("top.qcow2"), "qcow2", true);
+        let base = open_layer(&self.folder.path().join("base.raw"), "raw", false, self.cache);
+        let top = open_layer(&self.folder.path().join("top.qcow2"), "qcow2", true, self.cache);
         self.disk = Some(top.over(base));
         assert_eq!(self.disk().guest_bytes(), self.model.len() as u64);
     }
@@ -236,9 +250,10 @@ proptest! {
     fn an_overlay_is_a_flat_buffer(
         shape in 0..SHAPES.len(),
         base_parts in 0..24u64,
+        cache in 0..CACHES.len(),
         ops in proptest::collection::vec(op(), 1..40),
     ) {
-        let mut bench = Bench::new(shape, base_parts);
+        let mut bench = Bench::new(shape, base_parts, CACHES[cache]);
         for op in &ops {
             bench.apply(op);
         }
@@ -251,7 +266,7 @@ proptest! {
 #[test]
 fn threads_that_share_clusters_keep_their_own_sectors() {
     for shape in 0..SHAPES.len() {
-        let bench = Bench::new(shape, 9);
+        let bench = Bench::new(shape, 9, CACHES[shape % CACHES.len()]);
         let sectors = bench.model.len() as u64 / 512;
         let model = &bench.model;
         let disk = bench.disk();
@@ -352,10 +367,10 @@ fn chains_that_qemu_made_read_as_qemu_reads_them() {
             run("qemu-io", &arguments.iter().map(String::as_str).collect::<Vec<_>>());
             below = (name, "qcow2");
         }
-        let disk = open_layer(&path("3"), "qcow2", false)
-            .over(open_layer(&path("2"), "qcow2", false))
-            .over(open_layer(&path("1"), "qcow2", false))
-            .over(open_layer(&path("0"), "raw", false));
+        let disk = open_layer(&path("3"), "qcow2", false, CACHE)
+            .over(open_layer(&path("2"), "qcow2", false, CACHE))
+            .over(open_layer(&path("1"), "qcow2", false, CACHE))
+            .over(open_layer(&path("0"), "raw", false, CACHE));
         let wanted = read_by_qemu(&path("3"));
         assert_eq!(disk.guest_bytes(), wanted.len() as u64);
         let mut bytes = vec![0xEE; wanted.len()];
@@ -367,5 +382,39 @@ fn chains_that_qemu_made_read_as_qemu_reads_them() {
             disk.read_at(piece, GuestOffset(step as u64 * 3001)).unwrap();
         }
         assert!(bytes == wanted, "{options}");
+    }
+}
+
+/// The disk is cut within a cluster that cannot be zeroed in place (compressed, or the backing
+/// image's), and grows again.
+#[test]
+fn what_a_shrink_cut_off_does_not_come_back() {
+    for shape in 0..SHAPES.len() {
+        for base_parts in [0, 24] {
+            for part in [1, 1 << 15] {
+                let mut bench = Bench::new(shape, base_parts, CACHE);
+                bench.apply(&Op::Resize { size: part });
+                bench.apply(&Op::Resize { size: 1 << 16 });
+                bench.check();
+            }
+        }
+    }
+}
+
+/// The last cluster of the disk is short, compressed, and has subclusters; zeroing all that the
+/// guest sees of it must not leave the compressed data.
+#[test]
+fn zeroes_reach_a_short_compressed_cluster_with_subclusters() {
+    for may_unmap in [false, true] {
+        let mut bench = Bench::new(6, 0, CACHE);
+        let end = 3 * 65536 + 512;
+        bench.disk().resize(end).unwrap();
+        bench.model.truncate(end as usize);
+        bench
+            .disk()
+            .write_zeroes(GuestOffset(2 * 65536 + 700), 65536 - 700 + 512, may_unmap)
+            .unwrap();
+        bench.model[2 * 65536 + 700..].fill(0);
+        bench.check();
     }
 }

@@ -363,3 +363,16 @@ fn a_deep_chain_shows_each_layer_where_it_has_something() {
     assert!(matches!(own[0].place, DiskPlace::Hole));
     assert_eq!((own[0].depth, own[0].len), (2, (DEPTH - 2) * CLUSTER));
 }
+
+#[test]
+fn one_question_about_a_huge_disk_is_answered_at_once() {
+    let (disk, map, _) = top(4000);
+    disk.write_at(&vec![1; 3000 * CLUSTER as usize], at(0)).unwrap();
+    map.resolved.store(0, SeqCst);
+    let run = disk.extent_at(at(0), 4000 * CLUSTER).unwrap();
+    assert!(run.len >= 64 * CLUSTER && map.resolved.load(SeqCst) <= 64, "{run:?}");
+    // The walk over a range does put everything together.
+    let runs: Vec<_> =
+        disk.extents(at(0), 4000 * CLUSTER).unwrap().map(|run| run.unwrap().len).collect();
+    assert_eq!(runs, [3000 * CLUSTER, 1000 * CLUSTER]);
+}
