@@ -77,9 +77,16 @@ impl Qcow2 {
             return Ok(nothing);
         }
         let cluster = self.geometry.cluster_bytes();
+        // What lies behind the end of the disk in its last cluster goes along: a compressed cluster
+        // is zeroed as a whole or not at all.
+        let end = if range.end == self.guest_len() {
+            range.end.next_multiple_of(cluster)
+        } else {
+            range.end
+        };
         self.for_clusters(&range, self.has_backing(), |at, old| {
             let from = range.start.max(at) - at;
-            let to = range.end.min(at + cluster) - at;
+            let to = end.min(at + cluster) - at;
             let bits =
                 (((1u128 << to.div_ceil(unit)) - 1) >> (from / unit) << (from / unit)) as u32;
             self.zeroed(old, if self.geometry.extended { bits } else { u32::MAX }, may_unmap)
