@@ -241,7 +241,7 @@ impl Bench {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 64,
+        cases: 48,
         failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("regressions"))),
         ..ProptestConfig::default()
     })]
