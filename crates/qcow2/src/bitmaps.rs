@@ -184,3 +184,60 @@ fn parse(directory: &[u8], count: u32) -> Result<Vec<Bitmap>, (usize, String, St
     }
     Ok(bitmaps)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &[u8], extra: &[u8]) -> Vec<u8> {
+        let mut bytes = vec![0; FIXED_BYTES];
+        bytes[5] = 1; // table offset 0x10000
+        bytes[11] = 2; // table entries
+        bytes[15] = 2; // auto
+        bytes[16] = TYPE_DIRTY;
+        bytes[17] = 16;
+        bytes[18..20].copy_from_slice(&(name.len() as u16).to_be_bytes());
+        bytes[20..24].copy_from_slice(&(extra.len() as u32).to_be_bytes());
+        bytes.extend_from_slice(extra);
+        bytes.extend_from_slice(name);
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+        bytes
+    }
+
+    #[test]
+    fn entries_follow_each_other_at_multiples_of_eight() {
+        let mut directory = entry(b"first", b"extra");
+        directory.extend(entry(b"b", b""));
+        let bitmaps = parse(&directory, 2).unwrap();
+        assert_eq!(bitmaps[0].name, b"first");
+        assert_eq!(bitmaps[0].extra, b"extra");
+        assert_eq!(bitmaps[0].table_offset, HostOffset(0x10000));
+        assert_eq!(bitmaps[0].table_entries, 2);
+        assert_eq!(bitmaps[1].name, b"b");
+        let info = bitmaps[1].info();
+        assert_eq!((info.granularity, info.enabled, info.in_use), (65536, true, false));
+        // One too few, one too many.
+        assert_eq!(parse(&directory, 1).unwrap_err().0, 40);
+        assert_eq!(parse(&directory, 3).unwrap_err().0, directory.len());
+    }
+
+    #[test]
+    fn damaged_entries_say_what_is_wrong() {
+        for (at, value, wanted) in [
+            (16, 0, "type 0"),
+            (16, 2, "type 2"),
+            (17, 8, "granularity_bits 8"),
+            (17, 32, "granularity_bits 32"),
+            (18, 4, "a name of 1025"),
+            (19, 0, "a name of 0"),
+            (19, 9, "a name of 9"),
+            (20, 0xff, "bytes of extra data"),
+        ] {
+            let mut directory = entry(b"n", b"");
+            directory[at] = value;
+            let (offset, found, _) = parse(&directory, 1).unwrap_err();
+            assert_eq!(offset, 0);
+            assert!(found.contains(wanted), "{found}");
+        }
+    }
+}

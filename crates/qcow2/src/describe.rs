@@ -3,22 +3,27 @@
 use vdkit_block::{ImageInfo, Limits, Result, Storage};
 
 use crate::bitmaps::Bitmaps;
-use crate::header::{Encryption, Header};
+use crate::header::{Encryption, FIRST_READ_BYTES, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
 use crate::snapshots::{Snapshot, SnapshotTable};
 
 /// Autoclear bits that have a meaning here.
 const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
 
-/// Describes an image by at most four reads: header, snapshot table (two where its entries are
-/// unusually long), bitmap directory. (Extensions beyond the first 64 KiB cost one more.)
+/// Describes an image by at most four reads: header (two where it goes on beyond 64 KiB), snapshot
+/// table (two where its entries are unusually long), bitmap directory; never all five.
 ///
 /// # Errors
 /// As [`Header::read`], and [`vdkit_block::Error::Corrupt`] for a damaged snapshot table or bitmap
 /// directory.
 pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageInfo> {
     let header = Header::read(storage, limits)?;
-    let snapshots = SnapshotTable::read(storage, &header, limits)?;
+    let header_may_take_two = header.geometry.cluster_bytes() > FIRST_READ_BYTES as u64;
+    let snapshots = if header_may_take_two && header.extension(extension::BITMAPS).is_some() {
+        SnapshotTable::read_at_once(storage, &header, limits)?
+    } else {
+        SnapshotTable::read(storage, &header, limits)?
+    };
     let bitmaps = Bitmaps::read(storage, &header, limits)?;
     let properties = properties(&header, &bitmaps);
     Ok(ImageInfo {

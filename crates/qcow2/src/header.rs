@@ -107,7 +107,7 @@ fn be64(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// How many bytes the first read takes: enough for nearly each header with all its extensions.
-const FIRST_READ_BYTES: usize = 64 << 10;
+pub(crate) const FIRST_READ_BYTES: usize = 64 << 10;
 
 impl Header {
     /// Reads and validates the header: one read, or two where the extensions go on beyond 64 KiB.

@@ -75,6 +75,25 @@ impl SnapshotTable {
     /// [`Error::Corrupt`] where an entry passes the end of the file or of the largest table that
     /// is accepted (64 MiB, or what `limits` say).
     pub fn read(storage: &dyn Storage, header: &Header, limits: &Limits) -> Result<Self> {
+        let guess = u64::from(header.snapshot_count) * ENTRY_BYTES_GUESS;
+        Self::read_guessing(storage, header, limits, guess.max(FIRST_READ_BYTES))
+    }
+
+    /// As [`SnapshotTable::read`], always in one read, which may take much more than the table.
+    pub(crate) fn read_at_once(
+        storage: &dyn Storage,
+        header: &Header,
+        limits: &Limits,
+    ) -> Result<Self> {
+        Self::read_guessing(storage, header, limits, u64::MAX)
+    }
+
+    fn read_guessing(
+        storage: &dyn Storage,
+        header: &Header,
+        limits: &Limits,
+        guess: u64,
+    ) -> Result<Self> {
         let count = header.snapshot_count;
         if count == 0 {
             return Ok(Self::default());
@@ -84,7 +103,7 @@ impl SnapshotTable {
             .min(limits.table_bytes_max)
             .min(u64::from(count) * (FIXED_BYTES + EXTRA_BYTES_MAX + 2 * 65536) as u64);
         let room = storage.len()?.saturating_sub(start.0).min(most);
-        let guess = (u64::from(count) * ENTRY_BYTES_GUESS).max(FIRST_READ_BYTES).min(room);
+        let guess = guess.min(room);
         let mut bytes = vec![0; guess as usize];
         storage.read_at(&mut bytes, start)?;
         let parsed = match Self::parse(&bytes, count) {
