@@ -1,4 +1,103 @@
-//! vdkit, a virtual-disk engine.
+//! vdkit, a virtual-disk engine: reads, writes, converts, checks and compares disk images.
+//!
+//! This crate is what programs import; it gathers the parts of the house under one name.
+//!
+//! | what | where |
+//! |---|---|
+//! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`] |
+//! | what an image says of itself | [`describe_chain`], [`ImageInfo`] |
+//! | long work: convert, compare, check, create, resize, measure | [`jobs`] |
+//! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
+//! | files, devices and memory beneath images | [`storage`], [`Storage`] |
+//! | errors, and the classes that exit codes are made of | [`Error`], [`ErrorKind`] |
+//!
+//! # An image is input from a stranger
+//! Opening one reads no more than its header and top table, follows references to other files only
+//! as far as [`OpenOptions::refs`] allows, locks files as QEMU does, and answers a hostile image
+//! with an error that says where it is damaged.
+//!
+//! # Making, writing and reading an image
+//! ```
+//! use vdkit::jobs::{CreateOptions, create};
+//! use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy};
+//!
+//! # fn main() -> vdkit::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let path = folder.path().join("disk.qcow2");
+//! let registry = vdkit::registry();
+//! let driver = vdkit::format("qcow2")?;
+//! create(
+//!     &registry,
+//!     &CreateOptions {
+//!         path: &path,
+//!         driver,
+//!         guest_bytes: Some(64 << 20),
+//!         options: Options::parse("qcow2", driver.options(), ["cluster_size=4K"])?,
+//!         backing: None,
+//!         replace: false,
+//!         refs: RefPolicy::default(),
+//!     },
+//!     &Monitor::default(),
+//! )?;
+//!
+//! let disk = Disk::open(&registry, &path, &OpenOptions::read_write())?;
+//! disk.write_at(b"hello", GuestOffset(1 << 20))?;
+//! disk.close()?;
+//! # drop(disk);
+//!
+//! let disk = Disk::open(&registry, &path, &OpenOptions::read_only())?;
+//! let mut bytes = [0; 7];
+//! disk.read_at(&mut bytes, GuestOffset((1 << 20) - 1))?;
+//! assert_eq!(&bytes, b"\0hello\0");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Describing, without opening anything else
+//! ```
+//! use vdkit::{BackingChoice, OpenOptions};
+//!
+//! # fn main() -> vdkit::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let path = folder.path().join("disk.img");
+//! # std::fs::write(&path, [0; 1024]).unwrap();
+//! let options = OpenOptions::read_only().backing(BackingChoice::Ignore);
+//! let report = vdkit::describe_chain(&vdkit::registry(), &path, &options)?;
+//! assert_eq!(report.links[0].info.format, "raw");
+//! assert_eq!(report.links[0].info.virtual_size, 1024);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Converting
+//! ```
+//! use vdkit::jobs::{ConvertOptions, Destination, NewImage, Source, compare, convert};
+//! use vdkit::{Disk, Monitor, OpenOptions, Options};
+//!
+//! # fn main() -> vdkit::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let (from, to) = (folder.path().join("disk.raw"), folder.path().join("disk.qcow2"));
+//! # std::fs::write(&from, vec![7; 1 << 20]).unwrap();
+//! let registry = vdkit::registry();
+//! let source = Source::new(vec![Disk::open(&registry, &from, &OpenOptions::read_only())?]);
+//! let target = Destination::New(NewImage {
+//!     path: to.clone(),
+//!     format: "qcow2".to_owned(),
+//!     options: Options::default(),
+//!     backing: None,
+//!     cache: None,
+//! });
+//! let report = convert(&registry, &source, &ConvertOptions::new(target), &Monitor::default())?;
+//! assert_eq!(report.virtual_size, 1 << 20);
+//!
+//! let made = Disk::open(&registry, &to, &OpenOptions::read_only())?;
+//! let compared = compare(&source.disks()[0], &made, &Default::default(), &Monitor::default())?;
+//! assert!(compared.identical);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A [`Monitor`] carries progress out of a job and a cancel token into it.
 
 pub use vdkit_block::*;
 pub use vdkit_chain::*;

@@ -20,3 +20,18 @@ pub fn registry() -> Registry {
 pub fn format(name: &str) -> Result<&'static dyn FormatDriver> {
     registry().driver(name)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_format_is_found_by_its_name_and_named_once() {
+        for driver in FORMATS {
+            assert_eq!(format(driver.name()).unwrap().name(), driver.name());
+            assert_eq!(FORMATS.iter().filter(|d| d.name() == driver.name()).count(), 1);
+        }
+        let error = format("qed").unwrap_err().to_string();
+        assert!(FORMATS.iter().all(|driver| error.contains(driver.name())), "{error}");
+    }
+}
