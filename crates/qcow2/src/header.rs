@@ -529,28 +529,27 @@ impl FixedFields {
                 ));
             }
         };
-        // A table that is lost counts as empty where the caller collects faults.
-        let mut tolerate = |result: Result<HostOffset>, field: u64, count: u32| match (
-            result,
-            faults.as_deref_mut(),
-        ) {
-            (Ok(offset), _) => Ok((offset, count)),
+        // A table that is lost counts as empty where the caller collects faults; one that is
+        // merely too long has as many entries as can be.
+        let refcount_table = match (self.refcount_table(file, file_len, &geometry), &mut faults) {
             (Err(error), Some(faults)) => {
-                faults.push(fault_of(file, field, error));
-                Ok((HostOffset(0), 0))
+                faults.push(fault_of(file, field::REFCOUNT_TABLE, error));
+                (HostOffset(0), 0)
             }
-            (Err(error), None) => Err(error),
+            (offset, _) => (offset?, self.refcount_table_clusters),
         };
-        let (refcount_table_offset, refcount_table_clusters) = tolerate(
-            self.refcount_table(file, file_len, &geometry),
-            field::REFCOUNT_TABLE,
-            self.refcount_table_clusters,
-        )?;
-        let (snapshots_offset, snapshot_count) = tolerate(
-            self.snapshots(file, file_len, &geometry),
-            field::SNAPSHOTS,
-            self.snapshot_count,
-        )?;
+        let snapshots = match (self.snapshots(file, file_len, &geometry), &mut faults) {
+            (Err(error), Some(faults)) => {
+                faults.push(fault_of(file, field::SNAPSHOTS, error));
+                let at = self.snapshots_offset;
+                if at & (cluster - 1) == 0 && at >= cluster && at < file_len.min(HOST_OFFSET_END) {
+                    (HostOffset(at), self.snapshot_count.min(layout::SNAPSHOTS_MAX))
+                } else {
+                    (HostOffset(0), 0)
+                }
+            }
+            (offset, _) => (offset?, self.snapshot_count),
+        };
         Ok(Header {
             version: self.version,
             geometry,
@@ -558,10 +557,10 @@ impl FixedFields {
             encryption,
             l1_offset: self.l1(file, file_len, &geometry, limits)?,
             l1_entries: self.l1_entries,
-            refcount_table_offset,
-            refcount_table_clusters,
-            snapshot_count,
-            snapshots_offset,
+            refcount_table_offset: refcount_table.0,
+            refcount_table_clusters: refcount_table.1,
+            snapshot_count: snapshots.1,
+            snapshots_offset: snapshots.0,
             incompatible: self.incompatible,
             compatible: self.compatible,
             autoclear: self.autoclear,
