@@ -157,9 +157,11 @@ fn parse_entry(
     if extra_bytes != 0 || name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
         return Err("found extra data or a name that is empty or too long");
     }
-    let covered = (u128::from(table_entries * cluster) * 8) << granularity_bits;
+    // QEMU stores whole words of 64 bits, and accepts no other size.
+    let bits = image.header.guest_bytes.div_ceil(1 << granularity_bits);
+    let needed = (bits.div_ceil(64) * 8).div_ceil(cluster);
     if table_entries * cluster > BITMAP_BYTES_MAX
-        || (flags & FLAG_IN_USE == 0 && covered < image.header.guest_bytes.into())
+        || (flags & FLAG_IN_USE == 0 && needed != table_entries)
     {
         return Err("found a bitmap of another size than the disk needs");
     }

@@ -63,6 +63,16 @@ impl SnapshotTable {
         // Where the header's pointer is bad there is nothing to read, and nothing to keep.
         let pointer = field::SNAPSHOTS..field::SNAPSHOTS + 12;
         table.rewrite = image.header_faults.iter().any(|f| pointer.contains(&f.offset));
+        let offset = header.snapshots_offset.0;
+        if header.snapshot_count == 0
+            && (offset & (image.cluster_bytes() - 1) != 0 || offset >= layout::HOST_OFFSET_END)
+        {
+            // QEMU opens no such image.
+            table.rewrite = true;
+            findings.corruption(field::SNAPSHOTS + 4, "snapshot table offset", || {
+                format!("found {offset:#x} with no snapshots, expected 0")
+            });
+        }
         let mut window = Window { image, start: 0, bytes: Vec::new() };
         for index in 0..header.snapshot_count {
             let offset = header.snapshots_offset.0 + table.bytes;

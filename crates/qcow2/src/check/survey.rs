@@ -18,7 +18,7 @@ use super::reader::{self, Meter};
 use super::refcounts::{Lookup, Refcounts};
 use super::snapshots::SnapshotTable;
 use crate::header::field;
-use crate::layout::{COPIED, OFFSET_MASK, incompatible};
+use crate::layout::{COPIED, OFFSET_MASK, autoclear, incompatible};
 
 /// Which numbers are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,6 +142,11 @@ impl Survey {
         for fault in &image.header_faults {
             self.findings.corruption(fault.offset, fault.structure, || {
                 format!("found {}, expected {}", fault.found, fault.expected)
+            });
+        }
+        if image.header.autoclear & autoclear::DATA_FILE_RAW != 0 && !image.header.has_data_file() {
+            self.findings.corruption(field::AUTOCLEAR, "header", || {
+                "found the raw data file bit without a data file".to_owned()
             });
         }
         if image.header.has(incompatible::CORRUPT) {

@@ -146,7 +146,13 @@ fn round(
     if report.leaks == 0 && report.corruptions == 0 && survey.ahead == 0 {
         return Ok(false);
     }
-    forget_unknown_autoclear(image)?;
+    // What looks leaked may be what a damaged entry pointed to.
+    if policy == Policy::Leaks && survey.structural(image) > 0 {
+        return Ok(false);
+    }
+    if forget_autoclear(image)? {
+        return Ok(true);
+    }
     match policy {
         Policy::All => {
             if entries::apply(image, survey)? {
@@ -161,8 +167,6 @@ fn round(
                 return Ok(true);
             }
         }
-        // What looks leaked may be what a damaged entry pointed to.
-        Policy::Leaks if survey.structural(image) > 0 => return Ok(false),
         Policy::Recover if survey.low_without_block => {
             relocate::apply(image, survey, monitor)?;
             return Ok(true);
@@ -179,13 +183,18 @@ fn round(
     Ok(false)
 }
 
-/// A writer must clear the autoclear bits that it does not know.
-fn forget_unknown_autoclear(image: &Image) -> Result<()> {
-    let known = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
-    if image.header.autoclear & !known != 0 {
-        write_autoclear(image, image.header.autoclear & known)?;
+/// A writer must clear the autoclear bits that it does not know, and those that make no sense.
+fn forget_autoclear(image: &Image) -> Result<bool> {
+    let known = if image.header.has_data_file() {
+        autoclear::BITMAPS | autoclear::DATA_FILE_RAW
+    } else {
+        autoclear::BITMAPS
+    };
+    if image.header.autoclear & !known == 0 {
+        return Ok(false);
     }
-    Ok(())
+    write_autoclear(image, image.header.autoclear & known)?;
+    Ok(true)
 }
 
 fn write_autoclear(image: &Image, bits: u64) -> Result<()> {
@@ -215,12 +224,20 @@ fn clear_marks(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
 
 /// Fills in what was mended.
 fn summarise(report: &mut CheckReport, last: &CheckReport) {
+    // What is left comes first: the list has an end, and mending one thing may have brought
+    // another to light.
     let left: FxHashSet<(u64, &str)> =
         last.findings.iter().map(|finding| (finding.offset, finding.structure)).collect();
-    let clean = last.leaks == 0 && last.corruptions == 0;
-    for finding in &mut report.findings {
-        finding.repaired = clean || !left.contains(&(finding.offset, finding.structure));
+    let mut findings = last.findings.clone();
+    for mut finding in std::mem::take(&mut report.findings) {
+        if findings.len() < CheckReport::FINDINGS_MAX
+            && !left.contains(&(finding.offset, finding.structure))
+        {
+            finding.repaired = true;
+            findings.push(finding);
+        }
     }
+    report.findings = findings;
     report.leaks = report.leaks.max(last.leaks);
     report.corruptions = report.corruptions.max(last.corruptions);
     report.leaks_fixed = report.leaks - last.leaks;

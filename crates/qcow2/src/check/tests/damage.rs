@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use vdkit_block::Repair;
 
-use super::support::{Image, kind, must, our_check, qemu_check, same_guest, verdict_of};
+use super::support::{Image, kind, must, our_check, peers, qemu_check, same_guest, verdict_of};
 use crate::layout::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
 
 /// What the guest may read differently after the repair.
@@ -96,6 +96,9 @@ fn data_cluster(image: &Image, guest: u64) -> u64 {
 
 #[test]
 fn refcounts_too_low_are_raised() {
+    if !peers() {
+        return;
+    }
     for kind in ["plain", "v2", "cluster-512", "refcounts-1", "refcounts-4", "extended"] {
         try_damage("data", kind, AgreesInNumbers, Same, |image| {
             image.set_refcount(data_cluster(image, 0), 0);
@@ -124,6 +127,9 @@ fn refcounts_too_low_are_raised() {
 
 #[test]
 fn copied_flags_follow_the_refcounts() {
+    if !peers() {
+        return;
+    }
     for kind in ["plain", "extended", "cluster-512"] {
         try_damage("L2 without", kind, AgreesInNumbers, Same, |image| {
             let at = image.l2_entry(0);
@@ -146,6 +152,9 @@ fn copied_flags_follow_the_refcounts() {
 
 #[test]
 fn l1_entries_that_cannot_be_are_let_go() {
+    if !peers() {
+        return;
+    }
     for kind in ["plain", "v2", "refcounts-1", "snapshots", "extended-16k"] {
         let span = Image::make(super::support::kind(kind)).header().geometry.l2_span();
         for (name, word) in
@@ -164,6 +173,9 @@ fn l1_entries_that_cannot_be_are_let_go() {
 
 #[test]
 fn l2_entries_that_cannot_be_are_let_go() {
+    if !peers() {
+        return;
+    }
     for kind in ["plain", "v2", "cluster-2M", "snapshots", "extended"] {
         let cluster = Image::make(super::support::kind(kind)).header().geometry.cluster_bytes();
         for (name, change) in [("unaligned", 0x200u64), ("beyond", 0x40_0000_0000)] {
@@ -194,6 +206,9 @@ fn l2_entries_that_cannot_be_are_let_go() {
 
 #[test]
 fn subclusters_make_sense_again() {
+    if !peers() {
+        return;
+    }
     try_damage("both", "extended", AgreesInNumbers, Same, |image| {
         let at = image.l2_entry(0) + 8;
         image.put_word(at, image.word(at) | 5 << 32);
@@ -214,6 +229,9 @@ fn subclusters_make_sense_again() {
 
 #[test]
 fn clusters_with_two_owners_get_one_each() {
+    if !peers() {
+        return;
+    }
     for kind in ["plain", "refcounts-1", "refcounts-64", "extended-16k", "bitmap"] {
         let cluster = Image::make(super::support::kind(kind)).header().geometry.cluster_bytes();
         let span = Image::make(super::support::kind(kind)).header().geometry.l2_span();
@@ -260,6 +278,9 @@ fn clusters_with_two_owners_get_one_each() {
 
 #[test]
 fn shared_metadata_is_damage_even_where_refcounts_allow_for_it() {
+    if !peers() {
+        return;
+    }
     // As qemu-img check -r all leaves such an image.
     try_damage("L1 and data", "plain", Says(0), Except(0..65536), |image| {
         let old = data_cluster(image, 0);
@@ -271,6 +292,9 @@ fn shared_metadata_is_damage_even_where_refcounts_allow_for_it() {
 
 #[test]
 fn refcount_structures_are_made_anew() {
+    if !peers() {
+        return;
+    }
     for kind in ["plain", "v2", "cluster-512", "refcounts-1", "refcounts-64", "snapshots"] {
         let entry = |image: &Image| image.header().refcount_table_offset.0;
         for word in [0x200u64, 0x40_0000_0000, 1 << 60] {
@@ -309,6 +333,9 @@ fn refcount_structures_are_made_anew() {
 
 #[test]
 fn a_truncated_file_loses_what_was_cut_off() {
+    if !peers() {
+        return;
+    }
     for kind in ["plain", "v2", "cluster-512", "refcounts-1", "snapshots", "compressed", "bitmap"] {
         let full = Image::make(super::support::kind(kind));
         let cluster = full.header().geometry.cluster_bytes();
@@ -328,6 +355,9 @@ fn a_truncated_file_loses_what_was_cut_off() {
 
 #[test]
 fn marks_in_the_header_are_cleared() {
+    if !peers() {
+        return;
+    }
     let mark = |bit: u8| move |image: &Image| image.put(79, &[image.bytes(79, 1)[0] | bit]);
     try_damage("corrupt", "plain", Says(0), Same, mark(2));
     let image = Image::make(kind("lazy"));
@@ -347,6 +377,9 @@ fn marks_in_the_header_are_cleared() {
 
 #[test]
 fn snapshots_are_mended_or_lost_one_by_one() {
+    if !peers() {
+        return;
+    }
     let table = |image: &Image| image.header().snapshots_offset.0;
     for kind in ["snapshots", "refcounts-2", "bitmap"] {
         try_damage("L1 unaligned", kind, Agrees, Same, |image| {
@@ -386,6 +419,9 @@ fn snapshots_are_mended_or_lost_one_by_one() {
 
 #[test]
 fn a_wrong_number_of_snapshots_loses_none() {
+    if !peers() {
+        return;
+    }
     for count in [[0, 0, 200, 0], [0xff; 4]] {
         let image = Image::make(kind("snapshots"));
         image.put(60, &count);
@@ -400,6 +436,9 @@ fn a_wrong_number_of_snapshots_loses_none() {
 
 #[test]
 fn extra_data_of_snapshots_is_completed_and_cut() {
+    if !peers() {
+        return;
+    }
     let image = Image::make(kind("snapshots"));
     let table = image.header().snapshots_offset.0;
     // Id and name move forward over the extra data.
@@ -421,6 +460,9 @@ fn extra_data_of_snapshots_is_completed_and_cut() {
 
 #[test]
 fn broken_bitmaps_are_forgotten_and_their_space_is_given_back() {
+    if !peers() {
+        return;
+    }
     let directory = |image: &Image| image.header().bitmaps().unwrap().directory_offset.0;
     for (at, byte) in [(0, 0xff), (7, 1), (8, 0xff), (16, 9), (17, 60), (18, 0xff), (15, 8)] {
         try_damage("directory", "bitmap", Agrees, Same, |image| {
@@ -445,6 +487,9 @@ fn broken_bitmaps_are_forgotten_and_their_space_is_given_back() {
 
 #[test]
 fn stale_bitmaps_are_leaks() {
+    if !peers() {
+        return;
+    }
     let image = Image::make(kind("bitmap"));
     image.put(95, &[0]);
     let report = our_check(&image.path, Repair::Nothing).unwrap();
@@ -454,6 +499,9 @@ fn stale_bitmaps_are_leaks() {
 
 #[test]
 fn lost_guest_data_makes_bitmaps_untrustworthy() {
+    if !peers() {
+        return;
+    }
     let image = Image::make(kind("bitmap"));
     let at = image.l2_entry(0);
     image.put_word(at, image.word(at) | 1 << 44);
@@ -468,6 +516,9 @@ fn lost_guest_data_makes_bitmaps_untrustworthy() {
 
 #[test]
 fn entries_of_a_data_file_go_home() {
+    if !peers() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     for raw in ["on", "off"] {
@@ -495,6 +546,9 @@ fn entries_of_a_data_file_go_home() {
 
 #[test]
 fn repair_of_leaks_keeps_its_hands_off_a_damaged_image() {
+    if !peers() {
+        return;
+    }
     let image = Image::make(kind("plain"));
     image.append_cluster(1, 7);
     image.put_word(image.l1(), image.word(image.l1()) | 512);
@@ -506,6 +560,9 @@ fn repair_of_leaks_keeps_its_hands_off_a_damaged_image() {
 
 #[test]
 fn unknown_autoclear_bits_go_with_the_first_write_only() {
+    if !peers() {
+        return;
+    }
     let image = Image::make(kind("plain"));
     image.put(88, &[0x80]);
     our_check(&image.path, Repair::All).unwrap();

@@ -1,5 +1,8 @@
 //! Against qemu-img: verdicts on sound and damaged images, and repairs.
 
+mod crash;
 mod damage;
+mod hostile;
+mod random;
 mod sound;
 mod support;

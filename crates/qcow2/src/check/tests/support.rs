@@ -1,92 +1,28 @@
 //! Images made by qemu-img, their damage, and both programs' verdicts.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vdkit_block::{
-    CheckReport, Error, HostOffset, IoAction, Limits, Monitor, Repair, Result, Storage,
-    StorageCaps, StorageExtent, ZeroMode,
-};
+use vdkit_block::{CheckReport, HostOffset, Limits, Monitor, Repair, Result, Storage};
+use vdkit_storage::{FileOptions, FileStorage};
 
 use crate::check;
+use crate::check::mapping::entry_at;
+use crate::check::survey::be64;
+use crate::entry::State;
 use crate::header::Header;
+use crate::layout::OFFSET_MASK;
 
-/// A plain file.
-#[derive(Debug)]
-pub(super) struct FileStorage {
-    name: String,
-    file: File,
+/// An image file.
+pub(super) fn open(path: &Path) -> Arc<dyn Storage> {
+    Arc::new(FileStorage::open(path, &FileOptions::read_write()).unwrap())
 }
 
-impl FileStorage {
-    pub(super) fn open(path: &Path) -> Arc<dyn Storage> {
-        let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
-        Arc::new(Self { name: path.display().to_string(), file })
-    }
-
-    fn error(&self, action: IoAction, offset: u64, source: std::io::Error) -> Error {
-        Error::io(&self.name, action, offset, 0, source)
-    }
-}
-
-impl Storage for FileStorage {
-    fn name(&self) -> &str {
-        &self.name
-    }
-    fn caps(&self) -> StorageCaps {
-        StorageCaps {
-            writable: true,
-            growable: true,
-            device: false,
-            alignment: 1,
-            block_bytes: 4096,
-        }
-    }
-    fn len(&self) -> Result<u64> {
-        Ok(self.file.metadata().unwrap().len())
-    }
-    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
-        let mut got = 0;
-        while got < buf.len() {
-            match self.file.read_at(&mut buf[got..], offset.0 + got as u64) {
-                Ok(0) => break,
-                Ok(n) => got += n,
-                Err(e) => return Err(self.error(IoAction::Read, offset.0, e)),
-            }
-        }
-        Ok(got)
-    }
-    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        self.file.write_all_at(buf, offset.0).map_err(|e| self.error(IoAction::Write, offset.0, e))
-    }
-    fn write_zeroes(&self, offset: HostOffset, len: u64, _mode: ZeroMode) -> Result<()> {
-        self.write_at(&vec![0; len as usize], offset)
-    }
-    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.write_at(&vec![0; len as usize], offset)
-    }
-    fn allocate(&self, _offset: HostOffset, _len: u64) -> Result<()> {
-        Ok(())
-    }
-    fn sync(&self) -> Result<()> {
-        Ok(())
-    }
-    fn set_len(&self, len: u64) -> Result<()> {
-        self.file.set_len(len).map_err(|e| self.error(IoAction::Resize, len, e))
-    }
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-    fn extent_at(&self, _offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        Ok(StorageExtent { data: true, len })
-    }
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.len()
-    }
+/// Whether QEMU's programs are here; where not, the test has nothing to compare with.
+pub(super) fn peers() -> bool {
+    vdkit_testkit::require_peer("qemu-img") && vdkit_testkit::require_peer("qemu-io")
 }
 
 fn run(program: &str, args: &[&str]) -> Output {
@@ -116,6 +52,12 @@ pub(super) struct Verdict {
     pub(super) fragmented: u64,
     pub(super) compressed: u64,
     pub(super) end: u64,
+}
+
+/// What qemu-img says where it will not check.
+pub(super) fn qemu_refusal(path: &Path) -> String {
+    let output = run("qemu-img", &["check", "-f", "qcow2", path.to_str().unwrap()]);
+    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 /// What qemu-img says.
@@ -158,7 +100,7 @@ pub(super) fn verdict_of(report: &CheckReport) -> Verdict {
 
 /// Our check.
 pub(super) fn our_check(path: &Path, repair: Repair) -> Result<CheckReport> {
-    check::check(&FileStorage::open(path), None, repair, &Limits::default(), &Monitor::default())
+    check::check(&open(path), None, repair, &Limits::default(), &Monitor::default())
 }
 
 /// Whether the guest reads the same of both.
@@ -338,12 +280,12 @@ impl Image {
     }
 
     pub(super) fn header(&self) -> Header {
-        Header::read(&*FileStorage::open(&self.path), &Limits::default()).unwrap()
+        Header::read(&*open(&self.path), &Limits::default()).unwrap()
     }
 
     pub(super) fn bytes(&self, offset: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        FileStorage::open(&self.path).read_padded(&mut bytes, HostOffset(offset)).unwrap();
+        open(&self.path).read_padded(&mut bytes, HostOffset(offset)).unwrap();
         bytes
     }
 
@@ -352,7 +294,7 @@ impl Image {
     }
 
     pub(super) fn put(&self, offset: u64, bytes: &[u8]) {
-        FileStorage::open(&self.path).write_at(bytes, HostOffset(offset)).unwrap();
+        open(&self.path).write_at(bytes, HostOffset(offset)).unwrap();
     }
 
     pub(super) fn put_word(&self, offset: u64, word: u64) {
@@ -412,4 +354,69 @@ impl Image {
         self.set_refcount(at, refcount);
         at
     }
+}
+
+/// What the guest reads of each cluster, as a hash; nothing where reading fails. Compressed
+/// clusters are taken as they lie there.
+pub(super) fn guest_view(storage: &dyn Storage) -> Vec<Option<u64>> {
+    let header = Header::read_tolerant(storage, &Limits::default(), &mut Vec::new()).unwrap();
+    let geometry = header.geometry;
+    let len = storage.len().unwrap();
+    let cluster = geometry.cluster_bytes();
+    let read = |offset: u64, bytes: u64| {
+        let mut buffer = vec![0; bytes as usize];
+        storage.read_padded(&mut buffer, HostOffset(offset)).unwrap();
+        buffer
+    };
+    let hash = |bytes: &[u8]| {
+        if bytes.iter().all(|&b| b == 0) {
+            return Some(0);
+        }
+        let mut hasher = rustc_hash::FxHasher::default();
+        std::hash::Hasher::write(&mut hasher, bytes);
+        Some(std::hash::Hasher::finish(&hasher) | 1)
+    };
+    let aligned = |offset: u64| offset & (cluster - 1) == 0;
+    let l1 = read(header.l1_offset.0, u64::from(header.l1_entries) * 8);
+    let mut view = Vec::new();
+    for index in 0..header.guest_bytes.div_ceil(geometry.l2_span()) as usize {
+        let offset = be64(&l1[index * 8..][..8]) & OFFSET_MASK;
+        let there = offset != 0 && aligned(offset);
+        let l2 = there.then(|| read(offset, cluster));
+        for i in 0..geometry.l2_entries() as usize {
+            let Some(l2) = &l2 else {
+                view.push((offset == 0).then_some(0));
+                continue;
+            };
+            let entry = entry_at(l2, i, geometry.extended);
+            if entry.is_compressed() {
+                let place = entry.compressed_place(&geometry);
+                view.push(if place.offset.0 + place.bytes < len + cluster {
+                    hash(&read(place.offset.0, place.bytes))
+                } else {
+                    None
+                });
+                continue;
+            }
+            let fault = entry.fault(&geometry, header.version, header.has_data_file());
+            if fault.is_some() {
+                view.push(None);
+                continue;
+            }
+            if entry.host().0 == 0 {
+                view.push(Some(0));
+                continue;
+            }
+            let mut data = vec![0; cluster as usize];
+            let part = geometry.subcluster_bytes() as usize;
+            for (s, piece) in data.chunks_exact_mut(part).enumerate() {
+                if entry.state(s as u32, &geometry, false) == State::Data {
+                    let at = entry.host().0 + (s * part) as u64;
+                    storage.read_padded(piece, HostOffset(at)).unwrap();
+                }
+            }
+            view.push(hash(&data));
+        }
+    }
+    view
 }
