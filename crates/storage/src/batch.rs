@@ -73,8 +73,7 @@ impl FileStorage {
         if done >= read.buf.len() {
             return Ok(());
         }
-        let whole = done - done % self.caps().alignment as usize;
-        self.read_padded(&mut read.buf[whole..], HostOffset(read.offset + whole as u64))
+        self.read_padded(&mut read.buf[done..], HostOffset(read.offset + done as u64))
     }
 
     fn fits_ring(&self, op: &mut ReadOp<'_>) -> bool {

@@ -89,15 +89,16 @@ mod tests {
                 let _guard = locks.hold(512..513, true);
                 entered.store(true, Ordering::SeqCst);
             });
-            while locks.waiting() == 0 {
-                std::thread::yield_now();
-            }
+            let settle = || {
+                while locks.waiting() == 0 && !entered.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                assert!(!entered.load(Ordering::SeqCst));
+            };
+            settle();
             drop(beside);
             drop(first);
-            while locks.waiting() == 0 {
-                std::thread::yield_now();
-            }
-            assert!(!entered.load(Ordering::SeqCst));
+            settle();
             drop(second);
         });
         assert!(entered.load(Ordering::SeqCst));

@@ -103,3 +103,34 @@ fn zeroes_on_tmpfs_keep_or_give_back_their_space() {
     file.read_at(&mut bytes, HostOffset(0)).unwrap();
     assert_eq!(bytes, [0; 8192]);
 }
+
+/// Runs `work` while the length is held alone; it must not get ahead of that.
+fn waits_for_the_length(file: &FileStorage, work: impl Fn() + Sync) {
+    let before = file.raw_len().unwrap();
+    std::thread::scope(|scope| {
+        let alone = file.growth().write();
+        scope.spawn(&work);
+        for _ in 0..2000 {
+            std::thread::yield_now();
+            assert_eq!(file.raw_len().unwrap(), before);
+        }
+        drop(alone);
+    });
+    assert!(file.raw_len().unwrap() > before);
+}
+
+#[test]
+fn whatever_grows_a_file_waits_for_a_resize_under_way() {
+    let dir = tempfile::tempdir().unwrap();
+    for mode in [CacheMode::Writeback, CacheMode::None] {
+        let file = lacking(dir.path(), mode, 0);
+        let end = || HostOffset(file.raw_len().unwrap());
+        waits_for_the_length(&file, || file.write_at(&[1; 4096], end()).unwrap());
+        waits_for_the_length(&file, || file.write_at(&[1; 100], end()).unwrap());
+        waits_for_the_length(&file, || file.allocate(end(), 4096).unwrap());
+        for zero in [ZeroMode::MayUnmap, ZeroMode::KeepAllocated] {
+            waits_for_the_length(&file, || file.write_zeroes(end(), 4096, zero).unwrap());
+        }
+        waits_for_the_length(&file, || file.set_len(1 << 20).unwrap());
+    }
+}
