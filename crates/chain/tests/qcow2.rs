@@ -10,9 +10,12 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use support::{Random, map};
-use vdkit_block::{CacheMode, Error, Format, GuestOffset, Limits, OpenRequest, Storage};
-use vdkit_chain::{Disk, OpenOptions};
-use vdkit_qcow2::Qcow2;
+use vdkit_block::{
+    CacheMode, Error, Format, FormatDriver, GuestOffset, Limits, OpenRequest, Storage,
+};
+use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_qcow2::{Qcow2, Qcow2Driver};
+use vdkit_raw::RawDriver;
 use vdkit_storage::{FileOptions, FileStorage};
 
 fn run(program: &str, arguments: &[&str]) {
@@ -61,7 +64,7 @@ const SHAPES: &[(u64, &str)] = &[
     (65536, "cluster_size=65536"),
     (65536, "cluster_size=65536,lazy_refcounts=on,refcount_bits=64"),
     (16384, "cluster_size=16384,extended_l2=on"),
-    (65536, "cluster_size=65536,extended_l2=on"),
+    (65536, "cluster_size=65536,extended_l2=on,compression_type=zstd"),
     (2 << 20, "cluster_size=2M"),
 ];
 
@@ -367,10 +370,10 @@ fn chains_that_qemu_made_read_as_qemu_reads_them() {
             run("qemu-io", &arguments.iter().map(String::as_str).collect::<Vec<_>>());
             below = (name, "qcow2");
         }
-        let disk = open_layer(&path("3"), "qcow2", false, CACHE)
-            .over(open_layer(&path("2"), "qcow2", false, CACHE))
-            .over(open_layer(&path("1"), "qcow2", false, CACHE))
-            .over(open_layer(&path("0"), "raw", false, CACHE));
+        let drivers: [&'static dyn FormatDriver; 2] = [&Qcow2Driver, &RawDriver];
+        let registry = Registry::new(drivers);
+        let disk = Disk::open(&registry, path("3"), &OpenOptions::default()).unwrap();
+        assert_eq!(disk.layers().len(), 4);
         let wanted = read_by_qemu(&path("3"));
         assert_eq!(disk.guest_bytes(), wanted.len() as u64);
         let mut bytes = vec![0xEE; wanted.len()];
