@@ -566,7 +566,7 @@ impl<'a> Mover<'a> {
             Placed::Packed { space, bytes } => {
                 add(&self.moved.written, bytes.len() as u64);
                 target.top().file(space.file).write_at(&buffers.packed[bytes], space.host)?;
-                space.publish()
+                target.publish_packed(space)
             }
             Placed::Mapped { from, to } => {
                 add(&self.moved.written, (to - from) as u64);
