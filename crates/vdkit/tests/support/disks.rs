@@ -1,0 +1,258 @@
+//! The disks under an image: counted, made to fail, made to stumble, and recorded for power cuts.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use vdkit_block::{HostOffset, ReadOp, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::{CountingStorage, CrashImage, CrashStorage, FaultyStorage, Rng};
+
+/// The changes of several recording disks in one order: the number of the disk for each.
+#[derive(Clone, Debug, Default)]
+pub struct Timeline(Arc<Mutex<Vec<usize>>>);
+
+impl Timeline {
+    /// How many changes and syncs there were on all disks together.
+    pub fn len(&self) -> usize {
+        self.0.lock().len()
+    }
+}
+
+/// What holds the bytes.
+#[derive(Clone, Debug)]
+enum Bytes {
+    Memory(Arc<MemoryStorage>),
+    Recording { crash: Arc<CrashStorage>, number: usize, timeline: Timeline },
+}
+
+/// Passes everything on, after a little wait now and then, so that threads meet in unusual
+/// orders; and notes changes in the timeline.
+#[derive(Debug)]
+struct Bottom {
+    bytes: Bytes,
+    stumbles: AtomicBool,
+    dice: AtomicU64,
+}
+
+impl Bottom {
+    fn inner(&self) -> &dyn Storage {
+        match &self.bytes {
+            Bytes::Memory(memory) => &**memory,
+            Bytes::Recording { crash, .. } => &**crash,
+        }
+    }
+
+    fn stumble(&self) {
+        if !self.stumbles.load(Ordering::Relaxed) {
+            return;
+        }
+        let roll = Rng::new(self.dice.fetch_add(1, Ordering::Relaxed)).next_u64();
+        match roll % 16 {
+            0..=7 => {}
+            8..=13 => std::thread::yield_now(),
+            _ => std::thread::sleep(Duration::from_micros(roll >> 8 & 127)),
+        }
+    }
+
+    fn change(&self, change: impl FnOnce(&dyn Storage) -> Result<()>) -> Result<()> {
+        self.stumble();
+        let Bytes::Recording { crash, number, timeline } = &self.bytes else {
+            return change(self.inner());
+        };
+        let before = crash.ops();
+        let result = change(&**crash);
+        let mut order = timeline.0.lock();
+        order.extend((before..crash.ops()).map(|_| number));
+        result
+    }
+}
+
+impl Storage for Bottom {
+    fn name(&self) -> &str {
+        self.inner().name()
+    }
+
+    fn caps(&self) -> StorageCaps {
+        self.inner().caps()
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.inner().len()
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        self.stumble();
+        self.inner().read_up_to(buf, offset)
+    }
+
+    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
+        self.stumble();
+        self.inner().read_batch(ops)
+    }
+
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.change(|inner| inner.write_at(buf, offset))
+    }
+
+    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
+        self.change(|inner| inner.write_zeroes(offset, len, mode))
+    }
+
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.change(|inner| inner.discard(offset, len))
+    }
+
+    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.change(|inner| inner.allocate(offset, len))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.change(|inner| inner.sync())
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.change(|inner| inner.set_len(len))
+    }
+
+    fn may_have_holes(&self) -> Result<bool> {
+        self.inner().may_have_holes()
+    }
+
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        self.inner().extent_at(offset, len)
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner().allocated_bytes()
+    }
+}
+
+/// One disk with all its wrappers.
+#[derive(Clone, Debug)]
+pub struct SimDisk {
+    bottom: Arc<Bottom>,
+    faulty: Arc<FaultyStorage>,
+    counting: Arc<CountingStorage>,
+}
+
+impl SimDisk {
+    /// A disk in memory that holds this.
+    pub fn new(content: MemoryStorage) -> Self {
+        Self::over(Bytes::Memory(Arc::new(content)))
+    }
+
+    /// A disk that holds this, durably, and records its changes as disk `number`.
+    pub fn recording(content: &MemoryStorage, number: usize, timeline: &Timeline) -> Self {
+        let crash = CrashStorage::holding(content);
+        Self::over(Bytes::Recording { crash, number, timeline: timeline.clone() })
+    }
+
+    fn over(bytes: Bytes) -> Self {
+        let (stumbles, dice) = (AtomicBool::new(false), AtomicU64::new(0));
+        let bottom = Arc::new(Bottom { bytes, stumbles, dice });
+        let faulty = FaultyStorage::new(bottom.clone());
+        let counting = CountingStorage::new(faulty.clone());
+        Self { bottom, faulty, counting }
+    }
+
+    /// The disk, for use.
+    pub fn storage(&self) -> Arc<dyn Storage> {
+        self.counting.clone()
+    }
+
+    /// Fails on demand.
+    pub fn faulty(&self) -> &FaultyStorage {
+        &self.faulty
+    }
+
+    /// Counts.
+    pub fn counting(&self) -> &CountingStorage {
+        &self.counting
+    }
+
+    /// Lets it wait now and then.
+    pub fn stumble(&self, on: bool) {
+        self.bottom.stumbles.store(on, Ordering::Relaxed);
+    }
+
+    /// The bytes as they are now.
+    pub fn content(&self) -> MemoryStorage {
+        match &self.bottom.bytes {
+            Bytes::Memory(memory) => MemoryStorage::clone(memory),
+            Bytes::Recording { crash, .. } => crash.crash_now().everything(),
+        }
+    }
+
+    /// The disk after so many of its changes.
+    fn crash_at(&self, ops: usize) -> CrashImage {
+        match &self.bottom.bytes {
+            Bytes::Recording { crash, .. } => crash.crash_at(ops),
+            Bytes::Memory(_) => panic!("only a recording disk has a past"),
+        }
+    }
+}
+
+/// The power fails on all disks after the first `moment` changes of the timeline.
+pub fn power_cut(disks: &[SimDisk], timeline: &Timeline, moment: usize) -> Vec<CrashImage> {
+    let order = timeline.0.lock();
+    let ops = |number| order[..moment].iter().filter(|n| **n == number).count();
+    disks.iter().enumerate().map(|(number, disk)| disk.crash_at(ops(number))).collect()
+}
+
+/// Which of the unsynced changes survive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Survival {
+    Nothing,
+    Everything,
+    /// One change alone, or all but one.
+    Extreme,
+    /// Each sector by lot.
+    Lot,
+}
+
+/// One possible rest of each disk.
+pub fn survivors(cuts: &[CrashImage], survival: Survival, rng: &mut Rng) -> Vec<MemoryStorage> {
+    let one = |cut: &CrashImage, rng: &mut Rng| match survival {
+        Survival::Nothing => cut.only_durable(),
+        Survival::Everything => cut.everything(),
+        Survival::Lot => cut.survivor(rng),
+        Survival::Extreme => {
+            let n = rng.below(2 + 2 * cut.unsynced() as u64) as usize;
+            cut.extremes().nth(n).expect("two of each change and two more").1
+        }
+    };
+    cuts.iter().map(|cut| one(cut, rng)).collect()
+}
+
+/// A file's content as a disk's.
+pub fn load(path: &std::path::Path) -> MemoryStorage {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let bytes = std::fs::read(path).expect("a file that was made");
+    let memory = MemoryStorage::with_len(name, bytes.len() as u64);
+    for (i, chunk) in bytes.chunks(4096).enumerate() {
+        if chunk.iter().any(|b| *b != 0) {
+            memory.write_at(chunk, HostOffset(i as u64 * 4096)).expect("memory");
+        }
+    }
+    memory
+}
+
+/// A disk's content as a sparse file.
+pub fn save(content: &MemoryStorage, path: &std::path::Path) {
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::File::create(path).expect("a scratch file");
+    let len = content.len().expect("memory");
+    file.set_len(len).expect("a length");
+    let mut at = 0;
+    while at < len {
+        let extent = content.extent_at(HostOffset(at), len - at).expect("memory");
+        if extent.data {
+            let mut buf = vec![0; extent.len as usize];
+            content.read_at(&mut buf, HostOffset(at)).expect("memory");
+            file.write_all_at(&buf, at).expect("writing a scratch file");
+        }
+        at += extent.len;
+    }
+}

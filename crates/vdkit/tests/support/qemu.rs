@@ -1,0 +1,87 @@
+//! QEMU's programs in a directory of their own, so that images name their neighbours.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+use vdkit_storage::MemoryStorage;
+
+use super::disks::load;
+
+/// A scratch directory, in memory where that is possible.
+pub fn scratch() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    let made = if memory.is_dir() {
+        tempfile::Builder::new().prefix("vdkit-proof").tempdir_in(memory)
+    } else {
+        tempfile::tempdir()
+    };
+    made.expect("a scratch directory")
+}
+
+fn run(dir: &Path, program: &str, args: &[&str]) -> Output {
+    Command::new(program)
+        .args(args)
+        .current_dir(dir)
+        .output()
+        .unwrap_or_else(|error| panic!("{program} must be installed: {error}"))
+}
+
+fn text(out: &Output) -> String {
+    let (stdout, stderr) = (&out.stdout, &out.stderr);
+    let (stdout, stderr) = (String::from_utf8_lossy(stdout), String::from_utf8_lossy(stderr));
+    format!("{}\n{stdout}{stderr}", out.status)
+}
+
+/// Runs qemu-img in a directory; it must succeed.
+pub fn img(dir: &Path, args: &[&str]) {
+    let out = run(dir, "qemu-img", args);
+    assert!(out.status.success(), "qemu-img {args:?}: {}", text(&out));
+}
+
+/// Runs qemu-io commands on an image. QEMU refuses to compress over a cluster that has data, and
+/// that is no fault; nothing else may fail.
+pub fn io(dir: &Path, file: &str, commands: &[String]) {
+    let (packing, others): (Vec<_>, Vec<_>) =
+        commands.iter().partition(|command| command.contains("write -c"));
+    for (commands, may_fail) in [(packing, true), (others, false)] {
+        if commands.is_empty() {
+            continue;
+        }
+        let mut args = vec!["-f", "qcow2", file];
+        for command in commands {
+            args.extend(["-c", command]);
+        }
+        let out = run(dir, "qemu-io", &args);
+        let said = text(&out);
+        let fine = out.status.success() && !said.contains("failed") && !said.contains("rror");
+        assert!(may_fail || fine, "qemu-io {args:?}: {said}");
+    }
+}
+
+/// How qemu-img judges an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Clean,
+    Leaks,
+    Corrupt,
+}
+
+/// `qemu-img check` of a file.
+pub fn check(dir: &Path, file: &str) -> (Verdict, String) {
+    let out = run(dir, "qemu-img", &["check", "-f", "qcow2", file]);
+    let verdict = match out.status.code() {
+        Some(0) => Verdict::Clean,
+        Some(3) => Verdict::Leaks,
+        _ => Verdict::Corrupt,
+    };
+    (verdict, text(&out))
+}
+
+/// The guest's view of an image through QEMU.
+pub fn guest_view(dir: &Path, file: &str) -> MemoryStorage {
+    img(dir, &["convert", "-f", "qcow2", "-O", "raw", file, "qemu-view.raw"]);
+    let view = load(&dir.join("qemu-view.raw"));
+    std::fs::remove_file(dir.join("qemu-view.raw")).expect("removing scratch");
+    view
+}

@@ -1,0 +1,207 @@
+//! An image on simulated disks, opened by vdkit, with the guest it must equal.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, Format, ImageInfo, Limits, Monitor, OpenRequest, Repair, Result, Storage,
+};
+use vdkit_chain::{Disk, OpenOptions};
+use vdkit_qcow2::Qcow2;
+use vdkit_raw::RawFormat;
+use vdkit_storage::MemoryStorage;
+
+use super::disks::{SimDisk, Timeline, save};
+use super::guest::{Guest, assert_same};
+use super::qemu::{self, Verdict};
+use super::shape::{Prepared, Shape};
+
+/// An image with all files that belong to it.
+#[derive(Debug)]
+pub struct Rig {
+    pub shape: Shape,
+    /// The image, and the data file where there is one.
+    pub disks: Vec<SimDisk>,
+    pub base: Option<MemoryStorage>,
+    pub limits: Limits,
+    /// Leaks are no fault from the start.
+    pub leaks: bool,
+}
+
+/// A description for [`Disk::from_format`], which wants one for its messages only.
+pub fn info(format: &'static str, virtual_size: u64) -> ImageInfo {
+    ImageInfo {
+        format,
+        virtual_size,
+        cluster_size: None,
+        compression: None,
+        encryption: None,
+        dirty: false,
+        corrupt: false,
+        backing_file: None,
+        backing_format: None,
+        data_file: None,
+        data_file_raw: false,
+        snapshots: Vec::new(),
+        bitmaps: Vec::new(),
+        properties: Vec::new(),
+    }
+}
+
+/// A disk over one open format.
+pub fn disk(format: Arc<dyn Format>, writable: bool) -> Disk {
+    let info = info(format.name(), format.guest_bytes());
+    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
+}
+
+impl Rig {
+    /// A fresh image of this shape on disks of its own.
+    pub fn new(shape: &Shape) -> (Self, Guest) {
+        Self::make(shape, SimDisk::new)
+    }
+
+    /// The same on disks that record all changes.
+    pub fn recording(shape: &Shape, timeline: &Timeline) -> (Self, Guest) {
+        let mut number = 0;
+        Self::make(shape, |content| {
+            number += 1;
+            SimDisk::recording(&content, number - 1, timeline)
+        })
+    }
+
+    fn make(shape: &Shape, disk: impl FnMut(MemoryStorage) -> SimDisk) -> (Self, Guest) {
+        let prepared = shape.prepare();
+        let Prepared { image, data, base, guest, leaks } = &*prepared;
+        let disks = std::iter::once(image).chain(data).cloned().map(disk).collect();
+        // Small, so that eviction happens.
+        let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
+        let (shape, base) = (shape.clone(), base.clone());
+        (Self { shape, disks, base, limits, leaks: *leaks }, guest.clone())
+    }
+
+    /// The same image with other content of its disks.
+    pub fn with_content(&self, content: Vec<MemoryStorage>) -> Self {
+        Self {
+            shape: self.shape.clone(),
+            disks: content.into_iter().map(SimDisk::new).collect(),
+            base: self.base.clone(),
+            limits: self.limits,
+            leaks: self.leaks,
+        }
+    }
+
+    /// The image's own disk.
+    pub fn image(&self) -> &SimDisk {
+        &self.disks[0]
+    }
+
+    /// The disk with the guest's bytes.
+    pub fn data(&self) -> &SimDisk {
+        &self.disks[self.disks.len() - 1]
+    }
+
+    /// Opens the image alone.
+    pub fn format(&self, writable: bool) -> Result<Arc<Qcow2>> {
+        Qcow2::open(OpenRequest {
+            storage: self.image().storage(),
+            data_file: self.disks.get(1).map(SimDisk::storage),
+            writable,
+            limits: self.limits,
+        })
+    }
+
+    /// Opens the disk, base and all.
+    pub fn open(&self, writable: bool) -> Result<Disk> {
+        let top = disk(self.format(writable)?, writable);
+        Ok(match self.base() {
+            None => top,
+            Some(base) => top.over(base),
+        })
+    }
+
+    fn base(&self) -> Option<Disk> {
+        let storage: Arc<dyn Storage> = Arc::new(self.base.clone()?.read_only());
+        let format: Arc<dyn Format> = if self.shape.base_qcow2 {
+            Qcow2::open(OpenRequest {
+                storage,
+                data_file: None,
+                writable: false,
+                limits: Limits::default(),
+            })
+            .expect("the base image")
+        } else {
+            Arc::new(RawFormat::new(storage, false).expect("the base image"))
+        };
+        Some(disk(format, false))
+    }
+
+    /// The disk must read as the guest wants, in all windows.
+    pub fn compare(&self, disk: &Disk, guest: &Guest, what: &str) {
+        assert_eq!(disk.guest_bytes(), guest.len(), "{what}: size");
+        for window in self.shape.windows(guest.len()) {
+            let mut at = window.start;
+            while at < window.end {
+                let len = (window.end - at).min(1 << 20);
+                let mut buf = vec![0xee; len as usize];
+                disk.read_at(&mut buf, at.into_guest()).expect("reading back");
+                assert_same(what, at, &buf, &guest.read(at, len));
+                at += len;
+            }
+        }
+    }
+
+    /// What vdkit's check says.
+    pub fn check(&self) -> CheckReport {
+        let monitor = Monitor::default();
+        let storage = self.image().storage();
+        vdkit_qcow2::check::check(&storage, None, Repair::Nothing, &Limits::default(), &monitor)
+            .expect("checking a readable image")
+    }
+
+    /// The image must be consistent; leaks are a fault unless `leaks_allowed`.
+    pub fn audit(&self, leaks_allowed: bool, what: &str) {
+        let report = self.check();
+        assert!(report.corruptions == 0, "{what}: {:#?}", report.findings);
+        let leaks_allowed = leaks_allowed || self.leaks;
+        assert!(leaks_allowed || report.leaks == 0, "{what}: {:#?}", report.findings);
+    }
+
+    /// Writes all files where QEMU finds them.
+    pub fn save(&self, dir: &std::path::Path) {
+        for (disk, name) in self.disks.iter().zip(["image.qcow2", "data.raw"]) {
+            save(&disk.content(), &dir.join(name));
+        }
+        if let Some(base) = &self.base {
+            save(base, &dir.join(self.shape.base_name()));
+        }
+    }
+
+    /// QEMU must find the image consistent and read from it what the guest wants.
+    pub fn ask_qemu(&self, guest: Option<&Guest>, leaks_allowed: bool, what: &str) {
+        let scratch = qemu::scratch();
+        let dir = scratch.path();
+        self.save(dir);
+        let (verdict, said) = qemu::check(dir, "image.qcow2");
+        let fine = match verdict {
+            Verdict::Clean => true,
+            Verdict::Leaks => leaks_allowed || self.leaks,
+            Verdict::Corrupt => false,
+        };
+        assert!(fine, "{what}: qemu-img check: {said}");
+        if let Some(guest) = guest {
+            save(&guest.0, &dir.join("guest.raw"));
+            let args = ["compare", "-f", "qcow2", "-F", "raw", "image.qcow2", "guest.raw"];
+            qemu::img(dir, &args);
+        }
+    }
+}
+
+/// A guest offset from a number, for tests that count in bytes.
+pub trait IntoGuest {
+    fn into_guest(self) -> vdkit_block::GuestOffset;
+}
+
+impl IntoGuest for u64 {
+    fn into_guest(self) -> vdkit_block::GuestOffset {
+        vdkit_block::GuestOffset(self)
+    }
+}
