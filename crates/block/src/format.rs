@@ -137,4 +137,12 @@ pub trait Format: Send + Sync + fmt::Debug {
 
     /// Changes the size of the guest disk. Shrinking gives the space beyond the end back.
     fn resize(&self, guest_bytes: u64) -> Result<()>;
+
+    /// [`Format::resize`] of an image that stands on a disk of `beneath` bytes. Where that one
+    /// reaches into what is new, it must not show, not even after a crash in the middle. A format
+    /// that cannot hide it leaves that to the caller (the default).
+    fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
+        let _ = beneath;
+        self.resize(guest_bytes)
+    }
 }
