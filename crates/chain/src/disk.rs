@@ -246,22 +246,25 @@ impl Disk {
     /// Changes the size of the disk. New bytes read as zero, also where a longer backing image has
     /// something there, or the last cluster still has what an earlier shrinking cut off.
     ///
-    /// Where the disk grows over a longer backing image, a power cut in the middle can leave the
-    /// new size with the backing image's bytes showing.
+    /// Where a format without zero flags (qcow2 version 2) grows over a longer backing image, a
+    /// power cut in the middle can leave the new size with the backing image's bytes showing.
     ///
     /// # Errors
     /// [`Error::ReadOnly`]; what the format returns.
     pub fn resize(&self, guest_bytes: u64) -> Result<()> {
         self.check_writable()?;
         let before = self.guest_bytes();
-        self.top().resize(guest_bytes)?;
-        let after = self.guest_bytes();
         let beneath = self.layers.get(1).map_or(0, |layer| layer.format.guest_bytes());
-        // The rest of the old last cluster may hold what was there before an earlier shrinking, in
-        // a form that the format cannot cut: compressed, or shared with a snapshot.
+        if before > 0 && before < guest_bytes.min(beneath) {
+            // Where the last unit is beneath, its rest would show: take it over.
+            self.own_byte(before - 1)?;
+        }
+        self.top().resize_over(guest_bytes, beneath)?;
+        // For formats that cannot hide it before: what is beneath, and what the old last cluster
+        // holds from before an earlier shrinking.
         let cluster_bytes = self.top().caps().cluster_bytes.max(1);
         let last_cluster = before.checked_next_multiple_of(cluster_bytes).unwrap_or(before);
-        let end = after.min(beneath.max(last_cluster));
+        let end = self.guest_bytes().min(beneath.max(last_cluster));
         if before < end {
             self.write_zeroes(GuestOffset(before), end - before, true)?;
         }

@@ -181,6 +181,21 @@ impl Disk {
         Ok(())
     }
 
+    /// Moves the unit of the top image that holds a byte into it, where it is still beneath. What
+    /// the guest reads stays the same; behind the end of the disk come zeroes.
+    pub(crate) fn own_byte(&self, at: u64) -> Result<()> {
+        let offset = GuestOffset(at);
+        if self.top().resolve(offset, 1)?.place != Place::Hole {
+            return Ok(());
+        }
+        let Some(reservation) = self.top().reserve(offset, 1)? else { return Ok(()) };
+        // Nobody else writes there while it is reserved.
+        let mut byte = [0];
+        self.read_through(&mut byte, offset)?;
+        self.fill_and_publish(reservation, Source::Bytes(&byte), offset, 0)?;
+        Ok(())
+    }
+
     fn write_source(&self, source: Source<'_>, at: GuestOffset) -> Result<()> {
         let len = source.len();
         let mut done = 0;
