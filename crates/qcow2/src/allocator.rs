@@ -25,46 +25,64 @@ struct Cover {
     blocks: Vec<usize>,
 }
 
+/// What came of an attempt to put more clusters into the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Grown {
+    /// There are more now, or there cannot be.
+    Done,
+    /// A flush must end first.
+    Busy,
+}
+
 impl Qcow2 {
     /// Takes up to `count` contiguous host clusters, at `hint` where that is free.
+    ///
+    /// Nothing: the metadata lock was given up meanwhile, and whatever the caller found out under
+    /// it may be wrong by now. It must begin again.
     pub(crate) fn allocate(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         count: u64,
         hint: Option<u64>,
-    ) -> Result<Space> {
+    ) -> Result<Option<Space>> {
         if let Some(space) = hint.and_then(|h| meta.pool.take_at(h, count)) {
-            return Ok(space);
+            return Ok(Some(space));
         }
         if let Some(space) = meta.pool.take(count) {
-            return Ok(space);
+            return Ok(Some(space));
         }
         let grown = self.grow(meta, count);
         // What was found may be in pieces; a shorter one is better than none.
         if let Some(space) = meta.pool.take(count).or_else(|| meta.pool.take_longest(count)) {
-            return Ok(space);
+            return Ok(Some(space));
         }
-        grown?;
-        Err(Error::NoSpace {
-            file: self.storage.name().to_owned(),
-            what: "the device is too small for more clusters".into(),
-        })
+        match grown? {
+            Grown::Done => Err(Error::NoSpace {
+                file: self.storage.name().to_owned(),
+                what: "the device is too small for more clusters".into(),
+            }),
+            Grown::Busy => {
+                self.ended.wait(meta);
+                Ok(None)
+            }
+        }
     }
 
-    /// Takes one cluster for a table; one that reads as zero where there is one.
-    fn allocate_table(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<Space> {
+    /// Takes one cluster for a table; one that reads as zero where there is one. Nothing: as for
+    /// [`Qcow2::allocate`].
+    fn allocate_table(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<Option<Space>> {
         match meta.pool.take_fresh(1) {
-            Some(space) => Ok(space),
+            Some(space) => Ok(Some(space)),
             None => self.allocate(meta, 1, None),
         }
     }
 
     /// Puts more clusters into the pool.
-    fn grow(&self, meta: &mut MutexGuard<'_, Meta>, count: u64) -> Result<()> {
+    fn grow(&self, meta: &mut Meta, count: u64) -> Result<Grown> {
         self.reclaim(meta)?;
         let want = count.max(meta.batch);
         if meta.pool.clusters() >= want || self.scan(meta, want)? >= want {
-            return Ok(());
+            return Ok(Grown::Done);
         }
         self.extend(meta, count)
     }
@@ -128,33 +146,27 @@ impl Qcow2 {
     }
 
     /// Makes the file longer by a batch and reserves it.
-    pub(crate) fn extend(&self, meta: &mut MutexGuard<'_, Meta>, count: u64) -> Result<()> {
+    pub(crate) fn extend(&self, meta: &mut Meta, count: u64) -> Result<Grown> {
         let bits = self.geometry.cluster_bits;
         let growable = self.storage.caps().growable;
         let limit = if growable { HOST_OFFSET_END } else { self.storage.len()? } >> bits;
         let want = count.max(meta.batch);
-        let (first, end, cover) = loop {
-            let first = meta.frontier;
-            let mut end = (first + want).min(limit);
-            let mut cover = self.missing(meta, first, end)?;
-            // Room for what the batch itself needs.
-            let own = cover.table_clusters + cover.blocks.len() as u64;
-            if own > 0 {
-                end = (end + own + own / 8 + 1).min(limit);
-                cover = self.missing(meta, first, end)?;
-            }
-            if end <= first {
-                return Ok(());
-            }
-            if own == 0 {
-                break (first, end, cover);
-            }
-            // A flush may hold older copies of what is about to be written past the cache.
-            if !meta.flush_running {
-                break (first, end, cover);
-            }
-            self.ended.wait(meta);
-        };
+        let first = meta.frontier;
+        let mut end = (first + want).min(limit);
+        let mut cover = self.missing(meta, first, end)?;
+        // Room for what the batch itself needs.
+        let own = cover.table_clusters + cover.blocks.len() as u64;
+        if own > 0 {
+            end = (end + own + own / 8 + 1).min(limit);
+            cover = self.missing(meta, first, end)?;
+        }
+        if end <= first {
+            return Ok(Grown::Done);
+        }
+        // The flush may hold older copies of what would now be written past the cache.
+        if own > 0 && meta.flush_running {
+            return Ok(Grown::Busy);
+        }
         if growable {
             self.storage.set_len(end << bits)?;
         }
@@ -171,7 +183,7 @@ impl Qcow2 {
         meta.tail_written = false;
         meta.batch = (meta.batch * 2).min((BATCH_BYTES_MAX >> bits).max(16));
         self.keep_spares(meta);
-        Ok(())
+        Ok(Grown::Done)
     }
 
     /// Reserves `first..end`, leaving out what is in use already (leaks beyond the end of the file).
@@ -245,9 +257,12 @@ impl Qcow2 {
         // A block in a cluster whose refcount is durable may be linked without a barrier: until
         // its content is durable too, it reads as zeroes, and nothing refers to what it describes.
         let mut own = Vec::new();
+        // (A larger table is written whole, with its own blocks: entries for the old one must not
+        // lie behind its end.)
         for &index in &cover.blocks {
             let durable = meta.durable_sequence;
-            match meta.spares.iter().position(|s| s.fresh && s.sequence < durable) {
+            let usable = |s: &Space| s.fresh && s.sequence < durable && cover.table_clusters == 0;
+            match meta.spares.iter().position(usable) {
                 Some(at) => {
                     let spare = meta.spares.swap_remove(at);
                     meta.refcounts.set_block(index, HostOffset(spare.first << bits));
@@ -264,7 +279,7 @@ impl Qcow2 {
                     meta.refcounts.table[index] = 0;
                 }
             }
-            meta.refcounts.table.truncate(old_table_len);
+            meta.refcounts.truncate_table(old_table_len);
             return Err(Error::NoSpace {
                 file: self.storage.name().to_owned(),
                 what: "the device has no room for more refcounts".into(),
@@ -376,65 +391,83 @@ impl Qcow2 {
     }
 
     /// Puts freed clusters back into use once nobody can be reading them.
-    pub(crate) fn reclaim(&self, meta: &mut Meta) -> Result<()> {
-        let mut waiting = Vec::new();
+    fn reclaim(&self, meta: &mut Meta) -> Result<()> {
+        let (runs, result) = self.take_released(meta);
+        for run in runs {
+            meta.add_reclaimed(run);
+        }
+        result
+    }
+
+    /// Takes the references away from all freed clusters that nobody can be reading any more.
+    /// Returns those that had only this one, in no list now: the caller puts them into the pool.
+    pub(crate) fn take_released(&self, meta: &mut Meta) -> (Vec<Freed>, Result<()>) {
+        let (mut waiting, mut last) = (Vec::new(), Vec::<Freed>::new());
         let mut result = Ok(());
         for freed in std::mem::take(&mut meta.released) {
             if result.is_err() || !self.in_flight.passed(freed.stamp) {
                 waiting.push(freed);
                 continue;
             }
-            for (done, cluster) in (freed.first..freed.first + freed.count).enumerate() {
-                if let Err(error) = self.reclaim_cluster(meta, cluster, freed.punch) {
-                    let done = done as u64;
-                    waiting.push(Freed { first: cluster, count: freed.count - done, ..freed });
-                    result = Err(error);
-                    break;
+            for cluster in freed.first..freed.first + freed.count {
+                match self.drop_reference(meta, cluster) {
+                    Ok(false) => {}
+                    Ok(true) => match last.last_mut() {
+                        Some(run)
+                            if run.first + run.count == cluster && run.punch == freed.punch =>
+                        {
+                            run.count += 1;
+                        }
+                        _ => last.push(Freed { first: cluster, count: 1, ..freed }),
+                    },
+                    Err(error) => {
+                        let count = freed.first + freed.count - cluster;
+                        waiting.push(Freed { first: cluster, count, ..freed });
+                        result = Err(error);
+                        break;
+                    }
                 }
             }
         }
         meta.released.extend(waiting);
-        result
+        (last, result)
     }
 
-    /// Takes one reference from a cluster; the last one puts it into the pool.
-    pub(crate) fn reclaim_cluster(&self, meta: &mut Meta, cluster: u64, punch: bool) -> Result<()> {
-        let refcount = meta.refcounts.get(cluster, &*self.storage)?;
-        match refcount {
+    /// Takes one reference from a cluster. Whether it was the last one: the refcount stays 1 then,
+    /// as for all clusters of the pool.
+    pub(crate) fn drop_reference(&self, meta: &mut Meta, cluster: u64) -> Result<bool> {
+        match meta.refcounts.get(cluster, &*self.storage)? {
             // A damaged image counted too low; there is nothing to give back.
-            0 => Ok(()),
+            0 => Ok(false),
+            // As damaged: what is metadata must not become anything else.
+            1 if self.metadata.read().contains(&cluster) => Ok(false),
             1 => {
-                if punch {
-                    let bits = self.geometry.cluster_bits;
-                    // Before the cluster can be handed out again: a late hole would erase data.
-                    self.data.discard(HostOffset(cluster << bits), 1 << bits)?;
-                }
                 if meta.packed_at.is_some_and(|at| self.geometry.host_cluster(at) == cluster) {
                     meta.packed_at = None;
                 }
-                let sequence = 0;
-                meta.pool.add(Space { first: cluster, count: 1, fresh: false, sequence });
-                Ok(())
+                Ok(true)
             }
             more => {
                 self.dirty.store(true, std::sync::atomic::Ordering::Release);
-                meta.refcounts.set(cluster, more - 1, &*self.storage)
+                meta.refcounts.set(cluster, more - 1, &*self.storage)?;
+                Ok(false)
             }
         }
     }
 
-    /// The L2 table of an L1 index, made or copied so that it may be changed.
+    /// Makes or copies the L2 table of an L1 index, so that it may be changed. Nothing: as for
+    /// [`Qcow2::allocate`].
     pub(crate) fn writable_l2(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         l1_index: u64,
-    ) -> Result<HostOffset> {
+    ) -> Result<Option<()>> {
         let old = match self.l2_table(l1_index)? {
-            Some((table, true)) => return Ok(table),
+            Some((_, true)) => return Ok(Some(())),
             Some((table, false)) => Some(table),
             None => None,
         };
-        let space = self.allocate_table(meta)?;
+        let Some(space) = self.allocate_table(meta)? else { return Ok(None) };
         let table = HostOffset(space.first << self.geometry.cluster_bits);
         let cluster = self.geometry.cluster_bytes();
         self.slices.forget(table, cluster);
@@ -445,7 +478,7 @@ impl Qcow2 {
             None => self.storage.write_zeroes(table, cluster, ZeroMode::MayUnmap).map(|()| true),
         };
         match filled {
-            Ok(written) => meta.data_first |= written,
+            Ok(written) => meta.tables_first |= written,
             Err(error) => {
                 meta.pool.add(Space { fresh: false, ..space });
                 return Err(error);
@@ -457,11 +490,13 @@ impl Qcow2 {
         meta.dirty_l1.insert(l1_index / 64);
         if let Some(old) = old {
             let first = old.0 >> self.geometry.cluster_bits;
+            // It may hold data one day, where no snapshot needs it any more.
+            self.metadata.write().remove(&first);
             let stamp = self.in_flight.stamp();
             meta.unlink([Freed { first, count: 1, stamp, punch: false }]);
         }
         self.dirty.store(true, std::sync::atomic::Ordering::Release);
-        Ok(table)
+        Ok(Some(()))
     }
 
     /// Copies a shared L2 table. What it refers to is shared too, so no entry of the copy says
@@ -481,5 +516,13 @@ impl Qcow2 {
             }
         }
         self.storage.write_at(&raw, to)
+    }
+}
+
+impl Meta {
+    /// Puts clusters into the pool that lost their last reference, on disk too.
+    pub(crate) fn add_reclaimed(&mut self, run: Freed) {
+        // Their refcounts have long been durable, their bytes are anything.
+        self.pool.add(Space { first: run.first, count: run.count, fresh: false, sequence: 0 });
     }
 }

@@ -6,8 +6,9 @@
 //!
 //! The barrier between the groups is left out where nothing in the second group depends on the
 //! first: all host clusters that the L2 slices point at were reserved by an earlier flush, and
-//! none of them shows data that must not be torn. With lazy refcounts the first group never
-//! waits for refcounts, since the dirty bit says that they may be behind.
+//! none of them shows data that must not be torn. (Lazy refcounts make no difference: the file's
+//! length must be durable before an entry points behind the old end, and the refcounts of a batch
+//! become so with it.)
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
@@ -70,14 +71,35 @@ impl Qcow2 {
         }
         drop(meta);
         self.ended.notify_all();
+        if result.is_ok() {
+            self.recycle();
+        }
         result
     }
 
+    /// Gives clusters that nothing refers to any more back to the file system where the guest gave
+    /// them up, and puts them into the pool. Not before: a late hole would erase a new owner's data.
+    fn recycle(&self) {
+        // A failure to read a refcount leaves them waiting.
+        let (runs, _) = self.take_released(&mut self.meta.lock());
+        let bits = self.geometry.cluster_bits;
+        for run in runs.iter().filter(|run| run.punch) {
+            // Only a hint: the space is ours either way.
+            let _ = self.storage.discard(HostOffset(run.first << bits), run.count << bits);
+        }
+        let mut meta = self.meta.lock();
+        for run in runs {
+            meta.add_reclaimed(run);
+        }
+    }
+
     fn copy_dirty(&self, meta: &mut Meta) -> Copies {
-        let lazy = self.header.lazy_refcounts();
-        let barrier = meta.data_first || (meta.refcounts_first && !lazy);
+        // The data file is synced before the second group in any case.
+        let data_first = meta.data_first && !self.has_data_file();
+        let barrier = data_first || meta.refcounts_first || meta.tables_first;
         meta.data_first = false;
         meta.refcounts_first = false;
+        meta.tables_first = false;
         self.dirty.store(false, Ordering::Release);
         let l2_keys = std::mem::take(&mut meta.dirty_slices);
         let mut l2: Vec<(u64, Vec<u8>)> = Vec::new();
@@ -160,6 +182,7 @@ impl Qcow2 {
         meta.unlinked.extend(later);
         meta.data_first = true;
         meta.refcounts_first = true;
+        meta.tables_first = true;
         self.dirty.store(true, Ordering::Release);
     }
 
@@ -193,12 +216,8 @@ impl Qcow2 {
         if self.dirty() || self.has_unreleased() {
             self.flush_once()?;
         }
-        let shorter = {
-            let mut meta = self.meta.lock();
-            // References that went away while a cluster was shared still count.
-            self.reclaim(&mut meta)?;
-            self.give_back(&mut meta)?
-        };
+        self.recycle();
+        let shorter = self.give_back(&mut self.meta.lock())?;
         if let Some(len) = shorter {
             self.storage.set_len(len)?;
         }

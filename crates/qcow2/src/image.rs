@@ -69,9 +69,12 @@ pub(crate) struct Meta {
     pub(crate) dirty_slices: BTreeSet<u64>,
     /// Indexes of 512-byte sectors of the L1 table.
     pub(crate) dirty_l1: BTreeSet<u64>,
-    /// Refcounts or tables must be durable before the dirty L2 slices may be written.
+    /// Refcounts and the length of the file must be durable before the dirty L2 slices and L1
+    /// entries may be written.
     pub(crate) refcounts_first: bool,
-    /// Data must be durable before the dirty L2 slices may be written.
+    /// L2 tables that were copied or made zero past the cache must be durable before them.
+    pub(crate) tables_first: bool,
+    /// Guest data must be durable before them.
     pub(crate) data_first: bool,
     /// References that are gone from the map in memory, not yet on disk.
     pub(crate) unlinked: Vec<Freed>,
@@ -260,6 +263,7 @@ impl Qcow2 {
             dirty_slices: BTreeSet::new(),
             dirty_l1: BTreeSet::new(),
             refcounts_first: false,
+            tables_first: false,
             data_first: false,
             unlinked: Vec::new(),
             released: Vec::new(),
@@ -314,6 +318,25 @@ impl Qcow2 {
             "{}: cannot {action} {len} bytes at guest offset {at}: the disk has {size} bytes",
             self.storage.name()
         )))
+    }
+
+    /// Unpacks a compressed cluster whose bytes were read from `offset`.
+    pub(crate) fn unpack_cluster(
+        &self,
+        offset: HostOffset,
+        packed: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        let codec = self.header.codec;
+        codec::unpack(codec, packed, out).map_err(|fault| {
+            Error::corrupt(
+                self.storage.name(),
+                offset.0,
+                "compressed cluster",
+                fault.to_string(),
+                format!("{} bytes of {codec} data", out.len()),
+            )
+        })
     }
 
     /// The error for an L2 entry that cannot be right. `table` and `index` say where it stands.
@@ -411,15 +434,7 @@ impl Format for Qcow2 {
     }
 
     fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
-        codec::unpack(packed.codec, packed_bytes, out).map_err(|fault| {
-            Error::corrupt(
-                self.storage.name(),
-                packed.offset.0,
-                "compressed cluster",
-                fault.to_string(),
-                format!("{} bytes of {} data", out.len(), packed.codec),
-            )
-        })
+        self.unpack_cluster(packed.offset, packed_bytes, out)
     }
 
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
@@ -458,8 +473,12 @@ impl Format for Qcow2 {
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.resize_over(guest_bytes, 0)
+    }
+
+    fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
         self.need_writable()?;
-        self.resize_to(guest_bytes)
+        self.resize_to(guest_bytes, beneath)
     }
 }
 

@@ -39,22 +39,22 @@ impl Qcow2 {
         self.check_packed(at, lens)?;
         self.relieve_cache()?;
         let mut meta = self.meta.lock();
-        let end = self.claim(&mut meta, at, at.0 + lens.len() as u64 * cluster);
-        let lens = &lens[..((end - at.0) / cluster) as usize];
-        self.before_change(&mut meta)?;
-        self.writable_l2(&mut meta, self.geometry.l1_index(at))?;
-        let mut units = self.place_packed(&mut meta, lens)?;
-        if units.is_empty() {
-            // The cluster that had room has as many references as its refcount can count.
-            meta.packed_at = None;
-            units = self.place_packed(&mut meta, lens)?;
-        }
-        let Some(&(host, _)) = units.first() else {
-            return Err(Error::NoSpace {
-                file: self.storage.name().to_owned(),
-                what: "no contiguous space for a compressed cluster".into(),
-            });
+        let units = loop {
+            let end = self.claim(&mut meta, at, at.0 + lens.len() as u64 * cluster);
+            self.check_packed(at, lens)?;
+            let lens = &lens[..((end - at.0) / cluster) as usize];
+            self.before_change(&mut meta)?;
+            if self.writable_l2(&mut meta, self.geometry.l1_index(at))?.is_none() {
+                continue;
+            }
+            match self.place_packed(&mut meta, lens)? {
+                None => {}
+                Some(units) if !units.is_empty() => break units,
+                // The cluster that had room has as many references as its refcount can count.
+                Some(_) => meta.packed_at = None,
+            }
         };
+        let host = units[0].0;
         let count = units.len();
         let ticket = Ticket(meta.next_ticket);
         meta.next_ticket += 1;
@@ -87,14 +87,17 @@ impl Qcow2 {
         )))
     }
 
-    /// Gives each of the first units its place and counts its references.
+    /// Gives each of the first units its place and counts its references; no units where the
+    /// cluster that has room cannot count one more. Nothing: as for [`Qcow2::allocate`].
     fn place_packed(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         lens: &[u32],
-    ) -> Result<Vec<(HostOffset, u32)>> {
+    ) -> Result<Option<Vec<(HostOffset, u32)>>> {
         let total = lens.iter().map(|&l| u64::from(l)).sum();
-        let mut region = self.packed_region(meta, total, lens[0].into())?;
+        let Some(mut region) = self.packed_region(meta, total, lens[0].into())? else {
+            return Ok(None);
+        };
         let max = self.geometry.refcount_max();
         let mut units = Vec::with_capacity(lens.len());
         let mut offset = region.start;
@@ -132,7 +135,7 @@ impl Qcow2 {
         if !units.is_empty() {
             meta.packed_at = (!full && in_cluster != 0).then_some(offset);
         }
-        Ok(units)
+        Ok(Some(units))
     }
 
     /// Host clusters that a unit's sectors lie in, first and last.
@@ -142,39 +145,54 @@ impl Qcow2 {
     }
 
     /// A region that holds at least `least` bytes, better all of `total`: behind the last unit
-    /// where that works.
+    /// where that works. Nothing: as for [`Qcow2::allocate`].
     fn packed_region(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         total: u64,
         least: u64,
-    ) -> Result<Region> {
+    ) -> Result<Option<Region>> {
         let bits = self.geometry.cluster_bits;
         let cluster = self.geometry.cluster_bytes();
+        // What the entry of a compressed cluster can name.
+        let limit = 1 << self.geometry.compressed_offset_bits();
         if let Some(start) = meta.packed_at {
             let next = (start.0 >> bits) + 1;
             let room = (next << bits) - start.0;
             let more = total.saturating_sub(room).div_ceil(cluster);
-            let mut taken = None;
-            if more > 0 {
-                taken = meta.pool.take_at(next, more);
-                if taken.is_none() && next == meta.frontier {
-                    self.allocate(meta, more, None).map(|space| meta.pool.add(space))?;
-                    taken = meta.pool.take_at(next, more);
+            let mut taken = meta.pool.take_at(next, more);
+            if taken.is_none() && more > 0 && next == meta.frontier {
+                match self.allocate(meta, more, None)? {
+                    Some(space) => meta.pool.add(space),
+                    None => return Ok(None),
                 }
+                if meta.packed_at != Some(start) {
+                    // Its cluster was given up, and may be anybody's now.
+                    return Ok(None);
+                }
+                taken = meta.pool.take_at(next, more);
             }
-            let end = (next + taken.map_or(0, |s| s.count)) << bits;
+            let end = ((next + taken.map_or(0, |s| s.count)) << bits).min(limit);
             if end - start.0 >= least {
-                return Ok(Region { start, end: HostOffset(end), untouched: next, taken });
+                return Ok(Some(Region { start, end: HostOffset(end), untouched: next, taken }));
             }
             if let Some(space) = taken {
                 meta.pool.add(space);
             }
         }
-        let space = self.allocate(meta, total.div_ceil(cluster), None)?;
+        let Some(space) = self.allocate(meta, total.div_ceil(cluster), None)? else {
+            return Ok(None);
+        };
         let start = HostOffset(space.first << bits);
         let end = start + (space.count << bits);
-        Ok(Region { start, end, untouched: space.first, taken: Some(space) })
+        if end.0 > limit {
+            meta.pool.add(space);
+            return Err(Error::NoSpace {
+                file: self.storage.name().to_owned(),
+                what: "an entry of a compressed cluster cannot name so large a host offset".into(),
+            });
+        }
+        Ok(Some(Region { start, end, untouched: space.first, taken: Some(space) }))
     }
 
     /// Gives the references of unpublished units back.
@@ -183,7 +201,9 @@ impl Qcow2 {
             let (first, last) = self.touched(offset, len);
             for cluster in first..=last {
                 // A failure leaves a leak.
-                let _ = self.reclaim_cluster(meta, cluster, false);
+                if let Ok(true) = self.drop_reference(meta, cluster) {
+                    meta.pool.add(Space { first: cluster, count: 1, fresh: false, sequence: 0 });
+                }
             }
         }
     }

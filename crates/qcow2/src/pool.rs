@@ -58,6 +58,9 @@ impl Pool {
 
     /// Takes up to `max` clusters that begin at `cluster`.
     pub(crate) fn take_at(&mut self, cluster: u64, max: u64) -> Option<Space> {
+        if max == 0 {
+            return None;
+        }
         let (&key, run) = self.runs.range(..=cluster).next_back()?;
         let (skip, run) = (cluster - key, *run);
         if skip >= run.count {

@@ -1,19 +1,20 @@
 //! Changing the size of the guest disk.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
-use vdkit_block::{Error, GuestOffset, HostOffset, Place, Result, ZeroMode, align_down};
+use vdkit_block::{Error, GuestOffset, HostOffset, Result, ZeroMode, align_down};
 
-use crate::entry::L2Entry;
+use crate::entry::{L2Entry, State};
 use crate::header::field;
 use crate::image::{Freed, Meta, Qcow2};
-use crate::layout::{L1_BYTES_MAX, OFFSET_MASK};
+use crate::layout::{L1_BYTES_MAX, OFFSET_MASK, SUBCLUSTERS};
 use crate::pool::Space;
 
 impl Qcow2 {
-    /// As [`vdkit_block::Format::resize`].
-    pub(crate) fn resize_to(&self, new: u64) -> Result<()> {
+    /// As [`vdkit_block::Format::resize_over`].
+    pub(crate) fn resize_to(&self, new: u64, beneath: u64) -> Result<()> {
         let new = new.checked_next_multiple_of(512).unwrap_or(u64::MAX);
         if new > i64::MAX as u64 - self.geometry.cluster_bytes() {
             return Err(Error::Invalid(format!("{new} bytes is more than a disk can have")));
@@ -29,12 +30,12 @@ impl Qcow2 {
         let old = self.guest_len();
         match new.cmp(&old) {
             std::cmp::Ordering::Equal => Ok(()),
-            std::cmp::Ordering::Greater => self.enlarge(old, new),
+            std::cmp::Ordering::Greater => self.enlarge(old, new, beneath),
             std::cmp::Ordering::Less => self.shrink(old, new),
         }
     }
 
-    fn enlarge(&self, old: u64, new: u64) -> Result<()> {
+    fn enlarge(&self, old: u64, new: u64, beneath: u64) -> Result<()> {
         let entries = self.geometry.l1_entries_for(new);
         if entries * 8 > L1_BYTES_MAX {
             return Err(Error::Invalid(format!(
@@ -44,16 +45,15 @@ impl Qcow2 {
                 entries * 8
             )));
         }
-        self.zero_last_cluster(old)?;
+        self.hide_tail(old)?;
+        self.hide_beneath(old, new.min(beneath))?;
+        // Durable before the header shows what lies there.
+        self.flush_once()?;
         if self.has_data_file() && self.data.caps().growable && self.data.len()? < new {
             self.data.set_len(new)?;
         }
         let mut meta = self.meta.lock();
-        let present = self.l1.read().len() as u64;
-        if entries > present {
-            self.before_change(&mut meta)?;
-            self.replace_l1(&mut meta, entries, new)?;
-        } else {
+        if !self.enlarge_l1(&mut meta, entries, new)? {
             self.storage.write_at(&new.to_be_bytes(), HostOffset(field::SIZE))?;
             self.storage.sync()?;
         }
@@ -61,21 +61,140 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// What lies in the last cluster behind the end of the disk becomes visible: make it zeroes,
-    /// durably, before the header says so.
-    fn zero_last_cluster(&self, old: u64) -> Result<()> {
-        let cluster = self.geometry.cluster_bytes();
-        if old.is_multiple_of(cluster) {
+    /// Makes the L1 table larger where it has fewer than `entries`, and writes `size` to the header
+    /// together with it. Says whether it was necessary.
+    fn enlarge_l1(&self, meta: &mut MutexGuard<'_, Meta>, entries: u64, size: u64) -> Result<bool> {
+        let present = self.l1.read().len() as u64;
+        if entries > present {
+            self.before_change(meta)?;
+            self.replace_l1(meta, entries, size)?;
+        }
+        Ok(entries > present)
+    }
+
+    /// Makes what the last cluster holds behind the end of the disk read as zero, since a larger
+    /// disk would show it. To be flushed before the header says so.
+    fn hide_tail(&self, end: u64) -> Result<()> {
+        let (cluster, unit) = (self.geometry.cluster_bytes(), self.geometry.subcluster_bytes());
+        if end.is_multiple_of(cluster) {
             return Ok(());
         }
-        let start = align_down(old, cluster);
-        let last = self.map_loading(GuestOffset(old - 1), 1)?;
-        if let Place::Data { offset, exclusive: true, .. } = last.place {
-            let tail = start + cluster - old;
-            self.data.write_zeroes(offset + 1, tail, ZeroMode::KeepAllocated)?;
-            self.data.sync()?;
+        let start = align_down(end, cluster);
+        let inside = end - start;
+        let mut meta = self.meta.lock();
+        self.wait_free(&mut meta, &(start..start + cluster));
+        let entry = self.entry_at(GuestOffset(end))?;
+        let state = entry.state((inside / unit) as u32, &self.geometry, self.has_data_file());
+        let cut = !end.is_multiple_of(unit) && state == State::Data;
+        if entry.is_compressed() || (cut && !entry.is_copied()) {
+            self.copy_head(&mut meta, start, inside)?;
+        } else if cut {
+            let from = entry.host() + inside;
+            let mut tail = cluster - inside;
+            if self.has_data_file() {
+                // It ends where the disk does; behind that it reads as zero.
+                tail = tail.min(self.data.len()?.saturating_sub(from.0));
+            }
+            if tail > 0 {
+                self.data.write_zeroes(from, tail, ZeroMode::KeepAllocated)?;
+            }
+        }
+        let behind = inside.div_ceil(unit);
+        if self.geometry.extended && behind < u64::from(SUBCLUSTERS) {
+            let bits = u32::MAX << behind;
+            self.change_range(&mut meta, start..start + cluster, false, |_, old| {
+                if old.is_compressed() { old } else { self.zeroed(old, bits, false) }
+            })?;
         }
         Ok(())
+    }
+
+    /// Moves the cluster at guest offset `start` to one of its own, with zeroes from `inside` on.
+    fn copy_head(&self, meta: &mut MutexGuard<'_, Meta>, start: u64, inside: u64) -> Result<()> {
+        let (geometry, cluster) = (self.geometry, self.geometry.cluster_bytes());
+        let entry = self.entry_at(GuestOffset(start))?;
+        let mut bytes = vec![0; cluster as usize];
+        if entry.is_compressed() {
+            let place = entry.compressed_place(&geometry);
+            let mut packed = vec![0; place.bytes as usize];
+            self.data.read_padded(&mut packed, place.offset)?;
+            self.unpack_cluster(place.offset, &packed, &mut bytes)?;
+        } else {
+            self.data.read_padded(&mut bytes, entry.host())?;
+        }
+        bytes[inside as usize..].fill(0);
+        let space = self.allocate_whole(meta, 1)?;
+        let host = HostOffset(space.first << geometry.cluster_bits);
+        if let Err(error) = self.data.write_at(&bytes, host) {
+            meta.pool.add(Space { fresh: false, ..space });
+            return Err(error);
+        }
+        meta.data_first = true;
+        meta.refcounts_first |= space.sequence >= meta.durable_sequence;
+        self.change_range(meta, start..start + cluster, false, |_, old| L2Entry {
+            bitmap: if old.is_compressed() {
+                L2Entry::data(host, &geometry).bitmap
+            } else {
+                old.bitmap
+            },
+            ..L2Entry::data(host, &geometry)
+        })
+    }
+
+    /// Hides what an image beneath has from the end of the disk on, up to `upto`. Not possible
+    /// without zero flags, in version 2.
+    fn hide_beneath(&self, end: u64, upto: u64) -> Result<()> {
+        let from = end.next_multiple_of(self.geometry.cluster_bytes());
+        if self.header.version < 3 || !self.has_backing() || from >= upto {
+            return Ok(());
+        }
+        let mut meta = self.meta.lock();
+        self.enlarge_l1(&mut meta, self.geometry.l1_entries_for(upto), end)?;
+        drop(meta);
+        self.for_tables(from, upto, |meta, clusters| {
+            self.change_range(meta, clusters, false, |_, old| self.zeroed(old, u32::MAX, true))
+        })
+    }
+
+    /// Calls `change` for the part of each L2 table in a range, with no reservation in it. Flushes
+    /// when much is dirty; the caller holds `flushing`.
+    fn for_tables(
+        &self,
+        from: u64,
+        upto: u64,
+        mut change: impl FnMut(&mut MutexGuard<'_, Meta>, Range<u64>) -> Result<()>,
+    ) -> Result<()> {
+        let (cluster, span) = (self.geometry.cluster_bytes(), self.geometry.l2_span());
+        let (mut at, end) = (from, upto.next_multiple_of(cluster));
+        while at < end {
+            let next = ((at / span + 1) * span).min(end);
+            let mut meta = self.meta.lock();
+            self.wait_free(&mut meta, &(at..next));
+            change(&mut meta, at..next)?;
+            let much = meta.dirty_slices.len() > self.slices.capacity() / 2;
+            drop(meta);
+            if much {
+                self.flush_once()?;
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Changes entries of one L2 table, which is made where there is none; the caller holds
+    /// `flushing`.
+    fn change_range(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        clusters: Range<u64>,
+        punch: bool,
+        change: impl FnMut(u64, L2Entry) -> L2Entry,
+    ) -> Result<()> {
+        self.before_change(meta)?;
+        let l1_index = self.geometry.l1_index(GuestOffset(clusters.start));
+        while self.writable_l2(meta, l1_index)?.is_none() {}
+        self.load_entries(&clusters)?;
+        self.change_entries(meta, &clusters, punch, change)
     }
 
     /// Writes a larger L1 table and switches to it, and to the new size, by one header write.
@@ -133,7 +252,7 @@ impl Qcow2 {
     /// Exactly `count` contiguous clusters.
     fn allocate_whole(&self, meta: &mut MutexGuard<'_, Meta>, count: u64) -> Result<Space> {
         for _ in 0..3 {
-            let space = self.allocate(meta, count, None)?;
+            let Some(space) = self.allocate(meta, count, None)? else { continue };
             if space.count == count {
                 return Ok(space);
             }
@@ -151,26 +270,21 @@ impl Qcow2 {
         self.storage.write_at(&new.to_be_bytes(), HostOffset(field::SIZE))?;
         self.storage.sync()?;
         self.guest_bytes.store(new, Ordering::Release);
+        // Not only for ourselves: other programs do not look there when they enlarge a disk.
+        self.hide_tail(new)?;
         let (cluster, span) = (self.geometry.cluster_bytes(), self.geometry.l2_span());
-        let mut at = new.next_multiple_of(cluster);
-        while at < old {
-            let next = ((at / span + 1) * span).min(old.next_multiple_of(cluster));
-            let l1_index = self.geometry.l1_index(GuestOffset(at));
-            let mut meta = self.meta.lock();
-            let clusters = at..next;
-            self.wait_free(&mut meta, &clusters);
-            if self.l2_table(l1_index)?.is_some() {
-                self.before_change(&mut meta)?;
-                self.writable_l2(&mut meta, l1_index)?;
-                self.load_entries(&clusters)?;
-                self.change_entries(&mut meta, &clusters, true, |_, _| L2Entry::default())?;
-                if at.is_multiple_of(span) {
-                    self.drop_l2(&mut meta, l1_index);
-                }
+        self.for_tables(new.next_multiple_of(cluster), old, |meta, clusters| {
+            let l1_index = self.geometry.l1_index(GuestOffset(clusters.start));
+            if self.l2_table(l1_index)?.is_none() {
+                return Ok(());
             }
-            drop(meta);
-            at = next;
-        }
+            let whole = clusters.start.is_multiple_of(span);
+            self.change_range(meta, clusters, true, |_, _| L2Entry::default())?;
+            if whole {
+                self.drop_l2(meta, l1_index);
+            }
+            Ok(())
+        })?;
         self.flush_once()?;
         if self.header.data_file_raw() && self.data.caps().growable {
             self.data.set_len(new)?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use parking_lot::MutexGuard;
 use vdkit_block::{
-    FileIndex, Fill, GuestOffset, HostOffset, Reservation, Result, Ticket, align_down,
+    FileIndex, Fill, GuestOffset, HostOffset, IoAction, Reservation, Result, Ticket, align_down,
 };
 
 use crate::entry::{L2Entry, State};
@@ -68,13 +68,18 @@ impl Qcow2 {
     ) -> Result<Option<Reservation<'_>>> {
         self.relieve_cache()?;
         let mut meta = self.meta.lock();
-        let end = self.claim(&mut meta, at, at.0 + len);
-        let Some(plan) = self.plan(at, end)? else { return Ok(None) };
-        self.before_change(&mut meta)?;
-        let l1_index = self.geometry.l1_index(at);
-        self.writable_l2(&mut meta, l1_index)?;
-        let pending = self.place(&mut meta, at, &plan)?;
-        Ok(Some(self.hand_out(&mut meta, at, &plan, pending)))
+        loop {
+            let end = self.claim(&mut meta, at, at.0 + len);
+            // The disk may have become smaller while we waited.
+            self.in_range(at, len, IoAction::Write)?;
+            let Some(plan) = self.plan(at, end)? else { return Ok(None) };
+            self.before_change(&mut meta)?;
+            if self.writable_l2(&mut meta, self.geometry.l1_index(at))?.is_some()
+                && let Some(pending) = self.place(&mut meta, at, &plan)?
+            {
+                return Ok(Some(self.hand_out(&mut meta, at, &plan, pending)));
+            }
+        }
     }
 
     /// Waits until no other reservation holds the first cluster; returns the end up to which none
@@ -200,13 +205,13 @@ impl Qcow2 {
         Ok(Some(plan))
     }
 
-    /// Finds host space for a plan.
+    /// Finds host space for a plan. Nothing: as for [`Qcow2::allocate`].
     fn place(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         at: GuestOffset,
         plan: &Plan,
-    ) -> Result<PlainPending> {
+    ) -> Result<Option<PlainPending>> {
         let cluster = self.geometry.cluster_bytes();
         let count = (plan.clusters.end - plan.clusters.start) / cluster;
         let (host, space) = match plan.in_place {
@@ -214,18 +219,18 @@ impl Qcow2 {
             None if self.has_data_file() => (HostOffset(plan.clusters.start), None),
             None => {
                 let hint = self.host_after_previous(at);
-                let space = self.allocate(meta, count, hint)?;
+                let Some(space) = self.allocate(meta, count, hint)? else { return Ok(None) };
                 (HostOffset(space.first << self.geometry.cluster_bits), Some(space))
             }
         };
         let got = space.map_or(count, |s| s.count);
-        Ok(PlainPending {
+        Ok(Some(PlainPending {
             clusters: plan.clusters.start..plan.clusters.start + got * cluster,
             guest: 0..0,
             host,
             space,
             data_first: plan.covers_data || !space.is_some_and(|s| s.fresh),
-        })
+        }))
     }
 
     /// The host cluster behind that of the guest cluster before `at`: there the disk stays in one
@@ -253,8 +258,14 @@ impl Qcow2 {
         };
         let unit = |entry: L2Entry| self.fill_unit(entry, plan.in_place.is_some());
         let guest_start = align_down(at.0, unit(plan.first));
-        let guest_end = write_end.next_multiple_of(unit(last)).min(self.guest_len());
-        pending.guest = guest_start..guest_end.max(write_end);
+        let mut guest_end = write_end.next_multiple_of(unit(last));
+        if self.has_data_file() {
+            // The data file may be a raw image, and ends where the disk does.
+            guest_end = guest_end.min(self.guest_len()).max(write_end);
+        }
+        // Elsewhere what lies behind the end of the disk is filled too, with zeroes: other
+        // programs enlarge a disk and trust that they are there.
+        pending.guest = guest_start..guest_end;
         let fresh = pending.space.is_some_and(|s| s.fresh);
         let head = if at.0 == guest_start {
             Fill::Ready

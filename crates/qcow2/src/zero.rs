@@ -37,7 +37,9 @@ impl Qcow2 {
             self.wait_free(&mut meta, &clusters);
             if make_tables || self.l2_table(l1_index)?.is_some() {
                 self.before_change(&mut meta)?;
-                self.writable_l2(&mut meta, l1_index)?;
+                if self.writable_l2(&mut meta, l1_index)?.is_none() {
+                    continue;
+                }
                 self.load_entries(&clusters)?;
                 self.change_entries(&mut meta, &clusters, true, &mut change)?;
             }
@@ -117,7 +119,7 @@ impl Qcow2 {
     }
 
     /// An entry whose subclusters in `bits` read as zero (all of them in a standard entry).
-    fn zeroed(&self, old: L2Entry, bits: u32, may_unmap: bool) -> L2Entry {
+    pub(crate) fn zeroed(&self, old: L2Entry, bits: u32, may_unmap: bool) -> L2Entry {
         let geometry = &self.geometry;
         let data_file = self.has_data_file();
         let space = old.has_space(data_file);
