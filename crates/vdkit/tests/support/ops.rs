@@ -133,7 +133,7 @@ fn resized(shape: &Shape, to: u16) -> u64 {
     let sectors = (most - least) / SECTOR;
     let at = least + u64::from(to) * sectors / (1 << 16) * SECTOR;
     // Often a whole number of clusters.
-    if to % 3 == 0 { at.next_multiple_of(shape.cluster) } else { at }
+    if to.is_multiple_of(3) { at.next_multiple_of(shape.cluster) } else { at }
 }
 
 fn place(span: Span, shape: &Shape, guest_bytes: u64) -> (u64, u64) {

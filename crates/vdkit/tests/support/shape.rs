@@ -123,8 +123,7 @@ impl Shape {
         }
         for refcount_bits in [1, 8, 64] {
             for cluster in [512, 65536] {
-                let content =
-                    if refcount_bits > 1 { Content::Snapshots } else { Content::Filled };
+                let content = if refcount_bits > 1 { Content::Snapshots } else { Content::Filled };
                 shapes.push(Self { refcount_bits, cluster, content, ..base.clone() });
             }
         }
@@ -177,8 +176,11 @@ impl Shape {
     pub fn random(rng: &mut Rng) -> Self {
         let extended = one_in(rng, 4);
         let version = if extended { 3 } else { pick(rng, &[2, 3, 3, 3]) };
-        let cluster =
-            if extended { pick(rng, &[16384, 65536]) } else { pick(rng, &[512, 1024, 4096, 65536]) };
+        let cluster = if extended {
+            pick(rng, &[16384, 65536])
+        } else {
+            pick(rng, &[512, 1024, 4096, 65536])
+        };
         let data_file = match rng.below(6) {
             0 if version == 3 => DataFile::Outside,
             1 if version == 3 => DataFile::OutsideRaw,
@@ -244,7 +246,7 @@ impl Shape {
     /// The parts of a disk of so many bytes that the test touches.
     pub fn windows(&self, guest_bytes: u64) -> Vec<Range<u64>> {
         if !self.wide {
-            return vec![0..guest_bytes];
+            return std::iter::once(0..guest_bytes).collect();
         }
         let (span, part) = (self.span(), 8 * self.cluster);
         let windows = [0..part, span - part..span + part + 4 * self.cluster];
