@@ -144,20 +144,21 @@ impl Report {
 
 fn null_table(cells: &[&Cell]) -> String {
     let mut text = String::from(
-        "| file system | image | vdkit | qemu-img | qemu-img ÷ vdkit | peak memory | runs |\n\
-         |---|---|---:|---:|---:|---:|---:|\n",
+        "| file system | image | vdkit | qemu-img | qemu-img ÷ vdkit | CPU | peak memory | runs |\n\
+         |---|---|---:|---:|---:|---:|---:|---:|\n",
     );
     for cell in cells {
         let [vdkit, qemu, ..] = &cell.series[..] else { continue };
         let format = cell.name.job.split('→').next().unwrap_or_default();
         let _ = writeln!(
             text,
-            "| {} | {} {format} | {} | {} | {} | {} | {} |",
+            "| {} | {} {format} | {} | {} | {} | {} | {} | {} |",
             cell.name.file_system.name(),
             cell.name.content,
             vdkit.time(),
             qemu.time(),
             ratio(qemu, vdkit),
+            processor(vdkit, Some(qemu)),
             vdkit.memory(),
             vdkit.runs.len(),
         );
@@ -167,9 +168,9 @@ fn null_table(cells: &[&Cell]) -> String {
 
 fn file_table(cells: &[&Cell]) -> String {
     let mut text = String::from(
-        "| file system | job | image | vdkit | best qemu-img | with | qemu-img ÷ vdkit | cp | vdkit ÷ cp | \
-         vdkit + sync | best qemu-img + sync | runs |\n\
-         |---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|\n",
+        "| file system | job | image | vdkit | best qemu-img | with | qemu-img ÷ vdkit | CPU | cp | \
+         vdkit ÷ cp | vdkit + sync | best qemu-img + sync | peak memory | runs |\n\
+         |---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
     );
     for cell in cells {
         let Some(vdkit) = cell.series.first() else { continue };
@@ -177,7 +178,7 @@ fn file_table(cells: &[&Cell]) -> String {
         let best = cell.best_peer();
         let _ = writeln!(
             text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
             cell.name.file_system.name(),
             cell.name.job,
             cell.name.content,
@@ -185,10 +186,12 @@ fn file_table(cells: &[&Cell]) -> String {
             best.map_or("–".to_owned(), Series::time),
             best.map_or("–", |b| b.flags()),
             best.map_or("–".to_owned(), |b| ratio(b, vdkit)),
+            processor(vdkit, best),
             copy.map_or("–".to_owned(), |c| format!("{} ({})", c.time(), c.name)),
             copy.map_or("–".to_owned(), |c| ratio(vdkit, c)),
             vdkit.synced_time(),
             best.map_or("–".to_owned(), Series::synced_time),
+            vdkit.memory(),
             vdkit.runs.len(),
         );
     }
@@ -197,9 +200,9 @@ fn file_table(cells: &[&Cell]) -> String {
 
 fn compress_table(cells: &[&Cell]) -> String {
     let mut text = String::from(
-        "| file system | job | vdkit | best qemu-img | with | qemu-img ÷ vdkit | vdkit's file | qemu-img's | \
-         peak memory | runs |\n\
-         |---|---|---:|---:|---|---:|---:|---:|---:|---:|\n",
+        "| file system | job | vdkit | best qemu-img | with | qemu-img ÷ vdkit | CPU | vdkit's file | \
+         qemu-img's | peak memory | runs |\n\
+         |---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|\n",
     );
     let size = |series: &Series| {
         series.target_bytes.map_or("–".to_owned(), |b| format!("{:.1} MB", b as f64 / 1e6))
@@ -209,13 +212,14 @@ fn compress_table(cells: &[&Cell]) -> String {
         let best = cell.best_peer();
         let _ = writeln!(
             text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
             cell.name.file_system.name(),
             cell.name.job,
             vdkit.time(),
             best.map_or("–".to_owned(), Series::time),
             best.map_or("–", |b| b.flags()),
             best.map_or("–".to_owned(), |b| ratio(b, vdkit)),
+            processor(vdkit, best),
             size(vdkit),
             best.map_or("–".to_owned(), size),
             vdkit.memory(),
@@ -326,6 +330,16 @@ fn ratio(slow: &Series, fast: &Series) -> String {
     let (least, most) = edges(&ratios);
     let digits = |x: f64| if x >= 20.0 { format!("{x:.0}") } else { format!("{x:.2}") };
     format!("**{}** ({}–{})", digits(median(&ratios)), digits(least), digits(most))
+}
+
+/// Processor time of both, in milliseconds: what a busy machine changes least.
+fn processor(vdkit: &Series, peer: Option<&Series>) -> String {
+    let median_of = |series: &Series| {
+        let all: Vec<_> =
+            series.runs.iter().map(|run| run.user_seconds + run.system_seconds).collect();
+        series.shown(|| format!("{:.0}", median(&all) * 1e3))
+    };
+    format!("{} : {} ms", median_of(vdkit), peer.map_or("–".to_owned(), median_of))
 }
 
 /// The median, with the least and the greatest.
