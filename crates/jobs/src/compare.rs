@@ -189,12 +189,12 @@ impl<'a> Side<'a> {
     /// The run at `at`, which never goes back.
     fn run_at(&mut self, at: u64, end: u64) -> Result<Run<'a>> {
         while self.run.is_none_or(|run| run.end() <= at) {
-            let zero = Run { at, len: end - at, kind: RunKind::Zero };
+            let zero = Run::zeroes(at, end - at);
             self.run = Some(self.runs.next_run()?.unwrap_or(zero));
         }
         Ok(match self.run {
             Some(run) => run.from(at),
-            None => Run { at, len: end - at, kind: RunKind::Zero },
+            None => Run::zeroes(at, end - at),
         })
     }
 }

@@ -11,6 +11,7 @@ mod create;
 mod crew;
 mod dd;
 mod deflate;
+mod holes;
 mod map;
 mod measure;
 mod mover;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use vdkit_block::{GuestOffset, HostOffset, Result, Storage, align_down};
 use vdkit_chain::{DiskPlace, Extents};
 
+use crate::holes::Holes;
 use crate::source::Source;
 
 /// One piece of a job, in bytes of the target disk.
@@ -92,8 +93,7 @@ pub struct Planner<'a> {
     /// End of what was found.
     found: u64,
     at: u64,
-    /// The storage asked last whether it may have holes, and its answer.
-    holes: Option<(Arc<dyn Storage>, bool)>,
+    holes: Holes,
 }
 
 impl<'a> Planner<'a> {
@@ -107,7 +107,7 @@ impl<'a> Planner<'a> {
             pieces: VecDeque::new(),
             found: 0,
             at: 0,
-            holes: None,
+            holes: Holes::default(),
         }
     }
 
@@ -241,11 +241,18 @@ impl<'a> Planner<'a> {
             };
             let at = start + extent.at.0;
             let end = at + extent.len;
+            let disk = self.disk.checked_sub(1).and_then(|index| self.source.disks().get(index));
+            let hides_holes = disk.is_none_or(|disk| Holes::hides_holes(disk, extent.depth));
             match extent.place {
                 DiskPlace::Hole => self.push(at, end, Kind::Absent),
                 DiskPlace::Zero { .. } => self.push(at, end, Kind::Zero),
                 DiskPlace::Packed { .. } => self.push(at, end, Kind::Packed),
-                DiskPlace::Data { storage, offset } => self.push_data(at, end, storage, offset)?,
+                DiskPlace::Data { storage, offset } if hides_holes => {
+                    self.push_data(at, end, storage, offset)?;
+                }
+                DiskPlace::Data { storage, offset } => {
+                    self.push(at, end, Kind::Data { storage: storage.clone(), offset });
+                }
             }
         }
         Ok(())
@@ -270,23 +277,11 @@ impl<'a> Planner<'a> {
         storage: &Arc<dyn Storage>,
         mut offset: HostOffset,
     ) -> Result<()> {
-        let ask = match &self.holes {
-            Some((asked, answer)) if Arc::ptr_eq(asked, storage) => *answer,
-            _ => {
-                let answer = storage.may_have_holes()?;
-                self.holes = Some((storage.clone(), answer));
-                answer
-            }
-        };
         while at < end {
-            let (data, len) = if ask {
-                let run = storage.extent_at(offset, end - at)?;
-                (run.data, run.len.min(end - at))
-            } else {
-                (true, end - at)
-            };
+            let run = self.holes.run_at(storage, offset, end - at)?;
+            let len = run.len.clamp(1, end - at);
             let kind =
-                if data { Kind::Data { storage: storage.clone(), offset } } else { Kind::Zero };
+                if run.data { Kind::Data { storage: storage.clone(), offset } } else { Kind::Zero };
             self.push(at, at + len, kind);
             at += len;
             offset += len;

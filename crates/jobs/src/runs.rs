@@ -8,6 +8,8 @@ use std::sync::Arc;
 use vdkit_block::{GuestOffset, HostOffset, Packed, Result, Storage};
 use vdkit_chain::{Disk, DiskPlace, Extents};
 
+use crate::holes::Holes;
+
 /// A run of a disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Run<'a> {
@@ -16,6 +18,8 @@ pub(crate) struct Run<'a> {
     /// Bytes; never 0.
     pub(crate) len: u64,
     pub(crate) kind: RunKind<'a>,
+    /// The host file may have holes that the map does not tell of.
+    hides_holes: bool,
 }
 
 /// What a run holds.
@@ -30,6 +34,11 @@ pub(crate) enum RunKind<'a> {
 }
 
 impl Run<'_> {
+    /// Zeroes.
+    pub(crate) fn zeroes(at: u64, len: u64) -> Self {
+        Self { at, len, kind: RunKind::Zero, hides_holes: false }
+    }
+
     /// Offset behind the last byte.
     pub(crate) fn end(&self) -> u64 {
         self.at + self.len
@@ -48,7 +57,7 @@ impl Run<'_> {
             },
             RunKind::Zero => RunKind::Zero,
         };
-        Self { at, len: self.len - skip, kind }
+        Self { at, len: self.len - skip, kind, ..self }
     }
 
     pub(crate) fn is_zero(&self) -> bool {
@@ -59,18 +68,18 @@ impl Run<'_> {
 /// The runs of a disk, in order.
 #[derive(Debug)]
 pub(crate) struct Runs<'a> {
+    disk: &'a Disk,
     extents: Option<Extents<'a>>,
     /// Of the extent found last, what is not given out yet.
     rest: Option<Run<'a>>,
-    /// The storage asked last whether it may have holes, and its answer.
-    holes: Option<(&'a Arc<dyn Storage>, bool)>,
+    holes: Holes,
 }
 
 impl<'a> Runs<'a> {
     /// The runs of `len` bytes from `at` on.
     pub(crate) fn new(disk: &'a Disk, at: u64, len: u64) -> Result<Self> {
         let extents = if len == 0 { None } else { Some(disk.extents(GuestOffset(at), len)?) };
-        Ok(Self { extents, rest: None, holes: None })
+        Ok(Self { disk, extents, rest: None, holes: Holes::default() })
     }
 
     /// The next run, or nothing at the end.
@@ -81,6 +90,7 @@ impl<'a> Runs<'a> {
                 Some(extent) => Run {
                     at: extent.at.0,
                     len: extent.len,
+                    hides_holes: Holes::hides_holes(self.disk, extent.depth),
                     kind: match extent.place {
                         DiskPlace::Zero { .. } | DiskPlace::Hole => RunKind::Zero,
                         DiskPlace::Packed { storage, packed } => {
@@ -93,24 +103,15 @@ impl<'a> Runs<'a> {
             },
         };
         let RunKind::Data { storage, offset } = run.kind else { return Ok(Some(run)) };
-        if !self.may_have_holes(storage)? {
+        if !run.hides_holes {
             return Ok(Some(run));
         }
-        let answer = storage.extent_at(offset, run.len)?;
+        let answer = self.holes.run_at(storage, offset, run.len)?;
         let len = answer.len.clamp(1, run.len);
         if len < run.len {
             self.rest = Some(run.from(run.at + len));
         }
         let kind = if answer.data { run.kind } else { RunKind::Zero };
         Ok(Some(Run { len, kind, ..run }))
-    }
-
-    fn may_have_holes(&mut self, storage: &'a Arc<dyn Storage>) -> Result<bool> {
-        if let Some((_, answer)) = self.holes.filter(|(asked, _)| Arc::ptr_eq(asked, storage)) {
-            return Ok(answer);
-        }
-        let answer = storage.may_have_holes()?;
-        self.holes = Some((storage, answer));
-        Ok(answer)
     }
 }

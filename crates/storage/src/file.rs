@@ -78,9 +78,6 @@ impl fmt::Debug for FileStorage {
     }
 }
 
-/// `f_type` of tmpfs (statfs(2)).
-const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
-
 impl FileStorage {
     /// Opens a file or block device.
     ///
@@ -425,8 +422,7 @@ impl Storage for FileStorage {
         }
         // tmpfs looks at each page to find the next hole, which costs half of reading it: few
         // holes are not worth that.
-        let fs = rustix::fs::fstatfs(&self.file).map_err(failed)?;
-        Ok(fs.f_type != TMPFS_MAGIC || len - used >= len / 4)
+        Ok(!self.in_memory || len - used >= len / 4)
     }
 
     fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {

@@ -23,6 +23,9 @@ static ZEROES: Zeroes = Zeroes([0; 64 << 10]);
 /// Pieces of [`ZEROES`] in one system call: 2 MiB a call, from memory that stays in the cache.
 const ZERO_PIECES: usize = 32;
 
+/// In a file in memory, the end of data is not looked for on behalf of fewer bytes than this.
+const HOLE_SEARCH_MIN: u64 = 1 << 20;
+
 /// How far an edge is written in one step where the alignment is smaller.
 const ZERO_EDGE: u64 = 4096;
 
@@ -338,6 +341,10 @@ impl FileStorage {
             // No data from here to the end.
             Err(Errno::NXIO) => StorageExtent { data: false, len },
             Ok(data) if data > start => StorageExtent { data: false, len: len.min(data - start) },
+            // The end of the data would be looked for page by page, up to the end of the file.
+            Ok(data) if data == start && self.reads_never_wait() && len <= HOLE_SEARCH_MIN => {
+                all_data
+            }
             Ok(data) if data == start => {
                 match rustix::fs::seek(self.file(), SeekFrom::Hole(start)) {
                     Ok(hole) if hole > start => {
