@@ -127,7 +127,7 @@ impl Reporter {
     fn draw(&self, done: u64, total: u64) {
         let bar = self.bar.get_or_init(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-            let template = "{msg} {wide_bar} {percent:>3}%  {binary_bytes_per_sec}  {eta} left";
+            let template = "{msg} {wide_bar} {percent:>3}% of {binary_total_bytes}, {eta} left";
             if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style.progress_chars("━╸─"));
             }
