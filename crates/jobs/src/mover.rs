@@ -261,7 +261,9 @@ impl<'a> Mover<'a> {
         let done = self.done.fetch_add(len, Ordering::Relaxed) + len;
         self.monitor.progress.update(done, self.source.bytes());
         if let Some(rate) = self.options.rate {
-            let due = Duration::from_secs_f64(done as f64 / rate.max(1) as f64);
+            // What was skipped or shared costs nobody any bandwidth.
+            let read = self.moved.read.load(Ordering::Relaxed);
+            let due = Duration::from_secs_f64(read as f64 / rate.max(1) as f64);
             let mut left = due.saturating_sub(self.started.elapsed());
             while !left.is_zero() && !self.monitor.cancel.is_cancelled() {
                 let nap = left.min(Duration::from_millis(50));
