@@ -84,7 +84,15 @@ impl Qcow2 {
         if meta.pool.clusters() >= want || self.scan(meta, want)? >= want {
             return Ok(Grown::Done);
         }
-        self.extend(meta, count)
+        loop {
+            let frontier = meta.frontier;
+            let grown = self.extend(meta, count)?;
+            // After a crash all of a batch behind the end of the file may be in use, as leaks:
+            // go on behind them.
+            if grown == Grown::Busy || meta.pool.clusters() > 0 || meta.frontier == frontier {
+                return Ok(grown);
+            }
+        }
     }
 
     /// Reserves free clusters below the frontier. Each refcount block is searched once.

@@ -1,0 +1,120 @@
+//! What qcow2 promises about crashes, failures, threads and the cost of a flush.
+//!
+//! Each run prints its seed when it fails; `VDKIT_SEED` replays it and `VDKIT_CASES` asks for more.
+
+mod barriers;
+mod faults;
+mod power_cut;
+mod threads;
+
+use std::sync::Arc;
+
+use vdkit::storage::MemoryStorage;
+use vdkit::{
+    BackingRef, CreateRequest, Disk, Format, GuestOffset, HostOffset, Limits, Monitor, OpenOptions,
+    OpenRequest, Options, Repair, Storage,
+};
+
+/// Bytes of the guest disks.
+pub const GUEST_BYTES: u64 = 3 << 20;
+
+/// One kind of image.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Options of `create`.
+    pub options: &'static str,
+    /// Bytes of the image that it stands on.
+    pub backing: Option<u64>,
+}
+
+/// What is tried.
+pub const SHAPES: &[Shape] = &[
+    Shape { options: "", backing: None },
+    Shape { options: "cluster_size=512", backing: None },
+    Shape { options: "cluster_size=4K,refcount_bits=1", backing: Some(1 << 20) },
+    Shape { options: "compat=0.10", backing: Some(GUEST_BYTES) },
+    Shape { options: "cluster_size=16K,extended_l2=on", backing: Some(2 << 20) },
+    Shape { options: "cluster_size=4K,lazy_refcounts=on", backing: None },
+    Shape { options: "cluster_size=64K,refcount_bits=64", backing: Some(4 << 20) },
+];
+
+impl Shape {
+    /// Makes a fresh image on `storage`.
+    pub fn create(&self, storage: &Arc<dyn Storage>) {
+        let driver = vdkit::format("qcow2").unwrap();
+        let options = Options::parse("qcow2", driver.options(), [self.options]).unwrap();
+        driver
+            .create(&CreateRequest {
+                storage: storage.clone(),
+                data_file: None,
+                guest_bytes: GUEST_BYTES,
+                options,
+                backing: self
+                    .backing
+                    .map(|_| BackingRef { name: "base".into(), format: Some("raw".into()) }),
+            })
+            .unwrap();
+    }
+
+    /// A fresh image in memory.
+    pub fn image(&self) -> Arc<MemoryStorage> {
+        let memory = Arc::new(MemoryStorage::new("image"));
+        self.create(&(memory.clone() as Arc<dyn Storage>));
+        memory
+    }
+
+    /// What the image stands on: no sector of it is zero.
+    pub fn base(&self) -> Option<Arc<dyn Storage>> {
+        let bytes: Vec<u8> = (0..self.backing?).map(|i| (i / 512 % 255 + 1) as u8).collect();
+        Some(Arc::new(MemoryStorage::from_bytes("base", &bytes).read_only()))
+    }
+
+    /// What the guest reads at first.
+    pub fn first_content(&self) -> Vec<u8> {
+        let mut bytes = vec![0; GUEST_BYTES as usize];
+        if let Some(base) = self.base() {
+            base.read_padded(&mut bytes, HostOffset(0)).unwrap();
+        }
+        bytes
+    }
+
+    /// Opens an image of this shape for writing.
+    pub fn open(&self, storage: Arc<dyn Storage>) -> vdkit::Result<Disk> {
+        let limits = Limits { cache_bytes: 1 << 20, ..Limits::default() };
+        let open = |name: &str, storage, writable| {
+            let driver = vdkit::format(name)?;
+            let info = driver.describe(&storage, &limits)?;
+            let request = OpenRequest { storage, data_file: None, writable, limits };
+            let format: Arc<dyn Format> = driver.open(request)?;
+            let options = OpenOptions { writable, ..OpenOptions::default() };
+            vdkit::Result::Ok(Disk::from_format(format, info, &options))
+        };
+        let top = open("qcow2", storage, true)?;
+        Ok(match self.base() {
+            Some(base) => top.over(open("raw", base, false)?),
+            None => top,
+        })
+    }
+}
+
+/// The whole disk.
+pub fn read_all(disk: &Disk) -> Vec<u8> {
+    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
+    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+    bytes
+}
+
+/// Checks an image: it must not be corrupt, and without leaks where `clean`.
+pub fn audit(storage: &Arc<dyn Storage>, clean: bool, what: &str) {
+    let driver = vdkit::format("qcow2").unwrap();
+    let report = driver
+        .check(storage, None, Repair::Nothing, &Limits::default(), &Monitor::default())
+        .unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
+    assert!(!clean || report.leaks == 0, "{what}: {:#?}", report.findings);
+}
+
+/// How many cases a test runs.
+pub fn cases(default: u64) -> u64 {
+    std::env::var("VDKIT_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(default)
+}
