@@ -59,13 +59,12 @@ fn compression(header: &Header) -> &'static str {
     }
 }
 
-/// The properties under the names that `qemu-img info --output=json` gives them, and then what is
-/// there that vdkit does not know.
+/// What has no field of its own, under the names that `qemu-img info --output=json` gives it, and
+/// then what is there that vdkit does not know.
 fn properties(header: &Header, bitmaps: &Bitmaps) -> Vec<(String, String)> {
     let mut list = Vec::new();
     let mut add = |key: &str, value: String| list.push((key.to_owned(), value));
     add("compat", if header.version >= 3 { "1.1" } else { "0.10" }.to_owned());
-    add("compression-type", compression(header).to_owned());
     add("refcount-bits", header.geometry.refcount_bits().to_string());
     if header.version >= 3 {
         add("lazy-refcounts", header.lazy_refcounts().to_string());
