@@ -1,6 +1,8 @@
 //! qcow2, whole: the map, the allocator and the order of metadata writes.
 //!
 //! ```text
+//!   driver ── create, describe, measure, check      the front door
+//!      │      options, snapshots, bitmaps
 //!   header ── layout, entry      what the bytes mean
 //!      │
 //!    image ── map ── slices      where guest bytes are (cache of L2 tables)
