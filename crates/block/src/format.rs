@@ -59,6 +59,11 @@ pub trait Format: Send + Sync + fmt::Debug {
         None
     }
 
+    /// What the user should know about what opening the image did or found.
+    fn warnings(&self) -> &[String] {
+        &[]
+    }
+
     /// The storage with the metadata.
     fn storage(&self) -> &Arc<dyn Storage>;
 

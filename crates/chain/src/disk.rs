@@ -144,6 +144,11 @@ impl Disk {
         &self.layers[0].format
     }
 
+    /// What the user should know about what opening the images did or found.
+    pub fn warnings(&self) -> impl Iterator<Item = &str> {
+        self.layers.iter().flat_map(|layer| layer.format.warnings()).map(String::as_str)
+    }
+
     /// Whether it may be written.
     pub fn writable(&self) -> bool {
         self.writable

@@ -24,6 +24,13 @@ impl Session {
         Self::default()
     }
 
+    /// Says what opening a disk did or found that the user should know.
+    pub fn warn(&self, disk: &vdkit::Disk) {
+        for warning in disk.warnings() {
+            eprintln!("warning: {}", crate::failure::printable(warning));
+        }
+    }
+
     /// From now on the first SIGINT or SIGTERM asks the job to stop and clean up, and a second one
     /// ends the process at once. Without this call a signal ends the process as usual, which is
     /// right for a command that has nothing to clean up.

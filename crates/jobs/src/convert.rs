@@ -113,7 +113,9 @@ pub fn convert(
         Destination::Null => None,
         Destination::New(new) => Some(Target::create(registry, new, bytes, base_disk)?),
         Destination::Into { path, format, cache } => {
-            Some(Target::open(registry, path, format.as_deref(), *cache, bytes)?)
+            let target = Target::open(registry, path, format.as_deref(), *cache, bytes)?;
+            target.disk.warnings().for_each(|warning| monitor.progress.message(warning));
+            Some(target)
         }
     };
     let format = target.as_ref().map(|t| t.disk.top().name().to_owned());

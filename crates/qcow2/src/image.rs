@@ -283,11 +283,6 @@ impl Qcow2 {
         &self.header
     }
 
-    /// Things that the user should know about what opening did.
-    pub fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
-
     pub(crate) fn has_data_file(&self) -> bool {
         self.header.has_data_file()
     }
@@ -410,6 +405,10 @@ impl Format for Qcow2 {
 
     fn backing(&self) -> Option<&BackingRef> {
         self.backing.as_ref()
+    }
+
+    fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     fn storage(&self) -> &Arc<dyn Storage> {

@@ -217,6 +217,7 @@ impl DdArgs {
                     other => other.into(),
                 }
             })?;
+        target.warnings().for_each(|warning| monitor.progress.message(warning));
         let copied = plan.run(source, &target, &request.options, monitor);
         // Closed also after a failure, so that the image is clean.
         let closed = target.close();

@@ -115,6 +115,7 @@ impl Run for ResizeArgs {
 
     fn run(self, session: &mut Session) -> Outcome {
         let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
+        session.warn(&disk);
         let old_size = disk.guest_bytes();
         let size = self.size.applied_to(old_size)?;
         if size < old_size && !self.shrink {

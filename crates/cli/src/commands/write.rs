@@ -98,6 +98,7 @@ impl Run for WriteArgs {
         let options = self.opening.options().cache(self.cache.mode());
         let input = self.source()?;
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
+        session.warn(&disk);
         // Where the input's length is not known it must still fit.
         let range = super::guest_range(&disk, self.offset, self.length)?;
         let at = GuestOffset(range.start);
