@@ -153,6 +153,23 @@ impl Balance {
         old
     }
 
+    /// Notes one reference to each of `count` clusters, if each has a refcount of 1, no reference
+    /// yet and no metadata. Returns whether that was so; nothing is noted else.
+    #[inline]
+    pub(super) fn refer_singles(&mut self, first: u64, count: usize) -> bool {
+        let offset = first as usize & (CHUNK - 1);
+        let Some(slot) = self.slot(first).filter(|_| offset + count <= CHUNK) else {
+            return false;
+        };
+        let words = &mut self.chunks[slot][offset..offset + count];
+        let fresh = words.iter().all(|&word| word == SINGLE | 1);
+        if fresh {
+            words.fill(SINGLE);
+            self.end = self.end.max(first + count as u64);
+        }
+        fresh
+    }
+
     #[cold]
     fn refer_large(&mut self, cluster: u64, times: i32) {
         let balance = self.balance(cluster) - i128::from(times);
@@ -301,6 +318,21 @@ mod tests {
         assert_eq!(balance.refer(13, 1), METADATA | SINGLE | 1);
         assert_eq!(unbalanced(&balance), [(15, 9)]);
         assert_eq!(balance.unbalanced_blocks(3), [1]);
+    }
+
+    #[test]
+    fn singles_are_taken_all_or_none() {
+        let mut balance = Balance::new(8192, 1 << 20);
+        let block: Vec<u8> = std::iter::repeat_n([0, 1], 8192).flatten().collect();
+        balance.add_refcounts(0, &block, 4);
+        assert!(balance.refer_singles(10, 5));
+        assert!(!balance.refer_singles(14, 5)); // 14 has its reference
+        balance.mark_metadata(20);
+        assert!(!balance.refer_singles(16, 5));
+        assert!(!balance.refer_singles(4095, 2)); // two chunks
+        assert!(balance.refer_singles(4094, 2));
+        let taken: Vec<u64> = (0..8192).filter(|&c| balance.balance(c) == 0).collect();
+        assert_eq!(taken, [10, 11, 12, 13, 14, 4094, 4095]);
     }
 
     #[test]

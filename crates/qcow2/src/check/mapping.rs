@@ -67,6 +67,9 @@ pub(super) fn put_entry(table: &mut [u8], index: usize, extended: bool, entry: L
     }
 }
 
+/// Entries that are looked at together.
+const GROUP: usize = 64;
+
 /// Counts what L2 tables refer to.
 pub(super) struct Scan<'a> {
     pub(super) image: &'a Image,
@@ -134,31 +137,66 @@ impl Scan<'_> {
         if self.image.header.version < 3 {
             odd |= ZERO;
         }
-        for (index, raw) in bytes.chunks_exact(8).enumerate() {
-            let word = u64::from_be_bytes(raw.try_into().unwrap_or_default());
-            if word == 0 {
+        let (mut first, mut words) = (0, [0u64; GROUP]);
+        for group in bytes.chunks(GROUP * 8) {
+            let words = &mut words[..group.len() / 8];
+            for (word, raw) in words.iter_mut().zip(group.chunks_exact(8)) {
+                *word = u64::from_be_bytes(raw.try_into().unwrap_or_default());
+            }
+            let index = first;
+            first += words.len();
+            if words.iter().all(|&word| word == 0) {
                 continue;
             }
-            let host = word & OFFSET_MASK;
-            if word & odd != 0 || host >= file_len {
-                self.entry(table, index, L2Entry { word, bitmap: 0 }, run);
+            if weight == 1 && table.active == 1 && self.single_run(words, odd, run) {
+                table.used += words.len() as u32;
                 continue;
             }
-            table.used += 1;
-            if host == 0 {
-                continue;
+            for (index, &word) in (index..).zip(&*words) {
+                let host = word & OFFSET_MASK;
+                if word & odd != 0 || host >= file_len {
+                    self.entry(table, index, L2Entry { word, bitmap: 0 }, run);
+                    continue;
+                }
+                if host == 0 {
+                    table.used += u32::from(word != 0);
+                    continue;
+                }
+                let old = self.balance.refer(host >> cluster_bits, weight);
+                let copied = word & COPIED != 0;
+                if old & METADATA != 0 || copied != (old & SINGLE != 0) {
+                    // Rare: take it back and look closely.
+                    self.balance.refer(host >> cluster_bits, -weight);
+                    self.entry(table, index, L2Entry { word, bitmap: 0 }, run);
+                    continue;
+                }
+                table.used += 1;
+                run.cluster(host, cluster_bytes);
             }
-            let old = self.balance.refer(host >> cluster_bits, weight);
-            let copied = word >> 63 != 0;
-            if old & METADATA != 0 || copied != (old & SINGLE != 0) {
-                // Rare: take it back and look closely.
-                self.balance.refer(host >> cluster_bits, -weight);
-                table.used -= 1;
-                self.entry(table, index, L2Entry { word, bitmap: 0 }, run);
-                continue;
-            }
-            run.cluster(host, cluster_bytes);
         }
+    }
+
+    /// Counts entries that name clusters one behind the other, each of them used once and marked
+    /// so: what most of most images looks like. Returns whether they were.
+    fn single_run(&mut self, words: &[u64], odd: u64, run: &mut Run) -> bool {
+        let cluster_bytes = self.image.cluster_bytes();
+        let (Some(&first), Some(&last)) = (words.first(), words.last()) else { return false };
+        if first & (odd | COPIED) != COPIED
+            || first & OFFSET_MASK == 0
+            || !(first & OFFSET_MASK..self.image.file_len).contains(&(last & OFFSET_MASK))
+            || !words.iter().zip(0u64..).all(|(&w, i)| w == first.wrapping_add(i * cluster_bytes))
+        {
+            return false;
+        }
+        let host = first & OFFSET_MASK;
+        let cluster = host >> self.image.geometry().cluster_bits;
+        if !self.balance.refer_singles(cluster, words.len()) {
+            return false;
+        }
+        run.cluster(host, cluster_bytes);
+        run.allocated += words.len() as u64 - 1;
+        run.next = (last & OFFSET_MASK) + cluster_bytes;
+        true
     }
 
     fn entry(&mut self, table: &mut L2Table, index: usize, entry: L2Entry, run: &mut Run) {

@@ -133,7 +133,7 @@ fn random_damage_is_survived() {
     if !peers() {
         return;
     }
-    let runs = std::env::var("VDKIT_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(15);
+    let runs = std::env::var("VDKIT_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(8);
     let mut rng = Rng::from_env(7);
     for kind in KINDS {
         let image = Image::make(kind);
