@@ -1,9 +1,9 @@
 //! Consistency check and repair.
 //!
-//! A check is one walk over all metadata ([`survey`]): the refcounts of the image are loaded into
-//! a [`balance`] of two bytes a host cluster, and each reference that the walk meets is taken out
+//! A check is one walk over all metadata (`survey`): the refcounts of the image are loaded into
+//! a `balance` of two bytes a host cluster, and each reference that the walk meets is taken out
 //! of it, so that what is left over is wrong. Each L2 table is read once, in the order of host
-//! offsets, whatever the number of snapshots that share it. A [`repair`] walks, mends one kind of
+//! offsets, whatever the number of snapshots that share it. A `repair` walks, mends one kind of
 //! damage, and walks again, until nothing is left.
 //!
 //! The check knows nothing of the engine: it works on the bytes, so that both can be wrong only
