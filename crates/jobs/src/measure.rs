@@ -24,6 +24,9 @@ pub struct MeasureReport {
 
 /// Measures an image that disks, laid end to end, would be converted to. Nothing but maps is read.
 ///
+/// Clusters of a source that lie in holes of its file count as zeroes, as they do when it is
+/// converted; `qemu-img measure` mostly counts them as data.
+///
 /// # Errors
 /// What the driver says of the options; what the source's maps return.
 pub fn measure(

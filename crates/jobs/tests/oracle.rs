@@ -1,0 +1,373 @@
+//! Jobs against QEMU's tools, across the options of qcow2.
+
+use std::path::{Path, PathBuf};
+
+use vdkit_block::{
+    CancelToken, Codec, CompressionSpec, Error, FormatDriver, Monitor, Options, Progress,
+};
+use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_jobs::{
+    CompareOptions, ConvertOptions, Destination, NewImage, Source, Standing, TreeOptions, compare,
+    convert, map, measure, tree,
+};
+use vdkit_qcow2::Qcow2Driver;
+use vdkit_raw::RawDriver;
+use vdkit_testkit::{Rng, qemu, require_peer};
+
+const MIB: u64 = 1 << 20;
+/// Not a multiple of any cluster size.
+const SIZE: u64 = 24 * MIB + 3 * 512;
+
+/// qcow2 options that change how bytes are laid out.
+const LAYOUTS: &[&str] = &[
+    "cluster_size=64k",
+    "cluster_size=512",
+    "cluster_size=2M",
+    "compat=0.10",
+    "cluster_size=32k,extended_l2=on",
+    "refcount_bits=1",
+    "refcount_bits=64,lazy_refcounts=on",
+    "preallocation=metadata",
+    "compression_type=zstd",
+];
+
+fn registry() -> Registry {
+    let drivers: [&'static dyn FormatDriver; 2] = [&Qcow2Driver, &RawDriver];
+    Registry::new(drivers)
+}
+
+fn open(path: &Path, format: &str) -> Disk {
+    Disk::open(&registry(), path, &OpenOptions::read_only().format(format)).unwrap()
+}
+
+fn new_image(path: &Path, format: &str, options: &str) -> NewImage {
+    let driver = registry().driver(format).unwrap();
+    NewImage {
+        path: path.to_owned(),
+        format: format.to_owned(),
+        options: Options::parse(format, driver.options(), [options]).unwrap(),
+        backing: None,
+        cache: None,
+    }
+}
+
+/// A raw disk with text, noise, zeroes that are written and holes.
+fn make_raw(path: &Path, seed: u64) {
+    let mut rng = Rng::new(seed);
+    let mut bytes = vec![0; SIZE as usize];
+    for _ in 0..40 {
+        let at = rng.below(SIZE / 512) * 512;
+        let len = (512 << rng.below(10)).min(SIZE - at) as usize;
+        let part = &mut bytes[at as usize..at as usize + len];
+        match rng.below(3) {
+            0 => rng.fill(part),
+            1 => part.iter_mut().enumerate().for_each(|(i, byte)| *byte = (i / 5 % 61) as u8 + 1),
+            _ => part.fill(0),
+        }
+    }
+    // Data at both ends.
+    bytes[0] = 1;
+    *bytes.last_mut().unwrap() = 2;
+    std::fs::write(path, &bytes).unwrap();
+    qemu::img(
+        ["convert", "-f", "raw", "-O", "raw"]
+            .iter()
+            .map(PathBuf::from)
+            .chain([path.to_owned(), path.with_extension("sparse")]),
+    )
+    .ok();
+    std::fs::rename(path.with_extension("sparse"), path).unwrap();
+}
+
+struct Case {
+    _dir: tempfile::TempDir,
+    dir: PathBuf,
+    raw: PathBuf,
+}
+
+impl Case {
+    fn new(seed: u64) -> Option<Self> {
+        if !require_peer("qemu-img") || !require_peer("qemu-io") {
+            return None;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_owned();
+        let raw = path.join("disk.raw");
+        make_raw(&raw, seed);
+        Some(Self { _dir: dir, dir: path, raw })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    fn source(&self, path: &Path, format: &str) -> Source {
+        Source::new(vec![open(path, format)])
+    }
+
+    /// Converts by our job, and has the result checked and compared by QEMU.
+    fn convert(
+        &self,
+        from: (&Path, &str),
+        to: (&str, &str),
+        options: &str,
+        change: Change,
+    ) -> PathBuf {
+        let path = self.path(to.0);
+        let destination = Destination::New(new_image(&path, to.1, options));
+        let mut how = ConvertOptions::new(destination);
+        change(&mut how);
+        let source = self.source(from.0, from.1);
+        convert(&registry(), &source, &how, &Monitor::default())
+            .unwrap_or_else(|error| panic!("{options}: {error}"));
+        assert!(qemu::same((&self.raw, "raw"), (&path, to.1)), "{options}");
+        if to.1 == "qcow2" {
+            let checked = qemu::check(&path, "qcow2", None);
+            assert!(checked.clean(), "{options}: {}", checked.text);
+        }
+        path
+    }
+}
+
+type Change = fn(&mut ConvertOptions);
+
+#[test]
+fn every_layout_is_converted_to_and_from_and_measured() {
+    let Some(case) = Case::new(1) else { return };
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        let theirs = case.path("theirs.qcow2");
+        qemu::convert((&case.raw, "raw"), (&theirs, "qcow2"), &["-o", layout]);
+        let next = LAYOUTS[(index + 1) % LAYOUTS.len()];
+        let verify: Change = |how| how.verify = true;
+        let ours = case.convert((&case.raw, "raw"), ("ours.qcow2", "qcow2"), layout, verify);
+        case.convert((&theirs, "qcow2"), ("back.raw", "raw"), "", |_| ());
+        let again = case.convert((&ours, "qcow2"), ("again.qcow2", "qcow2"), next, verify);
+        let parsed = Options::parse("qcow2", Qcow2Driver.options(), [*layout]).unwrap();
+        let measured =
+            measure(&[open(&again, "qcow2")], &Qcow2Driver, &parsed, &Monitor::default()).unwrap();
+        // What was measured is enough for what is then made; the length of a preallocated image is
+        // another matter.
+        let made = case.convert((&again, "qcow2"), ("made.qcow2", "qcow2"), layout, |_| ());
+        let len = std::fs::metadata(&made).unwrap().len();
+        let preallocated = layout.starts_with("preallocation");
+        assert!(
+            preallocated || len <= measured.required,
+            "{layout}: {len} > {}",
+            measured.required
+        );
+
+        let report = compare(
+            &open(&ours, "qcow2"),
+            &open(&theirs, "qcow2"),
+            &CompareOptions { strict: true, threads: Some(2) },
+            &Monitor::default(),
+        );
+        assert!(report.unwrap().identical, "{layout}");
+        for path in [&case.raw, &theirs] {
+            let format = if path == &theirs { "qcow2" } else { "raw" };
+            same_measure(path, format, next);
+        }
+    }
+}
+
+/// Measures as QEMU does. Where clusters of a qcow2 source lie in holes of its file, QEMU mostly
+/// takes them for data; ours is then the smaller number.
+fn same_measure(path: &Path, format: &str, options: &str) {
+    let parsed = Options::parse("qcow2", Qcow2Driver.options(), [options]).unwrap();
+    let disks = [open(path, format)];
+    let ours = measure(&disks, &Qcow2Driver, &parsed, &Monitor::default()).unwrap();
+    let path = path.display().to_string();
+    let args = ["measure", "--output=json", "-f", format, "-O", "qcow2", "-o", options, &path];
+    let theirs: serde_json::Value = serde_json::from_str(&qemu::img(args).ok()).unwrap();
+    let required = theirs["required"].as_u64().unwrap();
+    if format == "raw" {
+        assert_eq!(ours.required, required, "{options}");
+    } else {
+        assert!(ours.required <= required, "{options}: {} > {required}", ours.required);
+    }
+    assert_eq!(theirs["fully-allocated"], ours.fully_allocated, "{options} from {format}");
+}
+
+#[test]
+fn compressed_images_are_written_and_read_whatever_the_threads() {
+    let Some(case) = Case::new(2) else { return };
+    for (layout, codec) in [
+        ("cluster_size=64k", Codec::Deflate),
+        ("cluster_size=4k", Codec::Deflate),
+        ("cluster_size=2M", Codec::Deflate),
+        ("compression_type=zstd", Codec::Zstd),
+        ("cluster_size=64k,extended_l2=on", Codec::Deflate),
+    ] {
+        let mut files = Vec::new();
+        for threads in [1, 2, 7] {
+            let path = case.path("packed.qcow2");
+            let image = new_image(&path, "qcow2", layout);
+            let mut how = ConvertOptions::new(Destination::New(image));
+            how.compress = Some(CompressionSpec { codec, level: None });
+            how.threads = Some(threads);
+            let source = case.source(&case.raw, "raw");
+            let report = convert(&registry(), &source, &how, &Monitor::default()).unwrap();
+            assert!(report.moved.clusters_compressed > 0, "{layout}");
+            files.push(std::fs::read(&path).unwrap());
+        }
+        let path = case.path("packed.qcow2");
+        // The same input makes the same output to the byte.
+        assert!(files.iter().all(|file| *file == files[0]), "{layout}");
+        assert!(qemu::same((&case.raw, "raw"), (&path, "qcow2")), "{layout}");
+        assert!(qemu::check(&path, "qcow2", None).clean(), "{layout}");
+        case.convert((&path, "qcow2"), ("unpacked.raw", "raw"), "", |_| ());
+        // And what QEMU packed comes back.
+        let theirs = case.path("theirs.qcow2");
+        qemu::convert((&case.raw, "raw"), (&theirs, "qcow2"), &["-c", "-o", layout]);
+        case.convert((&theirs, "qcow2"), ("unpacked.raw", "raw"), "", |_| ());
+    }
+}
+
+/// Cancels once some work is done.
+struct CancelAfter(CancelToken);
+
+impl Progress for CancelAfter {
+    fn update(&self, done: u64, _total: u64) {
+        if done > MIB {
+            self.0.cancel();
+        }
+    }
+
+    fn message(&self, _text: &str) {}
+}
+
+#[test]
+fn a_cancelled_conversion_leaves_what_was_there() {
+    let Some(case) = Case::new(3) else { return };
+    let old = case.path("old.qcow2");
+    std::fs::write(&old, b"what was there").unwrap();
+    for name in ["old.qcow2", "new.qcow2"] {
+        let before: Vec<_> = listing(&case.dir);
+        let token = CancelToken::default();
+        let progress = CancelAfter(token.clone());
+        let monitor = Monitor { cancel: token, progress: &progress };
+        let image = new_image(&case.path(name), "qcow2", "cluster_size=64k");
+        let mut how = ConvertOptions::new(Destination::New(image));
+        how.compress = Some(CompressionSpec { codec: Codec::Deflate, level: None });
+        let source = case.source(&case.raw, "raw");
+        let result = convert(&registry(), &source, &how, &monitor);
+        assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
+        assert_eq!(listing(&case.dir), before);
+    }
+    assert_eq!(std::fs::read(&old).unwrap(), b"what was there");
+}
+
+fn listing(dir: &Path) -> Vec<PathBuf> {
+    let mut names: Vec<_> =
+        std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn maps_say_what_qemu_says() {
+    let Some(case) = Case::new(4) else { return };
+    let base = case.path("base.qcow2");
+    qemu::convert((&case.raw, "raw"), (&base, "qcow2"), &["-c"]);
+    let top = case.path("top.qcow2");
+    qemu::create(&top, "qcow2", SIZE, &[], Some(("base.qcow2", "qcow2")));
+    qemu::io(
+        &top,
+        "qcow2",
+        &["write -P 7 1M 100k", "write -z 3M 1M", "write -P 9 10M 192k", "discard 2M 64k"],
+    );
+    for (path, format) in [(&case.raw, "raw"), (&base, "qcow2"), (&top, "qcow2")] {
+        let disk = open(path, format);
+        // What has to be read, and where it lies; the end of a raw file's last block is its own
+        // matter.
+        let ours: Vec<_> = map(&disk, 0, disk.guest_bytes())
+            .unwrap()
+            .map(Result::unwrap)
+            .filter(|row| row.data)
+            .map(|row| (row.start, row.length, row.depth as u64, row.compressed, row.offset))
+            .collect();
+        let theirs: Vec<_> = qemu::map(path, format)
+            .iter()
+            .filter(|row| row["data"] == true)
+            .map(|row| {
+                let number = |key: &str| row[key].as_u64();
+                let compressed = row["compressed"].as_bool().unwrap_or(false);
+                let place = number("offset").filter(|_| !compressed);
+                let [start, length, depth] = ["start", "length", "depth"].map(number);
+                (start.unwrap(), length.unwrap(), depth.unwrap(), compressed, place)
+            })
+            .collect();
+        assert_eq!(joined(ours), joined(theirs), "{}", path.display());
+    }
+}
+
+type Row = (u64, u64, u64, bool, Option<u64>);
+
+/// Rows without the cuts between compressed clusters, which each program makes where it likes.
+fn joined(rows: Vec<Row>) -> Vec<Row> {
+    let mut all: Vec<Row> = Vec::new();
+    for row in rows {
+        match all.last_mut() {
+            Some(last) if row.3 && last.3 && last.2 == row.2 && last.0 + last.1 == row.0 => {
+                last.1 += row.1;
+            }
+            _ => all.push(row),
+        }
+    }
+    all
+}
+
+#[test]
+fn a_tree_names_overlays_orphans_and_what_a_deletion_costs() {
+    let Some(case) = Case::new(5) else { return };
+    let [base, mid, left, right, lost, far] =
+        ["base.qcow2", "mid.qcow2", "left.qcow2", "right.qcow2", "lost.qcow2", "far.qcow2"]
+            .map(|name| case.path(name).canonicalize().unwrap_or_else(|_| case.path(name)));
+    qemu::create(&base, "qcow2", MIB, &[], Some(("disk.raw", "raw")));
+    qemu::create(&mid, "qcow2", MIB, &[], Some(("base.qcow2", "qcow2")));
+    qemu::create(&left, "qcow2", MIB, &[], Some(("./mid.qcow2", "qcow2")));
+    qemu::create(&right, "qcow2", MIB, &[], Some(("mid.qcow2", "qcow2")));
+    for (path, name) in [(&lost, "gone.qcow2"), (&far, "/etc/hostname")] {
+        qemu::img(
+            ["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", name]
+                .iter()
+                .map(PathBuf::from)
+                .chain([path.clone(), PathBuf::from("1M")]),
+        )
+        .ok();
+    }
+    std::fs::write(case.path("notes.txt"), "no image").unwrap();
+
+    let registry = registry();
+    let look =
+        |path: &Path| tree(&registry, path, &TreeOptions::default(), &Monitor::default()).unwrap();
+    let report = look(&case.dir);
+    let names = |paths: &[PathBuf]| -> Vec<String> {
+        paths.iter().map(|p| p.file_name().unwrap().to_string_lossy().into_owned()).collect()
+    };
+    let image = |name: &str| {
+        report
+            .images
+            .iter()
+            .find(|image| image.path.ends_with(name))
+            .unwrap_or_else(|| panic!("{name} is not in {report:?}"))
+    };
+    assert_eq!(names(&image("mid.qcow2").overlays), ["left.qcow2", "right.qcow2"]);
+    assert_eq!(
+        names(&image("disk.raw").deleting_orphans),
+        ["base.qcow2", "left.qcow2", "mid.qcow2", "right.qcow2"]
+    );
+    assert_eq!(names(&report.orphans), ["lost.qcow2"]);
+    let standing = |name: &str| image(name).backing.as_ref().unwrap().standing;
+    assert_eq!(standing("left.qcow2"), Standing::Listed);
+    assert_eq!(standing("lost.qcow2"), Standing::Missing);
+    // Not beneath the image's own folder.
+    assert_eq!(standing("far.qcow2"), Standing::Refused);
+    assert!(report.images.iter().all(|image| !image.path.ends_with("notes.txt")));
+    assert!(report.faults.is_empty(), "{report:?}");
+
+    // Asked of one image: its family alone.
+    let report = look(&left);
+    let family: Vec<_> = report.images.iter().map(|image| image.path.clone()).collect();
+    assert_eq!(names(&family), ["base.qcow2", "disk.raw", "left.qcow2", "mid.qcow2"]);
+}
