@@ -31,7 +31,7 @@ pub(super) enum Mode {
 }
 
 /// What owns a range of clusters besides L2 tables and data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
     /// The header.
     Header,
@@ -93,6 +93,7 @@ pub(super) struct Survey {
     /// Clusters behind the end of the file that have a refcount and nothing that refers to them.
     pub(super) ahead: u64,
     owners: Vec<(Range<u64>, Owner)>,
+    owners_in_conflict: FxHashSet<Owner>,
 }
 
 impl Survey {
@@ -115,6 +116,7 @@ impl Survey {
             low_without_block: false,
             ahead: 0,
             owners: Vec::new(),
+            owners_in_conflict: FxHashSet::default(),
         };
         let mut meter = Meter::new(monitor);
         survey.refcounts = Refcounts::read(image, &mut survey.findings)?;
@@ -129,6 +131,7 @@ impl Survey {
         survey.bitmaps(image, monitor, mode)?;
         survey.balance.check_limit(image.name())?;
         survey.l2_tables(image, uses, &mut meter)?;
+        survey.find_owners_in_conflict();
         if mode == Mode::Compare {
             survey.compare(image)?;
         }
@@ -483,11 +486,19 @@ impl Survey {
     }
 
     /// Whether an owner shares one of its clusters with something else.
-    pub(super) fn owner_in_conflict(&self, wanted: Owner) -> bool {
-        !self.conflicts.is_empty()
-            && self.owners.iter().any(|(range, owner)| {
-                *owner == wanted && range.clone().any(|cluster| self.conflicts.contains(&cluster))
-            })
+    pub(super) fn owner_in_conflict(&self, owner: Owner) -> bool {
+        self.owners_in_conflict.contains(&owner)
+    }
+
+    fn find_owners_in_conflict(&mut self) {
+        if !self.conflicts.is_empty() {
+            self.owners_in_conflict = self
+                .owners
+                .iter()
+                .filter(|(range, _)| range.clone().any(|cluster| self.conflicts.contains(&cluster)))
+                .map(|&(_, owner)| owner)
+                .collect();
+        }
     }
 }
 

@@ -230,6 +230,14 @@ impl Plan<'_> {
             let count = blocks.len() as u64;
             let table_bytes =
                 (blocks.last().map_or(1, |last| last + 1) * 8).next_multiple_of(cluster);
+            if table_bytes > REFCOUNT_TABLE_BYTES_MAX.max(cluster) {
+                return Err(Error::Limit {
+                    file: image.name().to_owned(),
+                    what: "the new refcount table in bytes",
+                    found: table_bytes,
+                    limit: REFCOUNT_TABLE_BYTES_MAX,
+                });
+            }
             let end = self.next + count + table_bytes / cluster;
             for block in self.next >> bits..=(end - 1) >> bits {
                 if blocks.last().is_none_or(|&last| last < block) {
@@ -240,14 +248,6 @@ impl Plan<'_> {
                 break table_bytes;
             }
         };
-        if table_bytes > REFCOUNT_TABLE_BYTES_MAX.max(cluster) {
-            return Err(Error::Limit {
-                file: image.name().to_owned(),
-                what: "the new refcount table in bytes",
-                found: table_bytes,
-                limit: REFCOUNT_TABLE_BYTES_MAX,
-            });
-        }
         let first = self.allocate(blocks.len() as u64 * cluster, 1)?;
         let table = self.allocate(table_bytes, 1)?;
         self.write_blocks(&blocks, first)?;
