@@ -46,6 +46,8 @@ impl Qcow2 {
             )));
         }
         self.hide_tail(old)?;
+        // What a shrinking left there that a crash cut short.
+        self.clear(old, new, |entry| entry != L2Entry::default())?;
         self.hide_beneath(old, new.min(beneath))?;
         // Durable before the header shows what lies there.
         self.flush_once()?;
@@ -272,10 +274,29 @@ impl Qcow2 {
         self.guest_bytes.store(new, Ordering::Release);
         // Not only for ourselves: other programs do not look there when they enlarge a disk.
         self.hide_tail(new)?;
+        self.clear(new, old, |_| true)?;
+        self.flush_once()?;
+        if self.header.data_file_raw() && self.data.caps().growable {
+            self.data.set_len(new)?;
+        }
+        Ok(())
+    }
+
+    /// Clears the whole clusters behind the end of the disk, up to `upto` and to the end of the L2
+    /// table there, in tables that have an entry for which `asked` is true. To be flushed.
+    fn clear(&self, end: u64, upto: u64, asked: impl Fn(L2Entry) -> bool) -> Result<()> {
         let (cluster, span) = (self.geometry.cluster_bytes(), self.geometry.l2_span());
-        self.for_tables(new.next_multiple_of(cluster), old, |meta, clusters| {
+        let (from, upto) = (end.next_multiple_of(cluster), upto.next_multiple_of(span));
+        self.for_tables(from, upto, |meta, clusters| {
             let l1_index = self.geometry.l1_index(GuestOffset(clusters.start));
             if self.l2_table(l1_index)?.is_none() {
+                return Ok(());
+            }
+            let mut ask = false;
+            for at in clusters.clone().step_by(cluster as usize) {
+                ask = ask || asked(self.entry_at(GuestOffset(at))?);
+            }
+            if !ask {
                 return Ok(());
             }
             let whole = clusters.start.is_multiple_of(span);
@@ -284,12 +305,7 @@ impl Qcow2 {
                 self.drop_l2(meta, l1_index);
             }
             Ok(())
-        })?;
-        self.flush_once()?;
-        if self.header.data_file_raw() && self.data.caps().growable {
-            self.data.set_len(new)?;
-        }
-        Ok(())
+        })
     }
 
     /// Unlinks an L2 table whose entries are all empty.
