@@ -168,7 +168,7 @@ impl Image {
         if bytes == 0 {
             return offset >> bits..offset >> bits;
         }
-        offset >> bits..((offset + (bytes - 1)) >> bits) + 1
+        offset >> bits..(offset.saturating_add(bytes - 1) >> bits) + 1
     }
 
     fn is_sacred(&self, offset: u64, bytes: u64) -> bool {

@@ -10,6 +10,7 @@
 //! 4. COPIED flags follow the refcounts.
 //! 5. The dirty and the corrupt bit are cleared.
 
+mod dangling;
 mod entries;
 mod recount;
 mod relocate;

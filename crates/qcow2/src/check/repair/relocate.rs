@@ -7,21 +7,18 @@
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Monitor, Result};
 
-use super::{entries, write_changed};
+use super::{dangling, entries, write_changed};
 use crate::check::image::Image;
 use crate::check::mapping;
 use crate::check::reader;
 use crate::check::snapshots::{Snapshot, SnapshotTable};
 use crate::check::survey::{Mode, Owner, Survey};
 use crate::header::field;
-use crate::layout::{HOST_OFFSET_END, L1_BYTES_MAX, REFCOUNT_TABLE_BYTES_MAX};
+use crate::layout::{HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX};
 use crate::refcounts::set_refcount;
 
 /// Bytes of one write.
 const WRITE_BYTES: usize = 4 << 20;
-
-/// How far new metadata keeps clear of what lost snapshots name.
-const SKIP_BYTES_MAX: u64 = 2 * L1_BYTES_MAX;
 
 /// Where things go.
 struct Plan<'a> {
@@ -70,7 +67,7 @@ fn prepare<'a>(
     monitor: &Monitor<'_>,
 ) -> Result<(Plan<'a>, Vec<u8>)> {
     let target = Survey::take(image, Mode::References, monitor)?;
-    let next = first_free(image, survey, &target);
+    let next = dangling::first_free(image, survey, &target)?;
     let mut plan = Plan {
         image,
         target,
@@ -96,33 +93,6 @@ fn prepare<'a>(
     header.extend_from_slice(&snapshots.to_be_bytes());
     header.extend_from_slice(&snapshot_table.to_be_bytes());
     Ok((plan, header))
-}
-
-/// The first cluster behind everything, also behind what lost snapshots still name: as long as
-/// their entries stand, their L1 tables had better not come to life.
-fn first_free(image: &Image, survey: &Survey, target: &Survey) -> u64 {
-    let used = survey.balance.end().max(target.balance.end());
-    if !image.storage.caps().growable {
-        return used;
-    }
-    let behind = used.max(image.file_clusters());
-    let skip_max = behind + SKIP_BYTES_MAX / image.cluster_bytes();
-    let mut lost: Vec<_> = survey
-        .snapshots
-        .snapshots
-        .iter()
-        .filter(|snapshot| snapshot.lost && snapshot.l1_bytes() <= L1_BYTES_MAX)
-        .filter(|snapshot| snapshot.l1_offset < HOST_OFFSET_END)
-        .map(|snapshot| image.clusters_of(snapshot.l1_offset, snapshot.l1_bytes()))
-        .collect();
-    lost.sort_unstable_by_key(|range| range.start);
-    let mut next = behind;
-    for range in lost {
-        if range.start < skip_max && next < range.end && range.end <= skip_max {
-            next = range.end;
-        }
-    }
-    next
 }
 
 impl Plan<'_> {

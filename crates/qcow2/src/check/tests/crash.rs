@@ -34,6 +34,18 @@ const DAMAGES: &[Damage] = &[
     ("data in an L2 table", "refcounts-2", |image| {
         image.put_word(image.l2_entry(0), image.l2(0) | COPIED);
     }),
+    ("data in an L2 table that dangles", "refcounts-2", |image| {
+        image.put_word(image.l2_entry(0), image.l2(0) | COPIED);
+        let end = image.len().next_multiple_of(4096);
+        image.put_word(image.l2_entry(512 << 10), end | COPIED);
+        image.put_word(image.l2_entry(516 << 10), (end + 8192) | COPIED);
+    }),
+    ("data in an L1 table that dangles", "refcounts-4", |image| {
+        image.put_word(image.l2_entry(0), image.l1() | COPIED);
+        let end = image.len().next_multiple_of(1024);
+        let free = (0..32).find(|&i| image.l2(i) == 0).unwrap();
+        image.put_word(image.l1() + free * 8, end | COPIED);
+    }),
     ("data in a refcount block", "zstd", |image| {
         image.put_word(image.l2_entry(0), image.refcount(0).0 | COPIED);
     }),

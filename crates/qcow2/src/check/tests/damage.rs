@@ -312,6 +312,16 @@ fn refcount_structures_are_made_anew() {
         try_damage("block is an L2 table", kind, Agrees, Same, |image| {
             image.put_word(entry(image), image.l2(0));
         });
+        try_damage("block is an L2 table, with an entry beyond", kind, Agrees, Same, |image| {
+            let end = image.len().next_multiple_of(image.header().geometry.cluster_bytes());
+            for i in 0..3 {
+                let guest = (3300 << 10) + i * (200 << 10);
+                if image.l2_entry(guest) > 4096 {
+                    image.put_word(image.l2_entry(guest), end + (i << 21));
+                }
+            }
+            image.put_word(entry(image), image.l2(0));
+        });
         try_damage("block is data", kind, Agrees, Same, |image| {
             image.put_word(entry(image), data_cluster(image, 0));
         });

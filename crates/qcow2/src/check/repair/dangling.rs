@@ -1,0 +1,95 @@
+//! Where new metadata may begin.
+//!
+//! Entries that name clusters beyond the end of the file read as zeroes or not at all. Most of
+//! them are mended before anything new is written; but those in tables that share their cluster
+//! with something else cannot be, until they have moved. The file must not grow under them: what
+//! they name would come to life, with our metadata in it.
+
+use std::ops::Range;
+
+use vdkit_block::Result;
+
+use crate::check::image::Image;
+use crate::check::mapping;
+use crate::check::reader;
+use crate::check::survey::{Owner, Survey, be64};
+use crate::layout::{L1_BYTES_MAX, OFFSET_MASK};
+
+/// How far beyond the end of the file new metadata keeps clear of such entries. It rarely takes
+/// that much itself.
+const SKIP_BYTES_MAX: u64 = 2 * L1_BYTES_MAX;
+
+/// The first cluster behind everything that is used, and behind what dangling entries name.
+pub(super) fn first_free(image: &Image, survey: &Survey, target: &Survey) -> Result<u64> {
+    let used = survey.balance.end().max(target.balance.end());
+    if !image.storage.caps().growable {
+        return Ok(used);
+    }
+    let behind = used.max(image.file_clusters());
+    let window = behind..behind + SKIP_BYTES_MAX / image.cluster_bytes();
+    let mut dangling = Dangling { image, window, end: behind };
+    dangling.tables(survey)?;
+    dangling.l1s(survey)?;
+    Ok(dangling.end)
+}
+
+struct Dangling<'a> {
+    image: &'a Image,
+    window: Range<u64>,
+    /// The end of the last cluster in the window that is named.
+    end: u64,
+}
+
+impl Dangling<'_> {
+    fn add(&mut self, offset: u64, bytes: u64) {
+        let clusters = self.image.clusters_of(offset, bytes);
+        if self.window.contains(&clusters.start) && clusters.end <= self.window.end {
+            self.end = self.end.max(clusters.end);
+        }
+    }
+
+    fn tables(&mut self, survey: &Survey) -> Result<()> {
+        let image = self.image;
+        let cluster = image.cluster_bytes();
+        for table in survey.tables.iter().filter(|table| table.lossy) {
+            if !survey.in_conflict(image, table) {
+                continue;
+            }
+            let bytes = reader::read_table(&*image.storage, table.offset, cluster)?;
+            for index in 0..image.geometry().l2_entries() as usize {
+                let entry = mapping::entry_at(&bytes, index, image.geometry().extended);
+                if entry.is_compressed() {
+                    let place = entry.compressed_place(image.geometry());
+                    self.add(place.offset.0, place.bytes);
+                } else {
+                    self.add(entry.host().0, cluster);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn l1s(&mut self, survey: &Survey) -> Result<()> {
+        if survey.owner_in_conflict(Owner::ActiveL1) {
+            self.l1(&survey.l1);
+        }
+        for (i, snapshot) in survey.snapshots.snapshots.iter().enumerate() {
+            let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
+            if snapshot.lost {
+                // A larger one is lost for good.
+                if bytes <= L1_BYTES_MAX {
+                    self.add(offset, bytes);
+                }
+            } else if survey.owner_in_conflict(Owner::SnapshotL1(i)) {
+                self.l1(&reader::read_table(&*self.image.storage, offset, bytes)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn l1(&mut self, l1: &[u8]) {
+        for raw in l1.chunks_exact(8) {
+            self.add(be64(raw) & OFFSET_MASK, self.image.cluster_bytes());
+        }
+    }
+}
