@@ -14,7 +14,7 @@ use crate::layout::{self, COPIED, Geometry, L1_RESERVED, OFFSET_MASK, ZERO};
 const ENCRYPTION_BYTES_MAX: u64 = 64 << 20;
 
 /// The image under check.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Image {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) header: Header,

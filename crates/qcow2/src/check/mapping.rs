@@ -23,6 +23,8 @@ pub(super) struct L2Table {
     pub(super) used: u32,
     /// Entries with faults.
     pub(super) faulty: u32,
+    /// Entries with faults that a file cut short does not explain.
+    pub(super) nonsense: u32,
     /// Entries whose COPIED flag disagrees with the refcount.
     pub(super) copied_wrong: u32,
     /// Some entry must let go of its data.
@@ -207,6 +209,7 @@ impl Scan<'_> {
         table.used += 1;
         if !faults.is_empty() {
             table.faulty += 1;
+            table.nonsense += u32::from(faults != L2Faults::BEYOND_END);
             table.lossy |= faults.lost();
             self.report_faults(at, guest, entry, faults);
         }

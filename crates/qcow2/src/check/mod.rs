@@ -38,15 +38,20 @@ use survey::{Mode, Survey};
 /// Checks an image and mends it as far as `repair` says.
 ///
 /// The image must not be open for writing elsewhere; the storage must be writable for a repair.
-/// `data_file` holds no metadata and is not looked at. With [`Repair::Leaks`], refcounts are
+/// `data_file` holds no metadata and is not looked at, but a repair asks for it: a bit of the
+/// header alone shall not make an image one whose data is elsewhere. With [`Repair::Leaks`], refcounts are
 /// lowered only where nothing else is wrong: what looks leaked may be what a damaged entry
 /// pointed to.
+///
+/// Where most of the mapping makes no sense under this header, the header is more likely wrong
+/// than the mapping, and nothing is mended.
 ///
 /// A repair that is interrupted, by a crash or an error, leaves an image that is no worse; run it
 /// again.
 ///
 /// # Errors
-/// [`vdkit_block::Error::Corrupt`] where the header is too damaged to find the metadata,
+/// [`vdkit_block::Error::Corrupt`] where the header is too damaged to find the metadata or to
+/// trust for a repair, [`vdkit_block::Error::Invalid`] where a repair needs the data file,
 /// [`vdkit_block::Error::Limit`] where the check would need more memory than `limits` allow, and
 /// errors of the storage.
 pub fn check(
@@ -56,9 +61,8 @@ pub fn check(
     limits: &Limits,
     monitor: &Monitor<'_>,
 ) -> Result<CheckReport> {
-    let _ = data_file;
     if repair != Repair::Nothing {
-        return repair::run(storage, repair, limits, monitor);
+        return repair::run(storage, data_file.is_some(), repair, limits, monitor);
     }
     let image = Image::open(storage, limits)?;
     if image.header.has(incompatible::DIRTY) {

@@ -152,6 +152,11 @@ impl Survey {
                 "found the raw data file bit without a data file".to_owned()
             });
         }
+        if !image.header.has_data_file() && image.header.data_file_name().is_some() {
+            self.findings.corruption(field::INCOMPATIBLE, "header", || {
+                "found the name of a data file without the bit that says there is one".to_owned()
+            });
+        }
         if image.header.has(incompatible::CORRUPT) {
             self.findings.corruption(field::INCOMPATIBLE, "header", || {
                 "the image is marked corrupt: some program found it damaged while using it"
@@ -540,6 +545,7 @@ impl L2Uses {
                 l1_index,
                 used: 0,
                 faulty: 0,
+                nonsense: 0,
                 copied_wrong: 0,
                 lossy: false,
             })

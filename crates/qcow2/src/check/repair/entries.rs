@@ -30,6 +30,10 @@ pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
         if table.faulty == 0 || survey.in_conflict(image, table) {
             continue;
         }
+        if image.header.has_data_file() && table.is_garbage() {
+            // All but a few entries elsewhere than they must be: no repair by guessing.
+            continue;
+        }
         let old = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
         let mut new = old.clone();
         mapping::mend_table(image, table, &mut new);

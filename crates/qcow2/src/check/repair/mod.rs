@@ -14,6 +14,7 @@ mod dangling;
 mod entries;
 mod recount;
 mod relocate;
+mod suspicion;
 
 use std::sync::Arc;
 
@@ -42,6 +43,7 @@ enum Policy {
 /// A check with repair. See [`super::check`].
 pub(super) fn run(
     storage: &Arc<dyn Storage>,
+    data_file: bool,
     repair: Repair,
     limits: &Limits,
     monitor: &Monitor<'_>,
@@ -54,7 +56,14 @@ pub(super) fn run(
         return Err(Error::ReadOnly { file: storage.name().to_owned() });
     }
     let mut image = Image::open(storage, limits)?;
+    if image.header.has_data_file() && !data_file {
+        return Err(Error::Invalid(format!(
+            "{}: its guest data is in another file, without which it is not repaired",
+            image.name()
+        )));
+    }
     let first = Survey::take(&image, Mode::Compare, monitor)?;
+    suspicion::refuse_wrong_header(&image, &first, monitor)?;
     let mut report = first.findings.report.clone();
     let last = rounds(&mut image, first, policy, monitor)?;
     summarise(&mut report, &last.findings.report);
@@ -70,6 +79,7 @@ pub(super) fn recover(
     let mut image = Image::open(storage, limits)?;
     let first = Survey::take(&image, Mode::Compare, monitor)?;
     refuse_damage(&image, &first)?;
+    suspicion::refuse_wrong_header(&image, &first, monitor)?;
     let last = rounds(&mut image, first, Policy::Recover, monitor)?;
     refuse_damage(&image, &last)?;
     if last.findings.report.corruptions > 0 {

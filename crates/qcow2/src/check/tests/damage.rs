@@ -581,3 +581,42 @@ fn unknown_autoclear_bits_go_with_the_first_write_only() {
     our_check(&image.path, Repair::All).unwrap();
     assert_eq!(image.bytes(88, 1), [0]);
 }
+
+#[test]
+fn a_flipped_bit_in_the_header_does_not_cost_the_mapping() {
+    if !peers() {
+        return;
+    }
+    for (kind_name, at, bit) in [
+        ("cluster-512", 79, 0b100), // a data file
+        ("compressed", 79, 0b100),
+        ("plain", 79, 0b1_0000),    // extended L2 entries
+        ("extended", 79, 0b1_0000), // none
+    ] {
+        let image = Image::make(kind(kind_name));
+        image.put(at, &[image.bytes(at, 1)[0] ^ bit]);
+        let before = std::fs::read(&image.path).unwrap();
+        let storage = super::support::open(&image.path);
+        let (limits, monitor) = (Default::default(), Default::default());
+        let result = crate::check::check(&storage, None, Repair::All, &limits, &monitor);
+        assert!(result.is_err(), "{kind_name}: {result:#?}");
+        if bit == 0b100 {
+            let result =
+                crate::check::check(&storage, Some(&storage), Repair::All, &limits, &monitor);
+            assert!(result.is_err(), "{kind_name}: {result:#?}");
+        }
+        drop(storage);
+        assert!(before == std::fs::read(&image.path).unwrap(), "{kind_name}");
+    }
+    let image = Image::empty();
+    let data = image.path.with_extension("data");
+    let options = format!("data_file={}", data.display());
+    let file = image.path.to_str().unwrap();
+    must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, file, "16M"]);
+    must("qemu-io", &["-f", "qcow2", "-c", "write -P 3 0 1M", file]);
+    image.put(79, &[0]);
+    let before = std::fs::read(&image.path).unwrap();
+    assert!(our_check(&image.path, Repair::Nothing).unwrap().corruptions > 0);
+    assert!(our_check(&image.path, Repair::All).is_err());
+    assert!(before == std::fs::read(&image.path).unwrap());
+}

@@ -16,9 +16,10 @@ use crate::check::survey::{Mode, Survey};
 fn targets(storage: &Arc<dyn Storage>) -> Vec<u64> {
     let image = Parsed::open(storage, &Limits::default()).unwrap();
     let survey = Survey::take(&image, Mode::Compare, &Monitor::default()).unwrap();
-    // The header's own length is left alone, as QEMU is stricter on what may follow it; so is
+    // The header's own length and its extensions are left alone, as QEMU is stricter there; so is
     // the encryption, as QEMU asks for a password.
-    let mut targets: Vec<u64> = (24..32).chain(40..96).collect();
+    let fields_end = if image.header.version < 3 { 72 } else { 96 };
+    let mut targets: Vec<u64> = (24..32).chain(40..fields_end).collect();
     let mut table = |offset: u64, bytes: u64| {
         let mut content = vec![0; bytes as usize];
         storage.read_padded(&mut content, HostOffset(offset)).unwrap();

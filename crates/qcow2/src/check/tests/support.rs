@@ -100,7 +100,11 @@ pub(super) fn verdict_of(report: &CheckReport) -> Verdict {
 
 /// Our check.
 pub(super) fn our_check(path: &Path, repair: Repair) -> Result<CheckReport> {
-    check::check(&open(path), None, repair, &Limits::default(), &Monitor::default())
+    let storage = open(path);
+    // Whether there is one is all that a repair asks of the data file.
+    let header = Header::read_tolerant(&*storage, &Limits::default(), &mut Vec::new())?;
+    let data_file = header.has_data_file().then_some(&storage);
+    check::check(&storage, data_file, repair, &Limits::default(), &Monitor::default())
 }
 
 /// Whether the guest reads the same of both.
