@@ -211,6 +211,11 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// error here is final: bytes may be lost, and every later call fails too.
     fn sync(&self) -> Result<()>;
 
+    /// [`Storage::sync`] does nothing: no order of writes survives a crash, so none needs keeping.
+    fn volatile(&self) -> bool {
+        false
+    }
+
     /// Changes the length; new bytes read as zero.
     fn set_len(&self, len: u64) -> Result<()>;
 

@@ -175,7 +175,9 @@ impl Qcow2 {
         if own > 0 && meta.flush_running {
             return Ok(Grown::Busy);
         }
-        if growable {
+        // Where no order survives a crash, the file grows as it is written: a file that is made
+        // longer and cut again is written out by XFS when it is closed.
+        if growable && !self.storage.volatile() {
             self.storage.set_len(end << bits)?;
         }
         let fresh = growable && !meta.tail_written;

@@ -239,7 +239,8 @@ impl Qcow2 {
         !self.meta.lock().unlinked.is_empty()
     }
 
-    /// Frees all that is reserved ahead; returns the length that the file can be cut to.
+    /// Frees all that is reserved ahead; returns the length that the file is to have, where it is
+    /// another.
     fn give_back(&self, meta: &mut Meta) -> Result<Option<u64>> {
         let mut runs: Vec<Space> = meta.pool.drain();
         runs.append(&mut meta.spares);
@@ -269,6 +270,7 @@ impl Qcow2 {
             return Ok(None);
         }
         let len = end << self.geometry.cluster_bits;
-        Ok((len < self.storage.len()?).then_some(len))
+        let present = self.storage.len()?;
+        Ok((len < present || (self.storage.volatile() && len > present)).then_some(len))
     }
 }

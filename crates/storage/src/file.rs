@@ -406,6 +406,10 @@ impl Storage for FileStorage {
         })
     }
 
+    fn volatile(&self) -> bool {
+        self.cache == CacheMode::Unsafe
+    }
+
     fn set_len(&self, len: u64) -> Result<()> {
         self.resize(len)
     }
