@@ -29,7 +29,7 @@ pub fn qcow2_open_read(image: &[u8]) {
         read_edges(&disk);
     }
     describe(&read_only);
-    let report = run_check(&read_only, Repair::Nothing);
+    let report = run_check(&read_only, None, Repair::Nothing);
     repair(&fresh());
     if let Ok(report) = report
         && report.corruptions == 0
@@ -85,8 +85,8 @@ fn read_twice(disk: &Disk, start: u64, end: u64) {
 
 /// A repair that has nothing left to mend has left nothing.
 fn repair(storage: &Arc<dyn Storage>) {
-    let Ok(report) = run_check(storage, Repair::All) else { return };
-    let again = match run_check(storage, Repair::Nothing) {
+    let Ok(report) = run_check(storage, None, Repair::All) else { return };
+    let again = match run_check(storage, None, Repair::Nothing) {
         Ok(again) => again,
         Err(error) => panic!("a repaired image cannot be checked: {error}"),
     };
@@ -130,7 +130,7 @@ fn write_to_sound(storage: &Arc<dyn Storage>) {
         return;
     }
     drop(disk);
-    let report = match run_check(storage, Repair::Nothing) {
+    let report = match run_check(storage, None, Repair::Nothing) {
         Ok(report) => report,
         Err(error) => panic!("after writing, the image cannot be checked: {error}"),
     };

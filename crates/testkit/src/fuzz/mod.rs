@@ -27,9 +27,13 @@ const LIMITS: Limits = Limits {
     check_bytes_max: 16 << 20,
 };
 
-fn run_check(storage: &Arc<dyn Storage>, repair: Repair) -> Result<CheckReport> {
+fn run_check(
+    storage: &Arc<dyn Storage>,
+    data_file: Option<&Arc<dyn Storage>>,
+    repair: Repair,
+) -> Result<CheckReport> {
     let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
-    check::check(storage, None, repair, &LIMITS, &monitor)
+    check::check(storage, data_file, repair, &LIMITS, &monitor)
 }
 
 /// Opens an image as a disk that stands on nothing.

@@ -324,7 +324,7 @@ impl World {
     }
 
     fn check(&self, repair: Repair) {
-        let report = match run_check(&self.storage, repair) {
+        let report = match run_check(&self.storage, self.data_file.as_ref(), repair) {
             Ok(report) => report,
             Err(error) => panic!("{:?}: cannot be checked: {error}", self.shape),
         };
