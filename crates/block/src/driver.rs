@@ -259,6 +259,26 @@ pub struct ImageInfo {
 }
 
 impl ImageInfo {
+    /// An image of `virtual_size` bytes of which there is no more to say.
+    pub fn new(format: &'static str, virtual_size: u64) -> Self {
+        Self {
+            format,
+            virtual_size,
+            cluster_size: None,
+            compression: None,
+            encryption: None,
+            dirty: false,
+            corrupt: false,
+            backing_file: None,
+            backing_format: None,
+            data_file: None,
+            data_file_raw: false,
+            snapshots: Vec::new(),
+            bitmaps: Vec::new(),
+            properties: Vec::new(),
+        }
+    }
+
     /// The backing reference, if there is one.
     pub fn backing(&self) -> Option<BackingRef> {
         let name = self.backing_file.clone()?;

@@ -47,22 +47,7 @@ impl FormatDriver for RawDriver {
     }
 
     fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
-        Ok(ImageInfo {
-            format: self.name(),
-            virtual_size: guest_bytes_of(&**storage)?,
-            cluster_size: None,
-            compression: None,
-            encryption: None,
-            dirty: false,
-            corrupt: false,
-            backing_file: None,
-            backing_format: None,
-            data_file: None,
-            data_file_raw: false,
-            snapshots: Vec::new(),
-            bitmaps: Vec::new(),
-            properties: Vec::new(),
-        })
+        Ok(ImageInfo::new(self.name(), guest_bytes_of(&**storage)?))
     }
 
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {

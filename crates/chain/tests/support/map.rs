@@ -467,20 +467,11 @@ pub fn info(
     data_file: Option<String>,
 ) -> ImageInfo {
     ImageInfo {
-        format: "testmap",
-        virtual_size,
         cluster_size: Some(CLUSTER),
-        compression: None,
-        encryption: None,
-        dirty: false,
-        corrupt: false,
         backing_file: backing.as_ref().map(|b| b.name.clone()),
         backing_format: backing.and_then(|b| b.format),
         data_file,
-        data_file_raw: false,
-        snapshots: Vec::new(),
-        bitmaps: Vec::new(),
-        properties: Vec::new(),
+        ..ImageInfo::new("testmap", virtual_size)
     }
 }
 

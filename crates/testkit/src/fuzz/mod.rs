@@ -50,25 +50,5 @@ fn open(
     })?;
     let options = if writable { OpenOptions::read_write() } else { OpenOptions::read_only() };
     let options = OpenOptions { limits: LIMITS, ..options };
-    Ok(Disk::from_format(format, no_info("qcow2"), &options))
-}
-
-/// A description for where nobody reads it.
-fn no_info(format: &'static str) -> ImageInfo {
-    ImageInfo {
-        format,
-        virtual_size: 0,
-        cluster_size: None,
-        compression: None,
-        encryption: None,
-        dirty: false,
-        corrupt: false,
-        backing_file: None,
-        backing_format: None,
-        data_file: None,
-        data_file_raw: false,
-        snapshots: Vec::new(),
-        bitmaps: Vec::new(),
-        properties: Vec::new(),
-    }
+    Ok(Disk::from_format(format, ImageInfo::new("qcow2", 0), &options))
 }

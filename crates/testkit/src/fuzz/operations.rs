@@ -3,14 +3,14 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use vdkit_block::{Codec, GuestOffset, HostOffset, Repair, Storage};
+use vdkit_block::{Codec, GuestOffset, HostOffset, ImageInfo, Repair, Storage};
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::header::{Encryption, Header};
 use vdkit_qcow2::layout::{Geometry, autoclear, compatible, incompatible};
 use vdkit_raw::RawFormat;
 use vdkit_storage::MemoryStorage;
 
-use super::{LIMITS, no_info, open, run_check};
+use super::{LIMITS, open, run_check};
 
 const SECTOR: u64 = 512;
 /// Sectors of the largest disk.
@@ -177,7 +177,8 @@ impl World {
             Some(base) => {
                 let format = RawFormat::new(base.clone(), false).expect("memory has a length");
                 let options = OpenOptions { limits: LIMITS, ..OpenOptions::read_only() };
-                disk.over(Disk::from_format(Arc::new(format), no_info("raw"), &options))
+                let info = ImageInfo::new("raw", 0);
+                disk.over(Disk::from_format(Arc::new(format), info, &options))
             }
         });
     }

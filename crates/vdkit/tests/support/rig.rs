@@ -27,29 +27,9 @@ pub struct Rig {
     pub leaks: bool,
 }
 
-/// A description for [`Disk::from_format`], which wants one for its messages only.
-pub fn info(format: &'static str, virtual_size: u64) -> ImageInfo {
-    ImageInfo {
-        format,
-        virtual_size,
-        cluster_size: None,
-        compression: None,
-        encryption: None,
-        dirty: false,
-        corrupt: false,
-        backing_file: None,
-        backing_format: None,
-        data_file: None,
-        data_file_raw: false,
-        snapshots: Vec::new(),
-        bitmaps: Vec::new(),
-        properties: Vec::new(),
-    }
-}
-
 /// A disk over one open format.
 pub fn disk(format: Arc<dyn Format>, writable: bool) -> Disk {
-    let info = info(format.name(), format.guest_bytes());
+    let info = ImageInfo::new(format.name(), format.guest_bytes());
     Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
 }
 
