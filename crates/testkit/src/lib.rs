@@ -6,6 +6,7 @@
 //! - [`qemu`] asks QEMU's programs.
 //! - [`fuzz`] is what the fuzz targets run.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
+//! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] says what happens where a program is missing.
 
 mod counting;
@@ -14,6 +15,7 @@ mod crash_image;
 mod faulty;
 pub mod fs;
 pub mod fuzz;
+mod pairs;
 mod peers;
 pub mod qemu;
 mod rng;
@@ -21,5 +23,6 @@ mod rng;
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashImage, CrashStorage};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
+pub use pairs::{Choice, pairwise};
 pub use peers::{require_peer, require_root};
 pub use rng::Rng;

@@ -1,4 +1,7 @@
 //! QEMU's programs as oracles. Call [`crate::require_peer`] first.
+//!
+//! Calls about an image run in its folder: QEMU looks for a data file by a relative name in the
+//! folder of the process.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -36,6 +39,15 @@ impl Answer {
     }
 }
 
+/// A program that runs in the folder of this image.
+fn beside(program: &str, image: &Path) -> Command {
+    let mut command = Command::new(program);
+    if let Some(folder) = image.parent().filter(|folder| folder.is_absolute()) {
+        command.current_dir(folder);
+    }
+    command
+}
+
 /// Runs `qemu-img` with these arguments.
 ///
 /// # Panics
@@ -69,7 +81,7 @@ pub fn io(path: &Path, format: &str, commands: &[&str]) -> String {
 /// Where it cannot be started.
 #[track_caller]
 pub fn try_io(path: &Path, format: &str, commands: &[&str]) -> Answer {
-    let mut command = Command::new("qemu-io");
+    let mut command = beside("qemu-io", path);
     command.args(["-f", format]);
     for each in commands {
         command.args(["-c", each]);
@@ -107,7 +119,7 @@ pub fn create(
 /// Where that fails.
 #[track_caller]
 pub fn convert(from: (&Path, &str), to: (&Path, &str), options: &[&str]) {
-    let mut command = Command::new("qemu-img");
+    let mut command = beside("qemu-img", from.0);
     command.args(["convert", "-f", from.1, "-O", to.1]).args(options).arg(from.0).arg(to.0);
     Answer::of(command.output().expect("qemu-img")).ok();
 }
@@ -133,7 +145,7 @@ pub fn map(path: &Path, format: &str) -> Vec<Value> {
 
 #[track_caller]
 fn json(args: &[&str], path: &Path) -> Value {
-    let output = Command::new("qemu-img").args(args).arg(path).output().expect("qemu-img");
+    let output = beside("qemu-img", path).args(args).arg(path).output().expect("qemu-img");
     serde_json::from_str(&Answer::of(output).ok()).expect("JSON")
 }
 
@@ -170,7 +182,7 @@ impl Checked {
 /// Where it cannot be started.
 #[track_caller]
 pub fn check(path: &Path, format: &str, repair: Option<&str>) -> Checked {
-    let mut command = Command::new("qemu-img");
+    let mut command = beside("qemu-img", path);
     command.args(["check", "--output=json", "-f", format]);
     if let Some(what) = repair {
         command.args(["-r", what]);
@@ -193,7 +205,7 @@ pub fn check(path: &Path, format: &str, repair: Option<&str>) -> Checked {
 /// Where they cannot be compared.
 #[track_caller]
 pub fn same(a: (&Path, &str), b: (&Path, &str)) -> bool {
-    let mut command = Command::new("qemu-img");
+    let mut command = beside("qemu-img", a.0);
     command.args(["compare", "-f", a.1, "-F", b.1]).arg(a.0).arg(b.0);
     let answer = Answer::of(command.output().expect("qemu-img"));
     assert!(matches!(answer.code, 0 | 1), "{}{}", answer.stdout, answer.stderr);
