@@ -368,21 +368,12 @@ impl Qcow2 {
         let mut fields = [0; 12];
         fields[..8].copy_from_slice(&(first << bits).to_be_bytes());
         fields[8..].copy_from_slice(&(clusters as u32).to_be_bytes());
-        // Twelve bytes within the first sector: the switch is atomic.
-        self.storage.write_at(&fields, HostOffset(field::REFCOUNT_TABLE))?;
-        self.storage.sync()?;
-        let old = meta.refcounts.table_offset.0 >> bits;
-        let old_clusters = meta.table_clusters;
+        self.switch_header(meta, field::REFCOUNT_TABLE, &fields)?;
+        let old = meta.refcounts.table_offset;
+        let old = self.clusters_of(old, meta.table_clusters << bits);
         meta.refcounts.table_offset = HostOffset(first << bits);
         meta.table_clusters = clusters;
-        {
-            let mut metadata = self.metadata.write();
-            for cluster in old..old + old_clusters {
-                metadata.remove(&cluster);
-            }
-        }
-        let stamp = self.in_flight.stamp();
-        meta.released.push(Freed { first: old, count: old_clusters, stamp, punch: false });
+        self.retire(meta, old);
         Ok(())
     }
 

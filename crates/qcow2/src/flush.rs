@@ -22,7 +22,7 @@ use crate::pool::Space;
 use crate::refcounts::DirtyRefcounts;
 
 /// Dirty metadata as it was at one moment.
-struct Copies {
+pub(crate) struct Copies {
     refcounts: DirtyRefcounts,
     /// Host offset and bytes, neighbours joined.
     l2: Vec<(u64, Vec<u8>)>,
@@ -59,6 +59,7 @@ impl Qcow2 {
     pub(crate) fn flush_once(&self) -> Result<()> {
         let copies = {
             let mut meta = self.meta.lock();
+            meta.check_header(self.storage.name())?;
             meta.flush_running = true;
             self.copy_dirty(&mut meta)
         };
@@ -93,7 +94,7 @@ impl Qcow2 {
         }
     }
 
-    fn copy_dirty(&self, meta: &mut Meta) -> Copies {
+    pub(crate) fn copy_dirty(&self, meta: &mut Meta) -> Copies {
         // The data file is synced before the second group in any case.
         let data_first = meta.data_first && !self.has_data_file();
         let barrier = data_first || meta.refcounts_first || meta.tables_first;
@@ -140,7 +141,7 @@ impl Qcow2 {
         }
     }
 
-    fn write_copies(&self, copies: &Copies) -> Result<()> {
+    pub(crate) fn write_copies(&self, copies: &Copies) -> Result<()> {
         if copies.is_empty() {
             return self.data.sync();
         }
@@ -161,7 +162,7 @@ impl Qcow2 {
         self.storage.sync()
     }
 
-    fn flushed(&self, meta: &mut Meta, copies: Copies) {
+    pub(crate) fn flushed(&self, meta: &mut Meta, copies: Copies) {
         for key in copies.l2_keys {
             self.slices.written(key);
         }
@@ -170,7 +171,7 @@ impl Qcow2 {
         meta.released.extend(copies.unlinked);
     }
 
-    fn flush_failed(&self, meta: &mut Meta, copies: Copies) {
+    pub(crate) fn flush_failed(&self, meta: &mut Meta, copies: Copies) {
         for key in copies.l2_keys {
             if self.slices.write_failed(key) {
                 meta.dirty_slices.insert(key);
@@ -197,6 +198,7 @@ impl Qcow2 {
     /// Called before the first change of metadata: with lazy refcounts, the dirty bit must be
     /// durable before refcounts may be behind.
     pub(crate) fn before_change(&self, meta: &mut Meta) -> Result<()> {
+        meta.check_header(self.storage.name())?;
         if self.header.lazy_refcounts() && !meta.lazy_dirty {
             self.write_incompatible(self.header.incompatible | incompatible::DIRTY)?;
             meta.lazy_dirty = true;
@@ -213,6 +215,7 @@ impl Qcow2 {
     pub(crate) fn close_cleanly(&self) -> Result<()> {
         let mut state = self.flushing.lock();
         let serves = self.flush_requests.load(Ordering::SeqCst);
+        self.meta.lock().check_header(self.storage.name())?;
         if self.dirty() || self.has_unreleased() {
             self.flush_once()?;
         }

@@ -95,6 +95,8 @@ pub(crate) struct Meta {
     pub(crate) tail_written: bool,
     /// A flush holds copies of dirty metadata.
     pub(crate) flush_running: bool,
+    /// A header write failed and could not be taken back; see [`Meta::check_header`].
+    pub(crate) header_unknown: bool,
 }
 
 /// A run of host clusters that lost one reference each.
@@ -275,6 +277,7 @@ impl Qcow2 {
             l1_offset: header.l1_offset,
             tail_written: false,
             flush_running: false,
+            header_unknown: false,
         })
     }
 

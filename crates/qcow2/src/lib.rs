@@ -11,7 +11,7 @@
 //!      │
 //!    allocator ── pool           host clusters: reserved ahead, freed late
 //!      │           refcounts
-//!    flush                       the order in which all that reaches the disk
+//!    flush ── switch             the order in which all that reaches the disk
 //! ```
 //!
 //! # One life for a host cluster
@@ -42,6 +42,7 @@ mod refcounts;
 mod resize;
 mod slices;
 pub mod snapshots;
+mod switch;
 mod write;
 mod zero;
 

@@ -199,60 +199,51 @@ impl Qcow2 {
         self.change_entries(meta, &clusters, punch, change)
     }
 
-    /// Writes a larger L1 table and switches to it, and to the new size, by one header write.
+    /// Writes a larger L1 table and switches to it, and to the new size, by one header write. The
+    /// caller holds `flushing`.
     fn replace_l1(&self, meta: &mut MutexGuard<'_, Meta>, entries: u64, new: u64) -> Result<()> {
-        let bits = self.geometry.cluster_bits;
-        let count = (entries * 8).div_ceil(self.geometry.cluster_bytes());
-        let space = self.allocate_whole(meta, count)?;
+        let space = self.reserve_table(meta, entries * 8)?;
         let mut raw: Vec<u8> = self.l1.read().iter().flat_map(|w| w.to_be_bytes()).collect();
         let old_bytes = raw.len() as u64;
-        raw.resize((count << bits) as usize, 0);
-        let offset = HostOffset(space.first << bits);
-        let taken = meta.refcounts.take_dirty();
-        let written = taken
-            .writes
-            .iter()
-            .try_for_each(|(at, bytes)| self.storage.write_at(bytes, HostOffset(*at)))
-            .and_then(|()| self.storage.write_at(&raw, offset))
-            .and_then(|()| self.data.sync())
-            .and_then(|()| self.storage.sync())
-            .and_then(|()| self.write_size_and_l1(new, entries, offset));
-        if let Err(error) = written {
-            // Whether the header was written is not known: the space stays reserved, as a leak.
-            meta.refcounts.restore_dirty(taken);
+        raw.resize((entries * 8) as usize, 0);
+        let switched = self
+            .flush_locked(meta)
+            .and_then(|()| self.write_table(&space, &raw))
+            .and_then(|offset| self.switch_size_and_l1(meta, new, entries, offset));
+        if let Err(error) = switched {
+            Self::unreserve(meta, [space]);
             return Err(error);
         }
-        meta.refcounts.written(taken);
         let old = meta.l1_offset;
-        meta.l1_offset = offset;
-        meta.dirty_l1.clear();
+        meta.l1_offset = HostOffset(space.first << self.geometry.cluster_bits);
         self.l1.write().resize(entries as usize, 0);
-        let mut metadata = self.metadata.write();
-        metadata.extend(space.first..space.first + count);
-        if old_bytes > 0 {
-            let (first, last) = (old.0 >> bits, (old.0 + old_bytes - 1) >> bits);
-            for cluster in first..=last {
-                metadata.remove(&cluster);
-            }
-            let stamp = self.in_flight.stamp();
-            meta.released.push(Freed { first, count: last - first + 1, stamp, punch: false });
-        }
+        self.metadata.write().extend(space.first..space.first + space.count);
+        self.retire(meta, self.clusters_of(old, old_bytes));
         Ok(())
     }
 
     /// The size, the L1 table's entries and its offset lie side by side in the first sector.
-    fn write_size_and_l1(&self, size: u64, entries: u64, offset: HostOffset) -> Result<()> {
+    fn switch_size_and_l1(
+        &self,
+        meta: &mut Meta,
+        size: u64,
+        entries: u64,
+        offset: HostOffset,
+    ) -> Result<()> {
         let mut fields = [0; 24];
         self.storage.read_at(&mut fields, HostOffset(field::SIZE))?;
         fields[..8].copy_from_slice(&size.to_be_bytes());
         fields[12..16].copy_from_slice(&(entries as u32).to_be_bytes());
         fields[16..].copy_from_slice(&offset.0.to_be_bytes());
-        self.storage.write_at(&fields, HostOffset(field::SIZE))?;
-        self.storage.sync()
+        self.switch_header(meta, field::SIZE, &fields)
     }
 
     /// Exactly `count` contiguous clusters.
-    fn allocate_whole(&self, meta: &mut MutexGuard<'_, Meta>, count: u64) -> Result<Space> {
+    pub(crate) fn allocate_whole(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        count: u64,
+    ) -> Result<Space> {
         for _ in 0..3 {
             let Some(space) = self.allocate(meta, count, None)? else { continue };
             if space.count == count {
@@ -263,7 +254,7 @@ impl Qcow2 {
         }
         Err(Error::NoSpace {
             file: self.storage.name().to_owned(),
-            what: format!("no {count} contiguous clusters for a larger L1 table"),
+            what: format!("no {count} contiguous clusters for a table"),
         })
     }
 

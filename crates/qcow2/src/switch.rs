@@ -1,0 +1,121 @@
+//! Replacing tables that the header points to, as one step.
+//!
+//! | step | what a crash after it leaves |
+//! |---|---|
+//! | clusters for the new tables are reserved, and that made durable | leaks |
+//! | the new tables are written; barrier | leaks |
+//! | the header points to them: one write within one sector; barrier | the old or the new image |
+//! | the old tables' clusters are released | leaks |
+//!
+//! The caller holds `flushing` and the metadata lock from the first step to the last, so that no
+//! flush writes older copies of what is replaced.
+
+use std::ops::Range;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{Error, HostOffset, Result};
+
+use crate::image::{Freed, Meta, Qcow2};
+use crate::pool::Space;
+
+/// What a disk writes whole or not at all.
+const SECTOR_BYTES: u64 = 512;
+
+impl Qcow2 {
+    /// Makes all dirty metadata durable without giving up the metadata lock. Afterwards the disk
+    /// says what memory says. The caller holds `flushing`.
+    pub(crate) fn flush_locked(&self, meta: &mut Meta) -> Result<()> {
+        meta.check_header(self.storage.name())?;
+        let copies = self.copy_dirty(meta);
+        let result = self.write_copies(&copies);
+        match result {
+            Ok(()) => self.flushed(meta, copies),
+            Err(_) => self.flush_failed(meta, copies),
+        }
+        result
+    }
+
+    /// Reserves contiguous clusters for a table of so many bytes (at least one cluster). To be
+    /// made durable by [`Qcow2::flush_locked`] before anything refers to them.
+    pub(crate) fn reserve_table(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        bytes: u64,
+    ) -> Result<Space> {
+        self.allocate_whole(meta, bytes.div_ceil(self.geometry.cluster_bytes()).max(1))
+    }
+
+    /// Writes a table to its reserved clusters, filled up with zeroes.
+    pub(crate) fn write_table(&self, space: &Space, bytes: &[u8]) -> Result<HostOffset> {
+        let offset = HostOffset(space.first << self.geometry.cluster_bits);
+        let mut whole = bytes.to_vec();
+        whole.resize((space.count << self.geometry.cluster_bits) as usize, 0);
+        self.storage.write_at(&whole, offset)?;
+        Ok(offset)
+    }
+
+    /// Puts reserved clusters back into the pool that were perhaps written and are not used.
+    pub(crate) fn unreserve(meta: &mut Meta, spaces: impl IntoIterator<Item = Space>) {
+        for space in spaces {
+            meta.pool.add(Space { fresh: false, ..space });
+        }
+    }
+
+    /// Changes bytes of the header within one sector, behind a barrier and before another: after a
+    /// crash the header holds the old bytes or the new ones, and what was written before this call
+    /// is there.
+    ///
+    /// # Errors
+    /// I/O. The old bytes stand again then; where not even that is sure, every later change of the
+    /// image is refused.
+    pub(crate) fn switch_header(&self, meta: &mut Meta, at: u64, bytes: &[u8]) -> Result<()> {
+        let end = at + bytes.len() as u64;
+        assert!(at / SECTOR_BYTES == (end - 1) / SECTOR_BYTES, "a switch must be one sector's");
+        meta.check_header(self.storage.name())?;
+        let mut old = vec![0; bytes.len()];
+        self.storage.read_at(&mut old, HostOffset(at))?;
+        self.storage.sync()?;
+        let put = |bytes: &[u8]| {
+            self.storage.write_at(bytes, HostOffset(at)).and_then(|()| self.storage.sync())
+        };
+        let Err(error) = put(bytes) else { return Ok(()) };
+        // The write, or a part of it, may have reached the disk all the same.
+        meta.header_unknown = put(&old).is_err();
+        Err(error)
+    }
+
+    /// Lets clusters of tables go that nothing points to any more, on disk too.
+    pub(crate) fn retire(&self, meta: &mut Meta, clusters: Range<u64>) {
+        if clusters.is_empty() {
+            return;
+        }
+        let mut metadata = self.metadata.write();
+        for cluster in clusters.clone() {
+            metadata.remove(&cluster);
+        }
+        drop(metadata);
+        let stamp = self.in_flight.stamp();
+        let count = clusters.end - clusters.start;
+        meta.released.push(Freed { first: clusters.start, count, stamp, punch: false });
+    }
+
+    /// Host clusters of a table, first and behind the last; none for an empty one.
+    pub(crate) fn clusters_of(&self, offset: HostOffset, bytes: u64) -> Range<u64> {
+        let first = self.geometry.host_cluster(offset);
+        first..first + bytes.div_ceil(self.geometry.cluster_bytes())
+    }
+}
+
+impl Meta {
+    /// # Errors
+    /// It is not known what the header on disk says: nothing may be changed.
+    pub(crate) fn check_header(&self, file: &str) -> Result<()> {
+        if !self.header_unknown {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!(
+            "{file}: a write of its header failed, and so did taking it back: no more is written; \
+             close it, then run: vdkit check {file}"
+        )))
+    }
+}
