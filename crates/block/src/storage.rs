@@ -195,6 +195,12 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// Writes all of `buf`, making the storage longer where that is needed and possible.
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()>;
 
+    /// [`Storage::write_at`] for a range that holds nothing yet, as a job writes a new file with
+    /// several threads. A storage may know a quicker way to such bytes.
+    fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.write_at(buf, offset)
+    }
+
     /// Makes `len` bytes read as zero, the cheapest way that `mode` allows. Ranges past the end of
     /// a growable storage make it longer.
     fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()>;
@@ -214,6 +220,13 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// [`Storage::sync`] does nothing: no order of writes survives a crash, so none needs keeping.
     fn volatile(&self) -> bool {
         false
+    }
+
+    /// Told that a [volatile](Storage::volatile) storage is about to be written up to `len`. One
+    /// that gains from knowing becomes so long; others grow as they are written.
+    fn expect_len(&self, len: u64) -> Result<()> {
+        let _ = len;
+        Ok(())
     }
 
     /// Changes the length; new bytes read as zero.

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 use vdkit_block::{
-    CompressionSpec, CopyMethod, Error, Fill, GuestOffset, HostOffset, Monitor, PackedReservation,
-    Reservation, Result, Storage,
+    CompressionSpec, CopyMethod, Error, Extent, Fill, GuestOffset, HostOffset, Monitor,
+    PackedReservation, Place, Reservation, Result, Storage,
 };
 use vdkit_chain::Disk;
 
@@ -110,6 +110,8 @@ pub(crate) struct Mover<'a> {
     monitor: &'a Monitor<'a>,
     planner: Mutex<(Planner<'a>, u64)>,
     turns: Turns,
+    /// Sharing has worked once.
+    shares: AtomicBool,
     failed: Mutex<Option<Error>>,
     stop: AtomicBool,
     started: Instant,
@@ -160,6 +162,7 @@ impl<'a> Mover<'a> {
             monitor,
             planner: Mutex::new((planner, 0)),
             turns: Turns::default(),
+            shares: AtomicBool::new(false),
             failed: Mutex::new(None),
             stop: AtomicBool::new(false),
             started: Instant::now(),
@@ -215,13 +218,7 @@ impl<'a> Mover<'a> {
     /// One piece of work; `false` when there is none left.
     fn step(&self, buffers: &mut Buffers) -> Result<bool> {
         self.monitor.cancel.check()?;
-        let (work, number) = {
-            let mut planner = self.planner.lock();
-            let Some(work) = planner.0.next_work()? else { return Ok(false) };
-            let number = planner.1;
-            planner.1 += 1;
-            (work, number)
-        };
+        let Some((work, number)) = self.next_work()? else { return Ok(false) };
         let len = match work {
             Work::Zero { at, len } => {
                 // Without a target nothing is placed, so nothing has a turn.
@@ -255,6 +252,41 @@ impl<'a> Mover<'a> {
         };
         self.progress(len);
         Ok(true)
+    }
+
+    /// The next piece and its turn.
+    fn next_work(&self) -> Result<Option<(Work, u64)>> {
+        let mut planner = self.planner.lock();
+        let (plan, number) = &mut *planner;
+        loop {
+            let Some(work) = plan.next_work()? else { return Ok(None) };
+            let this = *number;
+            match work {
+                Work::Share { at, len, ref storage, offset }
+                    if self.target.is_some() && !self.shares.load(Ordering::Relaxed) =>
+                {
+                    // Whether sharing works here is found out alone, before others plan on it.
+                    if !self.turns.wait(this) {
+                        return Err(Error::Interrupted);
+                    }
+                    let shared = self.share(at, len, &**storage, offset)?;
+                    if shared < len {
+                        plan.copy_from(at + shared);
+                    }
+                    if shared > 0 {
+                        self.shares.store(true, Ordering::Relaxed);
+                        add(&self.moved.shared, shared);
+                        self.turns.done(this);
+                        *number += 1;
+                        self.progress(shared);
+                    }
+                }
+                work => {
+                    *number += 1;
+                    return Ok(Some((work, this)));
+                }
+            }
+        }
     }
 
     fn progress(&self, len: u64) {
@@ -296,10 +328,9 @@ impl<'a> Mover<'a> {
                 }
                 Some(_) => return Ok(done),
                 None => match target.top().resolve_for_io(here, left)? {
-                    vdkit_block::Extent {
-                        len,
-                        place: vdkit_block::Place::Data { file, offset, exclusive: true },
-                    } => (file, offset, len),
+                    Extent { len, place: Place::Data { file, offset, exclusive: true } } => {
+                        (file, offset, len)
+                    }
                     _ => return Ok(done),
                 },
             };
@@ -348,11 +379,26 @@ impl<'a> Mover<'a> {
         let mut zero_from = 0;
         for run in runs.iter() {
             self.write_zero_gap(target, at, zero_from..run.start)?;
-            target.write_at(&bytes[run.clone()], GuestOffset(at + run.start as u64))?;
+            self.write_run(target, &bytes[run.clone()], GuestOffset(at + run.start as u64))?;
             add(&self.moved.written, run.len() as u64);
             zero_from = run.end;
         }
         self.write_zero_gap(target, at, zero_from..bytes.len())
+    }
+
+    fn write_run(&self, target: &Disk, bytes: &[u8], at: GuestOffset) -> Result<()> {
+        // A new raw file has all its places already, and nothing in them.
+        if !self.options.write_zeroes && target.top().caps().cluster_bytes == 1 {
+            let _guard = target.enter();
+            let len = bytes.len() as u64;
+            if let Extent { len: all, place: Place::Data { file, offset, exclusive: true } } =
+                target.top().resolve_for_io(at, len)?
+                && all == len
+            {
+                return target.top().file(file).write_new(bytes, offset);
+            }
+        }
+        target.write_at(bytes, at)
     }
 
     fn write_zero_gap(&self, target: &Disk, at: u64, gap: Range<usize>) -> Result<()> {
@@ -553,7 +599,11 @@ impl<'a> Mover<'a> {
                 let put = |run: Range<usize>| {
                     add(&self.moved.written, run.len() as u64);
                     let host = space.host_of(at + run.start as u64);
-                    storage.write_at(&buffers.bytes[run], host)
+                    let bytes = &buffers.bytes[run];
+                    match space.zeroed {
+                        true => storage.write_new(bytes, host),
+                        false => storage.write_at(bytes, host),
+                    }
                 };
                 if space.zeroed && self.options.compress.is_none() {
                     let first = buffers.runs.partition_point(|r| r.end <= from);

@@ -116,6 +116,14 @@ impl<'a> Planner<'a> {
         self.options.share = None;
     }
 
+    /// Takes the piece of work handed out last back from `at` on, to be copied: it could not be
+    /// shared.
+    pub fn copy_from(&mut self, at: u64) {
+        debug_assert!(at <= self.at && self.pieces.front().is_none_or(|piece| piece.at <= at));
+        self.stop_sharing();
+        self.at = at;
+    }
+
     /// The next piece of work, or nothing at the end of the disk.
     ///
     /// # Errors

@@ -175,10 +175,13 @@ impl Qcow2 {
         if own > 0 && meta.flush_running {
             return Ok(Grown::Busy);
         }
-        // Where no order survives a crash, the file grows as it is written: a file that is made
+        // Where no order survives a crash, the file may grow as it is written: a file that is made
         // longer and cut again is written out by XFS when it is closed.
-        if growable && !self.storage.volatile() {
-            self.storage.set_len(end << bits)?;
+        if growable {
+            match self.storage.volatile() {
+                true => self.storage.expect_len(end << bits)?,
+                false => self.storage.set_len(end << bits)?,
+            }
         }
         let fresh = growable && !meta.tail_written;
         let next = match self.make_cover(meta, first, end, &cover, fresh) {
@@ -484,6 +487,9 @@ impl Qcow2 {
                 meta.pool.add(Space { fresh: false, ..space });
                 return Err(error);
             }
+        }
+        if old.is_none() {
+            self.slices.add_zeroes(table, cluster);
         }
         meta.refcounts_first |= space.sequence >= meta.durable_sequence;
         self.metadata.write().insert(space.first);

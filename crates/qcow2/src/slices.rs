@@ -17,6 +17,8 @@ use vdkit_block::{HostOffset, Result, Storage};
 /// Bytes of a slice where the cluster is not smaller.
 const SLICE_BYTES: u64 = 4096;
 const SHARDS: usize = 16;
+/// Slices of a new table that are put into the cache: as many as a table of 64 KiB has.
+const SLICES_ADDED_MAX: u64 = 16;
 
 /// The cache; see the module's documentation.
 #[derive(Debug)]
@@ -160,6 +162,22 @@ impl SliceCache {
         };
         inner.slots[at] = slot;
         inner.index.insert(key, at);
+    }
+
+    /// A new table of zeroes at `table`: its slices need not be read. Those of a large table are
+    /// left to be read as they are needed.
+    pub(crate) fn add_zeroes(&self, table: HostOffset, table_bytes: u64) {
+        if table_bytes / self.slice_bytes > SLICES_ADDED_MAX {
+            return;
+        }
+        for key in (table.0..table.0 + table_bytes).step_by(self.slice_bytes as usize) {
+            let shard = self.shard(key);
+            let mut inner = shard.inner.write();
+            if !inner.index.contains_key(&key) {
+                let words = vec![0; self.slice_bytes as usize / 8].into();
+                self.insert(shard, &mut inner, key, words, SlotState::Clean);
+            }
+        }
     }
 
     /// Changes a cached slice and marks it dirty. Only one thread changes slices at a time (it

@@ -117,23 +117,64 @@ impl Qcow2 {
     /// # Errors
     /// I/O, or an entry that breaks the specification.
     pub(crate) fn entry_at(&self, at: GuestOffset) -> Result<L2Entry> {
-        let Some((table, _)) = self.l2_table(self.geometry.l1_index(at))? else {
-            return Ok(L2Entry::default());
-        };
-        let key = self.slice_of(table, at);
-        let index = self.geometry.l2_index(at);
-        let in_slice = index as usize & (self.slice_entries() - 1);
-        let entry = loop {
-            match self.slices.with(key, |words| self.entry_in(words, in_slice)) {
-                Some(entry) => break entry,
-                None => self.slices.load(key, &*self.storage)?,
+        let mut found = L2Entry::default();
+        let end = GuestOffset(at.0 + 1);
+        self.look_at_entries(at, end, |entry| {
+            found = entry;
+            false
+        })?;
+        Ok(found)
+    }
+
+    /// Shows the L2 entries of `at` and of the clusters behind it up to `end`, which lie within one
+    /// L2 table, for as long as `look` says to go on: one look at the cache for each slice.
+    ///
+    /// # Errors
+    /// As [`Qcow2::entry_at`].
+    fn look_at_entries(
+        &self,
+        at: GuestOffset,
+        end: GuestOffset,
+        mut look: impl FnMut(L2Entry) -> bool,
+    ) -> Result<()> {
+        let geometry = &self.geometry;
+        let table = self.l2_table(geometry.l1_index(at))?.map(|(table, _)| table);
+        let (version, data_file) = (self.header.version, self.has_data_file());
+        let entries = self.slice_entries() as u64;
+        let mut index = geometry.l2_index(at);
+        let last = index + ((end.0 - 1) >> geometry.cluster_bits) - (at.0 >> geometry.cluster_bits);
+        let Some(table) = table else {
+            while index <= last && look(L2Entry::default()) {
+                index += 1;
             }
+            return Ok(());
         };
-        let data_file = self.has_data_file();
-        match entry.fault(&self.geometry, self.header.version, data_file) {
-            None => Ok(entry),
-            Some(expected) => Err(self.entry_fault(table, index, entry.word, expected)),
+        while index <= last {
+            let slice_end = (index / entries + 1) * entries;
+            let key = table.0 + index / entries * self.slices.slice_bytes();
+            let looked = self.slices.with(key, |words| {
+                while index <= last && index < slice_end {
+                    let entry = self.entry_in(words, (index % entries) as usize);
+                    if let Some(expected) = entry.fault(geometry, version, data_file) {
+                        return Err((entry.word, expected));
+                    }
+                    if !look(entry) {
+                        return Ok(false);
+                    }
+                    index += 1;
+                }
+                Ok(true)
+            });
+            match looked {
+                None => self.slices.load(key, &*self.storage)?,
+                Some(Ok(true)) => {}
+                Some(Ok(false)) => return Ok(()),
+                Some(Err((word, expected))) => {
+                    return Err(self.entry_fault(table, index, word, expected));
+                }
+            }
         }
+        Ok(())
     }
 
     fn subcluster(&self, at: u64) -> u32 {
@@ -184,8 +225,10 @@ impl Qcow2 {
             plan.write_end = plan.write_end.min(start + u64::from(index) * step);
             return Ok(Some(plan));
         }
-        while plan.clusters.end < end {
-            let next = self.entry_at(GuestOffset(plan.clusters.end))?;
+        if plan.clusters.end >= end {
+            return Ok(Some(plan));
+        }
+        self.look_at_entries(GuestOffset(plan.clusters.end), GuestOffset(end), |next| {
             let follows = match plan.in_place {
                 None => !owned(next),
                 Some(host) => {
@@ -194,14 +237,14 @@ impl Qcow2 {
                         && next.host() == host + (plan.clusters.end - start)
                 }
             };
-            if !follows {
-                break;
+            if follows {
+                plan.covers_data |= self.shows_data(next);
+                plan.last = next;
+                plan.clusters.end += cluster;
+                plan.write_end = end.min(plan.clusters.end);
             }
-            plan.covers_data |= self.shows_data(next);
-            plan.last = next;
-            plan.clusters.end += cluster;
-            plan.write_end = end.min(plan.clusters.end);
-        }
+            follows
+        })?;
         Ok(Some(plan))
     }
 

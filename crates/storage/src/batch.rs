@@ -19,16 +19,6 @@ use crate::file::{FileStorage, within_offsets};
 use crate::open::retry;
 use crate::ring::{self, Read};
 
-/// `f_type` of file systems that live in memory.
-const TMPFS_MAGIC: u64 = 0x0102_1994;
-const RAMFS_MAGIC: u64 = 0x8584_58f6;
-
-/// Whether reads of a file never wait for a device.
-pub fn in_memory(file: &std::fs::File) -> bool {
-    let kind = rustix::fs::fstatfs(file).map_or(0, |stat| stat.f_type as u64 & 0xffff_ffff);
-    matches!(kind, TMPFS_MAGIC | RAMFS_MAGIC)
-}
-
 impl FileStorage {
     pub(crate) fn read_many(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
         if ops.len() < 2 || self.reads_never_wait() {

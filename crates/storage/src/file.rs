@@ -14,7 +14,7 @@ use vdkit_block::{
     StorageExtent, ZeroMode,
 };
 
-use crate::batch;
+use crate::bulk::{BULK_BYTES_MIN, Bulk, FileSystem};
 use crate::direct::Direct;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
@@ -65,6 +65,7 @@ pub struct FileStorage {
     sync_error: AtomicI32,
     lock: Option<ImageLock>,
     in_memory: bool,
+    bulk: Bulk,
 }
 
 impl fmt::Debug for FileStorage {
@@ -148,9 +149,17 @@ impl FileStorage {
             alignment: direct.as_ref().map_or(1, Direct::alignment),
             block_bytes: block_bytes(&file, kind),
         };
+        let file_system = FileSystem::of(&file);
+        let bulk = match kind {
+            FileKind::Regular if !options.cache.direct() && !options.cache.write_durable() => {
+                Bulk::new(file_system)
+            }
+            _ => Bulk::Plain,
+        };
         Ok(Self {
             name,
-            in_memory: batch::in_memory(&file),
+            in_memory: file_system == FileSystem::Memory,
+            bulk,
             file,
             kind,
             cache: options.cache,
@@ -189,6 +198,10 @@ impl FileStorage {
     /// Holds a range against read-modify-writes of direct I/O.
     pub(crate) fn hold_range(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
         self.direct.as_ref().map(|direct| direct.hold_shared(offset, len))
+    }
+
+    pub(crate) fn bulk(&self) -> &Bulk {
+        &self.bulk
     }
 
     pub(crate) fn is_direct(&self) -> bool {
@@ -375,6 +388,16 @@ impl Storage for FileStorage {
             .map_err(|errno| self.error(IoAction::Write, offset.0, buf.len() as u64, errno))
     }
 
+    fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        if buf.len() < BULK_BYTES_MIN {
+            return self.write_at(buf, offset);
+        }
+        self.check_writable()?;
+        self.end_of(IoAction::Write, offset, buf.len() as u64)?;
+        self.write_bulk(buf, offset.0)
+            .map_err(|errno| self.error(IoAction::Write, offset.0, buf.len() as u64, errno))
+    }
+
     fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
         self.zero_range(offset, len, mode)
     }
@@ -408,6 +431,13 @@ impl Storage for FileStorage {
 
     fn volatile(&self) -> bool {
         self.cache == CacheMode::Unsafe
+    }
+
+    fn expect_len(&self, len: u64) -> Result<()> {
+        match self.bulk.wants_len() {
+            true => self.resize(len),
+            false => Ok(()),
+        }
     }
 
     fn set_len(&self, len: u64) -> Result<()> {

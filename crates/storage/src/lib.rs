@@ -29,10 +29,11 @@
 //! | growing by `ftruncate` never cuts off a write that grew the file further | `FileStorage::growth` |
 //! | a failed `fdatasync` stays failed | `FileStorage::sync_error` |
 //!
-//! `unsafe` is confined to `sys` (ioctls and locks without a safe wrapper) and `ring` (io_uring).
+//! `unsafe` is confined to `sys` (ioctls, locks and mappings without a safe wrapper) and `ring` (io_uring).
 
 mod batch;
 mod buffer;
+mod bulk;
 mod copy;
 mod direct;
 mod file;
