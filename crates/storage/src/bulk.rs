@@ -92,12 +92,10 @@ impl FileStorage {
                 let _length = self.hold_length();
                 if works.load(Ordering::Relaxed) {
                     let (flags, len) = (FallocateFlags::empty(), buf.len() as u64);
-                    // Whatever stands in the way (no space, a signal) the write meets and reports.
-                    match rustix::fs::fallocate(self.file(), flags, offset, len) {
-                        Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM) => {
-                            works.store(false, Ordering::Relaxed);
-                        }
-                        _ => {}
+                    let allocated = rustix::fs::fallocate(self.file(), flags, offset, len);
+                    // Whatever else stands in the way (no space, a signal) the write meets too.
+                    if let Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM) = allocated {
+                        works.store(false, Ordering::Relaxed);
                     }
                 }
                 self.write_raw(buf, offset)
