@@ -3,6 +3,7 @@
 mod support;
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use support::disks::save;
 use support::guest::{Guest, pattern, soft_pattern};
@@ -10,7 +11,8 @@ use support::ops::pack;
 use support::qemu;
 use support::rig::{IntoGuest, Rig};
 use support::shape::{Base, Content, Shape};
-use vdkit_block::{Codec, ErrorKind, HostOffset};
+use vdkit_block::{Codec, ErrorKind, HostOffset, Limits};
+use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 
 /// A snapshot of an image, as QEMU reads it.
@@ -82,6 +84,72 @@ fn a_refcount_table_that_moves_takes_its_spare_blocks_along() {
     }
     disk.close().expect("closing");
     rig.ask_qemu(Some(&guest), false, "large for its clusters");
+}
+
+/// Writes to a disk of 16 MiB while a flush has copied what is dirty and has not written it yet:
+/// first `before` bytes and then, beside the flush, what `write` does.
+fn beside_a_flush(shape: &Shape, before: usize, write: impl Fn(&Disk, &[u8]) + Sync) {
+    let (mut rig, mut guest) = Rig::new(shape);
+    // No flush because the cache is full.
+    rig.limits = Limits::default();
+    let disk = rig.open(true).expect("opening");
+    disk.resize(16 << 20).expect("enlarging");
+    guest.resize(16 << 20);
+    let bytes = pattern(1, 0, 12 << 20);
+    // More than was reserved for the larger disk: refcounts that are not durable yet.
+    disk.write_at(&bytes[..before], 0.into_guest()).expect("writing");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            rig.image().close_gate_to_me();
+            disk.flush().expect("flushing");
+        });
+        while !rig.image().held_up() {
+            std::thread::yield_now();
+        }
+        let writer = scope.spawn(|| write(&disk, &bytes));
+        // It may wait for the flush, or go past it.
+        let patience = Instant::now();
+        while !writer.is_finished() && patience.elapsed() < Duration::from_millis(300) {
+            std::thread::yield_now();
+        }
+        rig.image().open_gate();
+    });
+    guest.write(0, &bytes);
+    disk.flush().expect("flushing");
+    rig.audit(true, "flushed");
+    rig.compare(&disk, &guest, "flushed");
+    disk.close().expect("closing");
+    rig.ask_qemu(Some(&guest), false, "closed");
+}
+
+#[test]
+fn a_flush_on_its_way_does_not_undo_the_refcounts_of_a_growing_file() {
+    for refcount_bits in [16, 64] {
+        let shape = Shape { cluster: 512, refcount_bits, ..Shape::default() };
+        // More than is reserved again: new refcount blocks, and a larger refcount table.
+        beside_a_flush(&shape, 1_500_000, |disk, bytes| {
+            disk.write_at(bytes, 0.into_guest()).expect("writing");
+        });
+    }
+}
+
+#[test]
+fn writers_that_waited_for_a_flush_look_again_whose_cluster_it_is() {
+    let shape = Shape { cluster: 4096, refcount_bits: 64, ..Shape::default() };
+    beside_a_flush(&shape, 1_500_000, |disk, bytes| {
+        // Each writes one sector in four of every cluster.
+        std::thread::scope(|scope| {
+            for writer in 0..4 {
+                scope.spawn(move || {
+                    for (at, sector) in (0u64..).step_by(512).zip(bytes.chunks(512)) {
+                        if at / 512 % 4 == writer {
+                            disk.write_at(sector, at.into_guest()).expect("writing");
+                        }
+                    }
+                });
+            }
+        });
+    });
 }
 
 #[test]

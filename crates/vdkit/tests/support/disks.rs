@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::ThreadId;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use vdkit_block::{HostOffset, ReadOp, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CountingStorage, CrashImage, CrashStorage, FaultyStorage, Rng};
@@ -28,12 +29,21 @@ enum Bytes {
 }
 
 /// Passes everything on, after a little wait now and then, so that threads meet in unusual
-/// orders; and notes changes in the timeline.
+/// orders; holds changes of one thread up; and notes changes in the timeline.
 #[derive(Debug)]
 struct Bottom {
     bytes: Bytes,
     stumbles: AtomicBool,
     dice: AtomicU64,
+    gate: Mutex<Gate>,
+    opened: Condvar,
+}
+
+/// Which thread may not change the disk now, and whether it has come that far.
+#[derive(Debug, Default)]
+struct Gate {
+    closed_to: Option<ThreadId>,
+    waiting: bool,
 }
 
 impl Bottom {
@@ -56,14 +66,24 @@ impl Bottom {
         }
     }
 
+    fn pass_gate(&self) {
+        let mut gate = self.gate.lock();
+        while gate.closed_to == Some(std::thread::current().id()) {
+            gate.waiting = true;
+            self.opened.wait(&mut gate);
+        }
+    }
+
     fn change(&self, change: impl FnOnce(&dyn Storage) -> Result<()>) -> Result<()> {
         self.stumble();
+        self.pass_gate();
         let Bytes::Recording { crash, number, timeline } = &self.bytes else {
             return change(self.inner());
         };
+        // Threads change a recording disk one after the other: the order is the record.
+        let mut order = timeline.0.lock();
         let before = crash.ops();
         let result = change(&**crash);
-        let mut order = timeline.0.lock();
         order.extend((before..crash.ops()).map(|_| number));
         result
     }
@@ -151,7 +171,8 @@ impl SimDisk {
 
     fn over(bytes: Bytes) -> Self {
         let (stumbles, dice) = (AtomicBool::new(false), AtomicU64::new(0));
-        let bottom = Arc::new(Bottom { bytes, stumbles, dice });
+        let (gate, opened) = (Mutex::default(), Condvar::new());
+        let bottom = Arc::new(Bottom { bytes, stumbles, dice, gate, opened });
         let faulty = FaultyStorage::new(bottom.clone());
         let counting = CountingStorage::new(faulty.clone());
         Self { bottom, faulty, counting }
@@ -175,6 +196,23 @@ impl SimDisk {
     /// Lets it wait now and then.
     pub fn stumble(&self, on: bool) {
         self.bottom.stumbles.store(on, Ordering::Relaxed);
+    }
+
+    /// Changes that this thread makes wait from now on.
+    pub fn close_gate_to_me(&self) {
+        let closed_to = Some(std::thread::current().id());
+        *self.bottom.gate.lock() = Gate { closed_to, waiting: false };
+    }
+
+    /// Whether a thread waits at the gate.
+    pub fn held_up(&self) -> bool {
+        self.bottom.gate.lock().waiting
+    }
+
+    /// Lets the thread at the gate go on.
+    pub fn open_gate(&self) {
+        *self.bottom.gate.lock() = Gate::default();
+        self.bottom.opened.notify_all();
     }
 
     /// The bytes as they are now.

@@ -49,6 +49,10 @@ impl Guest {
         buf
     }
 
+    pub fn reads_zero(&self, at: u64, len: u64) -> bool {
+        self.read(at, len).iter().all(|b| *b == 0)
+    }
+
     pub fn write(&mut self, at: u64, bytes: &[u8]) {
         assert!(at + bytes.len() as u64 <= self.len());
         self.0.write_at(bytes, HostOffset(at)).expect("memory");
