@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use crate::compact::{CompactOptions, CompactReport};
 use crate::error::{Error, Result};
 use crate::format::{BackingRef, Format};
 use crate::limits::Limits;
@@ -488,6 +489,24 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         limits: &Limits,
         monitor: &Monitor<'_>,
     ) -> Result<CheckReport>;
+
+    /// Makes an image smaller where it lies; the storages must be writable. What the guest reads
+    /// stays the same, also where this is cut short at any moment: run it again.
+    fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        data_file: Option<&Arc<dyn Storage>>,
+        options: CompactOptions,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        let _ = (data_file, options, limits, monitor);
+        Err(Error::unsupported(
+            storage.name(),
+            format!("compacting a {} image in place", self.name()),
+            "convert it to a new image, which has no free space in it",
+        ))
+    }
 
     /// Unit of allocation in bytes that these options make.
     fn cluster_bytes(&self, options: &Options) -> Result<u64>;

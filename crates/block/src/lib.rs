@@ -33,6 +33,7 @@
 //! is held while the caller moves data.
 
 mod codec;
+mod compact;
 mod driver;
 mod error;
 mod extent;
@@ -44,8 +45,10 @@ mod policy;
 mod reservation;
 mod storage;
 mod units;
+mod zero;
 
 pub use codec::{Codec, CompressionSpec};
+pub use compact::{CompactOptions, CompactReport, LeftAlone, punch_zeroes};
 pub use driver::{
     BitmapInfo, CheckReport, CreateRequest, Finding, FormatDriver, ImageInfo, Measured,
     OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Severity, SnapshotInfo,
@@ -61,3 +64,4 @@ pub use policy::RefPolicy;
 pub use reservation::{Fill, PackedReservation, Reservation, Reserver, Ticket};
 pub use storage::{CacheMode, CopyMethod, ReadOp, Storage, StorageCaps, StorageExtent, ZeroMode};
 pub use units::{GuestOffset, HostOffset, align_down, align_up, is_aligned};
+pub use zero::is_zero;

@@ -2,20 +2,7 @@
 
 use std::ops::Range;
 
-/// Whether all bytes are zero.
-pub fn is_zero(bytes: &[u8]) -> bool {
-    // Most blocks with data show it at once.
-    if bytes.first().is_some_and(|&b| b != 0)
-        || bytes.last().is_some_and(|&b| b != 0)
-        || bytes.get(bytes.len() / 2).is_some_and(|&b| b != 0)
-    {
-        return false;
-    }
-    // A fixed-size fold becomes vector instructions; the loop ends at the first block with data.
-    let (blocks, rest) = bytes.as_chunks::<256>();
-    blocks.iter().all(|block| block.iter().fold(0, |seen, b| seen | b) == 0)
-        && rest.iter().all(|&b| b == 0)
-}
+pub use vdkit_block::is_zero;
 
 /// Finds the runs of `bytes` that hold data, looking in steps of `step` bytes from the front.
 /// Zeroes shorter than `gap` bytes (at least one step) stay within a run.
@@ -38,20 +25,6 @@ pub fn data_runs(bytes: &[u8], step: usize, gap: usize, runs: &mut Vec<Range<usi
 #[allow(clippy::single_range_in_vec_init)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn one_byte_anywhere_is_seen() {
-        for len in [1, 63, 64, 255, 256, 257, 4096, 5000] {
-            let mut bytes = vec![0; len];
-            assert!(is_zero(&bytes));
-            for at in 0..len {
-                bytes[at] = 1;
-                assert!(!is_zero(&bytes), "{at} of {len}");
-                bytes[at] = 0;
-            }
-        }
-        assert!(is_zero(&[]));
-    }
 
     #[test]
     fn runs_join_over_short_gaps_only() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CreateRequest, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor,
+    CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor,
     OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
 };
 
@@ -60,6 +60,17 @@ impl FormatDriver for Qcow2Driver {
         monitor: &Monitor<'_>,
     ) -> Result<CheckReport> {
         check::check(storage, data_file, repair, limits, monitor)
+    }
+
+    fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        data_file: Option<&Arc<dyn Storage>>,
+        options: CompactOptions,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        check::compact(storage, data_file, options, limits, monitor)
     }
 
     fn cluster_bytes(&self, options: &Options) -> Result<u64> {

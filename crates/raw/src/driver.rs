@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CreateRequest, Error, Format, FormatDriver, HostOffset, ImageInfo, Limits,
+    CheckReport, CompactOptions, CompactReport, CreateRequest, Error, Format, FormatDriver, HostOffset, ImageInfo, Limits,
     Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result,
-    Storage, ZeroMode, align_up,
+    Storage, ZeroMode, align_up, punch_zeroes,
 };
 
 use crate::SECTOR_BYTES;
@@ -92,6 +92,29 @@ impl FormatDriver for RawDriver {
     ) -> Result<CheckReport> {
         // There is no metadata that could be wrong; the length is all that can be told.
         Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
+    }
+
+    /// Blocks of zeroes become holes; the length is the disk's and stays.
+    fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _data_file: Option<&Arc<dyn Storage>>,
+        options: CompactOptions,
+        _limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        let length = storage.len()?;
+        let allocated_before = storage.allocated_bytes()?;
+        let punched_bytes =
+            if options.zero_scan { punch_zeroes(&**storage, monitor)? } else { 0 };
+        Ok(CompactReport {
+            length_before: length,
+            length_after: length,
+            allocated_before,
+            allocated_after: storage.allocated_bytes()?,
+            punched_bytes,
+            ..CompactReport::default()
+        })
     }
 
     fn cluster_bytes(&self, _options: &Options) -> Result<u64> {

@@ -16,6 +16,7 @@
 
 mod balance;
 mod bitmaps;
+mod compact;
 mod findings;
 mod image;
 mod mapping;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 use vdkit_block::{CheckReport, Limits, Monitor, Repair, Result, Storage};
 
 use crate::layout::incompatible;
+pub(crate) use compact::compact;
 use image::Image;
 use survey::{Mode, Survey};
 

@@ -37,6 +37,11 @@ impl Snapshot {
         u64::from(self.l1_entries) * 8
     }
 
+    /// Bytes of its entry in a sound table, up to the next one.
+    pub(super) fn entry_bytes(&self) -> u64 {
+        (self.encoded.len() as u64).next_multiple_of(8)
+    }
+
     /// Names another place for the L1 table.
     pub(super) fn move_l1(&mut self, offset: u64) {
         self.l1_offset = offset;

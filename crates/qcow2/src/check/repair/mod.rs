@@ -41,7 +41,7 @@ enum Policy {
 }
 
 /// A check with repair. See [`super::check`].
-pub(super) fn run(
+pub(in crate::check) fn run(
     storage: &Arc<dyn Storage>,
     data_file: bool,
     repair: Repair,
@@ -195,7 +195,7 @@ fn round(
 }
 
 /// A writer must clear the autoclear bits that it does not know, and those that make no sense.
-fn forget_autoclear(image: &Image) -> Result<bool> {
+pub(in crate::check) fn forget_autoclear(image: &Image) -> Result<bool> {
     let known = if image.header.has_data_file() {
         autoclear::BITMAPS | autoclear::DATA_FILE_RAW
     } else {
@@ -262,7 +262,12 @@ fn summarise(report: &mut CheckReport, last: &CheckReport) {
 
 /// Writes those sectors of a table that differ: a sector is written whole or not at all, and what
 /// did not change is not touched.
-fn write_changed(image: &Image, offset: u64, old: &[u8], new: &[u8]) -> Result<bool> {
+pub(in crate::check) fn write_changed(
+    image: &Image,
+    offset: u64,
+    old: &[u8],
+    new: &[u8],
+) -> Result<bool> {
     const SECTOR: usize = 512;
     let mut changed = false;
     let mut at = 0;

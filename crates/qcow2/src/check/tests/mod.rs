@@ -1,5 +1,6 @@
 //! Against qemu-img: verdicts on sound and damaged images, and repairs.
 
+mod compact;
 mod crash;
 mod damage;
 mod hostile;

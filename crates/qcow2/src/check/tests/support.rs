@@ -9,7 +9,9 @@ use vdkit_block::{CheckReport, HostOffset, Limits, Monitor, Repair, Result, Stor
 use vdkit_storage::{FileOptions, FileStorage};
 
 use crate::check;
+use crate::check::findings::Findings;
 use crate::check::mapping::entry_at;
+use crate::check::snapshots::SnapshotTable;
 use crate::check::survey::be64;
 use crate::entry::State;
 use crate::header::Header;
@@ -364,6 +366,22 @@ impl Image {
 /// clusters are taken as they lie there.
 pub(super) fn guest_view(storage: &dyn Storage) -> Vec<Option<u64>> {
     let header = Header::read_tolerant(storage, &Limits::default(), &mut Vec::new()).unwrap();
+    view_of(storage, &header, (header.l1_offset.0, header.l1_entries))
+}
+
+/// The same of the active disk and of each snapshot of a sound image.
+pub(super) fn all_views(storage: &Arc<dyn Storage>) -> Vec<Vec<Option<u64>>> {
+    let image = crate::check::image::Image::open(storage, &Limits::default()).unwrap();
+    let table = SnapshotTable::read(&image, &mut Findings::default()).unwrap();
+    let active = (image.header.l1_offset.0, image.header.l1_entries);
+    let others = table.snapshots.iter().map(|s| (s.l1_offset, s.l1_entries));
+    std::iter::once(active)
+        .chain(others)
+        .map(|l1| view_of(&**storage, &image.header, l1))
+        .collect()
+}
+
+fn view_of(storage: &dyn Storage, header: &Header, l1: (u64, u32)) -> Vec<Option<u64>> {
     let geometry = header.geometry;
     let len = storage.len().unwrap();
     let cluster = geometry.cluster_bytes();
@@ -381,7 +399,7 @@ pub(super) fn guest_view(storage: &dyn Storage) -> Vec<Option<u64>> {
         Some(std::hash::Hasher::finish(&hasher) | 1)
     };
     let aligned = |offset: u64| offset & (cluster - 1) == 0;
-    let l1 = read(header.l1_offset.0, u64::from(header.l1_entries) * 8);
+    let l1 = read(l1.0, u64::from(l1.1) * 8);
     let mut view = Vec::new();
     for index in 0..header.guest_bytes.div_ceil(geometry.l2_span()) as usize {
         let offset = be64(&l1[index * 8..][..8]) & OFFSET_MASK;

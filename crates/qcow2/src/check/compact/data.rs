@@ -1,0 +1,221 @@
+//! Guest data moved to the front.
+//!
+//! Who refers to a cluster is only found by reading all L2 tables. That is done for a window of the
+//! file at a time, the last one first, so that the list of references has a bound.
+
+use std::ops::Range;
+
+use rustc_hash::FxHashSet;
+use vdkit_block::{CompactReport, HostOffset, LeftAlone, Monitor, NoProgress, Result};
+
+use super::space::Space;
+use super::tables::release;
+use crate::check::mapping::entry_at;
+use crate::check::reader::{self, Meter};
+use crate::layout::{COPIED, OFFSET_MASK, ZERO};
+
+/// References that are kept in memory: 32 MiB of them. (Few in tests, to have many windows.)
+const RECORDS_MAX: u64 = if cfg!(test) { 100 } else { 2 << 20 };
+/// Bits of an entry besides its host offset, that move along.
+const FLAGS: u64 = COPIED | ZERO;
+
+/// One reference to a cluster.
+#[derive(Clone, Copy, Debug)]
+struct Record {
+    cluster: u64,
+    /// Index among the L2 tables.
+    table: u32,
+    /// Index of the entry, and its flags in the uppermost two bits.
+    entry: u32,
+}
+
+const RECORD_COPIED: u32 = 1 << 31;
+const RECORD_ZERO: u32 = 1 << 30;
+
+impl Record {
+    fn new(cluster: u64, table: usize, index: usize, word: u64) -> Self {
+        let copied = if word & COPIED == 0 { 0 } else { RECORD_COPIED };
+        let zero = if word & ZERO == 0 { 0 } else { RECORD_ZERO };
+        Self { cluster, table: table as u32, entry: index as u32 | copied | zero }
+    }
+
+    fn index(self) -> u32 {
+        self.entry & !(RECORD_COPIED | RECORD_ZERO)
+    }
+
+    fn flags(self) -> u64 {
+        let copied = if self.entry & RECORD_COPIED == 0 { 0 } else { COPIED };
+        let zero = if self.entry & RECORD_ZERO == 0 { 0 } else { ZERO };
+        (copied | zero) & FLAGS
+    }
+}
+
+/// Moves data clusters that lie at `end` or behind it to free clusters before it.
+pub(super) fn move_data(
+    space: &mut Space<'_>,
+    end: u64,
+    report: &mut CompactReport,
+) -> Result<()> {
+    let mut upto = u64::MAX;
+    let mut packed = 0;
+    let mut done = 0;
+    let total: u64 = data_from(space, end, upto).map(|(_, references)| references).sum();
+    while upto > end {
+        let all: u64 = data_from(space, end, upto).map(|(_, references)| references).sum();
+        if all == 0 {
+            break;
+        }
+        let mut beyond = all;
+        let from = data_from(space, end, upto)
+            .find(|&(_, references)| {
+                let fits = beyond <= RECORDS_MAX;
+                beyond -= references;
+                fits
+            })
+            .map_or(upto - 1, |(cluster, _)| cluster);
+        let window = from..upto;
+        let (mut records, compressed) = references(space, &window)?;
+        packed += compressed.len() as u64;
+        records.retain(|record| !compressed.contains(&record.cluster));
+        // The last clusters of the file first.
+        records.sort_unstable_by_key(|r| (std::cmp::Reverse(r.cluster), r.table, r.entry));
+        let mut rest = &records[..];
+        while !rest.is_empty() {
+            let (batch, later) = split(space, rest);
+            space.monitor.progress.update(done, total);
+            done += batch.len() as u64;
+            if !move_batch(space, batch, end, report)? {
+                break;
+            }
+            rest = later;
+        }
+        upto = from;
+    }
+    if packed > 0 {
+        report.left_alone.push(LeftAlone {
+            what: "compressed data: its clusters are shared by several pieces",
+            clusters: packed,
+        });
+    }
+    Ok(())
+}
+
+/// Clusters of guest data in a range, with their references.
+fn data_from(
+    space: &Space<'_>,
+    from: u64,
+    upto: u64,
+) -> impl Iterator<Item = (u64, u64)> {
+    space
+        .used_from(from)
+        .take_while(move |&(cluster, _)| cluster < upto)
+        .filter(|&(cluster, _)| !space.is_metadata(cluster))
+}
+
+/// All references to data in a window, and which of its clusters hold compressed data.
+fn references(
+    space: &Space<'_>,
+    window: &Range<u64>,
+) -> Result<(Vec<Record>, FxHashSet<u64>)> {
+    let image = &space.image;
+    let geometry = image.geometry();
+    let offsets: Vec<u64> = space.survey.tables.iter().map(|table| table.offset).collect();
+    let (mut records, mut compressed) = (Vec::new(), FxHashSet::default());
+    let quiet = Monitor { cancel: space.monitor.cancel.clone(), progress: &NoProgress };
+    let mut meter = Meter::new(&quiet);
+    let cluster_bytes = image.cluster_bytes();
+    reader::for_each_cluster(&*image.storage, &offsets, cluster_bytes, &mut meter, |i, bytes| {
+        for index in 0..geometry.l2_entries() as usize {
+            let entry = entry_at(bytes, index, geometry.extended);
+            if entry.is_compressed() {
+                let place = entry.compressed_place(geometry);
+                let clusters = image.clusters_of(place.offset.0, place.bytes);
+                compressed.extend(clusters.filter(|cluster| window.contains(cluster)));
+            } else if entry.has_space(false) {
+                let cluster = geometry.host_cluster(entry.host());
+                if window.contains(&cluster) && !space.is_metadata(cluster) {
+                    records.push(Record::new(cluster, i, index, entry.word));
+                }
+            }
+        }
+        Ok(())
+    })?;
+    Ok((records, compressed))
+}
+
+/// The records of the next batch of clusters, and the rest.
+fn split<'r>(space: &Space<'_>, records: &'r [Record]) -> (&'r [Record], &'r [Record]) {
+    let mut clusters = 0;
+    let mut at = 0;
+    for group in records.chunk_by(|a, b| a.cluster == b.cluster) {
+        if clusters == space.batch_clusters() {
+            break;
+        }
+        clusters += 1;
+        at += group.len();
+    }
+    records.split_at(at)
+}
+
+/// Moves the clusters of a batch. Returns whether there was room for all.
+fn move_batch(
+    space: &mut Space<'_>,
+    batch: &[Record],
+    end: u64,
+    report: &mut CompactReport,
+) -> Result<bool> {
+    let mut groups: Vec<&[Record]> = batch.chunk_by(|a, b| a.cluster == b.cluster).collect();
+    // In the guest's order, as far as there is one.
+    groups.sort_unstable_by_key(|group| (group[0].table, group[0].index()));
+    let mut moves: Vec<(&[Record], u64)> = Vec::with_capacity(groups.len());
+    let mut room = true;
+    for group in groups {
+        let known: u64 = group.iter().map(|record| weight(space, record)).sum();
+        let references = space.references(group[0].cluster);
+        if known != references {
+            continue;
+        }
+        let Some(to) = space.take_run(1, end) else {
+            room = false;
+            break;
+        };
+        space.refer(to, references as i64);
+        moves.push((group, to));
+    }
+    if moves.is_empty() {
+        return Ok(room);
+    }
+    for run in moves.chunk_by(|a, b| a.0[0].cluster + 1 == b.0[0].cluster && a.1 + 1 == b.1) {
+        space.copy(run[0].0[0].cluster, run[0].1, run.len() as u64)?;
+    }
+    space.write_refcounts()?;
+    space.sync()?;
+    write_entries(space, &moves)?;
+    space.sync()?;
+    release(space, moves.iter().map(|(group, _)| group[0].cluster), report)?;
+    Ok(room)
+}
+
+/// How many references an entry makes: one for each L1 entry that names its table.
+fn weight(space: &Space<'_>, record: &Record) -> u64 {
+    u64::from(space.survey.tables[record.table as usize].weight().unsigned_abs())
+}
+
+/// Points all entries to the new places; neighbours in one write.
+fn write_entries(space: &Space<'_>, moves: &[(&[Record], u64)]) -> Result<()> {
+    let geometry = space.image.geometry();
+    let mut words: Vec<(u64, u64)> = Vec::new();
+    for &(group, to) in moves {
+        for record in group {
+            let table = space.survey.tables[record.table as usize].offset;
+            let at = table + u64::from(record.index()) * geometry.l2_entry_bytes();
+            words.push((at, space.offset(to) & OFFSET_MASK | record.flags()));
+        }
+    }
+    words.sort_unstable();
+    for run in words.chunk_by(|a, b| a.0 + 8 == b.0) {
+        let bytes: Vec<u8> = run.iter().flat_map(|(_, word)| word.to_be_bytes()).collect();
+        space.image.storage.write_at(&bytes, HostOffset(run[0].0))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,226 @@
+//! What is free and what is in use, and changes of refcounts on disk.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use vdkit_block::{HostOffset, Limits, Monitor, NoProgress, Result, Storage, ZeroMode};
+
+use crate::check::balance::METADATA;
+use crate::check::image::Image;
+use crate::check::repair::write_changed;
+use crate::check::survey::{Mode, Survey};
+use crate::refcounts::set_refcount;
+
+/// Bytes of one request of a copy.
+const COPY_BYTES: u64 = 1 << 20;
+
+/// A sound image that nothing else changes: how often each cluster is referred to.
+pub(super) struct Space<'a> {
+    pub(super) image: Image,
+    pub(super) survey: Survey,
+    pub(super) monitor: &'a Monitor<'a>,
+    /// No cluster below is free.
+    low: u64,
+    /// Clusters whose refcount on disk is not that in memory.
+    changed: BTreeSet<u64>,
+}
+
+impl<'a> Space<'a> {
+    /// Reads all metadata.
+    pub(super) fn load(
+        storage: &Arc<dyn Storage>,
+        limits: &Limits,
+        monitor: &'a Monitor<'a>,
+    ) -> Result<Self> {
+        let image = Image::open(storage, limits)?;
+        // The bar tells of the work, not of each look at what there is to do.
+        let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
+        let mut survey = Survey::take(&image, Mode::References, &quiet)?;
+        let header = &image.header;
+        let table = header.refcount_table_offset.0 >> header.geometry.cluster_bits;
+        let mut own: Vec<u64> =
+            (table..table + u64::from(header.refcount_table_clusters)).collect();
+        let blocks = survey.refcounts.blocks.iter().filter(|&&block| block != 0);
+        own.extend(blocks.map(|&block| block >> header.geometry.cluster_bits));
+        for cluster in own {
+            survey.balance.refer(cluster, 1);
+            survey.balance.mark_metadata(cluster);
+        }
+        survey.balance.check_limit(image.name())?;
+        Ok(Self { image, survey, monitor, low: 0, changed: BTreeSet::new() })
+    }
+
+    /// Host offset of a cluster.
+    pub(super) fn offset(&self, cluster: u64) -> u64 {
+        cluster << self.image.geometry().cluster_bits
+    }
+
+    /// How often a cluster is referred to.
+    pub(super) fn references(&self, cluster: u64) -> u64 {
+        (-self.survey.balance.balance(cluster)).clamp(0, i128::from(u64::MAX)) as u64
+    }
+
+    /// Whether a cluster holds metadata.
+    pub(super) fn is_metadata(&self, cluster: u64) -> bool {
+        self.survey.balance.word(cluster) & METADATA != 0
+    }
+
+    /// Clusters in use from `from` on, with their references.
+    pub(super) fn used_from(&self, from: u64) -> impl Iterator<Item = (u64, u64)> {
+        let used = self.survey.balance.unbalanced().filter(move |&(cluster, _)| cluster >= from);
+        used.map(|(cluster, balance)| (cluster, (-balance).max(0) as u64))
+    }
+
+    /// One more than the highest cluster in use.
+    pub(super) fn used_end(&self) -> u64 {
+        self.used_from(0).last().map_or(1, |(cluster, _)| cluster + 1)
+    }
+
+    /// The smallest number of clusters that the file can have: everything in use without gaps,
+    /// except where no refcount block is, and without the blocks that would be behind it.
+    pub(super) fn ideal_end(&self) -> u64 {
+        let bits = self.image.geometry().refcount_block_bits();
+        let blocks = &self.survey.refcounts.blocks;
+        let present = blocks.iter().filter(|&&block| block != 0).count() as u64;
+        let others = (self.used_from(0).count() as u64).saturating_sub(present);
+        let (mut room, mut needed) = (0, 0);
+        for (index, _) in blocks.iter().enumerate().filter(|&(_, &block)| block != 0) {
+            needed += 1;
+            let before = room;
+            room += 1 << bits;
+            if room >= others + needed {
+                return ((index as u64) << bits) + others + needed - before;
+            }
+        }
+        self.used_end()
+    }
+
+    /// The lowest free run of `count` clusters with refcounts that ends at or below `end`. It is the
+    /// caller's from now on: it is not handed out again.
+    pub(super) fn take_run(&mut self, count: u64, end: u64) -> Option<u64> {
+        let bits = self.image.geometry().refcount_block_bits();
+        let mut start = self.low;
+        let mut at = start;
+        while at < end {
+            if self.survey.refcounts.block_of(&self.image, at).is_none() {
+                at = ((at >> bits) + 1) << bits;
+                start = at;
+                continue;
+            }
+            let free = self.references(at) == 0;
+            at += 1;
+            if !free {
+                start = at;
+            } else if at - start == count {
+                if count == 1 {
+                    // All below is in use.
+                    self.low = at;
+                }
+                return Some(start);
+            }
+        }
+        if count == 1 {
+            self.low = end;
+        }
+        None
+    }
+
+    /// Changes how often a cluster is referred to; see [`Space::write_refcounts`].
+    pub(super) fn refer(&mut self, cluster: u64, times: i64) {
+        let times = times.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32;
+        self.survey.balance.refer(cluster, times);
+        self.changed.insert(cluster);
+    }
+
+    /// Writes the refcounts that changed; not durable yet.
+    pub(super) fn write_refcounts(&mut self) -> Result<()> {
+        self.survey.balance.check_limit(self.image.name())?;
+        let geometry = *self.image.geometry();
+        let mut changed = std::mem::take(&mut self.changed).into_iter().peekable();
+        while let Some(&first) = changed.peek() {
+            let end = ((first >> geometry.refcount_block_bits()) + 1)
+                << geometry.refcount_block_bits();
+            let block = self.survey.refcounts.block_of(&self.image, first);
+            let mut old = vec![0; geometry.cluster_bytes() as usize];
+            if let Some(block) = block {
+                self.image.storage.read_padded(&mut old, HostOffset(block))?;
+            }
+            let mut new = old.clone();
+            while let Some(cluster) = changed.next_if(|&cluster| cluster < end) {
+                let index = cluster & (geometry.refcount_block_entries() - 1);
+                let references = self.references(cluster);
+                set_refcount(&mut new, index, geometry.refcount_order, references);
+            }
+            // Where there is no block, there is no refcount to lower either.
+            if let Some(block) = block {
+                write_changed(&self.image, block, &old, &new)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies clusters. Holes stay holes.
+    pub(super) fn copy(&self, from: u64, to: u64, clusters: u64) -> Result<()> {
+        let storage = &*self.image.storage;
+        let bytes = self.offset(clusters);
+        let holes = storage.may_have_holes()?;
+        let mut buffer = Vec::new();
+        let mut done = 0;
+        while done < bytes {
+            let source = HostOffset(self.offset(from) + done);
+            let target = HostOffset(self.offset(to) + done);
+            let mut len = bytes - done;
+            if holes {
+                let extent = storage.extent_at(source, len)?;
+                len = extent.len.min(len);
+                if !extent.data {
+                    storage.write_zeroes(target, len, ZeroMode::MayUnmap)?;
+                    done += len;
+                    continue;
+                }
+            }
+            len = len.min(COPY_BYTES);
+            buffer.resize(len as usize, 0);
+            storage.read_padded(&mut buffer, source)?;
+            storage.write_at(&buffer, target)?;
+            done += len;
+        }
+        Ok(())
+    }
+
+    /// Gives the space of clusters that nothing refers to back to the file system.
+    pub(super) fn punch(&self, run: Range<u64>) {
+        let end = run.end.min(self.image.file_clusters());
+        if run.start < end {
+            // A hint: where it fails, the space merely stays taken.
+            let _ = self
+                .image
+                .storage
+                .discard(HostOffset(self.offset(run.start)), self.offset(end - run.start));
+        }
+    }
+
+    /// Makes all writes durable.
+    pub(super) fn sync(&self) -> Result<()> {
+        self.monitor.cancel.check()?;
+        self.image.storage.sync()
+    }
+
+    /// Clusters of one batch.
+    pub(super) fn batch_clusters(&self) -> u64 {
+        (super::BATCH_BYTES / self.image.cluster_bytes()).clamp(1, super::BATCH_CLUSTERS_MAX)
+    }
+}
+
+/// Runs of neighbours in sorted numbers.
+pub(super) fn runs(sorted: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for cluster in sorted {
+        match runs.last_mut() {
+            Some(last) if last.end == cluster => last.end += 1,
+            _ => runs.push(cluster..cluster + 1),
+        }
+    }
+    runs
+}

@@ -1,0 +1,239 @@
+//! Tables moved to the front: those that a single word points to, and L2 tables.
+
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+use vdkit_block::{CompactReport, HostOffset, Limits, Monitor, Result, Storage};
+
+use super::space::Space;
+use crate::check::bitmaps::{Presence, presence};
+use crate::check::reader;
+use crate::check::repair::write_changed;
+use crate::check::survey::be64;
+use crate::header::field;
+use crate::layout::{COPIED, OFFSET_MASK, extension};
+
+/// A structure that one aligned word of eight bytes points to, so that it moves by one write.
+struct Table {
+    /// First cluster.
+    first: u64,
+    /// Clusters.
+    count: u64,
+    /// Host offset of the word that is its own offset.
+    pointer: u64,
+}
+
+/// Structures that are found alike. A pointer of each kind is in one of an earlier kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// What the header points to.
+    Roots,
+    /// What those point to, and refcount blocks.
+    Branches,
+    /// Clusters of bitmaps.
+    Leaves,
+}
+
+/// Moves tables that lie at `end` or behind it to free clusters before it.
+pub(super) fn move_tables(
+    storage: &Arc<dyn Storage>,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+    end: u64,
+    report: &mut CompactReport,
+) -> Result<()> {
+    for kind in [Kind::Roots, Kind::Branches, Kind::Leaves] {
+        let mut space = Space::load(storage, limits, monitor)?;
+        let mut tables = find(&space, kind, end)?;
+        tables.retain(|table| {
+            table.first + table.count > end
+                && (table.first..table.first + table.count).all(|c| space.references(c) == 1)
+        });
+        for batch in tables.chunks(space.batch_clusters() as usize) {
+            relocate(&mut space, batch, end, report)?;
+        }
+    }
+    move_l2_tables(&mut Space::load(storage, limits, monitor)?, end, report)
+}
+
+fn find(space: &Space<'_>, kind: Kind, end: u64) -> Result<Vec<Table>> {
+    let image = &space.image;
+    let header = &image.header;
+    let table = |offset: u64, bytes: u64, pointer: u64| {
+        let clusters = image.clusters_of(offset, bytes);
+        Table { first: clusters.start, count: clusters.end - clusters.start, pointer }
+    };
+    let mut tables = Vec::new();
+    if kind == Kind::Roots {
+        tables.push(table(header.l1_offset.0, u64::from(header.l1_entries) * 8, field::L1 + 4));
+        let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
+        tables.push(table(header.refcount_table_offset.0, bytes, field::REFCOUNT_TABLE));
+        let offset = header.snapshots_offset.0;
+        tables.push(table(offset, space.survey.snapshots.bytes, field::SNAPSHOTS + 4));
+    }
+    if kind == Kind::Branches {
+        let bits = image.geometry().refcount_block_bits();
+        for (index, &block) in space.survey.refcounts.blocks.iter().enumerate() {
+            // One that describes only what will be cut off is not worth the way.
+            if block != 0 && (index as u64) << bits < end {
+                let pointer = header.refcount_table_offset.0 + index as u64 * 8;
+                tables.push(table(block, image.cluster_bytes(), pointer));
+            }
+        }
+        let mut pointer = header.snapshots_offset.0;
+        for snapshot in &space.survey.snapshots.snapshots {
+            tables.push(table(snapshot.l1_offset, snapshot.l1_bytes(), pointer));
+            pointer += snapshot.entry_bytes();
+        }
+    }
+    find_bitmaps(space, kind, &mut tables, table)?;
+    tables.retain(|table| table.count > 0);
+    Ok(tables)
+}
+
+fn find_bitmaps(
+    space: &Space<'_>,
+    kind: Kind,
+    tables: &mut Vec<Table>,
+    table: impl Fn(u64, u64, u64) -> Table,
+) -> Result<()> {
+    let image = &space.image;
+    let Presence::Valid(bitmaps) = presence(image) else { return Ok(()) };
+    let (at, bytes) = (bitmaps.directory_offset.0, bitmaps.directory_bytes);
+    if kind == Kind::Roots {
+        if let Some(extension) = image.header.extension(extension::BITMAPS) {
+            // Behind number, reserved bits and bytes of the directory.
+            tables.push(table(at, bytes, extension.offset + 16));
+        }
+        return Ok(());
+    }
+    let directory = reader::read_table(&*image.storage, at, bytes)?;
+    let mut entry = 0;
+    while entry + 24 <= directory.len() {
+        let word = be64(&directory[entry..][..8]);
+        let number = |at: usize, bytes: usize| {
+            directory[entry + at..][..bytes].iter().fold(0, |n, &b| n << 8 | usize::from(b))
+        };
+        let entries = number(8, 4) as u64;
+        if kind == Kind::Branches {
+            tables.push(table(word, entries * 8, at + entry as u64));
+        } else {
+            let data = reader::read_table(&*image.storage, word, entries * 8)?;
+            for (raw, pointer) in data.chunks_exact(8).zip((word..).step_by(8)) {
+                let host = be64(raw) & OFFSET_MASK;
+                if host != 0 {
+                    tables.push(table(host, image.cluster_bytes(), pointer));
+                }
+            }
+        }
+        entry += (24 + number(18, 2) + number(20, 4)).next_multiple_of(8);
+    }
+    Ok(())
+}
+
+/// Moves one batch, as far as there is free space in one piece for each.
+fn relocate(
+    space: &mut Space<'_>,
+    tables: &[Table],
+    end: u64,
+    report: &mut CompactReport,
+) -> Result<()> {
+    let mut moves: Vec<(&Table, u64)> = Vec::new();
+    for table in tables {
+        if let Some(to) = space.take_run(table.count, end.min(table.first)) {
+            for cluster in to..to + table.count {
+                space.refer(cluster, 1);
+            }
+            moves.push((table, to));
+        }
+    }
+    if moves.is_empty() {
+        return Ok(());
+    }
+    // Before the copies: refcount blocks are among what is copied.
+    space.write_refcounts()?;
+    for &(table, to) in &moves {
+        space.copy(table.first, to, table.count)?;
+    }
+    space.sync()?;
+    for &(table, to) in &moves {
+        let word = space.offset(to).to_be_bytes();
+        space.image.storage.write_at(&word, HostOffset(table.pointer))?;
+    }
+    space.sync()?;
+    let bits = space.image.geometry().cluster_bits;
+    let places: FxHashMap<u64, u64> =
+        moves.iter().map(|&(table, to)| (table.first << bits, to << bits)).collect();
+    for block in &mut space.survey.refcounts.blocks {
+        *block = places.get(block).copied().unwrap_or(*block);
+    }
+    release(space, moves.iter().flat_map(|(table, _)| table.first..table.first + table.count), report)
+}
+
+/// Makes the old places of what moved free.
+pub(super) fn release(
+    space: &mut Space<'_>,
+    clusters: impl Iterator<Item = u64>,
+    report: &mut CompactReport,
+) -> Result<()> {
+    let mut clusters: Vec<u64> = clusters.collect();
+    clusters.sort_unstable();
+    for &cluster in &clusters {
+        space.refer(cluster, -(space.references(cluster) as i64));
+    }
+    space.write_refcounts()?;
+    space.sync()?;
+    report.moved_clusters += clusters.len() as u64;
+    for run in super::space::runs(clusters) {
+        space.punch(run);
+    }
+    Ok(())
+}
+
+fn move_l2_tables(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -> Result<()> {
+    let bits = space.image.geometry().cluster_bits;
+    // Those that lie farthest behind first.
+    let tables: Vec<u64> = space.survey.tables.iter().map(|table| table.offset >> bits).collect();
+    let behind: Vec<u64> = tables.into_iter().filter(|&cluster| cluster >= end).rev().collect();
+    for batch in behind.chunks(space.batch_clusters() as usize) {
+        let mut moves: FxHashMap<u64, u64> = FxHashMap::default();
+        let mut old = Vec::new();
+        for &from in batch {
+            let Some(to) = space.take_run(1, end) else { break };
+            space.refer(to, space.references(from) as i64);
+            space.copy(from, to, 1)?;
+            moves.insert(from << bits, to << bits);
+            old.push(from);
+        }
+        if old.is_empty() {
+            break;
+        }
+        space.write_refcounts()?;
+        space.sync()?;
+        point_l1s(space, &moves)?;
+        space.sync()?;
+        release(space, old.into_iter(), report)?;
+    }
+    Ok(())
+}
+
+/// Writes new offsets of L2 tables (0: none any more) to all L1 tables; not durable yet.
+pub(super) fn point_l1s(space: &Space<'_>, places: &FxHashMap<u64, u64>) -> Result<()> {
+    let image = &space.image;
+    let active = (image.header.l1_offset.0, u64::from(image.header.l1_entries) * 8);
+    let snapshots = &space.survey.snapshots.snapshots;
+    let others = snapshots.iter().map(|snapshot| (snapshot.l1_offset, snapshot.l1_bytes()));
+    for (offset, bytes) in std::iter::once(active).chain(others) {
+        let old = reader::read_table(&*image.storage, offset, bytes)?;
+        let mut new = old.clone();
+        for raw in new.chunks_exact_mut(8) {
+            let entry = be64(raw);
+            if let Some(&place) = places.get(&(entry & OFFSET_MASK)) {
+                let flag = if place == 0 { 0 } else { entry & COPIED };
+                raw.copy_from_slice(&(place | flag).to_be_bytes());
+            }
+        }
+        write_changed(image, offset, &old, &new)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,251 @@
+//! Clusters of zeroes, and L2 tables that map nothing, let go.
+
+use rustc_hash::FxHashMap;
+use vdkit_block::{CompactReport, HostOffset, ReadOp, Result, is_zero};
+
+use super::space::{Space, runs};
+use super::tables;
+use crate::check::image::Image;
+use crate::check::mapping::{L2Table, entry_at, put_entry};
+use crate::check::reader;
+use crate::check::repair::write_changed;
+use crate::entry::L2Entry;
+use crate::layout::{SUBCLUSTERS, ZERO};
+
+/// Data that is looked at together.
+const READ_BYTES: u64 = 4 << 20;
+/// Clusters that are let go before they are made free.
+const FREED_MAX: usize = 1 << 16;
+
+/// Lets go of clusters whose data is zero (read only where `scan`), and of tables that are empty.
+pub(super) fn drop_zeroes(
+    space: &mut Space<'_>,
+    scan: bool,
+    report: &mut CompactReport,
+) -> Result<()> {
+    let cluster = space.image.cluster_bytes();
+    let tables = space.survey.tables.clone();
+    let mut freed: Vec<(u64, i64)> = Vec::new();
+    let mut empty: FxHashMap<u64, u64> = FxHashMap::default();
+    for (done, table) in tables.iter().enumerate() {
+        space.monitor.cancel.check()?;
+        space.monitor.progress.update(done as u64, tables.len() as u64);
+        let old = reader::read_table(&*space.image.storage, table.offset, cluster)?;
+        let mut new = old.clone();
+        if !space.image.header.has_data_file() {
+            Zeroes { space, table, scan }.mend(&mut new, &mut freed, report)?;
+        }
+        if is_empty(&space.image, &new) {
+            empty.insert(table.offset, 0);
+        }
+        write_changed(&space.image, table.offset, &old, &new)?;
+        if freed.len() >= FREED_MAX {
+            release(space, &mut freed)?;
+        }
+    }
+    release(space, &mut freed)?;
+    if !empty.is_empty() {
+        // A table that is let go needs no more room than its own.
+        tables::point_l1s(space, &empty)?;
+        let mut gone: Vec<(u64, i64)> = tables
+            .iter()
+            .filter(|table| empty.contains_key(&table.offset))
+            .map(|t| (t.offset >> space.image.geometry().cluster_bits, t.weight().into()))
+            .collect();
+        report.empty_tables += gone.len() as u64;
+        release(space, &mut gone)?;
+    }
+    Ok(())
+}
+
+/// Makes clusters free that entries do not name any more.
+fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, i64)>) -> Result<()> {
+    if freed.is_empty() {
+        return Ok(());
+    }
+    // The entries must be gone from the disk first.
+    space.sync()?;
+    freed.sort_unstable();
+    for &(cluster, references) in &*freed {
+        space.refer(cluster, -references);
+    }
+    space.write_refcounts()?;
+    space.sync()?;
+    for run in runs(freed.drain(..).map(|(cluster, _)| cluster)) {
+        space.punch(run);
+    }
+    Ok(())
+}
+
+/// Whether a table says nothing that no table would not say.
+fn is_empty(image: &Image, table: &[u8]) -> bool {
+    if is_zero(table) {
+        return true;
+    }
+    // Nothing shines through: a zero cluster is what a hole is. With a data file, a table's
+    // clusters may have a place there that the flag alone remembers.
+    if image.header.backing_name.is_some() || image.header.has_data_file() {
+        return false;
+    }
+    let geometry = image.geometry();
+    (0..geometry.l2_entries() as usize).all(|index| {
+        let entry = entry_at(table, index, geometry.extended);
+        entry.word & !ZERO == 0 && entry.bitmap as u32 == 0
+    })
+}
+
+/// How many candidates from the first on are neighbours in the file.
+fn neighbours(candidates: &[(u64, usize)]) -> usize {
+    1 + candidates.windows(2).take_while(|pair| pair[0].0 + 1 == pair[1].0).count()
+}
+
+/// One table and what its clusters hold.
+struct Zeroes<'a, 'b> {
+    space: &'a Space<'b>,
+    table: &'a L2Table,
+    scan: bool,
+}
+
+impl Zeroes<'_, '_> {
+    /// Changes the entries of clusters that hold zeroes; adds what they let go to `freed`.
+    fn mend(
+        &self,
+        bytes: &mut [u8],
+        freed: &mut Vec<(u64, i64)>,
+        report: &mut CompactReport,
+    ) -> Result<()> {
+        let image = &self.space.image;
+        let extended = image.geometry().extended;
+        if image.header.version < 3 && image.header.backing_name.is_some() {
+            // Nothing could hide what is beneath.
+            return Ok(());
+        }
+        let mut candidates: Vec<(u64, usize)> = Vec::new();
+        for index in 0..image.geometry().l2_entries() as usize {
+            let entry = entry_at(bytes, index, extended);
+            if entry.is_compressed() || !entry.has_space(false) {
+                continue;
+            }
+            let host = image.geometry().host_cluster(entry.host());
+            // Another table's view of the cluster would keep its space.
+            let sole = self.space.references(host) == u64::from(self.table.weight().unsigned_abs());
+            if sole && !self.space.is_metadata(host) {
+                candidates.push((host, index));
+            }
+        }
+        candidates.sort_unstable();
+        let step = (READ_BYTES / image.cluster_bytes()).max(1) as usize;
+        let mut at = 0;
+        while at < candidates.len() {
+            let group = &candidates[at..(at + self.holes_or(step, &candidates[at..])?)];
+            let masks = self.zero_masks(group, bytes)?;
+            for (&(host, index), mask) in group.iter().zip(masks) {
+                let old = entry_at(bytes, index, extended);
+                let new = self.without(old, mask);
+                if new == old {
+                    continue;
+                }
+                put_entry(bytes, index, extended, new);
+                if !new.has_space(false) {
+                    freed.push((host, self.table.weight().into()));
+                    report.zero_clusters += 1;
+                }
+            }
+            at += group.len();
+        }
+        Ok(())
+    }
+
+    /// How many of the candidates are looked at together: a whole run of holes, or `step`.
+    fn holes_or(&self, step: usize, candidates: &[(u64, usize)]) -> Result<usize> {
+        let step = step.min(candidates.len());
+        let run = neighbours(candidates);
+        if !self.scan || run <= step {
+            return Ok(step);
+        }
+        let (hole, clusters) = self.look(candidates[0].0, run as u64)?;
+        Ok(if hole { clusters as usize } else { step })
+    }
+
+    /// Whether the clusters from this one on are wholly holes, and for how many of `count` (at
+    /// least one) that holds.
+    fn look(&self, first: u64, count: u64) -> Result<(bool, u64)> {
+        let storage = &*self.space.image.storage;
+        if !storage.may_have_holes()? {
+            return Ok((false, count));
+        }
+        let offset = HostOffset(self.space.offset(first));
+        let extent = storage.extent_at(offset, self.space.offset(count))?;
+        let cluster = self.space.image.cluster_bytes();
+        let hole = !extent.data && extent.len >= cluster;
+        let clusters = if hole { extent.len / cluster } else { extent.len.div_ceil(cluster) };
+        Ok((hole, clusters.clamp(1, count)))
+    }
+
+    /// For each candidate the parts that read as zero: a bit a subcluster, or the lowest bit.
+    fn zero_masks(&self, group: &[(u64, usize)], table: &[u8]) -> Result<Vec<u32>> {
+        let image = &self.space.image;
+        let geometry = image.geometry();
+        let unread = |index: usize| {
+            let entry = entry_at(table, index, geometry.extended);
+            let known = !geometry.extended && entry.word & ZERO != 0;
+            // Without data of its own it is known to have none.
+            known || (geometry.extended && entry.bitmap as u32 == 0)
+        };
+        let mut masks: Vec<u32> =
+            group.iter().map(|&(_, index)| if unread(index) { u32::MAX } else { 0 }).collect();
+        if !self.scan {
+            return Ok(masks);
+        }
+        let mut at = 0;
+        let mut wanted = Vec::new();
+        while at < group.len() {
+            let run = neighbours(&group[at..]) as u64;
+            let (hole, clusters) = self.look(group[at].0, run)?;
+            let next = at + clusters as usize;
+            if hole {
+                masks[at..next].fill(u32::MAX);
+            } else {
+                wanted.extend((at..next).filter(|&i| masks[i] == 0));
+            }
+            at = next;
+        }
+        let cluster = image.cluster_bytes() as usize;
+        let mut bytes = vec![0; wanted.len() * cluster];
+        let mut ops: Vec<ReadOp<'_>> = Vec::new();
+        let mut rest = &mut bytes[..];
+        let mut next = 0;
+        while next < wanted.len() {
+            let first = wanted[next];
+            let hosts = wanted[next..].iter().map(|&i| group[i].0);
+            let run = hosts.zip(group[first].0..).take_while(|(host, next)| host == next).count();
+            let (buf, others) = rest.split_at_mut(run * cluster);
+            ops.push(ReadOp { offset: HostOffset(self.space.offset(group[first].0)), buf });
+            rest = others;
+            next += run;
+        }
+        image.storage.read_batch(&mut ops)?;
+        let part = if geometry.extended { cluster / SUBCLUSTERS as usize } else { cluster };
+        for (&i, data) in wanted.iter().zip(bytes.chunks_exact(cluster)) {
+            let parts = data.chunks_exact(part).map(is_zero).enumerate();
+            masks[i] = parts.fold(0, |mask, (bit, zero)| mask | u32::from(zero) << bit);
+        }
+        Ok(masks)
+    }
+
+    /// An entry whose parts in `mask` hold zeroes.
+    fn without(&self, old: L2Entry, mask: u32) -> L2Entry {
+        let image = &self.space.image;
+        if !image.geometry().extended {
+            return match mask {
+                0 => old,
+                _ if image.header.version >= 3 => L2Entry { word: ZERO, bitmap: 0 },
+                _ => L2Entry::default(),
+            };
+        }
+        let zero = u64::from(old.bitmap as u32 & mask);
+        let bitmap = old.bitmap & !zero | zero << 32;
+        let word = if bitmap as u32 == 0 { 0 } else { old.word };
+        L2Entry { word, bitmap }
+    }
+}

@@ -1,0 +1,279 @@
+//! Compaction: the same disk in a smaller file, also when it is cut short.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CompactOptions, CompactReport, HostOffset, Limits, Monitor, Repair, Result, Storage,
+};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+
+use super::support::{
+    Image, KINDS, Kind, all_views, kind, must, open, our_check, peers, qemu_check, same_guest,
+};
+use crate::check;
+
+const ALL: CompactOptions = CompactOptions { zero_scan: true };
+
+fn compact(storage: &Arc<dyn Storage>) -> Result<CompactReport> {
+    check::compact(storage, None, ALL, &Limits::default(), &Monitor::default())
+}
+
+/// Writes zeroes, discards and new data here and there: what a disk looks like after a while.
+fn wear(image: &Image, seed: u64) {
+    let mut rng = Rng::new(seed);
+    let header = image.header();
+    let unit = header.geometry.cluster_bytes().max(4096);
+    let units = header.guest_bytes / unit;
+    let mut commands = Vec::new();
+    for _ in 0..20 {
+        let count = 1 + rng.below(units / 8);
+        let at = rng.below(units - count) * unit;
+        let bytes = count * unit;
+        let verb = match rng.below(5) {
+            0 | 1 => "discard".to_owned(),
+            2 => "write -P 0".to_owned(),
+            _ => format!("write -P {}", 1 + rng.below(250)),
+        };
+        commands.extend(["-c".to_owned(), format!("{verb} {at} {bytes}")]);
+    }
+    let mut args = vec!["-f", "qcow2", "-d", "unmap"];
+    args.extend(commands.iter().map(String::as_str));
+    args.push(image.path.to_str().unwrap());
+    must("qemu-io", &args);
+}
+
+fn worn(kind: &Kind, seed: u64) -> Image {
+    let image = Image::make(kind);
+    wear(&image, seed);
+    image
+}
+
+/// Clusters in use, and clusters of the file.
+fn density(image: &Image) -> (u64, u64) {
+    let header = image.header();
+    let clusters = image.len().div_ceil(header.geometry.cluster_bytes());
+    let used = (0..clusters)
+        .filter(|&cluster| {
+            let host = cluster << header.geometry.cluster_bits;
+            image.refcount(host).0 != 0 && image.get_refcount(host) > 0
+        })
+        .count() as u64;
+    (used, clusters)
+}
+
+fn bitmaps(image: &Image) -> serde_json::Value {
+    let output = std::process::Command::new("qemu-img")
+        .args(["info", "--output=json", image.path.to_str().unwrap()])
+        .output()
+        .unwrap();
+    let info: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    info["format-specific"]["data"]["bitmaps"].clone()
+}
+
+#[test]
+fn the_same_disk_in_a_smaller_file() {
+    if !peers() {
+        return;
+    }
+    for kind in KINDS {
+        let image = worn(kind, 11);
+        let (before, views) = (image.copy(), all_views(&open(&image.path)));
+        let report = compact(&open(&image.path)).unwrap();
+        let name = kind.name;
+        assert_eq!(qemu_check(&image.path).exit, 0, "{name}: {report:?}");
+        let found = our_check(&image.path, Repair::Nothing).unwrap();
+        assert_eq!((found.corruptions, found.leaks), (0, 0), "{name}: {:#?}", found.findings);
+        assert!(same_guest(&before.path, &image.path), "{name}");
+        assert!(views == all_views(&open(&image.path)), "{name}");
+        assert_eq!(bitmaps(&before), bitmaps(&image), "{name}");
+        assert_eq!(report.length_after, image.len(), "{name}");
+        let (used, clusters) = density(&image);
+        println!("{name}: {} to {} bytes, {used} of {clusters} in use: {report:?}", before.len(), image.len());
+        if !kind.compressed {
+            assert!(clusters <= used + 3, "{name}: {used} of {clusters}: {report:?}");
+            assert_eq!(report.left_alone, [], "{name}");
+        }
+        // Again: nothing more to do, and every byte stays.
+        let bytes = std::fs::read(&image.path).unwrap();
+        let again = compact(&open(&image.path)).unwrap();
+        assert_eq!((again.moved_clusters, again.zero_clusters), (0, 0), "{name}: {again:?}");
+        assert!(bytes == std::fs::read(&image.path).unwrap(), "{name}");
+        // And it can be written to.
+        must("qemu-io", &["-f", "qcow2", "-c", "write 0 64k", image.path.to_str().unwrap()]);
+        assert_eq!(qemu_check(&image.path).exit, 0, "{name} after a write");
+    }
+}
+
+#[test]
+fn a_zero_cluster_hides_what_is_beneath_as_before() {
+    if !peers() {
+        return;
+    }
+    for (options, zeroes) in [
+        ("compat=1.1", 16),
+        ("compat=0.10", 0),
+        ("extended_l2=on,cluster_size=64k", 17),
+    ] {
+        let (base, image) = (Image::empty(), Image::empty());
+        let (base_file, file) = (base.path.to_str().unwrap(), image.path.to_str().unwrap());
+        must("qemu-img", &["create", "-q", "-f", "qcow2", base_file, "8M"]);
+        must("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 8M", base_file]);
+        let create =
+            ["create", "-q", "-f", "qcow2", "-o", options, "-b", base_file, "-F", "qcow2", file];
+        must("qemu-img", &create);
+        let writes = ["-c", "write -P 1 0 2M", "-c", "write -P 0 1M 1M", "-c", "write -P 0 5M 2k"];
+        must("qemu-io", &[&["-f", "qcow2"], &writes[..], &[file]].concat());
+        let before = image.copy();
+        let report = compact(&open(&image.path)).unwrap();
+        assert_eq!(report.zero_clusters, zeroes, "{options}: {report:?}");
+        assert!(same_guest(&before.path, &image.path), "{options}");
+        assert_eq!(qemu_check(&image.path).exit, 0, "{options}");
+    }
+}
+
+#[test]
+fn without_a_scan_no_data_is_read_and_none_is_dropped() {
+    if !peers() {
+        return;
+    }
+    let image = Image::make(kind("cluster-512"));
+    must("qemu-io", &["-f", "qcow2", "-c", "write -P 0 0 64k", image.path.to_str().unwrap()]);
+    let options = CompactOptions { zero_scan: false };
+    let limits = Limits::default();
+    let report =
+        check::compact(&open(&image.path), None, options, &limits, &Monitor::default()).unwrap();
+    assert_eq!(report.zero_clusters, 0, "{report:?}");
+    let report = compact(&open(&image.path)).unwrap();
+    assert_eq!(report.zero_clusters, 128, "{report:?}");
+}
+
+#[test]
+fn a_damaged_image_is_refused_and_left_as_it_is() {
+    if !peers() {
+        return;
+    }
+    let image = Image::make(kind("plain"));
+    image.put_word(image.l2_entry(0), 1 << 44);
+    let before = std::fs::read(&image.path).unwrap();
+    let error = compact(&open(&image.path)).unwrap_err();
+    assert!(error.to_string().contains("--repair all"), "{error}");
+    assert!(before == std::fs::read(&image.path).unwrap());
+}
+
+/// Images for what follows: small clusters, so that there are many moves in few bytes.
+const CRASHED: &[&str] = &["cluster-512", "refcounts-1", "refcounts-4", "zstd", "bitmap"];
+
+struct Case {
+    name: &'static str,
+    image: Image,
+    memory: MemoryStorage,
+    views: Vec<Vec<Option<u64>>>,
+    /// Bytes of the file after a compaction that nothing disturbs.
+    length: u64,
+}
+
+impl Case {
+    fn new(name: &'static str) -> Self {
+        let image = worn(kind(name), 5);
+        let memory = MemoryStorage::from_bytes("image", &std::fs::read(&image.path).unwrap());
+        let views = all_views(&(Arc::new(memory.clone()) as Arc<dyn Storage>));
+        let calm: Arc<dyn Storage> = Arc::new(memory.clone());
+        compact(&calm).unwrap();
+        let length = calm.len().unwrap();
+        assert!(length < memory.len().unwrap(), "{name}");
+        Self { name, image, memory, views, length }
+    }
+
+    /// The disk is what it was, nothing but leaks is wrong, and another run ends as it should.
+    fn assert_survived(&self, storage: &Arc<dyn Storage>, what: &str) {
+        let what = format!("{}: {what}", self.name);
+        let limits = Limits::default();
+        let found =
+            check::check(storage, None, Repair::Nothing, &limits, &Monitor::default()).unwrap();
+        assert_eq!(found.corruptions, 0, "{what}: {:#?}", found.findings);
+        assert!(self.views == all_views(storage), "{what}");
+        let report = compact(storage).unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert!(self.views == all_views(storage), "{what}, then again");
+        let found =
+            check::check(storage, None, Repair::Nothing, &limits, &Monitor::default()).unwrap();
+        assert_eq!((found.corruptions, found.leaks), (0, 0), "{what}: {:#?}", found.findings);
+        // Clusters of several tables, of which some were moved and some not, are two then.
+        let slack = self.length / 8 + 65536;
+        assert!(storage.len().unwrap() <= self.length + slack, "{what}: {report:?}");
+    }
+
+    fn assert_sound_for_qemu(&self, storage: &dyn Storage, what: &str) {
+        let mut bytes = vec![0; storage.len().unwrap() as usize];
+        storage.read_at(&mut bytes, HostOffset(0)).unwrap();
+        std::fs::write(&self.image.path, bytes).unwrap();
+        assert_eq!(qemu_check(&self.image.path).exit, 0, "{}: {what}", self.name);
+    }
+}
+
+#[test]
+fn a_power_cut_at_any_point_leaves_the_same_disk() {
+    if !peers() {
+        return;
+    }
+    let mut rng = Rng::from_env(9);
+    for name in CRASHED {
+        let case = Case::new(name);
+        let crash = CrashStorage::holding(&case.memory);
+        compact(&(Arc::clone(&crash) as Arc<dyn Storage>)).unwrap();
+        println!("{name}: {} changes, seed {}", crash.ops(), rng.seed());
+        let every = (crash.ops() / 200).max(1);
+        crash.for_each_crash(|ops, moment| {
+            if ops % every != 0 {
+                return;
+            }
+            let survivors = [
+                moment.only_durable(),
+                moment.everything(),
+                moment.survivor(&mut rng),
+                moment.survivor(&mut rng),
+            ];
+            for (i, survivor) in survivors.into_iter().enumerate() {
+                let what = format!("after {ops} changes, survivor {i}");
+                let survivor: Arc<dyn Storage> = Arc::new(survivor);
+                case.assert_survived(&survivor, &what);
+                if ops % (every * 20) == 0 {
+                    case.assert_sound_for_qemu(&*survivor, &what);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn an_error_at_any_point_leaves_the_same_disk() {
+    if !peers() {
+        return;
+    }
+    const KINDS: [FaultKind; 5] = [
+        FaultKind::Read,
+        FaultKind::Write,
+        FaultKind::Zero,
+        FaultKind::Sync,
+        FaultKind::SetLen,
+    ];
+    for name in CRASHED {
+        let case = Case::new(name);
+        let mut nth = 0;
+        loop {
+            let memory = Arc::new(case.memory.clone());
+            let faulty = FaultyStorage::new(Arc::clone(&memory) as Arc<dyn Storage>);
+            let plan = FaultPlan::nth(&KINDS, nth);
+            faulty.arm(if nth % 2 == 0 { plan } else { plan.no_space().lasting().torn(3) });
+            let result = compact(&(Arc::clone(&faulty) as Arc<dyn Storage>));
+            if faulty.fired() == 0 {
+                assert!(result.is_ok(), "{name}");
+                break;
+            }
+            assert!(result.is_err(), "{name}: fault {nth}");
+            case.assert_survived(&(memory as Arc<dyn Storage>), &format!("fault {nth}"));
+            // All of the first, then some.
+            nth += if nth < 60 { 1 } else { 7 };
+        }
+    }
+}
