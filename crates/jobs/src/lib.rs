@@ -4,6 +4,7 @@
 //! policy), reports to a [`vdkit_block::Monitor`] and returns a report that serialises to JSON.
 
 mod check;
+mod compact;
 mod compare;
 mod compress;
 pub mod convert;
@@ -29,6 +30,7 @@ mod watched;
 pub mod zero;
 
 pub use check::{Checked, check};
+pub use compact::{Compacted, compact};
 pub use compare::{CompareOptions, CompareReport, compare};
 pub use compress::Compressor;
 pub use convert::{Backing, ConvertOptions, ConvertReport, convert};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor,
-    OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
+    CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver, ImageInfo,
+    Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
 };
 
 use crate::options::{CreateOptions, SPECS};

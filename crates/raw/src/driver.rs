@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CompactOptions, CompactReport, CreateRequest, Error, Format, FormatDriver, HostOffset, ImageInfo, Limits,
-    Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result,
-    Storage, ZeroMode, align_up, punch_zeroes,
+    CheckReport, CompactOptions, CompactReport, CreateRequest, Error, Format, FormatDriver,
+    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options,
+    Probe, Repair, Result, Storage, ZeroMode, align_up, punch_zeroes,
 };
 
 use crate::SECTOR_BYTES;
@@ -105,8 +105,7 @@ impl FormatDriver for RawDriver {
     ) -> Result<CompactReport> {
         let length = storage.len()?;
         let allocated_before = storage.allocated_bytes()?;
-        let punched_bytes =
-            if options.zero_scan { punch_zeroes(&**storage, monitor)? } else { 0 };
+        let punched_bytes = if options.zero_scan { punch_zeroes(&**storage, monitor)? } else { 0 };
         Ok(CompactReport {
             length_before: length,
             length_after: length,

@@ -13,6 +13,7 @@ use crate::failure::{Failure, Outcome};
 use crate::session::Session;
 
 pub mod check;
+pub mod compact;
 pub mod compare;
 pub mod completions;
 pub mod convert;
@@ -38,6 +39,7 @@ pub static ALL: &[Subcommand] = &[
     compare::COMMAND,
     measure::COMMAND,
     check::COMMAND,
+    compact::COMMAND,
     resize::COMMAND,
     read::COMMAND,
     write::COMMAND,

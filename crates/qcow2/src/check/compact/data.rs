@@ -51,11 +51,7 @@ impl Record {
 }
 
 /// Moves data clusters that lie at `end` or behind it to free clusters before it.
-pub(super) fn move_data(
-    space: &mut Space<'_>,
-    end: u64,
-    report: &mut CompactReport,
-) -> Result<()> {
+pub(super) fn move_data(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -> Result<()> {
     let mut upto = u64::MAX;
     let mut packed = 0;
     let mut done = 0;
@@ -101,11 +97,7 @@ pub(super) fn move_data(
 }
 
 /// Clusters of guest data in a range, with their references.
-fn data_from(
-    space: &Space<'_>,
-    from: u64,
-    upto: u64,
-) -> impl Iterator<Item = (u64, u64)> {
+fn data_from(space: &Space<'_>, from: u64, upto: u64) -> impl Iterator<Item = (u64, u64)> {
     space
         .used_from(from)
         .take_while(move |&(cluster, _)| cluster < upto)
@@ -113,10 +105,7 @@ fn data_from(
 }
 
 /// All references to data in a window, and which of its clusters hold compressed data.
-fn references(
-    space: &Space<'_>,
-    window: &Range<u64>,
-) -> Result<(Vec<Record>, FxHashSet<u64>)> {
+fn references(space: &Space<'_>, window: &Range<u64>) -> Result<(Vec<Record>, FxHashSet<u64>)> {
     let image = &space.image;
     let geometry = image.geometry();
     let offsets: Vec<u64> = space.survey.tables.iter().map(|table| table.offset).collect();

@@ -139,8 +139,8 @@ impl<'a> Space<'a> {
         let geometry = *self.image.geometry();
         let mut changed = std::mem::take(&mut self.changed).into_iter().peekable();
         while let Some(&first) = changed.peek() {
-            let end = ((first >> geometry.refcount_block_bits()) + 1)
-                << geometry.refcount_block_bits();
+            let end =
+                ((first >> geometry.refcount_block_bits()) + 1) << geometry.refcount_block_bits();
             let block = self.survey.refcounts.block_of(&self.image, first);
             let mut old = vec![0; geometry.cluster_bytes() as usize];
             if let Some(block) = block {

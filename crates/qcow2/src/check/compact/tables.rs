@@ -167,7 +167,11 @@ fn relocate(
     for block in &mut space.survey.refcounts.blocks {
         *block = places.get(block).copied().unwrap_or(*block);
     }
-    release(space, moves.iter().flat_map(|(table, _)| table.first..table.first + table.count), report)
+    release(
+        space,
+        moves.iter().flat_map(|(table, _)| table.first..table.first + table.count),
+        report,
+    )
 }
 
 /// Makes the old places of what moved free.

@@ -89,7 +89,11 @@ fn the_same_disk_in_a_smaller_file() {
         assert_eq!(bitmaps(&before), bitmaps(&image), "{name}");
         assert_eq!(report.length_after, image.len(), "{name}");
         let (used, clusters) = density(&image);
-        println!("{name}: {} to {} bytes, {used} of {clusters} in use: {report:?}", before.len(), image.len());
+        println!(
+            "{name}: {} to {} bytes, {used} of {clusters} in use: {report:?}",
+            before.len(),
+            image.len()
+        );
         if !kind.compressed {
             assert!(clusters <= used + 3, "{name}: {used} of {clusters}: {report:?}");
             assert_eq!(report.left_alone, [], "{name}");
@@ -110,11 +114,9 @@ fn a_zero_cluster_hides_what_is_beneath_as_before() {
     if !peers() {
         return;
     }
-    for (options, zeroes) in [
-        ("compat=1.1", 16),
-        ("compat=0.10", 0),
-        ("extended_l2=on,cluster_size=64k", 17),
-    ] {
+    for (options, zeroes) in
+        [("compat=1.1", 16), ("compat=0.10", 0), ("extended_l2=on,cluster_size=64k", 17)]
+    {
         let (base, image) = (Image::empty(), Image::empty());
         let (base_file, file) = (base.path.to_str().unwrap(), image.path.to_str().unwrap());
         must("qemu-img", &["create", "-q", "-f", "qcow2", base_file, "8M"]);
@@ -250,13 +252,8 @@ fn an_error_at_any_point_leaves_the_same_disk() {
     if !peers() {
         return;
     }
-    const KINDS: [FaultKind; 5] = [
-        FaultKind::Read,
-        FaultKind::Write,
-        FaultKind::Zero,
-        FaultKind::Sync,
-        FaultKind::SetLen,
-    ];
+    const KINDS: [FaultKind; 5] =
+        [FaultKind::Read, FaultKind::Write, FaultKind::Zero, FaultKind::Sync, FaultKind::SetLen];
     for name in CRASHED {
         let case = Case::new(name);
         let mut nth = 0;

@@ -375,10 +375,7 @@ pub(super) fn all_views(storage: &Arc<dyn Storage>) -> Vec<Vec<Option<u64>>> {
     let table = SnapshotTable::read(&image, &mut Findings::default()).unwrap();
     let active = (image.header.l1_offset.0, image.header.l1_entries);
     let others = table.snapshots.iter().map(|s| (s.l1_offset, s.l1_entries));
-    std::iter::once(active)
-        .chain(others)
-        .map(|l1| view_of(&**storage, &image.header, l1))
-        .collect()
+    std::iter::once(active).chain(others).map(|l1| view_of(&**storage, &image.header, l1)).collect()
 }
 
 fn view_of(storage: &dyn Storage, header: &Header, l1: (u64, u32)) -> Vec<Option<u64>> {

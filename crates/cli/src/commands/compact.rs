@@ -1,0 +1,117 @@
+//! `vdkit compact`: a smaller file with the same disk in it.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use serde::Serialize;
+use vdkit::jobs::{self, Compacted};
+use vdkit::{CompactOptions, CompactReport, Monitor};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Json, OpeningForWriting, ProgressOption};
+use crate::failure::{Exit, Outcome};
+use crate::output::{Output, bytes_short};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "compact",
+    about: "Give back unused and zero clusters, in place",
+    group: Group::Change,
+    details: "\
+Drops what is zero, moves what lies at the end of the file into free space before it, cuts the file and \
+punches holes into what stays free. The disk reads the same at every moment, also after a power cut: an \
+interrupted run leaves an image that is sound but for leaks, and the next run goes on. No second copy is \
+made: at most 16 MiB are taken twice. Snapshots and bitmaps stay valid. To have what the guest deleted \
+counted as free, run fstrim in it (with discard=unmap) or zero its free space first.",
+    examples: "
+vdkit compact disk.qcow2
+vdkit compact --no-zero-scan disk.qcow2    by its metadata alone, without reading guest data
+vdkit compact -f raw disk.img              holes instead of blocks of zeroes
+",
+    augment: augment::<CompactArgs>,
+    run: run::<CompactArgs>,
+};
+
+/// Arguments of `vdkit compact`.
+#[derive(Args, Debug)]
+pub struct CompactArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// Do not read guest data in search of zeroes
+    #[arg(long)]
+    no_zero_scan: bool,
+    #[command(flatten)]
+    opening: OpeningForWriting,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The answer, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct CompactAnswer<'a> {
+    filename: String,
+    format: &'a str,
+    gained: u64,
+    #[serde(flatten)]
+    report: &'a CompactReport,
+}
+
+/// Bytes of host space that are free now.
+fn gained(report: &CompactReport) -> u64 {
+    report.allocated_before.saturating_sub(report.allocated_after)
+}
+
+fn print(name: &str, report: &CompactReport, out: &mut Output) -> std::io::Result<()> {
+    out.line(format!(
+        "{name}: {} gained: {} on disk before, {} now; the file's length is {}, was {}",
+        bytes_short(gained(report)),
+        bytes_short(report.allocated_before),
+        bytes_short(report.allocated_after),
+        bytes_short(report.length_after),
+        bytes_short(report.length_before),
+    ))?;
+    for (count, what) in [
+        (report.zero_clusters, "clusters of zeroes dropped"),
+        (report.empty_tables, "empty tables dropped"),
+        (report.leaked_clusters, "leaked clusters given back"),
+        (report.moved_clusters, "clusters moved"),
+    ] {
+        if count > 0 {
+            out.line(format!("{count} {what}"))?;
+        }
+    }
+    if report.punched_bytes > 0 {
+        out.line(format!("{} of zeroes are holes now", bytes_short(report.punched_bytes)))?;
+    }
+    for left in &report.left_alone {
+        out.line(format!("{} clusters left where they are: {}", left.clusters, left.what))?;
+    }
+    Ok(())
+}
+
+impl Run for CompactArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let progress = self.progress.reporter("compact");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let how = CompactOptions { zero_scan: !self.no_zero_scan };
+        let options = self.opening.options();
+        let compacted = jobs::compact(&vdkit::registry(), &self.image, &options, how, &monitor);
+        progress.finish();
+        let Compacted { format, report } = compacted?;
+        let filename = self.image.display().to_string();
+        if self.json.json {
+            let gained = gained(&report);
+            session.out.json(&CompactAnswer { filename, format, gained, report: &report })?;
+        } else {
+            print(&filename, &report, &mut session.out)?;
+        }
+        Ok(Exit::Done)
+    }
+}
