@@ -69,7 +69,7 @@ pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
 fn write_raw(path: &Path, bytes: u64, full: bool) -> Result<()> {
     let file = File::create(path).with_context(|| format!("cannot make {}", path.display()))?;
     file.set_len(bytes)?;
-    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let mut random = Random::new();
     // Small: Linux counts the parent's peak memory as the child's that is about to become another
     // program, so what the harness uses would show in the tables.
     let mut buffer = vec![0; PIECE as usize];
@@ -83,15 +83,25 @@ fn write_raw(path: &Path, bytes: u64, full: bool) -> Result<()> {
 }
 
 /// xorshift64: bytes that no program can skip or compress.
-struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
+    /// From a fixed start, so that each run makes the same image.
+    pub fn new() -> Self {
+        Self(0x9e37_79b9_7f4a_7c15)
+    }
+
+    /// The next number.
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
     fn fill(&mut self, buffer: &mut [u8]) {
         for piece in buffer.chunks_mut(8) {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            piece.copy_from_slice(&self.0.to_le_bytes()[..piece.len()]);
+            piece.copy_from_slice(&self.next().to_le_bytes()[..piece.len()]);
         }
     }
 }

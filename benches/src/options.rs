@@ -15,6 +15,8 @@ pub enum Group {
     Null,
     /// Conversion to a real file, against qemu-img's flags and cp.
     File,
+    /// Checking an image with much metadata.
+    Check,
     /// Compression of a real file system's image, and reading it back.
     Compress,
 }
@@ -25,6 +27,7 @@ impl Group {
         match self {
             Self::Null => "null",
             Self::File => "file",
+            Self::Check => "check",
             Self::Compress => "compress",
         }
     }
@@ -183,7 +186,7 @@ impl Options {
         };
         let options = Self {
             groups: if arguments.groups.is_empty() {
-                vec![Group::Null, Group::File, Group::Compress]
+                vec![Group::Null, Group::File, Group::Check, Group::Compress]
             } else {
                 arguments.groups
             },
@@ -239,6 +242,7 @@ impl Options {
                 matches!(file_system, FileSystem::Tmpfs | FileSystem::Xfs | FileSystem::Ext4)
             }
             Group::File => file_system != FileSystem::Host,
+            Group::Check => matches!(file_system, FileSystem::Tmpfs | FileSystem::Ext4),
             Group::Compress => file_system == FileSystem::Host,
         };
         self.groups
@@ -273,7 +277,7 @@ impl Options {
 
     /// Room that the largest group needs on a mounted scratch file system.
     pub fn scratch_bytes(&self) -> u64 {
-        let classic = if self.groups.iter().any(|g| *g != Group::Compress) {
+        let classic = if self.groups.iter().any(|g| matches!(g, Group::Null | Group::File)) {
             self.image_bytes * 5
         } else {
             0

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::options::{FileSystem, Group};
@@ -18,6 +18,8 @@ pub struct Candidate {
     pub name: &'static str,
     /// What is timed.
     pub program: Program,
+    /// It finds nothing of its input in the page cache.
+    pub cold: bool,
     /// The file that it makes.
     pub target: Option<PathBuf>,
     /// Run once, untimed, after the warm-up: fails where the result is wrong.
@@ -159,6 +161,11 @@ fn warm_up(candidate: &Candidate, scratch: &Scratch) -> Result<Series> {
 /// One run from a quiet start; then what it left in the page cache is written.
 fn run(candidate: &Candidate, scratch: &Scratch) -> Result<Usage> {
     rustix::fs::sync();
+    if candidate.cold {
+        fs::write("/proc/sys/vm/drop_caches", "3").context("cannot drop the page cache")?;
+        // The program itself is not what is measured: it is in memory again.
+        candidate.program.bare().arg("--version").run()?;
+    }
     let usage = candidate.program.run()?;
     let start = Instant::now();
     rustix::fs::syncfs(fs::File::open(&scratch.folder)?)?;

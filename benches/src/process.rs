@@ -33,6 +33,11 @@ impl Program {
         Self(vec![program.as_ref().to_owned()])
     }
 
+    /// The same program without its arguments.
+    pub fn bare(&self) -> Self {
+        Self(self.0[..1].to_vec())
+    }
+
     /// With one more argument.
     pub fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
         self.0.push(argument.as_ref().to_owned());

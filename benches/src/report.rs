@@ -83,7 +83,7 @@ impl Report {
     /// Everything as one document.
     pub fn markdown(&self) -> String {
         let mut text = self.machine_markdown();
-        for group in [Group::Null, Group::File, Group::Compress] {
+        for group in [Group::Null, Group::File, Group::Check, Group::Compress] {
             let table = self.table(group);
             if !table.is_empty() {
                 let _ = write!(text, "\n### {}\n\n{table}", group.name());
@@ -97,7 +97,7 @@ impl Report {
     pub fn update_document(&self, document: &Path) -> Result<()> {
         let mut text = fs::read_to_string(document)?;
         text = replace_marked(&text, "machine", &self.machine_markdown())?;
-        for group in [Group::Null, Group::File, Group::Compress] {
+        for group in [Group::Null, Group::File, Group::Check, Group::Compress] {
             let table = self.table(group);
             if !table.is_empty() {
                 text = replace_marked(&text, group.name(), &table)?;
@@ -137,6 +137,7 @@ impl Report {
             (_, true) => String::new(),
             (Group::Null, _) => null_table(&cells),
             (Group::File, _) => file_table(&cells),
+            (Group::Check, _) => check_table(&cells),
             (Group::Compress, _) => compress_table(&cells),
         }
     }
@@ -192,6 +193,32 @@ fn file_table(cells: &[&Cell]) -> String {
             vdkit.synced_time(),
             best.map_or("–".to_owned(), Series::synced_time),
             vdkit.memory(),
+            vdkit.runs.len(),
+        );
+    }
+    text
+}
+
+fn check_table(cells: &[&Cell]) -> String {
+    let mut text = String::from(
+        "| file system | clusters | page cache | vdkit | qemu-img | qemu-img ÷ vdkit | CPU | \
+         peak memory | qemu-img's | runs |\n\
+         |---|---|---|---:|---:|---:|---:|---:|---:|---:|\n",
+    );
+    for cell in cells {
+        let [vdkit, qemu, ..] = &cell.series[..] else { continue };
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            cell.name.file_system.name(),
+            cell.name.content,
+            cell.name.job,
+            vdkit.time(),
+            qemu.time(),
+            ratio(qemu, vdkit),
+            processor(vdkit, Some(qemu)),
+            vdkit.memory(),
+            qemu.memory(),
             vdkit.runs.len(),
         );
     }

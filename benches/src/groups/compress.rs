@@ -106,6 +106,7 @@ fn write_candidates(
     let candidate = |name, maker, program: Program| Candidate {
         name,
         program: program.arg(&target),
+        cold: false,
         target: Some(target.clone()),
         proof: proof(options, image, &target, "qcow2"),
         keep: Some(packed_path(scratch, maker, method)),
@@ -160,6 +161,7 @@ fn read_candidates(
         let candidate = |name, program: Program| Candidate {
             name,
             program: program.args(["-O", "raw"]).args([&packed.path, &target]),
+            cold: false,
             target: Some(target.clone()),
             proof: proof(options, packed, &target, "raw"),
             keep: None,
@@ -172,8 +174,14 @@ fn read_candidates(
     }
     let size = std::fs::metadata(scratch.file("real.raw")).map_or(0, |m| m.len());
     let null = format!("driver=null-co,size={size}");
-    let candidate =
-        |name, program| Candidate { name, program, target: None, proof: vec![], keep: None };
+    let candidate = |name, program| Candidate {
+        name,
+        program,
+        cold: false,
+        target: None,
+        proof: vec![],
+        keep: None,
+    };
     let to_null = |flags: &[&str]| {
         qemu(flags).arg("-n").arg(&packed.path).args(["--target-image-opts", &null])
     };

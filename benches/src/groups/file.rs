@@ -50,6 +50,7 @@ fn candidates(
     let candidate = |name, program, format| Candidate {
         name,
         program,
+        cold: false,
         target: Some(target.clone()),
         proof: proof(options, image, &target, format),
         keep: None,

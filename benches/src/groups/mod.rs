@@ -1,5 +1,6 @@
 //! Which cells there are.
 
+pub mod check;
 pub mod compress;
 pub mod file;
 pub mod null;

@@ -30,8 +30,14 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
             .args(["convert", "-n", "-f", image.format])
             .arg(&image.path)
             .args(["--target-image-opts", &format!("driver=null-co,size={bytes}")]);
-        let candidate =
-            |name, program| Candidate { name, program, target: None, proof: vec![], keep: None };
+        let candidate = |name, program| Candidate {
+            name,
+            program,
+            cold: false,
+            target: None,
+            proof: vec![],
+            keep: None,
+        };
         let candidates = vec![candidate("vdkit", vdkit), candidate("qemu-img", qemu)];
         save(pair::measure(name, bytes, scratch, options.runs(Group::Null), candidates)?)?;
     }

@@ -134,16 +134,9 @@ fn references(space: &Space<'_>, window: &Range<u64>) -> Result<(Vec<Record>, Fx
 
 /// The records of the next batch of clusters, and the rest.
 fn split<'r>(space: &Space<'_>, records: &'r [Record]) -> (&'r [Record], &'r [Record]) {
-    let mut clusters = 0;
-    let mut at = 0;
-    for group in records.chunk_by(|a, b| a.cluster == b.cluster) {
-        if clusters == space.batch_clusters() {
-            break;
-        }
-        clusters += 1;
-        at += group.len();
-    }
-    records.split_at(at)
+    let groups = records.chunk_by(|a, b| a.cluster == b.cluster);
+    let most = space.batch_clusters() as usize;
+    records.split_at(groups.take(most).map(<[Record]>::len).sum())
 }
 
 /// Moves the clusters of a batch. Returns whether there was room for all.
