@@ -152,6 +152,18 @@ pub enum Error {
     /// The policy on references forbids it.
     #[error("refused: {0}")]
     Refused(Box<Refusal>),
+    /// Other images would be damaged by what was asked for.
+    #[error("{file}: {what}: {}", dependents.join(", "))]
+    Dependents {
+        /// The file that was to be changed, as the user named it.
+        file: String,
+        /// What would become of the others.
+        what: String,
+        /// The others.
+        dependents: Vec<String>,
+        /// What the user may do about it.
+        hint: String,
+    },
     /// Another process uses the file.
     #[error("{file}: is in use{}", holder.as_ref().map(|h| format!(" by process {} ({})", h.pid, h.command)).unwrap_or_default())]
     Locked {
@@ -231,7 +243,7 @@ impl Error {
             },
             Self::Corrupt(_) | Self::Limit { .. } => ErrorKind::Corrupt,
             Self::Unsupported { .. } | Self::ReadOnly { .. } => ErrorKind::Failed,
-            Self::Refused(_) => ErrorKind::Refused,
+            Self::Refused(_) | Self::Dependents { .. } => ErrorKind::Refused,
             Self::Locked { .. } | Self::Busy { .. } => ErrorKind::Locked,
             Self::NoSpace { .. } => ErrorKind::NoSpace,
             Self::Invalid(_) => ErrorKind::Usage,

@@ -124,6 +124,24 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// space go.
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>>;
 
+    /// As [`Format::zero`], for good: the bytes stay zero whatever image is put beneath this one
+    /// later, or is there and holds zeroes now. A format without such a mark (the default) does
+    /// nothing.
+    fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+        let _ = len;
+        Ok(at.0..at.0)
+    }
+
+    /// Makes the image hold nothing: all of its disk is what it stands on, or zero. Durable when it
+    /// returns. A crash in the middle leaves some of it emptied.
+    fn empty(&self) -> Result<()> {
+        Err(Error::unsupported(
+            self.storage().name(),
+            format!("emptying a {} image", self.name()),
+            "only an image that can stand on another one can hold nothing",
+        ))
+    }
+
     /// The guest does not need the bytes any more. Whole clusters are given back; afterwards they
     /// read as zero, never as what a backing image has there. Whatever cannot be given back stays
     /// as it is.

@@ -11,7 +11,7 @@ use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
 use crate::options::OpenOptions;
 use crate::registry::Registry;
 use crate::unit_cache::UnitCache;
-use crate::walk::Walk;
+use crate::walk::{Found, Walk};
 
 /// How many answers of the layers [`Disk::extent_at`] puts together: a full image of any size
 /// would otherwise be walked to its end for one question.
@@ -27,6 +27,23 @@ pub struct Layer {
 }
 
 impl Layer {
+    /// Opens the map of an image, and its data file.
+    pub(crate) fn open(
+        walk: &mut Walk<'_>,
+        found: Found,
+        writable: bool,
+        options: &OpenOptions,
+    ) -> Result<Self> {
+        let data_file = walk.open_data_file(&found, writable)?;
+        let format = found.driver.open(OpenRequest {
+            storage: found.storage,
+            data_file,
+            writable,
+            limits: options.limits,
+        })?;
+        Ok(Self { path: found.path, info: found.info, probed: found.probed, format })
+    }
+
     /// The name by which it was opened: the user's own, or what the overlay's metadata says,
     /// joined to the overlay's folder.
     pub fn path(&self) -> &Path {
@@ -86,14 +103,7 @@ impl Disk {
             if writable {
                 found.check_written_as_probed()?;
             }
-            let data_file = walk.open_data_file(&found, writable)?;
-            let format = found.driver.open(OpenRequest {
-                storage: found.storage,
-                data_file,
-                writable,
-                limits: options.limits,
-            })?;
-            layers.push(Layer { path: found.path, info: found.info, probed: found.probed, format });
+            layers.push(Layer::open(&mut walk, found, writable, options)?);
         }
         Ok(Self::from_layers(layers, options))
     }
@@ -113,7 +123,7 @@ impl Disk {
         self
     }
 
-    fn from_layers(layers: Vec<Layer>, options: &OpenOptions) -> Self {
+    pub(crate) fn from_layers(layers: Vec<Layer>, options: &OpenOptions) -> Self {
         let name = layers.first().map(|top| top.path.display().to_string()).unwrap_or_default();
         let writable =
             options.writable && layers.first().is_some_and(|top| top.format.caps().writable);

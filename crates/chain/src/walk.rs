@@ -26,6 +26,11 @@ pub(crate) struct Found {
 }
 
 impl Found {
+    /// Its format was neither named nor recognised.
+    pub(crate) fn guessed(&self) -> bool {
+        self.fallback
+    }
+
     /// Refuses an image whose format was guessed, where it is about to be written.
     pub(crate) fn check_written_as_probed(&self) -> Result<()> {
         if !self.fallback {
@@ -78,19 +83,26 @@ pub(crate) struct Walk<'a> {
     options: &'a OpenOptions,
     next: Next,
     depth: usize,
+    /// An image further down that is opened for writing too.
+    also_written: Option<usize>,
     seen: Vec<Identity>,
 }
 
 impl<'a> Walk<'a> {
     pub(crate) fn new(registry: &'a Registry, path: &Path, options: &'a OpenOptions) -> Self {
         let next = Next::User { path: path.to_owned(), format: options.format.clone() };
-        Self { registry, options, next, depth: 0, seen: Vec::new() }
+        Self { registry, options, next, depth: 0, also_written: None, seen: Vec::new() }
+    }
+
+    /// Opens the image at this depth for writing too.
+    pub(crate) fn also_writing(self, depth: usize) -> Self {
+        Self { also_written: Some(depth), ..self }
     }
 
     /// The next image, or nothing beneath the last one.
     pub(crate) fn step(&mut self) -> Result<Option<Found>> {
         let top = self.depth == 0;
-        let writable = top && self.options.writable;
+        let writable = (top && self.options.writable) || self.also_written == Some(self.depth);
         let file_options = self.file_options(writable);
         let (path, storage, format, namer) = match std::mem::replace(&mut self.next, Next::End) {
             Next::End => return Ok(None),

@@ -89,6 +89,37 @@ impl Disk {
         self.settle()
     }
 
+    /// As [`Disk::write_zeroes`], for good: they stay zero whatever the image is put on later.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`].
+    pub fn write_zeroes_for_good(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.check_writable()?;
+        self.check_range(at, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let end = at.0 + len;
+        let done = self.top().zero_for_good(at, len)?;
+        let done = done.start.clamp(at.0, end)..done.end.clamp(at.0, end);
+        let edges =
+            if done.is_empty() { [at.0..end, end..end] } else { [at.0..done.start, done.end..end] };
+        for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
+            self.write_source(Source::Zeroes(edge.end - edge.start), GuestOffset(edge.start))?;
+        }
+        self.settle()
+    }
+
+    /// Makes the top image hold nothing: all of the disk is what it stands on. Durable when it
+    /// returns; a crash in the middle leaves some of it emptied.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`]; [`Error::Unsupported`] where the format cannot; what it returns.
+    pub fn empty(&self) -> Result<()> {
+        self.check_writable()?;
+        self.top().empty()
+    }
+
     /// The guest does not need `len` bytes at `at` any more. They read as zero or as before
     /// afterwards, never as something else.
     ///

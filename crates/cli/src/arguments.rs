@@ -118,6 +118,14 @@ pub fn cache_mode(text: &str) -> Result<CacheMode, String> {
     text.parse().map_err(|error: vdkit::Error| error.to_string())
 }
 
+/// Whether others may be damaged.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct Force {
+    /// Also where images in the same folder stand on it, and would be damaged
+    #[arg(long)]
+    pub force: bool,
+}
+
 /// Whether the answer is JSON.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Json {

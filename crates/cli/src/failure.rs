@@ -196,7 +196,7 @@ fn message_of(error: &Error) -> String {
 /// What the user may do about it.
 fn hint_for(error: &Error) -> Option<String> {
     let hint = match error {
-        Error::Unsupported { hint, .. } => hint.clone(),
+        Error::Unsupported { hint, .. } | Error::Dependents { hint, .. } => hint.clone(),
         Error::Refused(refusal) => refusal.hint.clone(),
         Error::Corrupt(fault) => {
             format!("'vdkit check {}' lists what is damaged", quoted(&fault.file))

@@ -17,6 +17,7 @@ pub mod arguments;
 pub mod commands;
 pub mod definition;
 pub mod failure;
+pub mod guard;
 pub mod hex;
 pub mod output;
 pub mod progress;

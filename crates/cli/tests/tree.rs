@@ -91,3 +91,21 @@ fn hostile_input_is_a_clear_error() {
         "{answer:?}"
     );
 }
+
+#[test]
+fn a_file_may_be_deleted_or_not() {
+    let scratch = Scratch::new();
+    family(&scratch);
+    let text = scratch.run(&["tree", "--delete-check", "images/left.qcow2"]);
+    assert_eq!(text.code, Some(5), "{text:?}");
+    assert_eq!(text.stdout, "images/left.qcow2: deleting it orphans images/leaf.qcow2\n");
+    scratch.ok(&["tree", "--delete-check", "images/leaf.qcow2"]);
+    let json = scratch.json_of("tree", 5, &["--delete-check", "images/base.qcow2"]);
+    let base = json["images"].as_array().unwrap().iter();
+    let base = base.clone().find(|i| i["path"].as_str().unwrap().ends_with("base.qcow2")).unwrap();
+    assert_eq!(base["deleting-orphans"].as_array().unwrap().len(), 3);
+    // A data file is needed too.
+    scratch.ok(&["create", "images/apart.qcow2", "1M", "-o", "data_file=apart.data"]);
+    let text = scratch.run(&["tree", "--delete-check", "images/apart.data"]);
+    assert_eq!((text.code, text.stdout.contains("apart.qcow2")), (Some(5), true), "{text:?}");
+}

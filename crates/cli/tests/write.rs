@@ -137,3 +137,35 @@ fn says_that_bitmaps_become_invalid() {
     let answer = scratch.ok(&["write", "disk.qcow2", "0", "4K", "--pattern", "2"]);
     assert!(!answer.stderr.contains("warning"), "{}", answer.stderr);
 }
+
+#[test]
+fn a_base_is_not_changed_under_its_overlays() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "1M"]);
+    scratch.ok(&["create", "base.raw", "1M"]);
+    scratch.ok(&["create", "on-qcow2.qcow2", "--backing", "base.qcow2"]);
+    scratch.ok(&["create", "on-raw.qcow2", "--backing", "./base.raw", "--backing-format", "raw"]);
+    scratch.ok(&["create", "source.raw", "1M"]);
+    let write = ["write", "base.qcow2", "0", "4K", "--pattern", "1"];
+    let raw = ["write", "-f", "raw", "base.raw", "0", "4K", "--pattern", "1"];
+    for (overlay, command) in [
+        ("on-qcow2.qcow2", &write[..]),
+        ("on-raw.qcow2", &raw[..]),
+        ("on-qcow2.qcow2", &["resize", "--shrink", "base.qcow2", "64K"]),
+        ("on-qcow2.qcow2", &["convert", "--into", "source.raw", "base.qcow2"]),
+        ("on-qcow2.qcow2", &["dd", "if=source.raw", "of=base.qcow2"]),
+    ] {
+        let answer = scratch.fails(5, overlay, command);
+        assert!(answer.stderr.contains("vdkit rebase") && answer.stderr.contains("--force"));
+    }
+    // A link to it is the same file.
+    std::os::unix::fs::symlink("base.qcow2", scratch.path("link.qcow2")).unwrap();
+    scratch.fails(5, "on-qcow2.qcow2", &["write", "link.qcow2", "0", "4K", "--zero"]);
+    // Growing harms nobody, and neither does writing to an overlay.
+    scratch.ok(&["resize", "base.qcow2", "2M"]);
+    scratch.ok(&["write", "on-qcow2.qcow2", "0", "4K", "--pattern", "1"]);
+    scratch.ok(&[&write[..], &["--force"]].concat());
+    scratch.ok(&["resize", "--shrink", "base.qcow2", "1M", "--force"]);
+    scratch.ok(&["convert", "--into", "source.raw", "base.qcow2", "--force"]);
+    scratch.ok(&["dd", "if=source.raw", "of=base.qcow2", "--force"]);
+}

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{CompressionSpec, Error, Monitor, Result};
-use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_chain::{Disk, OpenOptions, Registry, same_file};
 
 use crate::mover::{MoveOptions, MovedBytes, Mover};
 use crate::plan::{PlanOptions, Planner};
@@ -253,13 +253,5 @@ impl Base {
             )));
         };
         Ok(Some(Self { layers: layers + 1, disk: Some(backing.open(registry)?) }))
-    }
-}
-
-fn same_file(a: &Path, b: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    match (std::fs::metadata(a), std::fs::metadata(b)) {
-        (Ok(a), Ok(b)) => a.dev() == b.dev() && a.ino() == b.ino(),
-        _ => false,
     }
 }

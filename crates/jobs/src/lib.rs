@@ -4,6 +4,7 @@
 //! policy), reports to a [`vdkit_block::Monitor`] and returns a report that serialises to JSON.
 
 mod check;
+mod commit;
 mod compact;
 mod compare;
 mod compress;
@@ -12,6 +13,7 @@ mod create;
 mod crew;
 mod dd;
 mod deflate;
+mod dependents;
 mod holes;
 mod map;
 mod measure;
@@ -30,12 +32,14 @@ mod watched;
 pub mod zero;
 
 pub use check::{Checked, check};
+pub use commit::{CommitOptions, CommitReport, commit, commit_disks};
 pub use compact::{Compacted, compact};
 pub use compare::{CompareOptions, CompareReport, compare};
 pub use compress::Compressor;
 pub use convert::{Backing, ConvertOptions, ConvertReport, convert};
 pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create};
 pub use dd::{DdOptions, DdPlan, DdReport, dd_new};
+pub use dependents::{Dependents, dependents, refuse_dependents};
 pub use map::{Map, MapRow, map};
 pub use measure::{MeasureReport, measure, measure_empty};
 pub use mover::MovedBytes;

@@ -178,11 +178,12 @@ impl<'a> Planner<'a> {
         if first.end >= cell_end {
             let whole = align_down(first.end, grid);
             let end = if first.end == bytes { bytes } else { whole };
+            let blocks = align_down(first.end, grid.max(self.options.share.unwrap_or(1)));
             return Ok(Some(match self.alone(first, at) {
                 // A short last block cannot be shared.
-                Cell::Share(..) if whole <= at => (Cell::Copy, cell_end),
+                Cell::Share(..) if blocks <= at => (Cell::Copy, whole.max(cell_end)),
                 share @ Cell::Share(..) => {
-                    (share, whole.min(at.saturating_add(self.options.share_max)))
+                    (share, blocks.min(at.saturating_add(self.options.share_max)))
                 }
                 other => (other, end.max(cell_end)),
             }));

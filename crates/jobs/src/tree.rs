@@ -70,7 +70,8 @@ pub struct TreeImage {
     pub backing: Option<TreeBacking>,
     /// Images that stand directly on it.
     pub overlays: Vec<PathBuf>,
-    /// All images that could not be read any more without it.
+    /// All images that could not be read any more without it: what stands on it, directly or not,
+    /// and images whose data file it is.
     pub deleting_orphans: Vec<PathBuf>,
 }
 
@@ -211,14 +212,23 @@ fn images(
     options: &TreeOptions,
 ) -> Vec<TreeImage> {
     let mut overlays: BTreeMap<&Path, Vec<PathBuf>> = BTreeMap::new();
+    // Overlays, and images whose guest data is in a file.
+    let mut needed: BTreeMap<&Path, Vec<PathBuf>> = BTreeMap::new();
     let mut backings: BTreeMap<&Path, TreeBacking> = BTreeMap::new();
     for (path, link) in found {
+        if let Some(name) = &link.info.data_file
+            && let (Standing::Listed, Some(target)) = look_up(found, path, name, &options.refs)
+            && let Some((listed, _)) = found.get_key_value(&target)
+        {
+            needed.entry(listed).or_default().push(path.clone());
+        }
         let Some(reference) = link.info.backing() else { continue };
         let (standing, target) = look_up(found, path, &reference.name, &options.refs);
         if let (Standing::Listed, Some(target)) = (standing, &target)
             && let Some((listed, _)) = found.get_key_value(target)
         {
             overlays.entry(listed).or_default().push(path.clone());
+            needed.entry(listed).or_default().push(path.clone());
         }
         let (name, format) = (reference.name, reference.format);
         backings.insert(path, TreeBacking { name, format, path: target, standing });
@@ -227,7 +237,8 @@ fn images(
     for (path, link) in found {
         let direct = overlays.get(path.as_path()).cloned().unwrap_or_default();
         // What has no header may be anything.
-        if link.probed && link.info.format == "raw" && direct.is_empty() && path != asked {
+        let used = needed.contains_key(path.as_path());
+        if link.probed && link.info.format == "raw" && !used && path != asked {
             continue;
         }
         images.push(TreeImage {
@@ -235,19 +246,19 @@ fn images(
             format: link.info.format,
             virtual_size: link.info.virtual_size,
             backing: backings.get(path.as_path()).cloned(),
-            deleting_orphans: above(path, &overlays),
+            deleting_orphans: above(path, &needed),
             overlays: direct,
         });
     }
     images
 }
 
-/// Everything that stands on an image, directly or not.
-fn above(path: &Path, overlays: &BTreeMap<&Path, Vec<PathBuf>>) -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = overlays.get(path).cloned().unwrap_or_default();
+/// Everything that needs an image, directly or not.
+fn above(path: &Path, needed: &BTreeMap<&Path, Vec<PathBuf>>) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> = needed.get(path).cloned().unwrap_or_default();
     let mut next = 0;
     while let Some(image) = all.get(next).cloned() {
-        for overlay in overlays.get(image.as_path()).into_iter().flatten() {
+        for overlay in needed.get(image.as_path()).into_iter().flatten() {
             // Headers may name one another in a circle.
             if overlay != path && !all.contains(overlay) {
                 all.push(overlay.clone());
@@ -280,7 +291,7 @@ fn look_up(
 }
 
 /// A name in an image's header as a path; nothing for URLs and `json:`.
-fn target_of(image: &Path, name: &str) -> Option<PathBuf> {
+pub(crate) fn target_of(image: &Path, name: &str) -> Option<PathBuf> {
     let name = name.strip_prefix("file:").unwrap_or(name);
     let scheme = name.split_once(':').map(|(scheme, _)| scheme);
     // A colon behind the first slash belongs to a file's name.

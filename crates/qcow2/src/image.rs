@@ -456,6 +456,16 @@ impl Format for Qcow2 {
         self.zero_range(at, len, may_unmap)
     }
 
+    fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at, len, IoAction::WriteZeroes)?;
+        self.zero_range_for_good(at, len)
+    }
+
+    fn empty(&self) -> Result<()> {
+        self.empty_map()
+    }
+
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::Discard)?;

@@ -28,6 +28,7 @@ pub mod codec;
 mod create;
 mod describe;
 mod driver;
+mod empty;
 pub mod entry;
 mod flush;
 pub mod header;

@@ -275,7 +275,7 @@ impl Qcow2 {
 
     /// Clears the whole clusters behind the end of the disk, up to `upto` and to the end of the L2
     /// table there, in tables that have an entry for which `asked` is true. To be flushed.
-    fn clear(&self, end: u64, upto: u64, asked: impl Fn(L2Entry) -> bool) -> Result<()> {
+    pub(crate) fn clear(&self, end: u64, upto: u64, asked: impl Fn(L2Entry) -> bool) -> Result<()> {
         let (cluster, span) = (self.geometry.cluster_bytes(), self.geometry.l2_span());
         let (from, upto) = (end.next_multiple_of(cluster), upto.next_multiple_of(span));
         self.for_tables(from, upto, |meta, clusters| {

@@ -48,12 +48,31 @@ impl Qcow2 {
         Ok(())
     }
 
+    /// As [`vdkit_block::Format::zero_for_good`].
+    pub(crate) fn zero_range_for_good(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
+        if self.header.version < 3 {
+            return Ok(at.0..at.0); // no zero flag, and holes show what is put beneath later
+        }
+        self.zero_range_how(at, len, true, true)
+    }
+
     /// As [`vdkit_block::Format::zero`].
     pub(crate) fn zero_range(
         &self,
         at: GuestOffset,
         len: u64,
         may_unmap: bool,
+    ) -> Result<Range<u64>> {
+        self.zero_range_how(at, len, may_unmap, false)
+    }
+
+    /// `for_good`: clusters without an entry get one that says zero.
+    fn zero_range_how(
+        &self,
+        at: GuestOffset,
+        len: u64,
+        may_unmap: bool,
+        for_good: bool,
     ) -> Result<Range<u64>> {
         let nothing = at.0..at.0;
         if self.header.data_file_raw() {
@@ -86,12 +105,17 @@ impl Qcow2 {
         } else {
             range.end
         };
-        self.for_clusters(&range, self.has_backing(), |at, old| {
+        self.for_clusters(&range, for_good || self.has_backing(), |at, old| {
             let from = range.start.max(at) - at;
             let to = end.min(at + cluster) - at;
             let bits =
                 (((1u128 << to.div_ceil(unit)) - 1) >> (from / unit) << (from / unit)) as u32;
-            self.zeroed(old, if self.geometry.extended { bits } else { u32::MAX }, may_unmap)
+            let bits = if self.geometry.extended { bits } else { u32::MAX };
+            if for_good && old == L2Entry::default() {
+                self.zero_mark(bits)
+            } else {
+                self.zeroed(old, bits, may_unmap)
+            }
         })?;
         Ok(range)
     }
@@ -116,6 +140,15 @@ impl Qcow2 {
         }
         range.end = range.end.max(range.start);
         Ok(())
+    }
+
+    /// The entry of a cluster without space whose subclusters in `bits` read as zero.
+    fn zero_mark(&self, bits: u32) -> L2Entry {
+        if self.geometry.extended {
+            L2Entry { word: 0, bitmap: u64::from(bits) << 32 }
+        } else {
+            L2Entry::zero_plain(&self.geometry)
+        }
     }
 
     /// An entry whose subclusters in `bits` read as zero (all of them in a standard entry).

@@ -13,8 +13,9 @@ use vdkit::{
 };
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{FormatOptions, Json, ProgressOption, References, cache_mode, size};
+use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, cache_mode, size};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::guard;
 use crate::session::Session;
 
 /// The row of the table.
@@ -89,6 +90,8 @@ pub struct ConvertArgs {
     /// Write into the existing TARGET instead of making a new one
     #[arg(short = 'n', long)]
     into: bool,
+    #[command(flatten)]
+    force: Force,
     /// Move at most so many bytes a second
     #[arg(short = 'r', long, value_name = "SIZE", value_parser = size)]
     rate: Option<u64>,
@@ -235,6 +238,7 @@ impl ConvertArgs {
         }
         let device = super::is_device(target);
         if self.into || (device && self.target_format.is_none()) {
+            guard::refuse_dependents(target, &self.force, "writing into it", cancel)?;
             self.refuse_options_of_new_images(
                 "the target exists and keeps its own options",
                 false,

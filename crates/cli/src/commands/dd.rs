@@ -7,8 +7,9 @@ use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
 use vdkit::{Disk, Monitor, OpenOptions, Options};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
+use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::guard;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -53,6 +54,8 @@ pub struct DdArgs {
     target_format: Option<String>,
     #[command(flatten)]
     options: FormatOptions,
+    #[command(flatten)]
+    force: Force,
     /// Read the source even while another process writes it
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -200,6 +203,7 @@ impl DdArgs {
         if !self.options.options.is_empty() {
             return Err(Failure::usage("-o has no meaning here: the target exists"));
         }
+        guard::refuse_dependents(&request.target, &self.force, "writing to it", &monitor.cancel)?;
         let device = super::is_device(&request.target);
         let writing = OpenOptions {
             format: self.target_format.clone().or(device.then(|| "raw".to_owned())),

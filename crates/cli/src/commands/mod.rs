@@ -13,6 +13,7 @@ use crate::failure::{Failure, Outcome};
 use crate::session::Session;
 
 pub mod check;
+pub mod commit;
 pub mod compact;
 pub mod compare;
 pub mod completions;
@@ -41,6 +42,7 @@ pub static ALL: &[Subcommand] = &[
     check::COMMAND,
     compact::COMMAND,
     resize::COMMAND,
+    commit::COMMAND,
     read::COMMAND,
     write::COMMAND,
     dd::COMMAND,

@@ -8,8 +8,9 @@ use vdkit::jobs::{self, Preallocation, ResizeOptions};
 use vdkit::{Disk, Monitor};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Json, OpeningForWriting, ProgressOption, size};
+use crate::arguments::{Force, Json, OpeningForWriting, ProgressOption, size};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::guard;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -52,6 +53,8 @@ pub struct ResizeArgs {
         hide_possible_values = true
     )]
     preallocation: PreallocationChoice,
+    #[command(flatten)]
+    force: Force,
     #[command(flatten)]
     opening: OpeningForWriting,
     #[command(flatten)]
@@ -114,6 +117,10 @@ impl Run for ResizeArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
+        if self.shrink {
+            let cancel = session.cancel_on_signal()?;
+            guard::refuse_dependents(&self.image, &self.force, "shrinking it", &cancel)?;
+        }
         let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
         session.warn(&disk);
         let old_size = disk.guest_bytes();

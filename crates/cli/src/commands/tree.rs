@@ -25,6 +25,7 @@ read; what they name is looked for, never opened.",
 vdkit tree                             images in this folder
 vdkit tree base.qcow2                  what stands on it: do not delete it before those
 vdkit tree -r /var/lib/libvirt/images  with the folders in it
+vdkit tree --delete-check base.qcow2   may it go? 0 yes, 5 something stands on it
 ",
     augment: augment::<TreeArgs>,
     run: run::<TreeArgs>,
@@ -36,6 +37,9 @@ pub struct TreeArgs {
     /// An image or a folder
     #[arg(value_name = "IMAGE|DIR", default_value = ".", hide_default_value = true, value_hint = ValueHint::AnyPath)]
     path: PathBuf,
+    /// Ask only what deleting FILE would orphan: exit code 0 where nothing, 5 where something
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["path", "recursive"])]
+    delete_check: Option<PathBuf>,
     /// Look into folders within the folder
     #[arg(short = 'r', long)]
     recursive: bool,
@@ -52,12 +56,21 @@ impl Run for TreeArgs {
         let options = TreeOptions { refs: self.references.policy(), recursive: self.recursive };
         let cancel = session.cancel_on_signal()?;
         let monitor = Monitor { cancel, ..Monitor::default() };
-        let report = jobs::tree(&vdkit::registry(), &self.path, &options, &monitor)?;
+        let path = self.delete_check.as_ref().unwrap_or(&self.path);
+        let report = jobs::tree(&vdkit::registry(), path, &options, &monitor)?;
+        let asked = path.canonicalize().unwrap_or_else(|_| path.clone());
+        let exit = match (&self.delete_check, report.image(&asked)) {
+            (Some(_), Some(image)) if !image.deleting_orphans.is_empty() => Exit::Refused,
+            _ => Exit::Done,
+        };
         if self.json.json {
             session.out.json(&report)?;
-            return Ok(Exit::Done);
+            return Ok(exit);
         }
-        let asked = self.path.canonicalize().unwrap_or_else(|_| self.path.clone());
+        if self.delete_check.is_some() {
+            tell_orphans(path, report.image(&asked), session)?;
+            return Ok(exit);
+        }
         let folder = if asked.is_dir() {
             asked
         } else {
@@ -75,6 +88,24 @@ impl Run for TreeArgs {
         }
         Ok(Exit::Done)
     }
+}
+
+/// Who could not be read without a file.
+fn tell_orphans(
+    path: &Path,
+    image: Option<&TreeImage>,
+    session: &mut Session,
+) -> std::io::Result<()> {
+    let orphans = image.map_or(&[][..], |image| &image.deleting_orphans);
+    if orphans.is_empty() {
+        return session.out.line(format!("{}: nothing beside it needs it", path.display()));
+    }
+    let named = path.parent().unwrap_or(Path::new(""));
+    for orphan in orphans {
+        let name = orphan.file_name().map_or(orphan.clone(), |name| named.join(name));
+        session.out.line(format!("{}: deleting it orphans {}", path.display(), name.display()))?;
+    }
+    Ok(())
 }
 
 struct Drawing<'a> {

@@ -12,8 +12,9 @@ use serde::Serialize;
 use vdkit::{CancelToken, Disk, Error, GuestOffset};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{CacheOption, Json, OpeningForWriting, size};
+use crate::arguments::{CacheOption, Force, Json, OpeningForWriting, size};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::guard;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -24,7 +25,8 @@ pub const COMMAND: Subcommand = Subcommand {
     group: Group::Bytes,
     details: "\
 The bytes come from stdin, from --input FILE, or are made by --pattern, --zero or --discard. They \
-are durable when the command is done. An image that is recognised only as raw needs -f raw.",
+are durable when the command is done. An image that is recognised only as raw needs -f raw, one that \
+others in its folder stand on needs --force.",
     examples: "
 vdkit write disk.qcow2 1M < part.bin              from stdin
 vdkit write disk.qcow2 1M --input part.bin        from a file
@@ -67,6 +69,8 @@ pub struct WriteArgs {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     input: Option<PathBuf>,
     #[command(flatten)]
+    force: Force,
+    #[command(flatten)]
     cache: CacheOption,
     #[command(flatten)]
     opening: OpeningForWriting,
@@ -97,6 +101,8 @@ impl Run for WriteArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let options = self.opening.options().cache(self.cache.mode());
         let input = self.source()?;
+        let cancel = CancelToken::default();
+        guard::refuse_dependents(&self.image, &self.force, "writing to it", &cancel)?;
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         session.warn(&disk);
         // Where the input's length is not known it must still fit.

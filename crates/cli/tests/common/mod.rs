@@ -1,6 +1,8 @@
 //! Running the real binary in a scratch folder, and holding its answers against the schemas.
 #![allow(dead_code, missing_docs)]
 
+pub mod chains;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

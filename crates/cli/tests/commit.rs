@@ -1,0 +1,204 @@
+//! `vdkit commit`.
+
+mod common;
+
+use std::time::Duration;
+
+use common::chains::{self, Link, copy, flatten, same, sound};
+use common::{Scratch, peer};
+use vdkit_testkit::Rng;
+
+const M: u64 = 1 << 20;
+
+/// Pairs of overlay and base: clusters, subclusters, versions, data files, sizes.
+fn pairs() -> Vec<[Link; 2]> {
+    let plain = |name, options| Link::qcow2(name, options, 4 * M);
+    vec![
+        [plain("base", ""), plain("top", "").compressed(65536)],
+        [plain("base", ",cluster_size=512"), plain("top", ",cluster_size=512").compressed(512)],
+        [plain("base", ",cluster_size=2M"), plain("top", ",cluster_size=4096").compressed(4096)],
+        [plain("base", ",cluster_size=4096").compressed(4096), plain("top", ",cluster_size=2M")],
+        [plain("base", ",extended_l2=on"), plain("top", ",extended_l2=on").compressed(65536)],
+        [plain("base", ",extended_l2=on"), plain("top", ",cluster_size=512")],
+        [plain("base", ",compat=0.10"), plain("top", "")],
+        [plain("base", ""), plain("top", ",compat=0.10").compressed(65536)],
+        [plain("base", ",data_file=base.data"), plain("top", "")],
+        [plain("base", ""), plain("top", ",data_file=top.data")],
+        [plain("base", ",lazy_refcounts=on"), plain("top", ",lazy_refcounts=on")],
+        [Link::raw("base", 4 * M), plain("top", "").compressed(65536)],
+        [Link::raw("base", M + 512), plain("top", ",cluster_size=4096")],
+        [Link::qcow2("base", "", M + 512), plain("top", "").compressed(65536)],
+        [Link::qcow2("base", ",compat=0.10", M + 512), plain("top", ",extended_l2=on")],
+        [Link::qcow2("base", ",cluster_size=2M", 6 * M), plain("top", "")],
+    ]
+}
+
+#[test]
+fn the_same_as_qemu_img_makes_of_it() {
+    let mut rng = Rng::from_env(20);
+    for chain in pairs() {
+        let scratch = Scratch::new();
+        chains::make(&scratch, &chain, &mut rng);
+        flatten(&scratch, "top", "before");
+        let theirs = copy(&scratch);
+        peer(&theirs.path(""), "qemu-img", &["commit", "-q", "-f", "qcow2", "top"]);
+        let json = scratch.json_of("commit", 0, &["top"]);
+        assert_eq!(json["emptied"], true, "{chain:?}");
+        let format = chain[0].format;
+        let other = theirs.path("base").display().to_string();
+        same(&scratch, ("base", format), (&other, format));
+        same(&scratch, ("top", "qcow2"), ("before", "raw"));
+        sound(&scratch, "top", false);
+        if format == "qcow2" {
+            sound(&scratch, "base", false);
+        }
+        // Nothing is left in the overlay.
+        let map = scratch.json_of("map", 0, &["top"]);
+        let rows = map.as_array().unwrap();
+        assert!(rows.iter().all(|row| row["depth"] != 0 || row["data"] == false), "{map}");
+    }
+}
+
+#[test]
+fn qemu_img_goes_on_with_what_was_committed() {
+    let mut rng = Rng::from_env(21);
+    for chain in pairs().into_iter().take(6) {
+        let scratch = Scratch::new();
+        chains::make(&scratch, &chain, &mut rng);
+        scratch.ok(&["commit", "top"]);
+        chains::fill(&scratch.path(""), &chain[1], &mut rng);
+        flatten(&scratch, "top", "before");
+        peer(&scratch.path(""), "qemu-img", &["commit", "-q", "-f", "qcow2", "top"]);
+        same(&scratch, ("top", "qcow2"), ("before", "raw"));
+        chains::fill(&scratch.path(""), &chain[1], &mut rng);
+        flatten(&scratch, "top", "before");
+        scratch.ok(&["commit", "top"]);
+        same(&scratch, ("top", "qcow2"), ("before", "raw"));
+        sound(&scratch, "base", false);
+    }
+}
+
+#[test]
+fn further_down_goes_what_lies_above() {
+    let mut rng = Rng::from_env(22);
+    for middle in [M, 3 * M + 512, 6 * M] {
+        let chain = [
+            Link::qcow2("low", "", 5 * M),
+            Link::qcow2("base", ",cluster_size=4096", 4 * M),
+            Link::qcow2("middle", ",cluster_size=512", middle),
+            Link::qcow2("top", "", 4 * M).compressed(65536),
+        ];
+        let scratch = Scratch::new();
+        chains::make(&scratch, &chain, &mut rng);
+        flatten(&scratch, "top", "before");
+        let theirs = copy(&scratch);
+        peer(&theirs.path(""), "qemu-img", &["commit", "-q", "-b", "base", "top"]);
+        scratch.fails(2, "emptied", &["commit", "--empty", "--to", "base", "top"]);
+        let json = scratch.json_of("commit", 0, &["--to", "base", "top"]);
+        assert_eq!(json["emptied"], false);
+        assert_eq!(json["invalidated"], serde_json::json!(["middle"]));
+        let other = theirs.path("base").display().to_string();
+        same(&scratch, ("base", "qcow2"), (&other, "qcow2"));
+        same(&scratch, ("top", "qcow2"), ("before", "raw"));
+        // What stands on the base directly now sees all of it.
+        peer(&scratch.path(""), "qemu-img", &["compare", "base", "before"]);
+        sound(&scratch, "base", false);
+        let kept = scratch.ok(&["commit", "--to", "base", "top"]);
+        assert!(kept.stderr.contains("middle: shows a mixture"), "{kept:?}");
+    }
+}
+
+#[test]
+fn kept_or_emptied() {
+    let scratch = Scratch::new();
+    let chain = [Link::qcow2("base", "", M), Link::qcow2("top", "", M)];
+    chains::make(&scratch, &chain, &mut Rng::from_env(23));
+    let before = std::fs::read(scratch.path("top")).unwrap();
+    assert_eq!(scratch.json_of("commit", 0, &["--keep", "top"])["emptied"], false);
+    assert!(std::fs::read(scratch.path("top")).unwrap() == before);
+    same(&scratch, ("top", "qcow2"), ("base", "qcow2"));
+    assert_eq!(scratch.json_of("commit", 0, &["--empty", "top"])["emptied"], true);
+    let len = scratch.path("top").metadata().unwrap().len();
+    assert!(len < before.len() as u64 && len <= 4 * 65536, "{len}");
+    same(&scratch, ("top", "qcow2"), ("base", "qcow2"));
+}
+
+#[test]
+fn others_that_stand_on_it_are_not_damaged() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "1M"]);
+    for name in ["a.qcow2", "b.qcow2", "c.qcow2"] {
+        scratch.ok(&["create", name, "--backing", "base.qcow2"]);
+        scratch.ok(&["write", name, "0", "4K", "--pattern", "7"]);
+    }
+    let before = std::fs::read(scratch.path("base.qcow2")).unwrap();
+    let answer = scratch.fails(5, "b.qcow2, c.qcow2", &["commit", "a.qcow2"]);
+    assert!(answer.stderr.contains("--force"), "{answer:?}");
+    assert!(std::fs::read(scratch.path("base.qcow2")).unwrap() == before);
+    for name in ["b.qcow2", "c.qcow2"] {
+        std::fs::remove_file(scratch.path(name)).unwrap();
+    }
+    scratch.ok(&["commit", "a.qcow2"]);
+    // Nor those in between, nor snapshots of the overlay.
+    scratch.ok(&["create", "leaf.qcow2", "--backing", "a.qcow2"]);
+    scratch.ok(&["create", "side.qcow2", "--backing", "a.qcow2"]);
+    scratch.fails(5, "side.qcow2", &["commit", "leaf.qcow2", "--to", "base.qcow2"]);
+    scratch.ok(&["commit", "leaf.qcow2", "--to", "base.qcow2", "--force"]);
+    peer(&scratch.path(""), "qemu-img", &["snapshot", "-c", "tonight", "a.qcow2"]);
+    scratch.fails(5, "tonight", &["commit", "a.qcow2"]);
+    scratch.ok(&["commit", "a.qcow2", "--force"]);
+    sound(&scratch, "a.qcow2", false);
+}
+
+#[test]
+fn killed_at_any_moment_and_run_again() {
+    let mut rng = Rng::from_env(24);
+    for (base, top) in [(",cluster_size=4096", ",cluster_size=512"), ("", ",extended_l2=on")] {
+        let scratch = Scratch::new();
+        let chain = [Link::qcow2("base", base, 32 * M), Link::qcow2("top", top, 48 * M)];
+        chains::make(&scratch, &chain, &mut rng);
+        flatten(&scratch, "top", "before");
+        let mut delay = Duration::from_millis(1);
+        let mut killed = 0;
+        loop {
+            let mut command = scratch.command(&["commit", "top"]);
+            let mut child = command.stdout(std::process::Stdio::null()).spawn().unwrap();
+            std::thread::sleep(delay);
+            let over = child.try_wait().unwrap();
+            child.kill().unwrap();
+            let status = child.wait().unwrap();
+            same(&scratch, ("top", "qcow2"), ("before", "raw"));
+            if over.is_some() || status.success() {
+                assert!(status.success(), "{status:?}");
+                break;
+            }
+            killed += 1;
+            sound(&scratch, "top", true);
+            sound(&scratch, "base", true);
+            delay = delay * 3 / 2;
+        }
+        assert!(killed > 0);
+        same(&scratch, ("base", "qcow2"), ("before", "raw"));
+    }
+}
+
+#[test]
+fn what_cannot_be_is_told() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "alone.qcow2", "1M"]);
+    scratch.ok(&["create", "other.qcow2", "1M"]);
+    scratch.ok(&["create", "top.qcow2", "--backing", "alone.qcow2"]);
+    scratch.fails(2, "nothing to commit to", &["commit", "alone.qcow2"]);
+    scratch.fails(2, "does not stand on", &["commit", "top.qcow2", "--to", "other.qcow2"]);
+    scratch.fails(1, "no-such", &["commit", "no-such"]);
+    scratch.fails(2, "cannot be used with", &["commit", "top.qcow2", "--keep", "--empty"]);
+    let writer = common::Writer::start(&scratch.path(""), "alone.qcow2");
+    scratch.fails(6, "in use", &["commit", "top.qcow2"]);
+    drop(writer);
+    // A base whose format nobody names may be anything.
+    scratch.write("plain", &[0; 1 << 20]);
+    scratch.ok(&["create", "on-plain.qcow2", "--backing", "plain", "--backing-format", "raw"]);
+    let unnamed = ["rebase", "-u", "-b", "plain", "-F", "raw", "on-plain.qcow2"];
+    peer(&scratch.path(""), "qemu-img", &unnamed);
+    scratch.ok(&["commit", "on-plain.qcow2"]);
+}

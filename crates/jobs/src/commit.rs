@@ -1,0 +1,208 @@
+//! Commit: what an overlay holds goes into an image beneath it.
+//!
+//! ```text
+//!   overlay ─┐                                        1  base is made as large as the overlay
+//!   between ─┼─► runs that the base does not answer ─► 2  they are moved into the base
+//!            │                                        3  the base is made durable
+//!   base ◄───┘                                        4  the overlay is emptied
+//! ```
+//!
+//! Each step can be cut short and repeated. Until step 4 the overlay hides what changes in the base;
+//! from then on the base holds, durably, what the overlay gives up.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde::Serialize;
+use vdkit_block::{Error, Monitor, Result};
+use vdkit_chain::{ChainLink, Disk, OpenOptions, Registry, Split, links_down_to, open_split};
+
+use crate::crew::default_threads;
+use crate::dependents::refuse_dependents;
+use crate::mover::{MoveOptions, MovedBytes, Mover};
+use crate::plan::{PlanOptions, Planner};
+use crate::source::Source;
+
+/// Bytes that one thread reads at a time.
+const CHUNK_BYTES: u64 = 512 << 10;
+/// Bytes of one piece that is shared: a cancel waits for no more.
+const SHARE_BYTES_MAX: u64 = 256 << 20;
+/// Granularity in which zeroes are looked for in what is read.
+const DETECT_BYTES: usize = 4096;
+
+/// How an overlay is committed.
+#[derive(Clone, Debug, Default)]
+pub struct CommitOptions {
+    /// The image of its chain to commit to; without it the one that it stands on.
+    pub to: Option<PathBuf>,
+    /// Whether the overlay holds nothing afterwards. Without it: where it stands directly on the
+    /// image that it is committed to.
+    pub empty: Option<bool>,
+    /// Also where other images or snapshots would be damaged.
+    pub force: bool,
+    /// Threads; none takes one a core.
+    pub threads: Option<usize>,
+}
+
+/// What a commit did.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct CommitReport {
+    /// The overlay.
+    pub overlay: PathBuf,
+    /// Where its content went.
+    pub base: PathBuf,
+    /// Bytes of the overlay's disk.
+    pub virtual_size: u64,
+    /// Bytes of the base's disk before and after.
+    pub old_base_size: u64,
+    /// See [`CommitReport::old_base_size`].
+    pub base_size: u64,
+    /// Bytes by how they were moved.
+    pub moved: MovedBytes,
+    /// The overlay holds nothing now.
+    pub emptied: bool,
+    /// Images between the two, which show a mixture from now on and should be deleted.
+    pub invalidated: Vec<PathBuf>,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// Commits an overlay. Run again after an interruption or a crash it comes to the same end.
+///
+/// # Errors
+/// [`Error::Dependents`] where other overlays or snapshots read what would change, without
+/// [`CommitOptions::force`]; [`Error::Invalid`] for an overlay that stands on nothing, or is to be
+/// emptied over images that hide the base from it; what the formats and storages return.
+pub fn commit(
+    registry: &Registry,
+    overlay: &Path,
+    opening: &OpenOptions,
+    options: &CommitOptions,
+    monitor: &Monitor<'_>,
+) -> Result<CommitReport> {
+    let started = Instant::now();
+    let links = links_down_to(registry, overlay, options.to.as_deref(), opening)?;
+    let empty = wants_emptying(&links, options)?;
+    if !options.force {
+        refuse_damage(registry, &links, monitor)?;
+    }
+    let opening = OpenOptions { writable: empty, ..opening.clone() };
+    let Split { above, base } = open_split(registry, overlay, &links, &opening)?;
+    above.warnings().chain(base.warnings()).for_each(|warning| monitor.progress.message(warning));
+    let (virtual_size, old_base_size) = (above.guest_bytes(), base.guest_bytes());
+    let moved = commit_disks(above, &base, empty, options.threads, monitor)?;
+    let (between, path) = (&links[1..links.len() - 1], &links[links.len() - 1].path);
+    Ok(CommitReport {
+        overlay: overlay.to_owned(),
+        base: path.clone(),
+        virtual_size,
+        old_base_size,
+        base_size: base.guest_bytes(),
+        moved,
+        emptied: empty,
+        invalidated: between.iter().map(|link| link.path.clone()).collect(),
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+fn wants_emptying(links: &[ChainLink], options: &CommitOptions) -> Result<bool> {
+    let direct = links.len() == 2;
+    match options.empty {
+        Some(true) if !direct => Err(Error::Invalid(format!(
+            "{}: emptied, it would show {} instead of what is committed; commit to that one, or \
+             keep the overlay's content",
+            links[0].path.display(),
+            links[1].path.display()
+        ))),
+        Some(empty) => Ok(empty),
+        None => Ok(direct),
+    }
+}
+
+/// Refuses where somebody else reads the base, or what lies between.
+fn refuse_damage(registry: &Registry, links: &[ChainLink], monitor: &Monitor<'_>) -> Result<()> {
+    let changed: Vec<PathBuf> = links[1..].iter().map(|link| link.path.clone()).collect();
+    let own = [links[0].path.clone()];
+    refuse_dependents(registry, &changed, &own, "committing to it", monitor)?;
+    let above = &links[..links.len() - 1];
+    let Some(link) = above.iter().find(|link| !link.info.snapshots.is_empty()) else {
+        return Ok(());
+    };
+    Err(Error::Dependents {
+        file: link.path.display().to_string(),
+        what: "its snapshots read the base where they hold nothing themselves, and would show \
+               what is committed"
+            .to_owned(),
+        dependents: link.info.snapshots.iter().take(8).map(|s| s.name.clone()).collect(),
+        hint: "delete the snapshots first; if what they show does not matter, repeat with --force"
+            .to_owned(),
+    })
+}
+
+/// Commits disks that are open: what `above` holds goes to `base`, which is closed then; `above` is
+/// emptied, where that is asked for, and closed too.
+///
+/// # Errors
+/// What the formats and storages return; [`Error::Interrupted`]. Both disks are closed all the
+/// same where they can be, and can be committed again.
+pub fn commit_disks(
+    above: Disk,
+    base: &Disk,
+    empty: bool,
+    threads: Option<usize>,
+    monitor: &Monitor<'_>,
+) -> Result<MovedBytes> {
+    let source = Source::new(vec![above]);
+    let above = &source.disks()[0];
+    let moved = move_all(&source, base, threads, monitor);
+    // Durable before the overlay gives anything up.
+    let durable = base.flush().and_then(|()| base.close());
+    let done = moved.and_then(|moved| durable.map(|()| moved)).and_then(|moved| {
+        monitor.cancel.check()?;
+        if empty {
+            above.empty()?;
+        }
+        Ok(moved)
+    });
+    let closed = above.close();
+    let moved = done?;
+    closed?;
+    Ok(moved)
+}
+
+fn move_all(
+    source: &Source,
+    base: &Disk,
+    threads: Option<usize>,
+    monitor: &Monitor<'_>,
+) -> Result<MovedBytes> {
+    let bytes = source.bytes();
+    if bytes > base.guest_bytes() {
+        base.resize(bytes)?;
+    }
+    let caps = base.top().caps();
+    let block = u64::from(base.top().storage().caps().block_bytes).max(512);
+    let shares = caps.host_aligned && caps.cluster_bytes >= block || caps.cluster_bytes == 1;
+    let plan = PlanOptions {
+        // To the byte: where a part of a base cluster is not the overlay's, it stays as it is.
+        grid: 1,
+        chunk: CHUNK_BYTES,
+        share: shares.then_some(block),
+        share_max: SHARE_BYTES_MAX,
+        layers: usize::MAX,
+        skip_absent: true,
+    };
+    let moving = MoveOptions {
+        threads: threads.unwrap_or_else(default_threads).max(1),
+        detect_zeroes: Some(DETECT_BYTES),
+        compress: None,
+        write_zeroes: true,
+        rate: None,
+    };
+    let mover = Mover::new(source, Some(base), Planner::new(source, plan), moving, monitor);
+    mover.run()?;
+    // What the overlay does not hold was no work.
+    monitor.progress.update(bytes, bytes);
+    Ok(mover.moved.report())
+}

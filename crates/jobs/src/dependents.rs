@@ -1,0 +1,144 @@
+//! Whom a change of an image would damage: the images that stand on it.
+//!
+//! An image does not know what stands on it. Overlays mostly lie beside it, so its folder is looked
+//! through: headers only, a bounded number of files, nothing else opened.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use vdkit_block::{Error, Monitor, Result};
+use vdkit_chain::{BackingChoice, OpenOptions, Registry, describe_chain};
+
+use crate::tree::target_of;
+
+/// Files of one folder that are looked at.
+const FILES_MAX: usize = 4096;
+/// Overlays that a message names.
+const NAMED_MAX: usize = 8;
+
+/// What makes two names one file.
+type Identity = (u64, u64);
+
+/// The images found to stand directly on some image.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Dependents {
+    /// They, by path.
+    pub overlays: Vec<PathBuf>,
+    /// A folder had more files than are looked at: there may be others.
+    pub incomplete: bool,
+}
+
+fn identity(path: &Path) -> Option<Identity> {
+    path.metadata().ok().filter(|found| found.is_file()).map(|found| (found.dev(), found.ino()))
+}
+
+/// Looks in the folders of `images` for images that stand directly on one of them, leaving out
+/// those in `images` and in `known`. What is no regular file has no overlays here.
+///
+/// # Errors
+/// [`Error::Interrupted`]. A folder or a file that cannot be read holds no overlays.
+pub fn dependents(
+    registry: &Registry,
+    images: &[PathBuf],
+    known: &[PathBuf],
+    monitor: &Monitor<'_>,
+) -> Result<Dependents> {
+    let targets: Vec<Identity> = images.iter().filter_map(|image| identity(image)).collect();
+    let mut left_out = targets.clone();
+    left_out.extend(known.iter().filter_map(|image| identity(image)));
+    let mut found = Dependents::default();
+    let mut seen = BTreeSet::new();
+    for folder in folders_of(images) {
+        let Ok(entries) = folder.read_dir() else { continue };
+        let files = entries.flatten().filter(|e| e.file_type().is_ok_and(|kind| kind.is_file()));
+        for (number, entry) in files.enumerate() {
+            monitor.cancel.check()?;
+            if number == FILES_MAX {
+                found.incomplete = true;
+                break;
+            }
+            let path = entry.path();
+            let Some(own) = identity(&path) else { continue };
+            if !left_out.contains(&own)
+                && backing_of(registry, &path).is_some_and(|on| targets.contains(&on))
+                && seen.insert(own)
+            {
+                found.overlays.push(path);
+            }
+        }
+    }
+    found.overlays.sort();
+    Ok(found)
+}
+
+/// The folders in which images are, as they were named and as they really are.
+fn folders_of(images: &[PathBuf]) -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> = Vec::new();
+    let mut real: Vec<PathBuf> = Vec::new();
+    for image in images {
+        let named = match image.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+            _ => PathBuf::from("."),
+        };
+        let followed = image.canonicalize().ok().and_then(|i| i.parent().map(Path::to_owned));
+        for folder in std::iter::once(named).chain(followed) {
+            let Ok(canonical) = folder.canonicalize() else { continue };
+            if !real.contains(&canonical) {
+                real.push(canonical);
+                folders.push(folder);
+            }
+        }
+    }
+    folders
+}
+
+/// The file that an image's header names as its backing file. It is looked for, never opened.
+fn backing_of(registry: &Registry, image: &Path) -> Option<Identity> {
+    // A running guest holds its images locked, which does not matter for a look at a header.
+    let options =
+        OpenOptions { lock: false, ..OpenOptions::default() }.backing(BackingChoice::Ignore);
+    let report = describe_chain(registry, image, &options).ok()?;
+    let backing = report.links.first()?.info.backing()?;
+    identity(&target_of(image, &backing.name)?)
+}
+
+/// Refuses what would change what overlays read from `images`.
+///
+/// # Errors
+/// [`Error::Dependents`], naming them; as [`dependents`].
+pub fn refuse_dependents(
+    registry: &Registry,
+    images: &[PathBuf],
+    known: &[PathBuf],
+    doing: &str,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    let found = dependents(registry, images, known, monitor)?;
+    let Some(image) = images.last() else { return Ok(()) };
+    let Some(first) = found.overlays.first() else {
+        if found.incomplete {
+            monitor.progress.message(&format!(
+                "the folder of {} has more than {FILES_MAX} files: not all were looked at for \
+                 images that stand on it",
+                image.display()
+            ));
+        }
+        return Ok(());
+    };
+    let show = |path: &Path| path.strip_prefix("./").unwrap_or(path).display().to_string();
+    let mut names: Vec<_> = found.overlays.iter().take(NAMED_MAX).map(|p| show(p)).collect();
+    if found.overlays.len() > NAMED_MAX {
+        names.push(format!("and {} more", found.overlays.len() - NAMED_MAX));
+    }
+    Err(Error::Dependents {
+        file: show(image),
+        what: format!("{doing} would damage the images that stand on it"),
+        dependents: names,
+        hint: format!(
+            "use an overlay of its own instead, or first make them stand alone ('vdkit rebase {} \
+             --no-backing'); if they are not needed any more, repeat with --force",
+            show(first)
+        ),
+    })
+}
