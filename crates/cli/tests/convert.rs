@@ -158,7 +158,7 @@ fn onto_a_part_of_the_chain() {
     for (name, on) in [("middle.qcow2", "base.qcow2"), ("top.qcow2", "middle.qcow2")] {
         scratch.ok(&["create", name, "--backing", on]);
     }
-    scratch.ok(&["write", "middle.qcow2", "2M", "64K", "--pattern", "0x22"]);
+    scratch.ok(&["write", "middle.qcow2", "2M", "64K", "--pattern", "0x22", "--force"]);
     scratch.ok(&["write", "top.qcow2", "1M", "64K", "--zero"]);
     scratch.ok(&["convert", "top.qcow2", "flat.qcow2", "--backing", "base.qcow2"]);
     same(&scratch, "top.qcow2", "flat.qcow2");

@@ -1,0 +1,307 @@
+//! Jobs that change two images at once, or the chain itself: commit. The power fails, or
+//! an operation does, at each moment, on all files at once; what the overlay shows never changes,
+//! and the job run again comes to its end.
+
+mod support;
+
+use std::sync::Arc;
+
+use support::disks::{SimDisk, Survival, Timeline, power_cut, survivors};
+use support::guest::{Guest, pattern};
+use vdkit::jobs::commit_disks;
+use vdkit::storage::MemoryStorage;
+use vdkit::{
+    BackingRef, CreateRequest, Disk, FormatDriver, GuestOffset, HostOffset, Limits, Monitor,
+    OpenOptions, OpenRequest, Options, Repair, Result, Storage,
+};
+use vdkit_testkit::{FaultKind, FaultPlan, Rng};
+
+/// One image of a chain: its format, its options and the size of its disk.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    format: &'static str,
+    options: &'static str,
+    bytes: u64,
+}
+
+const fn qcow2(options: &'static str, bytes: u64) -> Kind {
+    Kind { format: "qcow2", options, bytes }
+}
+
+fn driver(kind: &Kind) -> &'static dyn FormatDriver {
+    vdkit::format(kind.format).expect("a known format")
+}
+
+fn open_one(kind: &Kind, storage: Arc<dyn Storage>, writable: bool) -> Result<Disk> {
+    let driver = driver(kind);
+    let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
+    let info = driver.describe(&storage, &limits)?;
+    let format = driver.open(OpenRequest { storage, data_file: None, writable, limits })?;
+    Ok(Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() }))
+}
+
+/// A chain on simulated disks, the top image first.
+struct Stack {
+    kinds: Vec<Kind>,
+    disks: Vec<SimDisk>,
+}
+
+impl Stack {
+    /// Makes the images in memory, the lowest one first, writes to each, and puts them on disks
+    /// that record.
+    fn record(kinds: &[Kind], timeline: &Timeline, rng: &mut Rng) -> Self {
+        let images = make(kinds, rng);
+        let disk = |(number, image)| SimDisk::recording(image, number, timeline);
+        Self { kinds: kinds.to_vec(), disks: images.iter().enumerate().map(disk).collect() }
+    }
+
+    fn on(&self, content: Vec<MemoryStorage>) -> Self {
+        Self { kinds: self.kinds.clone(), disks: content.into_iter().map(SimDisk::new).collect() }
+    }
+
+    /// The images from `first` up to, and without, `end` as one disk.
+    fn open(&self, first: usize, end: usize, writable: bool) -> Result<Disk> {
+        let disk = open_one(&self.kinds[first], self.disks[first].storage(), writable)?;
+        if first + 1 == end { Ok(disk) } else { Ok(disk.over(self.open(first + 1, end, false)?)) }
+    }
+
+    fn guest(&self) -> Guest {
+        guest_of(&self.open(0, self.disks.len(), false).expect("a chain that can be opened"))
+    }
+
+    /// The images must be sound but for leaks.
+    fn audit(&self, what: &str) {
+        for (kind, disk) in self.kinds.iter().zip(&self.disks) {
+            if kind.format == "qcow2" && !is_dirty(disk) {
+                let report = driver(kind)
+                    .check(
+                        &disk.storage(),
+                        None,
+                        Repair::Nothing,
+                        &Limits::default(),
+                        &Monitor::default(),
+                    )
+                    .expect("a check of a sound image");
+                assert_eq!(report.corruptions, 0, "{what}: {kind:?}: {:#?}", report.findings);
+            }
+        }
+    }
+
+    fn commit(&self) -> Result<()> {
+        let base = self.open(1, self.disks.len(), true)?;
+        let top = self.open(0, 1, true)?;
+        commit_disks(top, &base, true, Some(1), &Monitor::default()).map(|_| ())
+    }
+}
+
+/// Refcounts of an image that is open for writing with lazy refcounts may be behind.
+fn is_dirty(disk: &SimDisk) -> bool {
+    let mut version = [0; 4];
+    let mut bits = [0; 8];
+    disk.storage().read_padded(&mut version, HostOffset(4)).expect("memory");
+    disk.storage().read_padded(&mut bits, HostOffset(72)).expect("memory");
+    version[3] == 3 && bits[7] & 1 != 0
+}
+
+fn guest_of(disk: &Disk) -> Guest {
+    let bytes = disk.guest_bytes();
+    let mut guest = Guest(MemoryStorage::with_len("guest", bytes));
+    let mut buf = vec![0; bytes as usize];
+    disk.read_at(&mut buf, GuestOffset(0)).expect("a disk that can be read");
+    guest.write(0, &buf);
+    guest
+}
+
+fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
+    let mut images: Vec<Arc<MemoryStorage>> = Vec::new();
+    for (depth, kind) in kinds.iter().enumerate().rev() {
+        let image = Arc::new(MemoryStorage::with_len("image", 0));
+        let storage: Arc<dyn Storage> = image.clone();
+        let backing = kinds.get(depth + 1).map(|below| BackingRef {
+            name: format!("{}", depth + 1),
+            format: Some(below.format.to_owned()),
+        });
+        let driver = driver(kind);
+        driver
+            .create(&CreateRequest {
+                storage: storage.clone(),
+                data_file: None,
+                guest_bytes: kind.bytes,
+                options: Options::parse(kind.format, driver.options(), [kind.options])
+                    .expect("good options"),
+                backing,
+            })
+            .expect("creating");
+        images.insert(0, image);
+        let mut disk = open_one(kind, storage, true).expect("opening");
+        for (i, below) in images.iter().enumerate().skip(1) {
+            let below: Arc<dyn Storage> = Arc::new(MemoryStorage::clone(below).read_only());
+            disk = disk.over(open_one(&kinds[depth + i], below, false).expect("opening"));
+        }
+        for op in 0..8 {
+            let at = rng.below(kind.bytes / 512) * 512;
+            let len = ((1 + rng.below(64)) * 512).min(kind.bytes - at);
+            match rng.below(3) {
+                0 => disk.write_zeroes(GuestOffset(at), len, rng.chance(1, 2)),
+                _ => {
+                    let bytes = pattern(op + 100 * depth as u64 + 1, at, len);
+                    disk.write_at(&bytes, GuestOffset(at))
+                }
+            }
+            .expect("writing");
+        }
+        disk.close().expect("closing");
+    }
+    images.iter().map(|image| MemoryStorage::clone(image)).collect()
+}
+
+/// Overlay and base, and sometimes what the base stands on.
+fn stacks() -> Vec<Vec<Kind>> {
+    const M: u64 = 256 << 10;
+    vec![
+        vec![qcow2("cluster_size=4096", M), qcow2("cluster_size=4096", M)],
+        vec![qcow2("cluster_size=512", M), qcow2("cluster_size=512", M / 2)],
+        vec![qcow2("", M), Kind { format: "raw", options: "", bytes: M / 2 + 1536 }],
+        vec![qcow2("extended_l2=on,cluster_size=16K", M), qcow2("cluster_size=2M", 2 * M)],
+        vec![qcow2("compat=0.10,cluster_size=4096", M), qcow2("compat=0.10,cluster_size=1024", M)],
+        vec![
+            qcow2("lazy_refcounts=on,cluster_size=4096", M),
+            qcow2("lazy_refcounts=on,extended_l2=on", M),
+            qcow2("cluster_size=4096", 3 * M),
+        ],
+    ]
+}
+
+fn same(what: &str, found: &Guest, wanted: &Guest) {
+    assert_eq!(found.len(), wanted.len(), "{what}: size");
+    let (a, b) = (found.read(0, found.len()), wanted.read(0, wanted.len()));
+    support::guest::assert_same(what, 0, &a, &b);
+}
+
+/// Moments of a timeline, not all where there are many.
+fn moments(len: usize, most: usize, rng: &mut Rng) -> Vec<usize> {
+    if len <= most {
+        return (0..=len).collect();
+    }
+    (0..most).map(|_| rng.below(len as u64 + 1) as usize).collect()
+}
+
+/// Records a job; then the power fails at many of its moments. After each the guest is the same,
+/// the images are sound, and `job` run again makes what `done` looks at.
+fn power_cuts(
+    kinds: &[Kind],
+    rng: &mut Rng,
+    job: impl Fn(&Stack) -> Result<()>,
+    done: impl Fn(&Stack, &Guest, &str),
+) {
+    let timeline = Timeline::default();
+    let stack = Stack::record(kinds, &timeline, rng);
+    let guest = stack.guest();
+    job(&stack).expect("a job on good images");
+    done(&stack, &guest, "without a crash");
+    for moment in moments(timeline.len(), 60, rng) {
+        let cuts = power_cut(&stack.disks, &timeline, moment);
+        for survival in [
+            Survival::Nothing,
+            Survival::Everything,
+            Survival::Extreme,
+            Survival::Extreme,
+            Survival::Lot,
+            Survival::Lot,
+        ] {
+            let what = format!("{kinds:?}, {moment} of {}, {survival:?}", timeline.len());
+            let after = stack.on(survivors(&cuts, survival, rng));
+            same(&what, &after.guest(), &guest);
+            after.audit(&what);
+            job(&after).unwrap_or_else(|error| panic!("{what}: run again: {error}"));
+            done(&after, &guest, &what);
+        }
+    }
+}
+
+/// Fails each operation on each disk in turn. The guest stays the same, and `job` run again makes
+/// what `done` looks at.
+fn faults(
+    kinds: &[Kind],
+    rng: &mut Rng,
+    job: impl Fn(&Stack) -> Result<()>,
+    done: impl Fn(&Stack, &Guest, &str),
+) {
+    let images = make(kinds, rng);
+    let fresh = || Stack {
+        kinds: kinds.to_vec(),
+        disks: images.iter().map(|image| SimDisk::new(image.clone())).collect(),
+    };
+    let guest = fresh().guest();
+    for number in 0..kinds.len() {
+        for nth in 0.. {
+            let stack = fresh();
+            let what = format!("{kinds:?}, disk {number}, operation {nth}");
+            stack.disks[number].faulty().arm(FaultPlan::nth(&FaultKind::ALL, nth).torn(1));
+            let result = job(&stack);
+            let fired = stack.disks[number].faulty().fired() > 0;
+            stack.disks[number].faulty().heal();
+            same(&what, &stack.guest(), &guest);
+            stack.audit(&what);
+            if result.is_err() {
+                assert!(fired, "{what}: {result:?}");
+                job(&stack).unwrap_or_else(|error| panic!("{what}: run again: {error}"));
+            }
+            done(&stack, &guest, &what);
+            if !fired {
+                break;
+            }
+        }
+    }
+}
+
+/// Overlay and base show the same; the base without the overlay too.
+fn committed(stack: &Stack, guest: &Guest, what: &str) {
+    same(what, &stack.guest(), guest);
+    let base = guest_of(&stack.open(1, stack.disks.len(), false).expect("opening"));
+    assert!(base.len() >= guest.len(), "{what}: the base has {} bytes", base.len());
+    let (a, b) = (base.read(0, guest.len()), guest.read(0, guest.len()));
+    support::guest::assert_same(what, 0, &a, &b);
+    let top = stack.open(0, 1, false).expect("opening");
+    for run in top.extents(GuestOffset(0), guest.len()).expect("a map") {
+        let run = run.expect("a map");
+        assert!(matches!(run.place, vdkit::DiskPlace::Hole), "{what}: the overlay has {run:?}");
+    }
+    stack.audit(what);
+}
+
+#[test]
+fn the_power_fails_during_a_commit() {
+    support::for_seeds(2, |seed| {
+        let mut rng = Rng::new(seed);
+        for kinds in stacks() {
+            power_cuts(&kinds, &mut rng, Stack::commit, committed);
+        }
+    });
+}
+
+#[test]
+fn an_operation_fails_during_a_commit() {
+    support::for_seeds(1, |seed| {
+        let mut rng = Rng::new(seed);
+        for kinds in stacks() {
+            faults(&kinds, &mut rng, Stack::commit, committed);
+        }
+    });
+}
+
+/// A cut between the base's last sync and the emptying is the one that matters: the bytes that the
+/// overlay gives up must be durable in the base. Here the base loses all that was not.
+#[test]
+fn nothing_is_given_up_before_it_is_durable_beneath() {
+    let kinds = [qcow2("cluster_size=4096", 64 << 10), qcow2("cluster_size=4096", 64 << 10)];
+    let timeline = Timeline::default();
+    let stack = Stack::record(&kinds, &timeline, &mut Rng::new(1));
+    let guest = stack.guest();
+    stack.commit().expect("a commit");
+    for moment in 0..=timeline.len() {
+        let cuts = power_cut(&stack.disks, &timeline, moment);
+        let worst = vec![cuts[0].everything(), cuts[1].only_durable()];
+        same(&format!("moment {moment}"), &stack.on(worst).guest(), &guest);
+    }
+}
