@@ -59,7 +59,7 @@ impl Qcow2 {
     pub(crate) fn flush_once(&self) -> Result<()> {
         let copies = {
             let mut meta = self.meta.lock();
-            meta.check_header(self.storage.name())?;
+            meta.check_header(&*self.storage)?;
             meta.flush_running = true;
             self.copy_dirty(&mut meta)
         };
@@ -198,7 +198,7 @@ impl Qcow2 {
     /// Called before the first change of metadata: with lazy refcounts, the dirty bit must be
     /// durable before refcounts may be behind.
     pub(crate) fn before_change(&self, meta: &mut Meta) -> Result<()> {
-        meta.check_header(self.storage.name())?;
+        meta.check_header(&*self.storage)?;
         if self.header.lazy_refcounts() && !meta.lazy_dirty {
             self.write_incompatible(self.header.incompatible | incompatible::DIRTY)?;
             meta.lazy_dirty = true;
@@ -215,7 +215,7 @@ impl Qcow2 {
     pub(crate) fn close_cleanly(&self) -> Result<()> {
         let mut state = self.flushing.lock();
         let serves = self.flush_requests.load(Ordering::SeqCst);
-        self.meta.lock().check_header(self.storage.name())?;
+        self.meta.lock().check_header(&*self.storage)?;
         if self.dirty() || self.has_unreleased() {
             self.flush_once()?;
         }

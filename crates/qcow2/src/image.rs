@@ -97,6 +97,8 @@ pub(crate) struct Meta {
     pub(crate) flush_running: bool,
     /// A header write failed and could not be taken back; see [`Meta::check_header`].
     pub(crate) header_unknown: bool,
+    /// Where it was, and the bytes that shall stand there again.
+    pub(crate) header_before: (u64, Vec<u8>),
 }
 
 /// A run of host clusters that lost one reference each.
@@ -278,6 +280,7 @@ impl Qcow2 {
             tail_written: false,
             flush_running: false,
             header_unknown: false,
+            header_before: (0, Vec::new()),
         })
     }
 

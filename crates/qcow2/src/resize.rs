@@ -56,8 +56,7 @@ impl Qcow2 {
         }
         let mut meta = self.meta.lock();
         if !self.enlarge_l1(&mut meta, entries, new)? {
-            self.storage.write_at(&new.to_be_bytes(), HostOffset(field::SIZE))?;
-            self.storage.sync()?;
+            self.switch_header(&mut meta, field::SIZE, &new.to_be_bytes())?;
         }
         self.guest_bytes.store(new, Ordering::Release);
         Ok(())
@@ -260,8 +259,7 @@ impl Qcow2 {
 
     fn shrink(&self, old: u64, new: u64) -> Result<()> {
         // The smaller size first: what lies behind it is not needed from then on.
-        self.storage.write_at(&new.to_be_bytes(), HostOffset(field::SIZE))?;
-        self.storage.sync()?;
+        self.switch_header(&mut self.meta.lock(), field::SIZE, &new.to_be_bytes())?;
         self.guest_bytes.store(new, Ordering::Release);
         // Not only for ourselves: other programs do not look there when they enlarge a disk.
         self.hide_tail(new)?;

@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use parking_lot::MutexGuard;
-use vdkit_block::{Error, HostOffset, Result};
+use vdkit_block::{HostOffset, Result, Storage};
 
 use crate::image::{Freed, Meta, Qcow2};
 use crate::pool::Space;
@@ -25,7 +25,7 @@ impl Qcow2 {
     /// Makes all dirty metadata durable without giving up the metadata lock. Afterwards the disk
     /// says what memory says. The caller holds `flushing`.
     pub(crate) fn flush_locked(&self, meta: &mut Meta) -> Result<()> {
-        meta.check_header(self.storage.name())?;
+        meta.check_header(&*self.storage)?;
         let copies = self.copy_dirty(meta);
         let result = self.write_copies(&copies);
         match result {
@@ -67,11 +67,11 @@ impl Qcow2 {
     ///
     /// # Errors
     /// I/O. The old bytes stand again then; where not even that is sure, every later change of the
-    /// image is refused.
+    /// image is refused until they do.
     pub(crate) fn switch_header(&self, meta: &mut Meta, at: u64, bytes: &[u8]) -> Result<()> {
         let end = at + bytes.len() as u64;
         assert!(at / SECTOR_BYTES == (end - 1) / SECTOR_BYTES, "a switch must be one sector's");
-        meta.check_header(self.storage.name())?;
+        meta.check_header(&*self.storage)?;
         let mut old = vec![0; bytes.len()];
         self.storage.read_at(&mut old, HostOffset(at))?;
         self.storage.sync()?;
@@ -81,6 +81,7 @@ impl Qcow2 {
         let Err(error) = put(bytes) else { return Ok(()) };
         // The write, or a part of it, may have reached the disk all the same.
         meta.header_unknown = put(&old).is_err();
+        meta.header_before = (at, old);
         Err(error)
     }
 
@@ -107,15 +108,18 @@ impl Qcow2 {
 }
 
 impl Meta {
+    /// Takes a header write back that failed, where that has not worked yet.
+    ///
     /// # Errors
-    /// It is not known what the header on disk says: nothing may be changed.
-    pub(crate) fn check_header(&self, file: &str) -> Result<()> {
+    /// I/O: it is still not known what the header on disk says, and nothing may be changed.
+    pub(crate) fn check_header(&mut self, storage: &dyn Storage) -> Result<()> {
         if !self.header_unknown {
             return Ok(());
         }
-        Err(Error::Invalid(format!(
-            "{file}: a write of its header failed, and so did taking it back: no more is written; \
-             close it, then run: vdkit check {file}"
-        )))
+        let (at, old) = &self.header_before;
+        storage.write_at(old, HostOffset(*at))?;
+        storage.sync()?;
+        self.header_unknown = false;
+        Ok(())
     }
 }

@@ -14,6 +14,7 @@ use support::shape::{Base, Content, Shape};
 use vdkit_block::{Codec, ErrorKind, HostOffset, Limits};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
+use vdkit_testkit::{FaultKind, FaultPlan};
 
 /// A snapshot of an image, as QEMU reads it.
 fn snapshot(rig: &Rig, name: &str) -> Vec<u8> {
@@ -256,4 +257,34 @@ fn a_larger_disk_keeps_its_compression_type() {
     guest.resize(1 << 30);
     disk.close().expect("closing");
     rig.ask_qemu(Some(&guest), false, "enlarged");
+}
+
+#[test]
+fn a_resize_that_failed_changes_no_size_on_disk() {
+    for to in [1 << 20, 5 << 20] {
+        // Which sync fails, and all later ones with it.
+        for nth in 0.. {
+            let (rig, mut guest) =
+                Rig::new(&Shape { content: Content::Filled, ..Shape::default() });
+            let disk = rig.open(true).expect("opening");
+            rig.image().faulty().arm(FaultPlan::nth(&[FaultKind::Sync], nth).lasting());
+            let resized = disk.resize(to);
+            rig.image().faulty().heal();
+            if resized.is_ok() {
+                assert!(nth > 1, "a resize without barriers");
+                break;
+            }
+            if disk.guest_bytes() != guest.len() {
+                continue; // the header is durable, what lies behind the end was not cleared
+            }
+            let at = guest.len() - 3000;
+            let bytes = pattern(1, at, 3000);
+            disk.write_at(&bytes, at.into_guest()).expect("writing once the fault is gone");
+            guest.write(at, &bytes);
+            disk.close().expect("closing");
+            let again = rig.open(false).expect("opening");
+            rig.compare(&again, &guest, &format!("resize to {to}, sync {nth} failed"));
+            rig.audit(true, "a failed resize");
+        }
+    }
 }
