@@ -175,6 +175,8 @@ impl Qcow2 {
         if own > 0 && meta.flush_running {
             return Ok(Grown::Busy);
         }
+        // The header may point to a table where this would write.
+        meta.check_header(&*self.storage)?;
         // Where no order survives a crash, the file may grow as it is written: a file that is made
         // longer and cut again is written out by XFS when it is closed.
         if growable {
@@ -191,9 +193,15 @@ impl Qcow2 {
                 return Err(error);
             }
         };
-        self.reserve_tail(meta, next, end, fresh)?;
+        // From here on blocks in the new part are in use, whatever fails: it belongs to the file.
         meta.frontier = end;
         meta.tail_written = false;
+        if let Err(error) = self.reserve_tail(meta, next, end, fresh) {
+            // What is free of it is found again.
+            meta.scan = meta.scan.min(next);
+            meta.scan_end = end;
+            return Err(error);
+        }
         meta.batch = (meta.batch * 2).min((BATCH_BYTES_MAX >> bits).max(16));
         self.keep_spares(meta);
         Ok(Grown::Done)

@@ -288,3 +288,26 @@ fn a_resize_that_failed_changes_no_size_on_disk() {
         }
     }
 }
+
+#[test]
+fn refcount_blocks_made_before_a_fault_stay_in_the_file() {
+    let shape = Shape { cluster: 512, refcount_bits: 64, ..Shape::default() };
+    for kind in FaultKind::ALL {
+        for nth in 0.. {
+            let (rig, mut guest) = Rig::new(&shape);
+            let disk = rig.open(true).expect("opening");
+            rig.image().faulty().arm(FaultPlan::nth(&[kind], nth).lasting());
+            let bytes = pattern(1, 0, 30_000);
+            let written = disk.write_at(&bytes, 0.into_guest());
+            rig.image().faulty().heal();
+            // It is not tried again: what was made for it is all that the close sees.
+            disk.close().expect("closing once the fault is gone");
+            rig.audit(true, &format!("{kind:?} {nth} failed"));
+            if written.is_ok() {
+                guest.write(0, &bytes);
+                rig.compare(&rig.open(false).expect("opening"), &guest, "no fault");
+                break;
+            }
+        }
+    }
+}
