@@ -308,7 +308,7 @@ pub struct SnapshotInfo {
 }
 
 /// One persistent dirty bitmap.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BitmapInfo {
     /// The name.

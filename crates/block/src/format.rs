@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::bitmaps::Bitmaps;
 use crate::codec::Codec;
 use crate::error::{Error, Result};
 use crate::extent::{Extent, FileIndex, Packed};
@@ -91,6 +92,20 @@ pub trait Format: Send + Sync + fmt::Debug {
 
     /// The same answer without I/O, or nothing where that would need some. May be shorter.
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent>;
+
+    /// The caller is about to write these bytes where [`Format::resolve_for_io`] said that they
+    /// are: formats that record what changes (dirty bitmaps) note it. To be called after the bytes
+    /// were resolved and before they are written; what is reserved, zeroed or discarded is noted
+    /// by the format itself. Costs next to nothing where nothing records.
+    fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
+        let _ = (at, len);
+        Ok(())
+    }
+
+    /// The image's persistent dirty bitmaps; nothing for formats that have none.
+    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
+        None
+    }
 
     /// Unpacks a compressed unit whose bytes were read from its place: `packed_bytes` are
     /// [`Packed::len`] bytes, `out` is the whole unit.

@@ -32,6 +32,7 @@
 //! Dropping a [`Reservation`] that was not published gives the space back. No lock of the format
 //! is held while the caller moves data.
 
+mod bitmaps;
 mod codec;
 mod compact;
 mod driver;
@@ -47,6 +48,7 @@ mod storage;
 mod units;
 mod zero;
 
+pub use bitmaps::{BitmapStatus, Bitmaps, NewBitmap};
 pub use codec::{Codec, CompressionSpec};
 pub use compact::{CompactOptions, CompactReport, LeftAlone, punch_zeroes};
 pub use driver::{

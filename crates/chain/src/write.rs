@@ -261,6 +261,7 @@ impl Disk {
         let top = self.top();
         let extent = top.resolve_for_io(at, source.len() - done)?;
         let Place::Data { file, offset, exclusive: true } = extent.place else { return Ok(0) };
+        top.note_write(at, extent.len)?;
         let storage = top.file(file);
         match source.slice(done, extent.len) {
             Source::Bytes(bytes) => storage.write_at(bytes, offset)?,

@@ -329,6 +329,7 @@ impl<'a> Mover<'a> {
                 Some(_) => return Ok(done),
                 None => match target.top().resolve_for_io(here, left)? {
                     Extent { len, place: Place::Data { file, offset, exclusive: true } } => {
+                        target.top().note_write(here, len)?;
                         (file, offset, len)
                     }
                     _ => return Ok(done),

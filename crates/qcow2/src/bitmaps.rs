@@ -1,6 +1,23 @@
-//! Reading the directory of persistent dirty bitmaps.
+//! Persistent dirty bitmaps.
+//!
+//! ```text
+//!   directory (this file) ── state     what the file says; tables of the bitmaps of an open image
+//!                              │
+//!   edit ── commit ── switch           adding, removing, clearing: a new directory, one switch
+//!                              │
+//!   record ── bits                     what is written is marked, and goes with each flush
+//! ```
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
+
+pub(crate) mod bits;
+mod commit;
+mod edit;
+
+pub(crate) mod record;
+mod resize;
+pub(crate) mod state;
+mod switch;
 
 use vdkit_block::{BitmapInfo, Error, HostOffset, Limits, Result, Storage, is_aligned};
 
@@ -8,17 +25,23 @@ use crate::header::{BitmapsExtension, Header};
 use crate::layout::{autoclear, extension};
 
 /// Most bitmaps (QEMU's bound).
-const BITMAPS_MAX: u32 = 65535;
+pub(crate) const BITMAPS_MAX: u32 = 65535;
 /// Bytes of the fixed part of an entry.
 const FIXED_BYTES: usize = 24;
 /// Longest name in bytes.
-const NAME_BYTES_MAX: usize = 1023;
+pub(crate) const NAME_BYTES_MAX: usize = 1023;
 /// Largest directory (QEMU's bound).
-const DIRECTORY_BYTES_MAX: u64 = BITMAPS_MAX as u64 * (FIXED_BYTES + NAME_BYTES_MAX) as u64;
+pub(crate) const DIRECTORY_BYTES_MAX: u64 =
+    BITMAPS_MAX as u64 * (FIXED_BYTES + NAME_BYTES_MAX) as u64;
 /// The only type: a dirty tracking bitmap.
 const TYPE_DIRTY: u8 = 1;
 /// log2 of the bytes that a bit may stand for (QEMU's bounds).
-const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
+pub(crate) const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
+/// Most entries of a bitmap's table, and most bytes of all its clusters (QEMU's bounds).
+pub(crate) const TABLE_ENTRIES_MAX: u64 = 0x800_0000;
+pub(crate) const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
+/// Entry of a table: no cluster, and all bits are set.
+pub(crate) const ALL_ONES: u64 = 1;
 
 /// Flags of a directory entry.
 pub mod flag {
@@ -48,6 +71,34 @@ pub struct Bitmap {
 }
 
 impl Bitmap {
+    /// The bytes of its directory entry.
+    fn entry_bytes(&self) -> usize {
+        (FIXED_BYTES + self.extra.len() + self.name.len()).next_multiple_of(8)
+    }
+
+    /// Whether it is marked as not to be trusted.
+    pub(crate) fn in_use(&self) -> bool {
+        self.flags & flag::IN_USE != 0
+    }
+
+    /// Bits for a disk of this size.
+    pub(crate) fn bits(&self, guest_bytes: u64) -> u64 {
+        guest_bytes.div_ceil(1 << self.granularity_bits)
+    }
+
+    fn encode(&self, out: &mut Vec<u8>) {
+        let end = out.len() + self.entry_bytes();
+        out.extend_from_slice(&self.table_offset.0.to_be_bytes());
+        out.extend_from_slice(&self.table_entries.to_be_bytes());
+        out.extend_from_slice(&self.flags.to_be_bytes());
+        out.extend_from_slice(&[TYPE_DIRTY, self.granularity_bits]);
+        out.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
+        out.extend_from_slice(&(self.extra.len() as u32).to_be_bytes());
+        out.extend_from_slice(&self.extra);
+        out.extend_from_slice(&self.name);
+        out.resize(end, 0);
+    }
+
     /// For describing it.
     pub fn info(&self) -> BitmapInfo {
         BitmapInfo {
@@ -57,6 +108,19 @@ impl Bitmap {
             enabled: self.flags & flag::AUTO != 0,
         }
     }
+}
+
+/// Entries of the table of a bitmap with so many bits. The data is whole words of 64 bits, and
+/// QEMU accepts no other size.
+pub(crate) fn table_entries_for(bits: u64, cluster_bytes: u64) -> u64 {
+    (bits.div_ceil(64) * 8).div_ceil(cluster_bytes)
+}
+
+/// The directory of these bitmaps, as it stands in the file.
+pub(crate) fn encode<'a>(bitmaps: impl Iterator<Item = &'a Bitmap>) -> Vec<u8> {
+    let mut out = Vec::new();
+    bitmaps.for_each(|bitmap| bitmap.encode(&mut out));
+    out
 }
 
 /// What an image says of bitmaps.
@@ -214,6 +278,7 @@ mod tests {
         assert_eq!(bitmaps[0].table_offset, HostOffset(0x10000));
         assert_eq!(bitmaps[0].table_entries, 2);
         assert_eq!(bitmaps[1].name, b"b");
+        assert_eq!(encode(bitmaps.iter()), directory);
         let info = bitmaps[1].info();
         assert_eq!((info.granularity, info.enabled, info.in_use), (65536, true, false));
         // One too few, one too many.

@@ -2,11 +2,11 @@
 //!
 //! | first group | then, behind a barrier | after that barrier |
 //! |---|---|---|
-//! | refcounts and refcount table, guest data, copied L2 tables | L2 slices, L1 sectors | clusters that lost a reference may be released |
+//! | refcounts and refcount table, guest data, copied L2 tables, bits of dirty bitmaps | L2 slices, L1 sectors, entries of bitmap tables | clusters that lost a reference may be released |
 //!
 //! The barrier between the groups is left out where nothing in the second group depends on the
-//! first: all host clusters that the L2 slices point at were reserved by an earlier flush, and
-//! none of them shows data that must not be torn. (Lazy refcounts make no difference: the file's
+//! first: all host clusters that the L2 slices point at were reserved by an earlier flush, none of
+//! them shows data that must not be torn, and no bitmap has new bits. (Lazy refcounts make no difference: the file's
 //! length must be durable before an entry points behind the old end, and the refcounts of a batch
 //! become so with it.)
 
@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering;
 
 use vdkit_block::{HostOffset, Result};
 
+use crate::bitmaps::record::BitmapCopies;
 use crate::header::field;
 use crate::image::{Freed, Meta, Qcow2};
 use crate::layout::incompatible;
@@ -29,6 +30,7 @@ pub(crate) struct Copies {
     l2_keys: BTreeSet<u64>,
     l1: Vec<(u64, Vec<u8>)>,
     l1_sectors: BTreeSet<u64>,
+    bitmaps: BitmapCopies,
     unlinked: Vec<Freed>,
     barrier: bool,
     sequence: u64,
@@ -36,7 +38,10 @@ pub(crate) struct Copies {
 
 impl Copies {
     fn is_empty(&self) -> bool {
-        self.refcounts.writes.is_empty() && self.l2.is_empty() && self.l1.is_empty()
+        self.refcounts.writes.is_empty()
+            && self.l2.is_empty()
+            && self.l1.is_empty()
+            && self.bitmaps.is_empty()
     }
 }
 
@@ -60,6 +65,7 @@ impl Qcow2 {
         let copies = {
             let mut meta = self.meta.lock();
             meta.check_header(&*self.storage)?;
+            self.place_bitmaps(&mut meta)?;
             meta.flush_running = true;
             self.copy_dirty(&mut meta)
         };
@@ -101,7 +107,10 @@ impl Qcow2 {
         meta.data_first = false;
         meta.refcounts_first = false;
         meta.tables_first = false;
-        self.dirty.store(false, Ordering::Release);
+        // Before bits of bitmaps are looked for, as whoever sets one asks in the other order.
+        self.dirty.store(false, Ordering::SeqCst);
+        let bitmaps = self.copy_bitmaps();
+        let barrier = barrier || !bitmaps.is_empty();
         let l2_keys = std::mem::take(&mut meta.dirty_slices);
         let mut l2: Vec<(u64, Vec<u8>)> = Vec::new();
         for &key in &l2_keys {
@@ -135,6 +144,7 @@ impl Qcow2 {
             l2_keys,
             l1,
             l1_sectors,
+            bitmaps,
             unlinked: std::mem::take(&mut meta.unlinked),
             barrier,
             sequence,
@@ -149,16 +159,18 @@ impl Qcow2 {
             writes.iter().try_for_each(|(at, bytes)| self.storage.write_at(bytes, HostOffset(*at)))
         };
         write(&copies.refcounts.writes)?;
+        write(&copies.bitmaps.pages)?;
         if self.has_data_file() {
             self.data.sync()?;
         }
         // Also when only refcounts go: with nothing behind them, the last sync is enough.
-        let second = !copies.l2.is_empty() || !copies.l1.is_empty();
+        let second = [&copies.l2, &copies.l1, &copies.bitmaps.tables].iter().any(|w| !w.is_empty());
         if copies.barrier && second {
             self.storage.sync()?;
         }
         write(&copies.l2)?;
         write(&copies.l1)?;
+        write(&copies.bitmaps.tables)?;
         self.storage.sync()
     }
 
@@ -167,6 +179,7 @@ impl Qcow2 {
             self.slices.written(key);
         }
         meta.refcounts.written(copies.refcounts);
+        self.bitmaps_flushed(copies.bitmaps);
         meta.durable_sequence = copies.sequence + 1;
         meta.released.extend(copies.unlinked);
     }
@@ -178,6 +191,7 @@ impl Qcow2 {
             }
         }
         meta.refcounts.restore_dirty(copies.refcounts);
+        self.bitmaps_failed(copies.bitmaps);
         meta.dirty_l1.extend(copies.l1_sectors);
         let later = std::mem::replace(&mut meta.unlinked, copies.unlinked);
         meta.unlinked.extend(later);

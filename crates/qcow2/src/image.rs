@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex, RwLock};
 use rustc_hash::FxHashSet;
 use vdkit_block::{
-    BackingRef, CancelToken, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset,
-    InFlight, IoAction, Monitor, NoProgress, OpenRequest, Packed, PackedReservation, Reservation,
-    Reserver, Result, Storage, Ticket,
+    BackingRef, Bitmaps, CancelToken, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset,
+    HostOffset, InFlight, IoAction, Monitor, NoProgress, OpenRequest, Packed, PackedReservation,
+    Reservation, Reserver, Result, Storage, Ticket,
 };
 
+use crate::bitmaps::state::State as BitmapState;
 use crate::check;
 use crate::codec;
 use crate::header::{Encryption, Header, field};
@@ -23,8 +24,9 @@ use crate::write::Pending;
 
 /// A qcow2 image: the map, the allocator and the order of its metadata writes.
 ///
-/// Locks, in the order in which they are taken: `flushing`, `meta`, then `l1`, `metadata` or a
-/// shard of `slices` (never two of these at once). Guest data never moves under any of them.
+/// Locks, in the order in which they are taken: `bitmaps.admin`, `flushing`, `meta`, then `l1`,
+/// `metadata` or a shard of `slices` (never two of these at once), or those of `bitmaps`. Guest
+/// data never moves under any of them.
 #[derive(Debug)]
 pub struct Qcow2 {
     pub(crate) header: Header,
@@ -47,6 +49,7 @@ pub struct Qcow2 {
     /// How many flushes were asked for.
     pub(crate) flush_requests: AtomicU64,
     pub(crate) dirty: AtomicBool,
+    pub(crate) bitmaps: BitmapState,
     warnings: Vec<String>,
 }
 
@@ -155,11 +158,13 @@ impl Qcow2 {
         let l1 = read_l1(&header, &*storage)?;
         let geometry = header.geometry;
         let meta = Self::meta(&header, &*storage, writable)?;
-        let metadata = if writable {
-            metadata_clusters(&header, &meta.refcounts, &l1)
-        } else {
-            FxHashSet::default()
-        };
+        let mut metadata = FxHashSet::default();
+        let mut bitmaps = BitmapState::unread(&limits);
+        if writable {
+            metadata = metadata_clusters(&header, &meta.refcounts, &l1);
+            bitmaps =
+                BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
+        }
         let backing = header
             .backing_name
             .clone()
@@ -179,6 +184,7 @@ impl Qcow2 {
             flushing: Mutex::new(FlushState::default()),
             flush_requests: AtomicU64::new(0),
             dirty: AtomicBool::new(false),
+            bitmaps,
             warnings,
             header,
             storage,
@@ -216,24 +222,16 @@ impl Qcow2 {
         storage: &dyn Storage,
         warnings: &mut Vec<String>,
     ) -> Result<()> {
-        let keep = header.autoclear & autoclear::DATA_FILE_RAW;
+        let keep = header.autoclear & (autoclear::DATA_FILE_RAW | autoclear::BITMAPS);
         if header.autoclear == keep {
             return Ok(());
         }
-        if header.autoclear & autoclear::BITMAPS != 0 {
-            warnings.push(format!(
-                "{}: its dirty bitmaps do not record what is written now and become invalid",
-                storage.name()
-            ));
-        }
-        let unknown = header.autoclear & !(autoclear::DATA_FILE_RAW | autoclear::BITMAPS);
-        if unknown != 0 {
-            warnings.push(format!(
-                "{}: unknown autoclear features {unknown:#x} are cleared, as the format asks of a \
-                 writer that does not know them",
-                storage.name()
-            ));
-        }
+        let unknown = header.autoclear & !keep;
+        warnings.push(format!(
+            "{}: unknown autoclear features {unknown:#x} are cleared, as the format asks of a \
+             writer that does not know them",
+            storage.name()
+        ));
         storage.write_at(&keep.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
         // Durable before the first write that the bits would not be true of.
         storage.sync()?;
@@ -442,20 +440,37 @@ impl Format for Qcow2 {
         self.unpack_cluster(packed.offset, packed_bytes, out)
     }
 
+    fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.note(at.0..at.0.saturating_add(len))
+    }
+
+    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
+        Some(self)
+    }
+
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::Write)?;
-        self.reserve_plain(at, len)
+        let reserved = self.reserve_plain(at, len)?;
+        if let Some(space) = &reserved {
+            self.note(space.write.clone())?;
+        }
+        Ok(reserved)
     }
 
     fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
         self.need_writable()?;
-        self.reserve_compressed(at, lens)
+        let reserved = self.reserve_compressed(at, lens)?;
+        let bytes = reserved.units as u64 * self.geometry.cluster_bytes();
+        self.note(at.0..(at.0 + bytes).min(self.guest_len()))?;
+        Ok(reserved)
     }
 
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::WriteZeroes)?;
+        let _guard = self.in_flight.enter();
+        self.note(at.0..at.0 + len)?;
         self.zero_range(at, len, may_unmap)
     }
 
@@ -472,6 +487,8 @@ impl Format for Qcow2 {
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::Discard)?;
+        let _guard = self.in_flight.enter();
+        self.note(at.0..at.0 + len)?;
         self.discard_range(at, len)
     }
 

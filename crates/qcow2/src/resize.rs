@@ -26,13 +26,16 @@ impl Qcow2 {
                 "their size is not recorded; delete the snapshots or convert to compat=1.1",
             ));
         }
-        let _flushing = self.flushing.lock();
+        let _admin = self.bitmaps.admin.lock();
+        let flushing = self.flushing.lock();
         let old = self.guest_len();
-        match new.cmp(&old) {
-            std::cmp::Ordering::Equal => Ok(()),
-            std::cmp::Ordering::Greater => self.enlarge(old, new, beneath),
-            std::cmp::Ordering::Less => self.shrink(old, new),
+        if old == new {
+            return Ok(());
         }
+        let resizing = self.bitmaps_before_resize(old, new)?;
+        let resized =
+            if new > old { self.enlarge(old, new, beneath) } else { self.shrink(old, new) };
+        resized.and(self.bitmaps_after_resize(&flushing, &resizing))
     }
 
     fn enlarge(&self, old: u64, new: u64, beneath: u64) -> Result<()> {

@@ -23,8 +23,6 @@ pub struct Rig {
     pub disks: Vec<SimDisk>,
     pub base: Option<MemoryStorage>,
     pub limits: Limits,
-    /// Leaks are no fault from the start.
-    pub leaks: bool,
 }
 
 /// A disk over one open format.
@@ -50,12 +48,12 @@ impl Rig {
 
     fn make(shape: &Shape, disk: impl FnMut(MemoryStorage) -> SimDisk) -> (Self, Guest) {
         let prepared = shape.prepare();
-        let Prepared { image, data, base, guest, leaks } = &*prepared;
+        let Prepared { image, data, base, guest } = &*prepared;
         let disks = std::iter::once(image).chain(data).cloned().map(disk).collect();
         // Small, so that eviction happens.
         let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
         let (shape, base) = (shape.clone(), base.clone());
-        (Self { shape, disks, base, limits, leaks: *leaks }, guest.clone())
+        (Self { shape, disks, base, limits }, guest.clone())
     }
 
     /// The same image with other content of its disks.
@@ -65,7 +63,6 @@ impl Rig {
             disks: content.into_iter().map(SimDisk::new).collect(),
             base: self.base.clone(),
             limits: self.limits,
-            leaks: self.leaks,
         }
     }
 
@@ -141,7 +138,6 @@ impl Rig {
     pub fn audit(&self, leaks_allowed: bool, what: &str) {
         let report = self.check();
         assert!(report.corruptions == 0, "{what}: {:#?}", report.findings);
-        let leaks_allowed = leaks_allowed || self.leaks;
         assert!(leaks_allowed || report.leaks == 0, "{what}: {:#?}", report.findings);
     }
 
@@ -163,7 +159,7 @@ impl Rig {
         let (verdict, said) = qemu::check(dir, "image.qcow2");
         let fine = match verdict {
             Verdict::Clean => true,
-            Verdict::Leaks => leaks_allowed || self.leaks,
+            Verdict::Leaks => leaks_allowed,
             Verdict::Corrupt => false,
         };
         assert!(fine, "{what}: qemu-img check: {said}");

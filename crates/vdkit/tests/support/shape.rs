@@ -96,8 +96,6 @@ pub struct Prepared {
     pub data: Option<MemoryStorage>,
     pub base: Option<MemoryStorage>,
     pub guest: Guest,
-    /// Leaks that it has from the start (bitmaps that become invalid when it is opened).
-    pub leaks: bool,
 }
 
 impl Shape {
@@ -333,7 +331,6 @@ impl Shape {
             data: (self.data_file != DataFile::Inside).then(|| load("data.raw")),
             base,
             guest,
-            leaks: self.bitmap,
         }
     }
 

@@ -1,0 +1,274 @@
+//! The bits of a bitmap that records, in memory: pages of up to 4 KiB, there once they are touched.
+//!
+//! Marking takes no lock: a load where the bit is on disk already, else an atomic or and a look at
+//! whether the page is known to be dirty. A bit counts as *settled* once a flush that held it is
+//! done. Until then every write marks the page as dirty again: whoever finds the bit set by another
+//! thread cannot know whether that thread has told of it yet.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, OnceLock};
+
+use vdkit_block::Result;
+
+/// Largest page in bytes; clusters may be smaller.
+pub(crate) const PAGE_BYTES_MAX: u64 = 4096;
+
+/// A bitmap in memory.
+#[derive(Debug)]
+pub(crate) struct Tracker {
+    /// Which bitmap it is.
+    pub(crate) id: u64,
+    /// It records the guest's writes; else it is only here to be merged into.
+    pub(crate) recording: bool,
+    granularity_bits: u32,
+    bits: u64,
+    page_bytes: u64,
+    pages: Box<[OnceLock<Page>]>,
+    /// A bit for each page that holds bits that are not settled.
+    dirty: Box<[AtomicU64]>,
+}
+
+/// What a page holds.
+#[derive(Clone, Debug)]
+pub(crate) enum Page {
+    /// All bits are set, on disk too.
+    Ones,
+    /// As in the file, where each byte holds eight bits, the lowest first.
+    Bits(Arc<Words>),
+}
+
+/// The bits of one page.
+#[derive(Debug)]
+pub(crate) struct Words {
+    bits: Box<[AtomicU64]>,
+    settled: Box<[AtomicU64]>,
+}
+
+impl Words {
+    /// A page as it is on disk.
+    pub(crate) fn from_disk(bytes: &[u8]) -> Self {
+        let words =
+            || bytes.as_chunks::<8>().0.iter().map(|b| AtomicU64::new(u64::from_le_bytes(*b)));
+        Self { bits: words().collect(), settled: words().collect() }
+    }
+
+    /// Sets a range of bits; says whether one of them is not settled.
+    fn set(&self, range: Range<u64>) -> bool {
+        let mut unsettled = false;
+        let mut at = range.start;
+        while at < range.end {
+            let word = (at / 64) as usize;
+            let end = range.end.min((at / 64 + 1) * 64);
+            let mask = (u64::MAX >> (64 - (end - at))) << (at % 64);
+            if self.settled[word].load(SeqCst) & mask != mask {
+                unsettled = true;
+                if self.bits[word].load(SeqCst) & mask != mask {
+                    self.bits[word].fetch_or(mask, SeqCst);
+                }
+            }
+            at = end;
+        }
+        unsettled
+    }
+
+    /// The bits as they are now.
+    pub(crate) fn copy(&self) -> Vec<u64> {
+        self.bits.iter().map(|word| word.load(SeqCst)).collect()
+    }
+
+    fn settle(&self, copied: &[u64]) {
+        for (settled, copied) in self.settled.iter().zip(copied) {
+            settled.fetch_or(*copied, SeqCst);
+        }
+    }
+}
+
+impl Tracker {
+    /// A bitmap of `bits` bits with nothing in memory yet.
+    pub(crate) fn new(
+        id: u64,
+        recording: bool,
+        granularity_bits: u32,
+        bits: u64,
+        cluster_bytes: u64,
+    ) -> Self {
+        let page_bytes = cluster_bytes.min(PAGE_BYTES_MAX);
+        let pages = bits.div_ceil(page_bytes * 8) as usize;
+        Self {
+            id,
+            recording,
+            granularity_bits,
+            bits,
+            page_bytes,
+            pages: (0..pages).map(|_| OnceLock::new()).collect(),
+            dirty: (0..pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    /// This bitmap for a disk of another size. Nobody may be marking meanwhile.
+    pub(crate) fn resized(&self, bits: u64) -> Self {
+        let new = Self::new(self.id, self.recording, self.granularity_bits, bits, self.page_bytes);
+        for (old, new) in self.pages.iter().zip(&new.pages) {
+            // What all of a page's bits are is not said of bits that come behind the end.
+            if let Some(page @ Page::Bits(_)) = old.get() {
+                let _ = new.set(page.clone());
+            }
+        }
+        for page in self.dirty_pages().into_iter().filter(|&page| page < new.pages.len()) {
+            new.set_dirty(page);
+        }
+        new
+    }
+
+    /// Bytes of a page.
+    pub(crate) fn page_bytes(&self) -> u64 {
+        self.page_bytes
+    }
+
+    /// Sets the bits of a range of guest bytes. `load` says what a page holds that is not in memory
+    /// yet. Returns whether some of it must be written.
+    pub(crate) fn mark(
+        &self,
+        guest: Range<u64>,
+        load: impl Fn(usize) -> Result<Page>,
+    ) -> Result<bool> {
+        let per_page = self.page_bytes * 8;
+        let mut at = guest.start >> self.granularity_bits;
+        // The disk may just have become smaller.
+        let end = (((guest.end - 1) >> self.granularity_bits) + 1).min(self.bits);
+        let mut unsettled = false;
+        while at < end {
+            let page = at / per_page;
+            let next = end.min((page + 1) * per_page);
+            if let Page::Bits(words) = self.page(page as usize, &load)?
+                && words.set(at - page * per_page..next - page * per_page)
+            {
+                self.set_dirty(page as usize);
+                unsettled = true;
+            }
+            at = next;
+        }
+        Ok(unsettled)
+    }
+
+    fn page(&self, index: usize, load: impl Fn(usize) -> Result<Page>) -> Result<&Page> {
+        match self.pages[index].get() {
+            Some(page) => Ok(page),
+            None => {
+                // Of several threads that load it, the first one's is taken.
+                let page = load(index)?;
+                Ok(self.pages[index].get_or_init(|| page))
+            }
+        }
+    }
+
+    /// A page that is in memory.
+    pub(crate) fn loaded(&self, index: usize) -> Option<&Page> {
+        self.pages.get(index)?.get()
+    }
+
+    /// Marks a page as one that must be written.
+    pub(crate) fn set_dirty(&self, page: usize) {
+        let (word, bit) = (&self.dirty[page / 64], 1 << (page % 64));
+        if word.load(SeqCst) & bit == 0 {
+            word.fetch_or(bit, SeqCst);
+        }
+    }
+
+    /// The pages that must be written.
+    pub(crate) fn dirty_pages(&self) -> Vec<usize> {
+        self.collect_dirty(|word| word.load(SeqCst))
+    }
+
+    /// [`Tracker::dirty_pages`], which are taken for written from now on. To be called before they
+    /// are copied.
+    pub(crate) fn take_dirty(&self) -> Vec<usize> {
+        self.collect_dirty(|word| if word.load(SeqCst) == 0 { 0 } else { word.swap(0, SeqCst) })
+    }
+
+    fn collect_dirty(&self, read: impl Fn(&AtomicU64) -> u64) -> Vec<usize> {
+        let mut pages = Vec::new();
+        for (index, word) in self.dirty.iter().enumerate() {
+            let mut bits = read(word);
+            while bits != 0 {
+                pages.push(index * 64 + bits.trailing_zeros() as usize);
+                bits &= bits - 1;
+            }
+        }
+        pages
+    }
+
+    /// A copy of a page is durable.
+    pub(crate) fn settle(&self, page: usize, copied: &[u64]) {
+        if let Some(Page::Bits(words)) = self.loaded(page) {
+            words.settle(copied);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tracker(bits: u64) -> Tracker {
+        Tracker::new(1, true, 9, bits, 512)
+    }
+
+    fn empty(_: usize) -> Result<Page> {
+        Ok(Page::Bits(Arc::new(Words::from_disk(&[0; 512]))))
+    }
+
+    fn words(tracker: &Tracker, page: usize) -> Vec<u64> {
+        match tracker.loaded(page) {
+            Some(Page::Bits(words)) => words.copy(),
+            _ => panic!("not loaded"),
+        }
+    }
+
+    #[test]
+    fn ranges_set_each_bit_that_they_touch() {
+        let bitmap = tracker(10_000);
+        assert!(bitmap.mark(511..513, empty).unwrap());
+        assert_eq!(words(&bitmap, 0)[..2], [0b11, 0]);
+        assert!(bitmap.mark(512 * 60..512 * 130, empty).unwrap());
+        assert_eq!(words(&bitmap, 0)[..3], [0b11 | 0xf << 60, u64::MAX, 0b11]);
+        // Over the end of a page of 4096 bits.
+        assert!(bitmap.mark(512 * 4095..512 * 4097, empty).unwrap());
+        assert_eq!((words(&bitmap, 0)[63], words(&bitmap, 1)[0]), (1 << 63, 1));
+        assert_eq!(bitmap.take_dirty(), [0, 1]);
+        assert!(bitmap.dirty_pages().is_empty());
+        // Bits behind the end do not exist.
+        assert!(bitmap.mark(512 * 9_999..512 * 20_000, empty).unwrap());
+        assert!(!bitmap.mark(512 * 10_000..512 * 20_000, empty).unwrap());
+        assert_eq!(bitmap.take_dirty(), [2]);
+    }
+
+    #[test]
+    fn a_bit_is_written_until_it_is_settled_and_not_again() {
+        let bitmap = tracker(100);
+        assert!(bitmap.mark(0..1, empty).unwrap());
+        assert_eq!(bitmap.take_dirty(), [0]);
+        let copied = words(&bitmap, 0);
+        // Not durable yet: who marks it again must not rely on it.
+        assert!(bitmap.mark(0..1, empty).unwrap());
+        assert_eq!(bitmap.take_dirty(), [0]);
+        bitmap.settle(0, &copied);
+        assert!(!bitmap.mark(0..1, empty).unwrap());
+        assert!(bitmap.take_dirty().is_empty());
+        assert!(bitmap.mark(512..513, empty).unwrap());
+    }
+
+    #[test]
+    fn pages_of_ones_stay_as_they_are_and_resizing_keeps_what_is_marked() {
+        let bitmap = tracker(5000);
+        assert!(!bitmap.mark(0..512, |_| Ok(Page::Ones)).unwrap());
+        assert!(bitmap.mark(512 * 4500..512 * 4501, empty).unwrap());
+        let larger = bitmap.resized(9000);
+        assert_eq!(larger.dirty_pages(), [1]);
+        assert_eq!(words(&larger, 1)[404 / 64], 1 << (404 % 64));
+        assert!(larger.loaded(0).is_none());
+        assert!(larger.mark(512 * 8999..512 * 9000, empty).unwrap());
+        assert!(bitmap.resized(100).dirty_pages().is_empty());
+    }
+}

@@ -1,0 +1,197 @@
+//! Recording what is written, and taking that along with each flush.
+//!
+//! A bit is set in memory before the write that it stands for is. A flush writes the pages with
+//! new bits in its first group, before the map entries that show new data, and entries for new
+//! clusters of a bitmap's table in the second. So on disk a bitmap is at each moment a superset of
+//! what was flushed, and it never has to be marked as in use.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+
+use super::ALL_ONES;
+use super::bits::{Page, Tracker, Words};
+use crate::image::{Meta, Qcow2};
+use crate::pool::Space;
+
+/// Dirty pages and table entries as they were at one moment.
+#[derive(Debug, Default)]
+pub(crate) struct BitmapCopies {
+    /// Host offset and bytes of pages, neighbours joined: for the first group.
+    pub(crate) pages: Vec<(u64, Vec<u8>)>,
+    /// Host offset and bytes of table entries: for the second group.
+    pub(crate) tables: Vec<(u64, Vec<u8>)>,
+    taken: Vec<(Arc<Tracker>, usize, Vec<u64>)>,
+    linked: Vec<(u64, usize)>,
+}
+
+impl BitmapCopies {
+    /// Whether there is nothing to write.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pages.is_empty() && self.tables.is_empty()
+    }
+}
+
+impl Qcow2 {
+    /// As [`vdkit_block::Format::note_write`]. Not to be called under the metadata lock.
+    pub(crate) fn note(&self, guest: Range<u64>) -> Result<()> {
+        if !self.bitmaps.active.load(Ordering::Acquire) || guest.is_empty() {
+            return Ok(());
+        }
+        let trackers = self.bitmaps.trackers.read();
+        for tracker in trackers.iter().filter(|tracker| tracker.recording) {
+            self.note_in(tracker, guest.clone())?;
+        }
+        Ok(())
+    }
+
+    /// Sets bits in one bitmap.
+    pub(super) fn note_in(&self, tracker: &Tracker, guest: Range<u64>) -> Result<()> {
+        let unsettled = tracker.mark(guest, |page| self.load_page(tracker, page))?;
+        // After the page was marked as dirty, as a flush asks in the other order.
+        if unsettled && !self.dirty.load(Ordering::SeqCst) {
+            self.dirty.store(true, Ordering::SeqCst);
+        }
+        Ok(())
+    }
+
+    /// Where a page of a bitmap is: its table's word, its index, and the offset in the cluster.
+    fn page_place(&self, tracker: &Tracker, page: usize) -> (Option<u64>, usize, u64) {
+        let at = page as u64 * tracker.page_bytes();
+        let index = (at >> self.geometry.cluster_bits) as usize;
+        let mut directory = self.bitmaps.directory.lock();
+        let table = directory.by_id(tracker.id).and_then(|entry| entry.table.as_ref());
+        let word = table.and_then(|table| table.get(index)).copied();
+        (word, index, at & (self.geometry.cluster_bytes() - 1))
+    }
+
+    fn load_page(&self, tracker: &Tracker, page: usize) -> Result<Page> {
+        let mut bytes = vec![0; tracker.page_bytes() as usize];
+        match self.page_place(tracker, page) {
+            (Some(ALL_ONES), ..) => return Ok(Page::Ones),
+            (None | Some(0), ..) => {}
+            (Some(cluster), _, inside) => {
+                self.storage.read_padded(&mut bytes, HostOffset(cluster + inside))?;
+            }
+        }
+        Ok(Page::Bits(Arc::new(Words::from_disk(&bytes))))
+    }
+
+    fn trackers(&self) -> Vec<Arc<Tracker>> {
+        if !self.bitmaps.active.load(Ordering::Acquire) {
+            return Vec::new();
+        }
+        self.bitmaps.trackers.read().clone()
+    }
+
+    /// Finds clusters for dirty pages that have none; the caller holds `flushing`, and no copies
+    /// are being written. Where there is no space left the table says "all bits set" instead,
+    /// which needs none and is no lie.
+    pub(crate) fn place_bitmaps(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<()> {
+        for tracker in self.trackers() {
+            for page in tracker.dirty_pages() {
+                let (Some(0), index, _) = self.page_place(&tracker, page) else { continue };
+                let word = match self.bitmap_cluster(meta) {
+                    Ok(offset) => offset.0,
+                    Err(Error::NoSpace { .. }) => ALL_ONES,
+                    Err(error) => return Err(error),
+                };
+                let mut directory = self.bitmaps.directory.lock();
+                if let Some(entry) = directory.by_id(tracker.id)
+                    && let Some(table) = &mut entry.table
+                {
+                    table[index] = word;
+                    entry.unwritten.insert(index);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A cluster that reads as zero.
+    fn bitmap_cluster(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<HostOffset> {
+        let space = match meta.pool.take_fresh(1) {
+            Some(space) => space,
+            None => loop {
+                if let Some(space) = self.allocate(meta, 1, None)? {
+                    break space;
+                }
+            },
+        };
+        let offset = HostOffset(space.first << self.geometry.cluster_bits);
+        if !space.fresh {
+            let cluster = self.geometry.cluster_bytes();
+            if let Err(error) = self.storage.write_zeroes(offset, cluster, ZeroMode::KeepAllocated)
+            {
+                meta.pool.add(Space { fresh: false, ..space });
+                return Err(error);
+            }
+        }
+        self.metadata.write().insert(space.first);
+        Ok(offset)
+    }
+
+    /// Takes everything that is dirty, to be written.
+    pub(crate) fn copy_bitmaps(&self) -> BitmapCopies {
+        let mut copies = BitmapCopies::default();
+        for tracker in self.trackers() {
+            for page in tracker.take_dirty() {
+                let (word, _, inside) = self.page_place(&tracker, page);
+                let cluster = match word {
+                    Some(ALL_ONES) | None => continue,
+                    Some(0) => {
+                        // Dirty since clusters were found: for the next flush. The write that it
+                        // stands for has not ended when this flush was asked for.
+                        tracker.set_dirty(page);
+                        self.dirty.store(true, Ordering::SeqCst);
+                        continue;
+                    }
+                    Some(cluster) => cluster,
+                };
+                let Some(Page::Bits(words)) = tracker.loaded(page) else { continue };
+                let words = words.copy();
+                let bytes = words.iter().flat_map(|word| word.to_le_bytes());
+                match copies.pages.last_mut() {
+                    Some((at, last)) if *at + last.len() as u64 == cluster + inside => {
+                        last.extend(bytes);
+                    }
+                    _ => copies.pages.push((cluster + inside, bytes.collect())),
+                }
+                copies.taken.push((tracker.clone(), page, words));
+            }
+            if let Some(entry) = self.bitmaps.directory.lock().by_id(tracker.id)
+                && let Some(table) = &entry.table
+            {
+                for index in std::mem::take(&mut entry.unwritten) {
+                    let at = entry.bitmap.table_offset.0 + index as u64 * 8;
+                    copies.tables.push((at, table[index].to_be_bytes().to_vec()));
+                    copies.linked.push((tracker.id, index));
+                }
+            }
+        }
+        copies
+    }
+
+    /// The copies are durable.
+    pub(crate) fn bitmaps_flushed(&self, copies: BitmapCopies) {
+        for (tracker, page, words) in copies.taken {
+            tracker.settle(page, &words);
+        }
+    }
+
+    /// The copies may not be durable: they are dirty again.
+    pub(crate) fn bitmaps_failed(&self, copies: BitmapCopies) {
+        for (tracker, page, _) in copies.taken {
+            tracker.set_dirty(page);
+        }
+        let mut directory = self.bitmaps.directory.lock();
+        for (id, index) in copies.linked {
+            if let Some(entry) = directory.by_id(id) {
+                entry.unwritten.insert(index);
+            }
+        }
+    }
+}

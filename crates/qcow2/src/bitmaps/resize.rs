@@ -1,0 +1,95 @@
+//! Bitmaps of a disk that changes its size.
+//!
+//! Where the table of each bitmap keeps its length, the bitmaps stay valid throughout: what a disk
+//! grows by is marked before it does. Else tables and size would have to change at once, and lie in
+//! different sectors; so the bitmaps are declared invalid first, and valid again when all is done.
+//! A power cut in between loses them, and they say so.
+
+use parking_lot::MutexGuard;
+use vdkit_block::Result;
+
+use super::commit::WantedTable;
+use super::table_entries_for;
+use crate::image::{FlushState, Qcow2};
+
+/// What [`Qcow2::bitmaps_before_resize`] did.
+pub(crate) struct Resizing {
+    /// Tables change their length, so the bitmaps are invalid meanwhile.
+    suspended: bool,
+    old: u64,
+    new: u64,
+}
+
+impl Qcow2 {
+    /// To be called before the disk changes its size. The caller holds `admin` and `flushing`
+    /// until after [`Qcow2::bitmaps_after_resize`].
+    pub(crate) fn bitmaps_before_resize(&self, old: u64, new: u64) -> Result<Resizing> {
+        let cluster = self.geometry.cluster_bytes();
+        let entries = |bits: u64| table_entries_for(bits, cluster).max(1);
+        let suspended = {
+            let directory = self.bitmaps.directory.lock();
+            let mut usable = directory.entries.iter().filter(|entry| entry.usable());
+            usable.any(|e| entries(e.bitmap.bits(old)) != entries(e.bitmap.bits(new)))
+        };
+        let resizing = Resizing { suspended, old, new };
+        if suspended {
+            self.set_bitmaps_valid(false)?;
+        } else if new > old {
+            self.resize_trackers(new);
+            self.note(old..new)?;
+        }
+        Ok(resizing)
+    }
+
+    /// To be called when the disk has its new size, or has kept its old one after a failure.
+    pub(crate) fn bitmaps_after_resize(
+        &self,
+        flushing: &MutexGuard<'_, FlushState>,
+        resizing: &Resizing,
+    ) -> Result<()> {
+        let size = self.guest_len();
+        if !resizing.suspended {
+            self.resize_trackers(size);
+            return Ok(());
+        }
+        if size == resizing.new {
+            self.resize_tables(flushing, size)?;
+            if resizing.new > resizing.old {
+                self.note(resizing.old..resizing.new)?;
+                self.flush_once()?;
+            }
+        }
+        self.set_bitmaps_valid(true)
+    }
+
+    fn resize_trackers(&self, guest_bytes: u64) {
+        let mut trackers = self.bitmaps.trackers.write();
+        let mut directory = self.bitmaps.directory.lock();
+        for tracker in trackers.iter_mut() {
+            if let Some(entry) = directory.by_id(tracker.id) {
+                *tracker = tracker.resized(entry.bitmap.bits(guest_bytes)).into();
+            }
+        }
+    }
+
+    /// Gives each bitmap that can be trusted a table for the new size. The clusters that stay are
+    /// the same ones.
+    fn resize_tables(&self, flushing: &MutexGuard<'_, FlushState>, guest_bytes: u64) -> Result<()> {
+        // Bits that were marked meanwhile go to the old clusters, which both tables name.
+        self.flush_once()?;
+        let mut wanted = self.wanted();
+        {
+            let directory = self.bitmaps.directory.lock();
+            for (entry, one) in directory.entries.iter().zip(&mut wanted) {
+                if let Some(table) = entry.table.as_ref().filter(|_| entry.usable()) {
+                    let bits = entry.bitmap.bits(guest_bytes);
+                    let entries = table_entries_for(bits, self.geometry.cluster_bytes()).max(1);
+                    let mut table = table.clone();
+                    table.resize(entries as usize, 0);
+                    one.table = WantedTable::New(table);
+                }
+            }
+        }
+        self.commit_bitmaps(flushing, wanted, false)
+    }
+}

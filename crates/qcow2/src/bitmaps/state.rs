@@ -1,0 +1,325 @@
+//! The bitmaps of an open image: the directory with all tables.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use rustc_hash::FxHashSet;
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage, is_aligned};
+
+use super::bits::Tracker;
+use super::{
+    ALL_ONES, BITMAP_BYTES_MAX, Bitmap, Bitmaps, TABLE_ENTRIES_MAX, flag, table_entries_for,
+};
+use crate::header::{Header, field};
+use crate::layout::{Geometry, OFFSET_MASK, autoclear, extension};
+
+/// Bitmaps that record may have so many times [`Limits::table_bytes_max`] bytes together.
+const RECORDED_MAX: u64 = 64;
+/// Flags that have a meaning.
+const FLAGS_KNOWN: u32 = flag::IN_USE | flag::AUTO | flag::EXTRA_DATA_COMPATIBLE;
+
+/// What an open image keeps of its bitmaps.
+///
+/// Locks: `admin` before all others of the image; `trackers`, then `directory`, after all others.
+/// None of the latter two is held during I/O.
+#[derive(Debug)]
+pub(crate) struct State {
+    /// Some bitmap is in `trackers`.
+    pub(super) active: AtomicBool,
+    pub(super) trackers: RwLock<Vec<Arc<Tracker>>>,
+    pub(super) directory: Mutex<Directory>,
+    /// Held by whoever changes which bitmaps there are, or the size of the disk.
+    pub(crate) admin: Mutex<()>,
+    pub(super) limits: Limits,
+}
+
+/// The directory as it is in the file, but for tables of which entries are about to be written.
+#[derive(Debug, Default)]
+pub(super) struct Directory {
+    pub(super) entries: Vec<Entry>,
+    /// Host offset and bytes of the directory; nothing where there is none that is valid.
+    pub(super) place: Option<(HostOffset, u64)>,
+    pub(super) next_id: u64,
+}
+
+/// One bitmap.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    /// Stays the same while the bitmap has the same table.
+    pub(super) id: u64,
+    pub(super) bitmap: Bitmap,
+    /// Its table; nothing where that makes no sense.
+    pub(super) table: Option<Vec<u64>>,
+    /// Indexes of table entries that have to be written.
+    pub(super) unwritten: BTreeSet<usize>,
+}
+
+impl Entry {
+    /// Whether it records what the guest writes.
+    pub(super) fn records(&self) -> bool {
+        self.usable() && self.bitmap.flags & flag::AUTO != 0
+    }
+
+    /// Whether its bits mean something.
+    pub(super) fn usable(&self) -> bool {
+        !self.bitmap.in_use() && self.table.is_some()
+    }
+
+    /// A tracker for it, with nothing in memory.
+    pub(super) fn tracker(
+        &self,
+        recording: bool,
+        guest_bytes: u64,
+        geometry: &Geometry,
+    ) -> Arc<Tracker> {
+        let bits = self.bitmap.bits(guest_bytes);
+        let granularity_bits = self.bitmap.granularity_bits.into();
+        let cluster = geometry.cluster_bytes();
+        Arc::new(Tracker::new(self.id, recording, granularity_bits, bits, cluster))
+    }
+
+    /// Host clusters of its table and its bits.
+    pub(super) fn clusters(&self, geometry: &Geometry) -> Vec<u64> {
+        let Some(table) = &self.table else { return Vec::new() };
+        let bits = geometry.cluster_bits;
+        let offset = self.bitmap.table_offset.0;
+        let mut clusters: Vec<u64> =
+            (offset >> bits..=(offset + table.len() as u64 * 8 - 1) >> bits).collect();
+        clusters
+            .extend(table.iter().map(|w| w & OFFSET_MASK).filter(|&w| w != 0).map(|w| w >> bits));
+        clusters
+    }
+}
+
+impl Directory {
+    /// The bitmap with this id.
+    pub(super) fn by_id(&mut self, id: u64) -> Option<&mut Entry> {
+        self.entries.iter_mut().find(|entry| entry.id == id)
+    }
+
+    /// Host clusters of the directory itself.
+    pub(super) fn clusters(&self, geometry: &Geometry) -> std::ops::Range<u64> {
+        match self.place {
+            None => 0..0,
+            Some((offset, bytes)) => {
+                let bits = geometry.cluster_bits;
+                offset.0 >> bits..((offset.0 + bytes - 1) >> bits) + 1
+            }
+        }
+    }
+
+    /// Reads the directory and all tables; what is wrong with bitmaps goes to `faults`.
+    pub(super) fn read(
+        header: &Header,
+        guest_bytes: u64,
+        storage: &dyn Storage,
+        limits: &Limits,
+        faults: &mut Vec<(usize, String)>,
+    ) -> Result<Self> {
+        let Bitmaps::Valid(bitmaps) = Bitmaps::read(storage, header, limits)? else {
+            return Ok(Self::default());
+        };
+        let place = header.bitmaps().map(|b| (b.directory_offset, b.directory_bytes));
+        let total: u64 = bitmaps.iter().map(|b| u64::from(b.table_entries) * 8).sum();
+        if total > limits.table_bytes_max {
+            return Err(Error::Limit {
+                file: storage.name().to_owned(),
+                what: "the tables of all bitmaps in bytes",
+                found: total,
+                limit: limits.table_bytes_max,
+            });
+        }
+        let len = storage.len()?.next_multiple_of(header.geometry.cluster_bytes());
+        let mut entries = Vec::with_capacity(bitmaps.len());
+        for (index, bitmap) in bitmaps.into_iter().enumerate() {
+            let table = match check_entry(&bitmap, &header.geometry, guest_bytes, len) {
+                Ok(()) => read_table(&bitmap, &header.geometry, len, storage)?,
+                Err(fault) => Err(fault),
+            };
+            let table = table.map_err(|fault| faults.push((index, fault))).ok();
+            let id = index as u64;
+            entries.push(Entry { id, bitmap, table, unwritten: BTreeSet::new() });
+        }
+        Ok(Self { next_id: entries.len() as u64, entries, place })
+    }
+}
+
+/// What is wrong with a directory entry whose form is right.
+fn check_entry(
+    bitmap: &Bitmap,
+    geometry: &Geometry,
+    guest_bytes: u64,
+    len: u64,
+) -> Result<(), String> {
+    let entries = u64::from(bitmap.table_entries);
+    let offset = bitmap.table_offset.0;
+    let cluster = geometry.cluster_bytes();
+    if entries == 0 || entries > TABLE_ENTRIES_MAX || entries * cluster > BITMAP_BYTES_MAX {
+        return Err(format!("a table of {entries} entries"));
+    }
+    if offset == 0
+        || !is_aligned(offset, cluster)
+        || offset.checked_add(entries * 8).is_none_or(|end| end > len)
+    {
+        return Err(format!("a table at {offset:#x}"));
+    }
+    if bitmap.flags & !FLAGS_KNOWN != 0 {
+        return Err(format!("flags {:#x}", bitmap.flags));
+    }
+    if !bitmap.extra.is_empty() && bitmap.flags & flag::EXTRA_DATA_COMPATIBLE == 0 {
+        return Err("extra data that only newer software knows".to_owned());
+    }
+    let needed = table_entries_for(bitmap.bits(guest_bytes), cluster);
+    if !bitmap.in_use() && entries != needed {
+        return Err(format!("a table of {entries} entries where the disk needs {needed}"));
+    }
+    Ok(())
+}
+
+/// Reads a table; the inner error says what makes no sense.
+fn read_table(
+    bitmap: &Bitmap,
+    geometry: &Geometry,
+    len: u64,
+    storage: &dyn Storage,
+) -> Result<Result<Vec<u64>, String>> {
+    let mut raw = vec![0; bitmap.table_entries as usize * 8];
+    storage.read_padded(&mut raw, bitmap.table_offset)?;
+    let table: Vec<u64> = raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
+    let wrong = table.iter().position(|&word| {
+        let host = word & OFFSET_MASK;
+        let plain = word == host && is_aligned(host, geometry.cluster_bytes()) && host < len;
+        !plain && word != ALL_ONES
+    });
+    Ok(match wrong {
+        None => Ok(table),
+        Some(index) => Err(format!("table entry {index} with {:#x}", table[index])),
+    })
+}
+
+impl State {
+    /// Of an image that is only read: nothing is read before someone asks.
+    pub(crate) fn unread(limits: &Limits) -> Self {
+        Self {
+            active: AtomicBool::new(false),
+            trackers: RwLock::default(),
+            directory: Mutex::default(),
+            admin: Mutex::default(),
+            limits: *limits,
+        }
+    }
+
+    /// Reads the bitmaps of an image that is opened for writing, and adds their clusters to
+    /// `metadata`. A bitmap that makes no sense is marked as one that cannot be trusted; where the
+    /// directory makes none, the autoclear bit goes, which says that of all of them.
+    pub(crate) fn open(
+        header: &mut Header,
+        storage: &dyn Storage,
+        metadata: &mut FxHashSet<u64>,
+        limits: &Limits,
+        warnings: &mut Vec<String>,
+    ) -> Result<Self> {
+        let state = Self::unread(limits);
+        if header.autoclear & autoclear::BITMAPS == 0 {
+            return Ok(state);
+        }
+        let mut faults = Vec::new();
+        let read = Directory::read(header, header.guest_bytes, storage, limits, &mut faults);
+        let mut directory = match read {
+            Ok(directory) => directory,
+            Err(error @ Error::Corrupt(_)) => {
+                warnings.push(format!("{error}; its dirty bitmaps are given up"));
+                forget(header, storage)?;
+                return Ok(state);
+            }
+            Err(error) => return Err(error),
+        };
+        if directory.place.is_none() && header.extension(extension::BITMAPS).is_none() {
+            forget(header, storage)?;
+            return Ok(state);
+        }
+        let geometry = header.geometry;
+        if directory.clusters(&geometry).any(|cluster| !metadata.insert(cluster)) {
+            warnings.push(format!(
+                "{}: the bitmap directory overlaps other metadata; its dirty bitmaps are given up",
+                storage.name()
+            ));
+            forget(header, storage)?;
+            return Ok(state);
+        }
+        for (index, entry) in directory.entries.iter_mut().enumerate() {
+            let mine = entry.clusters(&geometry);
+            let mut seen = FxHashSet::default();
+            if mine.iter().any(|c| metadata.contains(c) || !seen.insert(*c)) {
+                entry.table = None;
+                faults.push((index, "clusters that other metadata uses too".to_owned()));
+            } else {
+                metadata.extend(mine);
+            }
+        }
+        distrust(&mut directory, storage, &faults, warnings)?;
+        let recorded = directory.entries.iter().filter(|entry| entry.records());
+        let bytes: u64 =
+            recorded.map(|e| u64::from(e.bitmap.table_entries) << geometry.cluster_bits).sum();
+        let limit = limits.table_bytes_max.saturating_mul(RECORDED_MAX);
+        if bytes > limit {
+            return Err(Error::Limit {
+                file: storage.name().to_owned(),
+                what: "the bitmaps that record writes in bytes",
+                found: bytes,
+                limit,
+            });
+        }
+        let trackers: Vec<_> = directory
+            .entries
+            .iter()
+            .filter(|entry| entry.records())
+            .map(|entry| entry.tracker(true, header.guest_bytes, &geometry))
+            .collect();
+        state.active.store(!trackers.is_empty(), Ordering::Release);
+        *state.trackers.write() = trackers;
+        *state.directory.lock() = directory;
+        Ok(state)
+    }
+}
+
+/// Clears the autoclear bit, durably: nobody trusts the bitmaps any more.
+fn forget(header: &mut Header, storage: &dyn Storage) -> Result<()> {
+    header.autoclear &= !autoclear::BITMAPS;
+    storage.write_at(&header.autoclear.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
+    storage.sync()
+}
+
+/// Marks damaged bitmaps in the directory as not to be trusted, before anything is written that
+/// they do not record.
+fn distrust(
+    directory: &mut Directory,
+    storage: &dyn Storage,
+    faults: &[(usize, String)],
+    warnings: &mut Vec<String>,
+) -> Result<()> {
+    let Some((place, _)) = directory.place else { return Ok(()) };
+    let mut written = false;
+    let mut at = place.0;
+    for (index, entry) in directory.entries.iter_mut().enumerate() {
+        let bitmap = &mut entry.bitmap;
+        if let Some((_, fault)) = faults.iter().find(|(i, _)| *i == index)
+            && !bitmap.in_use()
+        {
+            warnings.push(format!(
+                "{}: bitmap '{}' is damaged ({fault}) and is not trusted from now on; vdkit check \
+                 --repair all drops it",
+                storage.name(),
+                String::from_utf8_lossy(&bitmap.name)
+            ));
+            bitmap.flags |= flag::IN_USE;
+            // Entries begin at multiples of eight: this lies within one sector.
+            storage.write_at(&bitmap.flags.to_be_bytes(), HostOffset(at + 12))?;
+            written = true;
+        }
+        at += bitmap.entry_bytes() as u64;
+    }
+    if written { storage.sync() } else { Ok(()) }
+}

@@ -1,0 +1,203 @@
+//! The bitmaps extension in the header, and the bit that says that it is true.
+//!
+//! The header must be sound at each moment, so it is never written as a whole. The extension's 24
+//! bytes lie within one sector where we put them, so that one write switches from one directory to
+//! another. A new extension takes the place of the mark that ends the list: what comes behind that
+//! mark is ignored until the eight bytes of the mark, which lie within one sector, are written.
+
+use vdkit_block::{Error, HostOffset, Result};
+
+use crate::header::{Header, field};
+use crate::image::Qcow2;
+use crate::layout::{autoclear, extension};
+
+/// Bytes of the extension's data.
+const DATA_BYTES: u64 = 24;
+/// Bytes of an extension's type and length.
+const HEAD_BYTES: u64 = 8;
+const SECTOR: u64 = 512;
+/// Type of an extension that only fills space; programs ignore what they do not know.
+const PADDING: u32 = 0x7664_7064;
+
+/// The data of the extension.
+fn data(count: u32, (offset, bytes): (HostOffset, u64)) -> [u8; DATA_BYTES as usize] {
+    let mut data = [0; DATA_BYTES as usize];
+    data[..4].copy_from_slice(&count.to_be_bytes());
+    data[8..16].copy_from_slice(&bytes.to_be_bytes());
+    data[16..].copy_from_slice(&offset.0.to_be_bytes());
+    data
+}
+
+fn head(kind: u32, bytes: u64) -> [u8; HEAD_BYTES as usize] {
+    let mut head = [0; HEAD_BYTES as usize];
+    head[..4].copy_from_slice(&kind.to_be_bytes());
+    head[4..].copy_from_slice(&(bytes as u32).to_be_bytes());
+    head
+}
+
+fn within_sector(at: u64, bytes: u64) -> bool {
+    at / SECTOR == (at + bytes - 1) / SECTOR
+}
+
+/// Bytes of padding, with its head, in front of an extension whose list ends at `at`, so that its
+/// data lies within one sector.
+fn padding(at: u64) -> u64 {
+    if within_sector(at + HEAD_BYTES, DATA_BYTES) {
+        return 0;
+    }
+    let boundary = (at + HEAD_BYTES).next_multiple_of(SECTOR);
+    boundary - HEAD_BYTES - at
+}
+
+impl Qcow2 {
+    /// Says in the header that the bitmaps are true, or that they are not; durable.
+    pub(super) fn set_bitmaps_valid(&self, valid: bool) -> Result<()> {
+        let others = self.header.autoclear & !autoclear::BITMAPS;
+        let bits = others | if valid { autoclear::BITMAPS } else { 0 };
+        self.put(HostOffset(field::AUTOCLEAR), &bits.to_be_bytes())
+    }
+
+    fn put(&self, at: HostOffset, bytes: &[u8]) -> Result<()> {
+        self.storage.write_at(bytes, at)?;
+        self.storage.sync()
+    }
+
+    /// Points the header at a directory of `count` bitmaps that is durable, or at none, and says
+    /// that it is true if it is `valid`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the header cluster has no room, with nothing changed; I/O.
+    pub(super) fn switch_directory(
+        &self,
+        count: u32,
+        place: Option<(HostOffset, u64)>,
+        valid: bool,
+    ) -> Result<()> {
+        let header = Header::read(&*self.storage, &self.bitmaps.limits)?;
+        let found = header.extension(extension::BITMAPS);
+        let was_valid = header.autoclear & autoclear::BITMAPS != 0;
+        let Some(place) = place else {
+            if was_valid {
+                self.set_bitmaps_valid(false)?;
+            }
+            return self.drop_extension(&header);
+        };
+        let data = data(count, place);
+        match found {
+            Some(found) if found.data.len() as u64 == DATA_BYTES => {
+                let at = HostOffset(found.offset);
+                let atomic = within_sector(found.offset, DATA_BYTES);
+                if was_valid && !(atomic && valid) {
+                    self.set_bitmaps_valid(false)?;
+                }
+                self.put(at, &data)?;
+                if valid && !(was_valid && atomic) {
+                    self.set_bitmaps_valid(true)?;
+                }
+                Ok(())
+            }
+            Some(_) => Err(Error::corrupt(
+                self.storage.name(),
+                header.extension(extension::BITMAPS).map_or(0, |e| e.offset),
+                "bitmaps header extension",
+                "another length",
+                "24 bytes; run: vdkit check --repair all",
+            )),
+            None => {
+                if was_valid {
+                    self.set_bitmaps_valid(false)?;
+                }
+                self.insert_extension(&header, &data)?;
+                if valid { self.set_bitmaps_valid(true) } else { Ok(()) }
+            }
+        }
+    }
+
+    /// Where the mark that ends the list of extensions is, or belongs.
+    fn list_end(header: &Header) -> u64 {
+        header.extensions.last().map_or(u64::from(header.header_bytes), |last| {
+            last.offset + (last.data.len() as u64).next_multiple_of(8)
+        })
+    }
+
+    fn drop_extension(&self, header: &Header) -> Result<()> {
+        let Some(found) = header.extension(extension::BITMAPS) else { return Ok(()) };
+        let last = header.extensions.last().is_some_and(|e| e.offset == found.offset);
+        let head =
+            if last { head(extension::END, 0) } else { head(PADDING, found.data.len() as u64) };
+        self.put(HostOffset(found.offset - HEAD_BYTES), &head)
+    }
+
+    fn insert_extension(&self, header: &Header, data: &[u8]) -> Result<()> {
+        let reuse = header
+            .extensions
+            .iter()
+            .find(|e| e.kind == PADDING && e.data.len() as u64 == DATA_BYTES)
+            .filter(|e| within_sector(e.offset, DATA_BYTES));
+        if let Some(old) = reuse {
+            self.put(HostOffset(old.offset), data)?;
+            let head = head(extension::BITMAPS, DATA_BYTES);
+            return self.put(HostOffset(old.offset - HEAD_BYTES), &head);
+        }
+        let at = Self::list_end(header);
+        let pad = padding(at);
+        let mut bytes = Vec::new();
+        if pad > 0 {
+            bytes.extend(head(PADDING, pad - HEAD_BYTES));
+            bytes.resize(pad as usize, 0);
+        }
+        bytes.extend(head(extension::BITMAPS, DATA_BYTES));
+        bytes.extend(data);
+        bytes.extend(head(extension::END, 0));
+        self.make_room(header, at, bytes.len() as u64)?;
+        let (first, behind) = bytes.split_at(HEAD_BYTES as usize);
+        self.put(HostOffset(at + HEAD_BYTES), behind)?;
+        self.put(HostOffset(at), first)
+    }
+
+    /// Moves the name of the backing file out of the way of `bytes` bytes at `at`.
+    fn make_room(&self, header: &Header, at: u64, bytes: u64) -> Result<()> {
+        let cluster = self.geometry.cluster_bytes();
+        let no_room = || {
+            Error::unsupported(
+                self.storage.name(),
+                "one more header extension: the header cluster is full",
+                "convert to an image with a larger cluster_size",
+            )
+        };
+        let mut fixed = [0; 12];
+        self.storage.read_at(&mut fixed, HostOffset(8))?;
+        let (offset, len) = fixed.split_at(8);
+        let offset = u64::from_be_bytes(offset.try_into().unwrap_or_default());
+        let len = u64::from(u32::from_be_bytes(len.try_into().unwrap_or_default()));
+        let end = at + bytes;
+        if header.backing_name.is_none() || offset == 0 || offset >= end {
+            return if end <= cluster { Ok(()) } else { Err(no_room()) };
+        }
+        // Neither on what is to be written nor on itself.
+        let new = end.max(offset + len).next_multiple_of(8);
+        if new + len > cluster {
+            return Err(no_room());
+        }
+        let mut name = vec![0; len as usize];
+        self.storage.read_at(&mut name, HostOffset(offset))?;
+        self.put(HostOffset(new), &name)?;
+        self.put(HostOffset(8), &new.to_be_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn padding_keeps_the_data_within_one_sector() {
+        for at in (104..2048).step_by(8) {
+            let pad = padding(at);
+            assert!(pad == 0 || pad >= HEAD_BYTES, "{at}: {pad}");
+            assert!(within_sector(at + pad + HEAD_BYTES, DATA_BYTES), "{at}: {pad}");
+        }
+        assert_eq!(padding(504), 0);
+        assert_eq!(padding(496), 8);
+    }
+}
