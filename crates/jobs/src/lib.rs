@@ -3,6 +3,7 @@
 //! Each job takes disks that the caller opened (or names that it opens under the caller's
 //! policy), reports to a [`vdkit_block::Monitor`] and returns a report that serialises to JSON.
 
+mod bitmap;
 mod check;
 mod commit;
 mod compact;
@@ -31,6 +32,7 @@ mod verify;
 mod watched;
 pub mod zero;
 
+pub use bitmap::{bitmaps, merge_bitmap};
 pub use check::{Checked, check};
 pub use commit::{CommitOptions, CommitReport, commit, commit_disks};
 pub use compact::{Compacted, compact};

@@ -12,6 +12,7 @@ use crate::definition;
 use crate::failure::{Failure, Outcome};
 use crate::session::Session;
 
+pub mod bitmap;
 pub mod check;
 pub mod commit;
 pub mod compact;
@@ -43,6 +44,7 @@ pub static ALL: &[Subcommand] = &[
     compact::COMMAND,
     resize::COMMAND,
     commit::COMMAND,
+    bitmap::COMMAND,
     read::COMMAND,
     write::COMMAND,
     dd::COMMAND,

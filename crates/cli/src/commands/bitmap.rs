@@ -1,0 +1,292 @@
+//! `vdkit bitmap`: persistent dirty bitmaps.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum, ValueHint};
+use serde::Serialize;
+use vdkit::jobs::{bitmaps, merge_bitmap};
+use vdkit::{BackingChoice, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Json, References, size};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::output::{Table, bytes_short};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "bitmap",
+    about: "Record which parts of a disk were written, for incremental backups",
+    group: Group::Change,
+    details: "\
+A dirty bitmap is kept in the image and marks what was written since it was added or cleared. Bitmaps that are \
+enabled record while vdkit or QEMU has the image open for writing, and survive a power cut: what was \
+flushed is marked.
+
+  list      what there is, and how much is dirty
+  add       a new bitmap without marks
+  remove    a bitmap for good
+  clear     a bitmap's marks
+  enable    record from now on
+  disable   do not record any more
+  merge     set the marks of SOURCE in NAME too
+  dirty     the parts that a bitmap marks",
+    examples: "
+vdkit bitmap add disk.qcow2 monday              records from now on, in steps of a cluster
+vdkit bitmap add -g 4K --disabled disk.qcow2 all
+vdkit bitmap list disk.qcow2
+vdkit bitmap dirty --json disk.qcow2 monday     what to back up
+vdkit bitmap merge disk.qcow2 all monday
+vdkit bitmap merge -b old.qcow2 disk.qcow2 all tuesday
+vdkit bitmap clear disk.qcow2 monday
+",
+    augment: augment::<BitmapArgs>,
+    run: run::<BitmapArgs>,
+};
+
+/// Arguments of `vdkit bitmap`.
+#[derive(Args, Debug)]
+pub struct BitmapArgs {
+    /// What to do: list, add, remove, clear, enable, disable, merge or dirty
+    #[arg(value_name = "ACTION", hide_possible_values = true)]
+    action: Action,
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// The bitmap; of all actions only list needs none
+    #[arg(value_name = "NAME")]
+    name: Option<String>,
+    /// For merge: the bitmap whose marks are set in NAME
+    #[arg(value_name = "SOURCE")]
+    source: Option<String>,
+    /// For add: bytes that a mark stands for, a power of two from 512 to 2G
+    ///
+    /// Without it the cluster size, between 4K and 64K.
+    #[arg(short = 'g', long, value_name = "SIZE", value_parser = size)]
+    granularity: Option<u64>,
+    /// For add: do not record yet
+    #[arg(long)]
+    disabled: bool,
+    /// For merge: the image that holds SOURCE, if it is another one
+    #[arg(short = 'b', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    source_file: Option<PathBuf>,
+    /// The format of that image; without it the header is probed
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file")]
+    source_format: Option<String>,
+    /// The image's format; without it the header is probed
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Read the image even while another process writes it (list and dirty)
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    references: References,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The first argument.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Action {
+    List,
+    Add,
+    Remove,
+    Clear,
+    Enable,
+    Disable,
+    Merge,
+    Dirty,
+}
+
+impl Action {
+    fn changes(self) -> bool {
+        !matches!(self, Self::List | Self::Dirty)
+    }
+}
+
+/// The answer of all actions but `dirty`, in JSON.
+#[derive(Serialize)]
+struct BitmapAnswer {
+    filename: String,
+    bitmaps: Vec<Row>,
+}
+
+/// One bitmap.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Row {
+    name: String,
+    granularity: u64,
+    enabled: bool,
+    in_use: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dirty_bytes: Option<u64>,
+}
+
+/// One run of `dirty`, in JSON.
+#[derive(Serialize)]
+struct DirtyRun {
+    start: u64,
+    length: u64,
+}
+
+impl From<BitmapStatus> for Row {
+    fn from(status: BitmapStatus) -> Self {
+        let BitmapStatus { info, dirty_bytes } = status;
+        Self {
+            name: info.name,
+            granularity: info.granularity,
+            enabled: info.enabled,
+            in_use: info.in_use,
+            dirty_bytes,
+        }
+    }
+}
+
+impl BitmapArgs {
+    /// Arguments that the action does not want, and those that it needs.
+    fn check(&self) -> Result<(), Failure> {
+        let action = self.action;
+        let wanted = match action {
+            Action::List => 0,
+            Action::Merge => 2,
+            _ => 1,
+        };
+        let given = usize::from(self.name.is_some()) + usize::from(self.source.is_some());
+        if given < wanted {
+            let what = if given == 0 { "the NAME of a bitmap" } else { "the SOURCE bitmap too" };
+            return Err(Failure::usage(format!("this action needs {what}")));
+        }
+        if given > wanted {
+            return Err(Failure::usage("this action takes fewer names".to_owned()));
+        }
+        if action != Action::Add && (self.granularity.is_some() || self.disabled) {
+            return Err(Failure::usage("--granularity and --disabled are for add".to_owned()));
+        }
+        if action != Action::Merge && self.source_file.is_some() {
+            return Err(Failure::usage("--source-file is for merge".to_owned()));
+        }
+        if action.changes() && self.force_share {
+            return Err(Failure::usage("--force-share is for list and dirty".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Bitmaps are of the image alone: what it stands on is left closed.
+    fn options(&self) -> OpenOptions {
+        let options = if self.action.changes() {
+            OpenOptions::read_write()
+        } else {
+            OpenOptions { lock: !self.force_share, ..OpenOptions::read_only() }
+        };
+        OpenOptions { format: self.format.clone(), refs: self.references.policy(), ..options }
+            .backing(BackingChoice::Ignore)
+    }
+
+    fn change(&self, disk: &Disk, name: &str) -> Result<(), Failure> {
+        let all = bitmaps(disk)?;
+        match self.action {
+            Action::List | Action::Dirty => {}
+            Action::Add => all.add(&NewBitmap {
+                name,
+                granularity: self.granularity,
+                enabled: !self.disabled,
+            })?,
+            Action::Remove => all.remove(name)?,
+            Action::Clear => all.clear(name)?,
+            Action::Enable => all.set_enabled(name, true)?,
+            Action::Disable => all.set_enabled(name, false)?,
+            Action::Merge => self.merge(disk, name)?,
+        }
+        Ok(())
+    }
+
+    fn merge(&self, disk: &Disk, name: &str) -> Result<(), Failure> {
+        let source_name = self.source.as_deref().unwrap_or_default();
+        let Some(path) = &self.source_file else {
+            return Ok(merge_bitmap(disk, name, disk, source_name)?);
+        };
+        let options = OpenOptions {
+            format: self.source_format.clone(),
+            refs: self.references.policy(),
+            ..OpenOptions::read_only()
+        };
+        let options = options.backing(BackingChoice::Ignore);
+        let source = Disk::open(&vdkit::registry(), path, &options)?;
+        Ok(merge_bitmap(disk, name, &source, source_name)?)
+    }
+
+    fn print_dirty(&self, all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
+        // The engine's errors and those of stdout meet in the closure.
+        let mut told = Ok(());
+        let stop = || vdkit::Error::Interrupted;
+        let visited = if self.json.json {
+            let mut array = session.out.json_array()?;
+            let visited = all.for_each_dirty(name, &mut |run| {
+                told = array.push(&DirtyRun { start: run.start, length: run.end - run.start });
+                if told.is_ok() { Ok(()) } else { Err(stop()) }
+            });
+            if told.is_ok() && visited.is_ok() {
+                array.end()?;
+            }
+            visited
+        } else {
+            session.out.line("offset            length")?;
+            all.for_each_dirty(name, &mut |run| {
+                let [start, length] =
+                    [run.start, run.end - run.start].map(|bytes| format!("{bytes:#x}"));
+                told = session.out.line(format!("{start:<16}  {length}"));
+                if told.is_ok() { Ok(()) } else { Err(stop()) }
+            })
+        };
+        told?;
+        visited?;
+        Ok(Exit::Done)
+    }
+
+    fn print_list(&self, list: Vec<BitmapStatus>, session: &mut Session) -> Outcome {
+        let rows = list.into_iter().map(Row::from);
+        if self.json.json {
+            let filename = self.image.display().to_string();
+            session.out.json(&BitmapAnswer { filename, bitmaps: rows.collect() })?;
+            return Ok(Exit::Done);
+        }
+        let mut table = Table::new(&["name", ">granularity", "state", ">dirty"]);
+        for row in rows {
+            let state = match (row.in_use, row.enabled) {
+                (true, _) => "not to be trusted",
+                (false, true) => "enabled",
+                (false, false) => "disabled",
+            };
+            let dirty = row.dirty_bytes.map_or_else(|| "-".to_owned(), bytes_short);
+            table.row([row.name, bytes_short(row.granularity), state.to_owned(), dirty]);
+        }
+        table.print(&mut session.out, 0)?;
+        Ok(Exit::Done)
+    }
+}
+
+impl Run for BitmapArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        self.check()?;
+        let disk = Disk::open(&vdkit::registry(), &self.image, &self.options())?;
+        session.warn(&disk);
+        let name = self.name.as_deref().unwrap_or_default();
+        if !self.action.changes() {
+            let all = bitmaps(&disk)?;
+            return match self.action {
+                Action::Dirty => self.print_dirty(all, name, session),
+                _ => self.print_list(all.list()?, session),
+            };
+        }
+        let changed = self.change(&disk, name);
+        // Closed also after a failure, so that the image is clean.
+        let list = changed.and_then(|()| Ok(bitmaps(&disk)?.list()?));
+        let closed = disk.close();
+        let list = list?;
+        closed?;
+        if self.json.json { self.print_list(list, session) } else { Ok(Exit::Done) }
+    }
+}
