@@ -12,7 +12,7 @@ use vdkit_block::{Error, HostOffset, Result};
 use super::bits::Tracker;
 use super::state::{Directory, Entry};
 use super::{Bitmap, encode};
-use crate::image::{FlushState, Freed, Meta, Qcow2};
+use crate::image::{FlushState, Meta, Qcow2};
 use crate::pool::Space;
 
 /// One bitmap of the new directory.
@@ -47,49 +47,42 @@ impl Qcow2 {
         wanted: Vec<Wanted>,
         valid: bool,
     ) -> Result<()> {
+        // With clusters for pages that have none yet.
         self.flush_once()?;
         let mut meta = self.meta.lock();
         self.before_change(&mut meta)?;
-        let mut taken = Vec::new();
+        let (mut new, mut spaces) = (self.new_directory(wanted), Vec::new());
         let written = self
-            .write_directory(&mut meta, wanted, &mut taken)
-            .and_then(|new| self.write_refcounts(&mut meta).map(|()| new));
-        let new = match written {
-            Ok(new) => new,
-            Err(error) => {
-                for space in taken {
-                    meta.pool.add(Space { fresh: false, ..space });
-                }
-                return Err(error);
+            .reserve_directory(&mut meta, &mut new, &mut spaces)
+            .and_then(|()| self.flush_locked(&mut meta))
+            .and_then(|()| self.write_directory(&mut new, &spaces))
+            .and_then(|()| {
+                let count = new.entries.len() as u32;
+                self.switch_directory(&mut meta, count, new.place, valid)
+            });
+        if let Err(error) = written {
+            if !meta.header_unknown {
+                Self::unreserve(&mut meta, spaces);
             }
-        };
-        // Where this fails nobody knows which one the header names: the space stays reserved.
-        self.switch_directory(new.entries.len() as u32, new.place, valid)?;
+            return Err(error);
+        }
         self.install(&mut meta, new);
         Ok(())
     }
 
-    fn write_directory(
-        &self,
-        meta: &mut MutexGuard<'_, Meta>,
-        wanted: Vec<Wanted>,
-        taken: &mut Vec<Space>,
-    ) -> Result<Directory> {
-        let (old, next_id) = {
-            let directory = self.bitmaps.directory.lock();
-            (directory.entries.clone(), directory.next_id)
-        };
-        let mut new = Directory { entries: Vec::new(), place: None, next_id };
+    /// The entries of the new directory, those with new tables without a place for them.
+    fn new_directory(&self, wanted: Vec<Wanted>) -> Directory {
+        let old = self.bitmaps.directory.lock();
+        let mut new = Directory { entries: Vec::new(), place: None, next_id: old.next_id };
         for Wanted { mut bitmap, table } in wanted {
             let entry = match table {
                 WantedTable::Keep(id) => {
-                    let kept = old.iter().find(|entry| entry.id == id);
+                    let kept = old.entries.iter().find(|entry| entry.id == id);
                     let Some(kept) = kept else { unreachable!("under the admin lock") };
                     Entry { bitmap, ..kept.clone() }
                 }
                 WantedTable::New(table) => {
-                    let raw: Vec<u8> = table.iter().flat_map(|w| w.to_be_bytes()).collect();
-                    bitmap.table_offset = self.write_new(meta, &raw, taken)?;
+                    bitmap.table_offset = HostOffset(0);
                     bitmap.table_entries = table.len() as u32;
                     let id = new.next_id;
                     new.next_id += 1;
@@ -98,46 +91,43 @@ impl Qcow2 {
             };
             new.entries.push(entry);
         }
-        if !new.entries.is_empty() {
-            let raw = encode(new.entries.iter().map(|entry| &entry.bitmap));
-            new.place = Some((self.write_new(meta, &raw, taken)?, raw.len() as u64));
-        }
-        Ok(new)
+        new
     }
 
-    /// Writes bytes to new clusters.
-    fn write_new(
+    /// Reserves space for the new tables, then for the directory itself.
+    fn reserve_directory(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
-        raw: &[u8],
-        taken: &mut Vec<Space>,
-    ) -> Result<HostOffset> {
-        let clusters = (raw.len() as u64).div_ceil(self.geometry.cluster_bytes());
-        let space = self.allocate_whole(meta, clusters)?;
-        taken.push(space);
-        let at = HostOffset(space.first << self.geometry.cluster_bits);
-        self.storage.write_at(raw, at)?;
-        Ok(at)
+        new: &mut Directory,
+        spaces: &mut Vec<Space>,
+    ) -> Result<()> {
+        for entry in new.entries.iter_mut().filter(|entry| entry.bitmap.table_offset.0 == 0) {
+            let space = self.reserve_table(meta, u64::from(entry.bitmap.table_entries) * 8)?;
+            spaces.push(space);
+            entry.bitmap.table_offset = HostOffset(space.first << self.geometry.cluster_bits);
+        }
+        if !new.entries.is_empty() {
+            let bytes = encode(new.entries.iter().map(|entry| &entry.bitmap)).len() as u64;
+            let space = self.reserve_table(meta, bytes)?;
+            spaces.push(space);
+            new.place = Some((HostOffset(space.first << self.geometry.cluster_bits), bytes));
+        }
+        Ok(())
     }
 
-    /// Makes the refcounts durable, with all that was written before.
-    fn write_refcounts(&self, meta: &mut Meta) -> Result<()> {
-        let dirty = meta.refcounts.take_dirty();
-        let written = dirty
-            .writes
-            .iter()
-            .try_for_each(|(at, bytes)| self.storage.write_at(bytes, HostOffset(*at)))
-            .and_then(|()| self.storage.sync());
-        match written {
-            Ok(()) => {
-                meta.refcounts.written(dirty);
-                Ok(())
-            }
-            Err(error) => {
-                meta.refcounts.restore_dirty(dirty);
-                Err(error)
-            }
+    fn write_directory(&self, new: &mut Directory, spaces: &[Space]) -> Result<()> {
+        for space in spaces {
+            let at = HostOffset(space.first << self.geometry.cluster_bits);
+            let table = new.entries.iter().find(|entry| entry.bitmap.table_offset == at);
+            let raw = match table {
+                Some(Entry { table: Some(table), .. }) => {
+                    table.iter().flat_map(|word| word.to_be_bytes()).collect()
+                }
+                _ => encode(new.entries.iter().map(|entry| &entry.bitmap)),
+            };
+            self.write_table(space, &raw)?;
         }
+        Ok(())
     }
 
     /// Takes the new directory into use, and lets go of clusters that only the old one named.
@@ -149,15 +139,12 @@ impl Qcow2 {
             directory.clusters(&self.geometry).chain(tables).collect()
         };
         let (before, after) = (clusters(&directory), clusters(&new));
-        let stamp = self.in_flight.stamp();
         let mut gone: Vec<u64> = before.difference(&after).copied().collect();
         gone.sort_unstable();
-        let mut metadata = self.metadata.write();
-        for cluster in gone {
-            metadata.remove(&cluster);
-            meta.released.push(Freed { first: cluster, count: 1, stamp, punch: false });
+        for run in gone.chunk_by(|a, b| a + 1 == *b) {
+            self.retire(meta, run[0]..run[run.len() - 1] + 1);
         }
-        metadata.extend(after.difference(&before));
+        self.metadata.write().extend(after.difference(&before));
         let guest_bytes = self.guest_len();
         let kept = |entry: &Entry| trackers.iter().find(|t| t.id == entry.id && t.recording);
         let new_trackers: Vec<Arc<Tracker>> = new

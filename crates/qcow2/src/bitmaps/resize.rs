@@ -33,7 +33,7 @@ impl Qcow2 {
         };
         let resizing = Resizing { suspended, old, new };
         if suspended {
-            self.set_bitmaps_valid(false)?;
+            self.set_bitmaps_valid(&mut self.meta.lock(), false)?;
         } else if new > old {
             self.resize_trackers(new);
             self.note(old..new)?;
@@ -59,7 +59,7 @@ impl Qcow2 {
                 self.flush_once()?;
             }
         }
-        self.set_bitmaps_valid(true)
+        self.set_bitmaps_valid(&mut self.meta.lock(), true)
     }
 
     fn resize_trackers(&self, guest_bytes: u64) {

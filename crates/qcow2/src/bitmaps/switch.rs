@@ -8,7 +8,7 @@
 use vdkit_block::{Error, HostOffset, Result};
 
 use crate::header::{Header, field};
-use crate::image::Qcow2;
+use crate::image::{Meta, Qcow2};
 use crate::layout::{autoclear, extension};
 
 /// Bytes of the extension's data.
@@ -51,14 +51,15 @@ fn padding(at: u64) -> u64 {
 
 impl Qcow2 {
     /// Says in the header that the bitmaps are true, or that they are not; durable.
-    pub(super) fn set_bitmaps_valid(&self, valid: bool) -> Result<()> {
+    pub(super) fn set_bitmaps_valid(&self, meta: &mut Meta, valid: bool) -> Result<()> {
         let others = self.header.autoclear & !autoclear::BITMAPS;
         let bits = others | if valid { autoclear::BITMAPS } else { 0 };
-        self.put(HostOffset(field::AUTOCLEAR), &bits.to_be_bytes())
+        self.switch_header(meta, field::AUTOCLEAR, &bits.to_be_bytes())
     }
 
-    fn put(&self, at: HostOffset, bytes: &[u8]) -> Result<()> {
-        self.storage.write_at(bytes, at)?;
+    /// Writes bytes that nobody looks at yet.
+    fn put(&self, at: u64, bytes: &[u8]) -> Result<()> {
+        self.storage.write_at(bytes, HostOffset(at))?;
         self.storage.sync()
     }
 
@@ -69,6 +70,7 @@ impl Qcow2 {
     /// [`Error::Unsupported`] where the header cluster has no room, with nothing changed; I/O.
     pub(super) fn switch_directory(
         &self,
+        meta: &mut Meta,
         count: u32,
         place: Option<(HostOffset, u64)>,
         valid: bool,
@@ -78,39 +80,38 @@ impl Qcow2 {
         let was_valid = header.autoclear & autoclear::BITMAPS != 0;
         let Some(place) = place else {
             if was_valid {
-                self.set_bitmaps_valid(false)?;
+                self.set_bitmaps_valid(meta, false)?;
             }
-            return self.drop_extension(&header);
+            return self.drop_extension(meta, &header);
         };
         let data = data(count, place);
+        if let Some(found) = found
+            && found.data.len() as u64 == DATA_BYTES
+            && within_sector(found.offset, DATA_BYTES)
+            && was_valid
+            && valid
+        {
+            return self.switch_header(meta, found.offset, &data);
+        }
+        if was_valid {
+            self.set_bitmaps_valid(meta, false)?;
+        }
         match found {
             Some(found) if found.data.len() as u64 == DATA_BYTES => {
-                let at = HostOffset(found.offset);
-                let atomic = within_sector(found.offset, DATA_BYTES);
-                if was_valid && !(atomic && valid) {
-                    self.set_bitmaps_valid(false)?;
-                }
-                self.put(at, &data)?;
-                if valid && !(was_valid && atomic) {
-                    self.set_bitmaps_valid(true)?;
-                }
-                Ok(())
+                self.put(found.offset, &data)?
             }
-            Some(_) => Err(Error::corrupt(
-                self.storage.name(),
-                header.extension(extension::BITMAPS).map_or(0, |e| e.offset),
-                "bitmaps header extension",
-                "another length",
-                "24 bytes; run: vdkit check --repair all",
-            )),
-            None => {
-                if was_valid {
-                    self.set_bitmaps_valid(false)?;
-                }
-                self.insert_extension(&header, &data)?;
-                if valid { self.set_bitmaps_valid(true) } else { Ok(()) }
+            Some(found) => {
+                return Err(Error::corrupt(
+                    self.storage.name(),
+                    found.offset,
+                    "bitmaps header extension",
+                    format!("{} bytes", found.data.len()),
+                    "24 bytes; run: vdkit check --repair all",
+                ));
             }
+            None => self.insert_extension(meta, &header, &data)?,
         }
+        if valid { self.set_bitmaps_valid(meta, true) } else { Ok(()) }
     }
 
     /// Where the mark that ends the list of extensions is, or belongs.
@@ -120,24 +121,24 @@ impl Qcow2 {
         })
     }
 
-    fn drop_extension(&self, header: &Header) -> Result<()> {
+    fn drop_extension(&self, meta: &mut Meta, header: &Header) -> Result<()> {
         let Some(found) = header.extension(extension::BITMAPS) else { return Ok(()) };
         let last = header.extensions.last().is_some_and(|e| e.offset == found.offset);
         let head =
             if last { head(extension::END, 0) } else { head(PADDING, found.data.len() as u64) };
-        self.put(HostOffset(found.offset - HEAD_BYTES), &head)
+        self.switch_header(meta, found.offset - HEAD_BYTES, &head)
     }
 
-    fn insert_extension(&self, header: &Header, data: &[u8]) -> Result<()> {
+    fn insert_extension(&self, meta: &mut Meta, header: &Header, data: &[u8]) -> Result<()> {
         let reuse = header
             .extensions
             .iter()
             .find(|e| e.kind == PADDING && e.data.len() as u64 == DATA_BYTES)
             .filter(|e| within_sector(e.offset, DATA_BYTES));
         if let Some(old) = reuse {
-            self.put(HostOffset(old.offset), data)?;
+            self.put(old.offset, data)?;
             let head = head(extension::BITMAPS, DATA_BYTES);
-            return self.put(HostOffset(old.offset - HEAD_BYTES), &head);
+            return self.switch_header(meta, old.offset - HEAD_BYTES, &head);
         }
         let at = Self::list_end(header);
         let pad = padding(at);
@@ -149,14 +150,14 @@ impl Qcow2 {
         bytes.extend(head(extension::BITMAPS, DATA_BYTES));
         bytes.extend(data);
         bytes.extend(head(extension::END, 0));
-        self.make_room(header, at, bytes.len() as u64)?;
+        self.make_room(meta, header, at, bytes.len() as u64)?;
         let (first, behind) = bytes.split_at(HEAD_BYTES as usize);
-        self.put(HostOffset(at + HEAD_BYTES), behind)?;
-        self.put(HostOffset(at), first)
+        self.put(at + HEAD_BYTES, behind)?;
+        self.switch_header(meta, at, first)
     }
 
     /// Moves the name of the backing file out of the way of `bytes` bytes at `at`.
-    fn make_room(&self, header: &Header, at: u64, bytes: u64) -> Result<()> {
+    fn make_room(&self, meta: &mut Meta, header: &Header, at: u64, bytes: u64) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
         let no_room = || {
             Error::unsupported(
@@ -181,8 +182,8 @@ impl Qcow2 {
         }
         let mut name = vec![0; len as usize];
         self.storage.read_at(&mut name, HostOffset(offset))?;
-        self.put(HostOffset(new), &name)?;
-        self.put(HostOffset(8), &new.to_be_bytes())
+        self.put(new, &name)?;
+        self.switch_header(meta, 8, &new.to_be_bytes())
     }
 }
 
