@@ -10,6 +10,7 @@ use support::guest::{Guest, SECTOR};
 use support::ops::{self, Op};
 use support::rig::{IntoGuest, Rig};
 use support::shape::{Base, Shape};
+use vdkit_block::Format;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::Rng;
 
@@ -98,7 +99,10 @@ impl Run {
             durable: HashMap::new(),
             since: HashMap::new(),
             sizes: vec![self.first.len()],
+            marked: Vec::new(),
+            bitmaps_may_go: false,
         };
+        let mut written = Vec::new();
         let mut current: HashMap<u64, Sector> = HashMap::new();
         for done in self.done.iter().take_while(|done| done.begin <= moment) {
             for (sector, bytes) in &done.touched {
@@ -106,6 +110,12 @@ impl Run {
                 current.insert(*sector, *bytes);
             }
             let returned = done.end <= moment;
+            written.push(range_of(done.op, &self.rig.shape, done.size));
+            // Tables of bitmaps change their length together with the disk, or go.
+            expected.bitmaps_may_go = !returned && matches!(done.op, Op::Resize { .. });
+            if returned && (done.flushes() || matches!(done.op, Op::Resize { .. })) {
+                expected.marked.append(&mut written);
+            }
             if returned {
                 expected.sizes = vec![done.size.1];
             } else {
@@ -133,9 +143,47 @@ struct Expected<'a> {
     durable: HashMap<u64, Sector>,
     since: HashMap<u64, Vec<Sector>>,
     sizes: Vec<u64>,
+    /// What bitmaps must mark, where it lies on the disk.
+    marked: Vec<std::ops::Range<u64>>,
+    bitmaps_may_go: bool,
 }
 
 impl Expected<'_> {
+    /// Bitmaps that record can be trusted, and mark everything that was flushed.
+    fn check_bitmaps(&self, rig: &Rig) {
+        if !rig.shape.bitmap {
+            return;
+        }
+        let format = rig.format(false).expect("a survivor opens");
+        let bitmaps = format.bitmaps().expect("a format with bitmaps");
+        let list = bitmaps.list().expect("bitmaps of a survivor");
+        if list.is_empty() && self.bitmaps_may_go {
+            return;
+        }
+        let names: Vec<&str> = list.iter().map(|b| b.info.name.as_str()).collect();
+        assert_eq!(names, ["dirt", "fine"]);
+        for bitmap in &list {
+            assert!(bitmap.info.enabled && !bitmap.info.in_use, "{bitmap:?}");
+            let mut found = Vec::new();
+            let mut add = |run| {
+                found.push(run);
+                Ok(())
+            };
+            bitmaps.for_each_dirty(&bitmap.info.name, &mut add).expect("a sound bitmap");
+            for range in &self.marked {
+                let range =
+                    range.start.min(format.guest_bytes())..range.end.min(format.guest_bytes());
+                let within =
+                    |run: &std::ops::Range<u64>| run.start <= range.start && range.end <= run.end;
+                assert!(
+                    range.is_empty() || found.iter().any(within),
+                    "{} does not mark {range:x?}, only {found:x?}",
+                    bitmap.info.name
+                );
+            }
+        }
+    }
+
     fn allows(&self, sector: u64, found: &[u8]) -> bool {
         let durable = match self.durable.get(&sector) {
             Some(bytes) => found == bytes,
@@ -179,6 +227,7 @@ impl Expected<'_> {
 fn try_survivor(run: &Run, expected: &Expected<'_>, content: Vec<MemoryStorage>, rng: &mut Rng) {
     let rig = run.rig.with_content(content);
     let mut guest = expected.check(&rig);
+    expected.check_bitmaps(&rig);
     let dirty = dirty_bit(&rig);
     if !dirty {
         rig.audit(true, "the survivor");
@@ -270,6 +319,16 @@ fn shapes() -> Vec<Shape> {
 fn each_kind_of_image_survives_a_power_cut() {
     let shapes = shapes();
     support::for_seeds(6, |seed| case(&shapes[seed as usize % shapes.len()], seed));
+}
+
+#[test]
+fn bitmaps_mark_what_was_flushed_before_a_power_cut() {
+    let shapes: Vec<Shape> = shapes()
+        .into_iter()
+        .filter(|shape| shape.version == 3 && shape.cluster <= 4096 || shape.bitmap)
+        .map(|shape| Shape { bitmap: true, ..shape })
+        .collect();
+    support::for_seeds(24, |seed| case(&shapes[seed as usize % shapes.len()], seed));
 }
 
 #[test]

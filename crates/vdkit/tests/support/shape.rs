@@ -322,6 +322,8 @@ impl Shape {
         }
         if self.bitmap {
             qemu::img(dir, &["bitmap", "--add", "image.qcow2", "dirt"]);
+            // Its table changes its length where the disk changes its size.
+            qemu::img(dir, &["bitmap", "--add", "-g", "512", "image.qcow2", "fine"]);
         }
         let guest = Guest(qemu::guest_view(dir, "image.qcow2"));
         assert_eq!(guest.len(), self.guest_bytes());
