@@ -126,19 +126,6 @@ fn a_signal_ends_the_wait_for_input() {
 }
 
 #[test]
-fn says_that_bitmaps_become_invalid() {
-    let scratch = Scratch::new();
-    let dir = scratch.path("");
-    peer(&dir, "qemu-img", &["create", "-q", "-f", "qcow2", "disk.qcow2", "1M"]);
-    peer(&dir, "qemu-img", &["bitmap", "--add", "disk.qcow2", "changes"]);
-    let answer = scratch.ok(&["write", "disk.qcow2", "0", "4K", "--pattern", "1"]);
-    assert!(answer.stderr.contains("warning: disk.qcow2: its dirty bitmaps"), "{}", answer.stderr);
-    // Said once: from then on they are known to be invalid.
-    let answer = scratch.ok(&["write", "disk.qcow2", "0", "4K", "--pattern", "2"]);
-    assert!(!answer.stderr.contains("warning"), "{}", answer.stderr);
-}
-
-#[test]
 fn a_base_is_not_changed_under_its_overlays() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "base.qcow2", "1M"]);

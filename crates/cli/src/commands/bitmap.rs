@@ -217,31 +217,7 @@ impl BitmapArgs {
     }
 
     fn print_dirty(&self, all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
-        // The engine's errors and those of stdout meet in the closure.
-        let mut told = Ok(());
-        let stop = || vdkit::Error::Interrupted;
-        let visited = if self.json.json {
-            let mut array = session.out.json_array()?;
-            let visited = all.for_each_dirty(name, &mut |run| {
-                told = array.push(&DirtyRun { start: run.start, length: run.end - run.start });
-                if told.is_ok() { Ok(()) } else { Err(stop()) }
-            });
-            if told.is_ok() && visited.is_ok() {
-                array.end()?;
-            }
-            visited
-        } else {
-            session.out.line("offset            length")?;
-            all.for_each_dirty(name, &mut |run| {
-                let [start, length] =
-                    [run.start, run.end - run.start].map(|bytes| format!("{bytes:#x}"));
-                told = session.out.line(format!("{start:<16}  {length}"));
-                if told.is_ok() { Ok(()) } else { Err(stop()) }
-            })
-        };
-        told?;
-        visited?;
-        Ok(Exit::Done)
+        if self.json.json { dirty_json(all, name, session) } else { dirty_text(all, name, session) }
     }
 
     fn print_list(&self, list: Vec<BitmapStatus>, session: &mut Session) -> Outcome {
@@ -264,6 +240,55 @@ impl BitmapArgs {
         table.print(&mut session.out, 0)?;
         Ok(Exit::Done)
     }
+}
+
+/// Calls `print` for each dirty run. The engine's errors and those of stdout meet here.
+fn each_dirty(
+    all: &dyn Bitmaps,
+    name: &str,
+    mut print: impl FnMut(u64, u64) -> std::io::Result<()>,
+) -> Result<(), Failure> {
+    let mut told = Ok(());
+    let visited = all.for_each_dirty(name, &mut |run| {
+        told = print(run.start, run.end - run.start);
+        if told.is_ok() { Ok(()) } else { Err(vdkit::Error::Interrupted) }
+    });
+    told?;
+    Ok(visited?)
+}
+
+fn dirty_json(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
+    // Nothing is printed before it is known that there is such a bitmap.
+    let (mut out, mut array) = (Some(&mut session.out), None);
+    each_dirty(all, name, |start, length| {
+        if let Some(out) = out.take() {
+            array = Some(out.json_array()?);
+        }
+        array.as_mut().map_or(Ok(()), |array| array.push(&DirtyRun { start, length }))
+    })?;
+    match (out, array) {
+        (Some(out), _) => out.json_array()?.end()?,
+        (None, Some(array)) => array.end()?,
+        (None, None) => {}
+    }
+    Ok(Exit::Done)
+}
+
+fn dirty_text(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
+    let header = "offset            length";
+    let mut begun = false;
+    each_dirty(all, name, |start, length| {
+        if !begun {
+            session.out.line(header)?;
+            begun = true;
+        }
+        let [start, length] = [start, length].map(|bytes| format!("{bytes:#x}"));
+        session.out.line(format!("{start:<16}  {length}"))
+    })?;
+    if !begun {
+        session.out.line(header)?;
+    }
+    Ok(Exit::Done)
 }
 
 impl Run for BitmapArgs {
