@@ -27,8 +27,6 @@ enum Order {
     Sequential,
     /// L2 tables anywhere, data in order around them.
     Tables,
-    /// L2 tables and data anywhere: each cluster of the disk in another place.
-    Everything,
 }
 
 impl Order {
@@ -36,7 +34,6 @@ impl Order {
         match self {
             Self::Sequential => "in order",
             Self::Tables => "tables scattered",
-            Self::Everything => "all scattered",
         }
     }
 }
@@ -44,7 +41,7 @@ impl Order {
 /// Both programs on each image, with its metadata in the page cache and without.
 pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
     let bytes = if options.quick { DISK_BYTES_QUICK } else { DISK_BYTES };
-    for order in [Order::Sequential, Order::Tables, Order::Everything] {
+    for order in [Order::Sequential, Order::Tables] {
         let image = image(options, scratch, order, bytes)?;
         for (job, cold) in [("warm", false), ("cold", true)] {
             if !options.wants_job(job) {
@@ -85,15 +82,15 @@ fn image(options: &Options, scratch: &Scratch, order: Order, bytes: u64) -> Resu
             .run()
             .context("qemu-img create")?;
     } else {
-        write_scattered(&path, order, bytes)
-            .with_context(|| format!("cannot make {}", path.display()))?;
+        write_scattered(&path, bytes).with_context(|| format!("cannot make {}", path.display()))?;
     }
     rustix::fs::sync();
     Ok(path)
 }
 
-/// A version 2 image: header, refcount table, refcount blocks, L1 table, then L2 tables and data.
-fn write_scattered(path: &Path, order: Order, bytes: u64) -> Result<()> {
+/// A version 2 image: header, refcount table, refcount blocks, L1 table, then data with the L2 tables
+/// anywhere in it.
+fn write_scattered(path: &Path, bytes: u64) -> Result<()> {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::create(path)?;
     let (data, tables) = (bytes / CLUSTER, bytes / CLUSTER / (CLUSTER / 8));
@@ -117,15 +114,12 @@ fn write_scattered(path: &Path, order: Order, bytes: u64) -> Result<()> {
     }
     let mut places: Vec<u32> = (first as u32..clusters as u32).collect();
     let mut random = Random::new();
-    let shuffled = if order == Order::Tables { tables as usize } else { places.len() };
-    for i in 0..shuffled {
+    for i in 0..tables as usize {
         let other = i + (random.next() % (places.len() - i) as u64) as usize;
         places.swap(i, other);
     }
     let (tables, data) = places.split_at_mut(tables as usize);
-    if order == Order::Tables {
-        data.sort_unstable();
-    }
+    data.sort_unstable();
     let entry = |place: &u32| (u64::from(*place) * CLUSTER) | COPIED;
     file.write_all_at(&words(&mut tables.iter().map(entry)), l1 * CLUSTER)?;
     for (table, data) in tables.iter().zip(data.chunks((CLUSTER / 8) as usize)) {

@@ -4,6 +4,7 @@ mod compact;
 mod crash;
 mod damage;
 mod hostile;
+mod matrix;
 mod random;
 mod sound;
 mod support;

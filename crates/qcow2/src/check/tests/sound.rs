@@ -1,8 +1,14 @@
 //! Images that are as they should be, and leaks.
 
-use vdkit_block::Repair;
+use std::sync::Arc;
 
-use super::support::{Image, KINDS, must, our_check, peers, qemu_check, same_guest, verdict_of};
+use vdkit_block::{Limits, Monitor, Repair, Storage};
+use vdkit_testkit::CountingStorage;
+
+use super::support::{
+    Image, KINDS, must, open, our_check, peers, qemu_check, same_guest, verdict_of,
+};
+use crate::check;
 
 #[test]
 fn every_kind_of_image_is_clean_with_the_numbers_of_qemu() {
@@ -104,4 +110,26 @@ fn a_refcount_too_high_of_a_cluster_in_use_is_lowered_with_its_copied_flag() {
         assert_eq!(image.get_refcount(host), 1);
         assert!(same_guest(&image.path, &sound.path));
     }
+}
+
+#[test]
+fn metadata_is_read_in_large_pieces_many_at_once() {
+    if !peers() {
+        return;
+    }
+    let image = Image::empty();
+    let file = image.path.to_str().unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata", file, "16G"];
+    must("qemu-img", &create);
+    let counting = CountingStorage::new(open(&image.path));
+    let storage: Arc<dyn Storage> = Arc::clone(&counting) as Arc<dyn Storage>;
+    let (limits, monitor) = (Limits::default(), Monitor::default());
+    let report = check::check(&storage, None, Repair::Nothing, &limits, &monitor).unwrap();
+    assert_eq!((report.corruptions, report.leaks), (0, 0));
+    assert_eq!(report.allocated_clusters, 16 << 14);
+    let counts = counting.counts();
+    // Header, tables, and each of 32 L2 tables and 9 refcount blocks once, in a batch of each kind.
+    assert!(counts.reads <= 45, "{counts:?}");
+    assert!(counts.read_batches <= 2, "{counts:?}");
+    assert!(counts.bytes_read / counts.reads >= 60 << 10, "{counts:?}");
 }
