@@ -349,6 +349,22 @@ pub struct CreateRequest {
     pub backing: Option<BackingRef>,
 }
 
+/// What of an image shall change in place.
+#[derive(Clone, Debug)]
+pub struct AmendRequest {
+    /// The image, writable; nobody has it open.
+    pub storage: Arc<dyn Storage>,
+    /// The file named by [`ImageInfo::data_file`].
+    pub data_file: Option<Arc<dyn Storage>>,
+    /// What it shall stand on, as it shall be stored, or nothing; none leaves that as it is. Only
+    /// the name changes: the caller sees to it that the disk stays the same.
+    pub backing: Option<Option<BackingRef>>,
+    /// The options that shall have another value.
+    pub options: Options,
+    /// What it may cost.
+    pub limits: Limits,
+}
+
 /// How much a repair may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
@@ -505,6 +521,18 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
             storage.name(),
             format!("compacting a {} image in place", self.name()),
             "convert it to a new image, which has no free space in it",
+        ))
+    }
+
+    /// Changes properties of an image where it lies. The guest's disk stays the same, and a crash
+    /// leaves the old or the new properties, or some of each; done again, it comes to its end.
+    /// Returns the keys of what changed.
+    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        let _ = monitor;
+        Err(Error::unsupported(
+            request.storage.name(),
+            format!("changing properties of a {} image in place", self.name()),
+            "convert it to a new image that has them",
         ))
     }
 

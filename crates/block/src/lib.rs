@@ -52,8 +52,8 @@ pub use bitmaps::{BitmapStatus, Bitmaps, NewBitmap};
 pub use codec::{Codec, CompressionSpec};
 pub use compact::{CompactOptions, CompactReport, LeftAlone, punch_zeroes};
 pub use driver::{
-    BitmapInfo, CheckReport, CreateRequest, Finding, FormatDriver, ImageInfo, Measured,
-    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Severity, SnapshotInfo,
+    AmendRequest, BitmapInfo, CheckReport, CreateRequest, Finding, FormatDriver, ImageInfo,
+    Measured, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Severity, SnapshotInfo,
     parse_size,
 };
 pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result};

@@ -176,18 +176,18 @@ struct Pair {
 
 /// The runs of one disk, with zeroes behind its end.
 #[derive(Debug)]
-struct Side<'a> {
+pub(crate) struct Side<'a> {
     runs: Runs<'a>,
     run: Option<Run<'a>>,
 }
 
 impl<'a> Side<'a> {
-    fn new(disk: &'a Disk) -> Result<Self> {
+    pub(crate) fn new(disk: &'a Disk) -> Result<Self> {
         Ok(Self { runs: Runs::new(disk, 0, disk.guest_bytes())?, run: None })
     }
 
     /// The run at `at`, which never goes back.
-    fn run_at(&mut self, at: u64, end: u64) -> Result<Run<'a>> {
+    pub(crate) fn run_at(&mut self, at: u64, end: u64) -> Result<Run<'a>> {
         while self.run.is_none_or(|run| run.end() <= at) {
             let zero = Run::zeroes(at, end - at);
             self.run = Some(self.runs.next_run()?.unwrap_or(zero));
@@ -244,7 +244,7 @@ impl Plan for Pairs<'_> {
 }
 
 /// Whether two runs are the same bytes of the same file.
-fn same_place(a: &Run<'_>, b: &Run<'_>) -> bool {
+pub(crate) fn same_place(a: &Run<'_>, b: &Run<'_>) -> bool {
     match (&a.kind, &b.kind) {
         (
             RunKind::Data { storage: a, offset: a_offset },

@@ -18,6 +18,8 @@ pub(crate) struct Run<'a> {
     /// Bytes; never 0.
     pub(crate) len: u64,
     pub(crate) kind: RunKind<'a>,
+    /// The image of the chain that answers, 0 being the top one.
+    pub(crate) depth: usize,
     /// The host file may have holes that the map does not tell of.
     hides_holes: bool,
 }
@@ -36,7 +38,7 @@ pub(crate) enum RunKind<'a> {
 impl Run<'_> {
     /// Zeroes.
     pub(crate) fn zeroes(at: u64, len: u64) -> Self {
-        Self { at, len, kind: RunKind::Zero, hides_holes: false }
+        Self { at, len, kind: RunKind::Zero, depth: usize::MAX, hides_holes: false }
     }
 
     /// Offset behind the last byte.
@@ -90,6 +92,7 @@ impl<'a> Runs<'a> {
                 Some(extent) => Run {
                     at: extent.at.0,
                     len: extent.len,
+                    depth: extent.depth,
                     hides_holes: Holes::hides_holes(self.disk, extent.depth),
                     kind: match extent.place {
                         DiskPlace::Zero { .. } | DiskPlace::Hole => RunKind::Zero,

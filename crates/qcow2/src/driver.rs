@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver, ImageInfo,
-    Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
+    AmendRequest, CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver,
+    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result,
+    Storage,
 };
 
 use crate::options::{CreateOptions, SPECS};
-use crate::{Qcow2, check, create, describe, layout, measure};
+use crate::{Qcow2, amend, check, create, describe, layout, measure};
 
 /// qcow2 images, versions 2 and 3.
 #[derive(Clone, Copy, Debug, Default)]
@@ -71,6 +72,10 @@ impl FormatDriver for Qcow2Driver {
         monitor: &Monitor<'_>,
     ) -> Result<CompactReport> {
         check::compact(storage, data_file, options, limits, monitor)
+    }
+
+    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        amend::amend(request, monitor)
     }
 
     fn cluster_bytes(&self, options: &Options) -> Result<u64> {

@@ -3,6 +3,7 @@
 //! Source: qcow2 specification, sections "Header" and "Header extensions".
 
 mod fixed;
+pub(crate) mod rewrite;
 
 use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Result, Storage};
 

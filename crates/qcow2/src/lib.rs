@@ -22,6 +22,7 @@
 //! and unlinked clusters are leaks then.
 
 mod allocator;
+mod amend;
 pub mod bitmaps;
 pub mod check;
 pub mod codec;

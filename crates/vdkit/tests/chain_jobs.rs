@@ -1,4 +1,4 @@
-//! Jobs that change two images at once, or the chain itself: commit. The power fails, or
+//! Jobs that change two images at once, or the chain itself: commit and rebase. The power fails, or
 //! an operation does, at each moment, on all files at once; what the overlay shows never changes,
 //! and the job run again comes to its end.
 
@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use support::disks::{SimDisk, Survival, Timeline, power_cut, survivors};
 use support::guest::{Guest, pattern};
-use vdkit::jobs::commit_disks;
+use vdkit::jobs::{commit_disks, take_over};
 use vdkit::storage::MemoryStorage;
 use vdkit::{
-    BackingRef, CreateRequest, Disk, FormatDriver, GuestOffset, HostOffset, Limits, Monitor,
-    OpenOptions, OpenRequest, Options, Repair, Result, Storage,
+    AmendRequest, BackingRef, CreateRequest, Disk, FormatDriver, GuestOffset, HostOffset, Limits,
+    Monitor, OpenOptions, OpenRequest, Options, Repair, Result, Storage,
 };
 use vdkit_testkit::{FaultKind, FaultPlan, Rng};
 
@@ -22,10 +22,20 @@ struct Kind {
     format: &'static str,
     options: &'static str,
     bytes: u64,
+    /// It stands on nothing.
+    bottom: bool,
 }
 
 const fn qcow2(options: &'static str, bytes: u64) -> Kind {
-    Kind { format: "qcow2", options, bytes }
+    Kind { format: "qcow2", options, bytes, bottom: false }
+}
+
+const fn bottom(options: &'static str, bytes: u64) -> Kind {
+    Kind { format: "qcow2", options, bytes, bottom: true }
+}
+
+const fn raw(bytes: u64) -> Kind {
+    Kind { format: "raw", options: "", bytes, bottom: true }
 }
 
 fn driver(kind: &Kind) -> &'static dyn FormatDriver {
@@ -40,7 +50,7 @@ fn open_one(kind: &Kind, storage: Arc<dyn Storage>, writable: bool) -> Result<Di
     Ok(Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() }))
 }
 
-/// A chain on simulated disks, the top image first.
+/// Images on simulated disks, the top one first. Each stands on the next, but for bottoms.
 struct Stack {
     kinds: Vec<Kind>,
     disks: Vec<SimDisk>,
@@ -59,14 +69,18 @@ impl Stack {
         Self { kinds: self.kinds.clone(), disks: content.into_iter().map(SimDisk::new).collect() }
     }
 
-    /// The images from `first` up to, and without, `end` as one disk.
-    fn open(&self, first: usize, end: usize, writable: bool) -> Result<Disk> {
-        let disk = open_one(&self.kinds[first], self.disks[first].storage(), writable)?;
-        if first + 1 == end { Ok(disk) } else { Ok(disk.over(self.open(first + 1, end, false)?)) }
+    /// An image and what it stands on.
+    fn open(&self, at: usize, writable: bool) -> Result<Disk> {
+        let disk = self.open_alone(at, writable)?;
+        if self.kinds[at].bottom { Ok(disk) } else { Ok(disk.over(self.open(at + 1, false)?)) }
+    }
+
+    fn open_alone(&self, at: usize, writable: bool) -> Result<Disk> {
+        open_one(&self.kinds[at], self.disks[at].storage(), writable)
     }
 
     fn guest(&self) -> Guest {
-        guest_of(&self.open(0, self.disks.len(), false).expect("a chain that can be opened"))
+        as_its_header_says(self)
     }
 
     /// The images must be sound but for leaks.
@@ -88,10 +102,54 @@ impl Stack {
     }
 
     fn commit(&self) -> Result<()> {
-        let base = self.open(1, self.disks.len(), true)?;
-        let top = self.open(0, 1, true)?;
+        let base = self.open(1, true)?;
+        let top = self.open_alone(0, true)?;
         commit_disks(top, &base, true, Some(1), &Monitor::default()).map(|_| ())
     }
+}
+
+/// A rebase of the top image from the second onto the third, or onto nothing.
+fn rebase(stack: &Stack, onto: bool) -> Result<()> {
+    let top = open_one(&stack.kinds[0], stack.disks[0].storage(), true)?;
+    let named = top.layers()[0].info().backing_file.clone();
+    let disk = match old_base(named.as_deref()) {
+        Some(old) => top.over(stack.open(old, false)?),
+        None => top,
+    };
+    let new = if onto { Some(stack.open(2, false)?) } else { None };
+    let copied = take_over(&disk, new.as_ref(), Some(1), &Monitor::default());
+    let closed = disk.close();
+    copied.and(closed)?;
+    drop(disk);
+    let backing = onto.then(|| BackingRef {
+        name: "onto/another".to_owned(),
+        format: Some(stack.kinds[2].format.to_owned()),
+    });
+    driver(&stack.kinds[0]).amend(
+        &AmendRequest {
+            storage: stack.disks[0].storage(),
+            data_file: None,
+            backing: Some(backing),
+            options: Options::default(),
+            limits: Limits::default(),
+        },
+        &Monitor::default(),
+    )?;
+    Ok(())
+}
+
+/// Which image of the stack a name in the top image's header means.
+fn old_base(name: Option<&str>) -> Option<usize> {
+    name.map(|name| if name == "onto/another" { 2 } else { 1 })
+}
+
+/// What the top image shows on whatever its header says that it stands on.
+fn as_its_header_says(stack: &Stack) -> Guest {
+    let top = stack.open_alone(0, false).expect("opening");
+    let info = top.layers()[0].info().clone();
+    let Some(base) = old_base(info.backing_file.as_deref()) else { return guest_of(&top) };
+    assert_eq!(info.backing_format.as_deref(), Some(stack.kinds[base].format));
+    guest_of(&top.over(stack.open(base, false).expect("opening")))
 }
 
 /// Refcounts of an image that is open for writing with lazy refcounts may be behind.
@@ -117,7 +175,8 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
     for (depth, kind) in kinds.iter().enumerate().rev() {
         let image = Arc::new(MemoryStorage::with_len("image", 0));
         let storage: Arc<dyn Storage> = image.clone();
-        let backing = kinds.get(depth + 1).map(|below| BackingRef {
+        let below = kinds.get(depth + 1).filter(|_| !kind.bottom);
+        let backing = below.map(|below| BackingRef {
             name: format!("{}", depth + 1),
             format: Some(below.format.to_owned()),
         });
@@ -134,7 +193,8 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
             .expect("creating");
         images.insert(0, image);
         let mut disk = open_one(kind, storage, true).expect("opening");
-        for (i, below) in images.iter().enumerate().skip(1) {
+        let chain = kinds[depth..].iter().take_while(|kind| !kind.bottom).count();
+        for (i, below) in images.iter().enumerate().skip(1).take(chain) {
             let below: Arc<dyn Storage> = Arc::new(MemoryStorage::clone(below).read_only());
             disk = disk.over(open_one(&kinds[depth + i], below, false).expect("opening"));
         }
@@ -159,16 +219,32 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
 fn stacks() -> Vec<Vec<Kind>> {
     const M: u64 = 256 << 10;
     vec![
-        vec![qcow2("cluster_size=4096", M), qcow2("cluster_size=4096", M)],
-        vec![qcow2("cluster_size=512", M), qcow2("cluster_size=512", M / 2)],
-        vec![qcow2("", M), Kind { format: "raw", options: "", bytes: M / 2 + 1536 }],
-        vec![qcow2("extended_l2=on,cluster_size=16K", M), qcow2("cluster_size=2M", 2 * M)],
-        vec![qcow2("compat=0.10,cluster_size=4096", M), qcow2("compat=0.10,cluster_size=1024", M)],
+        vec![qcow2("cluster_size=4096", M), bottom("cluster_size=4096", M)],
+        vec![qcow2("cluster_size=512", M), bottom("cluster_size=512", M / 2)],
+        vec![qcow2("", M), raw(M / 2 + 1536)],
+        vec![qcow2("extended_l2=on,cluster_size=16K", M), bottom("cluster_size=2M", 2 * M)],
+        vec![qcow2("compat=0.10,cluster_size=4096", M), bottom("compat=0.10,cluster_size=1024", M)],
         vec![
             qcow2("lazy_refcounts=on,cluster_size=4096", M),
             qcow2("lazy_refcounts=on,extended_l2=on", M),
-            qcow2("cluster_size=4096", 3 * M),
+            bottom("cluster_size=4096", 3 * M),
         ],
+    ]
+}
+
+/// An image, what it stands on, and what it shall stand on.
+fn families() -> Vec<Vec<Kind>> {
+    const M: u64 = 256 << 10;
+    vec![
+        vec![qcow2("cluster_size=4096", M), bottom("", M), bottom("", M)],
+        vec![qcow2("cluster_size=512", M), bottom("", M / 2), raw(2 * M)],
+        vec![qcow2("extended_l2=on", M), raw(2 * M), bottom("extended_l2=on", M / 2 + 512)],
+        vec![
+            qcow2("compat=0.10,cluster_size=4096", M),
+            bottom("compat=0.10", M / 2),
+            bottom("cluster_size=2M", M),
+        ],
+        vec![qcow2("lazy_refcounts=on,cluster_size=4096", M), bottom("", M), raw(M)],
     ]
 }
 
@@ -258,16 +334,27 @@ fn faults(
 /// Overlay and base show the same; the base without the overlay too.
 fn committed(stack: &Stack, guest: &Guest, what: &str) {
     same(what, &stack.guest(), guest);
-    let base = guest_of(&stack.open(1, stack.disks.len(), false).expect("opening"));
+    let base = guest_of(&stack.open(1, false).expect("opening"));
     assert!(base.len() >= guest.len(), "{what}: the base has {} bytes", base.len());
     let (a, b) = (base.read(0, guest.len()), guest.read(0, guest.len()));
     support::guest::assert_same(what, 0, &a, &b);
-    let top = stack.open(0, 1, false).expect("opening");
+    let top = stack.open_alone(0, false).expect("opening");
     for run in top.extents(GuestOffset(0), guest.len()).expect("a map") {
         let run = run.expect("a map");
         assert!(matches!(run.place, vdkit::DiskPlace::Hole), "{what}: the overlay has {run:?}");
     }
     stack.audit(what);
+}
+
+/// The image shows the same, on what it shall stand on.
+fn rebased(onto: bool) -> impl Fn(&Stack, &Guest, &str) {
+    move |stack, guest, what| {
+        same(what, &stack.guest(), guest);
+        let top = stack.open_alone(0, false).expect("opening");
+        let named = top.layers()[0].info().backing_file.is_some();
+        assert_eq!(named, onto, "{what}");
+        stack.audit(what);
+    }
 }
 
 #[test]
@@ -294,7 +381,7 @@ fn an_operation_fails_during_a_commit() {
 /// overlay gives up must be durable in the base. Here the base loses all that was not.
 #[test]
 fn nothing_is_given_up_before_it_is_durable_beneath() {
-    let kinds = [qcow2("cluster_size=4096", 64 << 10), qcow2("cluster_size=4096", 64 << 10)];
+    let kinds = [qcow2("cluster_size=4096", 64 << 10), bottom("cluster_size=4096", 64 << 10)];
     let timeline = Timeline::default();
     let stack = Stack::record(&kinds, &timeline, &mut Rng::new(1));
     let guest = stack.guest();
@@ -304,4 +391,28 @@ fn nothing_is_given_up_before_it_is_durable_beneath() {
         let worst = vec![cuts[0].everything(), cuts[1].only_durable()];
         same(&format!("moment {moment}"), &stack.on(worst).guest(), &guest);
     }
+}
+
+#[test]
+fn the_power_fails_during_a_rebase() {
+    support::for_seeds(2, |seed| {
+        let mut rng = Rng::new(seed);
+        for kinds in families() {
+            for onto in [true, false] {
+                power_cuts(&kinds, &mut rng, |stack| rebase(stack, onto), rebased(onto));
+            }
+        }
+    });
+}
+
+#[test]
+fn an_operation_fails_during_a_rebase() {
+    support::for_seeds(1, |seed| {
+        let mut rng = Rng::new(seed);
+        for kinds in families() {
+            for onto in [true, false] {
+                faults(&kinds, &mut rng, |stack| rebase(stack, onto), rebased(onto));
+            }
+        }
+    });
 }

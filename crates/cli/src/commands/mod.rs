@@ -27,6 +27,7 @@ pub mod man;
 pub mod map;
 pub mod measure;
 pub mod read;
+pub mod rebase;
 pub mod resize;
 pub mod tree;
 pub mod write;
@@ -45,6 +46,7 @@ pub static ALL: &[Subcommand] = &[
     resize::COMMAND,
     commit::COMMAND,
     bitmap::COMMAND,
+    rebase::COMMAND,
     read::COMMAND,
     write::COMMAND,
     dd::COMMAND,

@@ -1,0 +1,97 @@
+//! `vdkit rebase`: an image on another backing image, with the same content.
+
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Args, ValueHint};
+use vdkit::Monitor;
+use vdkit::jobs::{self, NewBacking, RebaseOptions};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Json, OpeningForWriting, ProgressOption};
+use crate::failure::{Exit, Outcome};
+use crate::output::bytes_long;
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "rebase",
+    about: "Put an image on another backing image, or on none",
+    group: Group::Change,
+    details: "\
+The disk stays the same to the byte: where the old and the new backing image differ, the image gets what \
+the old one has. With --unsafe only the name changes, which is right where the backing image was \
+moved or renamed. A relative name counts from the image's folder. Interrupted or cut off by a crash, the \
+command can be run again and comes to the same end.",
+    examples: "
+vdkit rebase overlay.qcow2 --backing newer.qcow2             the same disk on another base
+vdkit rebase overlay.qcow2 --no-backing                      everything in one file
+vdkit rebase --unsafe overlay.qcow2 --backing ../base.qcow2  the base has moved
+",
+    augment: augment::<RebaseArgs>,
+    run: run::<RebaseArgs>,
+};
+
+/// Arguments of `vdkit rebase`.
+#[derive(Args, Debug)]
+#[command(group = ArgGroup::new("new").args(["backing", "no_backing"]).required(true))]
+pub struct RebaseArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// The image to stand on, as it shall be stored: relative to the image's folder, or absolute
+    #[arg(short = 'b', long, value_name = "NEW", value_hint = ValueHint::FilePath)]
+    backing: Option<String>,
+    /// That image's format; without it the header is probed
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
+    backing_format: Option<String>,
+    /// Stand on nothing: the image gets everything
+    #[arg(long)]
+    no_backing: bool,
+    /// Change the name only: the disk may change
+    #[arg(short = 'u', long = "unsafe")]
+    header_only: bool,
+    #[command(flatten)]
+    opening: OpeningForWriting,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+impl Run for RebaseArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let options = RebaseOptions {
+            backing: self.backing.clone().map(|name| NewBacking {
+                name,
+                format: self.backing_format.clone(),
+                open: true,
+            }),
+            header_only: self.header_only,
+            threads: None,
+        };
+        let progress = self.progress.reporter("rebase");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let opening = self.opening.options();
+        let done = jobs::rebase(&vdkit::registry(), &self.image, &opening, &options, &monitor);
+        progress.finish();
+        let report = done?;
+        if self.json.json {
+            session.out.json(&report)?;
+            return Ok(Exit::Done);
+        }
+        let on = match &report.backing {
+            Some(backing) => format!("stands on {backing}"),
+            None => "stands alone".to_owned(),
+        };
+        session.out.line(format!(
+            "{}: {on}; {} compared, {} copied, {} made zero",
+            self.image.display(),
+            bytes_long(report.compared),
+            bytes_long(report.copied),
+            bytes_long(report.zeroed)
+        ))?;
+        Ok(Exit::Done)
+    }
+}

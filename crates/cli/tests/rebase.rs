@@ -1,0 +1,188 @@
+//! `vdkit rebase`.
+
+mod common;
+
+use std::time::Duration;
+
+use common::chains::{self, Link, copy, flatten, same, sound};
+use common::{Scratch, peer};
+use vdkit_testkit::Rng;
+
+const M: u64 = 1 << 20;
+
+/// Old base, image, and a new base of another size and content.
+fn families() -> Vec<([Link; 2], Link)> {
+    let image = |options| Link::qcow2("image", options, 4 * M);
+    let old = |options, bytes| Link::qcow2("old", options, bytes);
+    let new = |options, bytes| Link::qcow2("new", options, bytes);
+    vec![
+        ([old("", 4 * M), image("").compressed(65536)], new("", 4 * M)),
+        ([old("", 2 * M + 512), image("")], new(",cluster_size=4096", 5 * M).compressed(4096)),
+        ([old("", 6 * M).compressed(65536), image(",cluster_size=512")], new("", M)),
+        ([old("", 3 * M), image(",extended_l2=on")], new(",extended_l2=on", 4 * M + 1536)),
+        ([old(",compat=0.10", 3 * M), image(",compat=0.10")], new(",cluster_size=2M", 4 * M)),
+        ([old("", 4 * M), image(",cluster_size=2M")], Link::raw("new", 3 * M + 512)),
+        ([Link::raw("old", 4 * M), image(",data_file=image.data")], new("", 4 * M)),
+        ([old("", 4 * M), image(",lazy_refcounts=on")], new(",data_file=new.data", 2 * M)),
+    ]
+}
+
+fn make(scratch: &Scratch, family: &([Link; 2], Link), rng: &mut Rng) {
+    chains::make(scratch, &family.0, rng);
+    chains::make(scratch, std::slice::from_ref(&family.1), rng);
+    flatten(scratch, "image", "before");
+}
+
+fn backing_of(scratch: &Scratch) -> (Option<String>, Option<String>) {
+    let output = peer(&scratch.path(""), "qemu-img", &["info", "--output", "json", "image"]);
+    let info: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let text = |key: &str| info[key].as_str().map(str::to_owned);
+    (text("backing-filename"), text("backing-filename-format"))
+}
+
+#[test]
+fn the_disk_stays_the_same_on_another_base_and_on_none() {
+    let mut rng = Rng::from_env(30);
+    for family in families() {
+        let scratch = Scratch::new();
+        make(&scratch, &family, &mut rng);
+        let theirs = copy(&scratch);
+        let format = family.1.format;
+        let json = scratch.json_of(
+            "rebase",
+            0,
+            &["image", "--backing", "new", "--backing-format", format],
+        );
+        let changed = ["copied", "zeroed"].map(|key| json[key].as_u64().unwrap());
+        assert!(changed.iter().sum::<u64>() > 0, "{family:?}: {json}");
+        assert_eq!(backing_of(&scratch), (Some("new".to_owned()), Some(format.to_owned())));
+        same(&scratch, ("image", "qcow2"), ("before", "raw"));
+        sound(&scratch, "image", false);
+        // QEMU comes to the same with its own, and goes on with ours.
+        peer(&theirs.path(""), "qemu-img", &["rebase", "-b", "new", "-F", format, "image"]);
+        let theirs = theirs.path("image").display().to_string();
+        same(&scratch, ("image", "qcow2"), (&theirs, "qcow2"));
+        peer(
+            &scratch.path(""),
+            "qemu-img",
+            &["rebase", "-b", "old", "-F", family.0[0].format, "image"],
+        );
+        same(&scratch, ("image", "qcow2"), ("before", "raw"));
+        // And alone.
+        let json = scratch.json_of("rebase", 0, &["image", "--no-backing"]);
+        assert_eq!(json["backing"], serde_json::Value::Null);
+        assert_eq!(backing_of(&scratch), (None, None));
+        std::fs::remove_file(scratch.path("old")).unwrap();
+        std::fs::remove_file(scratch.path("new")).unwrap();
+        same(&scratch, ("image", "qcow2"), ("before", "raw"));
+        sound(&scratch, "image", false);
+        // From nothing onto something: what was zero without an entry must stay so.
+        chains::make(&scratch, &[Link::qcow2("third", "", 4 * M)], &mut rng);
+        scratch.ok(&["rebase", "image", "--backing", "third"]);
+        same(&scratch, ("image", "qcow2"), ("before", "raw"));
+        sound(&scratch, "image", false);
+    }
+}
+
+#[test]
+fn what_two_chains_share_is_not_read() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "low.qcow2", "8M"]);
+    scratch.ok(&["write", "low.qcow2", "0", "8M", "--pattern", "1"]);
+    for name in ["old.qcow2", "new.qcow2"] {
+        scratch.ok(&["create", name, "--backing", "low.qcow2"]);
+        scratch.ok(&["write", name, "1M", "64K", "--pattern", "2"]);
+    }
+    scratch.ok(&["write", "new.qcow2", "2M", "64K", "--pattern", "3"]);
+    scratch.ok(&["create", "image.qcow2", "--backing", "old.qcow2"]);
+    let json = scratch.json_of("rebase", 0, &["image.qcow2", "--backing", "new.qcow2"]);
+    assert_eq!(json["compared"], 128 << 10);
+    assert_eq!(json["copied"], 64 << 10);
+    // A middle image can go without anything being copied.
+    let json = scratch.json_of("rebase", 0, &["image.qcow2", "--backing", "new.qcow2"]);
+    assert_eq!((&json["compared"], &json["copied"]), (&0.into(), &0.into()));
+}
+
+#[test]
+fn unsafe_changes_the_name_alone() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "1M"]);
+    scratch.ok(&["write", "base.qcow2", "0", "1M", "--pattern", "5"]);
+    scratch.ok(&["create", "image.qcow2", "--backing", "base.qcow2"]);
+    std::fs::create_dir(scratch.path("sub")).unwrap();
+    std::fs::rename(scratch.path("base.qcow2"), scratch.path("sub/moved.qcow2")).unwrap();
+    scratch.fails(1, "base.qcow2", &["rebase", "image.qcow2", "--backing", "sub/moved.qcow2"]);
+    let len = scratch.path("image.qcow2").metadata().unwrap().len();
+    scratch.ok(&["rebase", "--unsafe", "image.qcow2", "--backing", "sub/moved.qcow2"]);
+    assert_eq!(scratch.path("image.qcow2").metadata().unwrap().len(), len);
+    assert!(scratch.ok(&["read", "image.qcow2", "0"]).bytes == vec![5; 1 << 20]);
+    // What is not there yet needs its format.
+    let later = ["rebase", "--unsafe", "image.qcow2", "--backing", "later.raw"];
+    scratch.fails(2, "format", &later);
+    scratch.ok(&[&later[..], &["--backing-format", "raw"]].concat());
+    let json = scratch.json_of("info", 0, &["image.qcow2"]);
+    assert!(json.to_string().contains("later.raw"), "{json}");
+    let long = format!("{}/base.qcow2", "x".repeat(1000));
+    let args = ["rebase", "-u", "image.qcow2", "--backing-format", "qcow2", "--backing", &long];
+    scratch.ok(&args);
+    scratch.ok(&["rebase", "-u", "image.qcow2", "--backing", "sub/moved.qcow2"]);
+    let longer = format!("{}/base.qcow2", "x".repeat(1020));
+    let args = ["rebase", "-u", "image.qcow2", "--backing-format", "qcow2", "--backing", &longer];
+    scratch.fails(2, "1023", &args);
+    sound(&scratch, "image.qcow2", false);
+}
+
+#[test]
+fn circles_and_guesses_are_refused() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "1M"]);
+    scratch.ok(&["create", "middle.qcow2", "--backing", "base.qcow2"]);
+    scratch.ok(&["create", "top.qcow2", "--backing", "middle.qcow2"]);
+    for more in [&[][..], &["--unsafe"]] {
+        let circle = [&["rebase", "base.qcow2", "--backing", "top.qcow2"], more].concat();
+        scratch.fails(2, "stands on it", &circle);
+        let own = [&["rebase", "base.qcow2", "--backing", "base.qcow2"], more].concat();
+        scratch.fails(2, "cannot stand on itself", &own);
+        std::fs::write(scratch.path("plain"), [0; 512]).unwrap();
+        let guess = [&["rebase", "top.qcow2", "--backing", "plain"], more].concat();
+        scratch.fails(2, "give its format", &guess);
+    }
+    scratch.write("raw.img", &[0; 4096]);
+    scratch.fails(1, "raw", &["rebase", "-f", "raw", "raw.img", "--backing", "base.qcow2"]);
+    scratch.fails(2, "required", &["rebase", "top.qcow2"]);
+    scratch.fails(1, "no-such", &["rebase", "no-such", "--no-backing"]);
+    let before = std::fs::read(scratch.path("top.qcow2")).unwrap();
+    let writer = common::Writer::start(&scratch.path(""), "top.qcow2");
+    scratch.fails(6, "in use", &["rebase", "top.qcow2", "--no-backing"]);
+    drop(writer);
+    assert!(std::fs::read(scratch.path("top.qcow2")).unwrap() == before);
+}
+
+#[test]
+fn killed_at_any_moment_and_run_again() {
+    let mut rng = Rng::from_env(31);
+    for options in [",cluster_size=512", ",extended_l2=on"] {
+        let scratch = Scratch::new();
+        let family = (
+            [Link::qcow2("old", "", 32 * M), Link::qcow2("image", options, 32 * M)],
+            Link::qcow2("new", "", 32 * M),
+        );
+        make(&scratch, &family, &mut rng);
+        let mut delay = Duration::from_millis(1);
+        loop {
+            let mut command = scratch.command(&["rebase", "image", "--backing", "new"]);
+            let mut child = command.stdout(std::process::Stdio::null()).spawn().unwrap();
+            std::thread::sleep(delay);
+            child.kill().unwrap();
+            let status = child.wait().unwrap();
+            same(&scratch, ("image", "qcow2"), ("before", "raw"));
+            if status.success() {
+                break;
+            }
+            sound(&scratch, "image", true);
+            delay = delay * 3 / 2;
+        }
+        assert!(delay > Duration::from_millis(1));
+        assert_eq!(backing_of(&scratch).0.as_deref(), Some("new"));
+    }
+}

@@ -1,0 +1,282 @@
+//! Changing the header of an image that nobody has open, as one step.
+//!
+//! Only the first sector is written whole or not at all. What the header says must therefore change
+//! with a write of that sector, and what it refers to elsewhere in the header's cluster (the rest
+//! of a long list of extensions, the backing file's name) must be there before:
+//!
+//! | step | what a crash after it leaves |
+//! |---|---|
+//! | a list of extensions that reaches beyond the first sector is cut there: without the table of feature names, which is for messages only, it fits | the old header without that table |
+//! | a backing name that is in the way of the new list is copied behind it; barrier; the first sector names the copy; barrier | the old header |
+//! | the new list's end and the new name are written where nothing is referred to; barrier | the old header |
+//! | the first sector; barrier | the new header |
+//!
+//! Steps that have nothing to do are left out: in most images the last two remain, and with clusters
+//! of 512 bytes the last one.
+
+use std::ops::Range;
+
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+
+use super::{Extension, Header, be32, be64};
+use crate::layout::{BACKING_NAME_BYTES_MAX, V2_HEADER_BYTES, V3_HEADER_BYTES, extension};
+use vdkit_block::Codec;
+
+/// What a disk writes whole or not at all.
+const SECTOR: usize = 512;
+
+/// Makes the image's header say what `new` says: version, feature bits, codec, where the tables are,
+/// refcount width, extensions and backing name. Sizes of clusters and of the disk stay. Bytes of the
+/// fixed header that are not known are kept. Durable when it returns.
+///
+/// # Errors
+/// [`Error::Invalid`] where the header's cluster has no room for it; I/O. After an error the old
+/// header stands, or the new one, or the old one without the names of feature bits.
+pub(crate) fn rewrite(storage: &dyn Storage, old: &Header, new: &Header) -> Result<()> {
+    let mut area = Area::read(storage, old)?;
+    let steps = area.plan(old, new)?;
+    for (offset, bytes) in steps {
+        storage.write_at(&bytes, HostOffset(offset as u64))?;
+        storage.sync()?;
+    }
+    Ok(())
+}
+
+/// The header's cluster: as much of it as may be in use.
+struct Area<'a> {
+    storage: &'a dyn Storage,
+    bytes: Vec<u8>,
+    /// Bytes of the whole cluster.
+    cluster: usize,
+    /// Behind the end of the list of extensions.
+    list_end: usize,
+    /// The backing name.
+    name: Range<usize>,
+}
+
+/// So much of the header's cluster is looked at: the longest list and name that are sensible.
+const AREA_BYTES_MAX: u64 = 64 << 10;
+
+impl<'a> Area<'a> {
+    fn read(storage: &'a dyn Storage, old: &Header) -> Result<Self> {
+        let cluster = old.geometry.cluster_bytes().min(AREA_BYTES_MAX) as usize;
+        let mut bytes = vec![0; cluster];
+        storage.read_padded(&mut bytes, HostOffset(0))?;
+        let start = be64(&bytes, 8) as usize;
+        let name = match old.backing_name {
+            Some(_) => start..start + be32(&bytes, 16) as usize,
+            None => 0..0,
+        };
+        let last = old.extensions.last().map(|e| e.offset as usize + padded(e.data.len()));
+        let list_end = last.unwrap_or(old.header_bytes as usize) + 8;
+        if name.end > cluster || list_end > cluster {
+            return Err(no_room(storage));
+        }
+        Ok(Self { storage, bytes, cluster, list_end, name })
+    }
+
+    /// The writes, each to be followed by a barrier. They are tried on the copy in memory first.
+    fn plan(&mut self, old: &Header, new: &Header) -> Result<Vec<(usize, Vec<u8>)>> {
+        let mut steps = Vec::new();
+        let list = self.list(old, new)?;
+        if list.len() > self.cluster {
+            return Err(no_room(self.storage));
+        }
+        if self.list_end > SECTOR
+            && list[SECTOR.min(list.len())..] != *self.rest_of_list(list.len())
+        {
+            self.cut_list(old, &mut steps)?;
+        }
+        let name = new.backing_name.as_deref().unwrap_or_default().as_bytes();
+        if name.len() > BACKING_NAME_BYTES_MAX as usize {
+            return Err(Error::Invalid(format!(
+                "the backing file name has {} bytes, at most {BACKING_NAME_BYTES_MAX} are \
+                 possible; use a relative name",
+                name.len()
+            )));
+        }
+        let moved = list.len().max(self.name.end) + name.len();
+        if overlap(&beyond(0..list.len()), &beyond(self.name.clone())) {
+            self.move_name(moved, &mut steps)?;
+        }
+        let at = self.room_for_name(list.len(), name.len())?;
+        let mut whole = list;
+        let list_end = whole.len();
+        if !name.is_empty() {
+            whole.resize(whole.len().max(at + name.len()), 0);
+            whole[8..16].copy_from_slice(&(at as u64).to_be_bytes());
+            whole[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
+            whole[at..at + name.len()].copy_from_slice(name);
+        }
+        whole.resize(whole.len().max(SECTOR), 0);
+        // Not what lies between the list and the name, which may be the old name.
+        for range in [beyond(0..list_end), beyond(at..at + name.len())] {
+            self.put(range.start, whole[range].to_vec(), &mut steps);
+        }
+        self.put(0, whole[..SECTOR].to_vec(), &mut steps);
+        self.check(new)?;
+        Ok(steps)
+    }
+
+    /// Changes the copy, and notes the write.
+    fn put(&mut self, at: usize, bytes: Vec<u8>, steps: &mut Vec<(usize, Vec<u8>)>) {
+        if !bytes.is_empty() && self.bytes[at..at + bytes.len()] != bytes {
+            self.bytes[at..at + bytes.len()].copy_from_slice(&bytes);
+            steps.push((at, bytes));
+        }
+    }
+
+    /// What is on disk where a list of `len` bytes goes on beyond the first sector. Nothing stands
+    /// where the old list has ended: anything may be written there.
+    fn rest_of_list(&self, len: usize) -> &[u8] {
+        let end = len.min(self.list_end);
+        if end < len { &[] } else { &self.bytes[SECTOR.min(end)..end] }
+    }
+
+    /// Fixed fields and extensions of `new`, with the end mark; no backing name yet.
+    fn list(&self, old: &Header, new: &Header) -> Result<Vec<u8>> {
+        let mut out = self.fixed(old, new);
+        out[8..20].fill(0);
+        push_extensions(&mut out, new.extensions.iter());
+        Ok(out)
+    }
+
+    /// The fixed fields, those that are not known as they stand.
+    fn fixed(&self, old: &Header, new: &Header) -> Vec<u8> {
+        let longest = (old.header_bytes as usize).min(self.cluster);
+        let bytes = match (old.version, new.version) {
+            (_, 2) => V2_HEADER_BYTES as usize,
+            (2, _) => V3_HEADER_BYTES as usize,
+            _ if old.codec != new.codec => longest.max(V3_HEADER_BYTES as usize),
+            _ => longest,
+        };
+        let mut out = self.bytes[..longest.min(bytes)].to_vec();
+        out.resize(bytes, 0);
+        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
+        put(4, &new.version.to_be_bytes());
+        put(36, &new.l1_entries.to_be_bytes());
+        put(40, &new.l1_offset.0.to_be_bytes());
+        put(48, &new.refcount_table_offset.0.to_be_bytes());
+        put(56, &new.refcount_table_clusters.to_be_bytes());
+        put(60, &new.snapshot_count.to_be_bytes());
+        put(64, &new.snapshots_offset.0.to_be_bytes());
+        if new.version >= 3 {
+            put(72, &new.incompatible.to_be_bytes());
+            put(80, &new.compatible.to_be_bytes());
+            put(88, &new.autoclear.to_be_bytes());
+            put(96, &new.geometry.refcount_order.to_be_bytes());
+            put(100, &(bytes as u32).to_be_bytes());
+            if bytes > 104 {
+                put(104, &[u8::from(new.codec == Codec::Zstd)]);
+            }
+        }
+        out
+    }
+
+    /// The old header with a list that ends within the first sector.
+    fn cut_list(&mut self, old: &Header, steps: &mut Vec<(usize, Vec<u8>)>) -> Result<()> {
+        let mut out = self.bytes[..old.header_bytes as usize].to_vec();
+        let needed = old.extensions.iter().filter(|e| e.kind != extension::FEATURE_NAMES);
+        push_extensions(&mut out, needed);
+        if out.len() > SECTOR || self.name.start < out.len() && !self.name.is_empty() {
+            return Err(Error::unsupported(
+                self.storage.name(),
+                "a header whose extensions pass the first sector",
+                "it cannot be changed in one step; convert to a new image instead",
+            ));
+        }
+        self.list_end = out.len();
+        out.resize(SECTOR, 0);
+        self.put(0, out, steps);
+        Ok(())
+    }
+
+    /// Copies the old name out of the way, to `at` or behind it.
+    fn move_name(&mut self, at: usize, steps: &mut Vec<(usize, Vec<u8>)>) -> Result<()> {
+        let name = self.bytes[self.name.clone()].to_vec();
+        let at = padded(at).max(SECTOR);
+        if at + name.len() > self.cluster {
+            return Err(no_room(self.storage));
+        }
+        self.name = at..at + name.len();
+        self.put(at, name, steps);
+        let mut first = self.bytes[..SECTOR].to_vec();
+        first[8..16].copy_from_slice(&(at as u64).to_be_bytes());
+        self.put(0, first, steps);
+        Ok(())
+    }
+
+    /// Where the new name goes: behind the list, and not over the old one.
+    fn room_for_name(&self, list: usize, len: usize) -> Result<usize> {
+        [list, self.name.end.max(list)]
+            .into_iter()
+            .find(|&at| {
+                at + len <= self.cluster
+                    && !overlap(&beyond(at..at + len), &beyond(self.name.clone()))
+            })
+            .ok_or_else(|| no_room(self.storage))
+    }
+
+    /// What the copy says now must be what was meant.
+    fn check(&self, new: &Header) -> Result<()> {
+        let storage = self.storage;
+        let len = storage.len()?;
+        let parsed = match Header::parse(storage.name(), &self.bytes, len, &Limits::default(), None)
+        {
+            Ok(parsed) => parsed,
+            Err(super::NeedMore::Fault(error)) => return Err(error),
+            Err(super::NeedMore::Bytes(_)) => return Err(no_room(storage)),
+        };
+        let plain = |header: &Header| Header {
+            header_bytes: 0,
+            extensions: header
+                .extensions
+                .iter()
+                .map(|e| Extension { offset: 0, ..e.clone() })
+                .collect(),
+            ..header.clone()
+        };
+        if plain(&parsed) == plain(new) {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            storage.name(),
+            "a header that would not say what is meant once it is changed",
+            "convert to a new image instead",
+        ))
+    }
+}
+
+fn padded(bytes: usize) -> usize {
+    bytes.next_multiple_of(8)
+}
+
+fn push_extensions<'e>(out: &mut Vec<u8>, extensions: impl Iterator<Item = &'e Extension>) {
+    for e in extensions {
+        out.extend_from_slice(&e.kind.to_be_bytes());
+        out.extend_from_slice(&(e.data.len() as u32).to_be_bytes());
+        out.extend_from_slice(&e.data);
+        out.resize(padded(out.len()), 0);
+    }
+    out.extend_from_slice(&[0; 8]);
+}
+
+/// The part of a range that lies behind the first sector.
+fn beyond(range: Range<usize>) -> Range<usize> {
+    range.start.max(SECTOR)..range.end.max(SECTOR)
+}
+
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+    !a.is_empty() && !b.is_empty() && a.start < b.end && b.start < a.end
+}
+
+fn no_room(storage: &dyn Storage) -> Error {
+    Error::Invalid(format!(
+        "{}: the header's cluster has no room for that; use a shorter name, or convert to a new \
+         image with a larger cluster_size",
+        storage.name()
+    ))
+}
+
+#[cfg(test)]
+mod tests;
