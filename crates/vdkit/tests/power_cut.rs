@@ -7,9 +7,9 @@ use std::collections::HashMap;
 
 use support::disks::{Survival, Timeline, power_cut, survivors};
 use support::guest::{Guest, SECTOR};
-use support::ops::{self, Op};
+use support::ops::{self, Op, Span, Step};
 use support::rig::{IntoGuest, Rig};
-use support::shape::{Base, Shape};
+use support::shape::{Base, Content, DataFile, Shape};
 use vdkit_block::Format;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::Rng;
@@ -57,7 +57,7 @@ fn range_of(op: Op, shape: &Shape, size: (u64, u64)) -> std::ops::Range<u64> {
 }
 
 impl Run {
-    fn record(shape: &Shape, ops: usize, rng: &mut Rng) -> Self {
+    fn record(shape: &Shape, ops: usize, next: fn(&mut Rng) -> Step, rng: &mut Rng) -> Self {
         let timeline = Timeline::default();
         let (rig, first) = Rig::recording(shape, &timeline);
         let mut guest = first.clone();
@@ -65,7 +65,7 @@ impl Run {
         let mut done = Vec::new();
         for id in 0..ops {
             let size = guest.len();
-            let mut op = ops::random_step(rng).on(shape, size);
+            let mut op = next(rng).on(shape, size);
             if shape.version == 2 && shape.base == Base::Longer && matches!(op, Op::Resize { .. }) {
                 // Without zero flags what is beneath cannot be hidden in advance: documented.
                 op = Op::Flush;
@@ -281,10 +281,36 @@ fn moments(run: &Run, most: usize, rng: &mut Rng) -> Vec<usize> {
     chosen
 }
 
-fn case(shape: &Shape, seed: u64) {
+/// What one run does, and at how many moments the power fails.
+#[derive(Clone, Copy)]
+struct Plan {
+    next: fn(&mut Rng) -> Step,
+    ops: u64,
+    moments: usize,
+}
+
+const ANYTHING: Plan = Plan { next: ops::random_step, ops: 20, moments: 40 };
+
+/// Compressed clusters over plain ones and the other way round, so that space with old bytes in it
+/// is used again, in parts.
+fn packing_step(rng: &mut Rng) -> Step {
+    let bits = rng.next_u64();
+    let small = Span { at: bits as u16, inside: (bits >> 16) as u16, len: 0, kind: 0x30 };
+    let span = Span { len: (bits >> 32) as u16, kind: (bits >> 48) as u8, ..small };
+    match rng.below(10) {
+        0..=3 => Step::Packed(span),
+        4 => Step::Write(span),
+        5 | 6 => Step::Write(Span { len: (bits >> 32) as u16 & !7, ..small }),
+        7 => Step::Discard(span),
+        _ => Step::Flush,
+    }
+}
+
+fn case(shape: &Shape, plan: Plan, seed: u64) {
     let mut rng = Rng::new(seed);
-    let run = Run::record(shape, 6 + rng.below(20) as usize, &mut rng);
-    for moment in moments(&run, 40, &mut rng) {
+    let ops = 6 + rng.below(plan.ops) as usize;
+    let run = Run::record(shape, ops, plan.next, &mut rng);
+    for moment in moments(&run, plan.moments, &mut rng) {
         let cuts = power_cut(&run.rig.disks, &run.timeline, moment);
         let expected = run.expect(moment);
         for survival in [
@@ -310,7 +336,7 @@ fn case(shape: &Shape, seed: u64) {
     }
 }
 
-/// Shapes without those whose clusters are so large that a survivor takes too long to make.
+/// Shapes without those whose clusters are so large that a survivor takes long to make.
 fn shapes() -> Vec<Shape> {
     Shape::all().into_iter().filter(|shape| shape.cluster <= 65536 && !shape.wide).collect()
 }
@@ -318,7 +344,7 @@ fn shapes() -> Vec<Shape> {
 #[test]
 fn each_kind_of_image_survives_a_power_cut() {
     let shapes = shapes();
-    support::for_seeds(6, |seed| case(&shapes[seed as usize % shapes.len()], seed));
+    support::for_seeds(6, |seed| case(&shapes[seed as usize % shapes.len()], ANYTHING, seed));
 }
 
 #[test]
@@ -328,7 +354,7 @@ fn bitmaps_mark_what_was_flushed_before_a_power_cut() {
         .filter(|shape| shape.version == 3 && shape.cluster <= 4096 || shape.bitmap)
         .map(|shape| Shape { bitmap: true, ..shape })
         .collect();
-    support::for_seeds(24, |seed| case(&shapes[seed as usize % shapes.len()], seed));
+    support::for_seeds(24, |seed| case(&shapes[seed as usize % shapes.len()], ANYTHING, seed));
 }
 
 #[test]
@@ -336,6 +362,47 @@ fn any_mixture_of_options_survives_a_power_cut() {
     support::for_seeds(6, |seed| {
         let mut shape = Shape::random(&mut Rng::new(seed));
         shape.wide = false;
-        case(&shape, seed);
+        case(&shape, ANYTHING, seed);
+    });
+}
+
+#[test]
+fn clusters_of_two_mebibytes_survive_a_power_cut() {
+    let large = |shape: &Shape| shape.cluster == 2 << 20;
+    let shapes: Vec<Shape> = Shape::all().into_iter().filter(large).collect();
+    support::for_seeds(1, |seed| {
+        let shape = Shape {
+            extended: seed % 8 == 7,
+            version: 3,
+            base: [Base::None, Base::Longer][seed as usize / 8 % 2],
+            ..shapes[seed as usize % shapes.len()].clone()
+        };
+        case(&shape, Plan { ops: 10, moments: 4, ..ANYTHING }, seed);
+    });
+}
+
+#[test]
+fn data_files_survive_a_power_cut() {
+    let outside = |shape: &Shape| shape.data_file != DataFile::Inside;
+    let shapes: Vec<Shape> = shapes().into_iter().filter(outside).collect();
+    support::for_seeds(4, |seed| {
+        let plan = Plan { moments: 20, ..ANYTHING };
+        case(&shapes[seed as usize % shapes.len()], plan, seed);
+    });
+}
+
+#[test]
+fn compressed_writes_survive_a_power_cut() {
+    support::for_seeds(6, |seed| {
+        let shape = Shape {
+            cluster: [512, 4096, 4096, 16384][seed as usize % 4],
+            extended: seed % 8 == 3,
+            zstd: seed % 3 == 0,
+            refcount_bits: [16, 1, 8][seed as usize / 8 % 3],
+            content: Content::Empty,
+            ..Shape::default()
+        };
+        let plan = Plan { next: packing_step, ops: 40, moments: 16 };
+        case(&shape, plan, seed);
     });
 }
