@@ -291,17 +291,19 @@ struct Plan {
 
 const ANYTHING: Plan = Plan { next: ops::random_step, ops: 20, moments: 40 };
 
-/// Compressed clusters over plain ones and the other way round, so that space with old bytes in it
-/// is used again, in parts.
+/// Compressed clusters over plain ones and the other way round, in one place, and small writes in
+/// many others: so that space with old bytes in it is used again, in parts.
 fn packing_step(rng: &mut Rng) -> Step {
     let bits = rng.next_u64();
-    let small = Span { at: bits as u16, inside: (bits >> 16) as u16, len: 0, kind: 0x30 };
-    let span = Span { len: (bits >> 32) as u16, kind: (bits >> 48) as u8, ..small };
+    let (at, inside, len) = (bits as u16, (bits >> 16) as u16, (bits >> 32) as u16);
+    // Lengths by their last bits: 0 is small, 3 a cluster, 5 up to six of them.
+    let here = |kind: u16| Span { at: at % 6, inside, len: len & !7 | kind, kind: 0 };
     match rng.below(10) {
-        0..=3 => Step::Packed(span),
-        4 => Step::Write(span),
-        5 | 6 => Step::Write(Span { len: (bits >> 32) as u16 & !7, ..small }),
-        7 => Step::Discard(span),
+        0 | 1 => Step::Packed(here(3)),
+        2 => Step::Packed(here(5)),
+        3 => Step::Write(here(3)),
+        4 | 5 => Step::Write(Span { at, inside, len: len & !7, kind: 0x30 }),
+        6 => Step::Discard(here(5)),
         _ => Step::Flush,
     }
 }
