@@ -305,6 +305,9 @@ pub struct SnapshotInfo {
     pub vm_clock_nanoseconds: u64,
     /// Bytes of the guest disk when it was taken.
     pub disk_bytes: Option<u64>,
+    /// Instructions that the guest had executed, where they were counted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub icount: Option<u64>,
 }
 
 /// One persistent dirty bitmap.

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::extent::{Extent, FileIndex, Packed};
 use crate::in_flight::InFlight;
 use crate::reservation::{PackedReservation, Reservation};
+use crate::snapshots::Snapshots;
 use crate::storage::Storage;
 use crate::units::GuestOffset;
 
@@ -182,5 +183,10 @@ pub trait Format: Send + Sync + fmt::Debug {
     fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
         let _ = beneath;
         self.resize(guest_bytes)
+    }
+
+    /// The image's internal snapshots, where the format has such.
+    fn snapshots(&self) -> Option<&dyn Snapshots> {
+        None
     }
 }

@@ -83,6 +83,22 @@ pub struct Disk {
     writable: bool,
 }
 
+/// A snapshot of an image, for reading.
+fn view(format: &dyn Format, which: &str, writable: bool) -> Result<Arc<dyn Format>> {
+    let file = format.storage().name();
+    if writable {
+        return Err(Error::Invalid(format!("{file}: a snapshot can only be read; apply it first")));
+    }
+    let side = format.snapshots().ok_or_else(|| {
+        Error::unsupported(
+            file,
+            format!("snapshots inside a {} image", format.name()),
+            "leave out the name of a snapshot",
+        )
+    })?;
+    side.view(which)
+}
+
 impl Disk {
     /// Opens an image and what it stands on.
     ///
@@ -103,7 +119,13 @@ impl Disk {
             if writable {
                 found.check_written_as_probed()?;
             }
-            layers.push(Layer::open(&mut walk, found, writable, options)?);
+            let mut layer = Layer::open(&mut walk, found, writable, options)?;
+            if let Some(which) = &options.snapshot
+                && layers.is_empty()
+            {
+                layer.format = view(&*layer.format, which, options.writable)?;
+            }
+            layers.push(layer);
         }
         Ok(Self::from_layers(layers, options))
     }

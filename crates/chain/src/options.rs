@@ -44,6 +44,8 @@ pub struct OpenOptions {
     pub backing: BackingChoice,
     /// The file with the top image's guest data, instead of the one that the image names.
     pub data_file: Option<PathBuf>,
+    /// The top image as one of its internal snapshots holds it, by id or name; for reading only.
+    pub snapshot: Option<String>,
 }
 
 impl Default for OpenOptions {
@@ -57,6 +59,7 @@ impl Default for OpenOptions {
             lock: true,
             backing: BackingChoice::default(),
             data_file: None,
+            snapshot: None,
         }
     }
 }

@@ -95,6 +95,14 @@ impl OpeningForWriting {
     }
 }
 
+/// Which state of an image is read.
+#[derive(Args, Clone, Debug, Default)]
+pub struct SnapshotOption {
+    /// Read what this snapshot inside the image holds (an id or a name)
+    #[arg(long, value_name = "SNAPSHOT")]
+    pub snapshot: Option<String>,
+}
+
 /// What is promised about bytes.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct CacheOption {

@@ -23,6 +23,7 @@ mod plan;
 mod rebase;
 mod resize;
 mod runs;
+mod snapshot;
 mod source;
 mod target;
 #[cfg(test)]
@@ -48,6 +49,7 @@ pub use measure::{MeasureReport, measure, measure_empty};
 pub use mover::MovedBytes;
 pub use rebase::{RebaseOptions, RebaseReport, rebase, take_over};
 pub use resize::{Preallocation, ResizeOptions, resize};
+pub use snapshot::{SnapshotAction, snapshot, snapshots};
 pub use source::Source;
 pub use target::{Destination, NewImage};
 pub use tree::{Standing, TreeBacking, TreeFault, TreeImage, TreeOptions, TreeReport, tree};

@@ -320,8 +320,9 @@ impl<'a> Mover<'a> {
         let mut done = 0;
         while done < len {
             let (here, left) = (GuestOffset(at + done), len - done);
-            let _guard = target.enter();
             let space = target.top().reserve(here, left)?;
+            // After the reservation, which may have to wait for requests in flight.
+            let _guard = target.enter();
             let (file, host, run) = match &space {
                 Some(s) if s.head == Fill::Ready && s.tail == Fill::Ready => {
                     (s.file, s.host_of(here.0), s.write.end - here.0)

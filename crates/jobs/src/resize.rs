@@ -93,8 +93,8 @@ fn preallocate(
 /// Gives the bytes from `at` their space; returns for how many it is done.
 fn preallocate_some(disk: &Disk, at: GuestOffset, len: u64, how: Preallocation) -> Result<u64> {
     let format = disk.top();
-    let _guard = disk.enter();
     let Some(space) = format.reserve(at, len)? else {
+        let _guard = disk.enter();
         // It has its place already (raw, or a preallocated cluster).
         let extent = format.resolve_for_io(at, len)?;
         if let Place::Data { file, offset, .. } = extent.place {

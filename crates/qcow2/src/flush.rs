@@ -86,17 +86,22 @@ impl Qcow2 {
 
     /// Gives clusters that nothing refers to any more back to the file system where the guest gave
     /// them up, and puts them into the pool. Not before: a late hole would erase a new owner's data.
-    fn recycle(&self) {
+    pub(crate) fn recycle(&self) {
         // A failure to read a refcount leaves them waiting.
         let (runs, _) = self.take_released(&mut self.meta.lock());
+        self.punch(&runs);
+        let mut meta = self.meta.lock();
+        for run in runs {
+            meta.add_reclaimed(run);
+        }
+    }
+
+    /// Gives those clusters back to the file system that the guest gave up.
+    pub(crate) fn punch(&self, runs: &[Freed]) {
         let bits = self.geometry.cluster_bits;
         for run in runs.iter().filter(|run| run.punch) {
             // Only a hint: the space is ours either way.
             let _ = self.storage.discard(HostOffset(run.first << bits), run.count << bits);
-        }
-        let mut meta = self.meta.lock();
-        for run in runs {
-            meta.add_reclaimed(run);
         }
     }
 

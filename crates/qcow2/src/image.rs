@@ -8,8 +8,8 @@ use parking_lot::{Condvar, Mutex, RwLock};
 use rustc_hash::FxHashSet;
 use vdkit_block::{
     BackingRef, Bitmaps, CancelToken, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset,
-    HostOffset, InFlight, IoAction, Monitor, NoProgress, OpenRequest, Packed, PackedReservation,
-    Reservation, Reserver, Result, Storage, Ticket,
+    HostOffset, InFlight, IoAction, Limits, Monitor, NoProgress, OpenRequest, Packed,
+    PackedReservation, Reservation, Reserver, Result, Snapshots, Storage, Ticket,
 };
 
 use crate::bitmaps::state::State as BitmapState;
@@ -51,6 +51,7 @@ pub struct Qcow2 {
     pub(crate) dirty: AtomicBool,
     pub(crate) bitmaps: BitmapState,
     warnings: Vec<String>,
+    pub(crate) limits: Limits,
 }
 
 /// What writers change, under one lock.
@@ -102,6 +103,14 @@ pub(crate) struct Meta {
     pub(crate) header_unknown: bool,
     /// Where it was, and the bytes that shall stand there again.
     pub(crate) header_before: (u64, Vec<u8>),
+    /// New reservations wait; see [`Qcow2::exclusively`].
+    pub(crate) closed: bool,
+    /// Internal snapshots.
+    pub(crate) snapshot_count: u32,
+    /// Host offset of their table.
+    pub(crate) snapshots_offset: HostOffset,
+    /// Bytes of their table, as far as they are known.
+    pub(crate) snapshots_bytes: u64,
 }
 
 /// A run of host clusters that lost one reference each.
@@ -186,8 +195,36 @@ impl Qcow2 {
             dirty: AtomicBool::new(false),
             bitmaps,
             warnings,
+            limits,
             header,
             storage,
+        }))
+    }
+
+    /// The same file read through another header: one that names another L1 table.
+    pub(crate) fn reading(&self, header: Header) -> Result<Arc<Self>> {
+        let l1 = read_l1(&header, &*self.storage)?;
+        let meta = Self::meta(&header, &*self.storage, false)?;
+        Ok(Arc::new(Self {
+            geometry: self.geometry,
+            storage: self.storage.clone(),
+            data: self.data.clone(),
+            writable: false,
+            guest_bytes: AtomicU64::new(header.guest_bytes),
+            backing: self.backing.clone(),
+            l1: RwLock::new(l1),
+            slices: SliceCache::new(self.geometry.cluster_bytes(), self.limits.cache_bytes),
+            metadata: RwLock::default(),
+            in_flight: InFlight::default(),
+            meta: Mutex::new(meta),
+            ended: Condvar::new(),
+            flushing: Mutex::default(),
+            flush_requests: AtomicU64::new(0),
+            dirty: AtomicBool::new(false),
+            bitmaps: BitmapState::unread(&self.limits),
+            warnings: Vec::new(),
+            limits: self.limits,
+            header,
         }))
     }
 
@@ -279,6 +316,10 @@ impl Qcow2 {
             flush_running: false,
             header_unknown: false,
             header_before: (0, Vec::new()),
+            closed: false,
+            snapshot_count: header.snapshot_count,
+            snapshots_offset: header.snapshots_offset,
+            snapshots_bytes: u64::from(header.snapshot_count) * 40,
         })
     }
 
@@ -511,6 +552,10 @@ impl Format for Qcow2 {
     fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
         self.need_writable()?;
         self.resize_to(guest_bytes, beneath)
+    }
+
+    fn snapshots(&self) -> Option<&dyn Snapshots> {
+        Some(self)
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   driver ── create, describe, measure, check      the front door
-//!      │      options, snapshots, bitmaps
+//!      │      options, bitmaps
 //!   header ── layout, entry      what the bytes mean
 //!      │
 //!    image ── map ── slices      where guest bytes are (cache of L2 tables)
@@ -12,6 +12,8 @@
 //!    allocator ── pool           host clusters: reserved ahead, freed late
 //!      │           refcounts
 //!    flush ── switch             the order in which all that reaches the disk
+//!               │
+//!           snapshots            the disk as it was, kept inside the image
 //! ```
 //!
 //! # One life for a host cluster

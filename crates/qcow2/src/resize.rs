@@ -19,7 +19,7 @@ impl Qcow2 {
         if new > i64::MAX as u64 - self.geometry.cluster_bytes() {
             return Err(Error::Invalid(format!("{new} bytes is more than a disk can have")));
         }
-        if self.header.snapshot_count > 0 && self.header.version < 3 {
+        if self.header.version < 3 && self.meta.lock().snapshot_count > 0 {
             return Err(Error::unsupported(
                 self.storage.name(),
                 "resizing a version 2 image with snapshots",
@@ -27,7 +27,7 @@ impl Qcow2 {
             ));
         }
         let _admin = self.bitmaps.admin.lock();
-        let flushing = self.flushing.lock();
+        let flushing = self.flushing_while_open();
         let old = self.guest_len();
         if old == new {
             return Ok(());

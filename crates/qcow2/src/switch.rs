@@ -11,17 +11,101 @@
 //! flush writes older copies of what is replaced.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use parking_lot::MutexGuard;
 use vdkit_block::{HostOffset, Result, Storage};
 
-use crate::image::{Freed, Meta, Qcow2};
+use crate::image::{FlushState, Freed, Meta, Qcow2};
 use crate::pool::Space;
 
 /// What a disk writes whole or not at all.
 const SECTOR_BYTES: u64 = 512;
+/// Between two looks at the requests in flight.
+const DRAIN_STEP: Duration = Duration::from_micros(50);
 
 impl Qcow2 {
+    /// Runs `act` on an image of which memory and disk say the same, and on which no reservation is
+    /// open. No metadata changes meanwhile but by `act`. New reservations wait until every request
+    /// has ended that resolved before `act` was done: what such a request writes in place may be
+    /// shared now, and must not be copied from under it.
+    ///
+    /// The caller must not be in a request ([`vdkit_block::InFlight`]) nor hold a reservation, and
+    /// nobody may ask for a reservation within a request.
+    pub(crate) fn exclusively<R>(
+        &self,
+        act: impl FnOnce(&mut MutexGuard<'_, Meta>) -> Result<R>,
+    ) -> Result<R> {
+        self.exclusively_between(|_| Ok(()), act, |_, ()| Ok(()))
+    }
+
+    /// [`Qcow2::exclusively`] with something to be done before and after it under the lock of
+    /// flushes, but without that of the metadata. What comes after is done whatever became of
+    /// `act`.
+    pub(crate) fn exclusively_between<B, R>(
+        &self,
+        before: impl FnOnce(&MutexGuard<'_, FlushState>) -> Result<B>,
+        act: impl FnOnce(&mut MutexGuard<'_, Meta>) -> Result<R>,
+        after: impl FnOnce(&MutexGuard<'_, FlushState>, B) -> Result<()>,
+    ) -> Result<R> {
+        self.need_writable()?;
+        {
+            let mut meta = self.meta.lock();
+            while meta.closed {
+                self.ended.wait(&mut meta);
+            }
+            meta.closed = true;
+            while !meta.pending.is_empty() {
+                self.ended.wait(&mut meta);
+            }
+        }
+        let flushing = self.flushing.lock();
+        let result = before(&flushing).and_then(|prepared| {
+            let done = {
+                let mut meta = self.meta.lock();
+                self.settle(&mut meta).and_then(|()| act(&mut meta))
+            };
+            let after = after(&flushing, prepared);
+            done.and_then(|done| after.map(|()| done))
+        });
+        drop(flushing);
+        // Without any lock: requests may need one to end.
+        let stamp = self.in_flight.stamp();
+        while !self.in_flight.passed(stamp) {
+            std::thread::sleep(DRAIN_STEP);
+        }
+        self.meta.lock().closed = false;
+        self.ended.notify_all();
+        self.recycle();
+        result
+    }
+
+    /// Takes the lock of flushes while new reservations do not wait; see [`Qcow2::exclusively`].
+    pub(crate) fn flushing_while_open(&self) -> MutexGuard<'_, FlushState> {
+        loop {
+            let flushing = self.flushing.lock();
+            let mut meta = self.meta.lock();
+            if !meta.closed {
+                return flushing;
+            }
+            drop(flushing);
+            self.ended.wait(&mut meta);
+        }
+    }
+
+    /// Makes all durable, and lets go what nobody can be reading any more.
+    fn settle(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<()> {
+        self.place_bitmaps(meta)?;
+        self.flush_locked(meta)?;
+        let (runs, result) = self.take_released(meta);
+        self.punch(&runs);
+        for run in runs {
+            meta.add_reclaimed(run);
+        }
+        result?;
+        self.flush_locked(meta)
+    }
+
     /// Makes all dirty metadata durable without giving up the metadata lock. Afterwards the disk
     /// says what memory says. The caller holds `flushing`.
     pub(crate) fn flush_locked(&self, meta: &mut Meta) -> Result<()> {
@@ -97,7 +181,7 @@ impl Qcow2 {
         drop(metadata);
         let stamp = self.in_flight.stamp();
         let count = clusters.end - clusters.start;
-        meta.released.push(Freed { first: clusters.start, count, stamp, punch: false });
+        meta.released.push(Freed { first: clusters.start, count, stamp, punch: true });
     }
 
     /// Host clusters of a table, first and behind the last; none for an empty one.

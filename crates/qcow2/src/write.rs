@@ -90,6 +90,10 @@ impl Qcow2 {
         let span = self.geometry.l2_span();
         let end = end.min((at.0 / span + 1) * span);
         loop {
+            if meta.closed {
+                self.ended.wait(meta);
+                continue;
+            }
             let held = meta.pending.values().map(Pending::clusters);
             let nearest = held.filter(|r| r.end > start && r.start < end).map(|r| r.start).min();
             match nearest {

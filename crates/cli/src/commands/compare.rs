@@ -23,6 +23,8 @@ it must read as zero, unless --strict. Exit codes: 0 the same, 3 different.",
     examples: "
 vdkit compare disk.raw disk.qcow2
 vdkit compare --strict a.qcow2 b.qcow2   sizes must be the same as well
+vdkit compare --snapshot golden disk.qcow2 disk.qcow2
+                                         did anything change since the snapshot?
 ",
     augment: augment::<CompareArgs>,
     run: run::<CompareArgs>,
@@ -43,6 +45,12 @@ pub struct CompareArgs {
     /// Format of B; without it the header is probed
     #[arg(short = 'F', long, value_name = "FORMAT")]
     second_format: Option<String>,
+    /// Compare A as this snapshot inside it holds it (an id or a name)
+    #[arg(long, value_name = "SNAPSHOT")]
+    snapshot: Option<String>,
+    /// Compare B as this snapshot inside it holds it
+    #[arg(long, value_name = "SNAPSHOT")]
+    snapshot_b: Option<String>,
     /// Disks of different sizes differ
     #[arg(short = 's', long)]
     strict: bool,
@@ -58,9 +66,15 @@ pub struct CompareArgs {
 }
 
 impl CompareArgs {
-    fn open(&self, path: &Path, format: Option<&String>) -> Result<Disk, Failure> {
+    fn open(
+        &self,
+        path: &Path,
+        format: Option<&String>,
+        snapshot: Option<&String>,
+    ) -> Result<Disk, Failure> {
         let options = OpenOptions {
             format: format.cloned(),
+            snapshot: snapshot.cloned(),
             refs: self.references.policy(),
             lock: !self.force_share,
             ..OpenOptions::read_only()
@@ -73,8 +87,8 @@ impl Run for CompareArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let a = self.open(&self.a, self.format.as_ref())?;
-        let b = self.open(&self.b, self.second_format.as_ref())?;
+        let a = self.open(&self.a, self.format.as_ref(), self.snapshot.as_ref())?;
+        let b = self.open(&self.b, self.second_format.as_ref(), self.snapshot_b.as_ref())?;
         let options = CompareOptions { strict: self.strict, ..CompareOptions::default() };
         let progress = self.progress.reporter("compare");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };

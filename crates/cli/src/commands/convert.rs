@@ -39,6 +39,7 @@ vdkit convert disk.raw disk.qcow2 -o cluster_size=1M,preallocation=metadata
 vdkit convert a.raw b.raw whole.qcow2              two pieces of one disk
 vdkit convert top.qcow2 flat.qcow2 --backing base.qcow2
                                                    all that lies above base.qcow2
+vdkit convert --snapshot golden disk.qcow2 old.raw  what a snapshot inside it holds
 vdkit convert disk.qcow2 null:                     how fast can it be read?
 ",
     augment: augment::<ConvertArgs>,
@@ -84,6 +85,9 @@ pub struct ConvertArgs {
     /// Look for zeroes in units of SIZE, or not at all with 'off'; without it 4K
     #[arg(short = 'S', long, value_name = "SIZE|off", value_parser = detect_zeros)]
     detect_zeros: Option<DetectZeros>,
+    /// Convert what this snapshot inside the source holds (an id or a name)
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    snapshot: Option<String>,
     /// Read the target back and compare it with the sources
     #[arg(long)]
     verify: bool,
@@ -174,6 +178,9 @@ impl Run for ConvertArgs {
             return Err(Failure::usage("the TARGET is missing")
                 .hint("'vdkit convert SOURCE null:' reads without writing"));
         };
+        if self.snapshot.is_some() && sources.len() > 1 {
+            return Err(Failure::usage("--snapshot is for one source: convert each by itself"));
+        }
         let mut disks = Vec::with_capacity(sources.len());
         for path in sources {
             disks.push(Disk::open(&registry, path, &self.source_options())?);
@@ -220,6 +227,7 @@ impl ConvertArgs {
             format: self.format.clone(),
             refs: self.references.policy(),
             lock: !self.force_share,
+            snapshot: self.snapshot.clone(),
             cache: self.src_cache.unwrap_or_default(),
             ..OpenOptions::read_only()
         }

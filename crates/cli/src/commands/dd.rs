@@ -56,6 +56,9 @@ pub struct DdArgs {
     options: FormatOptions,
     #[command(flatten)]
     force: Force,
+    /// Copy from what this snapshot inside the source holds (an id or a name)
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    snapshot: Option<String>,
     /// Read the source even while another process writes it
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -158,6 +161,7 @@ impl Run for DdArgs {
             format: self.format.clone(),
             refs: self.references.policy(),
             lock: !self.force_share,
+            snapshot: self.snapshot.clone(),
             ..OpenOptions::read_only()
         };
         let source = Disk::open(&registry, &request.source, &reading)?;

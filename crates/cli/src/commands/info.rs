@@ -11,7 +11,6 @@ use crate::arguments::{Json, Opening};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::{Fields, Output, Table, bytes_long, bytes_short};
 use crate::session::Session;
-use crate::time;
 
 /// The row of the table.
 pub const COMMAND: Subcommand = Subcommand {
@@ -211,17 +210,7 @@ fn print_snapshots(snapshots: &[SnapshotInfo], out: &mut Output) -> std::io::Res
         return Ok(());
     }
     out.line("snapshots:")?;
-    let mut table = Table::new(&["id", "name", ">VM state", "taken (UTC)", ">disk"]);
-    for snapshot in snapshots {
-        table.row([
-            snapshot.id.clone(),
-            snapshot.name.clone(),
-            bytes_short(snapshot.vm_state_bytes),
-            time::utc(snapshot.date_seconds),
-            snapshot.disk_bytes.map_or_else(|| "-".to_owned(), bytes_short),
-        ]);
-    }
-    table.print(out, 2)
+    super::snapshot::print_list(snapshots, out, 2)
 }
 
 fn print_bitmaps(bitmaps: &[BitmapInfo], out: &mut Output) -> std::io::Result<()> {

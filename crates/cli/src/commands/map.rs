@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::Disk;
 use vdkit::jobs::{self, MapRow};
+use vdkit::{Disk, OpenOptions};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Json, Opening, size};
+use crate::arguments::{Json, Opening, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::output::Output;
 use crate::session::Session;
@@ -25,6 +25,7 @@ vdkit map disk.qcow2                    runs that hold data
 vdkit map --all disk.qcow2              zeroes and holes as well
 vdkit map --json overlay.qcow2          for programs, with the keys of qemu-img
 vdkit map --start 1G --length 64M disk.qcow2
+vdkit map --snapshot golden disk.qcow2  where a snapshot's bytes are
 ",
     augment: augment::<MapArgs>,
     run: run::<MapArgs>,
@@ -46,6 +47,8 @@ pub struct MapArgs {
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = size)]
     length: Option<u64>,
     #[command(flatten)]
+    snapshot: SnapshotOption,
+    #[command(flatten)]
     opening: Opening,
     #[command(flatten)]
     json: Json,
@@ -55,7 +58,9 @@ impl Run for MapArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
+        let options =
+            OpenOptions { snapshot: self.snapshot.snapshot.clone(), ..self.opening.options() };
+        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         let start = self.start.unwrap_or(0);
         let range = super::guest_range(&disk, start, self.length)?;
         let rows = jobs::map(&disk, range.start, range.end - range.start)?;

@@ -29,6 +29,7 @@ pub mod measure;
 pub mod read;
 pub mod rebase;
 pub mod resize;
+pub mod snapshot;
 pub mod tree;
 pub mod write;
 
@@ -43,6 +44,7 @@ pub static ALL: &[Subcommand] = &[
     measure::COMMAND,
     check::COMMAND,
     compact::COMMAND,
+    snapshot::COMMAND,
     resize::COMMAND,
     commit::COMMAND,
     bitmap::COMMAND,

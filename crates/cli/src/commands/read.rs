@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::{Disk, GuestOffset};
+use vdkit::{Disk, GuestOffset, OpenOptions};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{CacheOption, Opening, size};
+use crate::arguments::{CacheOption, Opening, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::hex::HexDump;
 use crate::session::Session;
@@ -49,6 +49,8 @@ pub struct ReadArgs {
     #[command(flatten)]
     cache: CacheOption,
     #[command(flatten)]
+    snapshot: SnapshotOption,
+    #[command(flatten)]
     opening: Opening,
 }
 
@@ -56,7 +58,10 @@ impl Run for ReadArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = self.opening.options().cache(self.cache.mode());
+        let options = OpenOptions {
+            snapshot: self.snapshot.snapshot.clone(),
+            ..self.opening.options().cache(self.cache.mode())
+        };
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         let range = super::guest_range(&disk, self.offset, self.length)?;
         let mut buf = vec![0; STEP.min(range.end - range.start) as usize];

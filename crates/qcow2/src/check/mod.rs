@@ -20,7 +20,7 @@ mod compact;
 mod findings;
 mod image;
 mod mapping;
-mod reader;
+pub(crate) mod reader;
 mod refcounts;
 mod repair;
 mod snapshots;

@@ -13,20 +13,20 @@ const BATCH_BYTES: usize = 4 << 20;
 
 /// How far a job is, over several walks.
 #[derive(Debug)]
-pub(super) struct Meter<'a, 'b> {
-    pub(super) monitor: &'a Monitor<'b>,
+pub(crate) struct Meter<'a, 'b> {
+    pub(crate) monitor: &'a Monitor<'b>,
     done: u64,
     total: u64,
 }
 
 impl<'a, 'b> Meter<'a, 'b> {
     /// Nothing done of nothing.
-    pub(super) fn new(monitor: &'a Monitor<'b>) -> Self {
+    pub(crate) fn new(monitor: &'a Monitor<'b>) -> Self {
         Self { monitor, done: 0, total: 0 }
     }
 
     /// So many bytes more will be read.
-    pub(super) fn expect(&mut self, bytes: u64) {
+    pub(crate) fn expect(&mut self, bytes: u64) {
         self.total += bytes;
     }
 
@@ -45,7 +45,7 @@ fn batch_tables(cluster_bytes: usize) -> usize {
 /// Reads the clusters at `offsets` and hands each to `use_table` with its index, in the order
 /// given (best sorted). Where there is more than one batch, the next one is read by another thread
 /// meanwhile.
-pub(super) fn for_each_cluster(
+pub(crate) fn for_each_cluster(
     storage: &dyn Storage,
     offsets: &[u64],
     cluster_bytes: u64,
@@ -116,7 +116,7 @@ fn read_clusters(
 }
 
 /// Reads a whole table; what lies beyond the end of the file is zero.
-pub(super) fn read_table(storage: &dyn Storage, offset: u64, bytes: u64) -> Result<Vec<u8>> {
+pub(crate) fn read_table(storage: &dyn Storage, offset: u64, bytes: u64) -> Result<Vec<u8>> {
     let mut table = vec![0; bytes as usize];
     storage.read_padded(&mut table, HostOffset(offset))?;
     Ok(table)

@@ -144,6 +144,7 @@ fn assert_snapshots_alike(ours: &[SnapshotInfo], theirs: &[Value]) {
         let clock = b["vm-clock-sec"].as_u64().unwrap() * 1_000_000_000
             + b["vm-clock-nsec"].as_u64().unwrap();
         assert_eq!(a.vm_clock_nanoseconds, clock);
+        assert_eq!(a.icount, b["icount"].as_u64());
     }
 }
 

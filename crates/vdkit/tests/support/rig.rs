@@ -88,11 +88,16 @@ impl Rig {
 
     /// Opens the disk, base and all.
     pub fn open(&self, writable: bool) -> Result<Disk> {
-        let top = disk(self.format(writable)?, writable);
-        Ok(match self.base() {
+        Ok(self.over_base(self.format(writable)?, writable))
+    }
+
+    /// A format of this image (a snapshot, say) as a disk, base and all.
+    pub fn over_base(&self, format: Arc<dyn Format>, writable: bool) -> Disk {
+        let top = disk(format, writable);
+        match self.base() {
             None => top,
             Some(base) => top.over(base),
-        })
+        }
     }
 
     fn base(&self) -> Option<Disk> {

@@ -1,6 +1,27 @@
-//! Reading the table of internal snapshots.
+//! Internal snapshots.
+//!
+//! ```text
+//!   operations ── names      what a user asks for: create, apply, delete, rename
+//!        │  │
+//!        │  view             a snapshot as a disk for reading
+//!        │
+//!      walk ── deltas        what L1 tables refer to, and how refcounts change by it
+//!        │
+//!     rewrite ── this file   new tables, then one header write
+//! ```
+//!
+//! A change writes new copies of everything that it changes: refcount blocks and their table, L2
+//! tables whose COPIED flags change, the active L1 table, the table of snapshots. The header's
+//! first sector points to all of them, so one write switches from the old image to the new one.
 //!
 //! Source: qcow2 specification, section "Snapshots".
+
+mod deltas;
+mod names;
+mod operations;
+mod rewrite;
+mod view;
+mod walk;
 
 use vdkit_block::{Error, HostOffset, Limits, Result, SnapshotInfo, Storage};
 
@@ -19,7 +40,7 @@ const ENTRY_BYTES_GUESS: u64 = 256;
 const FIRST_READ_BYTES: u64 = 16 << 10;
 
 /// One internal snapshot, as its table entry says.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Host offset of its L1 table; not validated.
     pub l1_offset: HostOffset,
@@ -37,6 +58,8 @@ pub struct Snapshot {
     pub vm_clock_nanoseconds: u64,
     /// Bytes of saved VM state.
     pub vm_state_bytes: u64,
+    /// The field of 32 bits for them, as it stands.
+    pub vm_state_bytes_small: u32,
     /// Bytes of the guest disk when it was taken; old images do not say.
     pub disk_bytes: Option<u64>,
     /// The extra data as it stands, with the two numbers above and what else there is.
@@ -54,7 +77,35 @@ impl Snapshot {
             date_nanoseconds: self.date_nanoseconds,
             vm_clock_nanoseconds: self.vm_clock_nanoseconds,
             disk_bytes: self.disk_bytes,
+            icount: self.icount(),
         }
+    }
+
+    /// Instructions that the guest had executed, where they were counted.
+    fn icount(&self) -> Option<u64> {
+        self.extra.get(16..24).map(|extra| be64(extra, 0)).filter(|&count| count != u64::MAX)
+    }
+
+    /// The extra data of a new snapshot: bytes of VM state and disk, and no count of instructions.
+    fn new_extra(disk_bytes: u64) -> Vec<u8> {
+        [0, disk_bytes, u64::MAX].iter().flat_map(|n| n.to_be_bytes()).collect()
+    }
+
+    /// Adds the entry to a table, at a multiple of 8 bytes.
+    fn encode(&self, table: &mut Vec<u8>) {
+        table.resize(table.len().next_multiple_of(8), 0);
+        table.extend_from_slice(&self.l1_offset.0.to_be_bytes());
+        table.extend_from_slice(&self.l1_entries.to_be_bytes());
+        table.extend_from_slice(&(self.id.len() as u16).to_be_bytes());
+        table.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
+        table.extend_from_slice(&self.date_seconds.to_be_bytes());
+        table.extend_from_slice(&self.date_nanoseconds.to_be_bytes());
+        table.extend_from_slice(&self.vm_clock_nanoseconds.to_be_bytes());
+        table.extend_from_slice(&self.vm_state_bytes_small.to_be_bytes());
+        table.extend_from_slice(&(self.extra.len() as u32).to_be_bytes());
+        table.extend_from_slice(&self.extra);
+        table.extend_from_slice(&self.id);
+        table.extend_from_slice(&self.name);
     }
 }
 
@@ -137,6 +188,28 @@ impl SnapshotTable {
         })
     }
 
+    /// The bytes of a table of these snapshots.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where it is larger than what is accepted.
+    fn encode(file: &str, snapshots: &[Snapshot], limits: &Limits) -> Result<Vec<u8>> {
+        let mut table = Vec::new();
+        for snapshot in snapshots {
+            snapshot.encode(&mut table);
+        }
+        table.resize(table.len().next_multiple_of(8), 0);
+        let most = TABLE_BYTES_MAX.min(limits.table_bytes_max);
+        if table.len() as u64 > most || snapshots.len() > SNAPSHOTS_MAX as usize {
+            return Err(Error::Invalid(format!(
+                "{file}: {} snapshots take a table of {} bytes; at most {SNAPSHOTS_MAX} and {most} \
+                 bytes are accepted; delete some first",
+                snapshots.len(),
+                table.len()
+            )));
+        }
+        Ok(table)
+    }
+
     fn parse(bytes: &[u8], count: u32) -> Result<Self, Stop> {
         // An entry has 40 bytes at least, so this is bounded by what was read.
         let most = bytes.len() / FIXED_BYTES;
@@ -167,6 +240,7 @@ impl SnapshotTable {
                 } else {
                     be32(fixed, 32).into()
                 },
+                vm_state_bytes_small: be32(fixed, 32),
                 disk_bytes: (extra_bytes >= 16).then(|| be64(extra, 8)),
                 extra: extra.to_vec(),
             });

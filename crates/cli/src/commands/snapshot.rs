@@ -1,0 +1,216 @@
+//! `vdkit snapshot`: the disk as it was, kept inside the image.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum, ValueHint};
+use serde::Serialize;
+use vdkit::jobs::{self, SnapshotAction};
+use vdkit::{BackingChoice, Disk, Monitor, SnapshotInfo};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Force, Json, Opening, ProgressOption};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::guard;
+use crate::output::{Output, Table, bytes_short};
+use crate::session::Session;
+use crate::time;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "snapshot",
+    about: "List, create, apply, delete or rename snapshots inside an image",
+    group: Group::Change,
+    details: "\
+A snapshot keeps what the disk is now; it costs a little metadata, whatever the disk's size. \
+'apply' makes the disk what the snapshot holds: what was written since is lost, unless another \
+snapshot holds it. A power cut leaves the old image or the new one, never something between.
+
+  list IMAGE                    all snapshots
+  create IMAGE NAME             keep the disk as it is now
+  apply IMAGE SNAPSHOT          go back
+  delete IMAGE SNAPSHOT         remove a snapshot, and give back what only it needed
+  rename IMAGE SNAPSHOT NAME    give it another name
+
+SNAPSHOT is a name or an id. 'apply' looks for an id first, 'delete' and 'rename' for a name \
+first, as qemu-img does; of several with one name the first is meant. 'convert', 'compare', \
+'map', 'read' and 'dd' read a snapshot with --snapshot.",
+    examples: "
+vdkit snapshot create disk.qcow2 before-update
+vdkit snapshot list disk.qcow2
+vdkit snapshot apply disk.qcow2 before-update
+vdkit snapshot rename disk.qcow2 before-update golden
+vdkit snapshot delete disk.qcow2 golden
+vdkit convert disk.qcow2 old.raw --snapshot golden  a snapshot as an image
+",
+    augment: augment::<SnapshotArgs>,
+    run: run::<SnapshotArgs>,
+};
+
+/// Arguments of `vdkit snapshot`.
+#[derive(Args, Debug)]
+#[command(
+    override_usage = "vdkit snapshot list|create|apply|delete|rename [OPTIONS] IMAGE [SNAPSHOT] [NAME]"
+)]
+pub struct SnapshotArgs {
+    /// list, create, apply, delete or rename
+    #[arg(value_name = "ACTION", hide_possible_values = true)]
+    action: Action,
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// The snapshot, by name or id; for create, and last for rename, the new name
+    #[arg(value_name = "SNAPSHOT", num_args = 0..=2)]
+    names: Vec<String>,
+    #[command(flatten)]
+    force: Force,
+    #[command(flatten)]
+    opening: Opening,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The value of ACTION.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Action {
+    List,
+    Create,
+    Apply,
+    Delete,
+    Rename,
+}
+
+/// The answer, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct SnapshotAnswer {
+    filename: String,
+    action: Action,
+    /// All for `list`, else the one that it was about.
+    snapshots: Vec<SnapshotInfo>,
+    virtual_size: u64,
+}
+
+impl SnapshotArgs {
+    /// What is to be done; nothing for `list`.
+    fn asked(&self) -> Result<Option<SnapshotAction>, Failure> {
+        let names: Vec<String> = self.names.clone();
+        let count = names.len();
+        let mut names = names.into_iter();
+        let action = match (self.action, count, names.next(), names.next()) {
+            (Action::List, 0, ..) => return Ok(None),
+            (Action::Create, 1, Some(name), _) => SnapshotAction::Create(name),
+            (Action::Apply, 1, Some(which), _) => SnapshotAction::Apply(which),
+            (Action::Delete, 1, Some(which), _) => SnapshotAction::Delete(which),
+            (Action::Rename, 2, Some(which), Some(name)) => SnapshotAction::Rename { which, name },
+            _ => {
+                let wanted = match self.action {
+                    Action::List => "list IMAGE",
+                    Action::Create => "create IMAGE NAME",
+                    Action::Apply => "apply IMAGE SNAPSHOT",
+                    Action::Delete => "delete IMAGE SNAPSHOT",
+                    Action::Rename => "rename IMAGE SNAPSHOT NAME",
+                };
+                return Err(Failure::usage(format!("as it is used: vdkit snapshot {wanted}")));
+            }
+        };
+        if self.opening.force_share {
+            return Err(Failure::usage("-U has no meaning here: only 'list' can share the image"));
+        }
+        Ok(Some(action))
+    }
+
+    fn change(
+        &self,
+        disk: &Disk,
+        action: &SnapshotAction,
+        session: &mut Session,
+    ) -> Result<SnapshotInfo, Failure> {
+        let progress = self.progress.reporter("snapshot");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let done = jobs::snapshot(disk, action, &monitor);
+        progress.finish();
+        // Closed also after a failure, so that the image is clean.
+        let closed = disk.close();
+        let info = done?;
+        closed?;
+        Ok(info)
+    }
+}
+
+impl Run for SnapshotArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let asked = self.asked()?;
+        if self.action == Action::Apply {
+            let cancel = session.cancel_on_signal()?;
+            guard::refuse_dependents(
+                &self.image,
+                &self.force,
+                "applying a snapshot to it",
+                &cancel,
+            )?;
+        }
+        let mut options = self.opening.options();
+        options.writable = asked.is_some();
+        // What the image stands on has no part in it.
+        options.backing = BackingChoice::Ignore;
+        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
+        session.warn(&disk);
+        let snapshots = match &asked {
+            None => jobs::snapshots(&disk)?,
+            Some(action) => vec![self.change(&disk, action, session)?],
+        };
+        if self.json.json {
+            session.out.json(&SnapshotAnswer {
+                filename: self.image.display().to_string(),
+                action: self.action,
+                snapshots,
+                virtual_size: disk.guest_bytes(),
+            })?;
+        } else if asked.is_none() {
+            print_list(&snapshots, &mut session.out, 0)?;
+        } else {
+            for snapshot in &snapshots {
+                let image = self.image.display();
+                session.out.line(told(self.action, &image.to_string(), snapshot))?;
+            }
+        }
+        Ok(Exit::Done)
+    }
+}
+
+fn told(action: Action, image: &str, snapshot: &SnapshotInfo) -> String {
+    let SnapshotInfo { id, name, .. } = snapshot;
+    match action {
+        Action::Create => format!("{image}: snapshot {id} is '{name}'"),
+        Action::Apply => format!("{image}: the disk is again as in snapshot {id}, '{name}'"),
+        Action::Delete => format!("{image}: snapshot {id}, '{name}', is gone"),
+        Action::List | Action::Rename => format!("{image}: snapshot {id} is called '{name}' now"),
+    }
+}
+
+/// Prints snapshots as a table, indented by so many spaces.
+///
+/// # Errors
+/// Stdout cannot be written.
+pub(super) fn print_list(
+    snapshots: &[SnapshotInfo],
+    out: &mut Output,
+    indent: usize,
+) -> std::io::Result<()> {
+    let mut table = Table::new(&["id", "name", ">VM state", "taken (UTC)", ">disk"]);
+    for snapshot in snapshots {
+        table.row([
+            snapshot.id.clone(),
+            snapshot.name.clone(),
+            bytes_short(snapshot.vm_state_bytes),
+            time::utc(snapshot.date_seconds),
+            snapshot.disk_bytes.map_or_else(|| "-".to_owned(), bytes_short),
+        ]);
+    }
+    table.print(out, indent)
+}

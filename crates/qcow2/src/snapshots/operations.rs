@@ -1,0 +1,308 @@
+//! What a user does with snapshots.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{
+    Error, Format, HostOffset, Monitor, NewSnapshot, Result, SnapshotInfo, Snapshots,
+};
+
+use super::names::{self, First};
+use super::rewrite::{Active, Change, Flags};
+use super::walk::{Table, Walk};
+use super::{Snapshot, SnapshotTable};
+use crate::header::Header;
+use crate::image::{Meta, Qcow2};
+use crate::layout::{COPIED, OFFSET_MASK};
+
+impl Snapshots for Qcow2 {
+    fn list(&self) -> Result<Vec<SnapshotInfo>> {
+        Ok(self.read_list(&self.meta.lock())?.snapshots.iter().map(Snapshot::info).collect())
+    }
+
+    fn create(&self, new: &NewSnapshot, monitor: &Monitor<'_>) -> Result<SnapshotInfo> {
+        names::check(&new.name)?;
+        self.need_own_data()?;
+        self.exclusively(|meta| self.create_snapshot(meta, new, monitor))
+    }
+
+    fn apply(&self, which: &str, monitor: &Monitor<'_>) -> Result<SnapshotInfo> {
+        self.need_own_data()?;
+        let _admin = self.bitmaps.admin.lock();
+        self.exclusively_between(
+            |flushing| {
+                let snapshots = self.read_list(&self.meta.lock())?.snapshots;
+                let index = names::find(self.storage.name(), &snapshots, which, First::Id)?;
+                let (old, new) = (self.guest_len(), self.size_to_apply(&snapshots[index])?);
+                // What the disk becomes differs from what it was anywhere: bitmaps that record
+                // say so before it does.
+                self.mark_bitmaps_dirty(flushing)?;
+                self.bitmaps_before_resize(old, new)
+            },
+            |meta| self.apply_snapshot(meta, which, monitor),
+            |flushing, resizing| self.bitmaps_after_resize(flushing, &resizing),
+        )
+    }
+
+    fn delete(&self, which: &str, monitor: &Monitor<'_>) -> Result<SnapshotInfo> {
+        self.need_own_data()?;
+        self.exclusively(|meta| self.delete_snapshot(meta, which, monitor))
+    }
+
+    fn rename(&self, which: &str, name: &str) -> Result<SnapshotInfo> {
+        names::check(name)?;
+        self.exclusively(|meta| {
+            let mut snapshots = self.load_list(meta)?;
+            let index = names::find(self.storage.name(), &snapshots, which, First::Name)?;
+            snapshots[index].name = name.as_bytes().to_vec();
+            let info = snapshots[index].info();
+            self.rewrite(meta, Change::of_list(snapshots), &Monitor::default())?;
+            Ok(info)
+        })
+    }
+
+    fn view(&self, which: &str) -> Result<Arc<dyn Format>> {
+        self.need_own_data()?;
+        let snapshots = self.read_list(&self.meta.lock())?.snapshots;
+        let index = names::find(self.storage.name(), &snapshots, which, First::Id)?;
+        self.open_view(&snapshots[index])
+    }
+}
+
+impl Change {
+    /// Another list, and nothing else.
+    fn of_list(snapshots: Vec<Snapshot>) -> Self {
+        Self {
+            deltas: super::deltas::Deltas::default(),
+            copies: Vec::new(),
+            copies_replace: false,
+            flags: Flags::Clear,
+            active: None,
+            snapshots,
+            new_snapshot: false,
+            retired: Vec::new(),
+            counts_released: false,
+        }
+    }
+}
+
+impl Qcow2 {
+    fn need_own_data(&self) -> Result<()> {
+        if !self.has_data_file() {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            self.storage.name(),
+            "snapshots in an image with a data file",
+            "its data is written in place: convert to an image without one, or make an overlay",
+        ))
+    }
+
+    fn read_list(&self, meta: &Meta) -> Result<SnapshotTable> {
+        let header = Header {
+            snapshot_count: meta.snapshot_count,
+            snapshots_offset: meta.snapshots_offset,
+            ..self.header.clone()
+        };
+        SnapshotTable::read(&*self.storage, &header, &self.limits)
+    }
+
+    /// The list, for changing it.
+    fn load_list(&self, meta: &mut Meta) -> Result<Vec<Snapshot>> {
+        let table = self.read_list(meta)?;
+        meta.snapshots_bytes = table.bytes;
+        Ok(table.snapshots)
+    }
+
+    fn create_snapshot(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        new: &NewSnapshot,
+        monitor: &Monitor<'_>,
+    ) -> Result<SnapshotInfo> {
+        let mut snapshots = self.load_list(meta)?;
+        let guest_bytes = self.guest_len();
+        let mut words = self.l1.read().clone();
+        // What lies beyond the disk is VM state that an applied snapshot left: it is not this one's.
+        let kept = words.len().min(self.geometry.l1_entries_for(guest_bytes) as usize);
+        let mut walk = Walk::new(self, meta)?;
+        let offsets = walk.tables(meta.l1_offset, &words[..kept])?;
+        let tables: Vec<Table> = offsets.iter().map(|&offset| Table { offset, by: 1 }).collect();
+        let copies = walk.count(&tables, monitor)?;
+        for &copied in &copies {
+            // Both the disk and the snapshot refer to the new table.
+            walk.uncount(copied, 1)?;
+        }
+        for word in &mut words[..kept] {
+            *word &= !COPIED;
+        }
+        let snapshot = Snapshot {
+            l1_offset: HostOffset(0),
+            l1_entries: kept as u32,
+            id: names::new_id(self.storage.name(), &snapshots)?,
+            name: new.name.as_bytes().to_vec(),
+            date_seconds: new.date_seconds,
+            date_nanoseconds: new.date_nanoseconds,
+            disk_bytes: Some(guest_bytes),
+            extra: Snapshot::new_extra(guest_bytes),
+            ..Snapshot::default()
+        };
+        let info = snapshot.info();
+        snapshots.push(snapshot);
+        let change = Change {
+            deltas: walk.deltas,
+            counts_released: true,
+            copies,
+            copies_replace: true,
+            active: Some(Active { words, guest_bytes }),
+            new_snapshot: true,
+            ..Change::of_list(snapshots)
+        };
+        self.rewrite(meta, change, monitor)?;
+        Ok(info)
+    }
+
+    fn apply_snapshot(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        which: &str,
+        monitor: &Monitor<'_>,
+    ) -> Result<SnapshotInfo> {
+        let snapshots = self.load_list(meta)?;
+        let index = names::find(self.storage.name(), &snapshots, which, First::Id)?;
+        let snapshot = &snapshots[index];
+        let info = snapshot.info();
+        let guest_bytes = self.size_to_apply(snapshot)?;
+        let mut words = self.snapshot_words(snapshot)?;
+        let mut walk = Walk::new(self, meta)?;
+        let mut tables = BTreeMap::new();
+        for offset in walk.tables(meta.l1_offset, &self.l1.read())? {
+            *tables.entry(offset).or_insert(0) -= 1;
+        }
+        for offset in walk.tables(snapshot.l1_offset, &words)? {
+            *tables.entry(offset).or_insert(0) += 1;
+        }
+        // What both use stays as it is.
+        let tables: Vec<Table> = tables
+            .into_iter()
+            .filter(|&(_, by)| by != 0)
+            .map(|(offset, by)| Table { offset, by })
+            .collect();
+        let mut copies = walk.count(&tables, monitor)?;
+        copies.retain(|copy| {
+            tables.binary_search_by_key(copy, |t| t.offset).is_ok_and(|i| tables[i].by > 0)
+        });
+        for &copied in &copies {
+            walk.uncount(copied, 1)?;
+        }
+        for word in &mut words {
+            *word &= OFFSET_MASK;
+        }
+        let entries = self.geometry.l1_entries_for(guest_bytes) as usize;
+        words.resize(words.len().max(entries), 0);
+        let change = Change {
+            deltas: walk.deltas,
+            counts_released: true,
+            copies,
+            active: Some(Active { words, guest_bytes }),
+            ..Change::of_list(snapshots)
+        };
+        self.rewrite(meta, change, monitor)?;
+        Ok(info)
+    }
+
+    /// The size that the disk has when a snapshot is applied.
+    fn size_to_apply(&self, snapshot: &Snapshot) -> Result<u64> {
+        self.check_snapshot(snapshot)?;
+        let present = self.guest_len();
+        let size = snapshot.disk_bytes.unwrap_or(present);
+        if size != present && self.header.version < 3 {
+            return Err(Error::unsupported(
+                self.storage.name(),
+                "applying a snapshot of another size in a version 2 image",
+                "the sizes of its snapshots need not be recorded; convert to compat=1.1",
+            ));
+        }
+        Ok(size)
+    }
+
+    /// A snapshot's L1 entries.
+    fn snapshot_words(&self, snapshot: &Snapshot) -> Result<Vec<u64>> {
+        self.check_snapshot(snapshot)?;
+        let mut raw = vec![0; snapshot.l1_entries as usize * 8];
+        self.storage.read_at(&mut raw, snapshot.l1_offset)?;
+        Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
+    }
+
+    fn delete_snapshot(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        which: &str,
+        monitor: &Monitor<'_>,
+    ) -> Result<SnapshotInfo> {
+        let mut snapshots = self.load_list(meta)?;
+        let index = names::find(self.storage.name(), &snapshots, which, First::Name)?;
+        let snapshot = snapshots.remove(index);
+        let words = self.snapshot_words(&snapshot)?;
+        let mut walk = Walk::new(self, meta)?;
+        let offsets = walk.tables(snapshot.l1_offset, &words)?;
+        let tables: Vec<Table> = offsets.iter().map(|&offset| Table { offset, by: -1 }).collect();
+        walk.count(&tables, monitor)?;
+        let l1 = self.clusters_of(snapshot.l1_offset, words.len() as u64 * 8);
+        self.check_own(meta, &walk, &snapshot, l1.clone())?;
+
+        let mut active = self.l1.read().clone();
+        let used = walk.tables(meta.l1_offset, &active)?;
+        let (geometry, deltas) = (self.geometry, &walk.deltas);
+        let copies = walk.find(&used, monitor, |entry| {
+            if entry.is_compressed() || entry.is_copied() || !entry.has_space(false) {
+                return Ok(false);
+            }
+            self.becomes_single(meta, deltas, geometry.host_cluster(entry.host()))
+        })?;
+        let mut changed = !copies.is_empty();
+        for word in active.iter_mut().filter(|word| **word & OFFSET_MASK != 0) {
+            let table = geometry.host_cluster(HostOffset(*word & OFFSET_MASK));
+            if self.becomes_single(meta, deltas, table)? {
+                *word |= COPIED;
+                changed = true;
+            }
+        }
+        let guest_bytes = self.guest_len();
+        let change = Change {
+            deltas: walk.deltas,
+            counts_released: true,
+            copies,
+            copies_replace: true,
+            flags: Flags::SetSingle,
+            active: changed.then_some(Active { words: active, guest_bytes }),
+            retired: vec![l1],
+            ..Change::of_list(snapshots)
+        };
+        self.rewrite(meta, change, monitor)?;
+        Ok(snapshot.info())
+    }
+
+    /// The clusters of a snapshot's L1 table must be its own.
+    fn check_own(
+        &self,
+        meta: &mut Meta,
+        walk: &Walk<'_>,
+        snapshot: &Snapshot,
+        clusters: std::ops::Range<u64>,
+    ) -> Result<()> {
+        for cluster in clusters {
+            let refcount = meta.refcounts.get(cluster, &*self.storage)?;
+            if refcount != 1 || walk.deltas.get(cluster) != 0 || walk.is_metadata(cluster) {
+                return Err(walk.fault(
+                    snapshot.l1_offset.0,
+                    "snapshot L1 table",
+                    format!("a cluster with refcount {refcount}, or one that is used otherwise"),
+                    "clusters of its own",
+                ));
+            }
+        }
+        Ok(())
+    }
+}

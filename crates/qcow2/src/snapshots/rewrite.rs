@@ -1,0 +1,523 @@
+//! A new image beside the old one, and the one write that makes it the image.
+
+use std::collections::BTreeMap;
+
+use parking_lot::MutexGuard;
+use std::sync::atomic::Ordering;
+use vdkit_block::{Error, HostOffset, Monitor, Result};
+
+use super::deltas::Deltas;
+use super::walk::entries;
+use super::{Snapshot, SnapshotTable};
+use crate::check::reader::{self, Meter};
+use crate::header::field;
+use crate::image::{Freed, Meta, Qcow2};
+use crate::layout::{COPIED, OFFSET_MASK};
+use crate::pool::Space;
+use crate::refcounts::{get_refcount, set_refcount};
+
+/// Small neighbouring writes are joined up to this.
+const JOIN_BYTES: usize = 1 << 20;
+
+/// What the COPIED flags of an L2 table that is written anew become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flags {
+    /// All are cleared: everything is shared now.
+    Clear,
+    /// Those whose refcount changes to 1 are set.
+    SetSingle,
+}
+
+/// The active disk as it becomes.
+#[derive(Debug)]
+pub(super) struct Active {
+    /// L1 entries; of tables that are written anew, with the old offsets.
+    pub(super) words: Vec<u64>,
+    /// Bytes of the guest disk.
+    pub(super) guest_bytes: u64,
+}
+
+/// All that changes at once.
+#[derive(Debug)]
+pub(super) struct Change {
+    /// By how much the refcounts change of what L1 tables refer to.
+    pub(super) deltas: Deltas,
+    /// L2 tables that are written anew for the active disk, sorted.
+    pub(super) copies: Vec<u64>,
+    /// The active disk refers to the old ones now, and will not.
+    pub(super) copies_replace: bool,
+    /// How their flags change.
+    pub(super) flags: Flags,
+    /// The active disk, where it changes.
+    pub(super) active: Option<Active>,
+    /// The snapshots as they become.
+    pub(super) snapshots: Vec<Snapshot>,
+    /// The last snapshot is new, and its L1 table is the first part of the active one.
+    pub(super) new_snapshot: bool,
+    /// Clusters of L1 tables that nothing needs any more.
+    pub(super) retired: Vec<std::ops::Range<u64>>,
+    /// `deltas` has what was let go and waits for requests in flight ([`super::walk::Walk::new`]).
+    pub(super) counts_released: bool,
+}
+
+/// Clusters for all that is new.
+struct Places {
+    /// Old offset of an L2 table, and its new cluster.
+    copies: BTreeMap<u64, u64>,
+    active_l1: Option<Space>,
+    snapshot_l1: Option<Space>,
+    list: Option<Space>,
+    /// Index of a refcount block, its old offset, and its new cluster.
+    blocks: Vec<(usize, u64, u64)>,
+    refcount_table: Option<Space>,
+}
+
+impl Qcow2 {
+    /// Does a change. The caller is in [`Qcow2::exclusively`].
+    ///
+    /// # Errors
+    /// Refcounts that do not fit, before anything is written; I/O. The image is as before.
+    pub(super) fn rewrite(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        mut change: Change,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        // What cannot be is found before the file becomes longer.
+        SnapshotTable::encode(self.storage.name(), &change.snapshots, &self.limits)?;
+        self.apply_to_blocks(
+            &self.blocks_of(meta, &change.deltas)?,
+            &change.deltas,
+            monitor,
+            |_, _| Ok(()),
+        )?;
+        self.before_change(meta)?;
+        let mut held = Vec::new();
+        let counted =
+            if change.counts_released { std::mem::take(&mut meta.released) } else { Vec::new() };
+        let result = self
+            .reserve_places(meta, &mut change, &mut held)
+            .and_then(|places| self.switch_to(meta, change, &places, monitor));
+        if result.is_err() {
+            Self::unreserve(meta, held);
+            meta.released.extend(counted);
+        }
+        result
+    }
+
+    /// Reserves clusters for all that is new; `held` gets them all.
+    fn reserve_places(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        change: &mut Change,
+        held: &mut Vec<Space>,
+    ) -> Result<Places> {
+        let mut singles = self.reserve_singles(meta, change.copies.len(), held)?.into_iter();
+        let copies: BTreeMap<u64, u64> = change.copies.iter().copied().zip(&mut singles).collect();
+        if change.new_snapshot {
+            // The active disk's reference is counted by the reservation.
+            for &cluster in copies.values() {
+                change.deltas.add(cluster, 1).unwrap_or_default();
+            }
+        }
+        let mut table = |meta: &mut MutexGuard<'_, Meta>, bytes: usize| -> Result<Option<Space>> {
+            if bytes == 0 {
+                return Ok(None);
+            }
+            let space = self.reserve_table(meta, bytes as u64)?;
+            held.push(space);
+            Ok(Some(space))
+        };
+        let active_l1 = match &change.active {
+            Some(active) => table(meta, active.words.len() * 8)?,
+            None => None,
+        };
+        let snapshot_l1 = match change.snapshots.last() {
+            Some(new) if change.new_snapshot => table(meta, new.l1_entries as usize * 8)?,
+            _ => None,
+        };
+        let list =
+            SnapshotTable::encode(self.storage.name(), &change.snapshots, &self.limits)?.len();
+        let list = table(meta, list)?;
+        let touched = self.blocks_of(meta, &change.deltas)?;
+        let singles = self.reserve_singles(meta, touched.len(), held)?;
+        let refcount_table = if touched.is_empty() {
+            None
+        } else {
+            // Finding space may make the table larger.
+            loop {
+                let clusters = meta.table_clusters;
+                let space = self.reserve_table(meta, clusters << self.geometry.cluster_bits)?;
+                held.push(space);
+                if meta.table_clusters == clusters {
+                    break Some(space);
+                }
+            }
+        };
+        let blocks =
+            touched.into_iter().zip(singles).map(|((index, old), new)| (index, old, new)).collect();
+        Ok(Places { copies, active_l1, snapshot_l1, list, blocks, refcount_table })
+    }
+
+    /// Reserves so many clusters, wherever they are.
+    fn reserve_singles(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        count: usize,
+        held: &mut Vec<Space>,
+    ) -> Result<Vec<u64>> {
+        let mut clusters = Vec::with_capacity(count);
+        while clusters.len() < count {
+            let missing = (count - clusters.len()) as u64;
+            if let Some(space) = self.allocate(meta, missing, None)? {
+                held.push(space);
+                clusters.extend(space.first..space.first + space.count);
+            }
+        }
+        Ok(clusters)
+    }
+
+    /// Index and offset of the refcount blocks of all clusters with a change.
+    fn blocks_of(&self, meta: &Meta, deltas: &Deltas) -> Result<Vec<(usize, u64)>> {
+        let mut touched: Vec<(usize, u64)> = Vec::new();
+        for (cluster, _) in deltas.iter() {
+            let index = meta.refcounts.block_index(cluster);
+            if touched.last().is_some_and(|&(last, _)| last == index) {
+                continue;
+            }
+            match meta.refcounts.table.get(index) {
+                Some(&offset) if offset != 0 => touched.push((index, offset)),
+                _ => return Err(self.refcount_fault(cluster, 0)),
+            }
+        }
+        Ok(touched)
+    }
+
+    /// Reads refcount blocks and hands each to `use_block` as it becomes, with its place in the
+    /// list. Returns the clusters that lose their last reference; they keep a refcount of 1, which
+    /// is the allocator's.
+    fn apply_to_blocks(
+        &self,
+        blocks: &[(usize, u64)],
+        deltas: &Deltas,
+        monitor: &Monitor<'_>,
+        mut use_block: impl FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<Vec<u64>> {
+        let geometry = self.geometry;
+        let (order, max) = (geometry.refcount_order, geometry.refcount_max());
+        let offsets: Vec<u64> = blocks.iter().map(|&(_, offset)| offset).collect();
+        let mut freed = Vec::new();
+        let mut meter = Meter::new(monitor);
+        let mut block = Vec::new();
+        reader::for_each_cluster(
+            &*self.storage,
+            &offsets,
+            geometry.cluster_bytes(),
+            &mut meter,
+            |i, bytes| {
+                block.clear();
+                block.extend_from_slice(bytes);
+                let first = (blocks[i].0 as u64) << geometry.refcount_block_bits();
+                let end = first + geometry.refcount_block_entries();
+                for (cluster, by) in deltas.within(first..end) {
+                    let old = get_refcount(&block, cluster - first, order);
+                    let new = i128::from(old) + i128::from(by);
+                    if old == 0 || new < 0 {
+                        return Err(self.refcount_fault(cluster, old));
+                    }
+                    if new > i128::from(max) {
+                        return Err(self.refcount_overflow());
+                    }
+                    if new == 0 {
+                        freed.push(cluster);
+                    }
+                    set_refcount(&mut block, cluster - first, order, new.max(1) as u64);
+                }
+                use_block(i, &block)
+            },
+        )?;
+        Ok(freed)
+    }
+
+    fn refcount_fault(&self, cluster: u64, found: u64) -> Error {
+        let file = self.storage.name();
+        Error::corrupt(
+            file,
+            cluster << self.geometry.cluster_bits,
+            "refcount",
+            found.to_string(),
+            format!("as many as there are references; run: vdkit check --repair all {file}"),
+        )
+    }
+
+    fn refcount_overflow(&self) -> Error {
+        let (bits, max) = (self.geometry.refcount_bits(), self.geometry.refcount_max());
+        Error::unsupported(
+            self.storage.name(),
+            format!(
+                "one snapshot more: refcounts of {bits} bits count to {max}, and some cluster is \
+                 used so often already"
+            ),
+            "delete a snapshot, or convert to an image with larger refcount_bits",
+        )
+    }
+
+    /// Writes all that is new, points the header to it, and makes memory agree.
+    fn switch_to(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        mut change: Change,
+        places: &Places,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        // Reservations are durable from here on.
+        self.flush_locked(meta)?;
+        self.write_l2_copies(meta, &change, places, monitor)?;
+        let bits = self.geometry.cluster_bits;
+        if let Some(active) = &mut change.active {
+            for word in &mut active.words {
+                if let Some(cluster) = places.copies.get(&(*word & OFFSET_MASK)) {
+                    let single = if change.new_snapshot { 0 } else { COPIED };
+                    *word = (cluster << bits) | single;
+                }
+            }
+            let raw: Vec<u8> = active.words.iter().flat_map(|w| w.to_be_bytes()).collect();
+            if let Some(space) = &places.active_l1 {
+                self.write_table(space, &raw)?;
+            }
+            if let (Some(space), Some(new)) = (&places.snapshot_l1, change.snapshots.last_mut()) {
+                new.l1_offset = self.write_table(space, &raw[..new.l1_entries as usize * 8])?;
+            }
+        }
+        let list = SnapshotTable::encode(self.storage.name(), &change.snapshots, &self.limits)?;
+        if let Some(space) = &places.list {
+            self.write_table(space, &list)?;
+        }
+        let freed = self.write_blocks(meta, &change, places, monitor)?;
+        monitor.cancel.check()?;
+        let fields = self.new_fields(meta, &change, places)?;
+        self.switch_header(meta, field::SIZE, &fields)?;
+        self.install_change(meta, &change, places, freed, list.len() as u64);
+        Ok(())
+    }
+
+    fn write_l2_copies(
+        &self,
+        meta: &mut Meta,
+        change: &Change,
+        places: &Places,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        let geometry = self.geometry;
+        let entry_bytes = geometry.l2_entry_bytes() as usize;
+        let mut out = Joined::new(self);
+        reader::for_each_cluster(
+            &*self.storage,
+            &change.copies,
+            geometry.cluster_bytes(),
+            &mut Meter::new(monitor),
+            |i, bytes| {
+                let mut table = bytes.to_vec();
+                for (index, entry) in entries(bytes, geometry.extended).enumerate() {
+                    if entry.is_compressed() || !entry.has_space(false) {
+                        continue;
+                    }
+                    let word = match change.flags {
+                        Flags::Clear => entry.word & !COPIED,
+                        Flags::SetSingle => {
+                            let cluster = geometry.host_cluster(entry.host());
+                            match self.becomes_single(meta, &change.deltas, cluster)? {
+                                true => entry.word | COPIED,
+                                false => entry.word,
+                            }
+                        }
+                    };
+                    table[index * entry_bytes..][..8].copy_from_slice(&word.to_be_bytes());
+                }
+                out.write(places.copies[&change.copies[i]], &table)
+            },
+        )?;
+        out.finish()
+    }
+
+    /// Whether a cluster's refcount changes to 1.
+    pub(super) fn becomes_single(
+        &self,
+        meta: &mut Meta,
+        deltas: &Deltas,
+        cluster: u64,
+    ) -> Result<bool> {
+        let by = deltas.get(cluster);
+        if by == 0 {
+            return Ok(false);
+        }
+        let old = meta.refcounts.get(cluster, &*self.storage)?;
+        Ok(i128::from(old) + i128::from(by) == 1)
+    }
+
+    /// Writes the refcount blocks and their table; returns the clusters that are not used any more.
+    fn write_blocks(
+        &self,
+        meta: &Meta,
+        change: &Change,
+        places: &Places,
+        monitor: &Monitor<'_>,
+    ) -> Result<Vec<u64>> {
+        let Some(space) = &places.refcount_table else { return Ok(Vec::new()) };
+        let blocks: Vec<(usize, u64)> =
+            places.blocks.iter().map(|&(index, old, _)| (index, old)).collect();
+        let mut out = Joined::new(self);
+        let freed = self.apply_to_blocks(&blocks, &change.deltas, monitor, |i, bytes| {
+            out.write(places.blocks[i].2, bytes)
+        })?;
+        out.finish()?;
+        let mut table = meta.refcounts.table.clone();
+        for &(index, _, new) in &places.blocks {
+            table[index] = new << self.geometry.cluster_bits;
+        }
+        let raw: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        self.write_table(space, &raw)?;
+        Ok(freed)
+    }
+
+    /// The header's bytes from the size to the snapshot table's offset.
+    fn new_fields(&self, meta: &Meta, change: &Change, places: &Places) -> Result<[u8; 48]> {
+        let mut fields = [0; 48];
+        self.storage.read_at(&mut fields, HostOffset(field::SIZE))?;
+        let bits = self.geometry.cluster_bits;
+        let mut put = |at: u64, bytes: &[u8]| {
+            let at = (at - field::SIZE) as usize;
+            fields[at..at + bytes.len()].copy_from_slice(bytes);
+        };
+        if let Some(active) = &change.active {
+            put(field::SIZE, &active.guest_bytes.to_be_bytes());
+            put(field::L1, &(active.words.len() as u32).to_be_bytes());
+            if let Some(space) = places.active_l1 {
+                put(field::L1 + 4, &(space.first << bits).to_be_bytes());
+            }
+        }
+        if let Some(space) = places.refcount_table {
+            put(field::REFCOUNT_TABLE, &(space.first << bits).to_be_bytes());
+            put(field::REFCOUNT_TABLE + 8, &(meta.table_clusters as u32).to_be_bytes());
+        }
+        put(field::SNAPSHOTS, &(change.snapshots.len() as u32).to_be_bytes());
+        let list = places.list.map_or(0, |space| space.first << bits);
+        put(field::SNAPSHOTS + 4, &list.to_be_bytes());
+        Ok(fields)
+    }
+
+    /// Makes memory agree with what the header says now, and lets the old tables go.
+    fn install_change(
+        &self,
+        meta: &mut Meta,
+        change: &Change,
+        places: &Places,
+        freed: Vec<u64>,
+        list_bytes: u64,
+    ) {
+        let bits = self.geometry.cluster_bits;
+        let at = |cluster: u64| HostOffset(cluster << bits);
+        if let Some(active) = &change.active {
+            self.install_active(meta, active, places);
+        }
+        for (&old, &new) in &places.copies {
+            self.slices.forget(at(new), self.geometry.cluster_bytes());
+            self.slices.forget(HostOffset(old), self.geometry.cluster_bytes());
+            if change.copies_replace {
+                self.retire(meta, old >> bits..(old >> bits) + 1);
+            }
+        }
+        let tables = [places.active_l1, places.list, places.refcount_table];
+        {
+            let mut metadata = self.metadata.write();
+            metadata.extend(tables.iter().flatten().flat_map(|s| s.first..s.first + s.count));
+            metadata.extend(places.blocks.iter().map(|&(_, _, new)| new));
+        }
+        if let Some(space) = places.refcount_table {
+            let old = self.clusters_of(meta.refcounts.table_offset, meta.table_clusters << bits);
+            meta.refcounts.table_offset = at(space.first);
+            self.retire(meta, old);
+        }
+        for &(index, old, new) in &places.blocks {
+            meta.refcounts.forget_block(HostOffset(old));
+            meta.refcounts.forget_block(at(new));
+            meta.refcounts.table[index] = new << bits;
+            self.retire(meta, old >> bits..(old >> bits) + 1);
+        }
+        self.retire(meta, self.clusters_of(meta.snapshots_offset, meta.snapshots_bytes));
+        meta.snapshots_offset = at(places.list.map_or(0, |space| space.first));
+        meta.snapshots_bytes = list_bytes;
+        meta.snapshot_count = change.snapshots.len() as u32;
+        for clusters in &change.retired {
+            self.retire(meta, clusters.clone());
+        }
+        meta.packed_at = None;
+        let stamp = self.in_flight.stamp();
+        for cluster in freed {
+            match meta.released.last_mut() {
+                Some(run)
+                    if run.punch && run.stamp == stamp && run.first + run.count == cluster =>
+                {
+                    run.count += 1;
+                }
+                _ => meta.released.push(Freed { first: cluster, count: 1, stamp, punch: true }),
+            }
+        }
+        self.dirty.store(true, Ordering::Release);
+    }
+
+    fn install_active(&self, meta: &mut Meta, active: &Active, places: &Places) {
+        let bits = self.geometry.cluster_bits;
+        for cluster in places.copies.values() {
+            self.slices.forget(HostOffset(cluster << bits), self.geometry.cluster_bytes());
+        }
+        let offsets = |words: &[u64]| -> Vec<u64> {
+            words.iter().map(|w| (w & OFFSET_MASK) >> bits).filter(|&c| c != 0).collect()
+        };
+        self.guest_bytes.store(active.guest_bytes, Ordering::Release);
+        let old = std::mem::replace(&mut *self.l1.write(), active.words.clone());
+        {
+            let mut metadata = self.metadata.write();
+            for cluster in offsets(&old) {
+                // It may hold data one day, where no snapshot needs it any more.
+                metadata.remove(&cluster);
+            }
+            metadata.extend(offsets(&active.words));
+        }
+        self.retire(meta, self.clusters_of(meta.l1_offset, old.len() as u64 * 8));
+        if let Some(space) = places.active_l1 {
+            meta.l1_offset = HostOffset(space.first << bits);
+        }
+    }
+}
+
+/// Writes of clusters, joined where they are neighbours.
+struct Joined<'a> {
+    image: &'a Qcow2,
+    at: u64,
+    bytes: Vec<u8>,
+}
+
+impl<'a> Joined<'a> {
+    fn new(image: &'a Qcow2) -> Self {
+        Self { image, at: 0, bytes: Vec::new() }
+    }
+
+    fn write(&mut self, cluster: u64, bytes: &[u8]) -> Result<()> {
+        let at = cluster << self.image.geometry.cluster_bits;
+        if self.at + self.bytes.len() as u64 != at || self.bytes.len() >= JOIN_BYTES {
+            self.finish()?;
+            self.at = at;
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        if !self.bytes.is_empty() {
+            self.image.storage.write_at(&self.bytes, HostOffset(self.at))?;
+            self.bytes.clear();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,210 @@
+//! What L1 tables refer to.
+
+use rustc_hash::FxHashSet;
+use vdkit_block::{Error, HostOffset, Monitor, Result};
+
+use super::deltas::Deltas;
+use crate::check::reader::{self, Meter};
+use crate::entry::L2Entry;
+use crate::image::{Meta, Qcow2};
+use crate::layout::{L1_RESERVED, OFFSET_MASK};
+
+/// An L2 table, and how many references to it come or go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Table {
+    /// Host offset.
+    pub(super) offset: u64,
+    /// By how much the references to what it names change.
+    pub(super) by: i32,
+}
+
+/// What is known while L2 tables are read.
+pub(super) struct Walk<'a> {
+    image: &'a Qcow2,
+    /// No host cluster from here on can be referred to.
+    end: u64,
+    /// Clusters that hold metadata: no L2 entry may name one.
+    metadata: FxHashSet<u64>,
+    pub(super) deltas: Deltas,
+}
+
+impl<'a> Walk<'a> {
+    /// Begins with what was let go and waits for requests in flight: those references are gone, so
+    /// that the refcounts and what follows from them (COPIED) are made without them.
+    pub(super) fn new(image: &'a Qcow2, meta: &Meta) -> Result<Self> {
+        let file = image.storage.len()?.div_ceil(image.geometry.cluster_bytes());
+        // A file that grows as it is written may end before what is reserved.
+        let end = file.max(meta.frontier);
+        let metadata = image.metadata.read().clone();
+        let mut walk = Self { image, end, metadata, deltas: Deltas::default() };
+        for run in &meta.released {
+            for cluster in run.first..run.first + run.count {
+                walk.add(cluster, -1, cluster << image.geometry.cluster_bits)?;
+            }
+        }
+        Ok(walk)
+    }
+
+    /// The L2 tables of an L1 table, sorted, each there once.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] where an entry breaks the specification. `at` is where the table stands.
+    pub(super) fn tables(&self, at: HostOffset, words: &[u64]) -> Result<Vec<u64>> {
+        let cluster = self.image.geometry.cluster_bytes();
+        let mut tables = Vec::new();
+        for (index, &word) in words.iter().enumerate() {
+            let offset = word & OFFSET_MASK;
+            if offset == 0 {
+                continue;
+            }
+            let wrong = word & L1_RESERVED != 0 || offset & (cluster - 1) != 0;
+            if wrong || offset / cluster >= self.end {
+                return Err(self.fault(
+                    at.0 + index as u64 * 8,
+                    "L1 entry",
+                    format!("{word:#018x}"),
+                    "an L2 table at a cluster boundary within the file",
+                ));
+            }
+            tables.push(offset);
+        }
+        tables.sort_unstable();
+        if let Some(pair) = tables.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(self.fault(
+                at.0,
+                "L1 table",
+                format!("the L2 table at {:#x} twice", pair[0]),
+                "each L2 table once",
+            ));
+        }
+        Ok(tables)
+    }
+
+    /// Counts the references of these tables (sorted) and of their entries.
+    ///
+    /// Returns those with an entry that says COPIED.
+    pub(super) fn count(&mut self, tables: &[Table], monitor: &Monitor<'_>) -> Result<Vec<u64>> {
+        let offsets: Vec<u64> = tables.iter().map(|t| t.offset).collect();
+        let mut copied = Vec::new();
+        let image = self.image;
+        for table in tables {
+            self.add(table.offset >> image.geometry.cluster_bits, table.by, table.offset)?;
+        }
+        reader::for_each_cluster(
+            &*image.storage,
+            &offsets,
+            image.geometry.cluster_bytes(),
+            &mut Meter::new(monitor),
+            |i, bytes| {
+                if self.count_entries(tables[i], bytes)? {
+                    copied.push(tables[i].offset);
+                }
+                Ok(())
+            },
+        )?;
+        Ok(copied)
+    }
+
+    /// Counts one table's entries; whether one of them says COPIED.
+    fn count_entries(&mut self, table: Table, bytes: &[u8]) -> Result<bool> {
+        let geometry = self.image.geometry;
+        let mut copied = false;
+        for (index, entry) in entries(bytes, geometry.extended).enumerate() {
+            if entry == L2Entry::default() {
+                continue;
+            }
+            let version = self.image.header.version;
+            if let Some(expected) = entry.fault(&geometry, version, false) {
+                let table = HostOffset(table.offset);
+                return Err(self.image.entry_fault(table, index as u64, entry.word, expected));
+            }
+            let at = table.offset + index as u64 * geometry.l2_entry_bytes();
+            let (first, last) = if entry.is_compressed() {
+                let place = entry.compressed_place(&geometry);
+                let end = place.offset.0 + place.bytes - 1;
+                (place.offset.0 >> geometry.cluster_bits, end >> geometry.cluster_bits)
+            } else if entry.has_space(false) {
+                copied |= entry.is_copied();
+                let cluster = geometry.host_cluster(entry.host());
+                (cluster, cluster)
+            } else {
+                continue;
+            };
+            for cluster in first..=last {
+                if cluster >= self.end || self.metadata.contains(&cluster) {
+                    return Err(self.fault(
+                        at,
+                        "L2 entry",
+                        format!("{:#018x}", entry.word),
+                        "data within the file, in clusters that hold no metadata",
+                    ));
+                }
+                self.add(cluster, table.by, at)?;
+            }
+        }
+        Ok(copied)
+    }
+
+    /// L2 tables among `tables` (sorted) with an entry for which `asked` is true.
+    pub(super) fn find(
+        &self,
+        tables: &[u64],
+        monitor: &Monitor<'_>,
+        mut asked: impl FnMut(L2Entry) -> Result<bool>,
+    ) -> Result<Vec<u64>> {
+        let (mut found, image) = (Vec::new(), self.image);
+        reader::for_each_cluster(
+            &*image.storage,
+            tables,
+            image.geometry.cluster_bytes(),
+            &mut Meter::new(monitor),
+            |i, bytes| {
+                for entry in entries(bytes, image.geometry.extended) {
+                    if asked(entry)? {
+                        found.push(tables[i]);
+                        break;
+                    }
+                }
+                Ok(())
+            },
+        )?;
+        Ok(found)
+    }
+
+    /// Takes references to an L2 table back that were counted.
+    pub(super) fn uncount(&mut self, table: u64, times: i32) -> Result<()> {
+        self.add(table >> self.image.geometry.cluster_bits, -times, table)
+    }
+
+    /// Whether a cluster holds metadata of the active disk or of the image.
+    pub(super) fn is_metadata(&self, cluster: u64) -> bool {
+        self.metadata.contains(&cluster)
+    }
+
+    fn add(&mut self, cluster: u64, by: i32, at: u64) -> Result<()> {
+        self.deltas.add(cluster, by).ok_or_else(|| {
+            let found = format!("more than 2^31 references to cluster {cluster}");
+            self.fault(at, "L2 table", found, "a few references to each cluster")
+        })
+    }
+
+    pub(super) fn fault(
+        &self,
+        at: u64,
+        what: &'static str,
+        found: String,
+        expected: &str,
+    ) -> Error {
+        let file = self.image.storage.name();
+        Error::corrupt(file, at, what, found, format!("{expected}; run: vdkit check {file}"))
+    }
+}
+
+/// The entries of an L2 table.
+pub(super) fn entries(bytes: &[u8], extended: bool) -> impl Iterator<Item = L2Entry> {
+    let size = if extended { 16 } else { 8 };
+    bytes.chunks_exact(size).map(move |raw| {
+        let word = |at: usize| u64::from_be_bytes(raw[at..at + 8].try_into().unwrap_or_default());
+        L2Entry { word: word(0), bitmap: if extended { word(8) } else { 0 } }
+    })
+}
