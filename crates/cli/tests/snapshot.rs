@@ -171,6 +171,39 @@ fn what_cannot_be_is_refused() {
     scratch.ok(&["snapshot", "list", "-U", "a.qcow2"]);
 }
 
+/// QEMU leaves the marks as they are; a backup made by them would then miss what went back.
+#[test]
+fn bitmaps_know_of_an_applied_snapshot() {
+    let scratch = Scratch::new();
+    // With clusters of 512 bytes a larger disk needs larger tables of bitmaps.
+    for options in ["cluster_size=64K", "cluster_size=512"] {
+        let _ = std::fs::remove_file(scratch.path("a.qcow2"));
+        image(&scratch, "a.qcow2", &["-o", options]);
+        scratch.ok(&["bitmap", "add", "a.qcow2", "b", "-g", "512"]);
+        scratch.ok(&["write", "a.qcow2", "3M", "64K", "--pattern", "3"]);
+        let dirty = || -> (serde_json::Value, serde_json::Value) {
+            let list = scratch.json_of("bitmap", 0, &["list", "a.qcow2"]);
+            (list["bitmaps"][0]["dirty-bytes"].clone(), list["bitmaps"][0]["in-use"].clone())
+        };
+        for change in [
+            &["create", "a.qcow2", "second"][..],
+            &["rename", "a.qcow2", "second", "two"],
+            &["delete", "a.qcow2", "two"],
+        ] {
+            scratch.ok(&[&["snapshot"], change].concat());
+            assert_eq!(dirty(), ((64 << 10).into(), false.into()), "{change:?}");
+        }
+        scratch.ok(&["resize", "a.qcow2", "9M"]);
+        scratch.ok(&["bitmap", "clear", "a.qcow2", "b"]);
+        scratch.ok(&["snapshot", "apply", "a.qcow2", "first"]);
+        assert_eq!(dirty(), ((4 << 20).into(), false.into()), "{options}");
+        sound(&scratch, "a.qcow2");
+        let theirs = peer(&scratch.path(""), "qemu-img", &["info", "a.qcow2"]).stdout;
+        let theirs = String::from_utf8_lossy(&theirs).into_owned();
+        assert!(theirs.contains("auto") && !theirs.contains("in-use"), "{theirs}");
+    }
+}
+
 #[test]
 fn a_base_of_overlays_does_not_go_back_unasked() {
     let scratch = Scratch::new();

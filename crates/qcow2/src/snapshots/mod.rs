@@ -269,3 +269,48 @@ fn be32(bytes: &[u8], at: usize) -> u32 {
 fn be64(bytes: &[u8], at: usize) -> u64 {
     (u64::from(be32(bytes, at)) << 32) | u64::from(be32(bytes, at + 4))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn snapshot(number: u32, name_bytes: usize) -> Snapshot {
+        Snapshot {
+            l1_offset: HostOffset(0x10000),
+            l1_entries: 1,
+            id: number.to_string().into_bytes(),
+            name: vec![b'n'; name_bytes],
+            disk_bytes: Some(4096),
+            extra: Snapshot::new_extra(4096),
+            ..Snapshot::default()
+        }
+    }
+
+    #[test]
+    fn tables_read_as_they_were_written() {
+        let mut odd = snapshot(7, 3);
+        odd.vm_state_bytes_small = 5;
+        odd.vm_state_bytes = 1 << 33;
+        odd.extra = (1u64 << 33).to_be_bytes().into_iter().chain(4096u64.to_be_bytes()).collect();
+        odd.extra.extend_from_slice(b"more than anybody knows");
+        let old = Snapshot { extra: Vec::new(), disk_bytes: None, ..snapshot(8, 1) };
+        let all = vec![snapshot(1, 200), odd, old, snapshot(9, 0)];
+        let bytes = SnapshotTable::encode("f", &all, &Limits::default()).unwrap();
+        let read = SnapshotTable::parse(&bytes, 4).ok().unwrap();
+        assert_eq!(read.snapshots, all);
+        assert_eq!(read.bytes, bytes.len() as u64);
+        assert_eq!((all[0].info().icount, all[0].info().disk_bytes), (None, Some(4096)));
+    }
+
+    #[test]
+    fn tables_that_nobody_would_read_are_not_written() {
+        let limits = Limits::default();
+        let mut all: Vec<Snapshot> = (0..SNAPSHOTS_MAX).map(|i| snapshot(i, 255)).collect();
+        assert!(SnapshotTable::encode("f", &all, &limits).is_ok());
+        all.push(snapshot(SNAPSHOTS_MAX, 1));
+        let error = SnapshotTable::encode("f", &all, &limits).unwrap_err().to_string();
+        assert!(error.contains("65537 snapshots"), "{error}");
+        let small = Limits { table_bytes_max: 1000, ..limits };
+        assert!(SnapshotTable::encode("f", &all[..4], &small).is_err());
+    }
+}

@@ -353,3 +353,48 @@ fn other_entries_are_kept_as_they_are() {
     assert_clean(&path);
     assert_eq!(qemu::info(&path, "qcow2")["snapshots"].as_array().unwrap().len(), 2);
 }
+
+/// The check knows what snapshots share: COPIED flags that are wrong are mended, and nothing else.
+#[test]
+fn wrong_copied_flags_are_mended() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    let scratch = support::qemu::scratch();
+    let path = scratch.path().join("image.qcow2");
+    qemu::create(&path, "qcow2", 1 << 20, &["cluster_size=4096"], None);
+    qemu::io(&path, "qcow2", &["write -P 1 0 64k"]);
+    let disk = open(&path, true);
+    let new = NewSnapshot { name: "s".into(), ..NewSnapshot::default() };
+    snapshots(&disk).create(&new, &Monitor::default()).unwrap();
+    disk.write_at(&[2; 8192], GuestOffset(0)).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    assert_clean(&path);
+    // The first clusters are the disk's own, the later ones shared.
+    let table = l2_table_of(&path, 0);
+    for index in [0, 5] {
+        let mut byte = [0];
+        let at = table + index * 8;
+        byte[0] = std::fs::read(&path).unwrap()[at as usize] ^ 0x80;
+        patch(&path, at, &byte);
+    }
+    assert_eq!(qemu::check(&path, "qcow2", None).corruptions, 2);
+    let storage: Arc<dyn Storage> =
+        Arc::new(FileStorage::open(&path, &FileOptions::read_write()).unwrap());
+    let report = vdkit_qcow2::check::check(
+        &storage,
+        None,
+        vdkit::Repair::All,
+        &Limits::default(),
+        &Monitor::default(),
+    )
+    .unwrap();
+    assert_eq!((report.corruptions, report.corruptions_fixed), (2, 2), "{:#?}", report.findings);
+    drop(storage);
+    assert_clean(&path);
+    let disk = open(&path, false);
+    let view = rig::disk(snapshots(&disk).view("s").unwrap(), false);
+    assert!(read_all(&view)[..65536] == vec![1; 65536]);
+    assert!(read_all(&disk)[..65536] == [vec![2; 8192], vec![1; 57344]].concat());
+}
