@@ -3,6 +3,7 @@
 //! Each job takes disks that the caller opened (or names that it opens under the caller's
 //! policy), reports to a [`vdkit_block::Monitor`] and returns a report that serialises to JSON.
 
+mod amend;
 mod bitmap;
 mod check;
 mod commit;
@@ -34,6 +35,7 @@ mod verify;
 mod watched;
 pub mod zero;
 
+pub use amend::{AmendReport, amend};
 pub use bitmap::{bitmaps, merge_bitmap};
 pub use check::{Checked, check};
 pub use commit::{CommitOptions, CommitReport, commit, commit_disks};

@@ -518,6 +518,8 @@ impl Format for Qcow2 {
     fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::WriteZeroes)?;
+        let _guard = self.in_flight.enter();
+        self.note(at.0..at.0 + len)?;
         self.zero_range_for_good(at, len)
     }
 

@@ -120,6 +120,17 @@ impl Qcow2 {
         Ok(range)
     }
 
+    /// Turns clusters that are flagged as zero into none, of an image that stands on nothing and
+    /// has no subclusters. They read as zero all the same.
+    pub(crate) fn forget_zeroes(&self, range: Range<u64>) -> Result<()> {
+        let (geometry, data_file) = (self.geometry, self.has_data_file());
+        debug_assert!(!self.has_backing() && !geometry.extended);
+        self.for_clusters(&range, false, |_, old| match old.state(0, &geometry, data_file) {
+            State::ZeroPlain | State::ZeroAllocated => L2Entry::default(),
+            _ => old,
+        })
+    }
+
     /// Single subclusters of a compressed cluster cannot be zeroed: leaves such edges out.
     fn leave_packed_edges(&self, range: &mut Range<u64>) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();

@@ -1,4 +1,5 @@
-//! Jobs that change two images at once, or the chain itself: commit and rebase. The power fails, or
+//! Jobs that change two images at once, the chain, or all of an image's metadata: commit, rebase and
+//! amend. The power fails, or
 //! an operation does, at each moment, on all files at once; what the overlay shows never changes,
 //! and the job run again comes to its end.
 
@@ -413,6 +414,81 @@ fn an_operation_fails_during_a_rebase() {
             for onto in [true, false] {
                 faults(&kinds, &mut rng, |stack| rebase(stack, onto), rebased(onto));
             }
+        }
+    });
+}
+
+fn amend(stack: &Stack, options: &str) -> Result<()> {
+    let driver = driver(&stack.kinds[0]);
+    driver.amend(
+        &AmendRequest {
+            storage: stack.disks[0].storage(),
+            data_file: None,
+            backing: None,
+            options: Options::parse("qcow2", driver.options(), [options]).expect("good options"),
+            limits: Limits::default(),
+        },
+        &Monitor::default(),
+    )?;
+    Ok(())
+}
+
+/// Images and what they are amended to.
+fn amendments() -> Vec<(Vec<Kind>, &'static str)> {
+    const M: u64 = 256 << 10;
+    vec![
+        (vec![bottom("cluster_size=4096", M)], "compat=0.10"),
+        (vec![qcow2("cluster_size=4096", M), bottom("", M)], "compat=0.10"),
+        (vec![qcow2("lazy_refcounts=on,cluster_size=512", M), raw(M)], "compat=0.10"),
+        (vec![qcow2("compat=0.10,cluster_size=512", M), raw(M)], "compat=1.1,refcount_bits=32"),
+        (vec![bottom("cluster_size=512", M)], "refcount_bits=1"),
+        (vec![bottom("cluster_size=4096", M)], "refcount_bits=64,lazy_refcounts=on"),
+        (vec![bottom("refcount_bits=1,extended_l2=on", M)], "refcount_bits=16"),
+        (vec![bottom("refcount_bits=8", M)], "refcount_bits=16,compat=0.10"),
+    ]
+}
+
+/// The same disk, and nothing left to amend.
+fn amended(options: &str) -> impl Fn(&Stack, &Guest, &str) {
+    move |stack, guest, what| {
+        same(what, &stack.guest(), guest);
+        stack.audit(what);
+        let before = stack.disks[0].counting().counts();
+        amend(stack, options).expect("nothing to do");
+        let after = stack.disks[0].counting().counts();
+        assert_eq!(before.writes, after.writes, "{what}: {options} is not done");
+        let disk = stack.open(0, true).expect("opening for writing");
+        disk.write_at(&[7; 4096], GuestOffset(512)).expect("writing on");
+        disk.close().expect("closing");
+        stack.audit(what);
+    }
+}
+
+#[test]
+fn the_power_fails_during_an_amendment() {
+    support::for_seeds(2, |seed| {
+        let mut rng = Rng::new(seed);
+        for (kinds, options) in amendments() {
+            power_cuts(
+                &kinds,
+                &mut rng,
+                |stack| amend(stack, options),
+                |stack, guest, what| {
+                    if what != "without a crash" {
+                        amended(options)(stack, guest, what);
+                    }
+                },
+            );
+        }
+    });
+}
+
+#[test]
+fn an_operation_fails_during_an_amendment() {
+    support::for_seeds(1, |seed| {
+        let mut rng = Rng::new(seed);
+        for (kinds, options) in amendments() {
+            faults(&kinds, &mut rng, |stack| amend(stack, options), amended(options));
         }
     });
 }

@@ -12,6 +12,7 @@ use crate::definition;
 use crate::failure::{Failure, Outcome};
 use crate::session::Session;
 
+pub mod amend;
 pub mod bitmap;
 pub mod check;
 pub mod commit;
@@ -49,6 +50,7 @@ pub static ALL: &[Subcommand] = &[
     commit::COMMAND,
     bitmap::COMMAND,
     rebase::COMMAND,
+    amend::COMMAND,
     read::COMMAND,
     write::COMMAND,
     dd::COMMAND,

@@ -1,13 +1,25 @@
 //! Changing an image's properties where it lies.
 //!
 //! Nobody has the image open. What the header alone says changes in one step
-//! ([`crate::header::rewrite`]); what tables must agree with is brought about before.
+//! ([`crate::header::rewrite`]); what tables must agree with is brought about before, each thing in
+//! a step of its own:
+//!
+//! | step | where |
+//! |---|---|
+//! | refcounts of an image that was not closed cleanly are rebuilt | [`check`] |
+//! | version 3, where a later step needs it | [`crate::header::rewrite`] |
+//! | new refcount blocks and table, of another width | [`check::change_refcount_width`] |
+//! | zero clusters become clusters of zeroes, or none, for version 2 | [`zeroes`] |
+//! | everything that the header says | [`crate::header::rewrite`] |
 
 mod plan;
+mod tables;
+mod zeroes;
 
 use vdkit_block::{AmendRequest, Error, Monitor, Result};
 
 use self::plan::Plan;
+use self::tables::Tables;
 use crate::check;
 use crate::header::rewrite::rewrite;
 use crate::header::{Header, field};
@@ -16,8 +28,9 @@ use crate::layout::incompatible;
 /// As [`vdkit_block::FormatDriver::amend`].
 pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
     let storage = &request.storage;
-    let mut header = Header::read(&**storage, &request.limits)?;
-    if header.has(incompatible::CORRUPT) {
+    let read = || Header::read(&**storage, &request.limits);
+    let before = read()?;
+    if before.has(incompatible::CORRUPT) {
         return Err(Error::corrupt(
             storage.name(),
             field::INCOMPATIBLE,
@@ -26,16 +39,29 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
             "an image without known damage; run: vdkit check --repair all",
         ));
     }
-    let plan = Plan::new(request, &header)?;
-    if plan.is_done(&header) {
+    let plan = Plan::new(request, &before)?;
+    if plan.is_done(&before) {
         return Ok(Vec::new());
     }
-    if header.has(incompatible::DIRTY) {
+    if before.has(incompatible::DIRTY) {
         check::rebuild_refcounts(storage, &request.limits, monitor)?;
-        header = Header::read(&**storage, &request.limits)?;
     }
-    let before = header.clone();
-    let wanted = plan.header(&header);
-    rewrite(&**storage, &header, &wanted)?;
-    Ok(plan::changes(&before, &wanted))
+    let mut header = read()?;
+    plan.check_tables(&header, &Tables::read(&**storage, &header, &request.limits)?, monitor)?;
+    if header.geometry.refcount_order != plan.refcount_order {
+        if header.version < 3 {
+            let upgraded = Header { version: 3, ..header.clone() };
+            rewrite(&**storage, &header, &upgraded)?;
+        }
+        check::change_refcount_width(storage, plan.refcount_order, &request.limits, monitor)?;
+        header = read()?;
+    }
+    if plan.version < 3 && header.version >= 3 {
+        zeroes::remove(request, monitor)?;
+        header = read()?;
+        let tables = Tables::read(&**storage, &header, &request.limits)?;
+        plan.check_zeroes_gone(&tables, monitor)?;
+    }
+    rewrite(&**storage, &header, &plan.header(&header))?;
+    Ok(plan::changes(&before, &read()?))
 }

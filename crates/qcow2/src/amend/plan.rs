@@ -1,15 +1,41 @@
 //! What an amendment asks for, held against what the image is.
 
-use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Options, Result};
+use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Monitor, Options, Result};
 
-use crate::header::{Extension, Header};
-use crate::layout::{autoclear, compatible, extension};
+use super::tables::{Find, Tables};
+use crate::header::{Encryption, Extension, Header};
+use crate::layout::{autoclear, compatible, extension, incompatible};
 use crate::options::SPECS;
 
 /// What an image shall be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
-    pub(super) backing: Option<BackingRef>,
+    pub(super) version: u32,
+    pub(super) refcount_order: u32,
+    codec: Codec,
+    lazy_refcounts: bool,
+    backing: Option<BackingRef>,
+    data_file: Option<String>,
+    data_file_raw: bool,
+}
+
+/// Options that have their own words in [`Plan::new`].
+const CHANGEABLE: &[&str] = &[
+    "compat",
+    "lazy_refcounts",
+    "refcount_bits",
+    "compression_type",
+    "backing_file",
+    "backing_fmt",
+    "data_file",
+    "data_file_raw",
+];
+
+/// The smallest cluster that has room for the names of features.
+const NAMED_CLUSTER_BYTES: u64 = 4096;
+
+fn invalid<T>(file: &str, what: impl std::fmt::Display) -> Result<T> {
+    Err(Error::Invalid(format!("{file}: {what}")))
 }
 
 impl Plan {
@@ -17,50 +43,243 @@ impl Plan {
     /// [`Error::Unsupported`] for what cannot be changed in place, with the way round;
     /// [`Error::Invalid`] for what does not go together.
     pub(super) fn new(request: &AmendRequest, header: &Header) -> Result<Self> {
-        let file = request.storage.name();
-        refuse_fixed(file, &request.options, header)?;
-        let backing = match &request.backing {
-            Some(backing) => backing.clone(),
-            None => header
-                .backing_name
-                .clone()
-                .map(|name| BackingRef { name, format: header.backing_format() }),
+        let (file, options) = (request.storage.name(), &request.options);
+        refuse_fixed(file, options, header)?;
+        let version = match options.text("compat") {
+            Some("0.10" | "v2") => 2,
+            Some(_) => 3,
+            None => header.version,
         };
-        let plan = Self { backing };
-        plan.check(file, header)?;
+        let refcount_order = match options.number("refcount_bits") {
+            Some(bits) if bits.is_power_of_two() && bits <= 64 => bits.trailing_zeros(),
+            Some(bits) => {
+                return invalid(
+                    file,
+                    format!("refcount_bits is {bits}, expected 1, 2, 4, 8, 16, 32 or 64"),
+                );
+            }
+            None => header.geometry.refcount_order,
+        };
+        let codec = match options.text("compression_type") {
+            Some("zstd") => Codec::Zstd,
+            Some(_) => Codec::Deflate,
+            None => header.codec,
+        };
+        // Version 2 has none, so that a downgrade turns them off unless told otherwise.
+        let lazy = options.switch("lazy_refcounts");
+        let lazy_refcounts = lazy.unwrap_or(version >= 3 && header.lazy_refcounts());
+        let data_file = match options.text("data_file") {
+            Some(name) => Some(name.to_owned()),
+            None => header.data_file_name().filter(|_| header.has_data_file()),
+        };
+        let data_file_raw = options.switch("data_file_raw").unwrap_or(header.data_file_raw());
+        let backing = backing(request, header)?;
+        let plan = Self {
+            version,
+            refcount_order,
+            codec,
+            lazy_refcounts,
+            backing,
+            data_file,
+            data_file_raw,
+        };
+        plan.check_data_file(file, header)?;
+        plan.check_version(file, header)?;
         Ok(plan)
     }
 
-    fn check(&self, file: &str, header: &Header) -> Result<()> {
-        if self.backing.is_some() && header.data_file_raw() {
-            return Err(Error::Invalid(format!(
-                "{file}: a raw data file is the whole disk and cannot show what a backing file \
-                 holds"
-            )));
+    fn check_data_file(&self, file: &str, header: &Header) -> Result<()> {
+        if !header.has_data_file() && (self.data_file.is_some() || self.data_file_raw) {
+            return Err(Error::unsupported(
+                file,
+                "a data file cannot be given to an image that has none",
+                format!("a new image can have it: 'vdkit convert -o data_file=FILE {file} NEW'"),
+            ));
+        }
+        if self.data_file.as_ref().is_some_and(String::is_empty) {
+            return invalid(file, "the name of a data file is empty");
+        }
+        if self.data_file_raw && !header.data_file_raw() {
+            return Err(Error::unsupported(
+                file,
+                "data_file_raw cannot be turned on: the data file need not be the disk by itself",
+                format!(
+                    "a new image can have it: 'vdkit convert -o data_file=FILE,data_file_raw=on \
+                     {file} NEW'"
+                ),
+            ));
+        }
+        if self.backing.is_some() && self.data_file_raw {
+            return invalid(
+                file,
+                "a raw data file is the whole disk and cannot show what a backing file holds",
+            );
         }
         match &self.backing {
             Some(backing) if backing.name.is_empty() => {
-                Err(Error::Invalid("the name of a backing file is empty".to_owned()))
+                invalid(file, "the name of a backing file is empty")
             }
             _ => Ok(()),
         }
     }
 
-    /// Whether the image is all this.
-    pub(super) fn is_done(&self, header: &Header) -> bool {
-        self.header(header) == *header
+    fn check_version(&self, file: &str, header: &Header) -> Result<()> {
+        if self.version >= 3 {
+            return Ok(());
+        }
+        let unknown = header.compatible & !compatible::LAZY_REFCOUNTS;
+        let has = |kind| header.extension(kind).is_some();
+        let longer = header.header_bytes > crate::layout::V3_HEADER_BYTES;
+        let obstacles = [
+            (self.lazy_refcounts, "lazy_refcounts=on", "turn that off"),
+            (self.refcount_order != 4, "refcounts of another width", "add refcount_bits=16"),
+            (header.geometry.extended, "extended L2 entries", "convert instead"),
+            (header.has_data_file(), "a data file", "convert instead"),
+            (self.codec == Codec::Zstd, "zstd compression", "convert instead"),
+            (has(extension::BITMAPS), "bitmaps", "remove them first with 'vdkit bitmap remove'"),
+            (header.encryption == Encryption::Luks, "LUKS encryption", "convert instead"),
+            (unknown != 0 || longer, "features that vdkit does not know", "convert instead"),
+        ];
+        match obstacles.iter().find(|(there, ..)| *there) {
+            Some((_, what, mend)) => {
+                invalid(file, format!("compat=0.10 cannot be: version 2 has no {what}; {mend}"))
+            }
+            None => Ok(()),
+        }
     }
 
-    /// The header that says so.
+    /// What the tables must be like.
+    pub(super) fn check_tables(
+        &self,
+        header: &Header,
+        tables: &Tables<'_>,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        let file = tables.file();
+        if self.codec != header.codec {
+            let snapshot = tables.in_snapshots(Find::Compressed, monitor)?;
+            if snapshot.is_some() || tables.in_active(Find::Compressed, monitor)? {
+                return Err(Error::unsupported(
+                    file,
+                    format!("there are clusters compressed with {} already", header.codec),
+                    format!(
+                        "a new image can have another compression: 'vdkit convert -o \
+                         compression_type={} {file} NEW'",
+                        self.codec
+                    ),
+                ));
+            }
+        }
+        let snapshots = &tables.snapshots.snapshots;
+        if self.version >= 3 && header.version < 3 {
+            // Version 3 asks for the sizes of each snapshot's disk and VM state.
+            if let Some(old) = snapshots.iter().find(|snapshot| snapshot.extra.len() < 16) {
+                let name = String::from_utf8_lossy(&old.name).into_owned();
+                return Err(Error::unsupported(
+                    file,
+                    format!("snapshot '{name}' does not say how large its disk is"),
+                    "delete it, or convert to a new image",
+                ));
+            }
+        }
+        if self.version < 3 && header.version >= 3 {
+            let kept = |size: Option<u64>| size.is_none_or(|size| size == header.guest_bytes);
+            if let Some(other) = snapshots
+                .iter()
+                .find(|s| !kept(s.disk_bytes) || s.vm_state_bytes > u64::from(u32::MAX))
+            {
+                let name = String::from_utf8_lossy(&other.name).into_owned();
+                return Err(Error::unsupported(
+                    file,
+                    format!("version 2 cannot hold the sizes of snapshot '{name}'"),
+                    "delete it, or convert to a new image",
+                ));
+            }
+            if let Some(name) = tables.in_snapshots(Find::Zero, monitor)? {
+                return Err(Error::unsupported(
+                    file,
+                    format!("version 2 has no zero clusters, and snapshot '{name}' has some"),
+                    "delete it, or convert to a new image",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// After [`super::zeroes::remove`].
+    pub(super) fn check_zeroes_gone(
+        &self,
+        tables: &Tables<'_>,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        if !tables.in_active(Find::Zero, monitor)? {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            tables.file(),
+            "zero clusters behind the end of the disk, which version 2 cannot hold",
+            "convert to a new image",
+        ))
+    }
+
+    /// Whether the image is all this.
+    pub(super) fn is_done(&self, header: &Header) -> bool {
+        self.header(header) == *header && header.geometry.refcount_order == self.refcount_order
+    }
+
+    /// The header that says so. (The refcount width is a matter of the refcounts.)
     pub(super) fn header(&self, old: &Header) -> Header {
         let mut new = old.clone();
+        new.version = self.version;
+        new.codec = self.codec;
         // A writer clears what it does not know.
         new.autoclear &= autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
+        set_bit(&mut new.incompatible, incompatible::COMPRESSION_TYPE, self.codec == Codec::Zstd);
+        set_bit(&mut new.compatible, compatible::LAZY_REFCOUNTS, self.lazy_refcounts);
+        set_bit(&mut new.autoclear, autoclear::DATA_FILE_RAW, self.data_file_raw);
+        if self.version < 3 {
+            (new.incompatible, new.compatible, new.autoclear) = (0, 0, 0);
+            new.extensions.retain(|e| e.kind != extension::FEATURE_NAMES);
+        } else if old.version < 3 && old.geometry.cluster_bytes() >= NAMED_CLUSTER_BYTES {
+            new.extensions.push(Header::feature_name_table());
+        }
         new.backing_name = self.backing.as_ref().map(|backing| backing.name.clone());
         let format = self.backing.as_ref().and_then(|backing| backing.format.as_deref());
         set_text(&mut new.extensions, extension::BACKING_FORMAT, format);
+        if old.has_data_file() {
+            set_text(&mut new.extensions, extension::DATA_FILE, self.data_file.as_deref());
+        }
         new
     }
+}
+
+fn set_bit(bits: &mut u64, bit: u64, on: bool) {
+    *bits = if on { *bits | bit } else { *bits & !bit };
+}
+
+/// What the image shall stand on: as the request says apart, or by its options.
+fn backing(request: &AmendRequest, header: &Header) -> Result<Option<BackingRef>> {
+    let old = header
+        .backing_name
+        .clone()
+        .map(|name| BackingRef { name, format: header.backing_format() });
+    let options = &request.options;
+    let format = options.text("backing_fmt").map(str::to_owned);
+    Ok(match (&request.backing, options.text("backing_file"), old) {
+        (Some(backing), ..) => backing.clone(),
+        (None, Some(""), _) => None,
+        (None, Some(name), _) => Some(BackingRef { name: name.to_owned(), format }),
+        (None, None, Some(old)) => {
+            Some(BackingRef { name: old.name, format: format.or(old.format) })
+        }
+        (None, None, None) if format.is_some() => {
+            return invalid(
+                request.storage.name(),
+                "backing_fmt without a backing file; name it with backing_file=NAME",
+            );
+        }
+        (None, None, None) => None,
+    })
 }
 
 /// Sets or removes an extension with a text. A new one comes first: the names of features, which
@@ -68,7 +287,6 @@ impl Plan {
 fn set_text(extensions: &mut Vec<Extension>, kind: u32, text: Option<&str>) {
     let at = extensions.iter().position(|e| e.kind == kind);
     match (at, text) {
-        (Some(at), Some(text)) if extensions[at].data == text.as_bytes() => {}
         (Some(at), Some(text)) => extensions[at].data = text.as_bytes().to_vec(),
         (None, Some(text)) => {
             extensions.insert(0, Extension { kind, offset: 0, data: text.as_bytes().to_vec() });
@@ -82,11 +300,10 @@ fn set_text(extensions: &mut Vec<Extension>, kind: u32, text: Option<&str>) {
 
 /// The keys of what differs.
 pub(super) fn changes(old: &Header, new: &Header) -> Vec<String> {
-    let lazy = |h: &Header| h.compatible & compatible::LAZY_REFCOUNTS;
     [
         ("compat", old.version != new.version),
         ("refcount_bits", old.geometry.refcount_order != new.geometry.refcount_order),
-        ("lazy_refcounts", lazy(old) != lazy(new)),
+        ("lazy_refcounts", old.lazy_refcounts() != new.lazy_refcounts()),
         ("compression_type", old.codec != new.codec),
         ("backing_file", old.backing_name != new.backing_name),
         ("backing_fmt", old.backing_format() != new.backing_format()),
@@ -101,12 +318,11 @@ pub(super) fn changes(old: &Header, new: &Header) -> Vec<String> {
 
 /// Refuses another value for what is as it was made.
 fn refuse_fixed(file: &str, options: &Options, header: &Header) -> Result<()> {
-    for spec in SPECS {
+    for spec in SPECS.iter().filter(|spec| !CHANGEABLE.contains(&spec.key)) {
         let Some(value) = options.text(spec.key) else { continue };
         let same = match spec.key {
             "cluster_size" => options.size(spec.key) == Some(header.geometry.cluster_bytes()),
             "extended_l2" => options.switch(spec.key) == Some(header.geometry.extended),
-            "compression_type" => (value == "zstd") == (header.codec == Codec::Zstd),
             _ => false,
         };
         if !same {

@@ -87,3 +87,19 @@ pub fn rebuild_refcounts(
 ) -> Result<()> {
     repair::recover(storage, limits, monitor)
 }
+
+/// Gives a sound image of version 3 refcounts of 2^`order` bits, in new blocks and a new table. One
+/// write of the header switches to them; a crash before it leaves the old ones. The old
+/// blocks and table are free space then.
+///
+/// # Errors
+/// [`vdkit_block::Error::Invalid`] where a cluster has more references than so many bits count;
+/// [`vdkit_block::Error::Corrupt`] where the image is not sound, and as [`check`].
+pub(crate) fn change_refcount_width(
+    storage: &Arc<dyn Storage>,
+    order: u32,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    repair::change_width(storage, order, limits, monitor)
+}

@@ -94,6 +94,31 @@ pub(super) fn recover(
     Ok(())
 }
 
+/// See [`super::change_refcount_width`].
+pub(super) fn change_width(
+    storage: &Arc<dyn Storage>,
+    order: u32,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    let mut image = Image::open(storage, limits)?;
+    let first = Survey::take(&image, Mode::Compare, monitor)?;
+    // A refcount that is too high goes together with COPIED flags that the new ones would belie.
+    let last = rounds(&mut image, first, Policy::Leaks, monitor)?;
+    let report = &last.findings.report;
+    if report.corruptions + report.leaks > 0 {
+        let finding = report.findings.first();
+        return Err(Error::corrupt(
+            image.name(),
+            finding.map_or(0, |finding| finding.offset),
+            finding.map_or("metadata", |finding| finding.structure),
+            finding.map_or("damage".to_owned(), |finding| finding.message.clone()),
+            "sound metadata; mend it first with vdkit check --repair all",
+        ));
+    }
+    relocate::change_width(&mut image, order, monitor)
+}
+
 /// [`Error::Corrupt`] where more is wrong than refcounts.
 fn refuse_damage(image: &Image, survey: &Survey) -> Result<()> {
     if survey.structural(image) == 0 {

@@ -95,6 +95,64 @@ fn prepare<'a>(
     Ok((plan, header))
 }
 
+/// Writes a whole new set of refcounts of another width, and switches to it by one write of the
+/// header. `image` must be sound; its header says the new width when this returns.
+pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>) -> Result<()> {
+    let survey = Survey::take(image, Mode::Compare, monitor)?;
+    let target = Survey::take(image, Mode::References, monitor)?;
+    let next = dangling::first_free(image, &survey, &target)?;
+    let bits = 1u32 << order;
+    let max = if bits == 64 { i128::from(u64::MAX) } else { (1 << bits) - 1 };
+    if let Some((cluster, balance)) =
+        target.balance.unbalanced().find(|(_, balance)| -balance > max)
+    {
+        return Err(Error::Invalid(format!(
+            "{}: refcount_bits={bits} cannot be: the cluster at {:#x} is referred to {} times, \
+             as by snapshots or compressed clusters, and {bits} bits count up to {max}",
+            image.name(),
+            cluster << image.geometry().cluster_bits,
+            -balance
+        )));
+    }
+    let before = image.storage.len()?;
+    image.header.geometry.refcount_order = order;
+    let (image, target) = (&*image, target);
+    let mut plan = Plan {
+        image,
+        target,
+        next,
+        tables: FxHashMap::default(),
+        l1: None,
+        snapshots: None,
+        writes: Vec::new(),
+    };
+    let written = plan.write_refcounts().and_then(|place| {
+        for (offset, bytes) in std::mem::take(&mut plan.writes) {
+            image.storage.write_at(&bytes, HostOffset(offset))?;
+        }
+        image.storage.sync()?;
+        Ok(place)
+    });
+    let (table, clusters) = match written {
+        Ok(place) => place,
+        Err(error) => {
+            // Nothing refers to what was written; the file gets its old length back if it can.
+            if image.storage.caps().growable {
+                let _ = image.storage.set_len(before);
+            }
+            return Err(error);
+        }
+    };
+    // All fields lie in the first sector: the switch is atomic.
+    let mut fields = [0; 104];
+    image.storage.read_at(&mut fields, HostOffset(0))?;
+    fields[48..56].copy_from_slice(&table.to_be_bytes());
+    fields[56..60].copy_from_slice(&clusters.to_be_bytes());
+    fields[96..100].copy_from_slice(&order.to_be_bytes());
+    image.storage.write_at(&fields, HostOffset(0))?;
+    image.storage.sync()
+}
+
 impl Plan<'_> {
     /// Takes clusters for `bytes`, each with `references`.
     fn allocate(&mut self, bytes: u64, references: i32) -> Result<u64> {

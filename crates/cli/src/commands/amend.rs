@@ -1,0 +1,75 @@
+//! `vdkit amend`: an image's options, changed where it lies.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use vdkit::Monitor;
+use vdkit::jobs;
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{FormatOptions, Json, OpeningForWriting, ProgressOption};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "amend",
+    about: "Change an image's options where it lies",
+    group: Group::Change,
+    details: "\
+The guest's disk stays the same. What only a new image can have is refused, with the command that makes one. \
+backing_file changes the name alone, as 'vdkit rebase --unsafe' does.
+
+In place, of a qcow2 image: compat, lazy_refcounts, refcount_bits, compression_type (while nothing is \
+compressed), backing_file, backing_fmt, data_file (its name), data_file_raw (off), size (larger).",
+    examples: "
+vdkit amend disk.qcow2 -o compat=1.1,lazy_refcounts=on
+vdkit amend disk.qcow2 -o refcount_bits=64               room for more snapshots
+vdkit amend disk.qcow2 -o compat=0.10                    for very old readers
+",
+    augment: augment::<AmendArgs>,
+    run: run::<AmendArgs>,
+};
+
+/// Arguments of `vdkit amend`.
+#[derive(Args, Debug)]
+pub struct AmendArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    #[command(flatten)]
+    options: FormatOptions,
+    #[command(flatten)]
+    opening: OpeningForWriting,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+impl Run for AmendArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        if self.options.options.is_empty() {
+            return Err(Failure::usage("nothing to change is given")
+                .hint("'-o KEY=VALUE' says what; 'vdkit formats qcow2' lists the options"));
+        }
+        let progress = self.progress.reporter("amend");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let opening = self.opening.options();
+        let texts = self.options.options.iter().map(String::as_str);
+        let done = jobs::amend(&vdkit::registry(), &self.image, &opening, texts, &monitor);
+        progress.finish();
+        let report = done?;
+        if self.json.json {
+            session.out.json(&report)?;
+        } else if report.changed.is_empty() {
+            session.out.line(format!("{}: is so already", self.image.display()))?;
+        } else {
+            let changed = report.changed.join(", ");
+            session.out.line(format!("{}: changed {changed}", self.image.display()))?;
+        }
+        Ok(Exit::Done)
+    }
+}

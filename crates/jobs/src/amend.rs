@@ -1,0 +1,113 @@
+//! Amend: properties of an image, changed where it lies.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use vdkit_block::{AmendRequest, Error, Monitor, OptionKind, OptionSpec, Options, Result};
+use vdkit_chain::{
+    BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
+};
+
+use crate::create::NewBacking;
+use crate::resize::{ResizeOptions, resize};
+
+/// Also an option here, as for qemu-img.
+const SIZE: OptionSpec = OptionSpec {
+    key: "size",
+    kind: OptionKind::Size,
+    default: "",
+    help: "bytes of the guest disk, not fewer than now",
+};
+
+/// What was changed.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct AmendReport {
+    /// The image.
+    pub image: PathBuf,
+    /// The keys of the options that have another value now.
+    pub changed: Vec<String>,
+}
+
+/// Changes options of an image, given as `key=value[,key=value]` texts. Run again after an
+/// interruption or a crash it comes to the same end.
+///
+/// # Errors
+/// [`Error::Invalid`] for an unknown key and for values that do not go together,
+/// [`Error::Unsupported`] for what only a new image can have; what the format and storages return.
+pub fn amend<'a>(
+    registry: &Registry,
+    image: &Path,
+    opening: &OpenOptions,
+    texts: impl IntoIterator<Item = &'a str>,
+    monitor: &Monitor<'_>,
+) -> Result<AmendReport> {
+    let alone = opening.clone().backing(BackingChoice::Ignore);
+    let opened = open_image(registry, image, &alone)?;
+    let mut specs = opened.driver.options().to_vec();
+    specs.push(SIZE);
+    let mut options = Options::parse(opened.driver.name(), &specs, texts)?;
+    if let Some(name) = options.text("backing_file").filter(|name| !name.is_empty()) {
+        let name = name.to_owned();
+        let format = found_format(registry, image, &name, &options, opening)?;
+        options.set(opened.driver.name(), &specs, "backing_fmt", &format)?;
+    }
+    let size = options.size("size");
+    let grows = size.filter(|size| *size != opened.info.virtual_size);
+    if grows.is_some_and(|size| size < opened.info.virtual_size) {
+        return Err(Error::Invalid(format!(
+            "{}: a smaller size loses what lies beyond it; 'vdkit resize --shrink' does that",
+            image.display()
+        )));
+    }
+    let mut changed = opened.driver.amend(
+        &AmendRequest {
+            storage: opened.storage,
+            data_file: opened.data_file,
+            backing: None,
+            options,
+            limits: opening.limits,
+        },
+        monitor,
+    )?;
+    if let Some(size) = grows {
+        let disk = Disk::open(registry, image, opening)?;
+        disk.warnings().for_each(|warning| monitor.progress.message(warning));
+        let resized = resize(&disk, size, &ResizeOptions::default(), monitor);
+        let closed = disk.close();
+        resized.and(closed)?;
+        changed.push("size".to_owned());
+    }
+    Ok(AmendReport { image: image.to_owned(), changed })
+}
+
+/// The format of the image that the header shall name, which must not stand on this one.
+fn found_format(
+    registry: &Registry,
+    image: &Path,
+    name: &str,
+    options: &Options,
+    opening: &OpenOptions,
+) -> Result<String> {
+    let format = options.text("backing_fmt").map(str::to_owned);
+    let path = image.parent().map_or_else(|| PathBuf::from(name), |folder| folder.join(name));
+    let looking = OpenOptions {
+        format: format.clone(),
+        refs: opening.refs.clone(),
+        lock: false,
+        ..OpenOptions::read_only()
+    };
+    if path.exists() {
+        let chain = describe_chain(registry, &path, &looking)?;
+        if chain.links.iter().any(|link| same_file(&link.path, image)) {
+            return Err(Error::Invalid(format!(
+                "{}: {} stands on it; neither could be read any more",
+                image.display(),
+                path.display()
+            )));
+        }
+    }
+    let backing = NewBacking { name: name.to_owned(), format, open: path.exists() };
+    let found = backing.find(registry, image, &opening.refs)?;
+    Ok(found.reference.format.unwrap_or_default())
+}
