@@ -139,18 +139,40 @@ fn a_writer_elsewhere_locks_it_and_is_named() {
     scratch.ok(&["info", "disk.qcow2"]);
 }
 
+/// How often `vdkit info` reads an image.
+fn reads_of_info(scratch: &Scratch, image: &str) -> usize {
+    let output = std::process::Command::new("strace")
+        .args(["-f", "-y", "-e", "trace=read,pread64,preadv,preadv2,readv,io_uring_enter"])
+        .args([env!("CARGO_BIN_EXE_vdkit"), "info", image])
+        .current_dir(scratch.path(""))
+        .output()
+        .expect("strace; `make peers` installs it");
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{log}");
+    log.lines().filter(|line| line.contains(&format!("{image}>"))).count()
+}
+
 #[test]
 fn reads_a_bounded_number_of_times() {
     let scratch = Scratch::new();
     let dir = scratch.path("");
-    peer(&dir, "qemu-img", &["create", "-q", "-f", "qcow2", "disk.qcow2", "16T"]);
-    let output = std::process::Command::new("strace")
-        .args(["-f", "-y", "-e", "trace=read,pread64,preadv,preadv2,readv,io_uring_enter"])
-        .args([env!("CARGO_BIN_EXE_vdkit"), "info", "disk.qcow2"])
-        .current_dir(&dir)
-        .output()
-        .expect("strace; `make peers` installs it");
-    let log = String::from_utf8_lossy(&output.stderr).into_owned();
-    let reads = log.lines().filter(|line| line.contains("disk.qcow2>")).count();
-    assert!(output.status.success() && (1..=4).contains(&reads), "{reads} reads: {log}");
+    for (name, size, options) in [
+        ("empty.qcow2", "16T", "cluster_size=64K"),
+        ("allocated.qcow2", "10G", "preallocation=metadata"),
+        ("small.qcow2", "64M", "cluster_size=512"),
+        ("large.qcow2", "1T", "cluster_size=2M"),
+    ] {
+        peer(&dir, "qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, name, size]);
+        let bare = reads_of_info(&scratch, name);
+        assert!((1..=4).contains(&bare), "{name}: {bare} reads");
+        // With all that is listed.
+        for snapshot in 0..12 {
+            peer(&dir, "qemu-img", &["snapshot", "-c", &format!("snapshot-{snapshot}"), name]);
+        }
+        for bitmap in ["one", "two", "three"] {
+            peer(&dir, "qemu-img", &["bitmap", "--add", name, bitmap]);
+        }
+        let full = reads_of_info(&scratch, name);
+        assert!((1..=4).contains(&full), "{name} with snapshots and bitmaps: {full} reads");
+    }
 }
