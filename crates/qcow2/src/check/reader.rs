@@ -1,4 +1,4 @@
-//! Reads of many clusters of metadata, in batches, one batch ahead of their use.
+//! Reads of many clusters of metadata, in batches; where there are many, one batch ahead of their use.
 
 use std::sync::mpsc;
 
@@ -8,8 +8,11 @@ use vdkit_block::{HostOffset, Monitor, ReadOp, Result, Storage};
 const BATCH_TABLES: usize = 64;
 /// Tables of one batch at most where clusters are small.
 const BATCH_TABLES_SMALL: usize = 1024;
-/// Bytes of one batch at most, unless a single cluster is larger.
-const BATCH_BYTES: usize = 4 << 20;
+/// Bytes of one batch at most, unless a single cluster is larger. Memory that is used for the first
+/// time costs as much as reading into it: a small buffer used again is faster than a large one.
+const BATCH_BYTES: usize = 2 << 20;
+/// So many batches are read and used in turn; a thread that reads ahead pays only for more.
+const BATCHES_ALONE: usize = 16;
 
 /// How far a job is, over several walks.
 #[derive(Debug)]
@@ -43,7 +46,7 @@ fn batch_tables(cluster_bytes: usize) -> usize {
 }
 
 /// Reads the clusters at `offsets` and hands each to `use_table` with its index, in the order
-/// given (best sorted). Where there is more than one batch, the next one is read by another thread
+/// given (best sorted). Where there are many batches, the next one is read by another thread
 /// meanwhile.
 pub(crate) fn for_each_cluster(
     storage: &dyn Storage,
@@ -61,10 +64,14 @@ pub(crate) fn for_each_cluster(
         }
         meter.advance(bytes.len() as u64)
     };
-    if offsets.len() <= tables {
-        let mut buffer = vec![0; offsets.len() * cluster];
-        read_clusters(storage, offsets, cluster, &mut buffer)?;
-        return consume(0, &buffer);
+    if offsets.len() <= tables * BATCHES_ALONE {
+        let mut buffer = vec![0; offsets.len().min(tables) * cluster];
+        for (i, batch) in offsets.chunks(tables).enumerate() {
+            let bytes = &mut buffer[..batch.len() * cluster];
+            read_clusters(storage, batch, cluster, bytes)?;
+            consume(i * tables, bytes)?;
+        }
+        return Ok(());
     }
     std::thread::scope(|scope| {
         let (filled_out, filled) = mpsc::sync_channel::<Result<Vec<u8>>>(1);
