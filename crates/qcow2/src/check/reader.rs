@@ -8,11 +8,12 @@ use vdkit_block::{HostOffset, Monitor, ReadOp, Result, Storage};
 const BATCH_TABLES: usize = 64;
 /// Tables of one batch at most where clusters are small.
 const BATCH_TABLES_SMALL: usize = 1024;
-/// Bytes of one batch at most, unless a single cluster is larger. Memory that is used for the first
-/// time costs as much as reading into it: a small buffer used again is faster than a large one.
-const BATCH_BYTES: usize = 2 << 20;
-/// So many batches are read and used in turn; a thread that reads ahead pays only for more.
-const BATCHES_ALONE: usize = 16;
+/// Bytes of one batch at most, unless a single cluster is larger.
+const BATCH_BYTES: usize = 4 << 20;
+/// So many batches are read and used in turn, by halves; a thread that reads ahead pays only for
+/// more. (Memory that is used for the first time costs as much as reading into it: one small
+/// buffer used again is faster than two large ones.)
+const BATCHES_ALONE: usize = 8;
 
 /// How far a job is, over several walks.
 #[derive(Debug)]
@@ -65,6 +66,7 @@ pub(crate) fn for_each_cluster(
         meter.advance(bytes.len() as u64)
     };
     if offsets.len() <= tables * BATCHES_ALONE {
+        let tables = tables.div_ceil(2);
         let mut buffer = vec![0; offsets.len().min(tables) * cluster];
         for (i, batch) in offsets.chunks(tables).enumerate() {
             let bytes = &mut buffer[..batch.len() * cluster];
