@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
-use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_block::{ErrorKind, HostOffset, Result, ZeroMode};
 
 use super::ALL_ONES;
 use super::bits::{Page, Tracker, Words};
@@ -96,7 +96,7 @@ impl Qcow2 {
                 let (Some(0), index, _) = self.page_place(&tracker, page) else { continue };
                 let word = match self.bitmap_cluster(meta) {
                     Ok(offset) => offset.0,
-                    Err(Error::NoSpace { .. }) => ALL_ONES,
+                    Err(error) if error.kind() == ErrorKind::NoSpace => ALL_ONES,
                     Err(error) => return Err(error),
                 };
                 let mut directory = self.bitmaps.directory.lock();
