@@ -383,6 +383,32 @@ fn a_write_that_is_under_way_is_recorded_or_over_when_a_bitmap_has_been_added() 
 }
 
 #[test]
+fn a_bitmap_is_added_once_older_writes_have_ended() {
+    let (rig, _) = Rig::new(&shape(Content::Empty));
+    let disk = rig.open(true).expect("opening");
+    let added = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // One write has its space, one is about to write in place.
+        let space = disk.top().reserve(0.into_guest(), 512).expect("reserving").expect("space");
+        let guard = disk.top().in_flight().enter();
+        let adder = scope.spawn(|| {
+            let new = NewBitmap { name: "x", granularity: None, enabled: true };
+            bitmaps(&disk).add(&new).expect("adding");
+            added.store(true, Ordering::SeqCst);
+        });
+        let pause = || std::thread::sleep(std::time::Duration::from_millis(60));
+        pause();
+        assert!(!added.load(Ordering::SeqCst), "with a reservation");
+        drop(space);
+        pause();
+        assert!(!added.load(Ordering::SeqCst), "with a write in place");
+        drop(guard);
+        adder.join().expect("adding");
+    });
+    disk.close().expect("closing");
+}
+
+#[test]
 fn bitmaps_without_sense_are_not_trusted_and_do_no_harm() {
     let prepared = shape(Content::Filled).prepare();
     let header = open(Arc::new(prepared.image.clone()), false).header().clone();

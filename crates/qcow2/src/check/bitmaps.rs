@@ -1,8 +1,9 @@
 //! Persistent bitmaps: where their directory, tables and clusters are.
 //!
-//! A broken bitmap is no loss of guest data, only of the knowledge what changed. So one fault
-//! anywhere ends the walk, and a repair clears the autoclear bit, which tells each reader that
-//! the bitmaps are not to be trusted.
+//! A broken bitmap is no loss of guest data, only of the knowledge what changed. So a repair drops a
+//! bitmap whose table is damaged; where the directory itself is, or bitmaps share clusters with
+//! something else, it clears the autoclear bit, which tells each reader that none of them is to be
+//! trusted.
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
 
@@ -81,62 +82,86 @@ pub(super) fn presence(image: &Image) -> Presence {
     }
 }
 
-/// Hands over all that the bitmaps occupy, until `take` says `false` (it overlaps something) or a
-/// fault is found.
+/// What a walk found.
+#[derive(Debug, Default)]
+pub(super) struct WalkedBitmaps {
+    /// Damage of the directory: there is no telling what is in it.
+    pub(super) directory: Option<BitmapFault>,
+    /// Bitmaps that are damaged by themselves: where their entries begin in the directory.
+    pub(super) broken: Vec<(usize, BitmapFault)>,
+}
+
+/// Hands over all that the bitmaps occupy, until `take` says `false` (it overlaps something) or
+/// the directory makes no sense any more.
 pub(super) fn walk(
     image: &Image,
     bitmaps: &BitmapsExtension,
     mut take: impl FnMut(Taken) -> bool,
-) -> Result<Option<BitmapFault>> {
+) -> Result<WalkedBitmaps> {
+    let mut found = WalkedBitmaps::default();
     let offset = bitmaps.directory_offset.0;
     if !take(("bitmap directory", offset, bitmaps.directory_bytes)) {
-        return Ok(None);
+        return Ok(found);
     }
     let directory = super::reader::read_table(&*image.storage, offset, bitmaps.directory_bytes)?;
     let mut at = 0;
     let mut count = 0;
     while at < directory.len() {
-        let fault =
-            |message: &str| Some((offset + at as u64, "bitmap directory entry", message.into()));
+        let fault = |message: &str| (offset + at as u64, "bitmap directory entry", message.into());
         let entry = &directory[at..];
-        if entry.len() < ENTRY_BYTES {
-            return Ok(fault("found the end of the directory within an entry"));
-        }
-        let (name_bytes, extra_bytes) =
-            (u16::from_be_bytes([entry[18], entry[19]]) as usize, be32(entry, 20) as usize);
-        let bytes = (ENTRY_BYTES + name_bytes + extra_bytes).next_multiple_of(8);
+        let Some(bytes) = entry_bytes(entry) else {
+            found.directory = Some(fault("found the end of the directory within an entry"));
+            return Ok(found);
+        };
         count += 1;
         if count > bitmaps.count || bytes > entry.len() {
-            return Ok(fault("found more entries or bytes than the header extension says"));
+            let message = "found more entries or bytes than the header extension says";
+            found.directory = Some(fault(message));
+            return Ok(found);
         }
-        let table = match parse_entry(image, entry, name_bytes, extra_bytes) {
-            Ok(table) => table,
-            Err(message) => return Ok(fault(message)),
-        };
-        match walk_table(image, table, &mut take)? {
-            Walked::On => {}
-            Walked::Stopped => return Ok(None),
-            Walked::Fault(fault) => return Ok(Some(fault)),
+        match parse_entry(image, &entry[..bytes]) {
+            Err(message) => found.broken.push((at, fault(message))),
+            Ok(table) => match walk_table(image, table, &mut take)? {
+                Walked::On => {}
+                Walked::Stopped => return Ok(found),
+                Walked::Fault(fault) => found.broken.push((at, fault)),
+            },
         }
         at += bytes;
     }
     if count != bitmaps.count {
-        return Ok(Some((
-            offset,
-            "bitmap directory",
-            format!("found {count} bitmaps, expected {}", bitmaps.count),
-        )));
+        let message = format!("found {count} bitmaps, expected {}", bitmaps.count);
+        found.directory = Some((offset, "bitmap directory", message));
     }
-    Ok(None)
+    Ok(found)
+}
+
+/// Bytes of the entry at the beginning, which may pass the end; nothing where not even that is
+/// there.
+fn entry_bytes(entry: &[u8]) -> Option<usize> {
+    let fixed = entry.get(..ENTRY_BYTES)?;
+    let name_bytes = usize::from(u16::from_be_bytes([fixed[18], fixed[19]]));
+    Some((ENTRY_BYTES + name_bytes + be32(fixed, 20) as usize).next_multiple_of(8))
+}
+
+/// A directory without the entries that begin at `broken`, and how many entries are left.
+pub(super) fn without(directory: &[u8], broken: &[usize]) -> (Vec<u8>, u32) {
+    let (mut kept, mut count, mut at) = (Vec::new(), 0, 0);
+    while let Some(bytes) = directory.get(at..).and_then(entry_bytes) {
+        let end = (at + bytes).min(directory.len());
+        if !broken.contains(&at) {
+            kept.extend_from_slice(&directory[at..end]);
+            count += 1;
+        }
+        at = end;
+    }
+    (kept, count)
 }
 
 /// The table of a bitmap: offset and number of entries.
-fn parse_entry(
-    image: &Image,
-    entry: &[u8],
-    name_bytes: usize,
-    extra_bytes: usize,
-) -> Result<(u64, u64), &'static str> {
+fn parse_entry(image: &Image, entry: &[u8]) -> Result<(u64, u64), &'static str> {
+    let name_bytes = usize::from(u16::from_be_bytes([entry[18], entry[19]]));
+    let extra_bytes = be32(entry, 20);
     let table_offset = u64::from(be32(entry, 0)) << 32 | u64::from(be32(entry, 4));
     let table_entries = u64::from(be32(entry, 8));
     let flags = be32(entry, 12);

@@ -84,6 +84,8 @@ pub(super) struct Survey {
     pub(super) snapshot_l1_faulty: FxHashSet<usize>,
     /// The bitmaps cannot be trusted though their autoclear bit says so.
     pub(super) bitmaps_broken: bool,
+    /// Bitmaps that are damaged by themselves: where their entries begin in the directory.
+    pub(super) broken_bitmaps: Vec<usize>,
     /// Metadata clusters that something else uses too.
     pub(super) conflicts: FxHashSet<u64>,
     /// Clusters whose refcount is too low.
@@ -111,6 +113,7 @@ impl Survey {
             snapshots: SnapshotTable::default(),
             snapshot_l1_faulty: FxHashSet::default(),
             bitmaps_broken: false,
+            broken_bitmaps: Vec::new(),
             conflicts: FxHashSet::default(),
             low: 0,
             low_without_block: false,
@@ -377,13 +380,19 @@ impl Survey {
             Presence::Broken(fault) => Some(fault),
             Presence::Valid(extension) => {
                 let mut overlap = false;
-                let fault = bitmaps::walk(image, &extension, |(structure, offset, bytes)| {
+                let walked = bitmaps::walk(image, &extension, |(structure, offset, bytes)| {
                     let free = self.take_range(image, structure, offset, bytes, Owner::Bitmap);
                     overlap |= !free;
                     free
                 })?;
                 self.bitmaps_broken |= overlap;
-                fault
+                for (at, (offset, structure, message)) in walked.broken {
+                    self.broken_bitmaps.push(at);
+                    self.findings.corruption(offset, structure, || {
+                        format!("{message}; this bitmap cannot be trusted, a repair drops it")
+                    });
+                }
+                walked.directory
             }
         };
         if let Some((offset, structure, message)) = fault {

@@ -1,14 +1,15 @@
 //! Entries of L1 and L2 tables, mended where they stand.
 
-use vdkit_block::Result;
+use vdkit_block::{HostOffset, Result};
 
 use super::{write_autoclear, write_changed};
 use crate::check::balance::SINGLE;
+use crate::check::bitmaps;
 use crate::check::image::Image;
 use crate::check::mapping;
 use crate::check::reader;
 use crate::check::survey::{Owner, Survey, be64};
-use crate::layout::{COPIED, OFFSET_MASK, autoclear};
+use crate::layout::{COPIED, OFFSET_MASK, autoclear, extension};
 
 /// Mends entries of all tables that have their cluster for themselves, and lets go of tables that
 /// are none. Returns whether anything changed.
@@ -45,18 +46,46 @@ pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
     Ok(changed)
 }
 
-/// Clears the autoclear bit of bitmaps that are damaged, that share clusters with something else,
-/// or that would not know that guest data goes away.
+/// Drops bitmaps that are damaged. Clears the autoclear bit of all where their directory is, where
+/// they share clusters with something else, or would not know that guest data goes away.
 fn forget_bitmaps(image: &Image, survey: &Survey) -> Result<bool> {
     if image.header.autoclear & autoclear::BITMAPS == 0 {
         return Ok(false);
     }
     let lossy = survey.l1_lossy || survey.tables.iter().any(|table| table.lossy);
-    if !survey.bitmaps_broken && !lossy && !survey.owner_in_conflict(Owner::Bitmap) {
+    if survey.bitmaps_broken || lossy || survey.owner_in_conflict(Owner::Bitmap) {
+        write_autoclear(image, image.header.autoclear & !autoclear::BITMAPS)?;
+        return Ok(true);
+    }
+    if survey.broken_bitmaps.is_empty() {
         return Ok(false);
     }
-    write_autoclear(image, image.header.autoclear & !autoclear::BITMAPS)?;
+    drop_bitmaps(image, &survey.broken_bitmaps)?;
     Ok(true)
+}
+
+/// Takes damaged bitmaps out of the directory. While it is written nobody trusts any: a crash then
+/// loses them all.
+fn drop_bitmaps(image: &Image, broken: &[usize]) -> Result<()> {
+    let storage = &*image.storage;
+    write_autoclear(image, image.header.autoclear & !autoclear::BITMAPS)?;
+    let extension = image.header.extension(extension::BITMAPS);
+    let (Some(extension), Some(bitmaps)) = (extension, image.header.bitmaps()) else {
+        return Ok(());
+    };
+    let (offset, bytes) = (bitmaps.directory_offset, bitmaps.directory_bytes);
+    let old = reader::read_table(storage, offset.0, bytes)?;
+    let (directory, count) = bitmaps::without(&old, broken);
+    if count == 0 {
+        return Ok(());
+    }
+    storage.write_at(&directory, offset)?;
+    let mut data = extension.data.clone();
+    data[..4].copy_from_slice(&count.to_be_bytes());
+    data[8..16].copy_from_slice(&(directory.len() as u64).to_be_bytes());
+    storage.write_at(&data, HostOffset(extension.offset))?;
+    storage.sync()?;
+    write_autoclear(image, image.header.autoclear)
 }
 
 fn mend_l1(image: &Image, survey: &Survey, offset: u64, old: &[u8]) -> Result<bool> {

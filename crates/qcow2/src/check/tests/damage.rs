@@ -496,6 +496,37 @@ fn broken_bitmaps_are_forgotten_and_their_space_is_given_back() {
 }
 
 #[test]
+fn a_broken_bitmap_goes_and_the_others_stay() {
+    if !peers() {
+        return;
+    }
+    let directory = |image: &Image| image.header().bitmaps().unwrap().directory_offset.0;
+    let mut damages: Vec<Box<dyn Fn(&Image)>> = Vec::new();
+    for (at, byte) in [(0, 0xff), (7, 1), (8, 0xff), (16, 9), (17, 60), (15, 8)] {
+        damages.push(Box::new(move |image| image.put(directory(image) + at, &[byte])));
+    }
+    for entry in [1u64 << 60, 0x200, 1 << 44, 0x10001] {
+        damages.push(Box::new(move |image| {
+            image.put_word(image.word(directory(image)), entry);
+        }));
+    }
+    for (i, damage) in damages.iter().enumerate() {
+        let image = Image::make(kind("bitmap"));
+        damage(&image);
+        let report = our_check(&image.path, Repair::All).unwrap();
+        assert_eq!((report.corruptions_left(), report.leaks_left()), (0, 0), "{i}");
+        let said = report.findings.iter().any(|f| f.message.contains("a repair drops it"));
+        assert!(said, "{i}: {:?}", report.findings);
+        let info =
+            crate::describe::describe(&*super::support::open(&image.path), &Default::default())
+                .unwrap();
+        let names: Vec<&str> = info.bitmaps.iter().map(|b| b.name.as_str()).collect();
+        assert_eq!(names, ["b1"], "{i}");
+        assert_eq!(qemu_check(&image.path).exit, 0, "{i}");
+    }
+}
+
+#[test]
 fn stale_bitmaps_are_leaks() {
     if !peers() {
         return;
