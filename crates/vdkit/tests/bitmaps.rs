@@ -1,5 +1,7 @@
 //! Dirty bitmaps: what a flush costs, and what they mark after faults, power cuts and races.
 
+#![allow(clippy::single_range_in_vec_init)] // lists of runs, of which there may be one
+
 mod support;
 
 use std::ops::Range;
@@ -162,8 +164,7 @@ fn edit(disk: &Disk, step: usize) -> Result<()> {
 
 fn list_of(rig: &Rig) -> Vec<BitmapStatus> {
     let format = rig.format(false).expect("opening");
-    let list = format.bitmaps().expect("a format with bitmaps").list().expect("a list");
-    list
+    format.bitmaps().expect("a format with bitmaps").list().expect("a list")
 }
 
 #[test]
@@ -172,12 +173,12 @@ fn a_power_cut_leaves_the_old_or_the_new_bitmaps() {
     let (rig, _) = Rig::recording(&shape(Content::Filled), &timeline);
     let disk = rig.open(true).expect("opening");
     let mut states = vec![(0, bitmaps(&disk).list().expect("a list"))];
-    for step in 0..EDITS.len() {
+    for (step, edit) in EDITS.iter().enumerate() {
         // What is written before an edit is flushed, so that each state is one of bitmaps alone.
         write(&disk, step as u64 * 3 * CLUSTER, 600).expect("writing");
         disk.flush().expect("flushing");
         states.push((timeline.len(), bitmaps(&disk).list().expect("a list")));
-        EDITS[step](bitmaps(&disk)).expect("editing");
+        edit(bitmaps(&disk)).expect("editing");
         states.push((timeline.len(), bitmaps(&disk).list().expect("a list")));
     }
     disk.close().expect("closing");
@@ -223,11 +224,11 @@ fn a_fault_at_any_call_leaves_bitmaps_that_can_be_trusted() {
         let faulty = rig.image().faulty();
         faulty.arm(FaultPlan::nth(&kinds, nth));
         let mut flushed = Vec::new();
-        for step in 0..5 {
+        for (step, again) in EDITS.iter().enumerate().take(5) {
             // What failed is done again. The failed attempt may not have changed anything, or an
             // addition or a removal would fail now.
             if edit(&disk, step).is_err() {
-                let again = EDITS[step](bitmaps(&disk));
+                let again = again(bitmaps(&disk));
                 assert!(again.is_ok(), "{nth} {step}: {again:?}");
             }
             let at = (100 + step as u64) * CLUSTER;
