@@ -501,18 +501,15 @@ fn a_broken_bitmap_goes_and_the_others_stay() {
         return;
     }
     let directory = |image: &Image| image.header().bitmaps().unwrap().directory_offset.0;
-    let mut damages: Vec<Box<dyn Fn(&Image)>> = Vec::new();
-    for (at, byte) in [(0, 0xff), (7, 1), (8, 0xff), (16, 9), (17, 60), (15, 8)] {
-        damages.push(Box::new(move |image| image.put(directory(image) + at, &[byte])));
-    }
-    for entry in [1u64 << 60, 0x200, 1 << 44, 0x10001] {
-        damages.push(Box::new(move |image| {
-            image.put_word(image.word(directory(image)), entry);
-        }));
-    }
-    for (i, damage) in damages.iter().enumerate() {
+    // Bytes of the first entry of the directory, or words of its table.
+    let bytes = [(0, 0xffu8), (7, 1), (8, 0xff), (16, 9), (17, 60), (15, 8)].map(Ok);
+    let words = [1u64 << 60, 0x200, 1 << 44, 0x10001].map(Err);
+    for (i, damage) in bytes.into_iter().chain(words).enumerate() {
         let image = Image::make(kind("bitmap"));
-        damage(&image);
+        match damage {
+            Ok((at, byte)) => image.put(directory(&image) + at, &[byte]),
+            Err(word) => image.put_word(image.word(directory(&image)), word),
+        }
         let report = our_check(&image.path, Repair::All).unwrap();
         assert_eq!((report.corruptions_left(), report.leaks_left()), (0, 0), "{i}");
         let said = report.findings.iter().any(|f| f.message.contains("a repair drops it"));
