@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::chains::{self, Link, flatten, same, sound};
 use common::{Scratch, peer};
 use serde_json::Value;
@@ -196,4 +198,41 @@ fn what_only_a_new_image_can_have() {
     let output = peer(&scratch.path(""), "qemu-img", &["info", "marked"]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(text.contains("name: b") && !text.contains("in-use"), "{text}");
+}
+
+#[test]
+fn killed_at_any_moment_and_run_again() {
+    let mut rng = Rng::from_env(53);
+    for (made, options) in [
+        ("", "refcount_bits=1"),
+        ("", "compat=0.10"),
+        (",compat=0.10", "compat=1.1,refcount_bits=64"),
+    ] {
+        let scratch = Scratch::new();
+        let base = Link::qcow2("base", "", 16 * M);
+        let made = format!("{made},cluster_size=512");
+        let made: &'static str = Box::leak(made.into_boxed_str());
+        chains::make(&scratch, &[base, Link::qcow2("image", made, 16 * M)], &mut rng);
+        flatten(&scratch, "image", "before");
+        let mut delay = Duration::from_millis(1);
+        loop {
+            let mut command = scratch.command(&["amend", "image", "-o", options]);
+            let mut child = command.stdout(std::process::Stdio::null()).spawn().unwrap();
+            std::thread::sleep(delay);
+            child.kill().unwrap();
+            let status = child.wait().unwrap();
+            same(&scratch, ("image", "qcow2"), ("before", "raw"));
+            sound(&scratch, "image", true);
+            if status.success() {
+                break;
+            }
+            delay = delay * 4 / 3;
+        }
+        assert!(delay > Duration::from_millis(1));
+        let json = scratch.json_of("amend", 0, &["image", "-o", options]);
+        assert_eq!(json["changed"], serde_json::json!([]), "{options}");
+        // What the kills left of clusters that were reserved ahead are leaks, no more.
+        scratch.run(&["check", "--repair", "leaks", "image"]);
+        sound(&scratch, "image", false);
+    }
 }

@@ -202,3 +202,27 @@ fn what_cannot_be_is_told() {
     peer(&scratch.path(""), "qemu-img", &unnamed);
     scratch.ok(&["commit", "on-plain.qcow2"]);
 }
+
+#[test]
+fn blocks_are_shared_where_the_file_system_can() {
+    let Some(disk) = vdkit_testkit::fs::mounted("btrfs", 256 << 20) else { return };
+    let scratch = Scratch::new();
+    let path = |name: &str| disk.path().join(name).display().to_string();
+    for (base, format) in [("base.qcow2", "qcow2"), ("base.raw", "raw")] {
+        let (base, top) = (path(base), path("top.qcow2"));
+        scratch.ok(&["create", &base, "16M"]);
+        let backing = ["--backing", base.as_str(), "--backing-format", format, "--force"];
+        scratch.ok(&[&["create", &top][..], &backing].concat());
+        scratch.ok(&["write", &top, "1M", "8M", "--pattern", "9"]);
+        scratch.ok(&["write", &top, "12M", "10K", "--pattern", "8"]);
+        let moved = &scratch.json_of("commit", 0, &["--keep", &top])["moved"];
+        assert!(moved["reflinked"].as_u64().unwrap() >= 8 << 20, "{format}: {moved}");
+        assert!(scratch.ok(&["read", "-f", format, &base, "1M", "8M"]).bytes == vec![9; 8 << 20]);
+        // Shared blocks are copied when either is written: the base keeps its own.
+        scratch.ok(&["write", &top, "1M", "8M", "--pattern", "7"]);
+        assert!(scratch.ok(&["read", "-f", format, &base, "1M", "8M"]).bytes == vec![9; 8 << 20]);
+        scratch.ok(&["commit", &top]);
+        assert!(scratch.ok(&["read", &top, "1M", "8M"]).bytes == vec![7; 8 << 20]);
+        peer(disk.path(), "qemu-img", &["check", "-q", &top]);
+    }
+}
