@@ -21,6 +21,7 @@ pub mod guard;
 pub mod hex;
 pub mod output;
 pub mod progress;
+pub mod sandbox;
 pub mod session;
 pub mod time;
 
@@ -31,6 +32,10 @@ use session::Session;
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
+    let mut arguments = std::env::args_os().skip(1);
+    if arguments.next().is_some_and(|first| first == commands::inspect::child::CHILD) {
+        return commands::inspect::child::main(&arguments.collect::<Vec<_>>());
+    }
     let exit = run(std::env::args_os());
     ExitCode::from(exit as u8)
 }

@@ -17,6 +17,7 @@ mod dd;
 mod deflate;
 mod dependents;
 mod holes;
+pub mod inspect;
 mod map;
 mod measure;
 mod mover;

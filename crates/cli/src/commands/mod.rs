@@ -24,6 +24,7 @@ pub mod create;
 pub mod dd;
 pub mod formats;
 pub mod info;
+pub mod inspect;
 pub mod man;
 pub mod map;
 pub mod measure;
@@ -39,6 +40,7 @@ pub static ALL: &[Subcommand] = &[
     create::COMMAND,
     convert::COMMAND,
     info::COMMAND,
+    inspect::COMMAND,
     tree::COMMAND,
     map::COMMAND,
     compare::COMMAND,

@@ -1,0 +1,282 @@
+//! `vdkit inspect`: is this image safe to accept?
+//!
+//! ```text
+//!   parent                                   child (this program once more)
+//!     opens the image, read-only ── stdin ─► enters the sandbox, then reads
+//!     waits, to a limit                      judges (jobs::inspect)
+//!     checks the answer ◄──── stdout, JSON ─ answers and ends
+//!     prints
+//! ```
+
+pub mod child;
+mod parent;
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, ValueHint};
+use serde::Serialize;
+use vdkit::jobs::inspect::{
+    Allow, Code, InspectFinding, InspectOptions, InspectReport, Verdict, Weight,
+};
+use vdkit::storage::{FileOptions, FileStorage, LockMode};
+use vdkit::{CancelToken, Storage};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Json, size};
+use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
+use crate::output::{Output, bytes_short};
+use crate::sandbox::Sandbox;
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "inspect",
+    about: "Judge whether an image from a stranger is safe to accept",
+    group: Group::Look,
+    details: "\
+Reads the image in a process of its own that can do nothing else (seccomp, Landlock, limits on time, memory \
+and reads), opens no other file, and names each reason by a code. Exit codes: 0 accepted, 5 refused, 1 it \
+could not be judged, which is no acceptance either.",
+    examples: "
+vdkit inspect upload.qcow2
+vdkit inspect -f qcow2 --max-size 100G upload.qcow2   the format and size that were promised
+vdkit inspect --strict --json upload.qcow2 | jq '.findings[].code'
+",
+    augment: augment::<InspectArgs>,
+    run: run::<InspectArgs>,
+};
+
+/// What `--allow` takes.
+const ALLOW: &[(&str, Allow)] = &[
+    ("backing", Allow::Backing),
+    ("data-file", Allow::DataFile),
+    ("encryption", Allow::Encryption),
+    ("extended-l2", Allow::ExtendedL2),
+    ("nested", Allow::Nested),
+    ("snapshots", Allow::Snapshots),
+];
+
+fn allow(text: &str) -> Result<Allow, String> {
+    let known = || ALLOW.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+    ALLOW
+        .iter()
+        .find(|(name, _)| *name == text)
+        .map(|(_, allow)| *allow)
+        .ok_or_else(|| format!("known: {}", known()))
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    text.parse::<f64>()
+        .ok()
+        .filter(|seconds| *seconds <= 86_400.0)
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .ok_or_else(|| "write seconds, such as 10 or 0.5, up to a day".to_owned())
+}
+
+/// Arguments of `vdkit inspect`.
+#[derive(Args, Debug)]
+pub struct InspectArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// The format that it must have: raw, qcow2, vmdk, vdi, vhd, vhdx, luks, iso, gpt or mbr
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Let pass: backing, data-file, encryption, extended-l2, nested or snapshots (repeatable)
+    ///
+    /// A backing or data file with an absolute name, a name with `..`, a URL or a json: name is
+    /// refused all the same.
+    #[arg(long, value_name = "WHAT", value_parser = allow)]
+    allow: Vec<Allow>,
+    /// Largest disk that is accepted (default 64T)
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    max_size: Option<u64>,
+    /// Most guest data, in times the file's length (default 100)
+    #[arg(long, value_name = "N")]
+    max_ratio: Option<u64>,
+    /// Refuse what is only a warning, too
+    #[arg(long)]
+    strict: bool,
+    /// Longest time that it may take, in seconds (default 10)
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    timeout: Option<Duration>,
+    /// Most memory that it may take (default 256M)
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    max_memory: Option<u64>,
+    /// Most bytes that may be read (default 512M)
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    max_read: Option<u64>,
+    /// Read it even while another process writes it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    json: Json,
+}
+
+impl InspectArgs {
+    fn options(&self) -> InspectOptions {
+        let usual = InspectOptions::default();
+        let format = self.format.as_deref().map(|name| if name == "vpc" { "vhd" } else { name });
+        InspectOptions {
+            allow: self.allow.clone(),
+            format: format.map(str::to_owned),
+            size_max: self.max_size.unwrap_or(usual.size_max),
+            ratio_max: self.max_ratio.unwrap_or(usual.ratio_max),
+            strict: self.strict,
+            time_max: self.timeout.unwrap_or(usual.time_max),
+            memory_max: self.max_memory.unwrap_or(usual.memory_max),
+            read_bytes_max: self.max_read.unwrap_or(usual.read_bytes_max),
+            reads_max: usual.reads_max,
+        }
+    }
+}
+
+/// The limits that held, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Limits {
+    max_size: u64,
+    max_ratio: u64,
+    timeout_milliseconds: u64,
+    max_memory: u64,
+    max_read: u64,
+}
+
+/// The answer, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct InspectAnswer<'a> {
+    filename: String,
+    #[serde(flatten)]
+    report: &'a InspectReport,
+    limits: Limits,
+    sandbox: Sandbox,
+}
+
+impl Run for InspectArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let options = self.options();
+        if let Some(format) = &options.format
+            && !vdkit::jobs::inspect::FORMAT_NAMES.contains(&format.as_str())
+        {
+            let known = vdkit::jobs::inspect::FORMAT_NAMES.join(", ");
+            return Err(Failure::usage(format!("unknown format '{format}'; known: {known}")));
+        }
+        let lock = if self.force_share { LockMode::Off } else { LockMode::Auto };
+        let storage = FileStorage::open(&self.image, &FileOptions::read_only().lock(lock))?;
+        let cancel = session.cancel_on_signal()?;
+        let (mut report, sandbox) = judge(&storage, &self.image, &options, &cancel)?;
+        if sandbox.is_some_and(|sandbox| !sandbox.complete) {
+            let finding = InspectFinding::new(Code::SandboxPartial)
+                .expected("Landlock and seccomp")
+                .mend("use a kernel with both (Linux 5.13 or newer)");
+            print_line(Tone::Warning, &format!("{}: {}", self.image.display(), finding.what));
+            report.findings.push(finding);
+            report.verdict = InspectReport::verdict_of(&report.findings, options.strict);
+        }
+        if self.json.json {
+            session.out.json(&InspectAnswer {
+                filename: self.image.display().to_string(),
+                report: &report,
+                limits: Limits {
+                    max_size: options.size_max,
+                    max_ratio: options.ratio_max,
+                    timeout_milliseconds: options.time_max.as_millis() as u64,
+                    max_memory: options.memory_max,
+                    max_read: options.read_bytes_max,
+                },
+                sandbox: sandbox.unwrap_or_default(),
+            })?;
+        } else {
+            print(&self.image, &report, &mut session.out)?;
+        }
+        Ok(match report.verdict {
+            Verdict::Accept => Exit::Done,
+            Verdict::Refuse => Exit::Refused,
+            Verdict::Unknown => Exit::Failed,
+        })
+    }
+}
+
+/// Has the image judged by a child; its sandbox, where it lived to tell.
+fn judge(
+    storage: &FileStorage,
+    image: &Path,
+    options: &InspectOptions,
+    cancel: &CancelToken,
+) -> Result<(InspectReport, Option<Sandbox>), Failure> {
+    let len = storage.len()?;
+    let unknown = |why: String| {
+        let finding = InspectFinding::new(Code::NotJudged)
+            .found(why)
+            .expected("a verdict")
+            .mend("treat it as refused, and try again");
+        (InspectReport::of_nothing(len, finding), None)
+    };
+    let fd = storage.as_fd().ok_or_else(|| Failure::failed(image.display().to_string()))?;
+    let outcome = fd
+        .as_fd()
+        .try_clone_to_owned()
+        .and_then(|fd| parent::command(fd, options))
+        .and_then(|command| parent::run(command, options, cancel));
+    Ok(match outcome {
+        Err(error) => unknown(format!("the inspector cannot be started: {error}")),
+        Ok(parent::Outcome::Interrupted) => return Err(vdkit::Error::Interrupted.into()),
+        Ok(parent::Outcome::Failed(finding)) => (InspectReport::of_nothing(len, *finding), None),
+        Ok(parent::Outcome::Answered(text)) => match parent::believe(&text, options, len) {
+            Err(why) => {
+                let finding = InspectFinding::new(Code::InspectorAnswer)
+                    .found(why)
+                    .expected("a report")
+                    .mend("refuse the image, and report this");
+                (InspectReport::of_nothing(len, finding), None)
+            }
+            Ok(child::Answer { sandbox, report: Some(report), .. }) => (report, Some(sandbox)),
+            Ok(child::Answer { sandbox, error, .. }) => {
+                (unknown(error.unwrap_or_default()).0, Some(sandbox))
+            }
+        },
+    })
+}
+
+fn print(image: &Path, report: &InspectReport, out: &mut Output) -> std::io::Result<()> {
+    let verdict = match report.verdict {
+        Verdict::Accept => "accepted",
+        Verdict::Refuse => "refused",
+        Verdict::Unknown => "not judged, which is no acceptance",
+    };
+    let disk = report
+        .virtual_size
+        .map(|bytes| format!(", a disk of {}", bytes_short(bytes)))
+        .unwrap_or_default();
+    out.line(format!("{}: {verdict} ({}{disk})", image.display(), report.format))?;
+    for finding in &report.findings {
+        let weight = match finding.severity {
+            Weight::Refuse => "refuse",
+            Weight::Warn => "warning",
+            Weight::Note => "note",
+        };
+        let place = finding.offset.map(|at| format!(" at offset {at:#x}")).unwrap_or_default();
+        let mut line = format!("{weight}: {}{place}: {}", finding.code.name(), finding.what);
+        if !finding.found.is_empty() {
+            line.push_str(&format!(" Found {}", finding.found));
+            if !finding.expected.is_empty() {
+                line.push_str(&format!(", expected {}", finding.expected));
+            }
+            line.push('.');
+        }
+        // A name from the image must not make lines of its own.
+        out.line(line.replace('\n', "\\n"))?;
+        if finding.severity >= Weight::Warn && !finding.mend.is_empty() {
+            out.line(format!("  {}", finding.mend))?;
+        }
+    }
+    if report.findings_omitted > 0 {
+        out.line(format!("… and {} more", report.findings_omitted))?;
+    }
+    Ok(())
+}

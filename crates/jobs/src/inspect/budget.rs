@@ -1,0 +1,194 @@
+//! A storage that lets an image cost only so much.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
+
+/// What was spent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Spent {
+    pub(super) reads: u64,
+    pub(super) bytes: u64,
+}
+
+/// Which limit was passed first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Exceeded {
+    Reads,
+    Time,
+}
+
+/// Reads of another storage up to a number, a sum of bytes and a deadline; never writes.
+#[derive(Debug)]
+pub(super) struct BudgetStorage {
+    inner: Arc<dyn Storage>,
+    reads_max: u64,
+    bytes_max: u64,
+    deadline: Option<Instant>,
+    reads: AtomicU64,
+    bytes: AtomicU64,
+    out_of_reads: AtomicBool,
+    out_of_time: AtomicBool,
+}
+
+impl BudgetStorage {
+    pub(super) fn new(
+        inner: Arc<dyn Storage>,
+        reads_max: u64,
+        bytes_max: u64,
+        deadline: Option<Instant>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            inner,
+            reads_max,
+            bytes_max,
+            deadline,
+            reads: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            out_of_reads: AtomicBool::new(false),
+            out_of_time: AtomicBool::new(false),
+        })
+    }
+
+    pub(super) fn spent(&self) -> Spent {
+        Spent {
+            reads: self.reads.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    pub(super) fn exceeded(&self) -> Option<Exceeded> {
+        if self.out_of_time.load(Ordering::Relaxed) {
+            Some(Exceeded::Time)
+        } else if self.out_of_reads.load(Ordering::Relaxed) {
+            Some(Exceeded::Reads)
+        } else {
+            None
+        }
+    }
+
+    fn refused<T>(&self) -> Result<T> {
+        Err(Error::ReadOnly { file: self.name().to_owned() })
+    }
+
+    fn spend(&self, bytes: u64) -> Result<()> {
+        let limit = |what, found, limit| {
+            Err(Error::Limit { file: self.name().to_owned(), what, found, limit })
+        };
+        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            self.out_of_time.store(true, Ordering::Relaxed);
+            return limit("the time of an inspection", 1, 0);
+        }
+        let reads = self.reads.fetch_add(1, Ordering::Relaxed) + 1;
+        let bytes = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        if reads > self.reads_max || bytes > self.bytes_max {
+            self.out_of_reads.store(true, Ordering::Relaxed);
+            return limit("the bytes read by an inspection", bytes, self.bytes_max);
+        }
+        Ok(())
+    }
+}
+
+impl Storage for BudgetStorage {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn caps(&self) -> StorageCaps {
+        StorageCaps { writable: false, growable: false, ..self.inner.caps() }
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.inner.len()
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        self.spend(buf.len() as u64)?;
+        self.inner.read_up_to(buf, offset)
+    }
+
+    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
+        self.refused()
+    }
+
+    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
+        self.refused()
+    }
+
+    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
+        self.refused()
+    }
+
+    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
+        self.refused()
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.refused()
+    }
+
+    fn set_len(&self, _: u64) -> Result<()> {
+        self.refused()
+    }
+
+    /// Holes are not asked for: it would be a system call more for the sandbox to allow.
+    fn may_have_holes(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        let left = self.len()?.saturating_sub(offset.0);
+        Ok(StorageExtent { data: left > 0, len: if left > 0 { len.min(left) } else { len }.max(1) })
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use vdkit_storage::MemoryStorage;
+
+    use super::*;
+
+    fn budget(reads: u64, bytes: u64, deadline: Option<Instant>) -> Arc<BudgetStorage> {
+        BudgetStorage::new(Arc::new(MemoryStorage::with_len("m", 1 << 20)), reads, bytes, deadline)
+    }
+
+    #[test]
+    fn reads_and_bytes_are_counted_and_bounded() {
+        let storage = budget(3, 1000, None);
+        let mut buf = [0; 400];
+        storage.read_at(&mut buf, HostOffset(0)).unwrap();
+        storage.read_at(&mut buf, HostOffset(0)).unwrap();
+        assert_eq!((storage.spent(), storage.exceeded()), (Spent { reads: 2, bytes: 800 }, None));
+        assert!(matches!(storage.read_at(&mut buf, HostOffset(0)), Err(Error::Limit { .. })));
+        assert_eq!(storage.exceeded(), Some(Exceeded::Reads));
+        let storage = budget(1, 1000, None);
+        storage.read_at(&mut buf, HostOffset(0)).unwrap();
+        assert!(storage.read_at(&mut buf, HostOffset(0)).is_err());
+    }
+
+    #[test]
+    fn a_deadline_that_has_passed_ends_it() {
+        let storage = budget(9, 1000, Some(Instant::now() - Duration::from_millis(1)));
+        assert!(storage.read_at(&mut [0], HostOffset(0)).is_err());
+        assert_eq!(storage.exceeded(), Some(Exceeded::Time));
+    }
+
+    #[test]
+    fn nothing_is_ever_written() {
+        let storage = budget(9, 1000, None);
+        assert!(!storage.caps().writable);
+        assert!(storage.write_at(&[1], HostOffset(0)).is_err());
+        assert!(storage.write_zeroes(HostOffset(0), 1, ZeroMode::MayUnmap).is_err());
+        assert!(storage.discard(HostOffset(0), 1).is_err());
+        assert!(storage.allocate(HostOffset(0), 1).is_err());
+        assert!(storage.set_len(0).is_err());
+    }
+}

@@ -1,0 +1,206 @@
+//! The reasons, each with a stable code.
+
+use serde::{Deserialize, Serialize};
+
+/// How much a finding weighs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Weight {
+    /// Good to know.
+    Note,
+    /// Unusual; worth a look before the image is used.
+    Warn,
+    /// A reason not to accept the image.
+    Refuse,
+}
+
+macro_rules! codes {
+    ($($variant:ident $name:literal $weight:ident $meaning:literal;)*) => {
+        /// Why an image is refused or remarkable. The names are a contract with scripts.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+        pub enum Code {
+            $(#[doc = $meaning] #[serde(rename = $name)] $variant,)*
+        }
+
+        impl Code {
+            /// All of them, in the order of the documentation.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// The name in answers.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name,)* }
+            }
+
+            /// How much it weighs unless the policy says otherwise.
+            pub fn weight(self) -> Weight {
+                match self { $(Self::$variant => Weight::$weight,)* }
+            }
+
+            /// What it means, in a sentence.
+            pub fn meaning(self) -> &'static str {
+                match self { $(Self::$variant => $meaning,)* }
+            }
+        }
+    };
+}
+
+codes! {
+    BackingFile "backing-file" Refuse "The image stands on another file, whose bytes it would show to the guest.";
+    BackingFormat "backing-format-missing" Warn "The image does not name the format of its backing file, so that it would be guessed.";
+    DataFile "data-file" Refuse "The guest's data is in another file that the image names.";
+    ReferenceJson "reference-json" Refuse "A reference is a `json:` name, which can name any file and any option.";
+    ReferenceProtocol "reference-protocol" Refuse "A reference names a protocol or a URL.";
+    ReferenceAbsolute "reference-absolute" Refuse "A reference is an absolute path.";
+    ReferenceParent "reference-parent-folder" Refuse "A reference leaves the image's folder by `..`.";
+    ReferenceExtent "extent-file" Refuse "A VMDK descriptor names other files as its extents.";
+    ParentImage "parent-image" Refuse "The image is a difference to a parent image.";
+    SeveralFormats "several-formats" Refuse "The file can be read as more than one format, so that two programs may see two disks.";
+    FormatMismatch "format-mismatch" Refuse "The format is not the one that was asked for.";
+    FormatBanned "format-banned" Refuse "The format is obsolete or has no safe reader.";
+    NotADisk "not-a-disk-image" Refuse "The file is an archive, a compressed file or a program.";
+    NestedFormat "nested-format" Refuse "The guest's disk itself begins as a disk image, and would be taken for one after conversion to raw.";
+    Empty "empty-file" Refuse "The file has no bytes.";
+    RawByElimination "raw-by-elimination" Note "No known format was recognised, so it is raw; name the format wherever it is used.";
+    HybridIso "hybrid-iso" Note "An ISO 9660 image with a partition table, made for optical media and USB sticks alike.";
+    UnknownVersion "unknown-version" Refuse "The format's version is not known.";
+    UnknownIncompatible "unknown-incompatible-features" Refuse "Feature bits are set without which the image cannot be understood.";
+    UnknownCompatible "unknown-compatible-features" Note "Feature bits are set that a reader may ignore.";
+    UnknownAutoclear "unknown-autoclear-features" Note "Feature bits are set that a writer would clear.";
+    ExtendedL2 "extended-l2" Refuse "The image has extended L2 entries, which OpenStack's services refuse.";
+    UnknownExtension "unknown-extension" Warn "A header extension has an unknown type; it can hold anything.";
+    DuplicateExtension "duplicate-extension" Warn "A header extension is there twice, so that two programs may read two values.";
+    HeaderPadding "header-padding" Warn "Bytes of the header that mean nothing are not zero; they can hold anything.";
+    HeaderTruncated "header-truncated" Refuse "The file ends within its header.";
+    HeaderInvalid "header-invalid" Refuse "A field of the header breaks the format's specification.";
+    VirtualSize "virtual-size" Refuse "The disk is larger than the limit.";
+    TableTooLarge "table-too-large" Refuse "A table is larger than any reader should allocate.";
+    Expansion "expansion" Refuse "The file holds many times more guest data than it has bytes.";
+    OutsideFile "outside-file" Refuse "Something refers to bytes beyond the end of the file.";
+    MarkedCorrupt "marked-corrupt" Refuse "A writer has marked the image as damaged.";
+    NotClosed "not-closed-cleanly" Warn "The image was not closed cleanly; its refcounts may be wrong.";
+    MetadataCorrupt "metadata-corrupt" Refuse "The metadata is damaged: tables overlap, or refcounts and flags are wrong.";
+    UnreferencedSpace "unreferenced-space" Warn "Space is marked as used that nothing refers to; it can hold anything.";
+    Encrypted "encrypted" Refuse "The guest's data is encrypted and cannot be looked into.";
+    InternalSnapshots "internal-snapshots" Warn "Internal snapshots hold data that the disk does not show.";
+    VmState "vm-state" Warn "A snapshot holds the memory and devices of a running machine.";
+    Bitmaps "bitmaps" Note "There are persistent dirty bitmaps.";
+    VmdkCreateType "vmdk-create-type" Refuse "The VMDK's createType is not one that keeps its data in one file.";
+    VmdkDescriptor "vmdk-descriptor" Refuse "The VMDK's descriptor is missing, or holds what no descriptor should.";
+    VmdkFooter "vmdk-footer" Refuse "The VMDK's footer is missing or contradicts its header.";
+    MbrBootFlag "mbr-boot-flag" Refuse "A partition's boot flag in the MBR is neither 0x00 nor 0x80.";
+    MbrNoPartition "mbr-no-partition" Refuse "The first sector has an MBR's signature, but neither a partition nor a FAT file system.";
+    MbrProtective "mbr-protective" Refuse "A protective MBR does not agree with a GPT.";
+    PartitionBeyondEnd "partition-beyond-end" Warn "A partition reaches beyond the end of the disk.";
+    ContentsNotChecked "contents-not-checked" Warn "The header was looked at; the tables behind it were not.";
+    NotJudged "not-judged" Refuse "The image could not be judged; treat it as refused.";
+    LimitReads "limit-reads" Refuse "Judging the image took more reads than the limit.";
+    LimitTime "limit-time" Refuse "Judging the image took longer than the limit.";
+    LimitMemory "limit-memory" Refuse "The image made the inspector exceed its memory limit.";
+    InspectorDied "inspector-died" Refuse "The image made the inspector fail.";
+    InspectorForbidden "inspector-forbidden-call" Refuse "The image made the inspector attempt a system call that its sandbox forbids.";
+    InspectorAnswer "inspector-answer" Refuse "The inspector's answer makes no sense.";
+    SandboxPartial "sandbox-partial" Warn "This system lacks a part of the sandbox in which images are looked at.";
+}
+
+/// One thing that was found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InspectFinding {
+    /// Which reason.
+    pub code: Code,
+    /// How much it weighs under the policy.
+    pub severity: Weight,
+    /// What is remarkable, in a sentence.
+    pub what: String,
+    /// Byte offset in the file, where it has a place there.
+    #[serde(rename = "where", skip_serializing_if = "Option::is_none", default)]
+    pub offset: Option<u64>,
+    /// What is there.
+    pub found: String,
+    /// What would be acceptable.
+    pub expected: String,
+    /// What the user may do about it.
+    pub mend: String,
+}
+
+/// Characters of one text of an answer at most: an image can hold names of any length.
+const TEXT_CHARS_MAX: usize = 400;
+/// Findings of one answer at most.
+pub(super) const FINDINGS_MAX: usize = 100;
+
+/// A text that a stranger had a hand in, shortened.
+pub(super) fn clip(text: impl Into<String>) -> String {
+    let mut text = text.into();
+    if let Some((at, _)) = text.char_indices().nth(TEXT_CHARS_MAX) {
+        text.truncate(at);
+        text.push('…');
+    }
+    text
+}
+
+impl InspectFinding {
+    /// A finding with the weight and the words of its code; the rest is added by the methods below.
+    pub fn new(code: Code) -> Self {
+        Self {
+            code,
+            severity: code.weight(),
+            what: code.meaning().to_owned(),
+            offset: None,
+            found: String::new(),
+            expected: String::new(),
+            mend: String::new(),
+        }
+    }
+
+    /// Where it is, in bytes from the start of the file.
+    pub fn at(mut self, offset: u64) -> Self {
+        self.offset = Some(offset);
+        self
+    }
+
+    /// What is there.
+    pub fn found(mut self, found: impl Into<String>) -> Self {
+        self.found = clip(found);
+        self
+    }
+
+    /// What would be acceptable.
+    pub fn expected(mut self, expected: impl Into<String>) -> Self {
+        self.expected = clip(expected);
+        self
+    }
+
+    /// What the user may do about it.
+    pub fn mend(mut self, mend: impl Into<String>) -> Self {
+        self.mend = clip(mend);
+        self
+    }
+
+    /// Only worth a note where the policy allows it.
+    pub fn allowed(mut self, allowed: bool) -> Self {
+        if allowed {
+            self.severity = Weight::Note;
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_serialise_as_they_are_called() {
+        for (i, code) in Code::ALL.iter().enumerate() {
+            assert!(Code::ALL[..i].iter().all(|other| other.name() != code.name()));
+            assert_eq!(serde_json::to_value(code).unwrap(), code.name());
+            assert!(code.meaning().ends_with('.'), "{}", code.name());
+        }
+    }
+
+    #[test]
+    fn texts_of_strangers_are_shortened_between_characters() {
+        let finding = InspectFinding::new(Code::BackingFile).found("ä".repeat(100_000));
+        assert_eq!(finding.found.chars().count(), TEXT_CHARS_MAX + 1);
+    }
+}

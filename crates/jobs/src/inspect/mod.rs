@@ -1,0 +1,558 @@
+//! Is an image from a stranger safe to accept?
+//!
+//! ```text
+//!   head, tail ─► signature   what can this file be taken for? (two reads)
+//!                    │
+//!        ┌───────────┼──────────────┬──────────────┐
+//!      qcow2        vmdk         foreign        partitions      header facts
+//!        │       (descriptor)  (vdi vhd vhdx)   (raw disks)
+//!     mapping ─► the format's own check ─► what the guest's disk begins with
+//! ```
+//!
+//! Nothing is opened but the image itself; every read goes through a budget (number, bytes,
+//! deadline). There are no process things here: the command runs this in a sandbox, programs may
+//! call it as it is.
+//!
+//! It covers what OpenStack's format inspector (oslo.utils, `imageutils.format_inspector`)
+//! refuses, and names each reason by a stable [`Code`].
+
+mod budget;
+mod code;
+mod foreign;
+mod mapping;
+mod partitions;
+mod qcow2;
+mod reference;
+mod signature;
+mod vmdk;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use vdkit_block::{Error, HostOffset, Result, Storage};
+
+use budget::{BudgetStorage, Exceeded};
+use signature::{Kind, Signature};
+
+pub use code::{Code, InspectFinding, Weight};
+pub use signature::FORMAT_NAMES;
+
+/// What a policy may allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Allow {
+    /// A backing file with a plain name.
+    Backing,
+    /// A data file with a plain name.
+    DataFile,
+    /// Encrypted contents.
+    Encryption,
+    /// Extended L2 entries.
+    ExtendedL2,
+    /// A disk that begins as a disk image.
+    Nested,
+    /// Internal snapshots: only a note.
+    Snapshots,
+}
+
+/// What is accepted, and what judging may cost.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct InspectOptions {
+    /// What is let pass.
+    pub allow: Vec<Allow>,
+    /// The format that it must have; see [`FORMAT_NAMES`].
+    pub format: Option<String>,
+    /// Bytes of the guest's disk at most.
+    pub size_max: u64,
+    /// Guest data at most, in times the file's length; below [`InspectOptions::EXPANSION_FREE`]
+    /// bytes it does not matter.
+    pub ratio_max: u64,
+    /// Warnings refuse.
+    pub strict: bool,
+    /// Reads at most.
+    pub reads_max: u64,
+    /// Bytes read at most.
+    pub read_bytes_max: u64,
+    /// Bytes of memory at most, for tables.
+    pub memory_max: u64,
+    /// Time at most.
+    pub time_max: Duration,
+}
+
+impl InspectOptions {
+    /// So much guest data is never a bomb.
+    pub const EXPANSION_FREE: u64 = 64 << 20;
+}
+
+impl Default for InspectOptions {
+    /// Nothing let pass; disks up to 64 TiB, data up to 100 times the file; 100,000 reads of
+    /// 512 MiB together, 256 MiB of memory, 10 seconds.
+    fn default() -> Self {
+        Self {
+            allow: Vec::new(),
+            format: None,
+            size_max: 64 << 40,
+            ratio_max: 100,
+            strict: false,
+            reads_max: 100_000,
+            read_bytes_max: 512 << 20,
+            memory_max: 256 << 20,
+            time_max: Duration::from_secs(10),
+        }
+    }
+}
+
+impl InspectOptions {
+    fn allows(&self, what: Allow) -> bool {
+        self.allow.contains(&what)
+    }
+}
+
+/// The answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Nothing speaks against it under this policy.
+    Accept,
+    /// At least one finding refuses it.
+    Refuse,
+    /// It could not be judged, which is no acceptance.
+    Unknown,
+}
+
+/// How far an image was looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Depth {
+    /// Nothing but what its first and last bytes are.
+    Signature,
+    /// Its header.
+    Header,
+    /// All of its metadata.
+    Metadata,
+}
+
+/// What was found, and the verdict.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct InspectReport {
+    /// The format that a reader should open it as.
+    pub format: String,
+    /// Everything that it can be taken for, `raw` where that is nothing.
+    pub formats: Vec<String>,
+    /// The answer.
+    pub verdict: Verdict,
+    /// How far it was looked at.
+    pub depth: Depth,
+    /// Bytes of the guest's disk, where the header says.
+    pub virtual_size: Option<u64>,
+    /// Bytes of the file.
+    pub file_length: u64,
+    /// Guest bytes that hold data, where the metadata was read.
+    pub data_bytes: Option<u64>,
+    /// The reasons, the first ones.
+    pub findings: Vec<InspectFinding>,
+    /// Further findings that are not listed.
+    pub findings_omitted: u64,
+    /// Reads that it took.
+    pub reads: u64,
+    /// Bytes that were read.
+    pub read_bytes: u64,
+}
+
+impl InspectReport {
+    /// A report on an image of which nothing is known but this finding.
+    pub fn of_nothing(file_length: u64, finding: InspectFinding) -> Self {
+        Self {
+            format: "unknown".to_owned(),
+            formats: Vec::new(),
+            verdict: if finding.code == Code::NotJudged {
+                Verdict::Unknown
+            } else {
+                Verdict::Refuse
+            },
+            depth: Depth::Signature,
+            virtual_size: None,
+            file_length,
+            data_bytes: None,
+            findings: vec![finding],
+            findings_omitted: 0,
+            reads: 0,
+            read_bytes: 0,
+        }
+    }
+
+    /// The verdict that the findings make under a policy.
+    pub fn verdict_of(findings: &[InspectFinding], strict: bool) -> Verdict {
+        let least = if strict { Weight::Warn } else { Weight::Refuse };
+        match findings {
+            all if all.iter().any(|f| f.code == Code::NotJudged) => Verdict::Unknown,
+            all if all.iter().any(|f| f.severity >= least) => Verdict::Refuse,
+            _ => Verdict::Accept,
+        }
+    }
+}
+
+/// The findings so far, the heaviest kept.
+#[derive(Debug, Default)]
+struct Findings {
+    list: Vec<InspectFinding>,
+    omitted: u64,
+}
+
+impl Findings {
+    /// Adds one. Where there are too many, one that weighs less gives way.
+    fn add(&mut self, finding: InspectFinding) {
+        if self.list.len() < code::FINDINGS_MAX {
+            return self.list.push(finding);
+        }
+        self.omitted += 1;
+        if let Some(lighter) = self.list.iter_mut().find(|f| f.severity < finding.severity) {
+            *lighter = finding;
+        }
+    }
+
+    fn refused(&self) -> bool {
+        self.list.iter().any(|finding| finding.severity == Weight::Refuse)
+    }
+}
+
+/// One inspection under way.
+struct Inspection<'a> {
+    storage: Arc<dyn Storage>,
+    options: &'a InspectOptions,
+    len: u64,
+    findings: Findings,
+    depth: Depth,
+    virtual_size: Option<u64>,
+    data_bytes: Option<u64>,
+}
+
+/// Judges an image. Reads two small pieces of any file, of a qcow2 image all metadata besides.
+///
+/// # Errors
+/// What reading returns; [`Error::Invalid`] for an expected format that has no name. What is wrong
+/// with the image, also that it costs too much, is a result.
+pub fn inspect(storage: Arc<dyn Storage>, options: &InspectOptions) -> Result<InspectReport> {
+    if let Some(format) = &options.format
+        && !FORMAT_NAMES.contains(&format.as_str())
+    {
+        let known = FORMAT_NAMES.join(", ");
+        return Err(Error::Invalid(format!("unknown format '{format}'; known: {known}")));
+    }
+    let deadline = std::time::Instant::now().checked_add(options.time_max);
+    let budget = BudgetStorage::new(storage, options.reads_max, options.read_bytes_max, deadline);
+    let len = budget.len()?;
+    let mut inspection = Inspection {
+        storage: budget.clone(),
+        options,
+        len,
+        findings: Findings::default(),
+        depth: Depth::Signature,
+        virtual_size: None,
+        data_bytes: None,
+    };
+    let mut found = Vec::new();
+    if let Err(error) = inspection.run(&mut found) {
+        inspection.note_end(error, budget.exceeded())?;
+    }
+    let format = inspection.format(&found);
+    let mut formats: Vec<String> = Vec::new();
+    for name in found.iter().map(|signature| signature.name) {
+        if !formats.iter().any(|known| known == name) {
+            formats.push(name.to_owned());
+        }
+    }
+    if formats.is_empty() {
+        formats.push("raw".to_owned());
+    }
+    let Findings { mut list, omitted } = inspection.findings;
+    list.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+    Ok(InspectReport {
+        format: format.to_owned(),
+        formats,
+        verdict: InspectReport::verdict_of(&list, options.strict),
+        depth: inspection.depth,
+        virtual_size: inspection.virtual_size,
+        file_length: len,
+        data_bytes: inspection.data_bytes,
+        findings: list,
+        findings_omitted: omitted,
+        reads: budget.spent().reads,
+        read_bytes: budget.spent().bytes,
+    })
+}
+
+impl Inspection<'_> {
+    fn run(&mut self, found: &mut Vec<Signature>) -> Result<()> {
+        if self.len == 0 {
+            self.virtual_size = Some(0);
+            self.findings.add(InspectFinding::new(Code::Empty).at(0).mend("fetch it again"));
+            return Ok(());
+        }
+        let head = self.read(0, signature::HEAD_BYTES)?;
+        let tail_bytes = self.len.min(signature::TAIL_BYTES as u64);
+        let tail = self.read(self.len - tail_bytes, tail_bytes as usize)?;
+        *found = signature::recognise(&head, &tail, self.len);
+        self.judge_identity(found);
+        match self.format(found) {
+            "qcow2" => self.qcow2(&head),
+            "vmdk" => self.vmdk(&head, &tail),
+            "vdi" => self.vdi(&head),
+            "vhd" => self.vhd(&head, &tail),
+            "vhdx" => self.vhdx(),
+            "luks" => {
+                self.depth = Depth::Header;
+                self.encrypted("LUKS", 0);
+                Ok(())
+            }
+            "raw" => {
+                self.raw(&head, found);
+                Ok(())
+            }
+            _ => Ok(()), // banned: nothing of it is read
+        }
+    }
+
+    /// What it is to be opened as.
+    fn format(&self, found: &[Signature]) -> &'static str {
+        found.iter().find(|s| s.kind == Kind::Disk).map_or("raw", |s| s.name)
+    }
+
+    /// As many bytes as there are, up to `len`.
+    fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        let got = self.storage.read_up_to(&mut bytes, HostOffset(offset))?;
+        bytes.truncate(got);
+        Ok(bytes)
+    }
+
+    /// One file, one format, the expected one.
+    fn judge_identity(&mut self, found: &[Signature]) {
+        let disks = signature::names(found, Kind::Disk);
+        let contents = signature::names(found, Kind::Contents);
+        let others = signature::names(found, Kind::Other);
+        // A fixed VHD is a raw disk with a footer, so it holds what raw disks hold.
+        let fixed_vhd = disks.len() == 1 && found.iter().all(|s| s.name != "vhd" || s.offset != 0);
+        let holds_contents = disks.is_empty() || (disks.contains("vhd") && fixed_vhd);
+        let mut all: Vec<_> = disks.iter().chain(&others).copied().collect();
+        if !holds_contents || !others.is_empty() {
+            all.extend(&contents);
+        }
+        if all.len() > 1 {
+            let at = found.iter().map(|s| s.offset).max().unwrap_or(0);
+            let places: Vec<_> = found
+                .iter()
+                .map(|signature| format!("{} at {:#x}", signature.name, signature.offset))
+                .collect();
+            self.findings.add(
+                InspectFinding::new(Code::SeveralFormats)
+                    .at(at)
+                    .found(places.join(", "))
+                    .expected("the signature of one format")
+                    .mend("refuse it: no honest tool makes such a file"),
+            );
+        }
+        for banned in disks.iter().filter(|name| signature::BANNED.contains(name)) {
+            self.findings.add(
+                InspectFinding::new(Code::FormatBanned)
+                    .at(0)
+                    .found(*banned)
+                    .expected("qcow2, raw, vmdk, vdi, vhd or vhdx")
+                    .mend("have it converted to qcow2 by whom it comes from"),
+            );
+        }
+        if disks.is_empty() && !others.is_empty() {
+            let names: Vec<_> = others.iter().copied().collect();
+            self.findings.add(
+                InspectFinding::new(Code::NotADisk)
+                    .at(0)
+                    .found(names.join(", "))
+                    .expected("a disk image")
+                    .mend("unpack it in a safe place and inspect what was in it"),
+            );
+        }
+        let format = self.format(found);
+        if let Some(wanted) = &self.options.format
+            && wanted != format
+            && !(holds_contents && contents.contains(wanted.as_str()))
+        {
+            self.findings.add(
+                InspectFinding::new(Code::FormatMismatch)
+                    .at(0)
+                    .found(format)
+                    .expected(wanted.clone())
+                    .mend("refuse it, or ask for what it is"),
+            );
+        }
+    }
+
+    /// A guest disk of this size, as a field at `offset` says.
+    fn judge_size(&mut self, bytes: u64, offset: u64) {
+        self.virtual_size = Some(bytes);
+        if bytes > self.options.size_max {
+            self.findings.add(
+                InspectFinding::new(Code::VirtualSize)
+                    .at(offset)
+                    .found(format!("{bytes} bytes in a file of {}", self.len))
+                    .expected(format!("at most {}", self.options.size_max))
+                    .mend("raise --max-size where such a disk is wanted"),
+            );
+        }
+    }
+
+    /// A table that a field at `offset` names: within the file and not larger than `most`.
+    fn judge_table(&mut self, what: &str, offset: u64, start: u64, bytes: u64, most: u64) {
+        if bytes > most {
+            self.findings.add(
+                InspectFinding::new(Code::TableTooLarge)
+                    .at(offset)
+                    .found(format!("{what} of {bytes} bytes"))
+                    .expected(format!("at most {most} bytes"))
+                    .mend("refuse it: no honest tool makes such a table"),
+            );
+        }
+        if bytes > 0 && start.checked_add(bytes).is_none_or(|end| end > self.len) {
+            self.findings.add(
+                InspectFinding::new(Code::OutsideFile)
+                    .at(offset)
+                    .found(format!("{what} of {bytes} bytes at {start:#x}"))
+                    .expected(format!("an end within the file of {} bytes", self.len))
+                    .mend("fetch it again: it may have been cut short"),
+            );
+        }
+    }
+
+    fn encrypted(&mut self, method: &str, offset: u64) {
+        self.findings.add(
+            InspectFinding::new(Code::Encrypted)
+                .allowed(self.options.allows(Allow::Encryption))
+                .at(offset)
+                .found(method)
+                .expected("no encryption")
+                .mend("ask for it unencrypted, or let it pass with --allow encryption"),
+        );
+    }
+
+    fn header_truncated(&mut self, bytes: u64, needed: u64) {
+        self.findings.add(
+            InspectFinding::new(Code::HeaderTruncated)
+                .at(bytes)
+                .found(format!("{bytes} bytes"))
+                .expected(format!("at least {needed}"))
+                .mend("fetch it again: it was cut short"),
+        );
+    }
+
+    fn header_invalid(&mut self, offset: u64, found: impl Into<String>, expected: &str) {
+        self.findings.add(
+            InspectFinding::new(Code::HeaderInvalid)
+                .at(offset)
+                .found(found)
+                .expected(expected)
+                .mend("refuse it, or ask for it again"),
+        );
+    }
+
+    fn parent_image(&mut self, offset: u64, found: impl Into<String>) {
+        self.findings.add(
+            InspectFinding::new(Code::ParentImage)
+                .at(offset)
+                .found(found)
+                .expected("an image that stands alone")
+                .mend("ask for an image that stands alone"),
+        );
+    }
+
+    /// Only the header was looked at.
+    fn contents_not_checked(&mut self, format: &str) {
+        self.depth = self.depth.max(Depth::Header);
+        self.findings.add(
+            InspectFinding::new(Code::ContentsNotChecked)
+                .found(format!("{format}: recognised, contents not checked"))
+                .expected("a format whose tables are known: qcow2, raw")
+                .mend("convert it in a safe place, and inspect the result"),
+        );
+    }
+
+    /// An inspection that ended early: the image's fault, or a failure of reading.
+    fn note_end(&mut self, error: Error, exceeded: Option<Exceeded>) -> Result<()> {
+        let limits = match exceeded {
+            Some(Exceeded::Reads) => InspectFinding::new(Code::LimitReads)
+                .expected(format!(
+                    "at most {} reads of {} bytes together",
+                    self.options.reads_max, self.options.read_bytes_max
+                ))
+                .mend("raise --max-read where the image may be that large"),
+            Some(Exceeded::Time) => InspectFinding::new(Code::LimitTime)
+                .expected(format!("at most {} ms", self.options.time_max.as_millis()))
+                .mend("raise --timeout where the image may be that large"),
+            None => return self.note_error(error),
+        };
+        self.findings.add(limits.found("more"));
+        Ok(())
+    }
+
+    /// An error of a format as a finding; an error of reading stays one.
+    fn note_error(&mut self, error: Error) -> Result<()> {
+        match error {
+            Error::Corrupt(fault) => {
+                let place = format!("{}: {}", fault.structure, fault.found);
+                self.header_invalid(fault.offset, place, &fault.expected);
+            }
+            Error::Limit { what, found, limit, .. } => self.findings.add(
+                InspectFinding::new(Code::TableTooLarge)
+                    .found(format!("{what} is {found}"))
+                    .expected(format!("at most {limit}"))
+                    .mend("refuse it, or raise --max-memory where the image may be that large"),
+            ),
+            Error::Unsupported { what, .. } => self.header_invalid(0, what, "what is known"),
+            Error::Io { offset, len, source, .. }
+                if source.kind() == std::io::ErrorKind::UnexpectedEof =>
+            {
+                self.findings.add(
+                    InspectFinding::new(Code::OutsideFile)
+                        .at(offset)
+                        .found(format!("{len} bytes at {offset:#x}"))
+                        .expected(format!("an end within the file of {} bytes", self.len))
+                        .mend("fetch it again: it may have been cut short"),
+                );
+            }
+            other => return Err(other),
+        }
+        Ok(())
+    }
+}
+
+/// Numbers at fixed places. A place beyond the end reads as zero: callers look at the length first
+/// where that matters.
+mod bytes {
+    fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+        at.checked_add(N)
+            .and_then(|end| bytes.get(at..end))
+            .and_then(|part| part.try_into().ok())
+            .unwrap_or([0; N])
+    }
+
+    pub(super) fn be32(bytes: &[u8], at: usize) -> u32 {
+        u32::from_be_bytes(array(bytes, at))
+    }
+
+    pub(super) fn be64(bytes: &[u8], at: usize) -> u64 {
+        u64::from_be_bytes(array(bytes, at))
+    }
+
+    pub(super) fn le16(bytes: &[u8], at: usize) -> u16 {
+        u16::from_le_bytes(array(bytes, at))
+    }
+
+    pub(super) fn le32(bytes: &[u8], at: usize) -> u32 {
+        u32::from_le_bytes(array(bytes, at))
+    }
+
+    pub(super) fn le64(bytes: &[u8], at: usize) -> u64 {
+        u64::from_le_bytes(array(bytes, at))
+    }
+}

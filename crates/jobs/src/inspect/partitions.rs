@@ -1,0 +1,123 @@
+//! Raw disks: what their first sectors say.
+//!
+//! Sources: the UEFI specification, section "GUID Partition Table (GPT) Disk Layout".
+
+use super::bytes::{le32, le64};
+use super::code::{Code, InspectFinding};
+use super::signature::{Kind, Signature, names};
+use super::{Depth, Inspection};
+
+/// Where the four entries of an MBR begin, and their length.
+const ENTRIES: usize = 446;
+const ENTRY_BYTES: usize = 16;
+/// The partition type of a protective entry.
+const PROTECTIVE: u8 = 0xee;
+const SECTOR: u64 = 512;
+
+impl Inspection<'_> {
+    /// A raw disk.
+    pub(super) fn raw(&mut self, head: &[u8], found: &[Signature]) {
+        // There is no metadata beyond what was read.
+        self.depth = Depth::Metadata;
+        self.judge_size(self.len, 0);
+        let contents = names(found, Kind::Contents);
+        let partitioned = contents.contains("mbr") || contents.contains("gpt");
+        if contents.contains("iso") && partitioned {
+            self.findings.add(InspectFinding::new(Code::HybridIso).at(0).found("iso, mbr"));
+        }
+        if contents.is_empty() && found.is_empty() {
+            self.findings.add(
+                InspectFinding::new(Code::RawByElimination)
+                    .at(0)
+                    .found("no signature")
+                    .expected("a partition table or a file system")
+                    .mend("name the format wherever the image is used: -f raw"),
+            );
+        }
+        if contents.contains("mbr") {
+            self.mbr(head, contents.contains("gpt"), contents.contains("iso"));
+        } else if contents.contains("gpt") {
+            self.protective("a GPT without an MBR");
+        }
+    }
+
+    fn mbr(&mut self, head: &[u8], gpt: bool, iso: bool) {
+        let mut used = 0;
+        let mut protective = Vec::new();
+        for index in 0..4 {
+            let at = ENTRIES + index * ENTRY_BYTES;
+            let Some(entry) = head.get(at..at + ENTRY_BYTES) else { return };
+            let (flag, kind) = (entry[0], entry[4]);
+            if !matches!(flag, 0 | 0x80) {
+                self.findings.add(
+                    InspectFinding::new(Code::MbrBootFlag)
+                        .at(at as u64)
+                        .found(format!("{flag:#04x} in entry {index}"))
+                        .expected("0x00 or 0x80")
+                        .mend("refuse it, or name it raw and write a new partition table"),
+                );
+            }
+            if kind == 0 {
+                continue;
+            }
+            used += 1;
+            if kind == PROTECTIVE {
+                protective.push(index);
+                if le32(entry, 8) != 1 {
+                    self.protective(&format!("entry {index} begins at {}", le32(entry, 8)));
+                }
+                continue;
+            }
+            let end = (u64::from(le32(entry, 8)) + u64::from(le32(entry, 12))) * SECTOR;
+            if end > self.len && !iso {
+                self.beyond_end(at as u64, &format!("entry {index} ends at {end:#x}"));
+            }
+        }
+        if used == 0 {
+            self.findings.add(
+                InspectFinding::new(Code::MbrNoPartition)
+                    .at(ENTRIES as u64)
+                    .found("four empty entries")
+                    .expected("a partition")
+                    .mend("refuse it, or clear the last two bytes of its first sector"),
+            );
+        }
+        // Hybrid MBRs beside a GPT exist, but their protective entry is the first.
+        if protective.len() > 1 || protective.first().is_some_and(|&first| first != 0) {
+            self.protective(&format!("protective entries {protective:?}"));
+        }
+        if !protective.is_empty() && !gpt {
+            self.protective("a protective MBR without a GPT");
+        }
+        if gpt && protective.is_empty() && !iso {
+            self.protective("a GPT beside an MBR that does not protect it");
+        }
+        if gpt {
+            let at = if head.get(512..520) == Some(b"EFI PART") { 512 } else { 4096 };
+            let last = le64(head, at + 48).saturating_mul(at as u64);
+            if last > self.len {
+                self.beyond_end(at as u64 + 48, &format!("the GPT's last usable byte {last:#x}"));
+            }
+        }
+    }
+
+    fn protective(&mut self, found: &str) {
+        self.findings.add(
+            InspectFinding::new(Code::MbrProtective)
+                .at(ENTRIES as u64)
+                .found(found)
+                .expected("one entry of type 0xee from sector 1 on, and a GPT")
+                .mend("refuse it, or have its partition table written anew"),
+        );
+    }
+
+    fn beyond_end(&mut self, at: u64, found: &str) {
+        self.findings.add(
+            InspectFinding::new(Code::PartitionBeyondEnd)
+                .at(at)
+                .found(found)
+                .expected(format!("an end within the disk of {} bytes", self.len))
+                .mend("fetch it again: it may have been cut short"),
+        );
+    }
+}

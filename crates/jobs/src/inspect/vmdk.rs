@@ -1,0 +1,193 @@
+//! VMDK: the header, and every line of the descriptor.
+//!
+//! Source: VMware, "Virtual Disk Format 1.1"; what QEMU's driver does with each field.
+
+use vdkit_block::Result;
+
+use super::bytes::{le32, le64};
+use super::code::{Code, InspectFinding, clip};
+use super::{Depth, Inspection, reference};
+
+const SECTOR: u64 = 512;
+/// Largest descriptor that is looked at; QEMU's bound is 1 MiB.
+const DESCRIPTOR_BYTES_MAX: u64 = 64 << 10;
+/// Kinds that keep all data in the one file.
+const CREATE_TYPES: [&str; 2] = ["monolithicsparse", "streamoptimized"];
+/// The grain directory is at the end; the footer says where.
+const AT_END: u64 = u64::MAX;
+/// The content id of a disk without a parent.
+const NO_PARENT: &str = "ffffffff";
+
+impl Inspection<'_> {
+    pub(super) fn vmdk(&mut self, head: &[u8], tail: &[u8]) -> Result<()> {
+        self.depth = Depth::Header;
+        if !head.starts_with(b"KDMV") {
+            // Text alone: all its data is elsewhere.
+            let text = &head[..head.len().min(DESCRIPTOR_BYTES_MAX as usize)];
+            self.descriptor(text, 0);
+            if !self.findings.list.iter().any(|f| f.code == Code::VmdkCreateType) {
+                self.vmdk_create_type("a descriptor without data", 0);
+            }
+            return Ok(());
+        }
+        if (self.len as usize) < 512 {
+            self.header_truncated(self.len, 512);
+            return Ok(());
+        }
+        let version = le32(head, 4);
+        if !(1..=3).contains(&version) {
+            self.findings.add(
+                InspectFinding::new(Code::UnknownVersion)
+                    .at(4)
+                    .found(version.to_string())
+                    .expected("1 to 3")
+                    .mend("ask for a monolithicSparse or streamOptimized image"),
+            );
+        }
+        let capacity = le64(head, 12);
+        self.judge_size(capacity.saturating_mul(SECTOR), 12);
+        if capacity == 0 {
+            // Readers then take the extents that the descriptor names.
+            self.vmdk_descriptor(12, "a capacity of 0", "the disk's sectors");
+        }
+        if le64(head, 56) == AT_END {
+            self.vmdk_footer(head, tail);
+        }
+        let (start, sectors) = (le64(head, 28), le64(head, 36));
+        if start != 1 || sectors == 0 {
+            self.vmdk_descriptor(28, &format!("{sectors} sectors at {start}"), "some at sector 1");
+            return Ok(());
+        }
+        let bytes = sectors.saturating_mul(SECTOR);
+        self.judge_table("descriptor", 28, SECTOR, bytes, DESCRIPTOR_BYTES_MAX);
+        let bytes = bytes.min(DESCRIPTOR_BYTES_MAX) as usize;
+        let text = self.read(SECTOR, bytes)?;
+        self.descriptor(&text, SECTOR);
+        self.contents_not_checked("vmdk");
+        Ok(())
+    }
+
+    /// A stream's true header is at its end, before an end mark; it must say what the first says.
+    fn vmdk_footer(&mut self, head: &[u8], tail: &[u8]) {
+        let footer = tail.len().checked_sub(1024).and_then(|at| tail.get(at..at + 512));
+        // Magic, version, flags, capacity, grain, descriptor: bytes 0 to 44.
+        let same = footer.is_some_and(|footer| footer[..44] == head[..44]);
+        let placed = footer.is_some_and(|footer| le64(footer, 56) != AT_END);
+        if !same || !placed {
+            self.findings.add(
+                InspectFinding::new(Code::VmdkFooter)
+                    .at(self.len.saturating_sub(1024))
+                    .found(if footer.is_none() { "no footer" } else { "another header" })
+                    .expected("the header once more, with the grain directory's place")
+                    .mend("refuse it, or ask for a monolithicSparse image"),
+            );
+        }
+    }
+
+    fn vmdk_descriptor(&mut self, at: u64, found: &str, expected: &str) {
+        self.findings.add(
+            InspectFinding::new(Code::VmdkDescriptor)
+                .at(at)
+                .found(found)
+                .expected(expected)
+                .mend("refuse it, or ask for a monolithicSparse image"),
+        );
+    }
+
+    fn vmdk_create_type(&mut self, found: &str, at: u64) {
+        self.findings.add(
+            InspectFinding::new(Code::VmdkCreateType)
+                .at(at)
+                .found(found)
+                .expected("monolithicSparse or streamOptimized")
+                .mend("ask for a monolithicSparse or streamOptimized image"),
+        );
+    }
+
+    /// Each line must be one that is understood.
+    fn descriptor(&mut self, text: &[u8], base: u64) {
+        let end = text.iter().position(|&b| b == 0).unwrap_or(text.len());
+        if let Some(hidden) = text[end..].iter().position(|&b| b != 0) {
+            let at = base + (end + hidden) as u64;
+            self.vmdk_descriptor(at, "bytes behind the text's end", "zeroes");
+        }
+        let Ok(text) = std::str::from_utf8(&text[..end]) else {
+            return self.vmdk_descriptor(base, "bytes that are not UTF-8", "text");
+        };
+        let (mut kinds, mut extents) = (Vec::new(), Vec::new());
+        for line in text.split('\n') {
+            let at = base + (line.as_ptr() as usize - text.as_ptr() as usize) as u64;
+            let line = line.trim();
+            let lower = line.to_ascii_lowercase();
+            let word = lower.split_ascii_whitespace().next().unwrap_or_default();
+            if line.is_empty() || line.starts_with('#') || lower.starts_with("ddb.") {
+                continue;
+            }
+            if ["rw", "rdonly", "noaccess"].contains(&word) {
+                extents.push((line, at));
+                continue;
+            }
+            match lower.split_once('=') {
+                Some((key, value)) if !key.trim_end().contains(' ') => {
+                    self.descriptor_field(key.trim(), value, line, at, &mut kinds);
+                }
+                _ => self.vmdk_descriptor(at, &clip(line), "a comment, a field or an extent"),
+            }
+        }
+        match kinds.as_slice() {
+            [(kind, at)] if !CREATE_TYPES.contains(&kind.as_str()) => {
+                self.vmdk_create_type(kind, *at);
+            }
+            [_] => {}
+            [] => self.vmdk_create_type("none", base),
+            [_, (second, at), ..] => {
+                self.vmdk_create_type(&format!("a second createType '{second}'"), *at);
+            }
+        }
+        self.extents(&extents, base);
+    }
+
+    fn descriptor_field(
+        &mut self,
+        key: &str,
+        value: &str,
+        line: &str,
+        at: u64,
+        kinds: &mut Vec<(String, u64)>,
+    ) {
+        let value = value.trim().trim_matches('"');
+        match key {
+            "createtype" => kinds.push((clip(value), at)),
+            "parentcid" if value != NO_PARENT => self.parent_image(at, line),
+            "parentfilenamehint" => self.parent_image(at, line),
+            _ => {}
+        }
+    }
+
+    fn extents(&mut self, extents: &[(&str, u64)], base: u64) {
+        if extents.is_empty() {
+            self.vmdk_descriptor(base, "no extent", "one extent");
+        }
+        for (index, (line, at)) in extents.iter().enumerate() {
+            let name = line.split('"').nth(1).unwrap_or_default();
+            reference::judge(&mut self.findings, "extent", name, *at);
+            let kind = line.split_ascii_whitespace().nth(2).unwrap_or_default();
+            // Behind a header, one sparse extent without a folder is the file itself, under the
+            // name that it was made with.
+            let itself = index == 0
+                && base != 0
+                && kind.eq_ignore_ascii_case("sparse")
+                && !name.is_empty()
+                && !name.contains(['/', '\\']);
+            if !itself {
+                self.findings.add(
+                    InspectFinding::new(Code::ReferenceExtent)
+                        .at(*at)
+                        .found(*line)
+                        .expected("one SPARSE extent, the file itself")
+                        .mend("ask for a monolithicSparse or streamOptimized image"),
+                );
+            }
+        }
+    }
+}
