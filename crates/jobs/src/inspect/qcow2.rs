@@ -140,7 +140,12 @@ impl Inspection<'_> {
     /// The disk, and the tables that the header names.
     fn sizes(&mut self, head: &[u8], cluster_bits: u32) {
         self.judge_size(be64(head, 24), 24);
-        let refcounts = u64::from(be32(head, 56)) << cluster_bits.min(*CLUSTER_BITS.end());
+        let refcounts = if CLUSTER_BITS.contains(&cluster_bits) {
+            u64::from(be32(head, 56)) << cluster_bits
+        } else {
+            self.header_invalid(20, format!("cluster_bits {cluster_bits}"), "9 to 21");
+            0 // there is no telling how long it is
+        };
         for (what, at, start, bytes, most) in [
             ("L1 table", 36, be64(head, 40), u64::from(be32(head, 36)) * 8, layout::L1_BYTES_MAX),
             ("refcount table", 48, be64(head, 48), refcounts, layout::REFCOUNT_TABLE_BYTES_MAX),

@@ -151,7 +151,7 @@ fn what_is_alone_in_an_image_is_found_alone() {
 #[test]
 fn two_formats_at_once_are_refused_whichever_they_are() {
     let len = qcow2().len();
-    let vhd_footer = {
+    let footed = {
         let mut image = qcow2();
         image.extend(vhd_footer(2, 1 << 20, 0));
         image
@@ -163,7 +163,7 @@ fn two_formats_at_once_are_refused_whichever_they_are() {
         ("UDF", patched(34817, b"NSR02")),
         ("VDI", patched(64, &0xbeda_107f_u32.to_le_bytes())),
         ("VMDK descriptor", patched(2048, b"# Disk DescriptorFile\n")),
-        ("VHD", vhd_footer),
+        ("VHD", footed),
         ("zip", with(qcow2(), len - 22, b"PK\x05\x06")),
         ("raw LUKS and MBR", with(start(b"LUKS\xba\xbe\0\x01", 1 << 20), 510, b"\x55\xaa")),
         ("VMDK and ISO", with(vmdk(&sound_text()), 32769, b"CD001")),
