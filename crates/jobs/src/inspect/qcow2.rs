@@ -195,7 +195,8 @@ impl Inspection<'_> {
         let list_end = if backing == 0 { cluster } else { backing.min(cluster) };
         let known_fields = if version == 3 { fixed.min(V3_HEADER_BYTES) } else { fixed };
         // Byte 104 is the compression type; up to byte 112 there is padding.
-        let mut used = vec![0..u64::from(known_fields.min(105))];
+        let fields: Used = 0..u64::from(known_fields.min(105));
+        let mut used = vec![fields];
         let mut kinds: Vec<u32> = Vec::new();
         let mut at = u64::from(fixed);
         while at + 8 <= list_end && at + 8 <= head.len() as u64 && kinds.len() < EXTENSIONS_MAX {

@@ -66,7 +66,7 @@ const VDI_MAGIC: [u8; 4] = 0xbeda_107f_u32.to_le_bytes();
 /// The first line of a VMDK descriptor.
 const DESCRIPTOR: &[u8] = b"# Disk DescriptorFile";
 
-fn at<'a>(bytes: &'a [u8], offset: usize, len: usize) -> &'a [u8] {
+fn at(bytes: &[u8], offset: usize, len: usize) -> &[u8] {
     bytes.get(offset..offset.saturating_add(len)).unwrap_or_default()
 }
 
