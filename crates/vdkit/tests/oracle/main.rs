@@ -15,8 +15,12 @@ mod theirs;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::LazyLock;
 
-use chain::Case;
-use vdkit_testkit::{Rng, pairwise, require_peer};
+use chain::{Case, Folder};
+use layer::{Data, Kind, Layer};
+use support::guest::Guest;
+use vdkit::GuestOffset;
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::{Rng, pairwise, qemu, require_peer};
 
 /// How many tests share the cases, so that they run at once.
 const SHARDS: usize = 4;
@@ -75,8 +79,77 @@ fn each_option_of_each_layer_is_tried() {
             assert!(layers.iter().any(|l| l.cluster == cluster && l.refcount_bits == bits));
         }
     }
-    let raw_base = |case: &&Case| case.layers[0].kind == layer::Kind::Raw;
+    let raw_base = |case: &&Case| case.layers[0].kind == Kind::Raw;
     assert!(cases.iter().filter(raw_base).any(|case| case.sizes[1] > case.sizes[0]));
     assert!(cases.iter().filter(raw_base).any(|case| case.sizes[1] < case.sizes[0]));
     assert!(cases.iter().any(|case| case.layers.len() == 3));
+}
+
+fn lazy_layers() -> [Layer; 4] {
+    [(512, 1, false), (4096, 16, false), (65536, 64, true), (2 << 20, 16, false)].map(
+        |(cluster, refcount_bits, extended)| Layer {
+            name: "killed",
+            kind: Kind::V3,
+            cluster,
+            extended,
+            refcount_bits,
+            data: Data::Inside,
+            packed: None,
+            lazy: true,
+            preallocation: "off",
+        },
+    )
+}
+
+/// With lazy refcounts, a writer that is killed leaves refcounts behind, and the dirty bit.
+#[test]
+fn what_a_killed_qemu_leaves_dirty_is_mended_here() {
+    if !require_peer("qemu-img") || !require_peer("qemu-io") {
+        return;
+    }
+    for layer in lazy_layers() {
+        let (folder, mut rng) = (Folder::new(), Rng::new(layer.cluster));
+        let path = folder.file(&layer);
+        qemu::create(&path, "qcow2", 8 << 20, &[&layer.options()], None);
+        qemu::io(&path, "qcow2", &["write -P 1 3M 1000k"]);
+        let last = ["write -P 5 1000 100k", "write -z 3500k 100k", "flush", "sigraise 9"];
+        assert_eq!(qemu::try_io(&path, "qcow2", &last).code, -1, "a signal ends it");
+        let mut guest = Guest(MemoryStorage::with_len("guest", 8 << 20));
+        guest.write(3 << 20, &[1; 1000 << 10]);
+        guest.write(1000, &[5; 100 << 10]);
+        guest.zero(3500 << 10, 100 << 10);
+        assert_eq!(qemu::check(&path, "qcow2", None).code, 2, "refcounts are behind");
+        folder.reads_as(&layer, &guest, &mut rng, "dirty");
+        ours::write(&folder, &layer, &mut guest, 1, &mut rng);
+        ours::qemu_agrees(&folder, &layer, &guest, "mended and written");
+    }
+}
+
+#[test]
+fn what_was_not_closed_here_is_mended_by_qemu() {
+    if !require_peer("qemu-img") || !require_peer("qemu-io") {
+        return;
+    }
+    for layer in lazy_layers() {
+        let folder = Folder::new();
+        let path = folder.file(&layer);
+        qemu::create(&path, "qcow2", 8 << 20, &[&layer.options()], None);
+        let disk = folder.open(&layer, true);
+        disk.write_at(&[7; 300_000], GuestOffset(12_345)).expect("writing");
+        disk.write_zeroes(GuestOffset(100_000), 50_000, true).expect("zeroing");
+        disk.flush().expect("flushing");
+        // No close: what a crash leaves.
+        drop(disk);
+        let info = qemu::info(&path, "qcow2");
+        assert_eq!(info["dirty-flag"], true, "{info}");
+        let commands = ["read -P 7 12345 87655", "read -P 0 100000 50000", "write -P 9 5M 5000"];
+        qemu::io(&path, "qcow2", &commands);
+        let checked = qemu::check(&path, "qcow2", None);
+        assert!(checked.clean(), "QEMU rebuilds what the dirty bit says: {}", checked.text);
+        let mut guest = Guest(MemoryStorage::with_len("guest", 8 << 20));
+        guest.write(12_345, &[7; 300_000]);
+        guest.zero(100_000, 50_000);
+        guest.write(5 << 20, &[9; 5000]);
+        folder.reads_as(&layer, &guest, &mut Rng::new(1), "mended by QEMU");
+    }
 }
