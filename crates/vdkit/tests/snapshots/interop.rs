@@ -169,7 +169,7 @@ const OPTIONS: &[&str] = &[
     "compat=0.10,cluster_size=4096",
     "extended_l2=on,cluster_size=16384",
     "refcount_bits=64,cluster_size=4096",
-    "refcount_bits=8,cluster_size=65536",
+    "refcount_bits=32,cluster_size=65536",
     "lazy_refcounts=on,cluster_size=4096",
     "compression_type=zstd,cluster_size=4096",
 ];

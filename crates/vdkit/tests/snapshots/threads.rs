@@ -13,6 +13,15 @@ use super::world::snapshots;
 const GUEST_BYTES: u64 = 4 << 20;
 const WRITERS: u64 = 3;
 
+/// Tells the writers to stop when it goes.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 fn number_at(disk: &vdkit_chain::Disk, at: u64) -> u64 {
     let mut bytes = [0; 8];
     disk.read_at(&mut bytes, GuestOffset(at)).unwrap();
@@ -79,6 +88,8 @@ fn a_snapshot_beside_writers_is_one_moment() {
                 assert_eq!(number_at(disk_of, at.0), 0);
             }
         });
+        // Also where an assertion fails: the writers would go on for ever.
+        let _end = Ends(&stop);
         for round in 0..60u64 {
             let name = format!("round {round}");
             let new = NewSnapshot { name: name.clone(), ..NewSnapshot::default() };
@@ -106,7 +117,6 @@ fn a_snapshot_beside_writers_is_one_moment() {
                 snapshots(&disk).delete(&name, &Monitor::default()).unwrap();
             }
         }
-        stop.store(true, Ordering::Relaxed);
     });
     for writer in 0..WRITERS {
         let (first, second) = places(writer);
