@@ -10,6 +10,7 @@ use crate::check::mapping::{L2Table, entry_at, put_entry};
 use crate::check::reader;
 use crate::check::repair::write_changed;
 use crate::entry::L2Entry;
+use crate::header::Encryption;
 use crate::layout::{SUBCLUSTERS, ZERO};
 
 /// Data that is looked at together.
@@ -25,6 +26,8 @@ pub(super) fn drop_zeroes(
 ) -> Result<()> {
     let cluster = space.image.cluster_bytes();
     let tables = space.survey.tables.clone();
+    // Bytes that are zero on disk are not what an encrypted disk's guest reads.
+    let scan = scan && space.image.header.encryption == Encryption::None;
     let mut freed: Vec<(u64, i64)> = Vec::new();
     let mut empty: FxHashMap<u64, u64> = FxHashMap::default();
     for (done, table) in tables.iter().enumerate() {

@@ -163,6 +163,45 @@ fn a_damaged_image_is_refused_and_left_as_it_is() {
     assert!(before == std::fs::read(&image.path).unwrap());
 }
 
+#[test]
+fn encrypted_data_stays_where_it_is() {
+    if !peers() {
+        return;
+    }
+    for format in ["luks,encrypt.iter-time=10", "aes"] {
+        let image = Image::empty();
+        let file = image.path.to_str().unwrap();
+        let secret = ["--object", "secret,id=s,data=x"];
+        let options = format!("encrypt.key-secret=s,encrypt.format={format}");
+        let create = ["create", "-q", "-f", "qcow2", "-o", &options, file, "16M"];
+        must("qemu-img", &[&create[..1], &secret[..], &create[1..]].concat());
+        let spec = format!("driver=qcow2,encrypt.key-secret=s,file.filename={file}");
+        let io = |commands: &[&str]| {
+            let commands = commands.iter().flat_map(|command| ["-c", *command]);
+            let fixed = [&secret[..], &["-d", "unmap", "--image-opts", &spec]].concat();
+            must("qemu-io", &fixed.into_iter().chain(commands).collect::<Vec<_>>());
+        };
+        io(&["write -P 1 0 4M", "write -P 2 4M 1M", "discard 1M 2M", "write -P 0 4M 64k"]);
+        // Zeroes on disk, noise to the guest: nothing that may be dropped.
+        let zeroed = image.word(image.l2_entry(0)) & crate::layout::OFFSET_MASK;
+        image.put(zeroed, &vec![0; 65536]);
+        let views = || {
+            let out = image.path.with_extension("raw");
+            let to = out.to_str().unwrap();
+            let convert = ["convert", "--image-opts", &spec, "-O", "raw", to];
+            must("qemu-img", &[&convert[..1], &secret[..], &convert[1..]].concat());
+            std::fs::read(out).unwrap()
+        };
+        let before = views();
+        assert!(before[..65536].iter().any(|&byte| byte != 0));
+        let report = compact(&open(&image.path)).unwrap();
+        assert!(before == views(), "{format}: {report:?}");
+        assert_eq!(report.zero_clusters, 0, "{format}: {report:?}");
+        assert_eq!(report.left_alone.is_empty(), format == "aes", "{report:?}");
+        io(&["read -P 1 64k 960k", "read -P 2 4160k 960k", "read -P 0 4M 64k"]);
+    }
+}
+
 /// Images for what follows: small clusters, so that there are many moves in few bytes.
 const CRASHED: &[&str] = &["cluster-512", "refcounts-1", "refcounts-4", "zstd", "bitmap"];
 
