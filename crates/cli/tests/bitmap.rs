@@ -300,3 +300,46 @@ fn a_header_with_a_backing_name_makes_room() {
         }
     }
 }
+
+#[test]
+fn a_conversion_takes_bitmaps_along() {
+    let scratch = Scratch::new();
+    let dir = scratch.path("");
+    scratch.ok(&["create", "a.qcow2", "8M"]);
+    scratch.ok(&["bitmap", "add", "-g", "4K", "a.qcow2", "one"]);
+    scratch.ok(&["bitmap", "add", "--disabled", "a.qcow2", "two"]);
+    scratch.ok(&["write", "a.qcow2", "1M", "10K", "--pattern", "1"]);
+    scratch.ok(&["convert", "a.qcow2", "plain.qcow2"]);
+    let plain = scratch.json_of("bitmap", 0, &["list", "plain.qcow2"]);
+    assert_eq!(plain["bitmaps"], serde_json::json!([]));
+    scratch.ok(&[
+        "convert",
+        "--bitmaps",
+        "--verify",
+        "a.qcow2",
+        "b.qcow2",
+        "-o",
+        "cluster_size=4K",
+    ]);
+    assert_eq!(assert_alike(&scratch, "b.qcow2", "one"), [(1 << 20, 12 << 10)]);
+    assert!(assert_alike(&scratch, "b.qcow2", "two").is_empty());
+    let list = |image| scratch.json_of("bitmap", 0, &["list", image])["bitmaps"].clone();
+    assert_eq!(list("a.qcow2"), list("b.qcow2"));
+    sound(&scratch, "b.qcow2");
+    // One that QEMU has left in use.
+    peer(&dir, "qemu-img", &["bitmap", "--add", "b.qcow2", "three"]);
+    let info = scratch.json_of("info", 0, &["b.qcow2"]);
+    assert_eq!(info["bitmaps"][2]["name"], "three");
+    let mut bytes = std::fs::read(scratch.path("b.qcow2")).unwrap();
+    let name = bytes.windows(5).position(|window| window == b"three").unwrap();
+    bytes[name - 24 + 15] |= 1;
+    std::fs::write(scratch.path("b.qcow2"), bytes).unwrap();
+    scratch.fails(2, "cannot be trusted", &["convert", "--bitmaps", "b.qcow2", "c.qcow2"]);
+    assert!(!scratch.path("c.qcow2").exists());
+    let skip = ["convert", "--bitmaps", "--skip-broken-bitmaps", "b.qcow2", "c.qcow2"];
+    let answer = scratch.ok(&skip);
+    assert!(answer.stderr.contains("'three'"), "{answer:?}");
+    assert_eq!(list("a.qcow2"), list("c.qcow2"));
+    scratch.fails(1, "raw image", &["convert", "--bitmaps", "a.qcow2", "d.raw"]);
+    assert!(!scratch.path("d.raw").exists());
+}

@@ -1,7 +1,18 @@
 //! Persistent dirty bitmaps of an image.
 
-use vdkit_block::{Bitmaps, Error, Result};
+use vdkit_block::{BitmapInfo, Bitmaps, Error, Monitor, NewBitmap, Result};
 use vdkit_chain::Disk;
+
+use crate::source::Source;
+
+/// What a conversion does with bitmaps that cannot be trusted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BrokenBitmaps {
+    /// It fails before anything is written.
+    Refuse,
+    /// It leaves them out, with a message.
+    Skip,
+}
 
 /// The bitmaps of a disk's top image.
 ///
@@ -32,4 +43,52 @@ pub fn merge_bitmap(disk: &Disk, name: &str, source: &Disk, source_name: &str) -
         )));
     }
     bitmaps(disk)?.merge(name, bitmaps(source)?, source_name)
+}
+
+/// The bitmaps of a conversion's source that are to be copied.
+///
+/// # Errors
+/// [`Error::Invalid`] for several sources, or a bitmap that cannot be trusted where that is not
+/// allowed; [`Error::Unsupported`] where source or target have no bitmaps.
+pub(crate) fn bitmaps_to_copy(
+    source: &Source,
+    target: Option<&Disk>,
+    broken: BrokenBitmaps,
+    monitor: &Monitor<'_>,
+) -> Result<Vec<BitmapInfo>> {
+    let [disk] = source.disks() else {
+        return Err(Error::Invalid("bitmaps are copied of one source, not of pieces".into()));
+    };
+    let Some(target) = target else {
+        return Err(Error::Invalid("bitmaps need a target that is written".into()));
+    };
+    bitmaps(target)?;
+    let mut wanted = Vec::new();
+    for bitmap in bitmaps(disk)?.list()? {
+        let BitmapInfo { name, in_use, .. } = &bitmap.info;
+        match (in_use, broken) {
+            (false, _) => wanted.push(bitmap.info),
+            (true, BrokenBitmaps::Skip) => monitor.progress.message(&format!(
+                "{}: bitmap '{name}' cannot be trusted and is left out",
+                disk.name()
+            )),
+            (true, BrokenBitmaps::Refuse) => {
+                return Err(Error::Invalid(format!(
+                    "{}: bitmap '{name}' cannot be trusted; remove it, or leave such bitmaps out",
+                    disk.name()
+                )));
+            }
+        }
+    }
+    Ok(wanted)
+}
+
+/// Makes the same bitmaps in a target that has its content.
+pub(crate) fn copy_bitmaps(source: &Disk, target: &Disk, wanted: &[BitmapInfo]) -> Result<()> {
+    for BitmapInfo { name, granularity, enabled, .. } in wanted {
+        let new = NewBitmap { name, granularity: Some(*granularity), enabled: *enabled };
+        bitmaps(target)?.add(&new)?;
+        merge_bitmap(target, name, source, name)?;
+    }
+    Ok(())
 }

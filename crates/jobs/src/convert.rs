@@ -7,6 +7,7 @@ use serde::Serialize;
 use vdkit_block::{CompressionSpec, Error, Monitor, Result};
 use vdkit_chain::{Disk, OpenOptions, Registry, same_file};
 
+use crate::bitmap::{BrokenBitmaps, bitmaps_to_copy, copy_bitmaps};
 use crate::mover::{MoveOptions, MovedBytes, Mover};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
@@ -39,6 +40,8 @@ pub struct ConvertOptions {
     pub rate: Option<u64>,
     /// An image that the new one stands on: only what is not in it is written.
     pub backing: Option<Backing>,
+    /// Copy the source's dirty bitmaps, and what to do with those that cannot be trusted.
+    pub bitmaps: Option<BrokenBitmaps>,
 }
 
 /// What a converted image shall stand on.
@@ -68,6 +71,7 @@ impl ConvertOptions {
             verify: false,
             rate: None,
             backing: None,
+            bitmaps: None,
         }
     }
 }
@@ -123,6 +127,10 @@ pub fn convert(
     if options.compress.is_some() {
         check_compress(options, disk)?;
     }
+    let bitmaps = match options.bitmaps {
+        Some(broken) => bitmaps_to_copy(source, disk, broken, monitor)?,
+        None => Vec::new(),
+    };
     let plan = plan_options(options, disk, layers);
     let moving = MoveOptions {
         threads,
@@ -137,6 +145,9 @@ pub fn convert(
     mover.run()?;
     let moved = mover.moved.report();
     drop(mover);
+    if let (Some(target), [from]) = (disk, source.disks()) {
+        copy_bitmaps(from, target, &bitmaps)?;
+    }
     let verified = finish(registry, source, target, options, threads, monitor)?;
     Ok(ConvertReport {
         virtual_size: bytes,

@@ -37,7 +37,7 @@ mod watched;
 pub mod zero;
 
 pub use amend::{AmendReport, amend};
-pub use bitmap::{bitmaps, merge_bitmap};
+pub use bitmap::{BrokenBitmaps, bitmaps, merge_bitmap};
 pub use check::{Checked, check};
 pub use commit::{CommitOptions, CommitReport, commit, commit_disks};
 pub use compact::{Compacted, compact};

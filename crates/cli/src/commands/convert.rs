@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueHint};
 use vdkit::jobs::convert::Backing;
 use vdkit::jobs::{
-    self, ConvertOptions, CreateOptions, Destination, FoundBacking, NewBacking, NewImage, Source,
+    self, BrokenBitmaps, ConvertOptions, CreateOptions, Destination, FoundBacking, NewBacking,
+    NewImage, Source,
 };
 use vdkit::{
     BackingChoice, CacheMode, CancelToken, Codec, CompressionSpec, Disk, FormatDriver, Monitor,
@@ -88,6 +89,12 @@ pub struct ConvertArgs {
     /// Convert what this snapshot inside the source holds (an id or a name)
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
+    /// Copy the source's dirty bitmaps too
+    #[arg(long, conflicts_with = "snapshot")]
+    bitmaps: bool,
+    /// Leave out bitmaps that cannot be trusted, instead of failing
+    #[arg(long, requires = "bitmaps")]
+    skip_broken_bitmaps: bool,
     /// Read the target back and compare it with the sources
     #[arg(long)]
     verify: bool,
@@ -200,6 +207,11 @@ impl Run for ConvertArgs {
             verify: self.verify,
             rate: self.rate,
             backing,
+            bitmaps: match (self.bitmaps, self.skip_broken_bitmaps) {
+                (false, _) => None,
+                (true, false) => Some(BrokenBitmaps::Refuse),
+                (true, true) => Some(BrokenBitmaps::Skip),
+            },
             ..ConvertOptions::new(destination)
         };
         let progress = self.progress.reporter("convert");
