@@ -111,8 +111,9 @@ impl Inspection<'_> {
             let at = base + (end + hidden) as u64;
             self.vmdk_descriptor(at, "bytes behind the text's end", "zeroes");
         }
-        let Ok(text) = std::str::from_utf8(&text[..end]) else {
-            return self.vmdk_descriptor(base, "bytes that are not UTF-8", "text");
+        let Some(text) = std::str::from_utf8(&text[..end]).ok().filter(|text| text.is_ascii())
+        else {
+            return self.vmdk_descriptor(base, "bytes that are not ASCII", "text");
         };
         let (mut kinds, mut extents) = (Vec::new(), Vec::new());
         for line in text.split('\n') {
@@ -128,7 +129,7 @@ impl Inspection<'_> {
                 continue;
             }
             match lower.split_once('=') {
-                Some((key, value)) if !key.trim_end().contains(' ') => {
+                Some((key, value)) if !key.contains(' ') => {
                     self.descriptor_field(key.trim(), value, line, at, &mut kinds);
                 }
                 _ => self.vmdk_descriptor(at, &clip(line), "a comment, a field or an extent"),

@@ -219,6 +219,10 @@ fn headers_of_other_formats_are_read_as_far_as_it_is_safe() {
         let report = judge(&with(vmdk(&sound_text()), at, &bytes));
         assert!(codes(&report).contains(&Code::VmdkDescriptor), "byte {at}: {report:#?}");
     }
+    for line in ["encoding = \"UTF-8\"\n", "comment=\u{e4}\n"] {
+        let report = judge(&vmdk(&(sound_text() + line)));
+        assert!(codes(&report).contains(&Code::VmdkDescriptor), "{line}: {report:#?}");
+    }
     let hidden = judge(&with(vmdk(&sound_text()), 512 + 1000, b"hidden"));
     assert!(codes(&hidden).contains(&Code::VmdkDescriptor), "{hidden:#?}");
     for line in [
