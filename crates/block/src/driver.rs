@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use crate::compact::{CompactOptions, CompactReport};
+use crate::encryption::{KeySlots, Secret};
 use crate::error::{Error, Result};
 use crate::format::{BackingRef, Format};
 use crate::limits::Limits;
@@ -57,6 +58,7 @@ pub struct OptionSpec {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     values: BTreeMap<String, String>,
+    key: Option<Secret>,
 }
 
 impl Options {
@@ -148,6 +150,16 @@ impl Options {
     /// The value as a number.
     pub fn number(&self, key: &str) -> Option<u64> {
         self.text(key).and_then(|v| v.parse().ok())
+    }
+
+    /// The key of a new image that is encrypted. It never comes from a text.
+    pub fn key(&self) -> Option<&Secret> {
+        self.key.as_ref()
+    }
+
+    /// Sets [`Options::key`].
+    pub fn set_key(&mut self, key: Option<Secret>) {
+        self.key = key;
     }
 
     /// Whether nothing was given.
@@ -496,8 +508,40 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// Opens an image. Reads nothing that grows with its data.
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>>;
 
+    /// As [`FormatDriver::open`], with keys for an image that may be encrypted: they are tried in
+    /// their order.
+    ///
+    /// # Errors
+    /// [`Error::Key`] where the image is encrypted and none of the keys fits.
+    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
+        let _ = keys;
+        self.open(request)
+    }
+
     /// Makes a new image.
+    ///
+    /// # Errors
+    /// [`Error::Key`] where the image shall be encrypted and [`Options::key`] is not set.
     fn create(&self, request: &CreateRequest) -> Result<()>;
+
+    /// Whether an image with these options is encrypted: it needs [`Options::key`] then.
+    fn encrypts(&self, options: &Options) -> bool {
+        let _ = options;
+        false
+    }
+
+    /// The key slots of an encrypted image, or nothing where it has none.
+    ///
+    /// # Errors
+    /// A damaged header; I/O.
+    fn key_slots(
+        &self,
+        storage: &Arc<dyn Storage>,
+        limits: &Limits,
+    ) -> Result<Option<Box<dyn KeySlots>>> {
+        let _ = (storage, limits);
+        Ok(None)
+    }
 
     /// Checks an image, and mends it as far as `repair` says (the storage must be writable then).
     fn check(

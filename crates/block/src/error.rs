@@ -149,6 +149,16 @@ pub enum Error {
         /// What the user may do about it.
         hint: String,
     },
+    /// An encrypted image, and no key or a wrong one.
+    #[error("{file}: {what}; {hint}")]
+    Key {
+        /// The file, as the user named it.
+        file: String,
+        /// What is wrong about the key.
+        what: String,
+        /// What the user may do about it.
+        hint: String,
+    },
     /// The policy on references forbids it.
     #[error("refused: {0}")]
     Refused(Box<Refusal>),
@@ -242,7 +252,9 @@ impl Error {
                 _ => ErrorKind::Failed,
             },
             Self::Corrupt(_) | Self::Limit { .. } => ErrorKind::Corrupt,
-            Self::Unsupported { .. } | Self::ReadOnly { .. } => ErrorKind::Failed,
+            Self::Unsupported { .. } | Self::Key { .. } | Self::ReadOnly { .. } => {
+                ErrorKind::Failed
+            }
             Self::Refused(_) | Self::Dependents { .. } => ErrorKind::Refused,
             Self::Locked { .. } | Self::Busy { .. } => ErrorKind::Locked,
             Self::NoSpace { .. } => ErrorKind::NoSpace,
@@ -271,6 +283,26 @@ impl Error {
     /// An I/O error at an offset.
     pub fn io(file: &str, action: IoAction, offset: u64, len: u64, source: io::Error) -> Self {
         Self::Io { file: file.to_owned(), action, offset, len, source }
+    }
+
+    /// An encrypted image that was opened without a key.
+    pub fn no_key(file: &str, method: &str) -> Self {
+        Self::Key {
+            file: file.to_owned(),
+            what: format!("is encrypted ({method}), and no key is given"),
+            hint: "give its key with --key-file FILE, --key-fd N or --key-env NAME".to_owned(),
+        }
+    }
+
+    /// A new image that shall be encrypted, without a key for it.
+    pub fn no_new_key(file: &str) -> Self {
+        Self::Key {
+            file: file.to_owned(),
+            what: "shall be encrypted, and no key is given for it".to_owned(),
+            hint: "give one: 'vdkit create' takes --key-file FILE, --key-fd N or --key-env NAME, \
+                   commands that read another image --target-key-file and so on"
+                .to_owned(),
+        }
     }
 
     /// A feature that vdkit does not support.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::bitmaps::Bitmaps;
 use crate::codec::Codec;
+use crate::encryption::Encryption;
 use crate::error::{Error, Result};
 use crate::extent::{Extent, FileIndex, Packed};
 use crate::in_flight::InFlight;
@@ -64,6 +65,19 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// What the user should know about what opening the image did or found.
     fn warnings(&self) -> &[String] {
         &[]
+    }
+
+    /// How the bytes of [`Place::Data`](crate::Place::Data) extents are encrypted, of all of them.
+    /// Where they are, every place of data and every reservation is made of whole sectors
+    /// ([`crate::CIPHER_SECTOR_BYTES`]), for the guest and on the host, and space that was never
+    /// written does not read as zero: the format never says so.
+    fn encryption(&self) -> Option<&Encryption> {
+        None
+    }
+
+    /// Whether each byte of a new image reads as zero until it is written.
+    fn new_reads_zero(&self) -> bool {
+        true
     }
 
     /// The storage with the metadata.

@@ -36,6 +36,7 @@ mod bitmaps;
 mod codec;
 mod compact;
 mod driver;
+mod encryption;
 mod error;
 mod extent;
 mod format;
@@ -56,6 +57,9 @@ pub use driver::{
     AmendRequest, BitmapInfo, CheckReport, CreateRequest, Finding, FormatDriver, ImageInfo,
     Measured, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Severity, SnapshotInfo,
     parse_size,
+};
+pub use encryption::{
+    CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,
 };
 pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result};
 pub use extent::{Extent, FileIndex, Packed, Place};

@@ -13,11 +13,15 @@ pub struct Limits {
     pub packed_bytes_max: u64,
     /// Bytes of memory that a check may take for its table of references.
     pub check_bytes_max: u64,
+    /// Rounds of key derivation that trying one passphrase on one key slot may take: a slot's
+    /// iterations, times the hashes that its key is made of. Some ten million take a second.
+    pub key_rounds_max: u64,
 }
 
 impl Default for Limits {
     /// 32 MiB tables (QEMU's own bound), 200 images, 32 MiB of cache, 8 MiB packed units, 2 GiB
-    /// for a check (2 bytes a host cluster: 64 TiB of data in clusters of 64 KiB).
+    /// for a check (2 bytes a host cluster: 64 TiB of data in clusters of 64 KiB), 2^28 rounds a
+    /// key slot (half a minute; QEMU asks for two seconds).
     fn default() -> Self {
         Self {
             table_bytes_max: 32 << 20,
@@ -25,6 +29,7 @@ impl Default for Limits {
             cache_bytes: 32 << 20,
             packed_bytes_max: 8 << 20,
             check_bytes_max: 2 << 30,
+            key_rounds_max: 1 << 28,
         }
     }
 }

@@ -3,8 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use parking_lot::RwLock;
 use vdkit_block::{
-    CacheMode, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, OpenRequest, Result,
+    CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits,
+    OpenRequest, Result,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -35,12 +37,9 @@ impl Layer {
         options: &OpenOptions,
     ) -> Result<Self> {
         let data_file = walk.open_data_file(&found, writable)?;
-        let format = found.driver.open(OpenRequest {
-            storage: found.storage,
-            data_file,
-            writable,
-            limits: options.limits,
-        })?;
+        let request =
+            OpenRequest { storage: found.storage, data_file, writable, limits: options.limits };
+        let format = found.driver.open_with_keys(request, &options.keys)?;
         Ok(Self { path: found.path, info: found.info, probed: found.probed, format })
     }
 
@@ -78,6 +77,8 @@ pub struct Disk {
     pub(crate) layers: Vec<Layer>,
     pub(crate) limits: Limits,
     pub(crate) units: UnitCache,
+    /// See `seal`.
+    pub(crate) sectors: RwLock<()>,
     name: String,
     cache: CacheMode,
     writable: bool,
@@ -153,6 +154,7 @@ impl Disk {
             layers,
             limits: options.limits,
             units: UnitCache::default(),
+            sectors: RwLock::default(),
             name,
             cache: options.cache,
             writable,
@@ -179,6 +181,12 @@ impl Disk {
     /// What the user should know about what opening the images did or found.
     pub fn warnings(&self) -> impl Iterator<Item = &str> {
         self.layers.iter().flat_map(|layer| layer.format.warnings()).map(String::as_str)
+    }
+
+    /// How the data extents of a layer are encrypted. Whoever moves the bytes of an encrypted
+    /// extent itself, past [`Disk::read_at`] and [`Disk::write_at`], moves ciphertext.
+    pub fn encryption(&self, depth: usize) -> Option<&Encryption> {
+        self.layers.get(depth).and_then(|layer| layer.format.encryption())
     }
 
     /// Whether it may be written.
@@ -283,6 +291,8 @@ impl Disk {
     /// Changes the size of the disk. New bytes read as zero, also where a longer backing image has
     /// something there, or the last cluster still has what an earlier shrinking cut off.
     ///
+    /// An image whose new space does not read as zero (raw LUKS) gets zeroes written.
+    ///
     /// Where a format without zero flags (qcow2 version 2) grows over a longer backing image, a
     /// power cut in the middle can leave the new size with the backing image's bytes showing.
     ///
@@ -301,7 +311,11 @@ impl Disk {
         // holds from before an earlier shrinking.
         let cluster_bytes = self.top().caps().cluster_bytes.max(1);
         let last_cluster = before.checked_next_multiple_of(cluster_bytes).unwrap_or(before);
-        let end = self.guest_bytes().min(beneath.max(last_cluster));
+        let end = if self.top().new_reads_zero() {
+            self.guest_bytes().min(beneath.max(last_cluster))
+        } else {
+            self.guest_bytes()
+        };
         if before < end {
             self.write_zeroes(GuestOffset(before), end - before, true)?;
         }

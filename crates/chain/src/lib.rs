@@ -23,6 +23,7 @@
 //! | no file is in a chain twice; no chain is longer than the limit | `walk` |
 //! | bytes past the end of a shorter backing image read as zero, also after the overlay grew | `extent`, `Disk::resize` |
 //! | freed clusters are not reused under a reader | guards of [`InFlight`](vdkit_block::InFlight), `read`, `write` |
+//! | encrypted bytes are decrypted by the key of the layer they lie in; none go out in the clear | `seal`, `read`, `write` |
 //! | an unpacked unit that was replaced is never served from the cache | `unit_cache` |
 //! | a write that failed half-way changes nothing | dropped [`Reservation`](vdkit_block::Reservation)s, `write` |
 
@@ -33,6 +34,7 @@ mod read;
 mod reference;
 mod registry;
 mod scratch;
+mod seal;
 mod split;
 mod unit_cache;
 mod walk;

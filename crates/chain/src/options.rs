@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use vdkit_block::{CacheMode, Limits, RefPolicy};
+use vdkit_block::{CacheMode, Limits, RefPolicy, Secret};
 
 /// What is done about the image that the top image stands on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,6 +46,10 @@ pub struct OpenOptions {
     pub data_file: Option<PathBuf>,
     /// The top image as one of its internal snapshots holds it, by id or name; for reading only.
     pub snapshot: Option<String>,
+    /// Keys for encrypted images, those that the top image stands on included: for each, they are
+    /// tried in their order. (Legacy AES cannot tell a right key from a wrong one: it takes the
+    /// first.)
+    pub keys: Vec<Secret>,
 }
 
 impl Default for OpenOptions {
@@ -60,6 +64,7 @@ impl Default for OpenOptions {
             backing: BackingChoice::default(),
             data_file: None,
             snapshot: None,
+            keys: Vec::new(),
         }
     }
 }
@@ -88,6 +93,11 @@ impl OpenOptions {
     /// These options with a policy on references.
     pub fn refs(self, refs: RefPolicy) -> Self {
         Self { refs, ..self }
+    }
+
+    /// These options with keys for encrypted images.
+    pub fn keys(self, keys: Vec<Secret>) -> Self {
+        Self { keys, ..self }
     }
 
     /// These options with another choice of backing image.

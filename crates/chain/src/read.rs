@@ -7,6 +7,7 @@ use vdkit_block::{Error, GuestOffset, Packed, ReadOp, Result, Storage};
 use crate::disk::Disk;
 use crate::extent::{DiskExtent, DiskPlace, Purpose};
 use crate::scratch::Scratch;
+use crate::seal::{self, Sealed, SealedPlace};
 use crate::unit_cache::UnitKey;
 
 /// Pieces that one batch of reads may have; a fragmented request of any size needs bounded memory.
@@ -61,13 +62,29 @@ impl Disk {
         outside.fill(0);
         let mut extents = self.walk(Purpose::Io, at.0, end);
         let mut batch = Batch::default();
+        let mut sealed = Sealed::default();
+        let mut done = 0;
         while let Some(extent) = extents.step()? {
+            let from = done;
+            done += extent.len as usize;
             let (piece, behind) = rest.split_at_mut(extent.len as usize);
             rest = behind;
             match extent.place {
                 DiskPlace::Zero { .. } | DiskPlace::Hole => piece.fill(0),
                 DiskPlace::Packed { storage, packed } => {
                     self.read_packed(&extent, storage, &packed, generation, piece)?;
+                }
+                DiskPlace::Data { storage, offset }
+                    if let Some(encryption) = self.encryption(extent.depth) =>
+                {
+                    sealed.begin(&self.sectors);
+                    let piece_at = SealedPlace { guest: extent.at, host: offset };
+                    if piece_at.is_whole(piece.len()) {
+                        sealed.push(encryption, piece_at, from..done);
+                        batch.push(storage, ReadOp { offset, buf: piece })?;
+                    } else {
+                        seal::read_part(encryption, &**storage, piece_at, piece)?;
+                    }
                 }
                 // The plain path: one run, one read, nothing allocated.
                 DiskPlace::Data { storage, offset } if rest.is_empty() && batch.pieces == 0 => {
@@ -78,7 +95,9 @@ impl Disk {
                 }
             }
         }
-        batch.submit()
+        batch.submit()?;
+        sealed.open(buf);
+        Ok(())
     }
 
     /// Reads a part of a compressed unit.

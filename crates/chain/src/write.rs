@@ -7,13 +7,14 @@ use vdkit_block::{
 use crate::disk::Disk;
 use crate::extent::Purpose;
 use crate::scratch::Scratch;
+use crate::seal::SealedPlace;
 
 /// A write together with its fill goes out in one piece up to this size; above it, copying the
 /// data costs more than the system calls that it saves.
 const COALESCE_BYTES_MAX: u64 = 256 << 10;
 
 /// Bytes of one step where a fill or zeroes are long.
-const STEP_BYTES: u64 = 1 << 20;
+pub(crate) const STEP_BYTES: u64 = 1 << 20;
 
 /// Up to so many zeroes are written as bytes; above, the storage is asked for them.
 const ZERO_BYTES_MAX: u64 = 64 << 10;
@@ -24,14 +25,14 @@ const RETRIES_MAX: u32 = 100_000;
 
 /// The bytes of a write.
 #[derive(Clone, Copy)]
-enum Source<'a> {
+pub(crate) enum Source<'a> {
     Bytes(&'a [u8]),
     /// So many zeroes.
     Zeroes(u64),
 }
 
 impl Source<'_> {
-    fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
             Self::Zeroes(len) => *len,
@@ -39,14 +40,14 @@ impl Source<'_> {
     }
 
     /// A part of it.
-    fn slice(&self, from: u64, len: u64) -> Self {
+    pub(crate) fn slice(&self, from: u64, len: u64) -> Self {
         match self {
             Self::Bytes(bytes) => Self::Bytes(&bytes[from as usize..(from + len) as usize]),
             Self::Zeroes(_) => Self::Zeroes(len),
         }
     }
 
-    fn copy_to(&self, out: &mut [u8]) {
+    pub(crate) fn copy_to(&self, out: &mut [u8]) {
         match self {
             Self::Bytes(bytes) => out.copy_from_slice(bytes),
             Self::Zeroes(_) => out.fill(0),
@@ -263,6 +264,12 @@ impl Disk {
         let Place::Data { file, offset, exclusive: true } = extent.place else { return Ok(0) };
         top.note_write(at, extent.len)?;
         let storage = top.file(file);
+        if let Some(encryption) = top.encryption() {
+            let place = SealedPlace { guest: at, host: offset };
+            let data = source.slice(done, extent.len);
+            self.write_sealed_in_place(encryption, &**storage, place, data)?;
+            return Ok(extent.len);
+        }
         match source.slice(done, extent.len) {
             Source::Bytes(bytes) => storage.write_at(bytes, offset)?,
             Source::Zeroes(len) if len <= ZERO_BYTES_MAX => {
@@ -291,6 +298,11 @@ impl Disk {
             return Err(Error::io(self.name(), IoAction::Write, at.0, written, broken));
         }
         let data = source.slice(done, written);
+        if let Some(encryption) = self.top().encryption() {
+            self.fill_sealed(encryption, &reservation, data)?;
+            reservation.publish()?;
+            return Ok(written);
+        }
         // What has to be written: the write, and each side that is not ready yet.
         let start = if reservation.head == Fill::Ready { write.start } else { guest.start };
         let end = if reservation.tail == Fill::Ready { write.end } else { guest.end };
@@ -314,7 +326,7 @@ impl Disk {
     }
 
     /// The bytes that a fill puts at a guest offset.
-    fn fill(&self, fill: Fill, out: &mut [u8], at: u64) -> Result<()> {
+    pub(crate) fn fill(&self, fill: Fill, out: &mut [u8], at: u64) -> Result<()> {
         match fill {
             Fill::Copy => self.read_through(out, GuestOffset(at)),
             Fill::Zero | Fill::Ready => {

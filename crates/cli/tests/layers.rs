@@ -7,6 +7,7 @@ use serde_json::Value;
 /// The house from the ground up: a crate may import what stands before it.
 const LAYERS: &[&[&str]] = &[
     &["vdkit-block"],
+    &["vdkit-luks"],
     &["vdkit-storage", "vdkit-raw", "vdkit-qcow2"],
     &["vdkit-chain"],
     &["vdkit-jobs"],
@@ -14,8 +15,10 @@ const LAYERS: &[&[&str]] = &[
     &["vdkit-cli"],
 ];
 
-/// Formats know storages only as the trait that they are handed, so each imports block alone.
-const FORMATS: &[&str] = &["vdkit-raw", "vdkit-qcow2"];
+/// Formats know storages only as the trait that they are handed, so each imports block alone, but
+/// for the encryption that is inside of others too.
+const FORMATS: &[&str] = &["vdkit-raw", "vdkit-qcow2", "vdkit-luks"];
+const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-luks"];
 
 /// Kept for tests; anybody may have it as a dev-dependency, nobody otherwise.
 const TESTKIT: &str = "vdkit-testkit";
@@ -42,7 +45,7 @@ fn judge(from: &str, to: &str, kind: Option<&str>) -> Result<(), String> {
     if from == TESTKIT || OUTSIDE.contains(&from) {
         return Ok(());
     }
-    if FORMATS.contains(&from) && to != "vdkit-block" {
+    if FORMATS.contains(&from) && !WITHIN_FORMATS.contains(&to) {
         return Err(format!("the format {from} imports {to}; a format imports block alone"));
     }
     let (Some(a), Some(b)) = (layer(from), layer(to)) else {
@@ -83,6 +86,9 @@ fn upward_and_sideways_edges_are_seen() {
     assert!(judge("vdkit-jobs", "vdkit-block", None).is_ok());
     assert!(judge("vdkit-block", "vdkit-storage", None).is_err());
     assert!(judge("vdkit-qcow2", "vdkit-storage", None).is_err());
+    assert!(judge("vdkit-qcow2", "vdkit-luks", None).is_ok());
+    assert!(judge("vdkit-luks", "vdkit-qcow2", None).is_err());
+    assert!(judge("vdkit-luks", "vdkit-storage", None).is_err());
     assert!(judge("vdkit-qcow2", "vdkit-storage", Some("dev")).is_ok());
     assert!(judge("vdkit-storage", "vdkit-raw", None).is_err());
     assert!(judge("vdkit-chain", "vdkit-jobs", None).is_err());

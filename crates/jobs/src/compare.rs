@@ -243,8 +243,12 @@ impl Plan for Pairs<'_> {
     }
 }
 
-/// Whether two runs are the same bytes of the same file.
+/// Whether two runs are the same bytes of the same file. Where a run is encrypted it may have
+/// another key, or be the other's ciphertext.
 pub(crate) fn same_place(a: &Run<'_>, b: &Run<'_>) -> bool {
+    if !a.is_plain() || !b.is_plain() {
+        return false;
+    }
     match (&a.kind, &b.kind) {
         (
             RunKind::Data { storage: a, offset: a_offset },

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde::Serialize;
-use vdkit_block::{CompressionSpec, Error, Monitor, Result};
+use vdkit_block::{CompressionSpec, Error, Monitor, Result, Secret};
 use vdkit_chain::{Disk, OpenOptions, Registry, same_file};
 
 use crate::bitmap::{BrokenBitmaps, bitmaps_to_copy, copy_bitmaps};
@@ -42,6 +42,9 @@ pub struct ConvertOptions {
     pub backing: Option<Backing>,
     /// Copy the source's dirty bitmaps, and what to do with those that cannot be trusted.
     pub bitmaps: Option<BrokenBitmaps>,
+    /// Keys of an existing target that is encrypted, and of the image that a new one stands on. (The
+    /// key of a new target is [`vdkit_block::Options::key`].)
+    pub keys: Vec<Secret>,
 }
 
 /// What a converted image shall stand on.
@@ -54,8 +57,9 @@ pub struct Backing {
 }
 
 impl Backing {
-    fn open(&self, registry: &Registry) -> Result<Disk> {
+    fn open(&self, registry: &Registry, keys: &[Secret]) -> Result<Disk> {
         let options = OpenOptions { format: self.format.clone(), ..OpenOptions::read_only() };
+        let options = options.keys(keys.to_vec());
         Disk::open(registry, &self.path, &options)
     }
 }
@@ -72,6 +76,7 @@ impl ConvertOptions {
             rate: None,
             backing: None,
             bitmaps: None,
+            keys: Vec::new(),
         }
     }
 }
@@ -117,7 +122,8 @@ pub fn convert(
         Destination::Null => None,
         Destination::New(new) => Some(Target::create(registry, new, bytes, base_disk)?),
         Destination::Into { path, format, cache } => {
-            let target = Target::open(registry, path, format.as_deref(), *cache, bytes)?;
+            let (format, keys) = (format.as_deref(), &options.keys);
+            let target = Target::open(registry, path, format, *cache, bytes, keys)?;
             target.disk.warnings().for_each(|warning| monitor.progress.message(warning));
             Some(target)
         }
@@ -138,7 +144,8 @@ pub fn convert(
         compress: options.compress,
         // On what is new, zeroes are there already; but those that must hide a backing image.
         write_zeroes: matches!(options.destination, Destination::Into { .. })
-            || layers != usize::MAX,
+            || layers != usize::MAX
+            || disk.is_some_and(|disk| !disk.top().new_reads_zero()),
         rate: options.rate,
     };
     let mover = Mover::new(source, disk, Planner::new(source, plan), moving, monitor);
@@ -174,7 +181,7 @@ fn finish(
         // What was written is read through maps that are read anew.
         let mut again = target.reopen(registry)?;
         if let Some(backing) = &options.backing {
-            again = again.over(backing.open(registry)?);
+            again = again.over(backing.open(registry, &options.keys)?);
         }
         verified = Some(verify(source, &again, threads, monitor)?);
     }
@@ -221,7 +228,8 @@ fn plan_options(options: &ConvertOptions, target: Option<&Disk>, layers: usize) 
     let caps = target.map(|t| t.top().caps());
     let cluster = caps.map_or(1, |c| c.cluster_bytes);
     let grid = cluster.max(BLOCK_BYTES);
-    let shares = caps.is_some_and(|c| c.host_aligned || c.cluster_bytes == 1);
+    let encrypted = target.is_some_and(|t| t.encryption(0).is_some());
+    let shares = !encrypted && caps.is_some_and(|c| c.host_aligned || c.cluster_bytes == 1);
     let block = target
         .map_or(BLOCK_BYTES, |t| u64::from(t.top().storage().caps().block_bytes).max(BLOCK_BYTES));
     let shares = shares && options.compress.is_none() && layers == usize::MAX && block <= grid;
@@ -263,6 +271,6 @@ impl Base {
                 backing.path.display()
             )));
         };
-        Ok(Some(Self { layers: layers + 1, disk: Some(backing.open(registry)?) }))
+        Ok(Some(Self { layers: layers + 1, disk: Some(backing.open(registry, &options.keys)?) }))
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vdkit_block::{
     BackingRef, CreateRequest, Error, FormatDriver, Monitor, Options, RefPolicy, Result, Storage,
 };
-use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_chain::{Disk, OpenOptions, Registry, describe_chain};
 use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFile, classify};
 
 use crate::watched::Watched;
@@ -131,17 +131,39 @@ impl NewBacking {
             refs: refs.clone(),
             ..OpenOptions::read_only()
         };
-        let disk = Disk::open(registry, &path, &options)?;
-        let top = &disk.layers()[0];
-        let format = top.info().format;
-        if top.probed() && format == "raw" {
+        let (format, probed, guest_bytes) = look_at(registry, &path, &options)?;
+        if probed && format == "raw" {
             return Err(Error::Invalid(format!(
                 "{}: no header says what format it has, and if it is taken for raw without being \
                  told its guest can make it look like another; give its format (raw)",
                 path.display()
             )));
         }
-        Ok(found(Some(format.to_owned()), Some(disk.guest_bytes())))
+        Ok(found(Some(format.to_owned()), Some(guest_bytes)))
+    }
+}
+
+/// Opens an image to see that it can be read: its format, whether that was probed, and its size. An
+/// encrypted image, or one that stands on one, is not unlocked for that: its headers have to do.
+fn look_at(
+    registry: &Registry,
+    path: &Path,
+    options: &OpenOptions,
+) -> Result<(&'static str, bool, u64)> {
+    match Disk::open(registry, path, options) {
+        Ok(disk) => {
+            let top = &disk.layers()[0];
+            Ok((top.info().format, top.probed(), disk.guest_bytes()))
+        }
+        Err(Error::Key { .. }) => {
+            let report = describe_chain(registry, path, options)?;
+            match (report.links.first(), report.broken) {
+                (_, Some(error)) => Err(error),
+                (Some(top), None) => Ok((top.info.format, top.probed, top.info.virtual_size)),
+                (None, None) => Err(Error::Invalid(format!("{}: is no image", path.display()))),
+            }
+        }
+        Err(error) => Err(error),
     }
 }
 

@@ -158,8 +158,11 @@ pub fn dd_new(
 ) -> Result<DdReport> {
     let plan = DdPlan::new(source.guest_bytes(), options)?;
     let target = Target::create(registry, new, plan.target_bytes()?, None)?;
-    // What is new reads as zero already.
-    let options = DdOptions { sparse: true, ..*options };
+    if !target.disk.top().new_reads_zero() && plan.to > 0 {
+        target.disk.write_zeroes(GuestOffset(0), plan.to, true)?;
+    }
+    // What is new mostly reads as zero already.
+    let options = DdOptions { sparse: target.disk.top().new_reads_zero(), ..*options };
     let report = plan.run(source, &target.disk, &options, monitor)?;
     target.close()?;
     monitor.cancel.check()?;

@@ -34,9 +34,11 @@ struct Asked {
 
 impl Holes {
     /// Whether data of a layer may lie in holes that its format did not speak of. A format where
-    /// every byte has its own place (raw) has no other map than the file's.
+    /// every byte has its own place (raw) has no other map than the file's; a hole beneath
+    /// encrypted data does not read as zero.
     pub(crate) fn hides_holes(disk: &Disk, depth: usize) -> bool {
-        disk.layers().get(depth).is_none_or(|layer| layer.format().caps().fill_bytes > 1)
+        disk.encryption(depth).is_none()
+            && disk.layers().get(depth).is_none_or(|layer| layer.format().caps().fill_bytes > 1)
     }
 
     /// The run that begins at `offset`, at most `len` bytes.

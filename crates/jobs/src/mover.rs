@@ -317,6 +317,10 @@ impl<'a> Mover<'a> {
     /// Shares blocks with the source as far as that works; returns how many bytes.
     fn share(&self, at: u64, len: u64, from: &dyn Storage, offset: HostOffset) -> Result<u64> {
         let Some(target) = self.target else { return Ok(0) };
+        if target.encryption(0).is_some() {
+            // What is shared would be read as ciphertext.
+            return Ok(0);
+        }
         let mut done = 0;
         while done < len {
             let (here, left) = (GuestOffset(at + done), len - done);
@@ -390,7 +394,8 @@ impl<'a> Mover<'a> {
 
     fn write_run(&self, target: &Disk, bytes: &[u8], at: GuestOffset) -> Result<()> {
         // A new raw file has all its places already, and nothing in them.
-        if !self.options.write_zeroes && target.top().caps().cluster_bytes == 1 {
+        let plain = target.encryption(0).is_none();
+        if plain && !self.options.write_zeroes && target.top().caps().cluster_bytes == 1 {
             let _guard = target.enter();
             let len = bytes.len() as u64;
             if let Extent { len: all, place: Place::Data { file, offset, exclusive: true } } =
@@ -597,15 +602,10 @@ impl<'a> Mover<'a> {
         match part {
             Placed::Plain { space, from } => {
                 let to = (space.write.end - at) as usize;
-                let storage = target.top().file(space.file);
                 let put = |run: Range<usize>| {
                     add(&self.moved.written, run.len() as u64);
-                    let host = space.host_of(at + run.start as u64);
-                    let bytes = &buffers.bytes[run];
-                    match space.zeroed {
-                        true => storage.write_new(bytes, host),
-                        false => storage.write_at(bytes, host),
-                    }
+                    let from = at + run.start as u64;
+                    target.write_reserved(&space, &buffers.bytes[run], from)
                 };
                 if space.zeroed && self.options.compress.is_none() {
                     let first = buffers.runs.partition_point(|r| r.end <= from);

@@ -77,7 +77,8 @@ enum Kind {
         storage: Arc<dyn Storage>,
         offset: HostOffset,
     },
-    Packed,
+    /// Compressed or encrypted: the host's bytes are not the guest's.
+    Coded,
 }
 
 /// Makes work out of a source's map, in the order of the disk, a little at a time.
@@ -213,7 +214,7 @@ impl<'a> Planner<'a> {
         match &piece.kind {
             Kind::Absent => Cell::Absent,
             Kind::Zero => Cell::Zero,
-            Kind::Packed => Cell::Copy,
+            Kind::Coded => Cell::Copy,
             Kind::Data { storage, offset } => {
                 let offset = *offset + (at - piece.at);
                 match self.options.share {
@@ -255,7 +256,12 @@ impl<'a> Planner<'a> {
             match extent.place {
                 DiskPlace::Hole => self.push(at, end, Kind::Absent),
                 DiskPlace::Zero { .. } => self.push(at, end, Kind::Zero),
-                DiskPlace::Packed { .. } => self.push(at, end, Kind::Packed),
+                DiskPlace::Packed { .. } => self.push(at, end, Kind::Coded),
+                DiskPlace::Data { .. }
+                    if disk.is_some_and(|disk| disk.encryption(extent.depth).is_some()) =>
+                {
+                    self.push(at, end, Kind::Coded);
+                }
                 DiskPlace::Data { storage, offset } if hides_holes => {
                     self.push_data(at, end, storage, offset)?;
                 }
@@ -273,7 +279,7 @@ impl<'a> Planner<'a> {
         match (self.pieces.back_mut(), &kind) {
             (Some(Piece { end: last, kind: Kind::Zero, .. }), Kind::Zero)
             | (Some(Piece { end: last, kind: Kind::Absent, .. }), Kind::Absent)
-            | (Some(Piece { end: last, kind: Kind::Packed, .. }), Kind::Packed) => *last = end,
+            | (Some(Piece { end: last, kind: Kind::Coded, .. }), Kind::Coded) => *last = end,
             _ => self.pieces.push_back(Piece { at, end, kind }),
         }
     }

@@ -13,7 +13,7 @@ pub enum Preallocation {
     Metadata,
     /// The file system has promised it.
     Falloc,
-    /// Zeroes are written.
+    /// Zeroes are written. (In an encrypted image, each of the others but none means this too.)
     Full,
 }
 
@@ -93,6 +93,11 @@ fn preallocate(
 /// Gives the bytes from `at` their space; returns for how many it is done.
 fn preallocate_some(disk: &Disk, at: GuestOffset, len: u64, how: Preallocation) -> Result<u64> {
     let format = disk.top();
+    if format.encryption().is_some() {
+        // Space that nobody has written reads as noise in an encrypted image.
+        disk.write_at(&vec![0; len as usize], at)?;
+        return Ok(len);
+    }
     let Some(space) = format.reserve(at, len)? else {
         let _guard = disk.enter();
         // It has its place already (raw, or a preallocated cluster).

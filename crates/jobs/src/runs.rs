@@ -22,6 +22,8 @@ pub(crate) struct Run<'a> {
     pub(crate) depth: usize,
     /// The host file may have holes that the map does not tell of.
     hides_holes: bool,
+    /// The host's bytes are not the guest's, but for those of a compressed unit.
+    encrypted: bool,
 }
 
 /// What a run holds.
@@ -38,7 +40,8 @@ pub(crate) enum RunKind<'a> {
 impl Run<'_> {
     /// Zeroes.
     pub(crate) fn zeroes(at: u64, len: u64) -> Self {
-        Self { at, len, kind: RunKind::Zero, depth: usize::MAX, hides_holes: false }
+        let (kind, depth) = (RunKind::Zero, usize::MAX);
+        Self { at, len, kind, depth, hides_holes: false, encrypted: false }
     }
 
     /// Offset behind the last byte.
@@ -60,6 +63,11 @@ impl Run<'_> {
             RunKind::Zero => RunKind::Zero,
         };
         Self { at, len: self.len - skip, kind, ..self }
+    }
+
+    /// Whether the host's bytes are the guest's.
+    pub(crate) fn is_plain(&self) -> bool {
+        !self.encrypted
     }
 
     pub(crate) fn is_zero(&self) -> bool {
@@ -94,6 +102,7 @@ impl<'a> Runs<'a> {
                     len: extent.len,
                     depth: extent.depth,
                     hides_holes: Holes::hides_holes(self.disk, extent.depth),
+                    encrypted: self.disk.encryption(extent.depth).is_some(),
                     kind: match extent.place {
                         DiskPlace::Zero { .. } | DiskPlace::Hole => RunKind::Zero,
                         DiskPlace::Packed { storage, packed } => {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     BackingRef, CacheMode, CreateRequest, Error, FormatDriver, Limits, OpenRequest, Options,
-    Result, Storage,
+    Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
@@ -50,6 +50,8 @@ pub(crate) struct Target {
     pending: Option<PendingFile>,
     data_file: Option<PendingFile>,
     durable: bool,
+    /// What opens it, where it is encrypted.
+    keys: Vec<Secret>,
 }
 
 impl Target {
@@ -77,7 +79,9 @@ impl Target {
         if let Some(base) = base {
             disk = disk.over(base);
         }
-        Ok(Self { disk, pending: Some(pending), data_file, durable: new.cache.is_some() })
+        let keys = new.options.key().into_iter().cloned().collect();
+        let durable = new.cache.is_some();
+        Ok(Self { disk, pending: Some(pending), data_file, durable, keys })
     }
 
     fn make(
@@ -94,7 +98,9 @@ impl Target {
             options: new.options.clone(),
             backing: new.backing.clone(),
         })?;
-        driver.open(OpenRequest { storage, data_file, writable: true, limits: Limits::default() })
+        let limits = Limits::default();
+        let request = OpenRequest { storage, data_file, writable: true, limits };
+        driver.open_with_keys(request, &new.options.key().cloned().into_iter().collect::<Vec<_>>())
     }
 
     /// The data file that the options name: beside the image unless the name is absolute.
@@ -111,8 +117,9 @@ impl Target {
         format: Option<&str>,
         cache: CacheMode,
         bytes: u64,
+        keys: &[Secret],
     ) -> Result<Self> {
-        let mut options = OpenOptions::read_write().cache(cache);
+        let mut options = OpenOptions::read_write().cache(cache).keys(keys.to_vec());
         options.format = format.map(str::to_owned);
         if options.format.is_none() {
             // A device or an empty file is raw; the user named it as the target.
@@ -132,7 +139,8 @@ impl Target {
                 path.display()
             )));
         }
-        Ok(Self { disk, pending: None, data_file: None, durable: true })
+        let keys = keys.to_vec();
+        Ok(Self { disk, pending: None, data_file: None, durable: true, keys })
     }
 
     /// The same image, opened anew for reading from the files at hand.
@@ -142,12 +150,9 @@ impl Target {
         let storage = top.format().storage().clone();
         let data_file = self.data_file.as_ref().map(|d| d.storage().clone() as Arc<dyn Storage>);
         let info = driver.describe(&storage, &Limits::default())?;
-        let format = driver.open(OpenRequest {
-            storage,
-            data_file,
-            writable: false,
-            limits: Limits::default(),
-        })?;
+        let limits = Limits::default();
+        let request = OpenRequest { storage, data_file, writable: false, limits };
+        let format = driver.open_with_keys(request, &self.keys)?;
         Ok(Disk::from_format(format, info, &OpenOptions::default()))
     }
 

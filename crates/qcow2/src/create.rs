@@ -5,18 +5,18 @@
 //! from their index.
 //!
 //! ```text
-//!   header │ refcount table │ refcount blocks │ L1 │ L2 tables … │ guest data …
-//!                                                  └── preallocated images only ──┘
+//!   header │ refcount table │ refcount blocks │ L1 │ LUKS header │ L2 tables … │ guest data …
+//!                                                  └ encrypted  ─┘└─ preallocated images only ─┘
 //! ```
 //!
 //! All tables lie together and before the data: a reader gets them by a few large reads, and the
 //! guest's data is one contiguous run.
 
-use vdkit_block::{CreateRequest, Error, HostOffset, Result, Storage, ZeroMode};
+use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage, ZeroMode};
 
 use crate::header::{Encryption, Extension, Header};
 use crate::layout::{
-    COPIED, Geometry, HOST_OFFSET_END, OFFSET_MASK, REFCOUNT_TABLE_BYTES_MAX, autoclear,
+    COPIED, Geometry, HOST_OFFSET_END, OFFSET_MASK, REFCOUNT_TABLE_BYTES_MAX, ZERO, autoclear,
     compatible, extension, incompatible,
 };
 use crate::measure::{GuestSizes, RefcountClusters};
@@ -40,6 +40,9 @@ struct Plan {
     refcount_table: u64,
     refcount_blocks: u64,
     l1: u64,
+    /// The LUKS header with its key material.
+    luks: u64,
+    luks_bytes: u64,
     l2: u64,
     /// L2 tables that are made: all or none.
     l2_tables: u64,
@@ -56,12 +59,15 @@ impl Plan {
             _ if options.data_file.is_some() => (guest.l2_tables, 0),
             _ => (guest.l2_tables, guest.clusters),
         };
-        let others = 1 + guest.l1_clusters + l2_tables + data_clusters;
+        let luks_bytes = options.encryption.map_or(0, |luks| luks.payload_offset());
+        let luks_clusters = luks_bytes.div_ceil(geometry.cluster_bytes());
+        let others = 1 + guest.l1_clusters + luks_clusters + l2_tables + data_clusters;
         let refcounts = RefcountClusters::covering(others, &geometry);
         let refcount_table = 1;
         let refcount_blocks = refcount_table + refcounts.table;
         let l1 = refcount_blocks + refcounts.blocks;
-        let l2 = l1 + guest.l1_clusters;
+        let luks = l1 + guest.l1_clusters;
+        let l2 = luks + luks_clusters;
         let data = l2 + l2_tables;
         let plan = Self {
             geometry,
@@ -70,6 +76,8 @@ impl Plan {
             refcount_table,
             refcount_blocks,
             l1,
+            luks,
+            luks_bytes,
             l2,
             l2_tables,
             data,
@@ -121,6 +129,11 @@ impl Plan {
             incompatible_bits |= incompatible::DATA_FILE;
             name(extension::DATA_FILE, file);
         }
+        if options.encryption.is_some() {
+            let mut data = self.bytes(self.luks).0.to_be_bytes().to_vec();
+            data.extend_from_slice(&self.luks_bytes.to_be_bytes());
+            extensions.push(Extension { kind: extension::ENCRYPTION, offset: 0, data });
+        }
         if options.data_file_raw {
             autoclear_bits |= autoclear::DATA_FILE_RAW;
         }
@@ -137,7 +150,10 @@ impl Plan {
             version: options.version,
             geometry: self.geometry,
             guest_bytes: self.guest.bytes,
-            encryption: Encryption::None,
+            encryption: match options.encryption {
+                Some(_) => Encryption::Luks,
+                None => Encryption::None,
+            },
             // A disk of no bytes has no L1 table.
             l1_offset: if self.guest.l1_clusters == 0 {
                 HostOffset(0)
@@ -167,14 +183,19 @@ impl Plan {
 /// Files are emptied first, the data file too; on a device, what the image uses is overwritten.
 ///
 /// # Errors
-/// [`Error::Invalid`] for options or sizes that no image can have; [`Error::NoSpace`] for a device
-/// that is too small; and errors of the storages.
+/// [`Error::Invalid`] for options or sizes that no image can have; [`Error::Key`] where the image
+/// shall be encrypted and there is no key; [`Error::NoSpace`] for a device that is too small; and errors of the storages.
 pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     let options = CreateOptions::new(&request.options, request.backing.as_ref())?;
     let guest = GuestSizes::new(request.guest_bytes, &options.geometry)?;
     let plan = Plan::new(&options, guest)?;
     let header = plan.header(&options).encode()?;
     let storage = &*request.storage;
+    let luks = match (options.encryption, request.options.key()) {
+        (None, _) => None,
+        (Some(luks), Some(key)) => Some(luks.make(storage.name(), key, &Limits::default())?),
+        (Some(_), None) => return Err(Error::no_new_key(storage.name())),
+    };
     let data_file = match (&options.data_file, &request.data_file) {
         (None, _) => None,
         (Some(_), Some(file)) => Some(&**file),
@@ -190,6 +211,9 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
         preallocate(file, HostOffset(0), HostOffset(guest.bytes), options.preallocation)?;
     }
     write_tables(storage, &plan, &options)?;
+    if let Some(luks) = luks {
+        storage.write_at(&luks.bytes, plan.bytes(plan.luks))?;
+    }
     // Last: a half-made image has no header. Should the writes come to the disk in another order
     // and the power fail, nobody was told yet that there is an image.
     storage.write_at(&header, HostOffset(0))?;
@@ -282,10 +306,12 @@ fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> 
     }
     // In a data file, each guest byte is at its own offset.
     let data = if options.data_file.is_some() { 0 } else { plan.bytes(plan.data).0 };
+    // Space of an encrypted image that nobody has written reads as noise, so the map says zero.
+    let zero = if options.encryption.is_some() && !geometry.extended { ZERO } else { 0 };
     let entry = |i: u64| {
         let host = data + i * cluster;
         debug_assert_eq!(host & !OFFSET_MASK, 0);
-        (host | COPIED).to_be()
+        (host | COPIED | zero).to_be()
     };
     if !geometry.extended {
         return write_words(storage, plan.bytes(plan.l2), plan.guest.clusters, entry);
@@ -302,7 +328,11 @@ fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> 
 /// Without one it may, and whether it should depends: where space was prepared as well, guest
 /// writes shall cost no metadata; where the data is a hole, readers shall know from the map alone
 /// that all is zero (and that is what QEMU makes). A raw data file is the disk whatever it holds.
+/// In an encrypted image the map must say that all is zero.
 fn subcluster_bitmap(options: &CreateOptions) -> u64 {
+    if options.encryption.is_some() {
+        return if options.backing.is_none() { u64::from(u32::MAX) << 32 } else { 0 };
+    }
     let prepared = matches!(options.preallocation, Preallocation::Falloc | Preallocation::Full);
     if options.backing.is_none() && (prepared || options.data_file_raw) {
         u32::MAX.into()

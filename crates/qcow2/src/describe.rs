@@ -3,6 +3,7 @@
 use vdkit_block::{ImageInfo, Limits, Result, Storage};
 
 use crate::bitmaps::Bitmaps;
+use crate::encrypted::luks_place;
 use crate::header::{Encryption, FIRST_READ_BYTES, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
 use crate::snapshots::{Snapshot, SnapshotTable};
@@ -11,7 +12,8 @@ use crate::snapshots::{Snapshot, SnapshotTable};
 const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
 
 /// Describes an image by at most four reads: header (two where it goes on beyond 64 KiB), snapshot
-/// table (two where its entries are unusually long), bitmap directory; never all five.
+/// table (two where its entries are unusually long), bitmap directory; never all five. An encrypted
+/// image takes one more, for the LUKS header.
 ///
 /// # Errors
 /// As [`Header::read`], and [`vdkit_block::Error::Corrupt`] for a damaged snapshot table or bitmap
@@ -25,7 +27,10 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
         SnapshotTable::read(storage, &header, limits)?
     };
     let bitmaps = Bitmaps::read(storage, &header, limits)?;
-    let properties = properties(&header, &bitmaps);
+    let mut properties = properties(&header, &bitmaps);
+    if header.encryption == Encryption::Luks {
+        properties.extend(encryption_properties(&header, storage));
+    }
     Ok(ImageInfo {
         format: "qcow2",
         virtual_size: header.guest_bytes,
@@ -50,6 +55,14 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
         properties,
         backing_file: header.backing_name,
     })
+}
+
+/// What the LUKS header says. Damage there is for those who open the image.
+fn encryption_properties(header: &Header, storage: &dyn Storage) -> Vec<(String, String)> {
+    match luks_place(header, storage).and_then(|place| vdkit_luks::Header::read(storage, place)) {
+        Ok(luks) => luks.properties(),
+        Err(error) => vec![("encryption-fault".to_owned(), error.to_string())],
+    }
 }
 
 fn compression(header: &Header) -> &'static str {

@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use vdkit_block::{
     AmendRequest, CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver,
-    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result,
-    Storage,
+    ImageInfo, KeySlots, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe,
+    Repair, Result, Secret, Storage,
 };
+use vdkit_luks::LuksSlots;
 
-use crate::options::{CreateOptions, SPECS};
-use crate::{Qcow2, amend, check, create, describe, layout, measure};
+use crate::header::{Encryption, Header};
+use crate::options::{CreateOptions, ENCRYPT_FORMAT, SPECS};
+use crate::{Qcow2, amend, check, create, describe, encrypted, layout, measure};
 
 /// qcow2 images, versions 2 and 3.
 #[derive(Clone, Copy, Debug, Default)]
@@ -48,8 +50,29 @@ impl FormatDriver for Qcow2Driver {
         Ok(Qcow2::open(request)?)
     }
 
+    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
+        Ok(Qcow2::open_with_keys(request, keys)?)
+    }
+
     fn create(&self, request: &CreateRequest) -> Result<()> {
         create::create(request)
+    }
+
+    fn encrypts(&self, options: &Options) -> bool {
+        options.text(ENCRYPT_FORMAT).is_some()
+    }
+
+    fn key_slots(
+        &self,
+        storage: &Arc<dyn Storage>,
+        limits: &Limits,
+    ) -> Result<Option<Box<dyn KeySlots>>> {
+        let header = Header::read(&**storage, limits)?;
+        if header.encryption != Encryption::Luks {
+            return Ok(None);
+        }
+        let place = encrypted::luks_place(&header, &**storage)?;
+        Ok(Some(Box::new(LuksSlots::read(storage.clone(), place, limits)?)))
     }
 
     fn check(

@@ -9,12 +9,13 @@ use rustc_hash::FxHashSet;
 use vdkit_block::{
     BackingRef, Bitmaps, CancelToken, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset,
     HostOffset, InFlight, IoAction, Limits, Monitor, NoProgress, OpenRequest, Packed,
-    PackedReservation, Reservation, Reserver, Result, Snapshots, Storage, Ticket,
+    PackedReservation, Reservation, Reserver, Result, Secret, Snapshots, Storage, Ticket,
 };
 
 use crate::bitmaps::state::State as BitmapState;
 use crate::check;
 use crate::codec;
+use crate::encrypted;
 use crate::header::{Encryption, Header, field};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, incompatible};
 use crate::pool::{Pool, Space};
@@ -52,6 +53,8 @@ pub struct Qcow2 {
     pub(crate) bitmaps: BitmapState,
     warnings: Vec<String>,
     pub(crate) limits: Limits,
+    /// How the guest's data is encrypted.
+    pub(crate) encryption: Option<vdkit_block::Encryption>,
 }
 
 /// What writers change, under one lock.
@@ -134,12 +137,21 @@ impl Qcow2 {
     /// Opens an image: reads the header and the L1 table, and for writing the refcount table.
     ///
     /// # Errors
-    /// As [`Header::read`]; [`Error::Unsupported`] for encryption; [`Error::Corrupt`] when an
+    /// As [`Header::read`]; [`Error::Key`] for an encrypted image; [`Error::Corrupt`] when an
     /// image that is marked corrupt is opened for writing.
     pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
+        Self::open_with_keys(request, &[])
+    }
+
+    /// As [`Qcow2::open`], with keys for an image that may be encrypted.
+    ///
+    /// # Errors
+    /// As [`Qcow2::open`]; [`Error::Key`] where none of the keys fits.
+    pub fn open_with_keys(request: OpenRequest, keys: &[Secret]) -> Result<Arc<Self>> {
         let OpenRequest { storage, data_file, writable, limits } = request;
         let mut header = Header::read(&*storage, &limits)?;
         Self::refuse(&header, &*storage, writable)?;
+        let encryption = encrypted::unlock(&header, &storage, writable, &limits, keys)?;
         let data = match (header.has_data_file(), data_file) {
             (true, Some(data)) => data,
             (true, None) => {
@@ -196,6 +208,7 @@ impl Qcow2 {
             bitmaps,
             warnings,
             limits,
+            encryption,
             header,
             storage,
         }))
@@ -224,23 +237,12 @@ impl Qcow2 {
             bitmaps: BitmapState::unread(&self.limits),
             warnings: Vec::new(),
             limits: self.limits,
+            encryption: self.encryption.clone(),
             header,
         }))
     }
 
     fn refuse(header: &Header, storage: &dyn Storage, writable: bool) -> Result<()> {
-        let what = match header.encryption {
-            Encryption::None => "",
-            Encryption::LegacyAes => "AES encryption",
-            Encryption::Luks => "LUKS encryption",
-        };
-        if !what.is_empty() {
-            return Err(Error::unsupported(
-                storage.name(),
-                what,
-                "this version of vdkit cannot read or write encrypted images",
-            ));
-        }
         if writable && header.has(incompatible::CORRUPT) {
             return Err(Error::corrupt(
                 storage.name(),
@@ -417,6 +419,12 @@ fn metadata_clusters(header: &Header, refcounts: &Refcounts, l1: &[u64]) -> FxHa
     range(header.l1_offset, l1.len() as u64 * 8);
     range(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << bits);
     range(header.snapshots_offset, u64::from(header.snapshot_count) * 40);
+    // Checked when the image was unlocked; without encryption it means nothing.
+    if let (Encryption::Luks, Some((offset, bytes))) =
+        (header.encryption, header.encryption_header())
+    {
+        range(offset, bytes);
+    }
     for &entry in refcounts.table.iter().filter(|&&e| e != 0) {
         range(HostOffset(entry), 1);
     }
@@ -438,7 +446,8 @@ impl Format for Qcow2 {
             writable: self.writable,
             cluster_bytes: self.geometry.cluster_bytes(),
             fill_bytes: self.geometry.subcluster_bytes(),
-            packed: (!self.has_data_file()).then_some(self.header.codec),
+            packed: (!self.has_data_file() && self.encryption.is_none())
+                .then_some(self.header.codec),
             cheap_zeroes: self.header.version >= 3 && !self.header.data_file_raw(),
             host_aligned: true,
         }
@@ -454,6 +463,10 @@ impl Format for Qcow2 {
 
     fn warnings(&self) -> &[String] {
         &self.warnings
+    }
+
+    fn encryption(&self) -> Option<&vdkit_block::Encryption> {
+        self.encryption.as_ref()
     }
 
     fn storage(&self) -> &Arc<dyn Storage> {

@@ -32,6 +32,7 @@ mod create;
 mod describe;
 mod driver;
 mod empty;
+mod encrypted;
 pub mod entry;
 mod flush;
 pub mod header;

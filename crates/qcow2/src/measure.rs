@@ -99,7 +99,9 @@ pub(crate) fn measure(guest_bytes: u64, options: &Options, data_clusters: u64) -
     let options = CreateOptions::new(options, None)?;
     let geometry = &options.geometry;
     let guest = GuestSizes::new(guest_bytes, geometry)?;
-    let others = 1 + guest.l1_clusters + guest.l2_tables + guest.clusters;
+    let luks_bytes = options.encryption.map_or(0, |luks| luks.payload_offset());
+    let luks = luks_bytes.div_ceil(geometry.cluster_bytes());
+    let others = 1 + guest.l1_clusters + luks + guest.l2_tables + guest.clusters;
     let refcounts = RefcountClusters::covering(others, geometry);
     let full = others + refcounts.table + refcounts.blocks;
     let data = match options.preallocation {

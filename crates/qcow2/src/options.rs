@@ -1,6 +1,7 @@
 //! The options of a new image, and which of them go together.
 
 use vdkit_block::{BackingRef, Codec, Error, OptionKind, OptionSpec, Options, Result};
+use vdkit_luks::{INNER_OPTIONS, NewHeader};
 
 use crate::layout::{CLUSTER_BITS, EXTENDED_CLUSTER_BITS_MIN, Geometry};
 
@@ -72,7 +73,22 @@ pub(crate) const SPECS: &[OptionSpec] = &[
         default: "",
         help: "format of the image that this one stands on",
     },
+    OptionSpec {
+        key: ENCRYPT_FORMAT,
+        kind: OptionKind::Word(&["luks"]),
+        default: "",
+        help: "luks: the data is encrypted; needs a key",
+    },
+    INNER_OPTIONS[0],
+    INNER_OPTIONS[1],
+    INNER_OPTIONS[2],
+    INNER_OPTIONS[3],
+    INNER_OPTIONS[4],
+    INNER_OPTIONS[5],
 ];
+
+/// The option that asks for encryption.
+pub(crate) const ENCRYPT_FORMAT: &str = "encrypt.format";
 
 /// How much of a new image is made ahead of the guest's writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +115,7 @@ pub(crate) struct CreateOptions {
     pub(crate) data_file: Option<String>,
     pub(crate) data_file_raw: bool,
     pub(crate) backing: Option<BackingRef>,
+    pub(crate) encryption: Option<NewHeader>,
 }
 
 fn invalid<T>(message: impl Into<String>) -> Result<T> {
@@ -136,6 +153,7 @@ impl CreateOptions {
             data_file: text(options, "data_file"),
             data_file_raw: options.switch("data_file_raw").unwrap_or(false),
             backing: backing_of(options, backing)?,
+            encryption: encryption_of(options)?,
         };
         new.check_version()?;
         new.check_together()?;
@@ -173,6 +191,19 @@ impl CreateOptions {
             return invalid(
                 "data_file_raw=on needs a data file; name one with data_file=NAME or leave \
                  data_file_raw out",
+            );
+        }
+        if self.encryption.is_some() && self.data_file_raw {
+            return invalid(
+                "an encrypted data file cannot be read as a raw image; use data_file_raw=off or no \
+                 encryption",
+            );
+        }
+        if self.encryption.is_some() && self.version < 3 && self.preallocation != Preallocation::Off
+        {
+            return invalid(
+                "preallocated clusters of an encrypted image need zero flags, which version 2 has \
+                 not; use compat=1.1 or preallocation=off",
             );
         }
         if self.backing.is_none() {
@@ -219,6 +250,17 @@ fn refcount_order(bits: u64) -> Result<u32> {
         return invalid(format!("refcount_bits is {bits}, expected 1, 2, 4, 8, 16, 32 or 64"));
     }
     Ok(bits.trailing_zeros())
+}
+
+/// The encryption that the options ask for; the details mean nothing without the format.
+fn encryption_of(options: &Options) -> Result<Option<NewHeader>> {
+    if options.text(ENCRYPT_FORMAT).is_some() {
+        return Ok(Some(NewHeader::from_options(options, "encrypt.")?));
+    }
+    match INNER_OPTIONS.iter().find(|spec| options.text(spec.key).is_some()) {
+        Some(spec) => invalid(format!("{} has no meaning without encrypt.format=luks", spec.key)),
+        None => Ok(None),
+    }
 }
 
 /// The caller's word and the options' as one.
@@ -304,6 +346,10 @@ mod tests {
             ("backing_file=y,preallocation=metadata", "extended_l2=on"),
             ("backing_file=y,preallocation=full", "extended_l2=on"),
             ("backing_fmt=raw", "backing_file=NAME"),
+            ("encrypt.iter-time=10", "encrypt.format=luks"),
+            ("encrypt.format=luks,encrypt.ivgen-hash-alg=sha256", "encrypt.ivgen-alg=essiv"),
+            ("encrypt.format=luks,data_file=x,data_file_raw=on", "data_file_raw=off"),
+            ("encrypt.format=luks,compat=0.10,preallocation=full", "compat=1.1"),
         ] {
             let message = refusal(text);
             assert!(message.contains(mend), "{text}: {message}");

@@ -73,6 +73,13 @@ impl Qcow2 {
                 "leave out --compress or the data file",
             ));
         }
+        if self.encryption.is_some() {
+            return Err(Error::unsupported(
+                file,
+                "compressed clusters in an encrypted image",
+                "leave out --compress or the encryption",
+            ));
+        }
         let end = at.0.checked_add((lens.len() as u64).saturating_mul(cluster));
         let fits = self.geometry.in_cluster(at) == 0
             && !lens.is_empty()

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
-use vdkit_block::{Error, GuestOffset, HostOffset, Result, ZeroMode, align_down};
+use vdkit_block::{Error, GuestOffset, HostOffset, Result, align_down};
 
 use crate::entry::{L2Entry, State};
 use crate::header::field;
@@ -100,7 +100,7 @@ impl Qcow2 {
                 tail = tail.min(self.data.len()?.saturating_sub(from.0));
             }
             if tail > 0 {
-                self.data.write_zeroes(from, tail, ZeroMode::KeepAllocated)?;
+                self.write_data_zeroes(GuestOffset(end), from, tail)?;
             }
         }
         let behind = inside.div_ceil(unit);
@@ -124,12 +124,12 @@ impl Qcow2 {
             self.data.read_padded(&mut packed, place.offset)?;
             self.unpack_cluster(place.offset, &packed, &mut bytes)?;
         } else {
-            self.data.read_padded(&mut bytes, entry.host())?;
+            self.read_data(GuestOffset(start), entry.host(), &mut bytes)?;
         }
         bytes[inside as usize..].fill(0);
         let space = self.allocate_whole(meta, 1)?;
         let host = HostOffset(space.first << geometry.cluster_bits);
-        if let Err(error) = self.data.write_at(&bytes, host) {
+        if let Err(error) = self.write_data(GuestOffset(start), host, bytes) {
             meta.pool.add(Space { fresh: false, ..space });
             return Err(error);
         }

@@ -276,8 +276,14 @@ impl Qcow2 {
             guest: 0..0,
             host,
             space,
-            data_first: plan.covers_data || !space.is_some_and(|s| s.fresh),
+            data_first: plan.covers_data || !self.reads_zero(space),
         }))
+    }
+
+    /// Whether the guest would read zeroes from new host clusters as they are. What is zero in the
+    /// file of an encrypted image is noise to the guest.
+    fn reads_zero(&self, space: Option<Space>) -> bool {
+        space.is_some_and(|space| space.fresh) && self.encryption.is_none()
     }
 
     /// The host cluster behind that of the guest cluster before `at`: there the disk stays in one
@@ -313,7 +319,7 @@ impl Qcow2 {
         // Elsewhere what lies behind the end of the disk is filled too, with zeroes: other
         // programs enlarge a disk and trust that they are there.
         pending.guest = guest_start..guest_end;
-        let fresh = pending.space.is_some_and(|s| s.fresh);
+        let fresh = self.reads_zero(pending.space);
         let head = if at.0 == guest_start {
             Fill::Ready
         } else {

@@ -2,11 +2,12 @@
 
 use vdkit_block::{FormatDriver, Result};
 use vdkit_chain::Registry;
+use vdkit_luks::LuksDriver;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 
 /// Every format that this build knows.
-pub static FORMATS: &[&dyn FormatDriver] = &[&RawDriver, &Qcow2Driver];
+pub static FORMATS: &[&dyn FormatDriver] = &[&RawDriver, &Qcow2Driver, &LuksDriver];
 
 /// A registry of every format.
 pub fn registry() -> Registry {

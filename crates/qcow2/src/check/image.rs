@@ -10,9 +10,6 @@ use crate::entry::L2Entry;
 use crate::header::Header;
 use crate::layout::{self, COPIED, Geometry, L1_RESERVED, OFFSET_MASK, ZERO};
 
-/// Largest encryption header that is accepted; LUKS with eight key slots takes 2 MiB.
-const ENCRYPTION_BYTES_MAX: u64 = 64 << 20;
-
 /// The image under check.
 #[derive(Clone, Debug)]
 pub(super) struct Image {
@@ -128,7 +125,7 @@ impl Image {
         let (offset, bytes) = self.header.encryption_header()?;
         let found = (offset.0, bytes);
         let fits = bytes > 0
-            && bytes <= ENCRYPTION_BYTES_MAX
+            && bytes <= crate::encrypted::HEADER_BYTES_MAX
             && offset.0 != 0
             && offset.0 & (self.cluster_bytes() - 1) == 0
             && self.in_file(offset.0, bytes);

@@ -25,6 +25,7 @@ const LIMITS: Limits = Limits {
     cache_bytes: 64 << 10,
     packed_bytes_max: 4 << 20,
     check_bytes_max: 16 << 20,
+    key_rounds_max: 1 << 12,
 };
 
 fn run_check(

@@ -1,0 +1,245 @@
+//! Encrypted layers: decrypting what was read, encrypting what is written.
+//!
+//! Encryption works on sectors of 512 bytes. A request that cuts one is widened: reading, the
+//! sector goes through a scratch buffer; writing in place, it is read, changed and written back.
+//! Reserved space is always written whole, since what was never written there is noise, not zero.
+//!
+//! # The lock on sectors
+//! Two writes to different bytes of one sector must not undo each other, and a reader must not see
+//! a sector whose ciphertext is half-written for bytes that nobody writes. So whoever changes a
+//! part of a sector in place holds [`Disk::sectors`](crate::Disk) alone; whoever reads or writes
+//! whole sectors holds it together with others.
+
+use std::ops::Range;
+
+use parking_lot::{RwLock, RwLockReadGuard};
+use vdkit_block::{
+    CIPHER_SECTOR_BYTES, Encryption, Fill, GuestOffset, HostOffset, Reservation, Result, Storage,
+    align_down,
+};
+
+use crate::disk::Disk;
+use crate::scratch::Scratch;
+use crate::write::{STEP_BYTES, Source};
+
+/// Where an encrypted run begins, for the guest and on the host. The two lie equally within their
+/// sectors.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SealedPlace {
+    pub(crate) guest: GuestOffset,
+    pub(crate) host: HostOffset,
+}
+
+impl SealedPlace {
+    /// Whether so many bytes from here are whole sectors.
+    pub(crate) fn is_whole(&self, len: usize) -> bool {
+        (self.host.0 | len as u64).is_multiple_of(CIPHER_SECTOR_BYTES)
+    }
+
+    /// So many bytes further on.
+    fn after(&self, bytes: u64) -> Self {
+        Self { guest: self.guest + bytes, host: self.host + bytes }
+    }
+
+    /// The beginning of the sector, and how many bytes it lies before this.
+    fn sector(&self) -> (Self, usize) {
+        let before = self.host.0 % CIPHER_SECTOR_BYTES;
+        debug_assert_eq!(before, self.guest.0 % CIPHER_SECTOR_BYTES);
+        let guest = GuestOffset(self.guest.0 - before);
+        (Self { guest, host: HostOffset(self.host.0 - before) }, before as usize)
+    }
+
+    fn encrypt(&self, encryption: &Encryption, sectors: &mut [u8]) {
+        encryption.encrypt(sectors, self.guest, self.host);
+    }
+
+    fn decrypt(&self, encryption: &Encryption, sectors: &mut [u8]) {
+        encryption.decrypt(sectors, self.guest, self.host);
+    }
+}
+
+/// What a read has to decrypt when its bytes are there.
+#[derive(Debug, Default)]
+pub(crate) struct Sealed<'a> {
+    runs: Vec<(&'a Encryption, SealedPlace, Range<usize>)>,
+    _shared: Option<RwLockReadGuard<'a, ()>>,
+}
+
+impl<'a> Sealed<'a> {
+    /// To be called before the first encrypted byte is read.
+    pub(crate) fn begin(&mut self, sectors: &'a RwLock<()>) {
+        self._shared.get_or_insert_with(|| sectors.read());
+    }
+
+    /// Notes a run of whole sectors that is read into this part of the buffer.
+    pub(crate) fn push(
+        &mut self,
+        encryption: &'a Encryption,
+        place: SealedPlace,
+        range: Range<usize>,
+    ) {
+        self.runs.push((encryption, place, range));
+    }
+
+    /// Decrypts all of them.
+    pub(crate) fn open(self, buf: &mut [u8]) {
+        for (encryption, place, range) in self.runs {
+            place.decrypt(encryption, &mut buf[range]);
+        }
+    }
+}
+
+/// Reads a run that cuts sectors.
+pub(crate) fn read_part(
+    encryption: &Encryption,
+    storage: &dyn Storage,
+    place: SealedPlace,
+    out: &mut [u8],
+) -> Result<()> {
+    let mut done = 0;
+    while done < out.len() {
+        let (first, skip) = place.after(done as u64).sector();
+        let len = (out.len() - done).min(STEP_BYTES as usize - skip);
+        let mut sectors = Scratch::new(whole(skip + len));
+        storage.read_padded(&mut sectors, first.host)?;
+        first.decrypt(encryption, &mut sectors);
+        out[done..done + len].copy_from_slice(&sectors[skip..skip + len]);
+        done += len;
+    }
+    Ok(())
+}
+
+/// A length in whole sectors.
+fn whole(len: usize) -> usize {
+    len.next_multiple_of(CIPHER_SECTOR_BYTES as usize)
+}
+
+impl Disk {
+    /// Writes over bytes of an encrypted image that it has to itself.
+    pub(crate) fn write_sealed_in_place(
+        &self,
+        encryption: &Encryption,
+        storage: &dyn Storage,
+        place: SealedPlace,
+        data: Source<'_>,
+    ) -> Result<()> {
+        let len = data.len();
+        if place.is_whole(len as usize) {
+            let _shared = self.sectors.read();
+            return write_whole(encryption, storage, place, data);
+        }
+        // A cut sector at each end, whole ones between.
+        let (_, skip) = place.sector();
+        let head = if skip == 0 { 0 } else { (CIPHER_SECTOR_BYTES - skip as u64).min(len) };
+        let middle = align_down(len - head, CIPHER_SECTOR_BYTES);
+        let _alone = self.sectors.write();
+        for part in [0..head, head..head + middle, head + middle..len] {
+            let (place, data) =
+                (place.after(part.start), data.slice(part.start, part.end - part.start));
+            if place.is_whole(data.len() as usize) {
+                write_whole(encryption, storage, place, data)?;
+            } else {
+                change_sector(encryption, storage, place, data)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes all of a reservation of an encrypted image: the write, and around it what the fills
+    /// say. Nothing counts as written already.
+    pub(crate) fn fill_sealed(
+        &self,
+        encryption: &Encryption,
+        reservation: &Reservation<'_>,
+        data: Source<'_>,
+    ) -> Result<()> {
+        let (guest, write) = (reservation.guest.clone(), reservation.write.clone());
+        let storage = self.top().file(reservation.file);
+        let mut at = guest.start;
+        while at < guest.end {
+            let len = STEP_BYTES.min(guest.end - at);
+            let end = at + len;
+            let mut piece = Scratch::new(whole(len as usize));
+            piece[len as usize..].fill(0);
+            let part = |from: u64, to: u64| {
+                let (from, to) = (from.clamp(at, end), to.clamp(at, end));
+                (from, (from - at) as usize..(to - at) as usize)
+            };
+            let (from, head) = part(guest.start, write.start);
+            self.fill(reservation.head, &mut piece[head], from)?;
+            let (from, body) = part(write.start, write.end);
+            if !body.is_empty() {
+                data.slice(from - write.start, body.len() as u64).copy_to(&mut piece[body]);
+            }
+            let (from, tail) = part(write.end, guest.end);
+            self.fill(reservation.tail, &mut piece[tail], from)?;
+            let place = SealedPlace { guest: GuestOffset(at), host: reservation.host_of(at) };
+            place.encrypt(encryption, &mut piece);
+            storage.write_at(&piece, place.host)?;
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Writes all bytes of a reservation, encrypted where the image is. `bytes` are those of the
+    /// guest range `write`; the reservation needs no fill.
+    ///
+    /// # Errors
+    /// What the storage returns.
+    pub fn write_reserved(
+        &self,
+        reservation: &Reservation<'_>,
+        bytes: &[u8],
+        at: u64,
+    ) -> Result<()> {
+        debug_assert!(reservation.head == Fill::Ready && reservation.tail == Fill::Ready);
+        let storage = self.top().file(reservation.file);
+        let host = reservation.host_of(at);
+        match self.top().encryption() {
+            None if reservation.zeroed => storage.write_new(bytes, host),
+            None => storage.write_at(bytes, host),
+            Some(encryption) => {
+                let place = SealedPlace { guest: GuestOffset(at), host };
+                write_whole(encryption, &**storage, place, Source::Bytes(bytes))
+            }
+        }
+    }
+}
+
+/// Encrypts and writes whole sectors. A short last one, at the end of the disk, is filled up with
+/// zeroes.
+fn write_whole(
+    encryption: &Encryption,
+    storage: &dyn Storage,
+    place: SealedPlace,
+    data: Source<'_>,
+) -> Result<()> {
+    let mut done = 0;
+    while done < data.len() {
+        let len = STEP_BYTES.min(data.len() - done);
+        let mut piece = Scratch::new(whole(len as usize));
+        data.slice(done, len).copy_to(&mut piece[..len as usize]);
+        piece[len as usize..].fill(0);
+        let place = place.after(done);
+        place.encrypt(encryption, &mut piece);
+        storage.write_at(&piece, place.host)?;
+        done += len;
+    }
+    Ok(())
+}
+
+/// Changes a part of one sector.
+fn change_sector(
+    encryption: &Encryption,
+    storage: &dyn Storage,
+    place: SealedPlace,
+    data: Source<'_>,
+) -> Result<()> {
+    let (first, skip) = place.sector();
+    let mut sector = Scratch::new(CIPHER_SECTOR_BYTES as usize);
+    storage.read_padded(&mut sector, first.host)?;
+    first.decrypt(encryption, &mut sector);
+    data.copy_to(&mut sector[skip..skip + data.len() as usize]);
+    first.encrypt(encryption, &mut sector);
+    storage.write_at(&sector, first.host)
+}

@@ -1,0 +1,215 @@
+//! Key slots of encrypted images: who can open them.
+//!
+//! A key is never taken away before it is certain that another one opens the image: it was tried,
+//! and is durable.
+
+use std::path::Path;
+
+use vdkit_block::{Error, KeySlot, KeySlots, Result, Secret};
+use vdkit_chain::{OpenOptions, Registry, open_image};
+
+/// The key slots of an image.
+#[derive(Clone, Debug)]
+pub struct ListedKeys {
+    /// The image's format.
+    pub format: &'static str,
+    /// How it is encrypted.
+    pub encryption: String,
+    /// All its slots, also those that are free.
+    pub slots: Vec<KeySlot>,
+    /// Slots that one of the keys at hand opens.
+    pub opened: Vec<u32>,
+}
+
+/// What became of the key slots.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeysAfter {
+    /// The slot with the new key.
+    pub added: Option<u32>,
+    /// Slots that were wiped.
+    pub removed: Vec<u32>,
+    /// All slots as they are now.
+    pub slots: Vec<KeySlot>,
+}
+
+/// An image with key slots.
+struct Image {
+    file: String,
+    slots: Box<dyn KeySlots>,
+}
+
+impl Image {
+    fn open(
+        registry: &Registry,
+        path: &Path,
+        options: &OpenOptions,
+        writable: bool,
+    ) -> Result<(Self, ListedKeys)> {
+        let options = OpenOptions { writable, ..options.clone() };
+        let file = path.display().to_string();
+        let image = open_image(registry, path, &options)?;
+        let Some(slots) = image.driver.key_slots(&image.storage, &options.limits)? else {
+            let what = match image.info.encryption {
+                Some(method) => format!("the encryption {method}, which has no key slots,"),
+                None => "key slots in an image that is not encrypted".to_owned(),
+            };
+            let hint = "convert it to one that is: -O qcow2 -o encrypt.format=luks, or -O luks";
+            return Err(Error::unsupported(&file, what, hint));
+        };
+        let encryption = image.info.encryption.unwrap_or_default();
+        let (format, all) = (image.driver.name(), slots.slots());
+        let listed = ListedKeys { format, encryption, slots: all, opened: Vec::new() };
+        Ok((Self { file, slots }, listed))
+    }
+
+    /// Slots that any of the keys opens, with the key that does.
+    fn opened<'k>(&self, keys: &'k [Secret]) -> Result<Vec<(u32, &'k Secret)>> {
+        let mut opened: Vec<(u32, &Secret)> = Vec::new();
+        for key in keys {
+            for slot in self.slots.opened_by(key)? {
+                if opened.iter().all(|(known, _)| *known != slot) {
+                    opened.push((slot, key));
+                }
+            }
+        }
+        Ok(opened)
+    }
+
+    /// The first of the keys that opens the image.
+    fn key<'k>(&self, keys: &'k [Secret]) -> Result<&'k Secret> {
+        if keys.is_empty() {
+            return Err(Error::no_key(&self.file, "luks"));
+        }
+        for key in keys {
+            if !self.slots.opened_by(key)?.is_empty() {
+                return Ok(key);
+            }
+        }
+        Err(self.wrong_key())
+    }
+
+    fn wrong_key(&self) -> Error {
+        Error::Key {
+            file: self.file.clone(),
+            what: "the key opens none of its key slots".to_owned(),
+            hint: "give a key that opens the image".to_owned(),
+        }
+    }
+
+    fn after(&self, added: Option<u32>, removed: Vec<u32>) -> KeysAfter {
+        KeysAfter { added, removed, slots: self.slots.slots() }
+    }
+}
+
+/// The key slots of an image, and which of them the keys in `options` open.
+///
+/// # Errors
+/// [`Error::Unsupported`] for an image without key slots; what opening returns.
+pub fn list_keys(registry: &Registry, path: &Path, options: &OpenOptions) -> Result<ListedKeys> {
+    let (image, mut listed) = Image::open(registry, path, options, false)?;
+    listed.opened = image.opened(&options.keys)?.into_iter().map(|(slot, _)| slot).collect();
+    Ok(listed)
+}
+
+/// Lets one more key open an image. The new slot is durable when this returns.
+///
+/// # Errors
+/// [`Error::Key`] where none of the keys in `options` opens it; [`Error::Invalid`] where no slot
+/// is free.
+pub fn add_key(
+    registry: &Registry,
+    path: &Path,
+    options: &OpenOptions,
+    new: &Secret,
+    milliseconds: u64,
+) -> Result<KeysAfter> {
+    let (mut image, _) = Image::open(registry, path, options, true)?;
+    let key = image.key(&options.keys)?;
+    let added = image.slots.add(key, new, milliseconds)?;
+    Ok(image.after(Some(added), Vec::new()))
+}
+
+/// Wipes a slot. Without `force`, one of the keys in `options` must open another slot, so that
+/// nobody is locked out.
+///
+/// # Errors
+/// [`Error::Key`] where no key proves that the image can be opened afterwards;
+/// [`Error::Invalid`] for a slot that is free already, without `force`.
+pub fn remove_key(
+    registry: &Registry,
+    path: &Path,
+    options: &OpenOptions,
+    slot: u32,
+    force: bool,
+) -> Result<KeysAfter> {
+    let (mut image, _) = Image::open(registry, path, options, true)?;
+    let file = image.file.clone();
+    if !force {
+        let active = |known: &KeySlot| known.number == slot && known.active;
+        if !image.slots.slots().iter().any(active) {
+            return Err(Error::Invalid(format!("{file}: key slot {slot} is not in use")));
+        }
+        if options.keys.is_empty() {
+            return Err(Error::Key {
+                file,
+                what: "no key is given that shows that it can be opened afterwards".to_owned(),
+                hint: "give the key of another slot with --key-file, --key-fd or --key-env, or \
+                       --force"
+                    .to_owned(),
+            });
+        }
+        let opened = image.opened(&options.keys)?;
+        if opened.is_empty() {
+            return Err(image.wrong_key());
+        }
+        if opened.iter().all(|(opened, _)| *opened == slot) {
+            return Err(Error::Key {
+                file,
+                what: format!("the key opens slot {slot} alone, which would go"),
+                hint: "give the key of a slot that stays, or --force, which may make all data \
+                       unreadable for good"
+                    .to_owned(),
+            });
+        }
+    }
+    image.slots.wipe(slot)?;
+    Ok(image.after(None, vec![slot]))
+}
+
+/// Puts a new key in the place of an old one, the first in `options` that opens the image. The new
+/// slot is durable, and was tried, before the old one is wiped: `slot`, or all that the old key
+/// opens.
+///
+/// # Errors
+/// [`Error::Key`] where none of the keys opens the image, or `slot`; [`Error::Invalid`] where no
+/// slot is free for the new key, or the new key is the old one.
+pub fn change_key(
+    registry: &Registry,
+    path: &Path,
+    options: &OpenOptions,
+    new: &Secret,
+    slot: Option<u32>,
+    milliseconds: u64,
+) -> Result<KeysAfter> {
+    let (mut image, _) = Image::open(registry, path, options, true)?;
+    let key = image.key(&options.keys)?;
+    if key == new {
+        return Err(Error::Invalid(format!("{}: the new key is the old one", image.file)));
+    }
+    let mut old = image.slots.opened_by(key)?;
+    if let Some(slot) = slot {
+        if !old.contains(&slot) {
+            return Err(Error::Key {
+                file: image.file,
+                what: format!("the key does not open slot {slot}"),
+                hint: format!("it opens {old:?}"),
+            });
+        }
+        old = vec![slot];
+    }
+    let added = image.slots.add(key, new, milliseconds)?;
+    for &slot in &old {
+        image.slots.wipe(slot)?;
+    }
+    Ok(image.after(Some(added), old))
+}

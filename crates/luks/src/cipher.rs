@@ -1,0 +1,372 @@
+//! Sector ciphers: AES in XTS and CBC mode, with the ways in which LUKS makes a sector's
+//! initialisation vector.
+//!
+//! Sources: LUKS1 on-disk format specification, section 5 "Cipher and hash specification";
+//! IEEE 1619 for XTS.
+
+use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit, consts::U16};
+use aes::{Aes128, Aes192, Aes256};
+use std::fmt;
+
+use vdkit_block::{CIPHER_SECTOR_BYTES, SectorCipher};
+use zeroize::Zeroizing;
+
+use crate::hash::Hash;
+
+type Block = Array<u8, U16>;
+
+const SECTOR: usize = CIPHER_SECTOR_BYTES as usize;
+const BLOCK: usize = 16;
+
+/// AES with a key of any of its three lengths.
+enum Aes {
+    Aes128(Box<Aes128>),
+    Aes192(Box<Aes192>),
+    Aes256(Box<Aes256>),
+}
+
+impl Aes {
+    /// With a key of 16, 24 or 32 bytes.
+    fn new(key: &[u8]) -> Option<Self> {
+        Some(match key.len() {
+            16 => Self::Aes128(Box::new(Aes128::new_from_slice(key).ok()?)),
+            24 => Self::Aes192(Box::new(Aes192::new_from_slice(key).ok()?)),
+            32 => Self::Aes256(Box::new(Aes256::new_from_slice(key).ok()?)),
+            _ => return None,
+        })
+    }
+
+    fn encrypt(&self, blocks: &mut [Block]) {
+        match self {
+            Self::Aes128(aes) => aes.encrypt_blocks(blocks),
+            Self::Aes192(aes) => aes.encrypt_blocks(blocks),
+            Self::Aes256(aes) => aes.encrypt_blocks(blocks),
+        }
+    }
+
+    fn decrypt(&self, blocks: &mut [Block]) {
+        match self {
+            Self::Aes128(aes) => aes.decrypt_blocks(blocks),
+            Self::Aes192(aes) => aes.decrypt_blocks(blocks),
+            Self::Aes256(aes) => aes.decrypt_blocks(blocks),
+        }
+    }
+}
+
+/// How the blocks of a sector hang together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Each block by itself, with a tweak of its own.
+    Xts,
+    /// Each block after the one before.
+    Cbc,
+}
+
+/// How a sector's number becomes its initialisation vector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vector {
+    /// Its low 32 bits.
+    Plain,
+    /// All 64 bits of it.
+    Plain64,
+    /// All 64 bits, encrypted with a hash of the key.
+    Essiv(Hash),
+}
+
+/// A cipher without its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CipherSpec {
+    /// Bytes of an AES key: 16, 24 or 32.
+    pub aes_bytes: usize,
+    /// How blocks hang together.
+    pub mode: Mode,
+    /// How sectors are told apart.
+    pub vector: Vector,
+}
+
+/// The ways that are known, for messages.
+pub(crate) const KNOWN: &str = "aes in the modes xts and cbc, with plain, plain64 or essiv:sha256";
+
+impl CipherSpec {
+    /// The cipher that a header's names mean, for keys of so many bytes.
+    pub fn find(name: &str, mode: &str, key_bytes: usize) -> Option<Self> {
+        if name != "aes" {
+            return None;
+        }
+        let (mode, vector) = mode.split_once('-')?;
+        let mode = match mode {
+            "xts" => Mode::Xts,
+            "cbc" => Mode::Cbc,
+            _ => return None,
+        };
+        let vector = match vector.split_once(':') {
+            None if vector == "plain" => Vector::Plain,
+            None if vector == "plain64" => Vector::Plain64,
+            // The digest is an AES key.
+            Some(("essiv", hash)) => match Hash::find(hash)? {
+                hash if hash.digest_bytes() == 32 => Vector::Essiv(hash),
+                _ => return None,
+            },
+            _ => return None,
+        };
+        let aes_bytes = match mode {
+            Mode::Xts if key_bytes.is_multiple_of(2) => key_bytes / 2,
+            Mode::Xts => return None,
+            Mode::Cbc => key_bytes,
+        };
+        [16, 24, 32].contains(&aes_bytes).then_some(Self { aes_bytes, mode, vector })
+    }
+
+    /// The name of the mode in a header, such as `xts-plain64`.
+    pub fn mode_name(&self) -> String {
+        let mode = match self.mode {
+            Mode::Xts => "xts",
+            Mode::Cbc => "cbc",
+        };
+        match self.vector {
+            Vector::Plain => format!("{mode}-plain"),
+            Vector::Plain64 => format!("{mode}-plain64"),
+            Vector::Essiv(hash) => format!("{mode}-essiv:{}", hash.name()),
+        }
+    }
+
+    /// Bytes of a key, which in XTS are two.
+    pub fn key_bytes(&self) -> usize {
+        match self.mode {
+            Mode::Xts => 2 * self.aes_bytes,
+            Mode::Cbc => self.aes_bytes,
+        }
+    }
+
+    /// The cipher with a key; nothing where that has another length.
+    pub fn with_key(&self, key: &[u8]) -> Option<AesSectors> {
+        if key.len() != self.key_bytes() {
+            return None;
+        }
+        let (data, tweak) = match self.mode {
+            Mode::Xts => {
+                (Aes::new(&key[..self.aes_bytes])?, Some(Aes::new(&key[self.aes_bytes..])?))
+            }
+            Mode::Cbc => (Aes::new(key)?, None),
+        };
+        let essiv = match self.vector {
+            Vector::Essiv(hash) => Some(Aes::new(&Zeroizing::new(hash.digest(&[key])))?),
+            Vector::Plain | Vector::Plain64 => None,
+        };
+        Some(AesSectors { spec: *self, data, tweak, essiv })
+    }
+}
+
+/// The cipher of qcow2's encryption method 1: AES-128-CBC by sectors of the guest disk, keyed by
+/// the first 16 bytes of the password, with zeroes behind a shorter one.
+pub fn legacy_qcow2(password: &[u8]) -> Option<AesSectors> {
+    let mut key = Zeroizing::new([0; 16]);
+    let len = password.len().min(16);
+    key[..len].copy_from_slice(&password[..len]);
+    CipherSpec { aes_bytes: 16, mode: Mode::Cbc, vector: Vector::Plain64 }.with_key(&*key)
+}
+
+/// AES over sectors. The expanded keys are wiped when it goes.
+pub struct AesSectors {
+    spec: CipherSpec,
+    data: Aes,
+    /// XTS: encrypts the initialisation vectors.
+    tweak: Option<Aes>,
+    /// ESSIV: makes them.
+    essiv: Option<Aes>,
+}
+
+impl fmt::Debug for AesSectors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AesSectors").field("spec", &self.spec).finish_non_exhaustive()
+    }
+}
+
+impl AesSectors {
+    /// The initialisation vector of a sector; in XTS the first tweak.
+    fn vector(&self, sector: u64) -> Block {
+        let number = match self.spec.vector {
+            Vector::Plain => sector & u64::from(u32::MAX),
+            Vector::Plain64 | Vector::Essiv(_) => sector,
+        };
+        let mut vector = Block::default();
+        vector[..8].copy_from_slice(&number.to_le_bytes());
+        for aes in [&self.essiv, &self.tweak].into_iter().flatten() {
+            aes.encrypt(std::slice::from_mut(&mut vector));
+        }
+        vector
+    }
+
+    /// XTS is the same both ways, but for AES itself.
+    fn xts(&self, sector: &mut [Block], number: u64, turn: impl Fn(&Aes, &mut [Block])) {
+        let mut tweaks = [0u128; SECTOR / BLOCK];
+        let mut tweak = u128::from_le_bytes(self.vector(number).into());
+        for each in &mut tweaks {
+            *each = tweak;
+            // Times x in GF(2^128).
+            tweak = (tweak << 1) ^ if tweak >> 127 == 0 { 0 } else { 0x87 };
+        }
+        for (block, tweak) in sector.iter_mut().zip(&tweaks) {
+            xor(block, &tweak.to_le_bytes());
+        }
+        turn(&self.data, sector);
+        for (block, tweak) in sector.iter_mut().zip(&tweaks) {
+            xor(block, &tweak.to_le_bytes());
+        }
+    }
+
+    fn cbc_encrypt(&self, sector: &mut [Block], number: u64) {
+        let mut before = self.vector(number);
+        for block in sector {
+            xor(block, &before.into());
+            self.data.encrypt(std::slice::from_mut(block));
+            before = *block;
+        }
+    }
+
+    fn cbc_decrypt(&self, sector: &mut [Block], number: u64) {
+        let mut cipher_text = [Block::default(); SECTOR / BLOCK];
+        let cipher_text = &mut cipher_text[..sector.len()];
+        cipher_text.copy_from_slice(sector);
+        self.data.decrypt(sector);
+        let mut before = self.vector(number);
+        for (block, text) in sector.iter_mut().zip(cipher_text) {
+            xor(block, &before.into());
+            before = *text;
+        }
+    }
+}
+
+fn xor(block: &mut Block, with: &[u8; BLOCK]) {
+    let sum = u128::from_ne_bytes((*block).into()) ^ u128::from_ne_bytes(*with);
+    *block = sum.to_ne_bytes().into();
+}
+
+/// The sectors of a buffer as blocks, each with its number. The last one may be short: key
+/// material of odd length has such.
+fn sectors(bytes: &mut [u8], first: u64) -> impl Iterator<Item = (&mut [Block], u64)> {
+    debug_assert!(bytes.len().is_multiple_of(BLOCK));
+    let numbers = (0..).map(move |i| first.wrapping_add(i));
+    bytes.chunks_mut(SECTOR).map(|sector| Array::slice_as_chunks_mut(sector).0).zip(numbers)
+}
+
+impl SectorCipher for AesSectors {
+    fn encrypt(&self, bytes: &mut [u8], first: u64) {
+        for (sector, number) in sectors(bytes, first) {
+            match self.spec.mode {
+                Mode::Xts => self.xts(sector, number, Aes::encrypt),
+                Mode::Cbc => self.cbc_encrypt(sector, number),
+            }
+        }
+    }
+
+    fn decrypt(&self, bytes: &mut [u8], first: u64) {
+        for (sector, number) in sectors(bytes, first) {
+            match self.spec.mode {
+                Mode::Xts => self.xts(sector, number, Aes::decrypt),
+                Mode::Cbc => self.cbc_decrypt(sector, number),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(hex: &str) -> Vec<u8> {
+        (0..hex.len()).step_by(2).map(|i| u8::from_str_radix(&hex[i..i + 2], 16).unwrap()).collect()
+    }
+
+    #[test]
+    fn xts_as_in_ieee_1619() {
+        // Annex B, vectors 2 and 10 (the beginning of its 512 bytes).
+        let key = bytes("1111111111111111111111111111111122222222222222222222222222222222");
+        let cipher = CipherSpec::find("aes", "xts-plain64", 32).unwrap().with_key(&key).unwrap();
+        let mut data = vec![0x44; 32];
+        cipher.encrypt(&mut data, 0x33_3333_3333);
+        let want = "c454185e6a16936e39334038acef838bfb186fff7480adc4289382ecd6d394f0";
+        assert_eq!(data, bytes(want));
+        cipher.decrypt(&mut data, 0x33_3333_3333);
+        assert_eq!(data, vec![0x44; 32]);
+
+        let key = bytes(
+            "2718281828459045235360287471352662497757247093699959574966967627\
+             3141592653589793238462643383279502884197169399375105820974944592",
+        );
+        let cipher = CipherSpec::find("aes", "xts-plain64", 64).unwrap().with_key(&key).unwrap();
+        let mut data: Vec<u8> = (0..512).map(|i| i as u8).collect();
+        cipher.encrypt(&mut data, 0xff);
+        assert_eq!(data[..16], bytes("1c3b3a102f770386e4836c99e370cf9b"));
+        cipher.decrypt(&mut data, 0xff);
+        assert!(data.iter().enumerate().all(|(i, b)| *b == i as u8));
+    }
+
+    #[test]
+    fn cbc_as_in_nist_sp_800_38a() {
+        // F.2.1, with the initialisation vector that sector 0 has.
+        let key = bytes("2b7e151628aed2a6abf7158809cf4f3c");
+        let cipher = CipherSpec::find("aes", "cbc-plain64", 16).unwrap().with_key(&key).unwrap();
+        let vector = bytes("000102030405060708090a0b0c0d0e0f");
+        let mut data = bytes("6bc1bee22e409f96e93d7e117393172aae2d8a571e03ac9c9eb76fac45af8e51");
+        for (byte, vector) in data.iter_mut().zip(vector) {
+            *byte ^= vector;
+        }
+        let plain = data.clone();
+        cipher.encrypt(&mut data, 0);
+        let want = "7649abac8119b246cee98e9b12e9197d5086cb9b507219ee95db113a917678b2";
+        assert_eq!(data, bytes(want));
+        cipher.decrypt(&mut data, 0);
+        assert_eq!(data, plain);
+    }
+
+    #[test]
+    fn each_sector_is_encrypted_by_its_number_alone() {
+        for (mode, key_bytes) in [
+            ("xts-plain64", 32),
+            ("xts-plain64", 48),
+            ("xts-plain", 64),
+            ("xts-essiv:sha256", 64),
+            ("cbc-plain64", 16),
+            ("cbc-plain", 24),
+            ("cbc-essiv:sha256", 32),
+        ] {
+            let spec = CipherSpec::find("aes", mode, key_bytes).unwrap();
+            assert_eq!((spec.mode_name().as_str(), spec.key_bytes()), (mode, key_bytes));
+            let key: Vec<u8> = (0..key_bytes as u8).collect();
+            let cipher = spec.with_key(&key).unwrap();
+            let plain: Vec<u8> = (0..4 * 512u32).map(|i| (i * i / 7) as u8).collect();
+            let mut whole = plain.clone();
+            cipher.encrypt(&mut whole, 5);
+            assert_ne!(whole[..512], plain[..512]);
+            let mut alone = plain[1024..1536].to_vec();
+            cipher.encrypt(&mut alone, 7);
+            assert_eq!(alone, whole[1024..1536], "{mode}");
+            cipher.decrypt(&mut alone, 7);
+            assert_eq!(alone, plain[1024..1536], "{mode}");
+            let mut far = plain[..512].to_vec();
+            cipher.encrypt(&mut far, 5 + (1 << 32));
+            // Plain counts to 2^32 sectors only.
+            assert_eq!(far == whole[..512], spec.vector == Vector::Plain, "{mode}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_guessed() {
+        for (name, mode, key_bytes) in [
+            ("serpent", "xts-plain64", 64),
+            ("aes", "xts-plain64", 16),
+            ("aes", "xts-plain64", 33),
+            ("aes", "cbc-plain64", 64),
+            ("aes", "cbc-plain64", 0),
+            ("aes", "ecb-plain", 32),
+            ("aes", "ctr-plain64", 32),
+            ("aes", "cbc-essiv:sha1", 32),
+            ("aes", "cbc-essiv", 32),
+            ("aes", "cbc", 32),
+            ("aes", "", 32),
+        ] {
+            assert_eq!(CipherSpec::find(name, mode, key_bytes), None, "{name} {mode}");
+        }
+    }
+}

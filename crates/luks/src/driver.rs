@@ -1,0 +1,182 @@
+//! The front door of raw LUKS containers.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, CreateRequest, Error, Format, FormatDriver, HostOffset, ImageInfo, KeySlots,
+    Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result,
+    Secret, SectorCipher, Storage, ZeroMode,
+};
+
+use crate::format::{LuksFormat, guest_bytes_of, place_of};
+use crate::header::{Header, MAGIC, SECTOR_BYTES};
+use crate::new::{MadeHeader, NewHeader, OPTIONS};
+use crate::slots::LuksSlots;
+
+const SPECS: &[OptionSpec] = &[
+    OPTIONS[0],
+    OPTIONS[1],
+    OPTIONS[2],
+    OPTIONS[3],
+    OPTIONS[4],
+    OPTIONS[5],
+    OptionSpec {
+        key: "preallocation",
+        kind: OptionKind::Word(&["off", "falloc", "full"]),
+        default: "off",
+        help: "off: a sparse file; falloc: space is reserved; full: encrypted zeroes are written",
+    },
+];
+
+/// Bytes of one write of `preallocation=full`.
+const FULL_STEP: u64 = 1 << 20;
+
+/// Raw LUKS containers, version 1.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LuksDriver;
+
+impl FormatDriver for LuksDriver {
+    fn name(&self) -> &'static str {
+        "luks"
+    }
+
+    fn description(&self) -> &'static str {
+        "a raw disk, encrypted: LUKS version 1, as cryptsetup and QEMU know it"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
+    }
+
+    fn writes(&self) -> bool {
+        true
+    }
+
+    /// Other versions are ours too: better a word about the version than a raw disk.
+    fn probe(&self, head: &[u8], _len: u64) -> Probe {
+        if head.starts_with(&MAGIC) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
+        let header = Header::read(&**storage, place_of(&**storage)?)?;
+        let mut properties = header.properties();
+        properties.push(("payload-offset".to_owned(), header.payload_offset().to_string()));
+        let virtual_size = guest_bytes_of(&header, &**storage)?;
+        Ok(ImageInfo {
+            encryption: Some("luks".to_owned()),
+            properties,
+            ..ImageInfo::new(self.name(), virtual_size)
+        })
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        self.open_with_keys(request, &[])
+    }
+
+    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
+        Ok(Arc::new(LuksFormat::open(request, keys)?))
+    }
+
+    fn encrypts(&self, _options: &Options) -> bool {
+        true
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        let storage = &*request.storage;
+        if request.backing.is_some() {
+            return Err(Error::unsupported(
+                storage.name(),
+                "a luks image with a backing file",
+                "luks has no place for its name; create a qcow2 image with encrypt.format=luks",
+            ));
+        }
+        let new = NewHeader::from_options(&request.options, "")?;
+        let (bytes, end) = sizes(&new, request.guest_bytes)?;
+        let Some(key) = request.options.key() else {
+            return Err(Error::no_new_key(storage.name()));
+        };
+        let made = new.make(storage.name(), key, &Limits::default())?;
+        let payload = new.payload_offset();
+        if storage.caps().growable {
+            if !storage.is_empty()? {
+                storage.set_len(0)?;
+            }
+            storage.set_len(end)?;
+        } else if storage.len()? < end {
+            return Err(Error::NoSpace {
+                file: storage.name().to_owned(),
+                what: format!("the image needs {end} bytes, the device has {}", storage.len()?),
+            });
+        } else {
+            storage.write_zeroes(HostOffset(0), payload, ZeroMode::MayUnmap)?;
+        }
+        match request.options.text("preallocation") {
+            Some("falloc") if storage.caps().growable => storage.allocate(HostOffset(0), end)?,
+            Some("full") => write_encrypted_zeroes(storage, &made, payload, bytes)?,
+            _ => {}
+        }
+        storage.write_at(&made.bytes, HostOffset(0))?;
+        storage.sync()
+    }
+
+    fn key_slots(
+        &self,
+        storage: &Arc<dyn Storage>,
+        limits: &Limits,
+    ) -> Result<Option<Box<dyn KeySlots>>> {
+        let place = place_of(&**storage)?;
+        Ok(Some(Box::new(LuksSlots::read(storage.clone(), place, limits)?)))
+    }
+
+    /// The header is all the metadata there is.
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _data_file: Option<&Arc<dyn Storage>>,
+        _repair: Repair,
+        _limits: &Limits,
+        _monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        let header = Header::read(&**storage, place_of(&**storage)?)?;
+        guest_bytes_of(&header, &**storage)?;
+        Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(SECTOR_BYTES)
+    }
+
+    /// The length of the file: header, key material and every byte of the disk.
+    fn measure(&self, guest_bytes: u64, options: &Options, _clusters: u64) -> Result<Measured> {
+        let (_, end) = sizes(&NewHeader::from_options(options, "")?, guest_bytes)?;
+        Ok(Measured { required: end, fully_allocated: end })
+    }
+}
+
+/// Bytes of the disk, in whole sectors, and of the file.
+fn sizes(new: &NewHeader, guest_bytes: u64) -> Result<(u64, u64)> {
+    guest_bytes
+        .checked_next_multiple_of(SECTOR_BYTES)
+        .and_then(|bytes| Some((bytes, bytes.checked_add(new.payload_offset())?)))
+        .filter(|(_, end)| *end <= i64::MAX as u64)
+        .ok_or_else(|| Error::Invalid(format!("a disk of {guest_bytes} bytes is too large")))
+}
+
+fn write_encrypted_zeroes(
+    storage: &dyn Storage,
+    made: &MadeHeader,
+    payload: u64,
+    bytes: u64,
+) -> Result<()> {
+    let Some(cipher) = made.cipher() else { return Ok(()) };
+    let mut buffer = vec![0; FULL_STEP.min(bytes) as usize];
+    let mut at = 0;
+    while at < bytes {
+        let step = &mut buffer[..FULL_STEP.min(bytes - at) as usize];
+        step.fill(0);
+        cipher.encrypt(step, at / SECTOR_BYTES);
+        storage.write_at(step, HostOffset(payload + at))?;
+        at += step.len() as u64;
+    }
+    Ok(())
+}

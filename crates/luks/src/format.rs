@@ -1,0 +1,192 @@
+//! The map of a raw container: guest byte *n* is byte *payload offset + n*, encrypted.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vdkit_block::{
+    Encryption, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight,
+    OpenRequest, Place, Reservation, Result, Secret, SectorNumbering, Storage,
+};
+
+use crate::header::{Header, HeaderPlace, SECTOR_BYTES};
+use crate::slots::LuksSlots;
+
+/// Where the header of a container lies: at its beginning.
+pub(crate) fn place_of(storage: &dyn Storage) -> Result<HeaderPlace> {
+    Ok(HeaderPlace { offset: HostOffset(0), room: storage.len()? })
+}
+
+/// Bytes of the guest disk of a container: whole sectors.
+///
+/// # Errors
+/// [`Error::Corrupt`] where the file ends before its payload; [`Error::Unsupported`] for a header
+/// that is apart from its disk.
+pub(crate) fn guest_bytes_of(header: &Header, storage: &dyn Storage) -> Result<u64> {
+    let (file, payload, len) = (storage.name(), header.payload_offset(), storage.len()?);
+    if payload == 0 {
+        return Err(Error::unsupported(
+            file,
+            "a LUKS header apart from its disk",
+            "open it with 'cryptsetup open --header' and copy the device",
+        ));
+    }
+    match len.checked_sub(payload) {
+        Some(bytes) => Ok(bytes & !(SECTOR_BYTES - 1)),
+        None => Err(Error::corrupt(
+            file,
+            104,
+            "payload-offset",
+            format!("{payload:#x}"),
+            format!("at most the file's length, {len:#x}"),
+        )),
+    }
+}
+
+/// An open container.
+#[derive(Debug)]
+pub struct LuksFormat {
+    storage: Arc<dyn Storage>,
+    writable: bool,
+    payload: u64,
+    guest_bytes: AtomicU64,
+    encryption: Encryption,
+    in_flight: InFlight,
+}
+
+impl LuksFormat {
+    /// Opens a container with the first of the keys that fits.
+    ///
+    /// # Errors
+    /// As [`LuksSlots::unlock`]; [`Error::ReadOnly`].
+    pub fn open(request: OpenRequest, keys: &[Secret]) -> Result<Self> {
+        let OpenRequest { storage, writable, limits, .. } = request;
+        if writable && !storage.caps().writable {
+            return Err(Error::ReadOnly { file: storage.name().to_owned() });
+        }
+        let slots = LuksSlots::read(storage.clone(), place_of(&*storage)?, &limits)?;
+        let guest_bytes = guest_bytes_of(slots.header(), &*storage)?;
+        let cipher = slots.unlock(keys)?;
+        Ok(Self {
+            writable,
+            payload: slots.header().payload_offset(),
+            guest_bytes: AtomicU64::new(guest_bytes),
+            encryption: Encryption { cipher, numbering: SectorNumbering::Guest },
+            in_flight: InFlight::default(),
+            storage,
+        })
+    }
+
+    fn data(&self, at: GuestOffset, len: u64) -> Extent {
+        let offset = HostOffset(self.payload + at.0);
+        Extent { len, place: Place::Data { file: FileIndex(0), offset, exclusive: true } }
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        if self.writable {
+            return Ok(());
+        }
+        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+    }
+}
+
+impl Format for LuksFormat {
+    fn name(&self) -> &'static str {
+        "luks"
+    }
+
+    fn caps(&self) -> FormatCaps {
+        let block_bytes = u64::from(self.storage.caps().block_bytes);
+        FormatCaps {
+            writable: self.writable,
+            cluster_bytes: block_bytes.max(SECTOR_BYTES),
+            fill_bytes: 1,
+            packed: None,
+            cheap_zeroes: false,
+            host_aligned: false,
+        }
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes.load(Ordering::Acquire)
+    }
+
+    fn encryption(&self) -> Option<&Encryption> {
+        Some(&self.encryption)
+    }
+
+    /// What was never written is noise.
+    fn new_reads_zero(&self) -> bool {
+        false
+    }
+
+    fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
+    }
+
+    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        Ok(self.data(at, len))
+    }
+
+    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        Some(self.data(at, len))
+    }
+
+    /// Never a reservation: every byte has its place.
+    fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
+        self.check_writable()?;
+        Ok(None)
+    }
+
+    /// Nothing: no metadata says zero, so zeroes are written.
+    fn zero(&self, at: GuestOffset, _len: u64, _may_unmap: bool) -> Result<Range<u64>> {
+        self.check_writable()?;
+        Ok(at.0..at.0)
+    }
+
+    /// Nothing: a hole in the file would read as noise.
+    fn discard(&self, _at: GuestOffset, _len: u64) -> Result<()> {
+        self.check_writable()
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.storage.sync()
+    }
+
+    fn dirty(&self) -> bool {
+        false
+    }
+
+    fn close(&self) -> Result<()> {
+        if self.writable { self.storage.sync() } else { Ok(()) }
+    }
+
+    fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.check_writable()?;
+        let file = self.storage.name();
+        let end = guest_bytes
+            .checked_next_multiple_of(SECTOR_BYTES)
+            .and_then(|bytes| Some((bytes, bytes.checked_add(self.payload)?)))
+            .filter(|(_, end)| *end <= i64::MAX as u64);
+        let Some((bytes, end)) = end else {
+            let limit = i64::MAX as u64 - self.payload;
+            let (file, what) = (file.to_owned(), "size");
+            return Err(Error::Limit { file, what, found: guest_bytes, limit });
+        };
+        if self.storage.caps().growable {
+            self.storage.set_len(end)?;
+        } else if end > self.storage.len()? {
+            return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));
+        }
+        self.guest_bytes.store(bytes, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,189 @@
+//! New headers, and the options that make them.
+
+use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result, Secret};
+use zeroize::Zeroizing;
+
+use crate::cipher::{CipherSpec, Mode, Vector};
+use crate::hash::Hash;
+use crate::header::{HEADER_BYTES, Header, SECTOR_BYTES, SLOTS, STRIPES, Slot};
+use crate::slots::{Method, random};
+
+/// Key material begins here, and areas of it are multiples of this, as QEMU and cryptsetup lay
+/// them out.
+const MATERIAL_ALIGN: u64 = 4096;
+
+/// Milliseconds that trying a passphrase shall take, where none are given.
+pub const ITER_TIME_DEFAULT: u64 = 2000;
+
+macro_rules! options {
+    ($prefix:literal, $alg:literal, $mode:literal, $ivgen:literal, $hash:literal, $time:literal) => {
+        [
+            OptionSpec {
+                key: concat!($prefix, "cipher-alg"),
+                kind: OptionKind::Word(&["aes-128", "aes-192", "aes-256"]),
+                default: $alg,
+                help: "cipher of the data (aes-256)",
+            },
+            OptionSpec {
+                key: concat!($prefix, "cipher-mode"),
+                kind: OptionKind::Word(&["xts", "cbc"]),
+                default: $mode,
+                help: "mode of the cipher (xts)",
+            },
+            OptionSpec {
+                key: concat!($prefix, "ivgen-alg"),
+                kind: OptionKind::Word(&["plain", "plain64", "essiv"]),
+                default: $ivgen,
+                help: "how a sector's number goes into the cipher (plain64)",
+            },
+            OptionSpec {
+                key: concat!($prefix, "ivgen-hash-alg"),
+                kind: OptionKind::Word(&["sha256"]),
+                default: "",
+                help: "hash of ivgen-alg=essiv (sha256)",
+            },
+            OptionSpec {
+                key: concat!($prefix, "hash-alg"),
+                kind: OptionKind::Word(crate::hash::HASH_NAMES),
+                default: $hash,
+                help: "hash of the key derivation (sha256)",
+            },
+            OptionSpec {
+                key: concat!($prefix, "iter-time"),
+                kind: OptionKind::Number,
+                default: $time,
+                help: "milliseconds that trying a key shall take here (2000)",
+            },
+        ]
+    };
+}
+
+/// Options of a format that is nothing but LUKS.
+pub const OPTIONS: [OptionSpec; 6] = options!("", "aes-256", "xts", "plain64", "sha256", "2000");
+
+/// Options of a format with LUKS inside, which mean something with `encrypt.format=luks` only.
+pub const INNER_OPTIONS: [OptionSpec; 6] = options!("encrypt.", "", "", "", "", "");
+
+/// What a new header shall say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewHeader {
+    method: Method,
+    milliseconds: u64,
+}
+
+impl NewHeader {
+    /// What the options with names that begin so ask for.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for what does not go together.
+    pub fn from_options(options: &Options, prefix: &str) -> Result<Self> {
+        let text = |key: &str| options.text(&format!("{prefix}{key}"));
+        let aes_bytes = match text("cipher-alg") {
+            Some("aes-128") => 16,
+            Some("aes-192") => 24,
+            _ => 32,
+        };
+        let mode = if text("cipher-mode") == Some("cbc") { Mode::Cbc } else { Mode::Xts };
+        let vector = match text("ivgen-alg") {
+            Some("plain") => Vector::Plain,
+            Some("essiv") => Vector::Essiv(Hash::Sha256),
+            _ => Vector::Plain64,
+        };
+        if text("ivgen-hash-alg").is_some() && !matches!(vector, Vector::Essiv(_)) {
+            return Err(Error::Invalid(format!(
+                "{prefix}ivgen-hash-alg has no meaning without {prefix}ivgen-alg=essiv"
+            )));
+        }
+        Ok(Self {
+            method: Method {
+                spec: CipherSpec { aes_bytes, mode, vector },
+                hash: text("hash-alg").and_then(Hash::find).unwrap_or(Hash::Sha256),
+            },
+            milliseconds: options
+                .number(&format!("{prefix}iter-time"))
+                .unwrap_or(ITER_TIME_DEFAULT),
+        })
+    }
+
+    /// Bytes of a slot's area of key material.
+    fn area_bytes(&self) -> u64 {
+        let bytes = (self.method.spec.key_bytes() * STRIPES) as u64;
+        bytes.next_multiple_of(MATERIAL_ALIGN)
+    }
+
+    /// Bytes of the header with all key material: where the encrypted disk begins.
+    pub fn payload_offset(&self) -> u64 {
+        MATERIAL_ALIGN + SLOTS as u64 * self.area_bytes()
+    }
+
+    /// The bytes of a new header with a new key for the image, which the passphrase opens by slot
+    /// 0. What follows them up to [`NewHeader::payload_offset`] may be anything.
+    ///
+    /// # Errors
+    /// [`Error::Key`] where the system gives no random numbers.
+    pub fn make(&self, file: &str, passphrase: &Secret, limits: &Limits) -> Result<MadeHeader> {
+        let method = &self.method;
+        let sector = |bytes: u64| (bytes / SECTOR_BYTES) as u32;
+        let mut key = Zeroizing::new(vec![0; method.spec.key_bytes()]);
+        random(file, &mut key)?;
+        let iterations = method.iterations(self.milliseconds, limits);
+        let slots = std::array::from_fn(|number| Slot {
+            active: number == 0,
+            iterations: if number == 0 { iterations } else { 0 },
+            salt: [0; 32],
+            material: sector(MATERIAL_ALIGN + number as u64 * self.area_bytes()),
+        });
+        let mut header = Header {
+            cipher_name: "aes".to_owned(),
+            cipher_mode: method.spec.mode_name(),
+            hash_name: method.hash.name().to_owned(),
+            payload: sector(self.payload_offset()),
+            key_bytes: key.len() as u32,
+            digest: [0; 20],
+            digest_salt: [0; 32],
+            // An eighth of a slot's time, as QEMU does.
+            digest_iterations: (iterations / 8).max(1000),
+            uuid: uuid(file)?,
+            slots,
+        };
+        random(file, &mut header.digest_salt)?;
+        random(file, &mut header.slots[0].salt)?;
+        header.digest = method.digest(&key, &header.digest_salt, header.digest_iterations);
+        let material = method.lock(file, &key, passphrase, &header.slots[0])?;
+        let mut bytes = vec![0; MATERIAL_ALIGN as usize];
+        bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
+        bytes.extend_from_slice(&material);
+        Ok(MadeHeader { bytes, method: *method, key })
+    }
+}
+
+/// A header that was made.
+pub struct MadeHeader {
+    /// What goes to the start of the header's place.
+    pub bytes: Vec<u8>,
+    method: Method,
+    key: Zeroizing<Vec<u8>>,
+}
+
+impl MadeHeader {
+    /// The image's cipher.
+    pub fn cipher(&self) -> Option<crate::AesSectors> {
+        self.method.spec.with_key(&self.key)
+    }
+}
+
+/// A random UUID (RFC 9562, version 4).
+fn uuid(file: &str) -> Result<String> {
+    let mut bytes = [0; 16];
+    random(file, &mut bytes)?;
+    bytes[6] = (bytes[6] & 0x0f) | 0x40;
+    bytes[8] = (bytes[8] & 0x3f) | 0x80;
+    let mut text = String::new();
+    for (at, byte) in bytes.iter().enumerate() {
+        if [4, 6, 8, 10].contains(&at) {
+            text.push('-');
+        }
+        text.push_str(&format!("{byte:02x}"));
+    }
+    Ok(text)
+}

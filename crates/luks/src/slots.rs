@@ -1,0 +1,297 @@
+//! Key slots: finding the image's key with a passphrase, and locking it with another one.
+//!
+//! # Order of writes
+//! A slot that gets a key: its material, its salt and its iterations are durable before the four
+//! bytes that make it active are written. (A slot can straddle two sectors; its state cannot.) A
+//! slot that is wiped: its material is overwritten before its state says that it is free, so that
+//! a slot that seems free is never one that a passphrase still opens.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vdkit_block::{
+    Error, HostOffset, KeySlot, KeySlots, Limits, Result, Secret, SectorCipher, Storage,
+};
+use zeroize::Zeroizing;
+
+use crate::af;
+use crate::cipher::{AesSectors, CipherSpec};
+use crate::hash::Hash;
+use crate::header::{Header, HeaderPlace, SLOTS, STRIPES, Slot, field};
+
+/// The fewest iterations that a new slot gets, as the specification asks.
+const ITERATIONS_MIN: u32 = 1000;
+
+/// The image's own key.
+pub(crate) type VolumeKey = Zeroizing<Vec<u8>>;
+
+/// Random bytes from the system.
+pub(crate) fn random(file: &str, out: &mut [u8]) -> Result<()> {
+    getrandom::fill(out).map_err(|error| Error::Key {
+        file: file.to_owned(),
+        what: format!("the system gives no random numbers: {error}"),
+        hint: "try again later".to_owned(),
+    })
+}
+
+/// What keys are derived and spread with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Method {
+    pub(crate) spec: CipherSpec,
+    pub(crate) hash: Hash,
+}
+
+impl Method {
+    fn of(header: &Header, file: &str) -> Result<Self> {
+        Ok(Self { spec: header.cipher(file)?, hash: header.hash(file)? })
+    }
+
+    /// The cipher of a slot's material, from a passphrase.
+    fn cipher(&self, passphrase: &Secret, slot: &Slot) -> Option<AesSectors> {
+        let mut key = Zeroizing::new(vec![0; self.spec.key_bytes()]);
+        self.hash.derive(passphrase.bytes(), &slot.salt, slot.iterations, &mut key);
+        self.spec.with_key(&key)
+    }
+
+    /// The material that locks the image's key with a passphrase.
+    pub(crate) fn lock(
+        &self,
+        file: &str,
+        key: &VolumeKey,
+        passphrase: &Secret,
+        slot: &Slot,
+    ) -> Result<Vec<u8>> {
+        let mut noise = Zeroizing::new(vec![0; key.len() * (STRIPES - 1)]);
+        random(file, &mut noise)?;
+        let mut material = af::split(key, STRIPES, self.hash, &noise);
+        if let Some(cipher) = self.cipher(passphrase, slot) {
+            cipher.encrypt(&mut material, 0);
+        }
+        Ok(material.to_vec())
+    }
+
+    /// So many iterations that deriving a slot's key takes about this time here, within the limits.
+    pub(crate) fn iterations(&self, milliseconds: u64, limits: &Limits) -> u32 {
+        let wanted = Duration::from_millis(milliseconds.max(1));
+        let enough = (wanted / 8).clamp(Duration::from_millis(1), Duration::from_millis(50));
+        let mut key = vec![0; self.spec.key_bytes()];
+        let mut tried = 1024;
+        let taken = loop {
+            let started = Instant::now();
+            self.hash.derive(b"a passphrase", &[0x5a; 32], tried, &mut key);
+            let taken = started.elapsed();
+            if taken >= enough || tried >= 1 << 30 {
+                break taken;
+            }
+            tried *= 2;
+        };
+        let ratio = wanted.as_secs_f64() / taken.as_secs_f64().max(1e-6);
+        let most = limits.key_rounds_max / self.hash.rounds(key.len());
+        let most = most.clamp(ITERATIONS_MIN.into(), u32::MAX.into()) as f64;
+        (f64::from(tried) * ratio).clamp(ITERATIONS_MIN.into(), most) as u32
+    }
+
+    /// What tells the image's key from another.
+    pub(crate) fn digest(&self, key: &VolumeKey, salt: &[u8; 32], iterations: u32) -> [u8; 20] {
+        let mut digest = [0; 20];
+        self.hash.derive(key, salt, iterations, &mut digest);
+        digest
+    }
+}
+
+/// A header in a file, and what keys open.
+#[derive(Debug)]
+pub struct LuksSlots {
+    storage: Arc<dyn Storage>,
+    place: HeaderPlace,
+    header: Header,
+    limits: Limits,
+}
+
+impl LuksSlots {
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// As [`Header::read`].
+    pub fn read(storage: Arc<dyn Storage>, place: HeaderPlace, limits: &Limits) -> Result<Self> {
+        let header = Header::read(&*storage, place)?;
+        Ok(Self { storage, place, header, limits: *limits })
+    }
+
+    /// The header.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The image's cipher, by the first of the keys that fits.
+    ///
+    /// # Errors
+    /// [`Error::Key`] where none does; [`Error::Unsupported`] for ciphers and hashes that are not
+    /// known; [`Error::Limit`] where a slot asks for too much work.
+    pub fn unlock(&self, keys: &[Secret]) -> Result<Arc<AesSectors>> {
+        let file = self.storage.name();
+        let method = Method::of(&self.header, file)?;
+        if keys.is_empty() {
+            return Err(Error::no_key(file, "luks"));
+        }
+        for key in keys {
+            if let Some((_, volume_key)) = self.find(&method, key)?
+                && let Some(cipher) = method.spec.with_key(&volume_key)
+            {
+                return Ok(Arc::new(cipher));
+            }
+        }
+        Err(self.wrong_key(if keys.len() == 1 { "the key" } else { "none of the keys" }))
+    }
+
+    fn wrong_key(&self, which: &str) -> Error {
+        let opens = if which == "the key" { "opens none" } else { "opens any" };
+        let mut active = 0;
+        for slot in &self.header.slots {
+            active += u32::from(slot.active);
+        }
+        Error::Key {
+            file: self.storage.name().to_owned(),
+            what: format!("{which} {opens} of its {active} active key slots"),
+            hint: "a key file counts with every byte in it, also a line end at its end".to_owned(),
+        }
+    }
+
+    /// The slot that a passphrase opens, with the image's key. A slot that costs too much is
+    /// passed over as long as another one opens.
+    fn find(&self, method: &Method, passphrase: &Secret) -> Result<Option<(usize, VolumeKey)>> {
+        let mut too_much = None;
+        for number in 0..SLOTS {
+            match self.try_slot(method, number, passphrase) {
+                Ok(Some(key)) => return Ok(Some((number, key))),
+                Ok(None) => {}
+                Err(error @ Error::Limit { .. }) => too_much = too_much.or(Some(error)),
+                Err(error) => return Err(error),
+            }
+        }
+        too_much.map_or(Ok(None), Err)
+    }
+
+    fn try_slot(
+        &self,
+        method: &Method,
+        number: usize,
+        passphrase: &Secret,
+    ) -> Result<Option<VolumeKey>> {
+        let (file, header, slot) = (self.storage.name(), &self.header, &self.header.slots[number]);
+        if !slot.active {
+            return Ok(None);
+        }
+        let (hash, key_bytes) = (method.hash, method.spec.key_bytes());
+        Header::check_rounds(file, slot.iterations, hash, key_bytes, &self.limits)?;
+        let digest_bytes = header.digest.len();
+        Header::check_rounds(file, header.digest_iterations, hash, digest_bytes, &self.limits)?;
+        let Some(cipher) = method.cipher(passphrase, slot) else { return Ok(None) };
+        let mut material = Zeroizing::new(vec![0; header.material_bytes() as usize]);
+        self.storage.read_padded(&mut material, self.at(header.material_area(number).start))?;
+        cipher.decrypt(&mut material, 0);
+        let key = af::merge(&material, STRIPES, hash);
+        let digest = method.digest(&key, &header.digest_salt, header.digest_iterations);
+        Ok((digest == header.digest).then_some(key))
+    }
+
+    /// A host offset from one that counts from the header.
+    fn at(&self, offset: u64) -> HostOffset {
+        self.place.offset + offset
+    }
+
+    fn slot_at(&self, number: usize) -> HostOffset {
+        self.at((field::SLOTS + number * field::SLOT_BYTES) as u64)
+    }
+
+    /// Overwrites the material of a slot, and makes that durable.
+    fn overwrite_material(&self, number: usize) -> Result<()> {
+        let area = self.header.material_area(number);
+        let mut noise = vec![0; (area.end - area.start) as usize];
+        random(self.storage.name(), &mut noise)?;
+        self.storage.write_at(&noise, self.at(area.start))?;
+        self.storage.sync()
+    }
+}
+
+impl KeySlots for LuksSlots {
+    fn slots(&self) -> Vec<KeySlot> {
+        let slot = |(number, slot): (usize, &Slot)| KeySlot {
+            number: number as u32,
+            active: slot.active,
+            iterations: if slot.active { slot.iterations.into() } else { 0 },
+        };
+        self.header.slots.iter().enumerate().map(slot).collect()
+    }
+
+    fn opened_by(&self, key: &Secret) -> Result<Vec<u32>> {
+        let method = Method::of(&self.header, self.storage.name())?;
+        let mut opened = Vec::new();
+        for number in 0..SLOTS {
+            if self.try_slot(&method, number, key)?.is_some() {
+                opened.push(number as u32);
+            }
+        }
+        Ok(opened)
+    }
+
+    fn add(&mut self, key: &Secret, new: &Secret, milliseconds: u64) -> Result<u32> {
+        let file = self.storage.name().to_owned();
+        let method = Method::of(&self.header, &file)?;
+        let Some((_, volume_key)) = self.find(&method, key)? else {
+            return Err(self.wrong_key("the key"));
+        };
+        let Some(number) = self.header.slots.iter().position(|slot| !slot.active) else {
+            return Err(Error::Invalid(format!(
+                "{file}: all {SLOTS} key slots are in use; remove one first, as with \
+                 'vdkit key remove {file} --slot N'"
+            )));
+        };
+        let mut slot = Slot {
+            iterations: method.iterations(milliseconds, &self.limits),
+            ..self.header.slots[number].clone()
+        };
+        random(&file, &mut slot.salt)?;
+        let material = method.lock(&file, &volume_key, new, &slot)?;
+        self.storage.write_at(&material, self.at(self.header.material_area(number).start))?;
+        self.storage.write_at(&slot.encode(), self.slot_at(number))?;
+        self.storage.sync()?;
+        // Only what is known to open is shown.
+        slot.active = true;
+        let before = std::mem::replace(&mut self.header.slots[number], slot.clone());
+        match self.try_slot(&method, number, new) {
+            Ok(Some(found)) if found == volume_key => {}
+            other => {
+                self.header.slots[number] = before;
+                other?;
+                let (at, found) = (self.slot_at(number).0, "something else than what was written");
+                return Err(Error::corrupt(&file, at, "new key slot", found, "the new key"));
+            }
+        }
+        self.storage.write_at(&slot.encode()[..4], self.slot_at(number))?;
+        self.storage.sync()?;
+        Ok(number as u32)
+    }
+
+    fn wipe(&mut self, number: u32) -> Result<()> {
+        let number = number as usize;
+        if number >= SLOTS {
+            return Err(Error::Invalid(format!(
+                "{}: key slots have numbers from 0 to {}, not {number}",
+                self.storage.name(),
+                SLOTS - 1
+            )));
+        }
+        self.overwrite_material(number)?;
+        let mut slot = self.header.slots[number].clone();
+        slot.active = false;
+        self.storage.write_at(&slot.encode()[..4], self.slot_at(number))?;
+        self.storage.sync()?;
+        // What is left in the header is of no use without the material.
+        slot.iterations = 0;
+        slot.salt = [0; 32];
+        self.storage.write_at(&slot.encode(), self.slot_at(number))?;
+        self.header.slots[number] = slot;
+        self.storage.sync()
+    }
+}

@@ -1,0 +1,147 @@
+//! Encryption: LUKS inside the image, and QEMU's first way of encrypting (AES), which is only read.
+//!
+//! Source: qcow2 specification, sections "Header" (`crypt_method`), "Full disk encryption header
+//! pointer" and "Data encryption". Sectors are numbered on the host with LUKS, on the guest disk
+//! with AES. Compressed clusters are never encrypted; new ones are not made in encrypted images.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CIPHER_SECTOR_BYTES, Encryption, Error, GuestOffset, HostOffset, Limits, Result, Secret,
+    SectorNumbering, Storage,
+};
+use vdkit_luks::{HeaderPlace, LuksSlots, legacy_qcow2};
+
+use crate::header::{self, Header};
+use crate::image::Qcow2;
+
+/// Bytes of one write of encrypted zeroes.
+const STEP: usize = 1 << 20;
+
+/// Largest encryption header that is accepted; LUKS with eight key slots takes 2 MiB.
+pub(crate) const HEADER_BYTES_MAX: u64 = 64 << 20;
+
+/// Where the LUKS header of an image lies.
+///
+/// # Errors
+/// [`Error::Corrupt`] where the image does not say, or where it cannot be there.
+pub(crate) fn luks_place(header: &Header, storage: &dyn Storage) -> Result<HeaderPlace> {
+    let fault = |offset: u64, found: String, expected: &str| {
+        Err(Error::corrupt(storage.name(), offset, "encryption header pointer", found, expected))
+    };
+    let Some((offset, room)) = header.encryption_header() else {
+        return fault(header.header_bytes.into(), "none".to_owned(), "one in a LUKS image");
+    };
+    let cluster = header.geometry.cluster_bytes();
+    let fits = offset.0 >= cluster
+        && offset.0.is_multiple_of(cluster)
+        && room <= HEADER_BYTES_MAX
+        && offset.checked_add(room).is_some();
+    let end = offset.0.saturating_add(room);
+    if !fits || end > storage.len()?.next_multiple_of(cluster) {
+        let expected = "whole clusters behind the header and within the file";
+        return fault(header.header_bytes.into(), format!("{room} bytes at {offset}"), expected);
+    }
+    Ok(HeaderPlace { offset, room })
+}
+
+/// The cipher of an image that is about to be opened, with the first of the keys that fits.
+///
+/// # Errors
+/// [`Error::Key`] where none does; [`Error::Unsupported`] for writing with AES; damage.
+pub(crate) fn unlock(
+    header: &Header,
+    storage: &Arc<dyn Storage>,
+    writable: bool,
+    limits: &Limits,
+    keys: &[Secret],
+) -> Result<Option<Encryption>> {
+    let file = storage.name();
+    if header.encryption == header::Encryption::None {
+        return Ok(None);
+    }
+    check_sectors(file, header.guest_bytes)?;
+    if header.data_file_raw() {
+        return Err(Error::unsupported(
+            file,
+            "an encrypted image with a raw data file",
+            "no encrypted file can be read as the disk; use the program that made it",
+        ));
+    }
+    if header.encryption == header::Encryption::Luks {
+        let place = luks_place(header, &**storage)?;
+        let cipher = LuksSlots::read(storage.clone(), place, limits)?.unlock(keys)?;
+        return Ok(Some(Encryption { cipher, numbering: SectorNumbering::Host }));
+    }
+    if writable {
+        return Err(Error::unsupported(
+            file,
+            "writing with the legacy AES encryption, which protects nothing",
+            "convert it to a new image: 'vdkit convert OLD NEW -O qcow2 -o encrypt.format=luks'",
+        ));
+    }
+    let Some(key) = keys.first() else { return Err(Error::no_key(file, "aes")) };
+    let cipher = legacy_qcow2(key.bytes()).map(Arc::new);
+    Ok(cipher.map(|cipher| Encryption { cipher, numbering: SectorNumbering::Guest }))
+}
+
+/// Encrypted disks are made of sectors.
+pub(crate) fn check_sectors(file: &str, guest_bytes: u64) -> Result<()> {
+    if guest_bytes.is_multiple_of(CIPHER_SECTOR_BYTES) {
+        return Ok(());
+    }
+    let expected = format!("a multiple of {CIPHER_SECTOR_BYTES} in an encrypted image");
+    Err(Error::corrupt(file, header::field::SIZE, "size", guest_bytes.to_string(), expected))
+}
+
+impl Qcow2 {
+    /// Makes bytes of the guest's clusters read as zero by writing, past the map. In an encrypted
+    /// image both ends must be those of sectors.
+    pub(crate) fn write_data_zeroes(
+        &self,
+        guest: GuestOffset,
+        host: HostOffset,
+        len: u64,
+    ) -> Result<()> {
+        let Some(encryption) = &self.encryption else {
+            return self.data.write_zeroes(host, len, vdkit_block::ZeroMode::KeepAllocated);
+        };
+        let mut buffer = vec![0; STEP.min(len as usize)];
+        let mut done = 0;
+        while done < len {
+            let step = &mut buffer[..(STEP as u64).min(len - done) as usize];
+            step.fill(0);
+            encryption.encrypt(step, guest + done, host + done);
+            self.data.write_at(step, host + done)?;
+            done += step.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Reads a whole cluster of plain data.
+    pub(crate) fn read_data(
+        &self,
+        guest: GuestOffset,
+        host: HostOffset,
+        out: &mut [u8],
+    ) -> Result<()> {
+        self.data.read_padded(out, host)?;
+        if let Some(encryption) = &self.encryption {
+            encryption.decrypt(out, guest, host);
+        }
+        Ok(())
+    }
+
+    /// Writes a whole cluster.
+    pub(crate) fn write_data(
+        &self,
+        guest: GuestOffset,
+        host: HostOffset,
+        mut bytes: Vec<u8>,
+    ) -> Result<()> {
+        if let Some(encryption) = &self.encryption {
+            encryption.encrypt(&mut bytes, guest, host);
+        }
+        self.data.write_at(&bytes, host)
+    }
+}
