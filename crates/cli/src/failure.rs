@@ -185,7 +185,9 @@ pub fn colours_wanted() -> bool {
 /// The message without the advice that [`hint_for`] prints on its own line.
 fn message_of(error: &Error) -> String {
     match error {
-        Error::Unsupported { file, what, .. } => format!("{file}: {what}"),
+        Error::Unsupported { file, what, .. } | Error::Key { file, what, .. } => {
+            format!("{file}: {what}")
+        }
         Error::Refused(refusal) => {
             format!("refused: {}: names '{}': {}", refusal.file, refusal.target, refusal.reason)
         }
@@ -196,7 +198,9 @@ fn message_of(error: &Error) -> String {
 /// What the user may do about it.
 fn hint_for(error: &Error) -> Option<String> {
     let hint = match error {
-        Error::Unsupported { hint, .. } | Error::Dependents { hint, .. } => hint.clone(),
+        Error::Unsupported { hint, .. }
+        | Error::Key { hint, .. }
+        | Error::Dependents { hint, .. } => hint.clone(),
         Error::Refused(refusal) => refusal.hint.clone(),
         Error::Corrupt(fault) => {
             format!("'vdkit check {}' lists what is damaged", quoted(&fault.file))

@@ -19,6 +19,7 @@ pub mod definition;
 pub mod failure;
 pub mod guard;
 pub mod hex;
+mod keys;
 pub mod output;
 pub mod progress;
 pub mod sandbox;

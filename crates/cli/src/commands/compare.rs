@@ -9,6 +9,7 @@ use vdkit::{Disk, Monitor, OpenOptions};
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -60,6 +61,8 @@ pub struct CompareArgs {
     #[command(flatten)]
     references: References,
     #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
     json: Json,
@@ -79,7 +82,7 @@ impl CompareArgs {
             lock: !self.force_share,
             ..OpenOptions::read_only()
         };
-        Ok(Disk::open(&vdkit::registry(), path, &options)?)
+        Ok(Disk::open(&vdkit::registry(), path, &self.keys.apply(options))?)
     }
 }
 

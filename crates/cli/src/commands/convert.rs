@@ -10,13 +10,14 @@ use vdkit::jobs::{
 };
 use vdkit::{
     BackingChoice, CacheMode, CancelToken, Codec, CompressionSpec, Disk, FormatDriver, Monitor,
-    OpenOptions, Options, Registry,
+    OpenOptions, Options, Registry, Secret,
 };
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, cache_mode, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
+use crate::keys::{Keys, TargetKey, key_of_new};
 use crate::session::Session;
 
 /// The row of the table.
@@ -111,6 +112,10 @@ pub struct ConvertArgs {
     force_share: bool,
     #[command(flatten)]
     references: References,
+    #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
+    target_key: TargetKey,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -212,6 +217,7 @@ impl Run for ConvertArgs {
                 (true, false) => Some(BrokenBitmaps::Refuse),
                 (true, true) => Some(BrokenBitmaps::Skip),
             },
+            keys: self.target_keys(),
             ..ConvertOptions::new(destination)
         };
         let progress = self.progress.reporter("convert");
@@ -235,14 +241,19 @@ struct Goal {
 
 impl ConvertArgs {
     fn source_options(&self) -> OpenOptions {
-        OpenOptions {
+        self.keys.apply(OpenOptions {
             format: self.format.clone(),
             refs: self.references.policy(),
             lock: !self.force_share,
             snapshot: self.snapshot.clone(),
             cache: self.src_cache.unwrap_or_default(),
             ..OpenOptions::read_only()
-        }
+        })
+    }
+
+    /// Those of an existing target first.
+    fn target_keys(&self) -> Vec<Secret> {
+        self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect()
     }
 
     fn goal(
@@ -272,6 +283,7 @@ impl ConvertArgs {
         let driver = super::target_driver(self.target_format.as_deref(), target)?;
         let texts = self.options.options.iter().map(String::as_str);
         let mut options = Options::parse(driver.name(), driver.options(), texts)?;
+        key_of_new(driver, &mut options, self.target_key.key())?;
         let compress = self.compress.map(|wanted| compression_of(wanted, driver, &mut options));
         let compress = compress.transpose()?;
         if device {
@@ -303,6 +315,7 @@ impl ConvertArgs {
             ("--backing", self.backing.is_some()),
             ("--compress", self.compress.is_some() && null),
             ("-O", self.target_format.is_some() && null),
+            ("--target-key-…", self.target_key.key().is_some() && null),
         ];
         match given.iter().find(|(_, given)| *given) {
             Some((name, _)) => Err(Failure::usage(format!("{name} has no meaning here: {why}"))),

@@ -10,6 +10,7 @@ use vdkit::{FormatDriver, Monitor, Options};
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{FormatOptions, Json, References, size};
 use crate::failure::{Exit, Failure, Outcome, quoted};
+use crate::keys::{NewImageKey, key_of_new};
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -63,6 +64,8 @@ pub struct CreateArgs {
     force: bool,
     #[command(flatten)]
     references: References,
+    #[command(flatten)]
+    key: NewImageKey,
     #[command(flatten)]
     json: Json,
 }
@@ -169,7 +172,8 @@ impl Run for CreateArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let driver = self.driver()?;
         let texts = self.options.options.iter().map(String::as_str);
-        let options = Options::parse(driver.name(), driver.options(), texts)?;
+        let mut options = Options::parse(driver.name(), driver.options(), texts)?;
+        key_of_new(driver, &mut options, self.key.key())?;
         let backing = self.new_backing(&options)?;
         if let (Some(purpose), Some(bytes)) = (self.made_for, self.size) {
             purpose.check_size(bytes)?;

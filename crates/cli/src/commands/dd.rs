@@ -10,6 +10,7 @@ use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
+use crate::keys::{Keys, TargetKey, key_of_new};
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -64,6 +65,10 @@ pub struct DdArgs {
     force_share: bool,
     #[command(flatten)]
     references: References,
+    #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
+    target_key: TargetKey,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -164,7 +169,7 @@ impl Run for DdArgs {
             snapshot: self.snapshot.clone(),
             ..OpenOptions::read_only()
         };
-        let source = Disk::open(&registry, &request.source, &reading)?;
+        let source = Disk::open(&registry, &request.source, &self.keys.apply(reading))?;
         let progress = self.progress.reporter("dd");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let copied = if request.must_exist || request.target.exists() {
@@ -172,10 +177,12 @@ impl Run for DdArgs {
         } else {
             let driver = super::target_driver(self.target_format.as_deref(), &request.target)?;
             let texts = self.options.options.iter().map(String::as_str);
+            let mut options = Options::parse(driver.name(), driver.options(), texts)?;
+            key_of_new(driver, &mut options, self.target_key.key())?;
             let new = NewImage {
                 path: request.target.clone(),
                 format: driver.name().to_owned(),
-                options: Options::parse(driver.name(), driver.options(), texts)?,
+                options,
                 backing: None,
                 cache: None,
             };
@@ -214,6 +221,8 @@ impl DdArgs {
             refs: self.references.policy(),
             ..OpenOptions::read_write()
         };
+        let keys = self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect();
+        let writing = self.keys.apply(writing).keys(keys);
         let plan = DdPlan::new(source.guest_bytes(), &request.options)?;
         let target =
             Disk::open(&vdkit::registry(), &request.target, &writing).map_err(|error| {

@@ -9,6 +9,7 @@ use vdkit::{Disk, OpenOptions};
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, Opening, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
+use crate::keys::Keys;
 use crate::output::Output;
 use crate::session::Session;
 
@@ -51,6 +52,8 @@ pub struct MapArgs {
     #[command(flatten)]
     opening: Opening,
     #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
     json: Json,
 }
 
@@ -58,8 +61,10 @@ impl Run for MapArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options =
-            OpenOptions { snapshot: self.snapshot.snapshot.clone(), ..self.opening.options() };
+        let options = OpenOptions {
+            snapshot: self.snapshot.snapshot.clone(),
+            ..self.keys.apply(self.opening.options())
+        };
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         let start = self.start.unwrap_or(0);
         let range = super::guest_range(&disk, start, self.length)?;

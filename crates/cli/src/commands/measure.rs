@@ -9,6 +9,7 @@ use vdkit::{Disk, Monitor, Options};
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{FormatOptions, Json, Opening, size};
 use crate::failure::{Exit, Outcome};
+use crate::keys::Keys;
 use crate::output::{Fields, bytes_long};
 use crate::session::Session;
 
@@ -46,6 +47,8 @@ pub struct MeasureArgs {
     #[command(flatten)]
     opening: Opening,
     #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
     json: Json,
 }
 
@@ -58,7 +61,8 @@ impl Run for MeasureArgs {
         let options = Options::parse(driver.name(), driver.options(), texts)?;
         let report = match (&self.source, self.size) {
             (Some(path), _) => {
-                let disk = Disk::open(&vdkit::registry(), path, &self.opening.options())?;
+                let disk =
+                    Disk::open(&vdkit::registry(), path, &self.keys.apply(self.opening.options()))?;
                 let monitor = Monitor { cancel: session.cancel_on_signal()?, ..Monitor::default() };
                 jobs::measure(&[disk], driver, &options, &monitor)?
             }

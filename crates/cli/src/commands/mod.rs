@@ -25,6 +25,7 @@ pub mod dd;
 pub mod formats;
 pub mod info;
 pub mod inspect;
+pub mod key;
 pub mod man;
 pub mod map;
 pub mod measure;
@@ -53,6 +54,7 @@ pub static ALL: &[Subcommand] = &[
     bitmap::COMMAND,
     rebase::COMMAND,
     amend::COMMAND,
+    key::COMMAND,
     read::COMMAND,
     write::COMMAND,
     dd::COMMAND,
@@ -194,6 +196,7 @@ const FORMATS_OF_ENDINGS: &[(&str, &str)] = &[
     ("vhd", "vhd"),
     ("vpc", "vhd"),
     ("vhdx", "vhdx"),
+    ("luks", "luks"),
 ];
 
 /// Whether a path names a block device.

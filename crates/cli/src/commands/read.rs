@@ -9,6 +9,7 @@ use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{CacheOption, Opening, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::hex::HexDump;
+use crate::keys::Keys;
 use crate::session::Session;
 
 /// The row of the table.
@@ -52,6 +53,8 @@ pub struct ReadArgs {
     snapshot: SnapshotOption,
     #[command(flatten)]
     opening: Opening,
+    #[command(flatten)]
+    keys: Keys,
 }
 
 impl Run for ReadArgs {
@@ -60,7 +63,7 @@ impl Run for ReadArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let options = OpenOptions {
             snapshot: self.snapshot.snapshot.clone(),
-            ..self.opening.options().cache(self.cache.mode())
+            ..self.keys.apply(self.opening.options()).cache(self.cache.mode())
         };
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         let range = super::guest_range(&disk, self.offset, self.length)?;

@@ -11,6 +11,7 @@ use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Force, Json, OpeningForWriting, ProgressOption, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
+use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -57,6 +58,8 @@ pub struct ResizeArgs {
     force: Force,
     #[command(flatten)]
     opening: OpeningForWriting,
+    #[command(flatten)]
+    keys: Keys,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -121,7 +124,8 @@ impl Run for ResizeArgs {
             let cancel = session.cancel_on_signal()?;
             guard::refuse_dependents(&self.image, &self.force, "shrinking it", &cancel)?;
         }
-        let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
+        let disk =
+            Disk::open(&vdkit::registry(), &self.image, &self.keys.apply(self.opening.options()))?;
         session.warn(&disk);
         let old_size = disk.guest_bytes();
         let size = self.size.applied_to(old_size)?;

@@ -15,6 +15,7 @@ use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{CacheOption, Force, Json, OpeningForWriting, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
+use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -75,6 +76,8 @@ pub struct WriteArgs {
     #[command(flatten)]
     opening: OpeningForWriting,
     #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
     json: Json,
 }
 
@@ -99,7 +102,7 @@ impl Run for WriteArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = self.opening.options().cache(self.cache.mode());
+        let options = self.keys.apply(self.opening.options()).cache(self.cache.mode());
         let input = self.source()?;
         let cancel = CancelToken::default();
         guard::refuse_dependents(&self.image, &self.force, "writing to it", &cancel)?;

@@ -1,0 +1,166 @@
+//! Keys of encrypted images on the command line: never as an argument, which every process on the
+//! machine could read.
+
+use std::fs::File;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use clap::{Args, ValueHint};
+use vdkit::{OpenOptions, Secret};
+
+use crate::failure::Failure;
+
+/// Longest key that is read, as in cryptsetup.
+const KEY_BYTES_MAX: usize = 8 << 20;
+
+/// Keys of images that exist.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Keys {
+    /// Key of an encrypted image: every byte of FILE, a line end at its end too (repeatable)
+    ///
+    /// Where several images are encrypted (an image and what it stands on), give all their keys:
+    /// each image is opened with the first one that fits.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
+    pub key_file: Vec<Secret>,
+    /// As --key-file, from the open file descriptor N: a file or a pipe
+    #[arg(long, value_name = "N", value_parser = from_fd)]
+    pub key_fd: Vec<Secret>,
+    /// As --key-file, from the environment variable NAME
+    #[arg(long, value_name = "NAME", value_parser = from_env)]
+    pub key_env: Vec<Secret>,
+    /// Most work for trying a key, in rounds of its derivation; an image that asks for more is
+    /// refused
+    #[arg(long, value_name = "N")]
+    pub key_rounds: Option<u64>,
+}
+
+impl Keys {
+    /// All of them, in the order in which they are tried.
+    pub fn all(&self) -> Vec<Secret> {
+        [&self.key_file, &self.key_fd, &self.key_env].into_iter().flatten().cloned().collect()
+    }
+
+    /// Options for opening, with the keys.
+    pub fn apply(&self, mut options: OpenOptions) -> OpenOptions {
+        if let Some(rounds) = self.key_rounds {
+            options.limits.key_rounds_max = rounds;
+        }
+        options.keys(self.all())
+    }
+}
+
+/// The key of an image that is made or written to by a command that also reads another.
+#[derive(Args, Clone, Debug, Default)]
+pub struct TargetKey {
+    /// Key of an encrypted target: every byte of FILE
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
+    pub target_key_file: Option<Secret>,
+    /// As --target-key-file, from the open file descriptor N
+    #[arg(long, value_name = "N", value_parser = from_fd, conflicts_with = "target_key_file")]
+    pub target_key_fd: Option<Secret>,
+    /// As --target-key-file, from the environment variable NAME
+    #[arg(long, value_name = "NAME", value_parser = from_env)]
+    #[arg(conflicts_with_all = ["target_key_file", "target_key_fd"])]
+    pub target_key_env: Option<Secret>,
+}
+
+impl TargetKey {
+    /// It.
+    pub fn key(&self) -> Option<&Secret> {
+        [&self.target_key_file, &self.target_key_fd, &self.target_key_env]
+            .into_iter()
+            .find_map(Option::as_ref)
+    }
+}
+
+/// The key of a new image.
+#[derive(Args, Clone, Debug, Default)]
+pub struct NewImageKey {
+    /// Key of the new image, where it is encrypted: every byte of FILE
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
+    pub key_file: Option<Secret>,
+    /// As --key-file, from the open file descriptor N
+    #[arg(long, value_name = "N", value_parser = from_fd, conflicts_with = "key_file")]
+    pub key_fd: Option<Secret>,
+    /// As --key-file, from the environment variable NAME
+    #[arg(long, value_name = "NAME", value_parser = from_env)]
+    #[arg(conflicts_with_all = ["key_file", "key_fd"])]
+    pub key_env: Option<Secret>,
+}
+
+impl NewImageKey {
+    /// It.
+    pub fn key(&self) -> Option<&Secret> {
+        [&self.key_file, &self.key_fd, &self.key_env].into_iter().find_map(Option::as_ref)
+    }
+}
+
+/// The new key of an image that has one already.
+#[derive(Args, Clone, Debug, Default)]
+pub struct NewKey {
+    /// The new key: every byte of FILE
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
+    pub new_key_file: Option<Secret>,
+    /// As --new-key-file, from the open file descriptor N
+    #[arg(long, value_name = "N", value_parser = from_fd, conflicts_with = "new_key_file")]
+    pub new_key_fd: Option<Secret>,
+    /// As --new-key-file, from the environment variable NAME
+    #[arg(long, value_name = "NAME", value_parser = from_env)]
+    #[arg(conflicts_with_all = ["new_key_file", "new_key_fd"])]
+    pub new_key_env: Option<Secret>,
+}
+
+impl NewKey {
+    /// It.
+    pub fn key(&self) -> Option<&Secret> {
+        [&self.new_key_file, &self.new_key_fd, &self.new_key_env]
+            .into_iter()
+            .find_map(Option::as_ref)
+    }
+}
+
+/// Gives a new image its key; an image that is not encrypted takes none.
+pub(crate) fn key_of_new(
+    driver: &dyn vdkit::FormatDriver,
+    options: &mut vdkit::Options,
+    key: Option<&Secret>,
+) -> Result<(), Failure> {
+    if key.is_some() && !driver.encrypts(options) {
+        let name = driver.name();
+        return Err(Failure::usage(format!("a key has no meaning here: the new {name} image is not encrypted"))
+            .hint("'-O qcow2 -o encrypt.format=luks' or '-O luks' encrypts it ('-f' instead of '-O' for vdkit create)"));
+    }
+    options.set_key(key.cloned());
+    Ok(())
+}
+
+fn from_file() -> impl TypedValueParser<Value = Secret> {
+    PathBufValueParser::new().try_map(|path: PathBuf| {
+        let file = File::open(&path).map_err(|error| format!("cannot open it: {error}"))?;
+        read(file)
+    })
+}
+
+fn from_fd(text: &str) -> Result<Secret, String> {
+    let number: u32 = text.parse().map_err(|_| "a file descriptor is a number".to_owned())?;
+    let file = File::open(format!("/proc/self/fd/{number}"))
+        .map_err(|error| format!("cannot open it: {error}"))?;
+    read(file)
+}
+
+fn from_env(name: &str) -> Result<Secret, String> {
+    match std::env::var_os(name) {
+        Some(value) => nonempty(Secret::new(value.into_vec())),
+        None => Err("the environment has no such variable".to_owned()),
+    }
+}
+
+fn read(file: File) -> Result<Secret, String> {
+    let secret = Secret::read(file, KEY_BYTES_MAX);
+    nonempty(secret.map_err(|error| format!("cannot read it: {error}"))?)
+}
+
+fn nonempty(secret: Secret) -> Result<Secret, String> {
+    if secret.bytes().is_empty() { Err("it is empty".to_owned()) } else { Ok(secret) }
+}

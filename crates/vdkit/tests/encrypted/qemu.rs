@@ -1,0 +1,180 @@
+//! QEMU's programs on encrypted images.
+
+use std::path::Path;
+use std::process::Command;
+
+use vdkit::{Disk, GuestOffset, OpenOptions};
+use vdkit_testkit::require_peer;
+
+use crate::kinds::{Image, KINDS, key};
+
+/// Runs a program in a folder with the key in its file `key` as the secret `s`.
+pub fn run(folder: &Path, program: &str, arguments: &[&str]) -> String {
+    let mut command = Command::new(program);
+    let (first, rest) = match program {
+        "qemu-img" => arguments.split_at(1),
+        _ => arguments.split_at(0),
+    };
+    command.args(first).args(["--object", "secret,id=s,file=key"]).args(rest);
+    let output = command.current_dir(folder).output().expect(program);
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    // qemu-io prints what failed and says that all went well.
+    let failed = ["Pattern verification failed", "failed:", "error", "Could not open"];
+    let silent = program == "qemu-io" && failed.iter().any(|word| printed.contains(word));
+    assert!(output.status.success() && !silent, "{program} {arguments:?}: {printed}");
+    printed
+}
+
+/// How QEMU opens an encrypted image.
+fn opening(format: &str, file: &str) -> String {
+    match format {
+        "luks" => format!("driver=luks,key-secret=s,file.filename={file}"),
+        _ => format!("driver=qcow2,encrypt.key-secret=s,file.filename={file}"),
+    }
+}
+
+impl Image {
+    fn opening(&self) -> String {
+        let mut opening = opening(self.kind.format, "image");
+        if self.kind.base.is_some_and(|base| base != "raw") {
+            opening += ",backing.driver=qcow2,backing.encrypt.key-secret=s,\
+                        backing.file.filename=base";
+        }
+        opening
+    }
+
+    /// All of the disk; QEMU checks the image before.
+    pub fn read_by_qemu(&self) -> Vec<u8> {
+        if self.kind.format == "qcow2" {
+            run(self.dir.path(), "qemu-img", &["check", "--image-opts", &self.opening()]);
+        }
+        let arguments = ["convert", "--image-opts", "-O", "raw", &self.opening(), "flat"];
+        run(self.dir.path(), "qemu-img", &arguments);
+        std::fs::read(self.dir.path().join("flat")).unwrap()
+    }
+}
+
+#[test]
+fn what_qemu_writes_into_our_images_is_read() {
+    if !require_peer("qemu-io") {
+        return;
+    }
+    for kind in KINDS {
+        let image = Image::make(kind);
+        let opening = image.opening();
+        let commands =
+            ["--image-opts", &opening, "-c", "write -P 7 5k 70k", "-c", "write -z 20k 8k"];
+        run(image.dir.path(), "qemu-io", &commands);
+        let mut found = vec![0; 70 << 10];
+        image.open(false).read_at(&mut found, GuestOffset(5 << 10)).unwrap();
+        let wanted = |at: usize| if ((15 << 10)..(23 << 10)).contains(&at) { 0 } else { 7 };
+        assert!(found.iter().enumerate().all(|(at, b)| *b == wanted(at)), "{}", kind.name);
+        image.check();
+    }
+}
+
+/// Every cipher, mode and vector of AES that QEMU makes, and every hash that both know, in images
+/// that QEMU makes and we write, and the other way round.
+#[test]
+fn ciphers_and_hashes_both_ways() {
+    if !require_peer("qemu-io") {
+        return;
+    }
+    let mut kinds = Vec::new();
+    for (cipher, mode, vectors) in [
+        ("aes-128", "xts", &["plain", "plain64", "essiv"][..]),
+        ("aes-192", "xts", &["plain", "plain64"]),
+        ("aes-256", "xts", &["plain", "plain64"]),
+        ("aes-128", "cbc", &["plain", "plain64", "essiv"]),
+        ("aes-256", "cbc", &["plain", "plain64", "essiv"]),
+    ] {
+        for vector in vectors {
+            let hash = if *vector == "essiv" { ",ivgen-hash-alg=sha256" } else { "" };
+            kinds.push(format!("cipher-alg={cipher},cipher-mode={mode},ivgen-alg={vector}{hash}"));
+        }
+    }
+    for hash in ["sha1", "sha224", "sha256", "sha384", "sha512", "ripemd160"] {
+        kinds.push(format!("cipher-alg=aes-128,hash-alg={hash}"));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("key"), key().bytes()).unwrap();
+    for (number, options) in kinds.iter().enumerate() {
+        let format = if number % 2 == 0 { "luks" } else { "qcow2" };
+        let prefix = if format == "luks" { "" } else { "encrypt." };
+        let mut all = format!("{prefix}key-secret=s,{prefix}iter-time=10");
+        if format == "qcow2" {
+            all += ",encrypt.format=luks";
+        }
+        for option in options.split(',') {
+            all += &format!(",{prefix}{option}");
+        }
+        let _ = std::fs::remove_file(dir.path().join("theirs"));
+        run(dir.path(), "qemu-img", &["create", "-q", "-f", format, "-o", &all, "theirs", "1M"]);
+        let theirs = opening(format, "theirs");
+        run(dir.path(), "qemu-io", &["--image-opts", &theirs, "-c", "write -P 9 3k 40k"]);
+        let writing = OpenOptions::read_write().keys(vec![key()]);
+        let registry = vdkit::registry();
+        let disk = Disk::open(&registry, dir.path().join("theirs"), &writing).unwrap();
+        let mut found = vec![0; 40 << 10];
+        disk.read_at(&mut found, GuestOffset(3 << 10)).unwrap();
+        assert!(found.iter().all(|b| *b == 9), "{options}");
+        disk.write_at(&[5; 1000], GuestOffset(1000)).unwrap();
+        disk.close().unwrap();
+        drop(disk);
+        let commands = ["-c", "read -P 5 1000 1000", "-c", "read -P 9 3k 40k"];
+        let arguments = [&["--image-opts", theirs.as_str()][..], &commands].concat();
+        run(dir.path(), "qemu-io", &arguments);
+
+        // Ours, with the same words but the time and the key.
+        let driver = vdkit::format(format).unwrap();
+        let all = all.replace(&format!("{prefix}key-secret=s,"), "");
+        let mut ours = vdkit::Options::parse(format, driver.options(), [&all[..]]).unwrap();
+        ours.set_key(Some(key()));
+        let new = vdkit::jobs::CreateOptions {
+            path: &dir.path().join("ours"),
+            driver,
+            guest_bytes: Some(1 << 20),
+            options: ours,
+            backing: None,
+            replace: true,
+            refs: vdkit::RefPolicy::default(),
+        };
+        vdkit::jobs::create(&registry, &new, &vdkit::Monitor::default()).unwrap();
+        let disk = Disk::open(&registry, dir.path().join("ours"), &writing).unwrap();
+        disk.write_at(&[6; 100_000], GuestOffset(70_000)).unwrap();
+        disk.close().unwrap();
+        drop(disk);
+        let ours = opening(format, "ours");
+        let arguments = ["--image-opts", &ours, "-c", "read -P 6 70000 100000"];
+        run(dir.path(), "qemu-io", &arguments);
+    }
+}
+
+#[test]
+fn legacy_aes_is_read_and_not_written() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for secret in ["short", "exactly 16 bytes", "more than sixteen bytes"] {
+        std::fs::write(dir.path().join("key"), secret).unwrap();
+        let content: Vec<u8> = (0..1u32 << 20).map(|i| (i / 300) as u8).collect();
+        std::fs::write(dir.path().join("flat"), &content).unwrap();
+        let _ = std::fs::remove_file(dir.path().join("image"));
+        let options = "encrypt.format=aes,encrypt.key-secret=s,cluster_size=4k";
+        let arguments = ["convert", "-f", "raw", "-O", "qcow2", "-o", options, "flat", "image"];
+        run(dir.path(), "qemu-img", &arguments);
+        let keys = vec![vdkit::Secret::new(secret.as_bytes().to_vec())];
+        let (registry, image) = (vdkit::registry(), dir.path().join("image"));
+        let reading = OpenOptions::read_only().keys(keys.clone());
+        let disk = Disk::open(&registry, &image, &reading).unwrap();
+        let mut found = vec![0; 1 << 20];
+        disk.read_at(&mut found, GuestOffset(0)).unwrap();
+        assert!(found == content, "{secret}");
+        drop(disk);
+        let error =
+            Disk::open(&registry, &image, &OpenOptions::read_write().keys(keys)).unwrap_err();
+        assert!(error.to_string().contains("vdkit convert"), "{error}");
+    }
+}
