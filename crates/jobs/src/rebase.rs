@@ -183,6 +183,7 @@ fn open_new(registry: &Registry, found: &FoundBacking, opening: &OpenOptions) ->
         format: found.reference.format.clone(),
         refs: opening.refs.clone(),
         limits: opening.limits,
+        keys: opening.keys.clone(),
         ..OpenOptions::read_only()
     };
     Disk::open(registry, &found.path, &options)

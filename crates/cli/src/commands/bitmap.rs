@@ -10,6 +10,7 @@ use vdkit::{BackingChoice, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, References, size};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::keys::Keys;
 use crate::output::{Table, bytes_short};
 use crate::session::Session;
 
@@ -81,6 +82,8 @@ pub struct BitmapArgs {
     force_share: bool,
     #[command(flatten)]
     references: References,
+    #[command(flatten)]
+    keys: Keys,
     #[command(flatten)]
     json: Json,
 }
@@ -179,8 +182,9 @@ impl BitmapArgs {
         } else {
             OpenOptions { lock: !self.force_share, ..OpenOptions::read_only() }
         };
-        OpenOptions { format: self.format.clone(), refs: self.references.policy(), ..options }
-            .backing(BackingChoice::Ignore)
+        let options =
+            OpenOptions { format: self.format.clone(), refs: self.references.policy(), ..options };
+        self.keys.apply(options).backing(BackingChoice::Ignore)
     }
 
     fn change(&self, disk: &Disk, name: &str) -> Result<(), Failure> {
@@ -211,7 +215,7 @@ impl BitmapArgs {
             refs: self.references.policy(),
             ..OpenOptions::read_only()
         };
-        let options = options.backing(BackingChoice::Ignore);
+        let options = self.keys.apply(options).backing(BackingChoice::Ignore);
         let source = Disk::open(&vdkit::registry(), path, &options)?;
         Ok(merge_bitmap(disk, name, &source, source_name)?)
     }

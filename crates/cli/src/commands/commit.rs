@@ -9,6 +9,7 @@ use vdkit::jobs::{self, CommitOptions, CommitReport};
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Force, Json, OpeningForWriting, ProgressOption};
 use crate::failure::{Exit, Outcome, Tone, print_line, quoted};
+use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -51,6 +52,8 @@ pub struct CommitArgs {
     #[command(flatten)]
     opening: OpeningForWriting,
     #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
     json: Json,
@@ -72,7 +75,7 @@ impl Run for CommitArgs {
         };
         let progress = self.progress.reporter("commit");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let opening = self.opening.options();
+        let opening = self.keys.apply(self.opening.options());
         let done = jobs::commit(&vdkit::registry(), &self.overlay, &opening, &options, &monitor);
         progress.finish();
         let report = done?;

@@ -9,6 +9,7 @@ use vdkit::jobs::{self, NewBacking, RebaseOptions};
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, OpeningForWriting, ProgressOption};
 use crate::failure::{Exit, Outcome};
+use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -53,6 +54,8 @@ pub struct RebaseArgs {
     #[command(flatten)]
     opening: OpeningForWriting,
     #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
     json: Json,
@@ -73,7 +76,7 @@ impl Run for RebaseArgs {
         };
         let progress = self.progress.reporter("rebase");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let opening = self.opening.options();
+        let opening = self.keys.apply(self.opening.options());
         let done = jobs::rebase(&vdkit::registry(), &self.image, &opening, &options, &monitor);
         progress.finish();
         let report = done?;

@@ -11,6 +11,7 @@ use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Force, Json, Opening, ProgressOption};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
+use crate::keys::Keys;
 use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
 use crate::time;
@@ -65,6 +66,8 @@ pub struct SnapshotArgs {
     force: Force,
     #[command(flatten)]
     opening: Opening,
+    #[command(flatten)]
+    keys: Keys,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -154,7 +157,7 @@ impl Run for SnapshotArgs {
                 &cancel,
             )?;
         }
-        let mut options = self.opening.options();
+        let mut options = self.keys.apply(self.opening.options());
         options.writable = asked.is_some();
         // What the image stands on has no part in it.
         options.backing = BackingChoice::Ignore;

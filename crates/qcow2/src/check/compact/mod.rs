@@ -36,7 +36,7 @@ use vdkit_block::{
 
 use super::image::Image;
 use super::repair;
-use crate::header::{Encryption, field};
+use crate::header::field;
 use crate::layout::incompatible;
 use space::Space;
 
@@ -53,7 +53,6 @@ pub(crate) fn compact(
     limits: &Limits,
     monitor: &Monitor<'_>,
 ) -> Result<CompactReport> {
-    refuse_encrypted(storage, limits)?;
     let mut report = CompactReport::default();
     let files: Vec<&Arc<dyn Storage>> = std::iter::once(storage).chain(data_file).collect();
     for file in &files {
@@ -76,19 +75,6 @@ pub(crate) fn compact(
         report.allocated_after += file.allocated_bytes()?;
     }
     Ok(report)
-}
-
-/// A cluster of an encrypted image that moves must be encrypted anew, and its zeroes are not those
-/// in the file: both need the key, which a compaction has not.
-fn refuse_encrypted(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<()> {
-    if Image::open(storage, limits)?.header.encryption == Encryption::None {
-        return Ok(());
-    }
-    Err(Error::unsupported(
-        storage.name(),
-        "compacting an encrypted image in place",
-        "convert it to a new image instead: 'vdkit convert' with --key-file and --target-key-file",
-    ))
 }
 
 /// Gives leaked clusters back, and says how many there were.
