@@ -1,10 +1,15 @@
 //! Operations on a new image, held against a flat model.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::sync::Arc;
 
-use vdkit_block::{Codec, GuestOffset, HostOffset, ImageInfo, Repair, Storage};
+use vdkit_block::{
+    CancelToken, Codec, CompactOptions, Error, FormatDriver, GuestOffset, HostOffset, ImageInfo,
+    Monitor, NewBitmap, NewSnapshot, NoProgress, Repair, Storage,
+};
 use vdkit_chain::{Disk, OpenOptions};
+use vdkit_qcow2::Qcow2Driver;
 use vdkit_qcow2::header::{Encryption, Header};
 use vdkit_qcow2::layout::{Geometry, autoclear, compatible, incompatible};
 use vdkit_raw::RawFormat;
@@ -15,11 +20,16 @@ use super::{LIMITS, open, run_check};
 const SECTOR: u64 = 512;
 /// Sectors of the largest disk.
 const SECTORS_MAX: u64 = 512;
+/// Tags from here on are operations on snapshots, bitmaps and the file as a whole.
+const MANAGEMENT: u8 = 228;
+/// Snapshots and bitmaps at a time.
+const KEPT_MAX: usize = 6;
 /// Operations of one run.
 const OPERATIONS_MAX: usize = 100;
 
 /// Takes the first bytes for the image's options and the others for operations: writes, zeroes,
-/// discards, compressed writes, flushes, resizes, and openings anew, with and without a close.
+/// discards, compressed writes, flushes, resizes, snapshots, bitmaps, compaction, and openings
+/// anew, with and without a close.
 ///
 /// # Panics
 /// Where the disk does not hold what the model holds, a check finds damage, a closed image has
@@ -139,6 +149,10 @@ struct World {
     base: Option<Arc<dyn Storage>>,
     disk: Option<Disk>,
     model: Vec<u8>,
+    /// Name and content of each snapshot.
+    snapshots: Vec<(String, Vec<u8>)>,
+    /// Name and the sectors that each bitmap must show as dirty.
+    bitmaps: Vec<(String, BTreeSet<u64>)>,
     /// It was ended without a close, and its leaks were not mended since.
     leaky: bool,
     /// Distinguishes what the writes write.
@@ -161,8 +175,18 @@ impl World {
             Arc::new(MemoryStorage::with_len("data", shape.guest_bytes))
         });
         let storage: Arc<dyn Storage> = Arc::new(shape.image());
-        let mut world =
-            Self { shape, storage, data_file, base, disk: None, model, leaky: false, writes: 0 };
+        let mut world = Self {
+            shape,
+            storage,
+            data_file,
+            base,
+            disk: None,
+            model,
+            snapshots: Vec::new(),
+            bitmaps: Vec::new(),
+            leaky: false,
+            writes: 0,
+        };
         world.open();
         world
     }
@@ -172,15 +196,15 @@ impl World {
             Ok(disk) => disk,
             Err(error) => panic!("{:?}: cannot be opened: {error}", self.shape),
         };
-        self.disk = Some(match &self.base {
-            None => disk,
-            Some(base) => {
-                let format = RawFormat::new(base.clone(), false).expect("memory has a length");
-                let options = OpenOptions { limits: LIMITS, ..OpenOptions::read_only() };
-                let info = ImageInfo::new("raw", 0);
-                disk.over(Disk::from_format(Arc::new(format), info, &options))
-            }
-        });
+        self.disk = Some(self.over_base(disk));
+    }
+
+    fn over_base(&self, disk: Disk) -> Disk {
+        let Some(base) = &self.base else { return disk };
+        let format = RawFormat::new(base.clone(), false).expect("memory has a length");
+        let options = OpenOptions { limits: LIMITS, ..OpenOptions::read_only() };
+        let info = ImageInfo::new("raw", 0);
+        disk.over(Disk::from_format(Arc::new(format), info, &options))
     }
 
     fn disk(&self) -> &Disk {
@@ -208,6 +232,9 @@ impl World {
 
     fn step(&mut self, tag: u8, input: &mut Input<'_>) {
         self.writes = self.writes.wrapping_add(1);
+        if let Some(tag) = tag.checked_sub(MANAGEMENT) {
+            return self.manage(tag, input);
+        }
         match tag % 12 {
             0..=2 => {
                 let (at, len) = self.bytes(input);
@@ -224,6 +251,7 @@ impl World {
                 let done = self.disk().write_zeroes(GuestOffset(at), len, may_unmap);
                 self.must(done, "zero");
                 self.model[at as usize..(at + len) as usize].fill(0);
+                self.mark(at, len);
             }
             6 => {
                 let (at, len) = self.bytes(input);
@@ -250,6 +278,7 @@ impl World {
         let piece = pattern(len, |number| self.writes.wrapping_add(number));
         self.must(self.disk().write_at(&piece, GuestOffset(at)), "write");
         self.model[at as usize..(at + len) as usize].copy_from_slice(&piece);
+        self.mark(at, len);
     }
 
     /// Compresses a few whole clusters. What does not become smaller is left out.
@@ -280,6 +309,7 @@ impl World {
         self.must(self.disk().write_packed(GuestOffset(at), &units), "write compressed");
         let end = (at + plain.len() as u64).min(self.size()) as usize;
         self.model[at as usize..end].copy_from_slice(&plain[..end - at as usize]);
+        self.mark(at, end as u64 - at);
     }
 
     /// Afterwards each byte is zero or what it was; from then on it stays so.
@@ -288,16 +318,32 @@ impl World {
         let mut now = vec![1; len as usize];
         self.must(self.disk().read_at(&mut now, GuestOffset(at)), "read after a discard");
         let old = &mut self.model[at as usize..(at + len) as usize];
+        let mut changed = BTreeSet::new();
         for (offset, (old, now)) in old.iter_mut().zip(now).enumerate() {
             assert!(now == 0 || now == *old, "byte {} after a discard", at + offset as u64);
+            if *old != now {
+                changed.insert((at + offset as u64) / SECTOR);
+            }
             *old = now;
+        }
+        for (_, dirty) in &mut self.bitmaps {
+            dirty.extend(&changed);
         }
     }
 
     fn resize(&mut self, input: &mut Input<'_>) {
         let sectors = 1 + input.number() % SECTORS_MAX;
+        if self.shape.version == 2 && !self.snapshots.is_empty() {
+            let refused = self.disk().resize(sectors * SECTOR);
+            let same = sectors * SECTOR == self.size();
+            assert!(same || matches!(refused, Err(Error::Unsupported { .. })), "{refused:?}");
+            return;
+        }
         self.must(self.disk().resize(sectors * SECTOR), "resize");
         self.model.resize((sectors * SECTOR) as usize, 0);
+        for (_, dirty) in &mut self.bitmaps {
+            dirty.retain(|&sector| sector < sectors);
+        }
         assert_eq!(self.disk().guest_bytes(), self.size());
     }
 
@@ -308,8 +354,9 @@ impl World {
         self.disk = None;
         // With lazy refcounts and no close, refcounts may be behind: opening mends them.
         let behind = self.shape.lazy && !close;
+        // (Space that only bitmaps took before the end is not behind, and may leak.)
+        self.leaky |= !close;
         if !behind {
-            self.leaky |= !close;
             let repair = if self.leaky && self.writes.is_multiple_of(2) {
                 Repair::Leaks
             } else {
@@ -334,16 +381,161 @@ impl World {
         assert_eq!(bad, 0, "{:?}: {} leaks, {first:?}", self.shape, report.leaks);
     }
 
-    fn compare(&self, start: u64, end: u64) {
-        let mut got = vec![1; (end - start) as usize];
-        self.must(self.disk().read_at(&mut got, GuestOffset(start)), "read");
-        let want = &self.model[start as usize..end as usize];
-        if got == want {
+    /// All recording bitmaps must show these bytes.
+    fn mark(&mut self, at: u64, len: u64) {
+        if len == 0 {
             return;
         }
+        for (_, dirty) in &mut self.bitmaps {
+            dirty.extend(at / SECTOR..=(at + len - 1) / SECTOR);
+        }
+    }
+
+    fn manage(&mut self, tag: u8, input: &mut Input<'_>) {
+        match tag % 7 {
+            0 => self.create_snapshot(),
+            1 => self.apply_snapshot(input),
+            2 => self.delete_snapshot(input),
+            3 => self.add_bitmap(input),
+            4 => self.clear_or_remove_bitmap(input),
+            5 => self.compact(),
+            _ => self.look_at_what_is_kept(),
+        }
+    }
+
+    fn create_snapshot(&mut self) {
+        if self.snapshots.len() >= KEPT_MAX {
+            return;
+        }
+        let Some(snapshots) = self.disk().top().snapshots() else { return };
+        let name = format!("s{}", self.writes);
+        let new = NewSnapshot { name: name.clone(), ..NewSnapshot::default() };
+        match snapshots.create(&new, &monitor()) {
+            Ok(_) => self.snapshots.push((name, self.model.clone())),
+            // Narrow refcounts cannot count so many users; a data file cannot have snapshots.
+            Err(Error::Unsupported { .. }) => {
+                let bits = 1u32 << self.shape.geometry.refcount_order;
+                assert!(self.shape.data_file || bits < 16, "{:?}: no snapshot", self.shape);
+            }
+            Err(error) => panic!("{:?}: snapshot: {error}", self.shape),
+        }
+    }
+
+    fn apply_snapshot(&mut self, input: &mut Input<'_>) {
+        let Some((name, content)) = chosen(&self.snapshots, input) else { return };
+        let snapshots = self.disk().top().snapshots().expect("one was created");
+        match snapshots.apply(&name, &monitor()) {
+            Ok(_) => {
+                self.model = content;
+                let sectors = self.size() / SECTOR;
+                // Anything may have changed.
+                for (_, dirty) in &mut self.bitmaps {
+                    *dirty = (0..sectors).collect();
+                }
+            }
+            Err(Error::Unsupported { .. }) => {
+                let other_size = content.len() != self.model.len();
+                let narrow = self.shape.geometry.refcount_order < 4;
+                let old = self.shape.version == 2 && other_size;
+                assert!(old || narrow, "{:?}: cannot apply", self.shape);
+            }
+            Err(error) => panic!("{:?}: apply: {error}", self.shape),
+        }
+    }
+
+    fn delete_snapshot(&mut self, input: &mut Input<'_>) {
+        let Some((name, _)) = chosen(&self.snapshots, input) else { return };
+        let snapshots = self.disk().top().snapshots().expect("one was created");
+        let deleted = snapshots.delete(&name, &monitor());
+        self.must(deleted.map(|_| ()), "delete a snapshot");
+        self.snapshots.retain(|(other, _)| *other != name);
+    }
+
+    fn add_bitmap(&mut self, input: &mut Input<'_>) {
+        if self.bitmaps.len() >= KEPT_MAX {
+            return;
+        }
+        let Some(bitmaps) = self.disk().top().bitmaps() else { return };
+        let name = format!("b{}", self.writes);
+        let granularity = Some(512 << (input.small() % 8));
+        match bitmaps.add(&NewBitmap { name: &name, granularity, enabled: true }) {
+            Ok(()) => self.bitmaps.push((name, BTreeSet::new())),
+            Err(Error::Unsupported { .. }) => {
+                assert!(self.shape.version == 2, "{:?}: no bitmap", self.shape);
+            }
+            Err(error) => panic!("{:?}: add a bitmap: {error}", self.shape),
+        }
+    }
+
+    fn clear_or_remove_bitmap(&mut self, input: &mut Input<'_>) {
+        let Some((name, _)) = chosen(&self.bitmaps, input) else { return };
+        let bitmaps = self.disk().top().bitmaps().expect("one was added");
+        if self.writes.is_multiple_of(2) {
+            self.must(bitmaps.remove(&name), "remove a bitmap");
+            self.bitmaps.retain(|(other, _)| *other != name);
+            return;
+        }
+        self.must(bitmaps.clear(&name), "clear a bitmap");
+        for (other, dirty) in &mut self.bitmaps {
+            if *other == name {
+                dirty.clear();
+            }
+        }
+    }
+
+    /// Closes, compacts, and opens again.
+    fn compact(&mut self) {
+        self.must(self.disk().close(), "close");
+        self.disk = None;
+        let options = CompactOptions { zero_scan: self.writes.is_multiple_of(2) };
+        let done = Qcow2Driver.compact(
+            &self.storage,
+            self.data_file.as_ref(),
+            options,
+            &LIMITS,
+            &monitor(),
+        );
+        self.must(done.map(|_| ()), "compact");
+        self.leaky = false;
+        self.check(Repair::Nothing);
+        self.open();
+    }
+
+    /// What snapshots hold and bitmaps show.
+    fn look_at_what_is_kept(&self) {
+        let top = self.disk().top();
+        for (name, content) in &self.snapshots {
+            let view = top.snapshots().expect("one was created").view(name);
+            let view = view.unwrap_or_else(|e| panic!("{:?}: snapshot {name}: {e}", self.shape));
+            let options = OpenOptions { limits: LIMITS, ..OpenOptions::read_only() };
+            let disk = Disk::from_format(view, ImageInfo::new("qcow2", 0), &options);
+            let got = self.over_base(disk);
+            assert_eq!(got.guest_bytes(), content.len() as u64, "{:?}: {name}", self.shape);
+            self.compare_with(&got, 0, content, name);
+        }
+        for (name, want) in &self.bitmaps {
+            let mut dirty = BTreeSet::new();
+            let shown = top.bitmaps().expect("one was added").for_each_dirty(name, &mut |run| {
+                dirty.extend(run.start / SECTOR..run.end.div_ceil(SECTOR));
+                Ok(())
+            });
+            self.must(shown, "look at a bitmap");
+            let lost = want.difference(&dirty).next();
+            assert_eq!(lost, None, "{:?}: {name} does not show that sector", self.shape);
+        }
+    }
+
+    fn compare(&self, start: u64, end: u64) {
+        let want = &self.model[start as usize..end as usize];
+        self.compare_with(self.disk(), start, want, "the disk");
+    }
+
+    fn compare_with(&self, disk: &Disk, start: u64, want: &[u8], what: &str) {
+        let mut got = vec![1; want.len()];
+        self.must(disk.read_at(&mut got, GuestOffset(start)), "read");
         if let Some(at) = got.iter().zip(want).position(|(got, want)| got != want) {
             panic!(
-                "{:?}: byte {} is {:#x}, expected {:#x}",
+                "{:?}: {what}: byte {} is {:#x}, expected {:#x}",
                 self.shape,
                 start + at as u64,
                 got[at],
@@ -351,6 +543,16 @@ impl World {
             );
         }
     }
+}
+
+fn monitor() -> Monitor<'static> {
+    Monitor { cancel: CancelToken::default(), progress: &NoProgress }
+}
+
+/// One of those that there are.
+fn chosen<T: Clone>(kept: &[(String, T)], input: &mut Input<'_>) -> Option<(String, T)> {
+    let index = input.small().checked_rem(kept.len() as u64)?;
+    kept.get(index as usize).cloned()
 }
 
 /// Bytes that change every 64.
