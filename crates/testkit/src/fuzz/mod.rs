@@ -7,7 +7,7 @@ mod hostile;
 mod operations;
 
 pub use hostile::qcow2_open_read;
-pub use operations::qcow2_ops;
+pub use operations::{qcow2_life, qcow2_ops};
 
 use std::sync::Arc;
 

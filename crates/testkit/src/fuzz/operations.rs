@@ -25,7 +25,7 @@ const MANAGEMENT: u8 = 228;
 /// Snapshots and bitmaps at a time.
 const KEPT_MAX: usize = 6;
 /// Operations of one run.
-const OPERATIONS_MAX: usize = 100;
+const OPERATIONS_MAX: u64 = 100;
 
 /// Takes the first bytes for the image's options and the others for operations: writes, zeroes,
 /// discards, compressed writes, flushes, resizes, snapshots, bitmaps, compaction, and openings
@@ -35,14 +35,26 @@ const OPERATIONS_MAX: usize = 100;
 /// Where the disk does not hold what the model holds, a check finds damage, a closed image has
 /// leaks, or an operation fails on a storage that never does.
 pub fn qcow2_ops(input: &[u8]) {
+    qcow2_life(input);
+}
+
+/// As [`qcow2_ops`]; returns how many operations there were.
+///
+/// # Panics
+/// As [`qcow2_ops`].
+pub fn qcow2_life(input: &[u8]) -> u64 {
     let mut input = Input(input);
     let mut world = World::new(&mut input);
-    for _ in 0..OPERATIONS_MAX {
+    let mut operations = 0;
+    while operations < OPERATIONS_MAX {
         let Some(tag) = input.byte() else { break };
         world.step(tag, &mut input);
+        operations += 1;
     }
     world.reopen(true);
     world.compare(0, world.model.len() as u64);
+    world.look_at_what_is_kept();
+    operations
 }
 
 /// The fuzzer's bytes; zeroes behind their end, except for the next operation's tag.
