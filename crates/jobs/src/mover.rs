@@ -393,9 +393,10 @@ impl<'a> Mover<'a> {
     }
 
     fn write_run(&self, target: &Disk, bytes: &[u8], at: GuestOffset) -> Result<()> {
-        // A new raw file has all its places already, and nothing in them.
+        // Where nothing is ever filled around a write (raw), a new file has all its places
+        // already, and nothing in them.
         let plain = target.encryption(0).is_none();
-        if plain && !self.options.write_zeroes && target.top().caps().cluster_bytes == 1 {
+        if plain && !self.options.write_zeroes && target.top().caps().fill_bytes == 1 {
             let _guard = target.enter();
             let len = bytes.len() as u64;
             if let Extent { len: all, place: Place::Data { file, offset, exclusive: true } } =
@@ -624,7 +625,8 @@ impl<'a> Mover<'a> {
             }
             Placed::Mapped { from, to } => {
                 add(&self.moved.written, (to - from) as u64);
-                target.write_at(&buffers.bytes[from..to], GuestOffset(at + from as u64))
+                let bytes = &buffers.bytes[from..to];
+                self.write_run(target, bytes, GuestOffset(at + from as u64))
             }
         }
     }
