@@ -190,11 +190,14 @@ impl State {
         }
     }
 
+    /// The length that a change up to `end` has to settle, if any. That is also one which another
+    /// thread has made and whose change still is under way: what is synced is not past the end.
     fn grow(&mut self, end: u64) -> Option<u64> {
-        (end > self.len).then(|| {
+        if end > self.len {
             self.len = end;
-            end
-        })
+            return Some(end);
+        }
+        self.now.may_lose_len(end).then_some(self.len)
     }
 
     /// Writes over `start..end`, `bytes` giving the content from an offset on.
@@ -335,7 +338,7 @@ impl Storage for CrashStorage {
         self.end_of(IoAction::Resize, HostOffset(len), 0)?;
         self.change(|state| {
             let before = state.len;
-            if len == before {
+            if len == before && !state.now.may_lose_len(len) {
                 return Ok(None);
             }
             let touched = state.clear(len, before);

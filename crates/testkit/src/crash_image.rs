@@ -125,6 +125,13 @@ impl CrashImage {
         self.pending.len()
     }
 
+    /// Whether a length of at least `end` hangs on a change whose caller still waits, so that a
+    /// sync that begins now does not cover it.
+    pub(crate) fn may_lose_len(&self, end: u64) -> bool {
+        self.durable_len.1 < end
+            && self.pending.iter().any(|p| !p.returned && p.change.new_len.is_some())
+    }
+
     /// Nothing survives that was not made durable.
     pub fn only_durable(&self) -> MemoryStorage {
         self.build(self.durable_len.0, |_| 0)

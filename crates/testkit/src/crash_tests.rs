@@ -188,6 +188,29 @@ fn a_synced_change_is_not_lost_to_an_older_one_that_was_still_under_way() {
 }
 
 #[test]
+fn synced_bytes_lie_within_the_length_even_where_another_thread_made_it() {
+    for how in 0..3 {
+        let storage = CrashStorage::new();
+        let state = &storage.state;
+        // Another thread has made the storage longer, and its caller still waits.
+        state.lock().len = 4096;
+        let change = Arc::new(Change { id: 1, sectors: vec![], new_len: Some(4096), cut: false });
+        state.lock().next = 2;
+        state.lock().record(Event::Changed(change), true);
+        match how {
+            0 => write(&storage, 512, 2, 512),
+            1 => storage.allocate(HostOffset(0), 4096).unwrap(),
+            _ => storage.set_len(4096).unwrap(),
+        }
+        assert_eq!(storage.crash_now().only_durable().len().unwrap(), 0);
+        storage.sync().unwrap();
+        let durable = storage.crash_now().only_durable();
+        assert_eq!(durable.len().unwrap(), 4096);
+        assert_eq!(byte(&durable, 512), if how == 0 { 2 } else { 0 });
+    }
+}
+
+#[test]
 fn many_threads_lose_nothing_that_they_synced() {
     let storage = CrashStorage::new();
     std::thread::scope(|scope| {
