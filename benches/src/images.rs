@@ -28,6 +28,15 @@ pub struct Image {
     pub path: PathBuf,
 }
 
+/// A raw image of data and holes.
+pub fn raw(options: &Options, scratch: &Scratch, content: Content) -> Result<PathBuf> {
+    let raw = scratch.file(&format!("{}.raw", content.name()));
+    if !raw.exists() {
+        write_raw(&raw, options.image_bytes, content == Content::Full)?;
+    }
+    Ok(raw)
+}
+
 /// The classic images that were asked for: raw and qcow2 of each content.
 pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
     let mut images = Vec::new();
@@ -36,10 +45,9 @@ pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
             continue;
         }
         let name = content.name();
-        let raw = scratch.file(&format!("{name}.raw"));
+        let raw = raw(options, scratch, content)?;
         let qcow2 = scratch.file(&format!("{name}.qcow2"));
-        if !raw.exists() {
-            write_raw(&raw, options.image_bytes, content == Content::Full)?;
+        if !qcow2.exists() {
             Program::new(&options.qemu_img)
                 .args(["convert", "-f", "raw", "-O", "qcow2"])
                 .args([&raw, &qcow2])

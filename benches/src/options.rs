@@ -19,9 +19,15 @@ pub enum Group {
     Check,
     /// Compression of a real file system's image, and reading it back.
     Compress,
+    /// Encrypted images: read, written over and made.
+    Encryption,
 }
 
 impl Group {
+    /// In the order of the document.
+    pub const ALL: [Self; 5] =
+        [Self::Null, Self::File, Self::Check, Self::Compress, Self::Encryption];
+
     /// As typed and as stored.
     pub fn name(self) -> &'static str {
         match self {
@@ -29,6 +35,7 @@ impl Group {
             Self::File => "file",
             Self::Check => "check",
             Self::Compress => "compress",
+            Self::Encryption => "encryption",
         }
     }
 }
@@ -103,7 +110,7 @@ pub struct Arguments {
     /// Images of the groups null and file
     #[arg(long = "image", value_enum, value_delimiter = ',')]
     contents: Vec<Content>,
-    /// Only jobs of the groups file and compress whose name has this in it, such as `raw→qcow2`
+    /// Only jobs of the groups file, compress and encryption whose name has this in it, such as `raw→qcow2`
     /// or `zstd`
     #[arg(long)]
     job: Option<String>,
@@ -186,7 +193,7 @@ impl Options {
         };
         let options = Self {
             groups: if arguments.groups.is_empty() {
-                vec![Group::Null, Group::File, Group::Check, Group::Compress]
+                Group::ALL.to_vec()
             } else {
                 arguments.groups
             },
@@ -244,6 +251,7 @@ impl Options {
             Group::File => file_system != FileSystem::Host,
             Group::Check => matches!(file_system, FileSystem::Tmpfs | FileSystem::Ext4),
             Group::Compress => file_system == FileSystem::Host,
+            Group::Encryption => file_system == FileSystem::Tmpfs,
         };
         self.groups
             .iter()
@@ -277,11 +285,8 @@ impl Options {
 
     /// Room that the largest group needs on a mounted scratch file system.
     pub fn scratch_bytes(&self) -> u64 {
-        let classic = if self.groups.iter().any(|g| matches!(g, Group::Null | Group::File)) {
-            self.image_bytes * 5
-        } else {
-            0
-        };
+        let classic = |g: &Group| matches!(g, Group::Null | Group::File | Group::Encryption);
+        let classic = if self.groups.iter().any(classic) { self.image_bytes * 5 } else { 0 };
         let real = if self.groups.contains(&Group::Compress) { self.real_bytes * 4 } else { 0 };
         // File systems want some room of their own; the files behind them are sparse.
         classic.max(real) + (1 << 30)

@@ -83,7 +83,7 @@ impl Report {
     /// Everything as one document.
     pub fn markdown(&self) -> String {
         let mut text = self.machine_markdown();
-        for group in [Group::Null, Group::File, Group::Check, Group::Compress] {
+        for group in Group::ALL {
             let table = self.table(group);
             if !table.is_empty() {
                 let _ = write!(text, "\n### {}\n\n{table}", group.name());
@@ -97,7 +97,7 @@ impl Report {
     pub fn update_document(&self, document: &Path) -> Result<()> {
         let mut text = fs::read_to_string(document)?;
         text = replace_marked(&text, "machine", &self.machine_markdown())?;
-        for group in [Group::Null, Group::File, Group::Check, Group::Compress] {
+        for group in Group::ALL {
             let table = self.table(group);
             if !table.is_empty() {
                 text = replace_marked(&text, group.name(), &table)?;
@@ -139,6 +139,7 @@ impl Report {
             (Group::File, _) => file_table(&cells),
             (Group::Check, _) => check_table(&cells),
             (Group::Compress, _) => compress_table(&cells),
+            (Group::Encryption, _) => encryption_table(&cells),
         }
     }
 }
@@ -250,6 +251,33 @@ fn compress_table(cells: &[&Cell]) -> String {
             size(vdkit),
             best.map_or("–".to_owned(), size),
             vdkit.memory(),
+            vdkit.runs.len(),
+        );
+    }
+    text
+}
+
+fn encryption_table(cells: &[&Cell]) -> String {
+    let mut text = String::from(
+        "| file system | job | vdkit | best qemu-img | with | qemu-img ÷ vdkit | CPU | peak memory | \
+         qemu-img's | runs |\n\
+         |---|---|---:|---:|---|---:|---:|---:|---:|---:|\n",
+    );
+    for cell in cells {
+        let Some(vdkit) = cell.series.first() else { continue };
+        let best = cell.best_peer();
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            cell.name.file_system.name(),
+            cell.name.job,
+            vdkit.time(),
+            best.map_or("–".to_owned(), Series::time),
+            best.map_or("–", |b| b.flags()),
+            best.map_or("–".to_owned(), |b| ratio(b, vdkit)),
+            processor(vdkit, best),
+            vdkit.memory(),
+            best.map_or("–".to_owned(), Series::memory),
             vdkit.runs.len(),
         );
     }

@@ -2,6 +2,7 @@
 
 pub mod check;
 pub mod compress;
+pub mod encryption;
 pub mod file;
 pub mod null;
 

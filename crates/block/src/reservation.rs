@@ -53,6 +53,8 @@ pub struct Reservation<'a> {
     pub tail: Fill,
     /// The space reads as zero: zeroes among the caller's own bytes need not be written.
     pub zeroed: bool,
+    /// Nothing was ever written to the space (which in an encrypted image does not read as zero).
+    pub untouched: bool,
     published: bool,
 }
 
@@ -80,8 +82,15 @@ impl<'a> Reservation<'a> {
             head,
             tail,
             zeroed: false,
+            untouched: false,
             published: false,
         }
+    }
+
+    /// This reservation, whose space is known to have been written never.
+    pub fn untouched(mut self, untouched: bool) -> Self {
+        self.untouched = untouched;
+        self
     }
 
     /// This reservation, whose space is known to read as zero.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 use vdkit_block::{
-    CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits,
+    CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, Monitor,
     OpenRequest, Result,
 };
 
@@ -18,6 +18,9 @@ use crate::walk::{Found, Walk};
 /// How many answers of the layers [`Disk::extent_at`] puts together: a full image of any size
 /// would otherwise be walked to its end for one question.
 const ANSWERS_MAX: u32 = 64;
+
+/// Bytes of new space that are written between two looks at the cancel token.
+const ZERO_STEP: u64 = 8 << 20;
 
 /// One image of a chain.
 #[derive(Debug)]
@@ -291,7 +294,8 @@ impl Disk {
     /// Changes the size of the disk. New bytes read as zero, also where a longer backing image has
     /// something there, or the last cluster still has what an earlier shrinking cut off.
     ///
-    /// An image whose new space does not read as zero (raw LUKS) gets zeroes written.
+    /// An image whose new space does not read as zero (raw LUKS) gets zeroes written; a power cut
+    /// in the middle can leave it larger, with noise where it is new.
     ///
     /// Where a format without zero flags (qcow2 version 2) grows over a longer backing image, a
     /// power cut in the middle can leave the new size with the backing image's bytes showing.
@@ -299,6 +303,15 @@ impl Disk {
     /// # Errors
     /// [`Error::ReadOnly`]; what the format returns.
     pub fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.resize_watched(guest_bytes, &Monitor::default())
+    }
+
+    /// As [`Disk::resize`], for a disk whose new part may take long to be written: `monitor` is
+    /// told how many bytes of it are done, and can cancel, after which the size is the old one.
+    ///
+    /// # Errors
+    /// As [`Disk::resize`]; [`Error::Interrupted`].
+    pub fn resize_watched(&self, guest_bytes: u64, monitor: &Monitor<'_>) -> Result<()> {
         self.check_writable()?;
         let before = self.guest_bytes();
         let beneath = self.layers.get(1).map_or(0, |layer| layer.format.guest_bytes());
@@ -316,9 +329,30 @@ impl Disk {
         } else {
             self.guest_bytes()
         };
-        if before < end {
-            self.write_zeroes(GuestOffset(before), end - before, true)?;
+        if self.top().new_reads_zero() {
+            if before < end {
+                self.write_zeroes(GuestOffset(before), end - before, true)?;
+            }
+        } else if let Err(error) = self.zero_in_steps(before, end, monitor) {
+            // Noise is no part of the disk. The first error is the one that tells.
+            let _ = self.top().resize(before);
+            return Err(error);
         }
         self.settle()
+    }
+
+    fn zero_in_steps(&self, mut at: u64, end: u64, monitor: &Monitor<'_>) -> Result<()> {
+        let all = end.saturating_sub(at);
+        while at < end {
+            monitor.cancel.check()?;
+            monitor.progress.update(all - (end - at), all);
+            let step = ZERO_STEP.min(end - at);
+            self.write_zeroes(GuestOffset(at), step, true)?;
+            at += step;
+        }
+        if all > 0 {
+            monitor.progress.update(all, all);
+        }
+        Ok(())
     }
 }

@@ -14,13 +14,16 @@ use std::ops::Range;
 
 use parking_lot::{RwLock, RwLockReadGuard};
 use vdkit_block::{
-    CIPHER_SECTOR_BYTES, Encryption, Fill, GuestOffset, HostOffset, Reservation, Result, Storage,
-    align_down,
+    CIPHER_SECTOR_BYTES, Encryption, Fill, GuestOffset, HostOffset, Place, Reservation, Result,
+    Storage, align_down,
 };
 
 use crate::disk::Disk;
 use crate::scratch::Scratch;
 use crate::write::{STEP_BYTES, Source};
+
+/// Bytes that are copied and then encrypted together.
+const CACHED_BYTES: usize = 64 << 10;
 
 /// Where an encrypted run begins, for the guest and on the host. The two lie equally within their
 /// sectors.
@@ -126,7 +129,7 @@ impl Disk {
         let len = data.len();
         if place.is_whole(len as usize) {
             let _shared = self.sectors.read();
-            return write_whole(encryption, storage, place, data);
+            return write_whole(encryption, storage, place, data, false);
         }
         // A cut sector at each end, whole ones between.
         let (_, skip) = place.sector();
@@ -137,7 +140,7 @@ impl Disk {
             let (place, data) =
                 (place.after(part.start), data.slice(part.start, part.end - part.start));
             if place.is_whole(data.len() as usize) {
-                write_whole(encryption, storage, place, data)?;
+                write_whole(encryption, storage, place, data, false)?;
             } else {
                 change_sector(encryption, storage, place, data)?;
             }
@@ -196,33 +199,74 @@ impl Disk {
         let storage = self.top().file(reservation.file);
         let host = reservation.host_of(at);
         match self.top().encryption() {
-            None if reservation.zeroed => storage.write_new(bytes, host),
+            None if reservation.untouched => storage.write_new(bytes, host),
             None => storage.write_at(bytes, host),
             Some(encryption) => {
                 let place = SealedPlace { guest: GuestOffset(at), host };
-                write_whole(encryption, &**storage, place, Source::Bytes(bytes))
+                let new = reservation.untouched;
+                write_whole(encryption, &**storage, place, Source::Bytes(bytes), new)
             }
         }
     }
+
+    /// As [`Disk::write_at`], to a new image to which nobody has written yet: nothing is there that
+    /// a write could cut.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`].
+    pub fn write_new_at(&self, bytes: &[u8], at: GuestOffset) -> Result<()> {
+        self.check_writable()?;
+        let len = bytes.len() as u64;
+        self.check_range(at, len)?;
+        let guard = self.enter();
+        let extent = self.top().resolve_for_io(at, len)?;
+        if let Place::Data { file, offset, exclusive: true } = extent.place
+            && extent.len == len
+        {
+            let storage = self.top().file(file);
+            let place = SealedPlace { guest: at, host: offset };
+            match self.top().encryption() {
+                None => return storage.write_new(bytes, offset),
+                Some(encryption) if place.is_whole(bytes.len()) => {
+                    let _shared = self.sectors.read();
+                    return write_whole(encryption, &**storage, place, Source::Bytes(bytes), true);
+                }
+                Some(_) => {}
+            }
+        }
+        drop(guard);
+        self.write_at(bytes, at)
+    }
 }
 
-/// Encrypts and writes whole sectors. A short last one, at the end of the disk, is filled up with
-/// zeroes.
+/// Encrypts and writes whole sectors; `new` where nothing was written before. A short last one, at
+/// the end of the disk, is filled up with zeroes.
 fn write_whole(
     encryption: &Encryption,
     storage: &dyn Storage,
     place: SealedPlace,
     data: Source<'_>,
+    new: bool,
 ) -> Result<()> {
     let mut done = 0;
     while done < data.len() {
         let len = STEP_BYTES.min(data.len() - done);
         let mut piece = Scratch::new(whole(len as usize));
-        data.slice(done, len).copy_to(&mut piece[..len as usize]);
-        piece[len as usize..].fill(0);
         let place = place.after(done);
-        place.encrypt(encryption, &mut piece);
-        storage.write_at(&piece, place.host)?;
+        let mut filled = 0;
+        // A little at a time, so that it is in the nearest cache when it is encrypted.
+        for part in piece.chunks_mut(CACHED_BYTES) {
+            let (bytes, behind) = part.split_at_mut(part.len().min((len - filled) as usize));
+            data.slice(done + filled, bytes.len() as u64).copy_to(bytes);
+            behind.fill(0);
+            place.after(filled).encrypt(encryption, part);
+            filled += part.len() as u64;
+        }
+        if new {
+            storage.write_new(&piece, place.host)?;
+        } else {
+            storage.write_at(&piece, place.host)?;
+        }
         done += len;
     }
     Ok(())

@@ -49,6 +49,7 @@ fn memory_has_bounds_whatever_the_image() {
     assert!(after < limit || after == before, "info took {after} KiB");
     assert!(before < 64 << 10, "create or resize took {before} KiB");
 
+    scratch.write("key", b"a key of the tests");
     fill(&scratch.path("full.raw"));
     for arguments in [
         &["convert", "big.qcow2", "null:"][..],
@@ -57,6 +58,18 @@ fn memory_has_bounds_whatever_the_image() {
         &["convert", "--compress", "full.raw", "zlib.qcow2"],
         &["convert", "--compress=zstd", "full.raw", "zstd.qcow2", "-o", "cluster_size=2M"],
         &["convert", "--verify", "zstd.qcow2", "again.raw"],
+        &[
+            "convert",
+            "full.raw",
+            "sealed.qcow2",
+            "-o",
+            "encrypt.format=luks,encrypt.iter-time=10",
+            "--target-key-file",
+            "key",
+        ],
+        &["convert", "sealed.qcow2", "again.raw", "--key-file", "key"],
+        &["convert", "full.raw", "full.luks", "-o", "iter-time=10", "--target-key-file", "key"],
+        &["convert", "full.luks", "again.raw", "--key-file", "key"],
         &["compare", "big.qcow2", "big.qcow2"],
         &["map", "--json", "big.qcow2"],
     ] {

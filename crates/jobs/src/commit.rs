@@ -7,19 +7,22 @@
 //!   base ◄───┘                                        4  the overlay is emptied
 //! ```
 //!
-//! Each step can be cut short and repeated. Until step 4 the overlay hides what changes in the base;
+//! Before step 1 the overlay takes over what lies behind the end of a base whose new space would
+//! not read as zero. Each step can be cut short and repeated. Until step 4 the overlay hides what changes in the base;
 //! from then on the base holds, durably, what the overlay gives up.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde::Serialize;
-use vdkit_block::{Error, Monitor, Result};
-use vdkit_chain::{ChainLink, Disk, OpenOptions, Registry, Split, links_down_to, open_split};
+use vdkit_block::{Error, GuestOffset, Monitor, NoProgress, Result, align_down};
+use vdkit_chain::{
+    ChainLink, Disk, DiskPlace, OpenOptions, Registry, Split, links_down_to, open_split,
+};
 
 use crate::crew::default_threads;
 use crate::dependents::refuse_dependents;
-use crate::mover::{MoveOptions, MovedBytes, Mover};
+use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
 
@@ -171,6 +174,59 @@ pub fn commit_disks(
     Ok(moved)
 }
 
+/// Makes the overlay hold everything behind the end of a base whose new space is noise (raw LUKS)
+/// until it is written: a power cut while the base grows must not show it.
+fn own_what_lies_beyond(above: &Disk, base: &Disk, monitor: &Monitor<'_>) -> Result<()> {
+    if base.top().new_reads_zero() {
+        return Ok(());
+    }
+    let (from, to) = (base.guest_bytes(), above.guest_bytes());
+    if !above.writable() {
+        return Err(Error::unsupported(
+            base.name(),
+            format!(
+                "growing to the {to} bytes of an overlay that is kept as it is (after a power cut \
+                 the overlay could show noise)"
+            ),
+            format!("make it as large first: 'vdkit resize {} {to}'", base.name()),
+        ));
+    }
+    let cluster = above.top().caps().cluster_bytes.max(1);
+    let mut at = from.next_multiple_of(cluster).min(to);
+    if from < at {
+        own_cluster(above, base, align_down(from, cluster), at)?;
+    }
+    while at < to {
+        monitor.cancel.check()?;
+        let run = above.extent_at(GuestOffset(at), to - at)?;
+        let (len, hole) = (run.len, matches!(run.place, DiskPlace::Hole));
+        if hole {
+            above.write_zeroes_for_good(GuestOffset(at), len)?;
+        }
+        at += len;
+    }
+    // Durable before the base grows.
+    above.flush()
+}
+
+/// Makes the overlay hold a cluster in which the base ends. (The overlay alone would fill it with
+/// zeroes where the base has something.)
+fn own_cluster(above: &Disk, base: &Disk, start: u64, end: u64) -> Result<()> {
+    let mut bytes = vec![0; (end - start) as usize];
+    above.read_at(&mut bytes, GuestOffset(start))?;
+    let (mut at, base_end) = (start, base.guest_bytes());
+    while at < base_end {
+        let run = above.extent_at(GuestOffset(at), base_end - at)?;
+        let (len, hole) = (run.len, matches!(run.place, DiskPlace::Hole));
+        if hole {
+            let part = (at - start) as usize..(at + len - start) as usize;
+            base.read_at(&mut bytes[part], GuestOffset(at))?;
+        }
+        at += len;
+    }
+    above.write_at(&bytes, GuestOffset(start))
+}
+
 fn move_all(
     source: &Source,
     base: &Disk,
@@ -179,7 +235,9 @@ fn move_all(
 ) -> Result<MovedBytes> {
     let bytes = source.bytes();
     if bytes > base.guest_bytes() {
-        base.resize(bytes)?;
+        own_what_lies_beyond(&source.disks()[0], base, monitor)?;
+        let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
+        base.resize_watched(bytes, &quiet)?;
     }
     let caps = base.top().caps();
     let block = u64::from(base.top().storage().caps().block_bytes).max(512);
@@ -190,6 +248,7 @@ fn move_all(
         chunk: CHUNK_BYTES,
         share: shares.then_some(block),
         share_max: SHARE_BYTES_MAX,
+        zero_max: zero_max(base),
         layers: usize::MAX,
         skip_absent: true,
     };
@@ -198,6 +257,7 @@ fn move_all(
         detect_zeroes: Some(DETECT_BYTES),
         compress: None,
         write_zeroes: true,
+        new: false,
         rate: None,
     };
     let mover = Mover::new(source, Some(base), Planner::new(source, plan), moving, monitor);

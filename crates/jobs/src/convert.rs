@@ -8,7 +8,7 @@ use vdkit_block::{CompressionSpec, Error, Monitor, Result, Secret};
 use vdkit_chain::{Disk, OpenOptions, Registry, same_file};
 
 use crate::bitmap::{BrokenBitmaps, bitmaps_to_copy, copy_bitmaps};
-use crate::mover::{MoveOptions, MovedBytes, Mover};
+use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
 use crate::target::{Destination, NewImage, Target};
@@ -146,6 +146,7 @@ pub fn convert(
         write_zeroes: matches!(options.destination, Destination::Into { .. })
             || layers != usize::MAX
             || disk.is_some_and(|disk| !disk.top().new_reads_zero()),
+        new: matches!(options.destination, Destination::New(_)),
         rate: options.rate,
     };
     let mover = Mover::new(source, disk, Planner::new(source, plan), moving, monitor);
@@ -221,6 +222,7 @@ fn plan_options(options: &ConvertOptions, target: Option<&Disk>, layers: usize) 
             chunk: CHUNK_BYTES,
             share: Some(1),
             share_max: SKIM_BYTES,
+            zero_max: u64::MAX,
             layers,
             skip_absent: false,
         };
@@ -238,6 +240,7 @@ fn plan_options(options: &ConvertOptions, target: Option<&Disk>, layers: usize) 
         chunk: CHUNK_BYTES.max(cluster),
         share: shares.then_some(block),
         share_max: SHARE_BYTES_MAX.max(cluster),
+        zero_max: target.map_or(u64::MAX, zero_max),
         layers,
         skip_absent: layers != usize::MAX,
     }

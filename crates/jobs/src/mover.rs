@@ -31,6 +31,8 @@ use crate::zero::{data_runs, is_zero};
 
 /// Bytes that one thread moves alone before others are started: a small job is over by then.
 const ALONE_BYTES: u64 = 4 << 20;
+/// Bytes of one piece of zeroes where they are written one by one.
+const ZERO_BYTES_MAX: u64 = 8 << 20;
 
 /// How bytes reach the target.
 #[derive(Clone, Copy, Debug)]
@@ -43,6 +45,8 @@ pub(crate) struct MoveOptions {
     pub(crate) compress: Option<CompressionSpec>,
     /// The target may hold something else than zeroes: those must be written.
     pub(crate) write_zeroes: bool,
+    /// Nobody has written to the target yet.
+    pub(crate) new: bool,
     /// Bytes a second.
     pub(crate) rate: Option<u64>,
 }
@@ -177,9 +181,9 @@ impl<'a> Mover<'a> {
         std::thread::scope(|scope| {
             self.work(&|| {
                 let spawned = self.spawned.load(Ordering::Relaxed);
-                if spawned >= self.options.threads
-                    || self.moved.read.load(Ordering::Relaxed) < ALONE_BYTES
-                {
+                let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+                let moved = of(&self.moved.read).max(of(&self.moved.written));
+                if spawned >= self.options.threads || moved < ALONE_BYTES {
                     return;
                 }
                 self.spawned.store(self.options.threads, Ordering::Relaxed);
@@ -226,6 +230,9 @@ impl<'a> Mover<'a> {
                     self.in_turn(number, || Ok(()))?;
                     if self.options.write_zeroes {
                         target.write_zeroes(GuestOffset(at), len, true)?;
+                        if writes_zeroes(target) {
+                            add(&self.moved.written, len);
+                        }
                     }
                 }
                 add(&self.moved.zero_known, len);
@@ -395,16 +402,8 @@ impl<'a> Mover<'a> {
     fn write_run(&self, target: &Disk, bytes: &[u8], at: GuestOffset) -> Result<()> {
         // Where nothing is ever filled around a write (raw), a new file has all its places
         // already, and nothing in them.
-        let plain = target.encryption(0).is_none();
-        if plain && !self.options.write_zeroes && target.top().caps().fill_bytes == 1 {
-            let _guard = target.enter();
-            let len = bytes.len() as u64;
-            if let Extent { len: all, place: Place::Data { file, offset, exclusive: true } } =
-                target.top().resolve_for_io(at, len)?
-                && all == len
-            {
-                return target.top().file(file).write_new(bytes, offset);
-            }
+        if self.options.new && target.top().caps().fill_bytes == 1 {
+            return target.write_new_at(bytes, at);
         }
         target.write_at(bytes, at)
     }
@@ -630,6 +629,18 @@ impl<'a> Mover<'a> {
             }
         }
     }
+}
+
+/// Whether zeroes on a disk are bytes that are written (raw LUKS), not a word in a map or to the
+/// file system.
+fn writes_zeroes(target: &Disk) -> bool {
+    target.encryption(0).is_some() && !target.top().caps().cheap_zeroes
+}
+
+/// Largest piece of zeroes for a target: where they are written, threads share them and a cancel
+/// waits for one piece.
+pub(crate) fn zero_max(target: &Disk) -> u64 {
+    if writes_zeroes(target) { ZERO_BYTES_MAX } else { u64::MAX }
 }
 
 /// In the list of compressed lengths: the cluster is zero.

@@ -54,6 +54,8 @@ pub struct PlanOptions {
     pub share: Option<u64>,
     /// Largest piece of sharing, a multiple of `grid`.
     pub share_max: u64,
+    /// Largest piece of zeroes, a multiple of `grid`.
+    pub zero_max: u64,
     /// Ask only so many layers of each source.
     pub layers: usize,
     /// What none of those layers has is left out, rather than taken for zeroes.
@@ -148,8 +150,13 @@ impl<'a> Planner<'a> {
     fn run(&mut self) -> Result<Option<(Cell, u64)>> {
         let PlanOptions { grid, chunk, .. } = self.options;
         let Some((kind, mut end)) = self.cells(self.at)? else { return Ok(None) };
-        if !matches!(kind, Cell::Copy) {
-            return Ok(Some((kind, end)));
+        match kind {
+            Cell::Absent | Cell::Zero => {
+                let limit = self.at.saturating_add(self.options.zero_max);
+                return Ok(Some((kind, end.min(limit))));
+            }
+            Cell::Share(..) => return Ok(Some((kind, end))),
+            Cell::Copy => {}
         }
         let limit = align_down(self.at, chunk) + chunk;
         while end < limit {

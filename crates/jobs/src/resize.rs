@@ -59,11 +59,12 @@ pub fn resize(
             disk.name()
         )));
     }
-    disk.resize(guest_bytes)?;
+    disk.resize_watched(guest_bytes, monitor)?;
     // A format may round the size up to its sectors.
     let after = disk.guest_bytes();
     let mut allocated = Ok(());
-    if options.preallocation != Preallocation::Off {
+    // Where new space does not read as zero, it has been written already.
+    if options.preallocation != Preallocation::Off && disk.top().new_reads_zero() {
         allocated = preallocate(disk, before, after, options.preallocation, monitor);
         if allocated.is_err() {
             disk.resize(before)?;

@@ -181,8 +181,13 @@ impl Format for LuksFormat {
             let (file, what) = (file.to_owned(), "size");
             return Err(Error::Limit { file, what, found: guest_bytes, limit });
         };
+        // Requests that come meanwhile find no byte of the disk behind the end of the file.
+        let before = self.guest_bytes.fetch_min(bytes, Ordering::AcqRel);
         if self.storage.caps().growable {
-            self.storage.set_len(end)?;
+            if let Err(error) = self.storage.set_len(end) {
+                self.guest_bytes.store(before, Ordering::Release);
+                return Err(error);
+            }
         } else if end > self.storage.len()? {
             return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));
         }

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use vdkit_block::{Error, HostOffset, Result, Storage};
 
 use crate::cipher::{CipherSpec, KNOWN};
 use crate::hash::{HASH_NAMES, Hash};
@@ -293,24 +293,11 @@ impl Header {
         })
     }
 
-    /// Whether a derivation of a key of so many bytes stays within the limits.
-    pub(crate) fn check_rounds(
-        file: &str,
-        iterations: u32,
-        hash: Hash,
-        key_bytes: usize,
-        limits: &Limits,
-    ) -> Result<()> {
-        let found = u64::from(iterations) * hash.rounds(key_bytes);
-        if found <= limits.key_rounds_max {
-            return Ok(());
-        }
-        Err(Error::Limit {
-            file: file.to_owned(),
-            what: "the work of trying a key, in rounds of its derivation (--key-rounds raises it),",
-            found,
-            limit: limits.key_rounds_max,
-        })
+    /// The work of trying a key on a slot, in rounds of its derivation.
+    pub(crate) fn rounds(&self, slot: usize, hash: Hash) -> u64 {
+        let of = |iterations: u32, bytes: usize| u64::from(iterations) * hash.rounds(bytes);
+        of(self.slots[slot].iterations, self.key_bytes as usize)
+            + of(self.digest_iterations, self.digest.len())
     }
 
     /// The header's bytes.

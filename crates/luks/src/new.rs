@@ -6,7 +6,7 @@ use zeroize::Zeroizing;
 use crate::cipher::{CipherSpec, Mode, Vector};
 use crate::hash::Hash;
 use crate::header::{HEADER_BYTES, Header, SECTOR_BYTES, SLOTS, STRIPES, Slot};
-use crate::slots::{Method, random};
+use crate::slots::{Method, random, wipe_stack};
 
 /// Key material begins here, and areas of it are multiples of this, as QEMU and cryptsetup lay
 /// them out.
@@ -150,6 +150,7 @@ impl NewHeader {
         random(file, &mut header.slots[0].salt)?;
         header.digest = method.digest(&key, &header.digest_salt, header.digest_iterations);
         let material = method.lock(file, &key, passphrase, &header.slots[0])?;
+        wipe_stack();
         let mut bytes = vec![0; MATERIAL_ALIGN as usize];
         bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
         bytes.extend_from_slice(&material);

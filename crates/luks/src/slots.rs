@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use vdkit_block::{
     Error, HostOffset, KeySlot, KeySlots, Limits, Result, Secret, SectorCipher, Storage,
 };
-use zeroize::Zeroizing;
+use zeroize::{Zeroize, Zeroizing};
 
 use crate::af;
 use crate::cipher::{AesSectors, CipherSpec};
@@ -24,6 +24,16 @@ const ITERATIONS_MIN: u32 = 1000;
 
 /// The image's own key.
 pub(crate) type VolumeKey = Zeroizing<Vec<u8>>;
+
+/// Bytes of the stack that deriving a key and expanding it use at most.
+const STACK_BYTES: usize = 32 << 10;
+
+/// Overwrites what calls that have returned left on the stack: hash states and expanded keys on
+/// their way to the heap are moved, and a move leaves the old bytes behind.
+#[inline(never)]
+pub(crate) fn wipe_stack() {
+    std::hint::black_box(&mut [0u8; STACK_BYTES]).zeroize();
+}
 
 /// Random bytes from the system.
 pub(crate) fn random(file: &str, out: &mut [u8]) -> Result<()> {
@@ -70,9 +80,13 @@ impl Method {
         Ok(material.to_vec())
     }
 
-    /// So many iterations that deriving a slot's key takes about this time here, within the limits.
+    /// So many iterations that deriving a slot's key takes about this time here, within the limits;
+    /// the fewest for 0.
     pub(crate) fn iterations(&self, milliseconds: u64, limits: &Limits) -> u32 {
-        let wanted = Duration::from_millis(milliseconds.max(1));
+        if milliseconds == 0 {
+            return ITERATIONS_MIN;
+        }
+        let wanted = Duration::from_millis(milliseconds);
         let enough = (wanted / 8).clamp(Duration::from_millis(1), Duration::from_millis(50));
         let mut key = vec![0; self.spec.key_bytes()];
         let mut tried = 1024;
@@ -96,6 +110,33 @@ impl Method {
         let mut digest = [0; 20];
         self.hash.derive(key, salt, iterations, &mut digest);
         digest
+    }
+}
+
+/// What trying one key may cost, on all slots together: a stranger's header has eight.
+struct Work {
+    limit: u64,
+    done: u64,
+}
+
+impl Work {
+    fn new(limits: &Limits) -> Self {
+        Self { limit: limits.key_rounds_max, done: 0 }
+    }
+
+    /// Counts so many rounds, before they are done.
+    fn take(&mut self, file: &str, rounds: u64) -> Result<()> {
+        let found = self.done.saturating_add(rounds);
+        if found <= self.limit {
+            self.done = found;
+            return Ok(());
+        }
+        Err(Error::Limit {
+            file: file.to_owned(),
+            what: "the work of trying a key, in rounds of its derivation (--key-rounds raises it),",
+            found,
+            limit: self.limit,
+        })
     }
 }
 
@@ -135,9 +176,9 @@ impl LuksSlots {
             return Err(Error::no_key(file, "luks"));
         }
         for key in keys {
-            if let Some((_, volume_key)) = self.find(&method, key)?
-                && let Some(cipher) = method.spec.with_key(&volume_key)
-            {
+            let cipher = self.find(&method, key)?.and_then(|(_, key)| method.spec.with_key(&key));
+            wipe_stack();
+            if let Some(cipher) = cipher {
                 return Ok(Arc::new(cipher));
             }
         }
@@ -161,8 +202,9 @@ impl LuksSlots {
     /// passed over as long as another one opens.
     fn find(&self, method: &Method, passphrase: &Secret) -> Result<Option<(usize, VolumeKey)>> {
         let mut too_much = None;
+        let mut work = Work::new(&self.limits);
         for number in 0..SLOTS {
-            match self.try_slot(method, number, passphrase) {
+            match self.try_slot(method, number, passphrase, &mut work) {
                 Ok(Some(key)) => return Ok(Some((number, key))),
                 Ok(None) => {}
                 Err(error @ Error::Limit { .. }) => too_much = too_much.or(Some(error)),
@@ -177,15 +219,13 @@ impl LuksSlots {
         method: &Method,
         number: usize,
         passphrase: &Secret,
+        work: &mut Work,
     ) -> Result<Option<VolumeKey>> {
-        let (file, header, slot) = (self.storage.name(), &self.header, &self.header.slots[number]);
+        let (header, slot, hash) = (&self.header, &self.header.slots[number], method.hash);
         if !slot.active {
             return Ok(None);
         }
-        let (hash, key_bytes) = (method.hash, method.spec.key_bytes());
-        Header::check_rounds(file, slot.iterations, hash, key_bytes, &self.limits)?;
-        let digest_bytes = header.digest.len();
-        Header::check_rounds(file, header.digest_iterations, hash, digest_bytes, &self.limits)?;
+        work.take(self.storage.name(), header.rounds(number, hash))?;
         let Some(cipher) = method.cipher(passphrase, slot) else { return Ok(None) };
         let mut material = Zeroizing::new(vec![0; header.material_bytes() as usize]);
         self.storage.read_padded(&mut material, self.at(header.material_area(number).start))?;
@@ -227,11 +267,13 @@ impl KeySlots for LuksSlots {
     fn opened_by(&self, key: &Secret) -> Result<Vec<u32>> {
         let method = Method::of(&self.header, self.storage.name())?;
         let mut opened = Vec::new();
+        let mut work = Work::new(&self.limits);
         for number in 0..SLOTS {
-            if self.try_slot(&method, number, key)?.is_some() {
+            if self.try_slot(&method, number, key, &mut work)?.is_some() {
                 opened.push(number as u32);
             }
         }
+        wipe_stack();
         Ok(opened)
     }
 
@@ -259,7 +301,7 @@ impl KeySlots for LuksSlots {
         // Only what is known to open is shown.
         slot.active = true;
         let before = std::mem::replace(&mut self.header.slots[number], slot.clone());
-        match self.try_slot(&method, number, new) {
+        match self.try_slot(&method, number, new, &mut Work::new(&self.limits)) {
             Ok(Some(found)) if found == volume_key => {}
             other => {
                 self.header.slots[number] = before;
@@ -270,6 +312,8 @@ impl KeySlots for LuksSlots {
         }
         self.storage.write_at(&slot.encode()[..4], self.slot_at(number))?;
         self.storage.sync()?;
+        drop(volume_key);
+        wipe_stack();
         Ok(number as u32)
     }
 

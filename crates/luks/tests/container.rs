@@ -8,7 +8,7 @@ use vdkit_block::{
 };
 use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 
 /// Little enough for a test; new slots get a thousand iterations.
 const LIMITS: Limits = Limits {
@@ -17,7 +17,7 @@ const LIMITS: Limits = Limits {
     cache_bytes: 64 << 10,
     packed_bytes_max: 4 << 20,
     check_bytes_max: 16 << 20,
-    key_rounds_max: 1 << 13,
+    key_rounds_max: 1 << 15,
 };
 
 fn secret(text: &str) -> Secret {
@@ -169,6 +169,39 @@ fn every_field_of_a_header_is_checked() {
     }
 }
 
+/// Every number of the header replaced by those at which code goes wrong: the container opens or
+/// an error names it, and neither costs much.
+#[test]
+fn any_number_in_any_field_is_an_answer_at_little_cost() {
+    let storage = made(64 << 10, "cipher-alg=aes-128").unwrap();
+    let good = header_of(&*storage);
+    let slots = (0..SLOTS).flat_map(|slot| [0, 4, 40, 44].map(|field| 208 + slot * 48 + field));
+    let (mut opened, mut refused) = (0, 0);
+    for field in [104, 108, 164].into_iter().chain(slots) {
+        let was = u32::from_be_bytes(good[field..field + 4].try_into().unwrap());
+        let near = [was.wrapping_sub(1), was.wrapping_add(1), was ^ (1 << 31), was << 1];
+        for number in [0, 1, 2, 7, 8, 0x7fff_ffff, 0x8000_0000, u32::MAX].into_iter().chain(near) {
+            let mut header = good.clone();
+            header[field..field + 4].copy_from_slice(&number.to_be_bytes());
+            storage.write_at(&header, HostOffset(0)).unwrap();
+            let counting = CountingStorage::new(storage.clone());
+            let answer = open(counting.clone(), "first");
+            let read = counting.counts().bytes_read;
+            assert!(read <= (HEADER_BYTES + SLOTS * 32 * 4000) as u64, "{read} bytes read");
+            match answer {
+                Ok(_) => opened += 1,
+                Err(error) => {
+                    let text = error.to_string();
+                    assert!(text.contains("image"), "{field}: {number:#x}: {text}");
+                    refused += 1;
+                }
+            }
+        }
+    }
+    // What a free slot says of its iterations, for one, is nobody's business.
+    assert!(opened > 50 && refused > 200, "{opened} opened, {refused} refused");
+}
+
 #[test]
 fn work_is_bounded_before_it_is_done() {
     let storage = made(1 << 20, "").unwrap();
@@ -179,6 +212,17 @@ fn work_is_bounded_before_it_is_done() {
         assert!(matches!(error, Error::Limit { .. }), "{error}");
         assert!(error.to_string().contains("--key-rounds"), "{error}");
         storage.write_at(&before, HostOffset(0)).unwrap();
+    }
+    // What all slots cost together counts.
+    for slots in [2, 8] {
+        let storage = made(1 << 20, "cipher-alg=aes-128").unwrap();
+        for number in 1..slots {
+            let (state, iterations) = (0x00ac_71f3u32.to_be_bytes(), 6000u32.to_be_bytes());
+            storage.write_at(&[state, iterations].concat(), HostOffset(208 + number * 48)).unwrap();
+        }
+        let error = open(storage, "another").unwrap_err();
+        let limit = matches!(error, Error::Limit { .. });
+        assert_eq!(limit, slots == 8, "{slots} slots: {error}");
     }
     // Another slot that costs little opens all the same.
     let mut all = slots(storage.clone());

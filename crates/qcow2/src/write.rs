@@ -319,6 +319,7 @@ impl Qcow2 {
         // Elsewhere what lies behind the end of the disk is filled too, with zeroes: other
         // programs enlarge a disk and trust that they are there.
         pending.guest = guest_start..guest_end;
+        let untouched = pending.space.is_some_and(|space| space.fresh);
         let fresh = self.reads_zero(pending.space);
         let head = if at.0 == guest_start {
             Fill::Ready
@@ -338,6 +339,7 @@ impl Qcow2 {
         meta.pending.insert(ticket, Pending::Plain(pending));
         Reservation::new(self, ticket, guest, at.0..write_end, FileIndex(0), host, head, tail)
             .zeroed(fresh)
+            .untouched(untouched)
     }
 
     /// To which unit a write to a cluster with this entry must be filled up: a subcluster, or the

@@ -30,6 +30,11 @@ fn qcow2_open_read() {
 }
 
 #[test]
+fn luks_open() {
+    replay("luks_open", fuzz::luks_open);
+}
+
+#[test]
 fn qcow2_ops() {
     replay("qcow2_ops", fuzz::qcow2_ops);
 }

@@ -13,7 +13,7 @@ use vdkit::jobs::{commit_disks, take_over};
 use vdkit::storage::MemoryStorage;
 use vdkit::{
     AmendRequest, BackingRef, CreateRequest, Disk, FormatDriver, GuestOffset, HostOffset, Limits,
-    Monitor, OpenOptions, OpenRequest, Options, Repair, Result, Storage,
+    Monitor, OpenOptions, OpenRequest, Options, Repair, Result, Secret, Storage,
 };
 use vdkit_testkit::{FaultKind, FaultPlan, Rng};
 
@@ -35,8 +35,32 @@ const fn bottom(options: &'static str, bytes: u64) -> Kind {
     Kind { format: "qcow2", options, bytes, bottom: true }
 }
 
+/// An encrypted image that stands on the next.
+const fn sealed(bytes: u64) -> Kind {
+    Kind { format: "qcow2", options: SEALED, bytes, bottom: false }
+}
+
+const fn sealed_bottom(bytes: u64) -> Kind {
+    Kind { format: "qcow2", options: SEALED, bytes, bottom: true }
+}
+
+const SEALED_V2: &str = "compat=0.10,cluster_size=512,encrypt.format=luks,encrypt.iter-time=0,encrypt.cipher-alg=aes-128";
+
+const SEALED: &str =
+    "cluster_size=4096,encrypt.format=luks,encrypt.iter-time=0,encrypt.cipher-alg=aes-128";
+
+/// A raw LUKS container: what nobody wrote is noise.
+const fn luks(bytes: u64) -> Kind {
+    Kind { format: "luks", options: "iter-time=0,cipher-alg=aes-128", bytes, bottom: true }
+}
+
 const fn raw(bytes: u64) -> Kind {
     Kind { format: "raw", options: "", bytes, bottom: true }
+}
+
+/// What opens the encrypted ones.
+fn key() -> Secret {
+    Secret::new(b"a key of the tests".to_vec())
 }
 
 fn driver(kind: &Kind) -> &'static dyn FormatDriver {
@@ -47,7 +71,8 @@ fn open_one(kind: &Kind, storage: Arc<dyn Storage>, writable: bool) -> Result<Di
     let driver = driver(kind);
     let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
     let info = driver.describe(&storage, &limits)?;
-    let format = driver.open(OpenRequest { storage, data_file: None, writable, limits })?;
+    let request = OpenRequest { storage, data_file: None, writable, limits };
+    let format = driver.open_with_keys(request, &[key()])?;
     Ok(Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() }))
 }
 
@@ -182,18 +207,23 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
             format: Some(below.format.to_owned()),
         });
         let driver = driver(kind);
+        let mut options =
+            Options::parse(kind.format, driver.options(), [kind.options]).expect("good options");
+        options.set_key(driver.encrypts(&options).then(key));
         driver
             .create(&CreateRequest {
                 storage: storage.clone(),
                 data_file: None,
                 guest_bytes: kind.bytes,
-                options: Options::parse(kind.format, driver.options(), [kind.options])
-                    .expect("good options"),
+                options,
                 backing,
             })
             .expect("creating");
         images.insert(0, image);
         let mut disk = open_one(kind, storage, true).expect("opening");
+        if !disk.top().new_reads_zero() {
+            disk.write_zeroes(GuestOffset(0), kind.bytes, false).expect("writing");
+        }
         let chain = kinds[depth..].iter().take_while(|kind| !kind.bottom).count();
         for (i, below) in images.iter().enumerate().skip(1).take(chain) {
             let below: Arc<dyn Storage> = Arc::new(MemoryStorage::clone(below).read_only());
@@ -230,6 +260,10 @@ fn stacks() -> Vec<Vec<Kind>> {
             qcow2("lazy_refcounts=on,extended_l2=on", M),
             bottom("cluster_size=4096", 3 * M),
         ],
+        vec![sealed(M), sealed_bottom(M / 2)],
+        vec![sealed(M), luks(M)],
+        // It grows by what would be noise.
+        vec![qcow2("cluster_size=4096", M), luks(M / 2 + 512)],
     ]
 }
 
@@ -246,6 +280,9 @@ fn families() -> Vec<Vec<Kind>> {
             bottom("cluster_size=2M", M),
         ],
         vec![qcow2("lazy_refcounts=on,cluster_size=4096", M), bottom("", M), raw(M)],
+        vec![sealed(M), luks(M / 2), sealed_bottom(M)],
+        vec![qcow2(SEALED_V2, M), luks(2 * M), sealed_bottom(M)],
+        vec![qcow2("extended_l2=on", M), sealed_bottom(M), luks(2 * M)],
     ]
 }
 
@@ -445,6 +482,7 @@ fn amendments() -> Vec<(Vec<Kind>, &'static str)> {
         (vec![bottom("cluster_size=4096", M)], "refcount_bits=64,lazy_refcounts=on"),
         (vec![bottom("refcount_bits=1,extended_l2=on", M)], "refcount_bits=16"),
         (vec![bottom("refcount_bits=8", M)], "refcount_bits=16,compat=0.10"),
+        (vec![sealed(M), luks(M)], "refcount_bits=1,lazy_refcounts=on"),
     ]
 }
 

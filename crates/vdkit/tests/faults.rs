@@ -8,7 +8,7 @@ mod support;
 use support::guest::{Guest, assert_same, pattern};
 use support::ops::{self, Op};
 use support::rig::{IntoGuest, Rig};
-use support::shape::{Base, Content, DataFile, Shape};
+use support::shape::{Base, CBC, Content, DataFile, Shape, XTS};
 use vdkit_block::{ErrorKind, Result};
 use vdkit_chain::Disk;
 use vdkit_testkit::{FaultKind, FaultPlan, Rng};
@@ -259,4 +259,21 @@ fn on_subclusters_over_a_backing_image() {
 fn on_zstd_and_wide_refcounts() {
     let shape = shape(4096, Content::Filled);
     each_call_fails(&Shape { zstd: true, refcount_bits: 64, bitmap: true, ..shape });
+}
+
+#[test]
+fn on_encrypted_clusters_shared_with_snapshots() {
+    each_call_fails(&Shape { encryption: XTS, ..shape(4096, Content::Snapshots) });
+}
+
+#[test]
+fn on_encrypted_subclusters_over_a_backing_image() {
+    let shape = shape(16384, Content::Filled);
+    each_call_fails(&Shape { extended: true, base: Base::Longer, encryption: CBC, ..shape });
+}
+
+#[test]
+fn on_an_encrypted_data_file() {
+    let shape = shape(65536, Content::Empty);
+    each_call_fails(&Shape { data_file: DataFile::Outside, encryption: XTS, ..shape });
 }

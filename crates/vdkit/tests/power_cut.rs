@@ -350,6 +350,12 @@ fn each_kind_of_image_survives_a_power_cut() {
 }
 
 #[test]
+fn encrypted_images_survive_a_power_cut() {
+    let shapes = Shape::encrypted();
+    support::for_seeds(6, |seed| case(&shapes[seed as usize % shapes.len()], ANYTHING, seed));
+}
+
+#[test]
 fn bitmaps_mark_what_was_flushed_before_a_power_cut() {
     let shapes: Vec<Shape> = shapes()
         .into_iter()

@@ -9,6 +9,7 @@ use vdkit::jobs;
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{FormatOptions, Json, OpeningForWriting, ProgressOption};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::keys::Keys;
 use crate::session::Session;
 
 /// The row of the table.
@@ -42,6 +43,8 @@ pub struct AmendArgs {
     #[command(flatten)]
     opening: OpeningForWriting,
     #[command(flatten)]
+    keys: Keys,
+    #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
     json: Json,
@@ -57,7 +60,7 @@ impl Run for AmendArgs {
         }
         let progress = self.progress.reporter("amend");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let opening = self.opening.options();
+        let opening = self.keys.apply(self.opening.options());
         let texts = self.options.options.iter().map(String::as_str);
         let done = jobs::amend(&vdkit::registry(), &self.image, &opening, texts, &monitor);
         progress.finish();

@@ -5,7 +5,7 @@ use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Monitor, Options, Resu
 use super::tables::{Find, Tables};
 use crate::header::{Encryption, Extension, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
-use crate::options::SPECS;
+use crate::options::{ENCRYPT_FORMAT, SPECS};
 
 /// What an image shall be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -137,7 +137,11 @@ impl Plan {
             (header.has_data_file(), "a data file", "convert instead"),
             (self.codec == Codec::Zstd, "zstd compression", "convert instead"),
             (has(extension::BITMAPS), "bitmaps", "remove them first with 'vdkit bitmap remove'"),
-            (header.encryption == Encryption::Luks, "LUKS encryption", "convert instead"),
+            (
+                header.encryption == Encryption::Luks && header.version >= 3,
+                "mark for clusters that are zero, and encrypted ones cannot be made so without a key",
+                "convert instead",
+            ),
             (unknown != 0 || longer, "features that vdkit does not know", "convert instead"),
         ];
         match obstacles.iter().find(|(there, ..)| *there) {
@@ -316,6 +320,23 @@ pub(super) fn changes(old: &Header, new: &Header) -> Vec<String> {
     .collect()
 }
 
+/// What to do for another value of what is as it was made.
+fn way_round(file: &str, key: &str, value: &str, header: &Header) -> String {
+    let encrypted = header.encryption == Encryption::Luks;
+    if key.ends_with("iter-time") && encrypted {
+        return format!(
+            "a new key slot has it: 'vdkit key change {file} --key-file KEY --new-key-file NEW-KEY \
+             --iter-time {value}'"
+        );
+    }
+    let options = match key.starts_with("encrypt.") && key != ENCRYPT_FORMAT {
+        true => format!("{ENCRYPT_FORMAT}=luks,{key}={value}"),
+        false => format!("{key}={value}"),
+    };
+    let target = if key.starts_with("encrypt.") { " --target-key-file KEY" } else { "" };
+    format!("a new image can have it: 'vdkit convert -O qcow2 -o {options}{target} {file} NEW'")
+}
+
 /// Refuses another value for what is as it was made.
 fn refuse_fixed(file: &str, options: &Options, header: &Header) -> Result<()> {
     for spec in SPECS.iter().filter(|spec| !CHANGEABLE.contains(&spec.key)) {
@@ -323,17 +344,12 @@ fn refuse_fixed(file: &str, options: &Options, header: &Header) -> Result<()> {
         let same = match spec.key {
             "cluster_size" => options.size(spec.key) == Some(header.geometry.cluster_bytes()),
             "extended_l2" => options.switch(spec.key) == Some(header.geometry.extended),
+            ENCRYPT_FORMAT => header.encryption == Encryption::Luks && value == "luks",
             _ => false,
         };
         if !same {
-            return Err(Error::unsupported(
-                file,
-                format!("{} cannot be changed in place", spec.key),
-                format!(
-                    "a new image can have it: 'vdkit convert -O qcow2 -o {}={value} {file} NEW'",
-                    spec.key
-                ),
-            ));
+            let what = format!("{} cannot be changed in place", spec.key);
+            return Err(Error::unsupported(file, what, way_round(file, spec.key, value, header)));
         }
     }
     Ok(())

@@ -4,16 +4,18 @@
 //! A function here panics where the code under test breaks a promise, and only then.
 
 mod hostile;
+mod luks;
 mod operations;
 
 pub use hostile::qcow2_open_read;
+pub use luks::luks_open;
 pub use operations::{qcow2_life, qcow2_ops};
 
 use std::sync::Arc;
 
 use vdkit_block::{
     CancelToken, CheckReport, Format, ImageInfo, Limits, Monitor, NoProgress, OpenRequest, Repair,
-    Result, Storage,
+    Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::{Qcow2, check};
@@ -27,6 +29,11 @@ const LIMITS: Limits = Limits {
     check_bytes_max: 16 << 20,
     key_rounds_max: 1 << 12,
 };
+
+/// What opens the encrypted images of the corpus.
+fn key() -> Secret {
+    Secret::new(b"fuzz".to_vec())
+}
 
 fn run_check(
     storage: &Arc<dyn Storage>,
@@ -43,12 +50,13 @@ fn open(
     data_file: Option<&Arc<dyn Storage>>,
     writable: bool,
 ) -> Result<Disk> {
-    let format: Arc<dyn Format> = Qcow2::open(OpenRequest {
+    let request = OpenRequest {
         storage: storage.clone(),
         data_file: data_file.cloned(),
         writable,
         limits: LIMITS,
-    })?;
+    };
+    let format: Arc<dyn Format> = Qcow2::open_with_keys(request, &[key()])?;
     let options = if writable { OpenOptions::read_write() } else { OpenOptions::read_only() };
     let options = OpenOptions { limits: LIMITS, ..options };
     Ok(Disk::from_format(format, ImageInfo::new("qcow2", 0), &options))

@@ -5,8 +5,9 @@ use std::io::Write;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CancelToken, Codec, CompactOptions, Error, FormatDriver, GuestOffset, HostOffset, ImageInfo,
-    Monitor, NewBitmap, NewSnapshot, NoProgress, Repair, Storage,
+    BackingRef, CancelToken, Codec, CompactOptions, CreateRequest, Error, FormatDriver,
+    GuestOffset, HostOffset, ImageInfo, Monitor, NewBitmap, NewSnapshot, NoProgress, Options,
+    Repair, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
@@ -15,7 +16,7 @@ use vdkit_qcow2::layout::{Geometry, autoclear, compatible, incompatible};
 use vdkit_raw::RawFormat;
 use vdkit_storage::MemoryStorage;
 
-use super::{LIMITS, open, run_check};
+use super::{LIMITS, key, open, run_check};
 
 const SECTOR: u64 = 512;
 /// Sectors of the largest disk.
@@ -87,6 +88,7 @@ struct Shape {
     backing: bool,
     data_file: bool,
     data_file_raw: bool,
+    encrypted: bool,
 }
 
 impl Shape {
@@ -110,11 +112,56 @@ impl Shape {
             backing: on(6) && !data_file_raw,
             data_file,
             data_file_raw,
+            encrypted: on(7) && !data_file_raw,
         }
     }
 
-    /// The smallest image of this shape: header, refcount table, one refcount block, L1 table.
+    /// The image, new.
     fn image(&self) -> MemoryStorage {
+        if self.encrypted { self.encrypted_image() } else { self.smallest_image() }
+    }
+
+    /// An image as the driver makes it.
+    fn encrypted_image(&self) -> MemoryStorage {
+        let switch = |on: bool| if on { "on" } else { "off" };
+        let mut text = format!(
+            "encrypt.format=luks,encrypt.cipher-alg=aes-128,encrypt.iter-time=0,cluster_size={}",
+            self.geometry.cluster_bytes()
+        );
+        if self.version == 2 {
+            text += ",compat=0.10";
+        } else {
+            text += &format!(
+                ",refcount_bits={},extended_l2={},lazy_refcounts={},compression_type={}",
+                1 << self.geometry.refcount_order,
+                switch(self.geometry.extended),
+                switch(self.lazy),
+                if self.zstd { "zstd" } else { "zlib" }
+            );
+        }
+        if self.data_file {
+            text += ",data_file=data";
+        }
+        let options = Options::parse("qcow2", Qcow2Driver.options(), [text.as_str()]);
+        let mut options = options.expect("options that go together");
+        options.set_key(Some(key()));
+        let storage = Arc::new(MemoryStorage::with_len("image", 0));
+        let data_file = || -> Arc<dyn Storage> { Arc::new(MemoryStorage::new("data")) };
+        let request = CreateRequest {
+            storage: storage.clone(),
+            data_file: self.data_file.then(data_file),
+            guest_bytes: self.guest_bytes,
+            options,
+            backing: self
+                .backing
+                .then(|| BackingRef { name: "base".to_owned(), format: Some("raw".to_owned()) }),
+        };
+        Qcow2Driver.create(&request).expect("memory suffices");
+        MemoryStorage::clone(&storage)
+    }
+
+    /// The smallest image of this shape: header, refcount table, one refcount block, L1 table.
+    fn smallest_image(&self) -> MemoryStorage {
         let cluster = self.geometry.cluster_bytes();
         let bit = |on: bool, bit: u64| if on { bit } else { 0 };
         let header = Header {
@@ -299,7 +346,7 @@ impl World {
         let count = self.size().div_ceil(cluster);
         let first = input.number() % count;
         let wanted = (1 + input.small() % 8).min(count - first);
-        if self.shape.data_file {
+        if self.shape.data_file || self.shape.encrypted {
             return;
         }
         let mut units = Vec::new();

@@ -1,5 +1,6 @@
 //! Encrypted images: against a flat buffer, against QEMU both ways, and through power cuts.
 
+mod container;
 mod crash;
 mod kinds;
 mod qemu;

@@ -33,22 +33,42 @@ fn text(out: &Output) -> String {
     format!("{}\n{stdout}{stderr}", out.status)
 }
 
+/// How QEMU's programs open the image of a rig: arguments behind the subcommand.
+pub fn opening(encrypted: bool) -> &'static [&'static str] {
+    if encrypted {
+        &[
+            "--object",
+            "secret,id=s,file=key",
+            "--image-opts",
+            "driver=qcow2,encrypt.key-secret=s,file.filename=image.qcow2",
+        ]
+    } else {
+        &["--image-opts", "driver=qcow2,file.filename=image.qcow2"]
+    }
+}
+
+/// Runs a subcommand of qemu-img on the image of a rig, with what comes before its name and what
+/// comes behind; it must succeed.
+pub fn on_image(dir: &Path, encrypted: bool, before: &[&str], behind: &[&str]) {
+    img(dir, &[before, opening(encrypted), behind].concat());
+}
+
 /// Runs qemu-img in a directory; it must succeed.
 pub fn img(dir: &Path, args: &[&str]) {
     let out = run(dir, "qemu-img", args);
     assert!(out.status.success(), "qemu-img {args:?}: {}", text(&out));
 }
 
-/// Runs qemu-io commands on an image. QEMU refuses to compress over a cluster that has data, and
+/// Runs qemu-io commands on the image of a rig. QEMU refuses to compress over a cluster that has data, and
 /// that is no fault; nothing else may fail.
-pub fn io(dir: &Path, file: &str, commands: &[String]) {
+pub fn io(dir: &Path, encrypted: bool, commands: &[String]) {
     let (packing, others): (Vec<_>, Vec<_>) =
         commands.iter().partition(|command| command.contains("write -c"));
     for (commands, may_fail) in [(packing, true), (others, false)] {
         if commands.is_empty() {
             continue;
         }
-        let mut args = vec!["-f", "qcow2", file];
+        let mut args = opening(encrypted).to_vec();
         for command in commands {
             args.extend(["-c", command]);
         }
@@ -67,9 +87,9 @@ pub enum Verdict {
     Corrupt,
 }
 
-/// `qemu-img check` of a file.
-pub fn check(dir: &Path, file: &str) -> (Verdict, String) {
-    let out = run(dir, "qemu-img", &["check", "-f", "qcow2", file]);
+/// `qemu-img check` of the image of a rig.
+pub fn check(dir: &Path, encrypted: bool) -> (Verdict, String) {
+    let out = run(dir, "qemu-img", &[&["check"], opening(encrypted)].concat());
     let verdict = match out.status.code() {
         Some(0) => Verdict::Clean,
         Some(3) => Verdict::Leaks,
@@ -78,9 +98,9 @@ pub fn check(dir: &Path, file: &str) -> (Verdict, String) {
     (verdict, text(&out))
 }
 
-/// The guest's view of an image through QEMU.
-pub fn guest_view(dir: &Path, file: &str) -> MemoryStorage {
-    img(dir, &["convert", "-f", "qcow2", "-O", "raw", file, "qemu-view.raw"]);
+/// The guest's view of the image of a rig through QEMU.
+pub fn guest_view(dir: &Path, encrypted: bool) -> MemoryStorage {
+    on_image(dir, encrypted, &["convert", "-O", "raw"], &["qemu-view.raw"]);
     let view = load(&dir.join("qemu-view.raw"));
     std::fs::remove_file(dir.join("qemu-view.raw")).expect("removing scratch");
     view

@@ -13,7 +13,7 @@ use vdkit_storage::MemoryStorage;
 use super::disks::{SimDisk, Timeline, save};
 use super::guest::{Guest, assert_same};
 use super::qemu::{self, Verdict};
-use super::shape::{Prepared, Shape};
+use super::shape::{KEY, Prepared, Shape};
 
 /// An image with all files that belong to it.
 #[derive(Debug)]
@@ -78,12 +78,13 @@ impl Rig {
 
     /// Opens the image alone.
     pub fn format(&self, writable: bool) -> Result<Arc<Qcow2>> {
-        Qcow2::open(OpenRequest {
+        let request = OpenRequest {
             storage: self.image().storage(),
             data_file: self.disks.get(1).map(SimDisk::storage),
             writable,
             limits: self.limits,
-        })
+        };
+        Qcow2::open_with_keys(request, &self.shape.keys())
     }
 
     /// Opens the disk, base and all.
@@ -154,6 +155,9 @@ impl Rig {
         if let Some(base) = &self.base {
             save(base, &dir.join(self.shape.base_name()));
         }
+        if self.shape.encryption.is_some() {
+            std::fs::write(dir.join("key"), KEY).expect("a scratch file");
+        }
     }
 
     /// QEMU must find the image consistent and read from it what the guest wants.
@@ -161,7 +165,8 @@ impl Rig {
         let scratch = qemu::scratch();
         let dir = scratch.path();
         self.save(dir);
-        let (verdict, said) = qemu::check(dir, "image.qcow2");
+        let encrypted = self.shape.encryption.is_some();
+        let (verdict, said) = qemu::check(dir, encrypted);
         let fine = match verdict {
             Verdict::Clean => true,
             Verdict::Leaks => leaks_allowed,
@@ -170,8 +175,7 @@ impl Rig {
         assert!(fine, "{what}: qemu-img check: {said}");
         if let Some(guest) = guest {
             save(&guest.0, &dir.join("guest.raw"));
-            let args = ["compare", "-f", "qcow2", "-F", "raw", "image.qcow2", "guest.raw"];
-            qemu::img(dir, &args);
+            qemu::on_image(dir, encrypted, &["compare"], &["driver=raw,file.filename=guest.raw"]);
         }
     }
 }

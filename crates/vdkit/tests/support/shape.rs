@@ -6,13 +6,23 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 use parking_lot::Mutex;
-use vdkit_block::{HostOffset, Storage};
+use vdkit_block::{BackingRef, CreateRequest, FormatDriver, HostOffset, Options, Secret, Storage};
+use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::Rng;
 
 use super::disks::{load, save};
 use super::guest::{Guest, pattern};
 use super::qemu;
+
+/// What opens the encrypted ones.
+pub const KEY: &[u8] = b"a key of the tests";
+
+/// Ciphers of encrypted images. The key derivation is as quick as it can be: images are opened
+/// thousands of times.
+pub const XTS: Option<&str> = Some("encrypt.cipher-alg=aes-128");
+pub const CBC: Option<&str> =
+    Some("encrypt.cipher-alg=aes-256,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv");
 
 /// What stands beneath the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -59,6 +69,8 @@ pub struct Shape {
     /// The disk is large and only two small windows of it are used, on both sides of the border
     /// between two L2 tables.
     pub wide: bool,
+    /// LUKS, with these options.
+    pub encryption: Option<&'static str>,
 }
 
 impl Default for Shape {
@@ -77,6 +89,7 @@ impl Default for Shape {
             content: Content::Empty,
             bitmap: false,
             wide: false,
+            encryption: None,
         }
     }
 }
@@ -167,7 +180,33 @@ impl Shape {
         for (cluster, extended) in [(4096, false), (65536, false), (65536, true)] {
             shapes.push(Self { cluster, extended, wide: true, ..base.clone() });
         }
+        shapes.extend(Self::encrypted());
         shapes
+    }
+
+    /// Encrypted images of each kind whose data comes or goes another way.
+    pub fn encrypted() -> Vec<Self> {
+        let xts = Self { encryption: XTS, ..Self::default() };
+        let cbc = Self { encryption: CBC, cluster: 4096, ..Self::default() };
+        let (filled, snapshots) = (Content::Filled, Content::Snapshots);
+        vec![
+            Self { cluster: 512, refcount_bits: 64, ..xts.clone() },
+            Self { cluster: 4096, content: snapshots, ..xts.clone() },
+            Self { content: filled, bitmap: true, ..xts.clone() },
+            Self { content: snapshots, base: Base::Longer, base_qcow2: true, ..xts.clone() },
+            Self { preallocation: "metadata", ..xts.clone() },
+            Self { extended: true, preallocation: "full", ..xts.clone() },
+            Self { content: filled, base: Base::Shorter, lazy: true, ..cbc.clone() },
+            Self { version: 2, content: filled, base: Base::Longer, ..cbc.clone() },
+            Self { data_file: DataFile::Outside, content: filled, ..cbc.clone() },
+            Self {
+                extended: true,
+                cluster: 16384,
+                content: snapshots,
+                base: Base::Shorter,
+                ..cbc.clone()
+            },
+        ]
     }
 
     /// A shape with options drawn by lot.
@@ -201,7 +240,7 @@ impl Shape {
             _ if snapshots => pick(rng, &[8, 16, 32, 64]),
             _ => pick(rng, &[1, 2, 4, 8, 16, 64]),
         };
-        Self {
+        let mut shape = Self {
             version,
             cluster,
             refcount_bits,
@@ -219,7 +258,15 @@ impl Shape {
             content,
             bitmap: version == 3 && one_in(rng, 8),
             wide: cluster == 4096 && base == Base::None && one_in(rng, 4),
+            encryption: None,
+        };
+        // (Drawn last, so that seeds of before mean what they meant.)
+        let possible =
+            data_file != DataFile::OutsideRaw && (version == 3 || shape.preallocation == "off");
+        if possible && one_in(rng, 4) {
+            shape.encryption = pick(rng, &[XTS, CBC]);
         }
+        shape
     }
 
     /// Guest bytes that one L2 table maps.
@@ -266,7 +313,12 @@ impl Shape {
 
     /// Whether compressed clusters can be written.
     pub fn packs(&self) -> bool {
-        self.data_file == DataFile::Inside
+        self.data_file == DataFile::Inside && self.encryption.is_none()
+    }
+
+    /// What opens it.
+    pub fn keys(&self) -> Vec<Secret> {
+        self.encryption.map(|_| Secret::new(KEY.to_vec())).into_iter().collect()
     }
 
     fn options(&self) -> String {
@@ -287,10 +339,14 @@ impl Shape {
             DataFile::Outside => options.push("data_file=data.raw".into()),
             DataFile::OutsideRaw => options.push("data_file=data.raw,data_file_raw=on".into()),
         }
+        if let Some(cipher) = self.encryption {
+            options.push(format!("encrypt.format=luks,encrypt.iter-time=0,{cipher}"));
+        }
         options.join(",")
     }
 
-    /// Makes such an image with QEMU's programs; made once in each test process.
+    /// Makes such an image with QEMU's programs; made once in each test process. (QEMU would
+    /// measure for seconds how long an encrypted one shall take to open: those it only fills.)
     pub fn prepare(&self) -> Arc<Prepared> {
         static MADE: LazyLock<Mutex<HashMap<Shape, Arc<Prepared>>>> = LazyLock::new(Mutex::default);
         if let Some(made) = MADE.lock().get(self) {
@@ -304,28 +360,26 @@ impl Shape {
         let scratch = qemu::scratch();
         let dir = scratch.path();
         let base = (self.base != Base::None).then(|| self.make_base(dir));
-        let size = self.guest_bytes().to_string();
-        let options = self.options();
-        let mut args = vec!["create", "-q", "-f", "qcow2", "-o", &options];
-        if base.is_some() {
-            args.extend(["-b", self.base_name(), "-F", self.base_format()]);
+        let encrypted = self.encryption.is_some();
+        if encrypted {
+            self.create_encrypted(dir);
+        } else {
+            self.create(dir);
         }
-        args.extend(["image.qcow2", &size]);
-        qemu::img(dir, &args);
         if self.content != Content::Empty {
             self.fill(dir, 0);
         }
         if self.content == Content::Snapshots {
-            qemu::img(dir, &["snapshot", "-c", "first", "image.qcow2"]);
+            qemu::on_image(dir, encrypted, &["snapshot", "-c", "first"], &[]);
             self.fill(dir, 1);
-            qemu::img(dir, &["snapshot", "-c", "second", "image.qcow2"]);
+            qemu::on_image(dir, encrypted, &["snapshot", "-c", "second"], &[]);
         }
         if self.bitmap {
-            qemu::img(dir, &["bitmap", "--add", "image.qcow2", "dirt"]);
+            qemu::on_image(dir, encrypted, &["bitmap", "--add"], &["dirt"]);
             // Its table changes its length where the disk changes its size.
-            qemu::img(dir, &["bitmap", "--add", "-g", "512", "image.qcow2", "fine"]);
+            qemu::on_image(dir, encrypted, &["bitmap", "--add", "-g", "512"], &["fine"]);
         }
-        let guest = Guest(qemu::guest_view(dir, "image.qcow2"));
+        let guest = Guest(qemu::guest_view(dir, encrypted));
         assert_eq!(guest.len(), self.guest_bytes());
         let load = |name: &str| load(&dir.join(name));
         Prepared {
@@ -334,6 +388,41 @@ impl Shape {
             base,
             guest,
         }
+    }
+
+    fn create(&self, dir: &Path) {
+        let (options, size) = (self.options(), self.guest_bytes().to_string());
+        let mut args = vec!["create", "-q", "-f", "qcow2", "-o", &options];
+        if self.base != Base::None {
+            args.extend(["-b", self.base_name(), "-F", self.base_format()]);
+        }
+        args.extend(["image.qcow2", &size]);
+        qemu::img(dir, &args);
+    }
+
+    fn create_encrypted(&self, dir: &Path) {
+        let new = |name: &str| Arc::new(MemoryStorage::with_len(name, 0));
+        let (image, data) = (new("image.qcow2"), new("data.raw"));
+        let outside = self.data_file != DataFile::Inside;
+        let specs = Qcow2Driver.options();
+        let mut options = Options::parse("qcow2", specs, [&*self.options()]).expect("good options");
+        options.set_key(self.keys().pop());
+        let request = CreateRequest {
+            storage: image.clone(),
+            data_file: outside.then(|| data.clone() as Arc<dyn Storage>),
+            guest_bytes: self.guest_bytes(),
+            options,
+            backing: (self.base != Base::None).then(|| BackingRef {
+                name: self.base_name().to_owned(),
+                format: Some(self.base_format().to_owned()),
+            }),
+        };
+        Qcow2Driver.create(&request).expect("creating");
+        save(&image, &dir.join("image.qcow2"));
+        if outside {
+            save(&data, &dir.join("data.raw"));
+        }
+        std::fs::write(dir.join("key"), KEY).expect("a scratch file");
     }
 
     pub fn base_name(&self) -> &'static str {
@@ -380,6 +469,6 @@ impl Shape {
                 _ => format!("write -z {} {cluster}", at(4)),
             });
         }
-        qemu::io(dir, "image.qcow2", &commands);
+        qemu::io(dir, self.encryption.is_some(), &commands);
     }
 }

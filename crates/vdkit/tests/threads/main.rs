@@ -15,7 +15,7 @@ use history::{Clock, History, Log, SECTOR, Seen, content_of};
 use support::disks::{Survival, Timeline, power_cut, survivors};
 use support::guest::Guest;
 use support::rig::{IntoGuest, Rig};
-use support::shape::{Base, Content, DataFile, Shape};
+use support::shape::{Base, CBC, Content, DataFile, Shape, XTS};
 use vdkit_block::{Error, Limits};
 use vdkit_chain::Disk;
 use vdkit_testkit::Rng;
@@ -138,6 +138,8 @@ fn of_overlapping_writes_each_sector_is_one() {
             Shape { content: Content::Snapshots, ..shape(65536) },
             Shape { extended: true, base: Base::Shorter, ..shape(16384) },
             Shape { data_file: DataFile::Outside, ..shape(4096) },
+            Shape { content: Content::Snapshots, encryption: XTS, ..shape(4096) },
+            Shape { extended: true, base: Base::Longer, encryption: CBC, ..shape(16384) },
         ] {
             run(
                 &shape,
@@ -176,6 +178,8 @@ fn discards_and_zeroes_beside_writes() {
             Shape { extended: true, base: Base::Equal, ..shape(16384) },
             Shape { content: Content::Filled, lazy: true, ..shape(4096) },
             Shape { data_file: DataFile::OutsideRaw, ..shape(4096) },
+            Shape { base: Base::Shorter, encryption: XTS, ..shape(4096) },
+            Shape { content: Content::Filled, encryption: CBC, ..shape(65536) },
         ] {
             let giver = Mix { discard: 4, zero: 4, read: 1, flush: 1, ..Mix::NOTHING };
             let workers = vec![WRITES, giver, WRITES, giver];
@@ -245,13 +249,20 @@ fn judge_survivor(rig: &Rig, history: &History, first: &Guest, flushed: u64, wha
 #[test]
 fn a_resize_beside_writes() {
     support::for_seeds(4, |seed| {
-        for shape in [shape(512), shape(4096), Shape { extended: true, ..shape(16384) }] {
+        for shape in [
+            shape(512),
+            shape(4096),
+            Shape { extended: true, ..shape(16384) },
+            Shape { encryption: XTS, ..shape(4096) },
+        ] {
             let (rig, guest) = Rig::new(&shape);
             let disk = Arc::new(rig.open(true).expect("opening a good image"));
             rig.image().stumble(true);
             let (half, full) = (guest.len() / 2 / SECTOR * SECTOR, guest.len());
             let clusters = (half / shape.cluster).min(8);
-            let plan = Plan { workers: vec![EVERYTHING; 2], calls: 150, clusters, longest: 2 };
+            let packed = if shape.packs() { EVERYTHING.packed } else { 0 };
+            let workers = vec![Mix { packed, ..EVERYTHING }; 2];
+            let plan = Plan { workers, calls: 150, clusters, longest: 2 };
             let logs = std::thread::scope(|scope| {
                 let resizer = disk.clone();
                 scope.spawn(move || {
