@@ -21,12 +21,14 @@ pub enum Group {
     Compress,
     /// Encrypted images: read, written over and made.
     Encryption,
+    /// Serving a disk over NBD, beside qemu-nbd and nbdkit, driven by fio.
+    Serve,
 }
 
 impl Group {
     /// In the order of the document.
-    pub const ALL: [Self; 5] =
-        [Self::Null, Self::File, Self::Check, Self::Compress, Self::Encryption];
+    pub const ALL: [Self; 6] =
+        [Self::Null, Self::File, Self::Check, Self::Compress, Self::Encryption, Self::Serve];
 
     /// As typed and as stored.
     pub fn name(self) -> &'static str {
@@ -36,6 +38,7 @@ impl Group {
             Self::Check => "check",
             Self::Compress => "compress",
             Self::Encryption => "encryption",
+            Self::Serve => "serve",
         }
     }
 }
@@ -110,8 +113,7 @@ pub struct Arguments {
     /// Images of the groups null and file
     #[arg(long = "image", value_enum, value_delimiter = ',')]
     contents: Vec<Content>,
-    /// Only jobs of the groups file, compress and encryption whose name has this in it, such as `raw→qcow2`
-    /// or `zstd`
+    /// Only jobs whose name has this in it, such as `raw→qcow2`, `zstd` or `QD32`
     #[arg(long)]
     job: Option<String>,
     /// Timed rounds after the one to warm up [default: 7; compress: 3]
@@ -252,6 +254,7 @@ impl Options {
             Group::Check => matches!(file_system, FileSystem::Tmpfs | FileSystem::Ext4),
             Group::Compress => file_system == FileSystem::Host,
             Group::Encryption => file_system == FileSystem::Tmpfs,
+            Group::Serve => matches!(file_system, FileSystem::Tmpfs | FileSystem::Ext4),
         };
         self.groups
             .iter()
@@ -289,6 +292,7 @@ impl Options {
         let classic = if self.groups.iter().any(classic) { self.image_bytes * 5 } else { 0 };
         let real = if self.groups.contains(&Group::Compress) { self.real_bytes * 4 } else { 0 };
         // File systems want some room of their own; the files behind them are sparse.
-        classic.max(real) + (1 << 30)
+        let served = if self.groups.contains(&Group::Serve) { 4 << 30 } else { 0 };
+        classic.max(real).max(served) + (1 << 30)
     }
 }

@@ -23,6 +23,11 @@ pub fn stop_on_signals() -> Result<()> {
     Ok(())
 }
 
+/// Whether a signal asked for the end.
+pub fn interrupted() -> bool {
+    STOPPED.load(Ordering::Relaxed)
+}
+
 /// A program with its arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program(Vec<OsString>);

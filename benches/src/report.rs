@@ -140,6 +140,7 @@ impl Report {
             (Group::Check, _) => check_table(&cells),
             (Group::Compress, _) => compress_table(&cells),
             (Group::Encryption, _) => encryption_table(&cells),
+            (Group::Serve, _) => serve_table(&cells),
         }
     }
 }
@@ -284,6 +285,47 @@ fn encryption_table(cells: &[&Cell]) -> String {
     text
 }
 
+fn serve_table(cells: &[&Cell]) -> String {
+    let mut text = String::from(
+        "| file system | job | vdkit | qemu-nbd | vdkit ÷ qemu-nbd | nbdkit raw | vdkit ÷ nbdkit | \
+         requests per CPU second | ÷ qemu-nbd | ÷ nbdkit | peak memory | runs |\n\
+         |---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n",
+    );
+    let dash = || "–".to_owned();
+    for cell in cells {
+        let [vdkit, qemu, rest @ ..] = &cell.series[..] else { continue };
+        let nbdkit = rest.first();
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {} | {} | {} | {} : {} : {} | {} | {} | {} | {} |",
+            cell.name.file_system.name(),
+            cell.name.job,
+            vdkit.rate(),
+            qemu.rate(),
+            ratio(qemu, vdkit),
+            nbdkit.map_or_else(dash, Series::rate),
+            nbdkit.map_or_else(dash, |series| ratio(series, vdkit)),
+            vdkit.processor_rate(),
+            qemu.processor_rate(),
+            nbdkit.map_or_else(dash, Series::processor_rate),
+            ratio_of(qemu, vdkit, Series::processors),
+            nbdkit.map_or_else(dash, |series| ratio_of(series, vdkit, Series::processors)),
+            vdkit.memory(),
+            vdkit.runs.len(),
+        );
+    }
+    text
+}
+
+/// A number of requests a second, short.
+fn thousands(number: f64) -> String {
+    match number {
+        n if n >= 10_000.0 => format!("{:.0}k", n / 1e3),
+        n if n >= 1_000.0 => format!("{:.1}k", n / 1e3),
+        n => format!("{n:.0}"),
+    }
+}
+
 fn replace_marked(text: &str, name: &str, with: &str) -> Result<String> {
     let (open, close) = (format!("<!-- bench:{name} -->"), format!("<!-- /bench:{name} -->"));
     let Some((before, rest)) = text.split_once(&open) else {
@@ -320,7 +362,16 @@ impl Cell {
         for series in &self.series {
             let _ = write!(text, "  {}: {}", series.name, series.time());
         }
-        if let (Some(vdkit), Some(best)) = (self.series.first(), self.best_peer()) {
+        if self.name.group == Group::Serve {
+            text.clear();
+            for series in &self.series {
+                let _ = write!(text, "  {}: {}", series.name, series.rate());
+            }
+            if let [vdkit, qemu, ..] = &self.series[..] {
+                let cpu = ratio_of(qemu, vdkit, Series::processors);
+                let _ = write!(text, "  ÷ {}, CPU {cpu}", ratio(qemu, vdkit));
+            }
+        } else if let (Some(vdkit), Some(best)) = (self.series.first(), self.best_peer()) {
             let _ = write!(text, "  ÷ {}", ratio(best, vdkit));
         }
         text
@@ -338,6 +389,26 @@ impl Series {
 
     fn median(&self) -> f64 {
         median(&self.walls())
+    }
+
+    /// Processor time of each run.
+    fn processors(&self) -> Vec<f64> {
+        self.runs.iter().map(|run| run.user_seconds + run.system_seconds).collect()
+    }
+
+    /// In the group serve: requests a second.
+    fn rate(&self) -> String {
+        self.shown(|| {
+            let walls = self.walls();
+            let (least, most) = edges(&walls);
+            let middle = thousands(1.0 / median(&walls));
+            format!("{middle} ({}–{})", thousands(1.0 / most), thousands(1.0 / least))
+        })
+    }
+
+    /// In the group serve: requests for each second of the server's processor time.
+    fn processor_rate(&self) -> String {
+        self.shown(|| thousands(1.0 / median(&self.processors())))
     }
 
     /// The flags after the program's name.
@@ -377,11 +448,16 @@ impl Series {
 
 /// `slow ÷ fast`: the median of the rounds' own ratios, with the least and the greatest.
 fn ratio(slow: &Series, fast: &Series) -> String {
+    ratio_of(slow, fast, Series::walls)
+}
+
+/// As [`ratio`], of other figures of the runs.
+fn ratio_of(slow: &Series, fast: &Series, figures: fn(&Series) -> Vec<f64>) -> String {
     if !slow.usable() || !fast.usable() {
         return "–".to_owned();
     }
     let ratios: Vec<_> =
-        slow.walls().iter().zip(fast.walls()).map(|(slow, fast)| slow / fast).collect();
+        figures(slow).iter().zip(figures(fast)).map(|(slow, fast)| slow / fast).collect();
     let (least, most) = edges(&ratios);
     let digits = |x: f64| if x >= 20.0 { format!("{x:.0}") } else { format!("{x:.2}") };
     format!("**{}** ({}–{})", digits(median(&ratios)), digits(least), digits(most))

@@ -5,6 +5,7 @@ pub mod compress;
 pub mod encryption;
 pub mod file;
 pub mod null;
+pub mod serve;
 
 use crate::pair::Cell;
 

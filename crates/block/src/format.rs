@@ -105,7 +105,8 @@ pub trait Format: Send + Sync + fmt::Debug {
         self.resolve(at, len)
     }
 
-    /// The same answer without I/O, or nothing where that would need some. May be shorter.
+    /// The answer of [`Format::resolve_for_io`] without I/O, or nothing where that would need some.
+    /// May be shorter.
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent>;
 
     /// The caller is about to write these bytes where [`Format::resolve_for_io`] said that they

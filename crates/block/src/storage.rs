@@ -183,6 +183,19 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// [`Storage::read_padded`], but only where the bytes are at hand, so that the call waits for no
+    /// disk; `false`, with anything in `buf`, where they are not or nobody knows.
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        let _ = (buf, offset);
+        Ok(false)
+    }
+
+    /// Whether [`Storage::write_at`] as a rule only hands the bytes over (to the page cache, to
+    /// memory) and does not wait for a disk.
+    fn writes_promptly(&self) -> bool {
+        false
+    }
+
     /// Serves several reads, in any order; each is padded with zeroes past the end. Storages that
     /// can keep several requests in flight override this.
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {

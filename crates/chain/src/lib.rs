@@ -30,6 +30,7 @@
 mod disk;
 mod extent;
 mod options;
+mod prompt;
 mod read;
 mod reference;
 mod registry;
@@ -43,6 +44,7 @@ mod write;
 pub use disk::{Disk, Layer};
 pub use extent::{DiskExtent, DiskPlace, Extents};
 pub use options::{BackingChoice, OpenOptions};
+pub use prompt::Ready;
 pub use registry::{Probed, Registry};
 pub use split::{Split, links_down_to, open_split, same_file};
 pub use walk::{ChainLink, ChainReport, HostInfo, OpenedImage, describe_chain, open_image};

@@ -10,7 +10,8 @@ const LAYERS: &[&[&str]] = &[
     &["vdkit-luks"],
     &["vdkit-storage", "vdkit-raw", "vdkit-qcow2"],
     &["vdkit-chain"],
-    &["vdkit-jobs"],
+    &["vdkit-jobs", "vdkit-export"],
+    &["vdkit-export-nbd"],
     &["vdkit"],
     &["vdkit-cli"],
 ];

@@ -140,7 +140,7 @@ impl Format for RawFormat {
     }
 
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
-        self.known_data_from(at.0).map(|known| Self::data(at, known.min(len)))
+        Some(Self::data(at, len))
     }
 
     /// Never a reservation: every byte has its place. Callers that ask

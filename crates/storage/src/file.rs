@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use parking_lot::{RwLock, RwLockReadGuard};
 use rustix::io::{Errno, ReadWriteFlags};
@@ -65,6 +65,8 @@ pub struct FileStorage {
     sync_error: AtomicI32,
     lock: Option<ImageLock>,
     in_memory: bool,
+    /// The file system cannot say whether bytes are at hand.
+    never_ready: AtomicBool,
     bulk: Bulk,
 }
 
@@ -159,6 +161,7 @@ impl FileStorage {
         Ok(Self {
             name,
             in_memory: file_system == FileSystem::Memory,
+            never_ready: AtomicBool::new(false),
             bulk,
             file,
             kind,
@@ -362,6 +365,30 @@ impl Storage for FileStorage {
             Some(direct) => direct.read(self, buf, offset.0),
         };
         read.map_err(|errno| self.error(IoAction::Read, offset.0, buf.len() as u64, errno))
+    }
+
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        if self.direct.is_some() || self.never_ready.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        if self.in_memory {
+            return self.read_padded(buf, offset).map(|()| true);
+        }
+        let mut bufs = [io::IoSliceMut::new(within_offsets(buf, offset.0))];
+        let wanted = bufs[0].len();
+        match rustix::io::preadv2(&self.file, &mut bufs, offset.0, ReadWriteFlags::NOWAIT) {
+            Ok(got) => Ok(got == wanted && got == buf.len()),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(Errno::OPNOTSUPP | Errno::INVAL) => {
+                self.never_ready.store(true, Ordering::Relaxed);
+                Ok(false)
+            }
+            Err(errno) => Err(self.error(IoAction::Read, offset.0, buf.len() as u64, errno)),
+        }
+    }
+
+    fn writes_promptly(&self) -> bool {
+        self.direct.is_none() && !self.cache.write_durable()
     }
 
     fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {

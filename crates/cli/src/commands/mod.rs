@@ -21,6 +21,7 @@ pub mod compare;
 pub mod completions;
 pub mod convert;
 pub mod create;
+pub mod ctl;
 pub mod dd;
 pub mod formats;
 pub mod info;
@@ -32,6 +33,7 @@ pub mod measure;
 pub mod read;
 pub mod rebase;
 pub mod resize;
+pub mod serve;
 pub mod snapshot;
 pub mod tree;
 pub mod write;
@@ -55,6 +57,8 @@ pub static ALL: &[Subcommand] = &[
     rebase::COMMAND,
     amend::COMMAND,
     key::COMMAND,
+    serve::COMMAND,
+    ctl::COMMAND,
     read::COMMAND,
     write::COMMAND,
     dd::COMMAND,
@@ -72,6 +76,8 @@ pub enum Group {
     Make,
     /// Changing images.
     Change,
+    /// A disk for someone else.
+    Serve,
     /// Guest bytes at an offset.
     Bytes,
     /// Help for people and shells.
@@ -81,7 +87,7 @@ pub enum Group {
 impl Group {
     /// All of them, in order.
     pub const ALL: &'static [Self] =
-        &[Self::Make, Self::Look, Self::Change, Self::Bytes, Self::Help];
+        &[Self::Make, Self::Look, Self::Change, Self::Serve, Self::Bytes, Self::Help];
 
     /// The heading in the overview.
     pub fn title(self) -> &'static str {
@@ -89,6 +95,7 @@ impl Group {
             Self::Look => "Look at images",
             Self::Make => "Make images",
             Self::Change => "Check and change images",
+            Self::Serve => "Serve disks to guests and tools",
             Self::Bytes => "Read and write guest bytes",
             Self::Help => "Find your way",
         }

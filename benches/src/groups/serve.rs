@@ -1,0 +1,355 @@
+//! Serving a disk over NBD: vdkit beside qemu-nbd and nbdkit, driven by fio's nbd engine.
+//!
+//! In a series of this group a run's figures are those of *one request* on average: the time
+//! between two answers (whose reciprocal is IOPS), and the server's processor time.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use super::Save;
+use crate::options::{Group, Options};
+use crate::pair::{Cell, CellName, Series};
+use crate::process::{Program, Usage, interrupted};
+use crate::scratch::Scratch;
+
+/// The image before a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Start {
+    /// Every byte was written.
+    Full,
+    /// Nothing was written.
+    Empty,
+}
+
+/// What fio does.
+struct Job {
+    name: &'static str,
+    start: Start,
+    fio: &'static [&'static str],
+    /// The servers' cache mode.
+    cache: &'static str,
+    /// Of the qcow2 image, such as `cluster_size=8k`.
+    options: &'static str,
+}
+
+const JOBS: &[Job] = &[
+    job("randread 4K QD32", Start::Full, &["--rw=randread", "--bs=4k", "--iodepth=32"]),
+    job("randread 4K QD1", Start::Full, &["--rw=randread", "--bs=4k", "--iodepth=1"]),
+    job("rewrite 4K QD32", Start::Full, &["--rw=randwrite", "--bs=4k", "--iodepth=32"]),
+    job("rewrite 4K QD1", Start::Full, &["--rw=randwrite", "--bs=4k", "--iodepth=1"]),
+    job(
+        "first write 4K QD32",
+        Start::Empty,
+        &["--rw=randwrite", "--bs=4k", "--iodepth=32", "--io_size=256M"],
+    ),
+    job(
+        "write and fsync 4K QD1",
+        Start::Full,
+        &["--rw=randwrite", "--bs=4k", "--iodepth=1", "--fsync=1"],
+    ),
+    Job {
+        cache: "writethrough",
+        ..job("writethrough 4K QD1", Start::Full, &["--rw=randwrite", "--bs=4k", "--iodepth=1"])
+    },
+    job("read 1M QD8", Start::Full, &["--rw=read", "--bs=1M", "--iodepth=8"]),
+    job("rewrite 1M QD8", Start::Full, &["--rw=write", "--bs=1M", "--iodepth=8"]),
+    job(
+        "first write 1M QD8",
+        Start::Empty,
+        &["--rw=write", "--bs=1M", "--iodepth=8", "--io_size=1G"],
+    ),
+    job("16 writers 4K, fsync at the end", Start::Empty, WRITERS),
+    Job {
+        options: "cluster_size=8k",
+        ..job("16 writers 4K, fsync at the end; 8K clusters", Start::Empty, WRITERS)
+    },
+];
+
+const WRITERS: &[&str] = &[
+    "--rw=randwrite",
+    "--bs=4k",
+    "--iodepth=1",
+    "--numjobs=16",
+    "--io_size=16M",
+    "--size=64M",
+    "--offset_increment=64M",
+    "--end_fsync=1",
+    "--group_reporting",
+];
+
+const fn job(name: &'static str, start: Start, fio: &'static [&'static str]) -> Job {
+    Job { name, start, fio, cache: "writeback", options: "" }
+}
+
+/// Seconds of a job that has no end of its own.
+const SECONDS: u64 = 4;
+const SECONDS_QUICK: u64 = 1;
+
+/// Bytes of the disk; quick: a quarter.
+const DISK_BYTES: u64 = 1 << 30;
+
+/// Who serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Server {
+    Vdkit,
+    QemuNbd,
+    /// nbdkit's file plugin on a raw image: what a server without a format costs.
+    Nbdkit,
+}
+
+impl Server {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Vdkit => "vdkit",
+            Self::QemuNbd => "qemu-nbd",
+            Self::Nbdkit => "nbdkit raw",
+        }
+    }
+
+    fn command(self, options: &Options, cache: &str, image: &Path, socket: &Path) -> Command {
+        let mut command;
+        match self {
+            Self::Vdkit => {
+                command = Command::new(&options.vdkit);
+                command.arg("serve").arg(image).args(["--cache", cache, "--nbd"]);
+                command.arg(format!("unix:{}", socket.display()));
+            }
+            Self::QemuNbd => {
+                command = Command::new("qemu-nbd");
+                command.args(["-t", "-e", "64", "-f", "qcow2", "--discard=unmap"]);
+                command.arg(format!("--cache={cache}")).arg("-k").arg(socket).arg(image);
+            }
+            Self::Nbdkit => {
+                command = Command::new("nbdkit");
+                command.args(["-f", "-U"]).arg(socket).arg("file").arg(image);
+            }
+        }
+        command
+    }
+}
+
+/// A server that is killed at the end.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// All jobs on each server.
+pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
+    let bytes = if options.quick { DISK_BYTES / 4 } else { DISK_BYTES };
+    for job in JOBS.iter().filter(|job| options.wants_job(job.name)) {
+        let name = CellName {
+            group: Group::Serve,
+            job: job.name.to_owned(),
+            content: match job.start {
+                Start::Full => "full",
+                Start::Empty => "empty",
+            }
+            .to_owned(),
+            file_system: scratch.file_system,
+        };
+        eprint!("serve    {:6} {:40}", scratch.file_system.name(), job.name);
+        save(cell(name, options, scratch, job, bytes)?)?;
+    }
+    for file in ["serve.qcow2", "serve.raw", "fill.raw"] {
+        let _ = fs::remove_file(scratch.file(file));
+    }
+    Ok(())
+}
+
+fn cell(
+    name: CellName,
+    options: &Options,
+    scratch: &Scratch,
+    job: &Job,
+    bytes: u64,
+) -> Result<Cell> {
+    let servers: &[Server] = match job.cache {
+        // nbdkit has no such mode.
+        "writethrough" => &[Server::Vdkit, Server::QemuNbd],
+        _ => &[Server::Vdkit, Server::QemuNbd, Server::Nbdkit],
+    };
+    let mut series: Vec<Series> = servers
+        .iter()
+        .map(|server| Series {
+            name: server.name().to_owned(),
+            command: typed(*server, options, scratch, job),
+            runs: Vec::new(),
+            target_bytes: None,
+            cannot: None,
+            wrong: None,
+        })
+        .collect();
+    // The first round warms up.
+    for round in 0..=options.runs(Group::Serve) {
+        let mut order: Vec<usize> = (0..servers.len()).collect();
+        if round % 2 == 1 {
+            order.reverse();
+        }
+        for index in order {
+            if interrupted() {
+                bail!("interrupted");
+            }
+            match run(servers[index], options, scratch, job, bytes) {
+                Ok(usage) if round > 0 => series[index].runs.push(usage),
+                Ok(_) => {}
+                Err(error) => series[index].cannot = Some(format!("{error:#}")),
+            }
+        }
+    }
+    let cell = Cell { name, guest_bytes: bytes, series };
+    eprintln!("{}", cell.short());
+    Ok(cell)
+}
+
+fn typed(server: Server, options: &Options, scratch: &Scratch, job: &Job) -> String {
+    let (image, socket) = (image_of(server, scratch), scratch.file("nbd.sock"));
+    let command = server.command(options, job.cache, &image, &socket);
+    let program = Program::new(command.get_program()).args(command.get_args());
+    format!("{} & fio --ioengine=nbd {}", program.typed(&scratch.folder), job.fio.join(" "))
+}
+
+fn image_of(server: Server, scratch: &Scratch) -> PathBuf {
+    scratch.file(if server == Server::Nbdkit { "serve.raw" } else { "serve.qcow2" })
+}
+
+/// Makes the image anew, by qemu-img for both, so that each run starts from the same.
+fn prepare(
+    server: Server,
+    options: &Options,
+    scratch: &Scratch,
+    job: &Job,
+    bytes: u64,
+) -> Result<PathBuf> {
+    let image = image_of(server, scratch);
+    let _ = fs::remove_file(&image);
+    let format = if server == Server::Nbdkit { "raw" } else { "qcow2" };
+    let mut create = Program::new(&options.qemu_img).args(["create", "-q", "-f", format]);
+    if server != Server::Nbdkit && !job.options.is_empty() {
+        create = create.args(["-o", job.options]);
+    }
+    create.arg(&image).arg(bytes.to_string()).run()?;
+    if job.start == Start::Full {
+        let write = format!("write -q -P 0x5a 0 {bytes}");
+        Program::new("qemu-io").args(["-f", format, "-c", &write]).arg(&image).run()?;
+    }
+    Ok(image)
+}
+
+fn run(
+    server: Server,
+    options: &Options,
+    scratch: &Scratch,
+    job: &Job,
+    bytes: u64,
+) -> Result<Usage> {
+    let image = prepare(server, options, scratch, job, bytes)?;
+    rustix::fs::sync();
+    let socket = scratch.file("nbd.sock");
+    let _ = fs::remove_file(&socket);
+    let child = server
+        .command(options, job.cache, &image, &socket)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .with_context(|| server.name())?;
+    let running = Running(child);
+    let began = Instant::now();
+    while std::os::unix::net::UnixStream::connect(&socket).is_err() {
+        if began.elapsed() > Duration::from_secs(20) {
+            bail!("{} does not listen", server.name());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let pid = running.0.id();
+    let before = processor(pid)?;
+    let requests = fio(options, scratch, job, bytes, &socket)?;
+    let after = processor(pid)?;
+    let memory = memory_peak(pid)?;
+    drop(running);
+    let _ = fs::remove_file(&image);
+    Ok(Usage {
+        wall_seconds: requests.seconds / requests.count,
+        sync_seconds: 0.0,
+        user_seconds: (after.0 - before.0) / requests.count,
+        system_seconds: (after.1 - before.1) / requests.count,
+        memory_bytes_max: memory,
+    })
+}
+
+struct Requests {
+    count: f64,
+    seconds: f64,
+}
+
+fn fio(
+    options: &Options,
+    scratch: &Scratch,
+    job: &Job,
+    bytes: u64,
+    socket: &Path,
+) -> Result<Requests> {
+    let answer = scratch.file("fio.json");
+    let mut program = Program::new("fio")
+        .args(["--name=bench", "--ioengine=nbd", "--output-format=json", "--randrepeat=1"])
+        .arg(format!("--uri=nbd+unix:///?socket={}", socket.display()))
+        .arg(format!("--output={}", answer.display()))
+        .args(job.fio);
+    if !job.fio.iter().any(|word| word.starts_with("--size")) {
+        program = program.arg(format!("--size={bytes}"));
+    }
+    if !job.fio.iter().any(|word| word.starts_with("--io_size")) {
+        let seconds = if options.quick { SECONDS_QUICK } else { SECONDS };
+        program = program.arg("--time_based").arg(format!("--runtime={seconds}"));
+    }
+    program.run()?;
+    let text = fs::read_to_string(&answer)?;
+    // fio puts its own remarks before the JSON.
+    let json = text.find('{').map_or("", |start| &text[start..]);
+    let parsed: serde_json::Value = serde_json::from_str(json).context("fio's answer")?;
+    let result = &parsed["jobs"][0];
+    let mut total = Requests { count: 0.0, seconds: 0.0 };
+    for side in ["read", "write"] {
+        total.count += result[side]["total_ios"].as_f64().unwrap_or(0.0);
+        let millis = result[side]["runtime"].as_f64().unwrap_or(0.0);
+        total.seconds = total.seconds.max(millis / 1e3);
+    }
+    if job.fio.contains(&"--end_fsync=1") {
+        // The last flush belongs to it.
+        let millis = result["job_runtime"].as_f64().unwrap_or(0.0);
+        let jobs = if job.fio.contains(&"--numjobs=16") { 16.0 } else { 1.0 };
+        total.seconds = total.seconds.max(millis / 1e3 / jobs);
+    }
+    if total.count == 0.0 || total.seconds == 0.0 {
+        bail!("fio did nothing");
+    }
+    Ok(total)
+}
+
+/// Seconds of processor time so far, in user mode and in the kernel.
+fn processor(pid: u32) -> Result<(f64, f64)> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name in parentheses may hold anything.
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or("").split_whitespace().collect();
+    let ticks = rustix::param::clock_ticks_per_second() as f64;
+    let field = |index: usize| -> Result<f64> {
+        Ok(fields.get(index).context("/proc/PID/stat")?.parse::<f64>()? / ticks)
+    };
+    Ok((field(11)?, field(12)?))
+}
+
+fn memory_peak(pid: u32) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|line| line.trim().split(' ').next()).unwrap_or("0");
+    Ok(kib.parse::<u64>()? * 1024)
+}

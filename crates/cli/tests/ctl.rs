@@ -1,0 +1,134 @@
+//! `vdkit ctl` beside a running service.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Scratch, peer};
+
+const URI: &str = "nbd+unix:///?socket=s.sock";
+
+fn serve(scratch: &Scratch, image: &str) -> Child {
+    let arguments = ["serve", image, "--nbd", "unix:s.sock", "--control", "c.sock"];
+    let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("serving"), "{line}");
+    child
+}
+
+fn io(scratch: &Scratch, commands: &[&str]) -> String {
+    let dir = scratch.path("x").parent().unwrap().to_owned();
+    let mut arguments = vec!["-f", "raw", URI];
+    for command in commands {
+        arguments.extend(["-c", command]);
+    }
+    String::from_utf8(peer(&dir, "qemu-io", &arguments).stdout).unwrap()
+}
+
+#[test]
+fn a_service_tells_and_obeys() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let mut child = serve(&scratch, "a.qcow2");
+    io(&scratch, &["write -P 1 0 1M", "read 0 64k", "flush"]);
+
+    let status = scratch.json_of("ctl", 0, &["c.sock", "status"]);
+    assert_eq!(status["virtual-size"], 64 << 20);
+    assert_eq!(status["parked"]["requests"], 0);
+    let stats = scratch.json_of("ctl", 0, &["c.sock", "stats"]);
+    assert_eq!(stats["ops"][1]["kind"], "write");
+    assert_eq!(stats["ops"][1]["bytes"], 1 << 20);
+    assert!(stats["ops"][4]["ops"].as_u64().unwrap() >= 1);
+    let text = scratch.ok(&["ctl", "c.sock", "status"]).stdout;
+    assert!(text.contains("virtual size: 67108864\n"), "{text}");
+    let text = scratch.ok(&["ctl", "c.sock", "stats"]).stdout;
+    assert!(text.contains("write bytes: 1048576\n"), "{text}");
+
+    let metrics = scratch.ok(&["ctl", "c.sock", "metrics"]).stdout;
+    assert!(metrics.contains("vdkit_bytes_total{export=\"\",op=\"write\"} 1048576\n"), "{metrics}");
+    assert!(metrics.contains("# TYPE vdkit_request_seconds histogram\n"), "{metrics}");
+    for line in metrics.lines().filter(|line| !line.starts_with('#')) {
+        let (_, value) = line.rsplit_once(' ').unwrap();
+        assert!(value.parse::<f64>().is_ok(), "{line}");
+    }
+
+    // A snapshot between two writes holds the first.
+    scratch.json_of("ctl", 0, &["c.sock", "snapshot", "one"]);
+    io(&scratch, &["write -P 2 0 1M"]);
+    scratch.json_of("ctl", 0, &["c.sock", "snapshot", "two"]);
+    scratch.ok(&["ctl", "c.sock", "snapshot-delete", "two"]);
+    scratch.fails(1, "two", &["ctl", "c.sock", "snapshot-delete", "two"]);
+
+    scratch.json_of("ctl", 0, &["c.sock", "resize", "96M"]);
+    let read = io(&scratch, &["read -P 0 64M 32M", "write -P 3 95M 1M"]);
+    assert!(!read.contains("failed"), "{read}");
+
+    scratch.json_of("ctl", 0, &["c.sock", "flush"]);
+    scratch.ok(&["ctl", "c.sock", "quit"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(!scratch.path("c.sock").exists() && !scratch.path("s.sock").exists());
+    scratch.ok(&["check", "a.qcow2"]);
+    let old = scratch.ok(&["read", "a.qcow2", "--snapshot", "one", "0", "1"]).bytes;
+    assert_eq!(old, [1]);
+    assert_eq!(scratch.ok(&["read", "a.qcow2", "99614720", "1"]).bytes, [3]);
+}
+
+#[test]
+fn a_pause_keeps_requests_waiting() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let mut child = serve(&scratch, "a.qcow2");
+    scratch.ok(&["ctl", "c.sock", "pause"]);
+    assert_eq!(scratch.json_of("ctl", 0, &["c.sock", "status"])["paused"], true);
+    std::thread::scope(|scope| {
+        let began = Instant::now();
+        let scratch = &scratch;
+        let writer = scope.spawn(move || {
+            io(scratch, &["write -P 1 0 4k", "read -P 1 0 4k"]);
+            began.elapsed()
+        });
+        std::thread::sleep(Duration::from_millis(400));
+        assert!(!writer.is_finished());
+        scratch.ok(&["ctl", "c.sock", "resume"]);
+        assert!(writer.join().unwrap() >= Duration::from_millis(400));
+    });
+    // The end does not wait for somebody to resume.
+    scratch.ok(&["ctl", "c.sock", "pause"]);
+    scratch.ok(&["ctl", "c.sock", "quit"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    scratch.ok(&["check", "a.qcow2"]);
+}
+
+#[test]
+fn nonsense_is_refused() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    scratch.fails(1, "no service answers", &["ctl", "none.sock", "status"]);
+    scratch.fails(2, "needs a NAME", &["ctl", "none.sock", "snapshot"]);
+    scratch.fails(2, "needs a SIZE", &["ctl", "none.sock", "resize"]);
+    scratch.fails(2, "no VALUE", &["ctl", "none.sock", "flush", "x"]);
+    let mut child = serve(&scratch, "a.qcow2");
+    for (line, words) in [
+        (&b"nonsense\n"[..], "not a command"),
+        (b"{\"command\":\"dance\"}\n", "not a command"),
+        (b"{\"command\":\"resize\",\"size\":1,\"force\":true}\n", "not a command"),
+        (b"{\"command\":\"resize\",\"size\":18446744073709551615}\n", "error"),
+    ] {
+        let mut socket = UnixStream::connect(scratch.path("c.sock")).unwrap();
+        socket.write_all(line).unwrap();
+        let mut answer = String::new();
+        BufReader::new(&socket).read_line(&mut answer).unwrap();
+        assert!(answer.contains("\"ok\":false") && answer.contains(words), "{answer}");
+    }
+    // A line without an end.
+    let mut socket = UnixStream::connect(scratch.path("c.sock")).unwrap();
+    let _ = socket.write_all(&vec![b'x'; 1 << 20]);
+    let mut answer = Vec::new();
+    let _ = socket.read_to_end(&mut answer);
+    scratch.ok(&["ctl", "c.sock", "quit"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}

@@ -1,0 +1,477 @@
+//! `vdkit serve` with the clients that people use.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Scratch, peer};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// A server in the background, killed at the end.
+struct Served {
+    child: Child,
+    uri: String,
+}
+
+impl Served {
+    fn start(scratch: &Scratch, arguments: &[&str]) -> Self {
+        let mut all = vec!["serve", "--nbd", "unix:s.sock"];
+        all.extend(arguments);
+        let mut child =
+            scratch.command(&all).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let uri = line.trim().rsplit(" at ").next().unwrap().to_owned();
+        assert!(uri.starts_with("nbd+unix:///"), "{line}");
+        Self { child, uri }
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, signal).unwrap();
+    }
+
+    /// Ends it as a user does, and asks for success and silence.
+    fn end(mut self) {
+        self.signal(Signal::TERM);
+        let status = self.child.wait().unwrap();
+        let mut errors = String::new();
+        std::io::Read::read_to_string(self.child.stderr.as_mut().unwrap(), &mut errors).unwrap();
+        assert_eq!(status.code(), Some(0), "{errors}");
+        assert_eq!(errors, "");
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn folder(scratch: &Scratch) -> std::path::PathBuf {
+    scratch.path("x").parent().unwrap().to_owned()
+}
+
+fn check(scratch: &Scratch, image: &str) {
+    scratch.ok(&["check", image]);
+    peer(&folder(scratch), "qemu-img", &["check", "-q", image]);
+}
+
+fn output(dir: &Path, program: &str, arguments: &[&str]) -> String {
+    String::from_utf8(peer(dir, program, arguments).stdout).unwrap()
+}
+
+#[test]
+fn qemu_io_reads_and_writes_every_way() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let served = Served::start(&scratch, &["a.qcow2"]);
+    let io = |commands: &[&str]| {
+        let mut arguments = vec!["-f", "raw", &served.uri];
+        for command in commands {
+            arguments.extend(["-c", command]);
+        }
+        output(&folder(&scratch), "qemu-io", &arguments)
+    };
+    io(&["write -P 7 4096 64k", "write -f -P 8 1M 1M", "write -z 8k 4k", "write -zu 1M 64k"]);
+    io(&["discard 1088k 64k", "flush", "aio_write -P 9 3M 2M", "aio_flush"]);
+    let read = io(&[
+        "read -P 7 4096 4k",
+        "read -P 0 8k 4k",
+        "read -P 0 1M 64k",
+        "read -P 8 1152k 896k",
+        "read -P 9 3M 2M",
+    ]);
+    assert!(!read.contains("failed"), "{read}");
+    served.end();
+    check(&scratch, "a.qcow2");
+    let from_disk = ["-f", "qcow2", "a.qcow2", "-c", "read -P 9 3M 2M", "-c", "read -P 0 8k 4k"];
+    let read = output(&folder(&scratch), "qemu-io", &from_disk);
+    assert!(!read.contains("failed"), "{read}");
+}
+
+#[test]
+fn qemu_img_and_nbdcopy_copy_both_ways() {
+    let scratch = Scratch::new();
+    let dir = folder(&scratch);
+    let bytes: Vec<u8> =
+        (0..(24u32 << 20)).map(|i| if i % 7 == 0 { (i >> 8) as u8 } else { 0 }).collect();
+    scratch.write("source.raw", &bytes);
+    scratch.ok(&["create", "a.qcow2", "24M"]);
+    let served = Served::start(&scratch, &["a.qcow2", "--name", "disk one"]);
+    assert!(served.uri.contains("/disk%20one?socket="), "{}", served.uri);
+    peer(&dir, "qemu-img", &["convert", "-n", "-f", "raw", "-O", "raw", "source.raw", &served.uri]);
+    peer(&dir, "qemu-img", &["compare", "-f", "raw", "-F", "raw", "source.raw", &served.uri]);
+    peer(&dir, "nbdcopy", &[&served.uri, "out.raw"]);
+    assert!(std::fs::read(scratch.path("out.raw")).unwrap() == bytes);
+    // The other way, over several connections, in place of what is there.
+    let other: Vec<u8> = bytes.iter().map(|byte| byte ^ 0x55).collect();
+    scratch.write("other.raw", &other);
+    peer(&dir, "nbdcopy", &["--connections=4", "--flush", "other.raw", &served.uri]);
+    served.end();
+    check(&scratch, "a.qcow2");
+    peer(&dir, "qemu-img", &["compare", "a.qcow2", "other.raw"]);
+}
+
+#[test]
+fn nbdinfo_sees_what_is_there() {
+    let scratch = Scratch::new();
+    let dir = folder(&scratch);
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    scratch.ok(&["write", "a.qcow2", "--pattern", "0x11", "1M", "64K"]);
+    let served = Served::start(&scratch, &["a.qcow2", "--description", "a word"]);
+    let info: serde_json::Value =
+        serde_json::from_str(&output(&dir, "nbdinfo", &["--json", &served.uri])).unwrap();
+    let export = &info["exports"][0];
+    assert_eq!(info["structured"], true);
+    assert_eq!(export["export-size"], 64 << 20);
+    assert_eq!(export["description"], "a word");
+    for can in ["can_multi_conn", "can_fua", "can_trim", "can_zero", "can_fast_zero", "can_df"] {
+        assert_eq!(export[can], true, "{can}");
+    }
+    let map = output(&dir, "nbdinfo", &["--map", &served.uri]);
+    let words: Vec<_> = map.split_whitespace().collect();
+    assert_eq!(
+        words[..12].join(" "),
+        "0 1048576 3 hole,zero 1048576 65536 0 data 1114112 65994752 3 hole,zero"
+    );
+    let list = output(&dir, "nbdinfo", &["--list", &served.uri]);
+    assert!(list.contains("export=\"\""), "{list}");
+    served.end();
+}
+
+#[test]
+fn a_bitmap_is_served_for_a_backup() {
+    let scratch = Scratch::new();
+    let dir = folder(&scratch);
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    scratch.ok(&["bitmap", "add", "a.qcow2", "b0"]);
+    scratch.ok(&["write", "a.qcow2", "--pattern", "0x11", "2M", "64K"]);
+    scratch.ok(&["bitmap", "disable", "a.qcow2", "b0"]);
+    scratch.fails(
+        1,
+        "no bitmap 'none'",
+        &["serve", "a.qcow2", "--nbd", "unix:s", "--bitmap", "none"],
+    );
+    let served = Served::start(&scratch, &["a.qcow2", "--bitmap", "b0"]);
+    let map = output(&dir, "nbdinfo", &["--map=qemu:dirty-bitmap:b0", &served.uri]);
+    let words: Vec<_> = map.split_whitespace().collect();
+    assert!(words.windows(3).any(|run| run == ["2097152", "65536", "1"]), "{map}");
+    served.end();
+}
+
+#[test]
+fn fio_writes_and_verifies() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M", "-o", "cluster_size=8K"]);
+    let served = Served::start(&scratch, &["a.qcow2"]);
+    let uri = format!("--uri={}", served.uri);
+    peer(
+        &folder(&scratch),
+        "fio",
+        &[
+            "--name=x",
+            "--ioengine=nbd",
+            &uri,
+            "--rw=randwrite",
+            "--bs=4k",
+            "--iodepth=32",
+            "--size=32M",
+            "--verify=crc32c",
+            "--verify_fatal=1",
+            "--end_fsync=1",
+        ],
+    );
+    served.end();
+    check(&scratch, "a.qcow2");
+}
+
+#[test]
+fn read_only_and_snapshots_refuse_writes() {
+    let scratch = Scratch::new();
+    let dir = folder(&scratch);
+    scratch.ok(&["create", "a.qcow2", "16M"]);
+    scratch.ok(&["write", "a.qcow2", "--pattern", "0x11", "0", "64K"]);
+    scratch.ok(&["snapshot", "create", "a.qcow2", "old"]);
+    scratch.ok(&["write", "a.qcow2", "--pattern", "0x22", "0", "64K"]);
+    for (arguments, pattern) in
+        [(vec!["a.qcow2", "--read-only"], "0x22"), (vec!["a.qcow2", "--snapshot", "old"], "0x11")]
+    {
+        let served = Served::start(&scratch, &arguments);
+        let command = format!("read -P {pattern} 0 64k");
+        let read = output(&dir, "qemu-io", &["-r", "-f", "raw", &served.uri, "-c", &command]);
+        assert!(!read.contains("failed"), "{read}");
+        let write = Command::new("qemu-io")
+            .args(["-f", "raw", &served.uri, "-c", "write 0 512"])
+            .current_dir(&dir)
+            .output()
+            .unwrap();
+        assert!(!write.status.success());
+        // A reader does not keep other readers away.
+        scratch.ok(&["info", "a.qcow2"]);
+        scratch.ok(&["map", "a.qcow2"]);
+        served.end();
+    }
+}
+
+#[test]
+fn a_served_image_is_locked() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "16M"]);
+    let served = Served::start(&scratch, &["a.qcow2"]);
+    scratch.fails(6, "in use by process", &["write", "a.qcow2", "--pattern", "1", "0", "512"]);
+    scratch.fails(6, "in use by process", &["serve", "a.qcow2", "--nbd", "unix:t.sock"]);
+    scratch.ok(&["create", "b.qcow2", "16M"]);
+    scratch.fails(1, "somebody listens", &["serve", "b.qcow2", "--nbd", "unix:s.sock"]);
+    served.end();
+    assert!(!scratch.path("s.sock").exists());
+    scratch.ok(&["write", "a.qcow2", "--pattern", "1", "0", "512"]);
+}
+
+#[test]
+fn wrong_addresses_are_explained() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "16M"]);
+    scratch.fails(2, "nowhere to serve", &["serve", "a.qcow2"]);
+    scratch.fails(2, "unix:PATH", &["serve", "a.qcow2", "--nbd", "s.sock"]);
+    scratch.fails(2, "port", &["serve", "a.qcow2", "--nbd", "tcp:localhost"]);
+    scratch.write("plain", b"");
+    scratch.fails(1, "is no socket", &["serve", "a.qcow2", "--nbd", "unix:plain"]);
+    assert!(scratch.path("plain").exists());
+    scratch.fails(1, "--tls", &["serve", "a.qcow2", "--nbd", "unix:s", "--tls", "."]);
+}
+
+#[test]
+fn one_client_is_enough_for_once() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "16M"]);
+    let socket = scratch.path("s.sock");
+    let dir = folder(&scratch);
+    let client = std::thread::spawn(move || {
+        let began = Instant::now();
+        while UnixStream::connect(&socket).is_err() {
+            assert!(began.elapsed() < Duration::from_secs(30));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let uri = format!("nbd+unix:///?socket={}", socket.display());
+        peer(&dir, "qemu-io", &["-f", "raw", &uri, "-c", "write -P 5 0 4k"]);
+    });
+    let serving = scratch.json_of("serve", 0, &["--once", "a.qcow2", "--nbd", "unix:s.sock"]);
+    client.join().unwrap();
+    assert_eq!(serving["virtual-size"], 16 << 20);
+    assert_eq!(serving["read-only"], false);
+    check(&scratch, "a.qcow2");
+}
+
+#[test]
+fn a_tcp_port_is_chosen_and_told() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "16M"]);
+    let mut child = scratch
+        .command(&["serve", "a.qcow2", "--nbd", "tcp:127.0.0.1:0"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let uri = line.trim().rsplit(" at ").next().unwrap().to_owned();
+    assert!(uri.starts_with("nbd://127.0.0.1:"), "{line}");
+    let read = output(&folder(&scratch), "qemu-io", &["-f", "raw", &uri, "-c", "read -P 0 0 1M"]);
+    assert!(!read.contains("failed"), "{read}");
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_kill_loses_nothing_that_was_flushed() {
+    let scratch = Scratch::new();
+    let dir = folder(&scratch);
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    for round in 1..6u8 {
+        let mut served = Served::start(&scratch, &["a.qcow2"]);
+        let flushed = format!("write -P {round} {}M 512k", round);
+        peer(&dir, "qemu-io", &["-f", "raw", &served.uri, "-c", &flushed, "-c", "flush"]);
+        // Under load that nobody flushes.
+        let uri = format!("--uri={}", served.uri);
+        let mut load = Command::new("fio")
+            .args(["--name=x", "--ioengine=nbd", &uri, "--rw=randwrite", "--bs=4k"])
+            .args(["--iodepth=16", "--offset=16M", "--size=40M", "--time_based", "--runtime=30"])
+            .current_dir(&dir)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_millis(300 + 50 * u64::from(round)));
+        served.child.kill().unwrap();
+        served.child.wait().unwrap();
+        let _ = load.kill();
+        load.wait().unwrap();
+        // Leaks are what a kill may leave.
+        let checked = scratch.run(&["check", "a.qcow2"]);
+        assert!(matches!(checked.code, Some(0 | 3)), "{checked:?}");
+        for before in 1..=round {
+            let pattern = format!("read -P {before} {before}M 512k");
+            let read = output(&dir, "qemu-io", &["-f", "qcow2", "a.qcow2", "-c", &pattern]);
+            assert!(!read.contains("failed"), "round {round}: {read}");
+        }
+        // The dead server's socket is in nobody's way.
+        assert!(scratch.path("s.sock").exists());
+    }
+}
+
+/// Certificates of an authority of our own, made with openssl.
+fn certificates(scratch: &Scratch) -> bool {
+    let dir = folder(scratch);
+    if Command::new("openssl").arg("version").output().is_err() {
+        assert!(std::env::var_os("CI").is_none(), "openssl is missing: apt-get install openssl");
+        eprintln!("SKIPPED: openssl is not installed");
+        return false;
+    }
+    std::fs::create_dir(scratch.path("pki")).unwrap();
+    let script = r#"
+        set -e
+        cd pki
+        openssl req -x509 -newkey rsa:2048 -nodes -keyout ca-key.pem -out ca-cert.pem -days 2 -subj /CN=ca \
+            -addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign
+        for who in server client; do
+            openssl req -newkey rsa:2048 -nodes -keyout $who-key.pem -out $who.csr -subj /CN=localhost
+            printf 'subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\nkeyUsage=digitalSignature,keyEncipherment\n' > $who.ext
+            openssl x509 -req -in $who.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -out $who-cert.pem -days 2 -extfile $who.ext
+        done
+    "#;
+    peer(&dir, "bash", &["-c", script]);
+    true
+}
+
+#[test]
+fn tls_is_spoken_and_insisted_on() {
+    let scratch = Scratch::new();
+    if !certificates(&scratch) {
+        return;
+    }
+    let dir = folder(&scratch);
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let mut child = scratch
+        .command(&["serve", "a.qcow2", "--nbd", "tcp:127.0.0.1:0", "--tls", "pki"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let port = line.trim().trim_end_matches('/').rsplit(':').next().unwrap().to_owned();
+    let through_tls = |commands: &[&str]| {
+        let image = format!(
+            "driver=raw,file.driver=nbd,file.host=127.0.0.1,file.port={port},file.tls-creds=tls0,file.tls-hostname=localhost"
+        );
+        let mut arguments = vec![
+            "--object",
+            "tls-creds-x509,id=tls0,dir=pki,endpoint=client",
+            "--image-opts",
+            &image,
+        ];
+        for command in commands {
+            arguments.extend(["-c", command]);
+        }
+        output(&dir, "qemu-io", &arguments)
+    };
+    let read = through_tls(&["write -P 6 1M 4M", "read -P 6 1M 4M", "flush", "read -P 0 16M 8M"]);
+    assert!(!read.contains("failed"), "{read}");
+    // Without TLS, or without a certificate, nobody gets in.
+    let plain = Command::new("qemu-io")
+        .args(["-f", "raw", &format!("nbd://127.0.0.1:{port}"), "-c", "read 0 512"])
+        .output()
+        .unwrap();
+    assert!(!plain.status.success());
+    std::fs::remove_file(scratch.path("pki/client-cert.pem")).unwrap();
+    std::fs::remove_file(scratch.path("pki/client-key.pem")).unwrap();
+    let unknown = Command::new("qemu-io")
+        .current_dir(&dir)
+        .args(["--object", "tls-creds-x509,id=tls0,dir=pki,endpoint=client", "--image-opts"])
+        .arg(format!(
+            "driver=raw,file.driver=nbd,file.host=127.0.0.1,file.port={port},file.tls-creds=tls0,file.tls-hostname=localhost"
+        ))
+        .args(["-c", "read 0 512"])
+        .output()
+        .unwrap();
+    assert!(!unknown.status.success());
+    // Noise in place of TLS harms nobody.
+    let mut noise = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+    noise.write_all(&[0x16; 500]).unwrap();
+    drop(noise);
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    check(&scratch, "a.qcow2");
+}
+
+/// A file system of a few MiB, in memory; gone at the end.
+struct SmallDisk(std::path::PathBuf);
+
+impl SmallDisk {
+    fn mount(path: std::path::PathBuf) -> Option<Self> {
+        std::fs::create_dir(&path).unwrap();
+        let status = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=8m", "tmpfs"])
+            .arg(&path)
+            .stderr(Stdio::null())
+            .status();
+        if status.is_ok_and(|status| status.success()) {
+            return Some(Self(path));
+        }
+        assert!(std::env::var_os("CI").is_none(), "mounting a tmpfs needs root");
+        eprintln!("SKIPPED: mounting a tmpfs needs root");
+        None
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_full_file_system_makes_writes_wait() {
+    let scratch = Scratch::new();
+    let Some(disk) = SmallDisk::mount(scratch.path("small")) else { return };
+    let dir = folder(&scratch);
+    scratch.ok(&["create", "small/a.qcow2", "64M"]);
+    std::fs::write(disk.0.join("ballast"), vec![1; 5 << 20]).unwrap();
+    let served = Served::start(&scratch, &["small/a.qcow2"]);
+    let mut writer = Command::new("qemu-io")
+        .args(["-f", "raw", &served.uri, "-c", "write -P 3 0 6M", "-c", "flush"])
+        .current_dir(&dir)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(writer.try_wait().unwrap().is_none(), "it should wait for space");
+    // Reads go on meanwhile.
+    let read = output(&dir, "qemu-io", &["-r", "-f", "raw", &served.uri, "-c", "read -P 0 32M 1M"]);
+    assert!(!read.contains("failed"), "{read}");
+    std::fs::remove_file(disk.0.join("ballast")).unwrap();
+    assert!(writer.wait().unwrap().success());
+    let read = output(&dir, "qemu-io", &["-f", "raw", &served.uri, "-c", "read -P 3 0 6M"]);
+    assert!(!read.contains("failed"), "{read}");
+    served.signal(Signal::TERM);
+    let mut served = served;
+    assert_eq!(served.child.wait().unwrap().code(), Some(0));
+    check(&scratch, "small/a.qcow2");
+    // With `report` the client hears of it.
+    std::fs::write(disk.0.join("ballast"), vec![1; 1 << 20]).unwrap();
+    let served = Served::start(&scratch, &["small/a.qcow2", "--on-nospace", "report"]);
+    let write = Command::new("qemu-io")
+        .args(["-f", "raw", &served.uri, "-c", "write -P 4 16M 6M"])
+        .current_dir(&dir)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&write.stdout).into_owned()
+        + &String::from_utf8_lossy(&write.stderr);
+    assert!(said.contains("No space left"), "{said}");
+    drop(served);
+    drop(disk);
+}

@@ -1,0 +1,370 @@
+//! Control of a service from outside: one JSON object a line over a Unix socket, and one back.
+//!
+//! ```text
+//! → {"command":"status"}
+//! ← {"ok":true,"answer":{…}}
+//! → {"command":"snapshot","name":"before-update"}
+//! ← {"ok":false,"error":"…"}
+//! ```
+//!
+//! Whoever can open the socket commands the service: it is made for its owner alone (mode 0600).
+
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use serde::{Deserialize, Serialize};
+use vdkit_block::{CancelToken, Monitor, NewSnapshot, SnapshotInfo};
+
+use crate::counters::{OpKind, Stats};
+use crate::export::Export;
+use crate::parking::ParkedInfo;
+
+/// The longest line that is listened to.
+const LINE_MAX: u64 = 64 << 10;
+/// A client that says nothing for so long has gone.
+const IDLE: Duration = Duration::from_secs(60);
+
+/// What can be asked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Command {
+    /// What is served, and how it is.
+    Status,
+    /// The counts.
+    Stats,
+    /// Makes durable what clients were answered.
+    Flush,
+    /// Keeps all requests waiting.
+    Pause,
+    /// Lets them go on, and tries again at once what waits for space.
+    Resume,
+    /// Takes a snapshot inside the image.
+    Snapshot {
+        /// Its name.
+        name: String,
+    },
+    /// Removes a snapshot.
+    SnapshotDelete {
+        /// Its name or id.
+        name: String,
+    },
+    /// Changes the size of the disk.
+    Resize {
+        /// Bytes.
+        size: u64,
+    },
+    /// The counts as Prometheus reads them.
+    Metrics,
+    /// Ends the service.
+    Quit,
+}
+
+/// What is served, and how it is.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Status {
+    /// The image.
+    pub filename: String,
+    /// The export's name.
+    pub name: String,
+    /// Bytes of the disk.
+    pub virtual_size: u64,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Whether all requests are kept waiting.
+    pub paused: bool,
+    /// Changes that wait for space.
+    pub parked: ParkedInfo,
+    /// Seconds since the service began.
+    pub uptime_seconds: f64,
+}
+
+/// What a command answers.
+#[derive(Clone, Debug, Serialize)]
+#[serde(untagged)]
+pub enum Answer {
+    /// To `status`.
+    Status(Status),
+    /// To `stats`.
+    Stats(Stats),
+    /// To `snapshot` and `snapshot-delete`.
+    Snapshot(SnapshotInfo),
+    /// To `metrics`.
+    Text(String),
+    /// To everything else.
+    Done {},
+}
+
+/// Does commands on an export.
+#[derive(Clone, Debug)]
+pub struct Controller {
+    export: Arc<Export>,
+    began: Instant,
+    quit: CancelToken,
+}
+
+impl Controller {
+    /// For this export; `quit` is set when the end is asked for.
+    pub fn new(export: Arc<Export>, quit: CancelToken) -> Self {
+        Self { export, began: Instant::now(), quit }
+    }
+
+    /// Does one command.
+    ///
+    /// # Errors
+    /// What the disk returns.
+    pub fn run(&self, command: &Command) -> vdkit_block::Result<Answer> {
+        let export = &self.export;
+        match command {
+            Command::Status => Ok(Answer::Status(self.status())),
+            Command::Stats => Ok(Answer::Stats(export.counters().stats())),
+            Command::Flush => export.flush().map(|()| Answer::Done {}),
+            Command::Pause => {
+                export.pause();
+                Ok(Answer::Done {})
+            }
+            Command::Resume => {
+                export.resume();
+                Ok(Answer::Done {})
+            }
+            Command::Snapshot { name } => {
+                let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+                let now = now.unwrap_or_default();
+                let new = NewSnapshot {
+                    name: name.clone(),
+                    date_seconds: now.as_secs() as u32,
+                    date_nanoseconds: now.subsec_nanos(),
+                };
+                export.with_snapshots(|side| side.create(&new, &Monitor::default()))
+            }
+            Command::SnapshotDelete { name } => {
+                export.with_snapshots(|side| side.delete(name, &Monitor::default()))
+            }
+            Command::Resize { size } => export.resize(*size).map(|()| Answer::Done {}),
+            Command::Metrics => Ok(Answer::Text(self.metrics())),
+            Command::Quit => {
+                self.quit.cancel();
+                Ok(Answer::Done {})
+            }
+        }
+    }
+
+    fn status(&self) -> Status {
+        let export = &self.export;
+        Status {
+            filename: export.filename(),
+            name: export.name().to_owned(),
+            virtual_size: export.size(),
+            read_only: export.read_only(),
+            paused: export.paused(),
+            parked: export.parked(),
+            uptime_seconds: self.began.elapsed().as_secs_f64(),
+        }
+    }
+
+    /// The counts in Prometheus' text format (version 0.0.4).
+    pub fn metrics(&self) -> String {
+        let stats = self.export.counters().stats();
+        let parked = self.export.parked();
+        let label =
+            self.export.name().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', " ");
+        let mut out = String::new();
+        let mut family = |name: &str, kind: &str, help: &str, lines: &[(String, String)]| {
+            out.push_str(&format!("# HELP vdkit_{name} {help}\n# TYPE vdkit_{name} {kind}\n"));
+            for (labels, value) in lines {
+                out.push_str(&format!("vdkit_{name}{{export=\"{label}\"{labels}}} {value}\n"));
+            }
+        };
+        let by_op = |value: &dyn Fn(&crate::OpStats) -> String| -> Vec<(String, String)> {
+            let ops = stats.ops.iter();
+            ops.map(|op| (format!(",op=\"{}\"", op.kind.name()), value(op))).collect()
+        };
+        family(
+            "requests_total",
+            "counter",
+            "Requests that were answered.",
+            &by_op(&|op| op.ops.to_string()),
+        );
+        family(
+            "bytes_total",
+            "counter",
+            "Bytes of requests that went well.",
+            &by_op(&|op| op.bytes.to_string()),
+        );
+        family(
+            "errors_total",
+            "counter",
+            "Requests that failed.",
+            &by_op(&|op| op.errors.to_string()),
+        );
+        family(
+            "lane_requests_total",
+            "counter",
+            "Requests by lane.",
+            &[
+                (",lane=\"fast\"".to_owned(), stats.fast_lane.to_string()),
+                (",lane=\"slow\"".to_owned(), stats.slow_lane.to_string()),
+            ],
+        );
+        family(
+            "parked_requests",
+            "gauge",
+            "Changes that wait for space.",
+            &[(String::new(), parked.requests.to_string())],
+        );
+        family(
+            "parked_bytes",
+            "gauge",
+            "Bytes of changes that wait for space.",
+            &[(String::new(), parked.bytes.to_string())],
+        );
+        family(
+            "size_bytes",
+            "gauge",
+            "Bytes of the disk.",
+            &[(String::new(), self.export.size().to_string())],
+        );
+        out.push_str("# HELP vdkit_request_seconds How long requests took.\n# TYPE vdkit_request_seconds histogram\n");
+        for (kind, op) in OpKind::ALL.iter().zip(&stats.ops) {
+            let labels = format!("export=\"{label}\",op=\"{}\"", kind.name());
+            let mut sum = 0;
+            for (bound, count) in self.export.counters().latency(*kind).buckets() {
+                sum += count;
+                out.push_str(&format!(
+                    "vdkit_request_seconds_bucket{{{labels},le=\"{}\"}} {sum}\n",
+                    bound.as_secs_f64()
+                ));
+            }
+            out.push_str(&format!(
+                "vdkit_request_seconds_bucket{{{labels},le=\"+Inf\"}} {sum}\n\
+                 vdkit_request_seconds_sum{{{labels}}} {}\n\
+                 vdkit_request_seconds_count{{{labels}}} {sum}\n",
+                op.total_nanoseconds as f64 / 1e9
+            ));
+        }
+        out
+    }
+}
+
+#[derive(Serialize)]
+struct Reply<'a> {
+    ok: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    answer: Option<Answer>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<&'a str>,
+}
+
+/// A control socket, until it is dropped.
+pub struct Control {
+    path: PathBuf,
+    listener: Arc<UnixListener>,
+    stopping: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for Control {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Control").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl Control {
+    /// Listens. A socket that nobody listens on any more is replaced.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn start(path: &Path, controller: Controller) -> io::Result<Self> {
+        if UnixStream::connect(path)
+            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+        {
+            std::fs::remove_file(path)?;
+        }
+        let listener = Arc::new(UnixListener::bind(path)?);
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        let stopping = Arc::new(AtomicBool::new(false));
+        let (socket, stop) = (listener.clone(), stopping.clone());
+        let thread = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
+            for client in socket.incoming() {
+                if stop.load(Ordering::SeqCst) {
+                    return;
+                }
+                let (Ok(client), controller) = (client, controller.clone()) else { continue };
+                // A client that stays connected must not keep others out.
+                let _ = std::thread::Builder::new()
+                    .name("control".to_owned())
+                    .spawn(move || converse(&client, &controller));
+            }
+        })?;
+        Ok(Self { path: path.to_owned(), listener, stopping, thread: Some(thread) })
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        // Wakes the thread; it looks at the flag before it does anything else.
+        let _ = rustix::net::shutdown(&*self.listener, rustix::net::Shutdown::Both);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Answers one client's lines until it leaves.
+fn converse(client: &UnixStream, controller: &Controller) {
+    if client.set_read_timeout(Some(IDLE)).is_err() {
+        return;
+    }
+    let mut lines = BufReader::new(client);
+    let mut out = client;
+    loop {
+        let mut line = Vec::new();
+        match (&mut lines).take(LINE_MAX).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        let done = match serde_json::from_slice::<Command>(&line) {
+            Ok(command) => controller.run(&command).map_err(|error| error.to_string()),
+            Err(error) => Err(format!("not a command: {error}")),
+        };
+        let reply = match &done {
+            Ok(answer) => Reply { ok: true, answer: Some(answer.clone()), error: None },
+            Err(error) => Reply { ok: false, answer: None, error: Some(error) },
+        };
+        let Ok(mut bytes) = serde_json::to_vec(&reply) else { return };
+        bytes.push(b'\n');
+        if out.write_all(&bytes).is_err() || line.last() != Some(&b'\n') {
+            return;
+        }
+    }
+}
+
+/// Asks a service: sends a command and waits for the answer.
+///
+/// # Errors
+/// What the socket says; `Other` with the service's own words where it says no.
+pub fn ask(path: &Path, command: &Command) -> io::Result<serde_json::Value> {
+    let socket = UnixStream::connect(path)?;
+    let mut line = serde_json::to_vec(command)?;
+    line.push(b'\n');
+    (&socket).write_all(&line)?;
+    let mut answer = String::new();
+    BufReader::new(&socket).read_line(&mut answer)?;
+    if answer.is_empty() {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let mut reply: serde_json::Value = serde_json::from_str(&answer)?;
+    if reply["ok"] == serde_json::Value::Bool(true) {
+        return Ok(reply["answer"].take());
+    }
+    Err(io::Error::other(reply["error"].as_str().unwrap_or("no reason given").to_owned()))
+}

@@ -1,0 +1,354 @@
+//! One disk that is being served.
+
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
+use vdkit_block::{Error, ErrorKind, GuestOffset, Result, SnapshotInfo, Snapshots};
+use vdkit_chain::{Disk, Ready};
+
+use crate::control::Answer;
+use crate::counters::Counters;
+use crate::parking::{ParkedInfo, Parking};
+
+/// What happens to a change that finds no space.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnNoSpace {
+    /// It is kept and tried again; the client waits.
+    #[default]
+    Pause,
+    /// The client gets the error.
+    Report,
+}
+
+/// How an export is made.
+#[derive(Clone, Debug, Default)]
+pub struct ExportOptions {
+    /// The name that clients ask for.
+    pub name: String,
+    /// A word for humans.
+    pub description: String,
+    /// No changes, even where the disk could take them.
+    pub read_only: bool,
+    /// What happens on a full disk.
+    pub on_nospace: OnNoSpace,
+    /// Dirty bitmaps that clients may read.
+    pub bitmaps: Vec<String>,
+}
+
+/// A change that owns what it needs.
+#[derive(Debug)]
+pub enum Change {
+    /// Bytes.
+    Write(Vec<u8>),
+    /// So many zeroes.
+    Zero {
+        /// Bytes.
+        len: u64,
+        /// Their space may be given back.
+        may_unmap: bool,
+    },
+}
+
+impl Change {
+    /// Bytes of memory that it holds.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        match self {
+            Self::Write(data) => data.len() as u64,
+            Self::Zero { .. } => 0,
+        }
+    }
+}
+
+/// Called once when a change that was kept has been done, or will never be.
+pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// A disk that is being served; see the [crate's documentation](crate).
+#[derive(Debug)]
+pub struct Export {
+    options: ExportOptions,
+    /// Requests hold it for reading; whoever exchanges the disk, for writing.
+    disk: RwLock<Arc<Disk>>,
+    paused: AtomicBool,
+    pause: (Mutex<()>, Condvar),
+    pub(crate) parking: Parking,
+    counters: Counters,
+}
+
+/// The export's disk, held for one request.
+#[derive(Debug)]
+pub struct Held<'a>(RwLockReadGuard<'a, Arc<Disk>>);
+
+impl Deref for Held<'_> {
+    type Target = Arc<Disk>;
+    fn deref(&self) -> &Arc<Disk> {
+        &self.0
+    }
+}
+
+impl Export {
+    /// Serves a disk.
+    pub fn new(disk: Disk, options: ExportOptions) -> Arc<Self> {
+        Arc::new(Self {
+            options,
+            disk: RwLock::new(Arc::new(disk)),
+            paused: AtomicBool::new(false),
+            pause: (Mutex::new(()), Condvar::new()),
+            parking: Parking::default(),
+            counters: Counters::default(),
+        })
+    }
+
+    /// How it was made.
+    pub fn options(&self) -> &ExportOptions {
+        &self.options
+    }
+
+    /// The name that clients ask for.
+    pub fn name(&self) -> &str {
+        &self.options.name
+    }
+
+    /// The image's name.
+    pub fn filename(&self) -> String {
+        self.disk.read().name().to_owned()
+    }
+
+    /// Bytes of the disk, which may change while it is served.
+    pub fn size(&self) -> u64 {
+        self.disk.read().guest_bytes()
+    }
+
+    /// Whether changes are refused.
+    pub fn read_only(&self) -> bool {
+        self.options.read_only || !self.disk.read().writable()
+    }
+
+    /// The counts.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The disk for one request. Waits while the export is paused or its disk is exchanged.
+    pub fn hold(&self) -> Held<'_> {
+        if self.paused.load(Ordering::Acquire) {
+            let mut guard = self.pause.0.lock();
+            while self.paused.load(Ordering::Acquire) {
+                self.pause.1.wait(&mut guard);
+            }
+        }
+        Held(self.disk.read())
+    }
+
+    /// The disk where nobody has to be waited for.
+    fn hold_ready(&self) -> Option<Held<'_>> {
+        if self.paused.load(Ordering::Acquire) { None } else { self.disk.try_read().map(Held) }
+    }
+
+    /// Keeps requests waiting from now on, those of the fast lane too; what is under way ends.
+    pub fn pause(&self) {
+        let _guard = self.pause.0.lock();
+        self.paused.store(true, Ordering::Release);
+    }
+
+    /// Lets requests go on, and tries again what is kept for want of space.
+    pub fn resume(&self) {
+        {
+            let _guard = self.pause.0.lock();
+            self.paused.store(false, Ordering::Release);
+            self.pause.1.notify_all();
+        }
+        self.parking.retry_now();
+    }
+
+    /// Whether requests are kept waiting by [`Export::pause`].
+    pub fn paused(&self) -> bool {
+        self.paused.load(Ordering::Acquire)
+    }
+
+    /// The fast lane for a read; see [`Disk::read_ready`].
+    pub fn read_ready(&self, buf: &mut [u8], at: u64) -> Option<Result<Ready>> {
+        self.hold_ready()?.read_ready(buf, GuestOffset(at))
+    }
+
+    /// The fast lane for a write: done at once, or nothing where it may have to wait. What found
+    /// no space is declined too: the slow lane keeps it.
+    pub fn write_ready(&self, data: &[u8], at: u64) -> Option<Result<()>> {
+        let disk = self.hold_ready()?;
+        if self.options.read_only || !disk.write_ready(GuestOffset(at), data.len() as u64) {
+            return None;
+        }
+        match disk.write_at(data, GuestOffset(at)) {
+            Err(error) if self.keeps(&error) => None,
+            done => Some(done),
+        }
+    }
+
+    /// Reads.
+    ///
+    /// # Errors
+    /// As [`Disk::read_at`].
+    pub fn read(&self, buf: &mut [u8], at: u64) -> Result<()> {
+        self.hold().read_at(buf, GuestOffset(at))
+    }
+
+    /// Writes; with `durable`, so that a power cut after it returned loses nothing of it.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`].
+    pub fn write(&self, data: &[u8], at: u64, durable: bool) -> Result<()> {
+        let disk = self.hold();
+        self.check_writable()?;
+        disk.write_at(data, GuestOffset(at))?;
+        self.settle(&disk, durable)
+    }
+
+    /// Writes zeroes.
+    ///
+    /// # Errors
+    /// As [`Disk::write_zeroes`].
+    pub fn zero(&self, at: u64, len: u64, may_unmap: bool, durable: bool) -> Result<()> {
+        let disk = self.hold();
+        self.check_writable()?;
+        disk.write_zeroes(GuestOffset(at), len, may_unmap)?;
+        self.settle(&disk, durable)
+    }
+
+    /// Gives bytes back.
+    ///
+    /// # Errors
+    /// As [`Disk::discard`].
+    pub fn discard(&self, at: u64, len: u64, durable: bool) -> Result<()> {
+        let disk = self.hold();
+        self.check_writable()?;
+        disk.discard(GuestOffset(at), len)?;
+        self.settle(&disk, durable)
+    }
+
+    /// Makes everything durable whose request had ended before, by whatever front it came.
+    ///
+    /// # Errors
+    /// As [`Disk::flush`].
+    pub fn flush(&self) -> Result<()> {
+        self.hold().flush()
+    }
+
+    /// Reads bytes into the host's cache.
+    ///
+    /// # Errors
+    /// What reading them returns.
+    pub fn prefetch(&self, at: u64, len: u64) -> Result<()> {
+        let mut piece = vec![0; len.min(1 << 20) as usize];
+        let mut done = 0;
+        while done < len {
+            let step = (len - done).min(piece.len() as u64);
+            self.read(&mut piece[..step as usize], at + done)?;
+            done += step;
+        }
+        Ok(())
+    }
+
+    fn settle(&self, disk: &Disk, durable: bool) -> Result<()> {
+        if durable && !disk.cache().write_durable() { disk.flush() } else { Ok(()) }
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        if self.options.read_only {
+            return Err(Error::ReadOnly { file: self.options.name.clone() });
+        }
+        Ok(())
+    }
+
+    /// Whether a change that failed so is kept instead of reported.
+    pub fn keeps(&self, error: &Error) -> bool {
+        self.options.on_nospace == OnNoSpace::Pause && error.kind() == ErrorKind::NoSpace
+    }
+
+    /// Does a change that was kept; see `parking`.
+    pub(crate) fn apply(&self, change: &Change, at: u64, durable: bool) -> Result<()> {
+        match change {
+            Change::Write(data) => self.write(data, at, durable),
+            Change::Zero { len, may_unmap } => self.zero(at, *len, *may_unmap, durable),
+        }
+    }
+
+    /// Keeps a change that found no space, and does it when there is some. `done` is called with
+    /// what became of it, from another thread. Waits where too much is kept already.
+    pub fn keep(
+        self: &Arc<Self>,
+        change: Change,
+        at: u64,
+        durable: bool,
+        error: Error,
+        done: Done,
+    ) {
+        Parking::keep(self, change, at, durable, error, done);
+    }
+
+    /// What is kept for want of space.
+    pub fn parked(&self) -> ParkedInfo {
+        self.parking.info()
+    }
+
+    /// Changes the size of the disk. Clients learn of it in their protocol's way, if it has one.
+    ///
+    /// # Errors
+    /// As [`Disk::resize`].
+    pub fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.check_writable()?;
+        // Nobody else's request may straddle the change.
+        let disk = self.disk.write();
+        disk.resize(guest_bytes)?;
+        disk.flush()
+    }
+
+    /// Does something with the snapshots inside the image, while no request runs.
+    pub(crate) fn with_snapshots(
+        &self,
+        act: impl FnOnce(&dyn Snapshots) -> Result<SnapshotInfo>,
+    ) -> Result<Answer> {
+        self.check_writable()?;
+        let disk = self.disk.write();
+        let side = disk.top().snapshots().ok_or_else(|| {
+            let what = format!("snapshots inside a {} image", disk.top().name());
+            Error::unsupported(disk.name(), what, "take an overlay instead: vdkit create --backing")
+        })?;
+        act(side).map(Answer::Snapshot)
+    }
+
+    /// Puts another disk in the place of this one: waits for the requests under way, and hands the
+    /// old disk, which nobody uses now, to `exchange`. New requests wait meanwhile. Where it fails
+    /// the old disk stays.
+    ///
+    /// # Errors
+    /// What `exchange` returns.
+    pub fn replace<T>(
+        &self,
+        exchange: impl FnOnce(&Arc<Disk>) -> Result<(Option<Disk>, T)>,
+    ) -> Result<T> {
+        let mut disk = self.disk.write();
+        let (next, answer) = exchange(&disk)?;
+        if let Some(next) = next {
+            *disk = Arc::new(next);
+        }
+        Ok(answer)
+    }
+
+    /// Lets go of everything that waits, for space or to be resumed: what is kept fails, and what
+    /// finds no space from now on fails at once.
+    pub fn end_waiting(&self) {
+        self.resume();
+        self.parking.close();
+    }
+
+    /// Ends the service: what is kept fails, and the disk is flushed and closed. The export must
+    /// not be used afterwards.
+    ///
+    /// # Errors
+    /// As [`Disk::close`].
+    pub fn close(&self) -> Result<()> {
+        self.end_waiting();
+        self.disk.write().close()
+    }
+}

@@ -1,0 +1,28 @@
+//! What every server of a disk shares.
+//!
+//! An [`Export`] is one disk that is being served: by NBD, vhost-user or FUSE, or several of them
+//! at once. It knows nothing of any protocol.
+//!
+//! # Two lanes
+//! A front asks first for the *fast lane* ([`Export::read_ready`], [`Export::write_ready`]): the
+//! request is done at once where it waits for no disk. Whatever it declines goes to the *slow lane*
+//! ([`Export::read`], [`Export::write`] …), which may block, on a thread of a bounded number.
+//!
+//! # A full disk
+//! [`Export::change`] does a change, and with [`OnNoSpace::Pause`] keeps one that found no space:
+//! it owns its bytes and what to call when it is done, holds no thread, and is tried again when
+//! space may have returned. The guest sees a slow disk. See `parking`.
+//!
+//! # Changing the disk under the clients
+//! Each request holds the export's disk for as long as it runs. [`Export::replace`] waits for those
+//! under way, keeps new ones waiting, and puts another disk in its place (an overlay, say).
+
+mod control;
+mod counters;
+mod export;
+mod parking;
+
+pub use control::{Answer, Command, Control, Controller, Status, ask};
+pub use counters::{Counters, Histogram, OpKind, OpStats, Stats};
+pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace};
+pub use parking::ParkedInfo;

@@ -1,0 +1,206 @@
+//! Changes that found no space, and wait for some.
+//!
+//! A change that is kept holds its bytes and no thread, so that reads and writes elsewhere go on
+//! however many wait. One thread, which lives while something is kept, tries the oldest again
+//! every second, and all others once one came through. `vdkit ctl SOCKET resume` makes it try at
+//! once.
+//!
+//! What was kept is written in any order relative to later requests: a client that has not been
+//! answered has no claim to an order.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use serde::Serialize;
+use vdkit_block::Error;
+
+use crate::export::{Change, Done, Export};
+
+/// How long between two attempts.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// At most so many bytes are kept, of all clients together; who comes then waits on its thread.
+const KEPT_BYTES_MAX: u64 = 256 << 20;
+
+struct Parked {
+    change: Change,
+    at: u64,
+    durable: bool,
+    done: Done,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Parked>,
+    bytes: u64,
+    /// The thread that tries again is there.
+    running: bool,
+    /// Somebody says that there may be space now.
+    retry: bool,
+    closed: bool,
+    since: Option<Instant>,
+    reason: String,
+    /// How often something was kept since the export began.
+    total: u64,
+}
+
+/// The changes that wait.
+#[derive(Default)]
+pub struct Parking {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl std::fmt::Debug for Parking {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Parking").field("info", &self.info()).finish()
+    }
+}
+
+/// What is kept for want of space.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ParkedInfo {
+    /// Requests that wait.
+    pub requests: u64,
+    /// Bytes that they hold.
+    pub bytes: u64,
+    /// For how long the oldest has been waiting.
+    pub seconds: f64,
+    /// What was said when it was kept.
+    pub reason: String,
+    /// Requests that had to wait since the export began.
+    pub total: u64,
+}
+
+impl Parking {
+    pub(crate) fn keep(
+        export: &Arc<Export>,
+        change: Change,
+        at: u64,
+        durable: bool,
+        error: Error,
+        done: Done,
+    ) {
+        let parking = &export.parking;
+        let mut state = parking.state.lock();
+        while state.bytes >= KEPT_BYTES_MAX && !state.closed {
+            parking.changed.wait(&mut state);
+        }
+        if state.closed {
+            drop(state);
+            return done(Err(error));
+        }
+        if state.since.is_none() {
+            state.since = Some(Instant::now());
+            state.reason = error.to_string();
+            tracing::warn!(
+                export = export.name(),
+                "out of space: writes wait until there is some ({error})"
+            );
+        }
+        state.total += 1;
+        state.bytes += change.held_bytes();
+        state.queue.push_back(Parked { change, at, durable, done });
+        if !state.running {
+            state.running = true;
+            let lost = export.name().to_owned();
+            let export = export.clone();
+            let spawned = std::thread::Builder::new()
+                .name("nospace".to_owned())
+                .spawn(move || retry(&export));
+            if spawned.is_err() {
+                // No thread to try again: then the client has to know.
+                state.running = false;
+                let failed = std::mem::take(&mut state.queue);
+                state.bytes = 0;
+                state.since = None;
+                drop(state);
+                for parked in failed {
+                    (parked.done)(Err(Error::NoSpace {
+                        file: lost.clone(),
+                        what: "and no thread to wait for it".to_owned(),
+                    }));
+                }
+            }
+        }
+    }
+
+    /// Makes the next attempt begin now.
+    pub(crate) fn retry_now(&self) {
+        self.state.lock().retry = true;
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn info(&self) -> ParkedInfo {
+        let state = self.state.lock();
+        ParkedInfo {
+            requests: state.queue.len() as u64,
+            bytes: state.bytes,
+            seconds: state.since.map_or(0.0, |since| since.elapsed().as_secs_f64()),
+            reason: state.reason.clone(),
+            total: state.total,
+        }
+    }
+
+    /// Gives up on what waits.
+    pub(crate) fn close(&self) {
+        let failed = {
+            let mut state = self.state.lock();
+            state.closed = true;
+            state.bytes = 0;
+            std::mem::take(&mut state.queue)
+        };
+        self.changed.notify_all();
+        for parked in failed {
+            (parked.done)(Err(Error::Interrupted));
+        }
+    }
+}
+
+/// Tries what waits until nothing does.
+fn retry(export: &Export) {
+    let parking = &export.parking;
+    let mut wait = true;
+    loop {
+        let parked = {
+            let mut state = parking.state.lock();
+            if wait && !state.retry && !state.closed {
+                parking.changed.wait_for(&mut state, RETRY_AFTER);
+            }
+            state.retry = false;
+            let Some(parked) = state.queue.pop_front() else {
+                state.running = false;
+                state.reason.clear();
+                if state.since.take().is_some() {
+                    tracing::warn!(export = export.name(), "there is space again: writes go on");
+                }
+                return;
+            };
+            parked
+        };
+        match export.apply(&parked.change, parked.at, parked.durable) {
+            Err(error) if export.keeps(&error) => {
+                let mut state = parking.state.lock();
+                if state.closed {
+                    drop(state);
+                    (parked.done)(Err(error));
+                } else {
+                    state.queue.push_front(parked);
+                }
+                wait = true;
+            }
+            done => {
+                {
+                    let mut state = parking.state.lock();
+                    state.bytes = state.bytes.saturating_sub(parked.change.held_bytes());
+                }
+                parking.changed.notify_all();
+                (parked.done)(done);
+                wait = false;
+            }
+        }
+    }
+}

@@ -1,0 +1,445 @@
+//! From a connection to an export: fixed newstyle negotiation.
+//!
+//! A peer here is a stranger. It has [`HANDSHAKE_TIME`] in all and [`OPTIONS_MAX`] options, none
+//! longer than [`OPTION_BYTES_MAX`], and nothing is kept of what it sent but what it chose.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vdkit_export::Export;
+
+use crate::channel::Channel;
+use crate::contexts::{self, Context};
+use crate::exports::Exports;
+use crate::wire::{self, answer, flag, handshake, info, option};
+
+/// From the first byte to the end of the negotiation.
+pub const HANDSHAKE_TIME: Duration = Duration::from_secs(15);
+/// Options of one handshake.
+const OPTIONS_MAX: u32 = 1024;
+/// Data of one option: names and queries.
+const OPTION_BYTES_MAX: u32 = 64 << 10;
+/// The size in which requests go best: a page, and what file systems allocate.
+const PREFERRED_BYTES: u32 = 4096;
+
+/// What was agreed.
+#[derive(Debug)]
+pub struct Agreed {
+    pub export: Arc<Export>,
+    /// Replies in chunks.
+    pub structured: bool,
+    /// 64-bit lengths; implies `structured`.
+    pub extended: bool,
+    /// What block status tells, in the order of the ids, which are the indexes.
+    pub contexts: Vec<Context>,
+}
+
+/// How a handshake went on or ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// To transmission.
+    Go(Box<Agreed>),
+    /// TLS is to begin on this connection, and the handshake anew within it.
+    StartTls,
+    /// The client left, or was sent away.
+    End,
+}
+
+impl Outcome {
+    /// What was agreed, where the handshake came so far.
+    pub fn agreed(self) -> Option<Box<Agreed>> {
+        match self {
+            Self::Go(agreed) => Some(agreed),
+            Self::StartTls | Self::End => None,
+        }
+    }
+}
+
+/// What TLS means here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlsState {
+    /// The server has none.
+    None,
+    /// The server insists on it, and it has not begun.
+    Required,
+    /// It has begun.
+    Active,
+}
+
+/// One negotiation.
+pub struct Handshake<'a> {
+    channel: &'a dyn Channel,
+    exports: &'a Exports,
+    tls: TlsState,
+    until: Instant,
+    structured: bool,
+    extended: bool,
+    /// The export that contexts were chosen for.
+    chosen: Option<(String, Vec<Context>)>,
+    no_zeroes: bool,
+}
+
+fn bad(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+/// Takes an option's data apart.
+struct Data<'d>(&'d [u8]);
+
+impl<'d> Data<'d> {
+    fn take(&mut self, len: usize) -> Option<&'d [u8]> {
+        let (piece, rest) = self.0.split_at_checked(len)?;
+        self.0 = rest;
+        Some(piece)
+    }
+
+    fn u16(&mut self) -> Option<u16> {
+        self.take(2).map(|b| u16::from_be_bytes([b[0], b[1]]))
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.take(4).map(|b| wire::be32(b, 0))
+    }
+
+    /// A string with its length before it.
+    fn string(&mut self) -> Option<String> {
+        let len = self.u32().filter(|len| *len <= wire::STRING_MAX)?;
+        String::from_utf8(self.take(len as usize)?.to_vec()).ok()
+    }
+}
+
+impl<'a> Handshake<'a> {
+    /// A negotiation that begins now. `until`: when the peer's time is over.
+    pub fn new(
+        channel: &'a dyn Channel,
+        exports: &'a Exports,
+        tls: TlsState,
+        until: Instant,
+    ) -> Self {
+        Self {
+            channel,
+            exports,
+            tls,
+            until,
+            structured: false,
+            extended: false,
+            chosen: None,
+            no_zeroes: false,
+        }
+    }
+
+    fn recv_exact(&self, buf: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            let left = self.until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.channel.set_timeout(Some(left))?;
+            match self.channel.recv(&mut buf[done..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(got) => done += got,
+                // The time of one wait is over, perhaps not that of the whole.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Negotiates. `greet`: the server's first words are still to be said (they are not repeated
+    /// within TLS).
+    ///
+    /// # Errors
+    /// What the socket says; `InvalidData` for what breaks the protocol; `TimedOut`.
+    pub fn run(mut self, greet: bool) -> io::Result<Outcome> {
+        if greet {
+            self.greet()?;
+        }
+        for _ in 0..OPTIONS_MAX {
+            let mut head = [0; 16];
+            self.recv_exact(&mut head)?;
+            if wire::be64(&head, 0) != wire::OPTION_MAGIC {
+                return Err(bad("an option without its magic number"));
+            }
+            let (option, len) = (wire::be32(&head, 8), wire::be32(&head, 12));
+            if len > OPTION_BYTES_MAX {
+                // It may be a mistake: skip it, within reason and time.
+                self.skip(len)?;
+                self.reply(option, answer::TOO_BIG, b"at most 64 KiB of data to an option")?;
+                continue;
+            }
+            let mut data = vec![0; len as usize];
+            self.recv_exact(&mut data)?;
+            if let Some(outcome) = self.option(option, &data)? {
+                return Ok(outcome);
+            }
+        }
+        Err(bad(format!("more than {OPTIONS_MAX} options")))
+    }
+
+    fn skip(&self, len: u32) -> io::Result<()> {
+        if len > wire::PAYLOAD_MAX {
+            return Err(bad(format!("an option of {len} bytes")));
+        }
+        let mut sink = [0; 4096];
+        let mut left = len as usize;
+        while left > 0 {
+            let step = left.min(sink.len());
+            self.recv_exact(&mut sink[..step])?;
+            left -= step;
+        }
+        Ok(())
+    }
+
+    fn greet(&mut self) -> io::Result<()> {
+        let mut hello = Vec::with_capacity(18);
+        hello.extend(wire::MAGIC.to_be_bytes());
+        hello.extend(wire::OPTION_MAGIC.to_be_bytes());
+        hello.extend((handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes());
+        self.send(&hello)?;
+        let mut flags = [0; 4];
+        self.recv_exact(&mut flags)?;
+        let flags = u32::from_be_bytes(flags);
+        let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        if flags & !known != 0 {
+            return Err(bad(format!("unknown client flags {flags:#x}")));
+        }
+        if flags & u32::from(handshake::FIXED_NEWSTYLE) == 0 {
+            return Err(bad("a client that does not know fixed newstyle negotiation"));
+        }
+        self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
+        Ok(())
+    }
+
+    /// Sends within the peer's time: one that does not read must not hold us either.
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.channel.set_timeout(Some(left))?;
+        self.channel.send(bytes)
+    }
+
+    fn reply(&self, option: u32, kind: u32, data: &[u8]) -> io::Result<()> {
+        let mut out = Vec::with_capacity(20 + data.len());
+        out.extend(wire::OPTION_REPLY_MAGIC.to_be_bytes());
+        out.extend(option.to_be_bytes());
+        out.extend(kind.to_be_bytes());
+        out.extend((data.len() as u32).to_be_bytes());
+        out.extend(data);
+        self.send(&out)
+    }
+
+    fn refuse(&self, option: u32, kind: u32, why: &str) -> io::Result<Option<Outcome>> {
+        self.reply(option, kind, why.as_bytes())?;
+        Ok(None)
+    }
+
+    fn acknowledge(&self, option: u32) -> io::Result<Option<Outcome>> {
+        self.reply(option, answer::ACK, b"")?;
+        Ok(None)
+    }
+
+    fn option(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Outcome>> {
+        let before_tls = [option::ABORT, option::STARTTLS];
+        if self.tls == TlsState::Required && !before_tls.contains(&option) {
+            if option == option::EXPORT_NAME {
+                // It has no way to refuse.
+                return Ok(Some(Outcome::End));
+            }
+            return self.refuse(option, answer::TLS_REQUIRED, "this server wants TLS");
+        }
+        match option {
+            option::EXPORT_NAME => self.export_name(data).map(Some),
+            option::ABORT => {
+                // The client may be gone before it hears this.
+                let _ = self.reply(option, answer::ACK, b"");
+                Ok(Some(Outcome::End))
+            }
+            option::LIST => self.list(data),
+            option::STARTTLS => self.start_tls(data),
+            option::INFO | option::GO => self.info(option, data),
+            option::STRUCTURED_REPLY if !data.is_empty() => {
+                self.refuse(option, answer::INVALID, "this option has no data")
+            }
+            option::STRUCTURED_REPLY if self.extended => {
+                self.refuse(option, answer::INVALID, "extended headers are in use already")
+            }
+            option::STRUCTURED_REPLY => {
+                self.structured = true;
+                self.acknowledge(option)
+            }
+            option::EXTENDED_HEADERS if !data.is_empty() => {
+                self.refuse(option, answer::INVALID, "this option has no data")
+            }
+            option::EXTENDED_HEADERS => {
+                self.extended = true;
+                self.structured = true;
+                self.acknowledge(option)
+            }
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.meta_context(option, data),
+            _ => self.refuse(option, answer::UNSUPPORTED, "unknown option"),
+        }
+    }
+
+    fn start_tls(&self, data: &[u8]) -> io::Result<Option<Outcome>> {
+        let option = option::STARTTLS;
+        match self.tls {
+            _ if !data.is_empty() => {
+                self.refuse(option, answer::INVALID, "this option has no data")
+            }
+            TlsState::None => {
+                self.refuse(option, answer::POLICY, "this server was started without TLS")
+            }
+            TlsState::Active => self.refuse(option, answer::INVALID, "TLS is in use already"),
+            TlsState::Required => {
+                self.reply(option, answer::ACK, b"")?;
+                Ok(Some(Outcome::StartTls))
+            }
+        }
+    }
+
+    fn list(&self, data: &[u8]) -> io::Result<Option<Outcome>> {
+        if !data.is_empty() {
+            return self.refuse(option::LIST, answer::INVALID, "this option has no data");
+        }
+        for export in self.exports.all() {
+            let mut entry = Vec::new();
+            entry.extend((export.name().len() as u32).to_be_bytes());
+            entry.extend(export.name().as_bytes());
+            entry.extend(export.options().description.as_bytes());
+            self.reply(option::LIST, answer::SERVER, &entry)?;
+        }
+        self.acknowledge(option::LIST)
+    }
+
+    fn flags(&self, export: &Export) -> u16 {
+        let mut flags = flag::HAS_FLAGS
+            | flag::SEND_FLUSH
+            | flag::SEND_FUA
+            | flag::CAN_MULTI_CONN
+            | flag::SEND_CACHE;
+        if export.read_only() {
+            flags |= flag::READ_ONLY;
+        } else {
+            flags |= flag::SEND_TRIM | flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO;
+        }
+        if self.structured {
+            flags |= flag::SEND_DF;
+        }
+        if self.extended {
+            flags |= flag::BLOCK_STATUS_PAYLOAD;
+        }
+        flags
+    }
+
+    fn agreed(&mut self, export: Arc<Export>) -> Outcome {
+        let contexts = match self.chosen.take() {
+            Some((name, contexts))
+                if self.exports.find(&name).is_some_and(|of| Arc::ptr_eq(&of, &export)) =>
+            {
+                contexts
+            }
+            _ => Vec::new(),
+        };
+        Outcome::Go(Box::new(Agreed {
+            export,
+            structured: self.structured,
+            extended: self.extended,
+            contexts,
+        }))
+    }
+
+    /// NBD_OPT_EXPORT_NAME: no answer but the export, or the end.
+    fn export_name(&mut self, data: &[u8]) -> io::Result<Outcome> {
+        let found = std::str::from_utf8(data).ok().and_then(|name| self.exports.find(name));
+        let Some(export) = found else { return Ok(Outcome::End) };
+        if self.extended {
+            // It cannot be told so; see "NBD_OPT_EXTENDED_HEADERS".
+            return Ok(Outcome::End);
+        }
+        let mut out = Vec::with_capacity(134);
+        out.extend(export.size().to_be_bytes());
+        out.extend(self.flags(&export).to_be_bytes());
+        if !self.no_zeroes {
+            out.extend([0; 124]);
+        }
+        self.send(&out)?;
+        Ok(self.agreed(export))
+    }
+
+    fn info(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Outcome>> {
+        let mut data = Data(data);
+        let parsed = (|| {
+            let name = data.string()?;
+            let count = data.u16()?;
+            let wanted: Option<Vec<u16>> = (0..count).map(|_| data.u16()).collect();
+            Some((name, wanted?)).filter(|_| data.0.is_empty())
+        })();
+        let Some((name, wanted)) = parsed else {
+            return self.refuse(option, answer::INVALID, "ill-formed");
+        };
+        let Some(export) = self.exports.find(&name) else {
+            return self.refuse(option, answer::UNKNOWN, "no such export");
+        };
+        let mut export_info = info::EXPORT.to_be_bytes().to_vec();
+        export_info.extend(export.size().to_be_bytes());
+        export_info.extend(self.flags(&export).to_be_bytes());
+        self.reply(option, answer::INFO, &export_info)?;
+        let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
+        for bytes in [1, PREFERRED_BYTES, wire::PAYLOAD_MAX] {
+            sizes.extend(bytes.to_be_bytes());
+        }
+        self.reply(option, answer::INFO, &sizes)?;
+        for (kind, text) in [
+            (info::NAME, export.name()),
+            (info::DESCRIPTION, export.options().description.as_str()),
+        ] {
+            if wanted.contains(&kind) {
+                let mut out = kind.to_be_bytes().to_vec();
+                out.extend(text.as_bytes());
+                self.reply(option, answer::INFO, &out)?;
+            }
+        }
+        self.reply(option, answer::ACK, b"")?;
+        Ok((option == option::GO).then(|| self.agreed(export)))
+    }
+
+    fn meta_context(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Outcome>> {
+        let setting = option == option::SET_META_CONTEXT;
+        if setting {
+            // A failure leaves none chosen.
+            self.chosen = None;
+        }
+        if !self.structured {
+            return self.refuse(option, answer::INVALID, "structured replies come first");
+        }
+        let mut data = Data(data);
+        let parsed = (|| {
+            let name = data.string()?;
+            let count = data.u32()?;
+            let queries: Option<Vec<String>> = (0..count).map(|_| data.string()).collect();
+            Some((name, queries?)).filter(|_| data.0.is_empty())
+        })();
+        let Some((name, queries)) = parsed else {
+            return self.refuse(option, answer::INVALID, "ill-formed");
+        };
+        let Some(export) = self.exports.find(&name) else {
+            return self.refuse(option, answer::UNKNOWN, "no such export");
+        };
+        let found = contexts::matching(&export, &queries, setting);
+        for (id, context) in found.iter().enumerate() {
+            // Ids mean something only where contexts are set.
+            let mut out = if setting { id as u32 } else { 0 }.to_be_bytes().to_vec();
+            out.extend(context.name().as_bytes());
+            self.reply(option, answer::META_CONTEXT, &out)?;
+        }
+        if setting {
+            self.chosen = Some((name, found));
+        }
+        self.acknowledge(option)
+    }
+}

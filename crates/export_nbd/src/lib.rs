@@ -1,0 +1,32 @@
+//! NBD: an export as a network block device.
+//!
+//! Source: the NBD project's `doc/proto.md`. What is spoken: fixed newstyle negotiation with
+//! NBD_OPT_GO, INFO and LIST; simple, structured and extended replies; block status for
+//! `base:allocation`, `qemu:allocation-depth` and `qemu:dirty-bitmap:NAME`; FUA, trim, write zeroes
+//! (fast zero, no hole), cache; many connections to one export, whose flushes cover each other.
+//!
+//! ```text
+//!  server     sockets ─► a thread a connection
+//!  handshake  ─► which export, which kind of replies, which contexts
+//!  session    requests: a leader does what waits for nothing, others what may block
+//!  reply      replies, gathered
+//!  channel, tls   the connection's bytes
+//!  status, contexts   block status
+//!  wire       numbers and shapes
+//! ```
+
+mod channel;
+mod contexts;
+mod exports;
+mod handshake;
+mod reply;
+mod server;
+mod session;
+mod status;
+mod tls;
+#[allow(missing_docs, reason = "the names are the protocol's own")]
+mod wire;
+
+pub use exports::Exports;
+pub use server::{Address, Listener, Server, ServerOptions};
+pub use tls::Tls;

@@ -1,0 +1,238 @@
+//! Replies: simple, in chunks, or with extended headers, as was agreed.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::channel::Channel;
+use crate::wire::{self, Chunk, Request, chunk};
+
+/// A thread sends what it has gathered when it has so much.
+const GATHER_BYTES: usize = 256 << 10;
+/// And keeps memory for so much.
+const KEPT_BYTES_MAX: usize = 2 << 20;
+
+/// Replies of one thread that are not sent yet.
+#[derive(Default)]
+pub struct Outbox {
+    /// Zeroed once; only `buf[..used]` means something.
+    buf: Vec<u8>,
+    used: usize,
+}
+
+impl Outbox {
+    /// Whether nothing waits to be sent.
+    pub fn is_empty(&self) -> bool {
+        self.used == 0
+    }
+
+    /// Room for a payload behind a header of `head` bytes, at the place where
+    /// [`Replier::put_data`] expects it.
+    pub fn data_room(&mut self, head: usize, len: usize) -> &mut [u8] {
+        let start = self.used + head;
+        &mut self.buf[start..start + len]
+    }
+
+    /// Gives memory back that only a large reply needed.
+    pub fn shrink(&mut self) {
+        if self.buf.len() > KEPT_BYTES_MAX && self.used == 0 {
+            self.buf = Vec::new();
+        }
+    }
+
+    fn free(&mut self, len: usize) -> &mut [u8] {
+        let start = self.used;
+        self.used += len;
+        &mut self.buf[start..start + len]
+    }
+}
+
+/// Sends replies; shared by the threads of a connection.
+pub struct Replier {
+    channel: Arc<dyn Channel>,
+    structured: bool,
+    extended: bool,
+    sending: Mutex<()>,
+    closed: AtomicBool,
+}
+
+impl Replier {
+    /// Replies of this kind to this channel.
+    pub fn new(channel: Arc<dyn Channel>, structured: bool, extended: bool) -> Self {
+        Self {
+            channel,
+            structured,
+            extended,
+            sending: Mutex::new(()),
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    /// Nothing is sent from now on.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Bytes before the data of a read's reply.
+    pub fn head(&self) -> usize {
+        if self.structured {
+            wire::chunk_bytes(self.extended) + 8
+        } else {
+            wire::SIMPLE_REPLY_BYTES
+        }
+    }
+
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        let _one = self.sending.lock();
+        if self.closed.load(Ordering::SeqCst) {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        let sent = self.channel.send(bytes);
+        if sent.is_err() {
+            // A reply may be cut in the middle: nothing after it would be understood.
+            self.close();
+        }
+        sent
+    }
+
+    /// Sends what was gathered.
+    pub fn send_all(&self, out: &mut Outbox) -> io::Result<()> {
+        if out.used == 0 {
+            return Ok(());
+        }
+        let used = std::mem::take(&mut out.used);
+        self.send(&out.buf[..used])
+    }
+
+    /// Makes room for a reply with `payload` bytes, sending what was gathered where it must.
+    pub fn make_room(&self, out: &mut Outbox, payload: usize) -> io::Result<()> {
+        let needed = payload + self.head() + wire::EXTENDED_CHUNK_BYTES;
+        if out.used > 0 && out.used + needed > GATHER_BYTES {
+            self.send_all(out)?;
+        }
+        if out.buf.len() < out.used + needed {
+            out.buf.resize((out.used + needed).max(GATHER_BYTES), 0);
+        }
+        Ok(())
+    }
+
+    /// Finishes a read's reply whose data stand in [`Outbox::data_room`].
+    pub fn put_data(&self, out: &mut Outbox, request: &Request, len: usize) {
+        if self.structured {
+            self.put_data_chunk(out, request, request.offset, len, chunk::DONE);
+        } else {
+            wire::put_simple(&mut out.buf[out.used..], 0, request.cookie);
+            out.used += wire::SIMPLE_REPLY_BYTES + len;
+        }
+    }
+
+    fn put_data_chunk(&self, out: &mut Outbox, request: &Request, at: u64, len: usize, flags: u16) {
+        let head = self.put_chunk(out, request, chunk::OFFSET_DATA, flags, 8 + len as u64);
+        let start = out.used + head;
+        out.buf[start..start + 8].copy_from_slice(&at.to_be_bytes());
+        out.used = start + 8 + len;
+    }
+
+    /// Writes a chunk's header behind what was gathered, without counting it.
+    fn put_chunk(
+        &self,
+        out: &mut Outbox,
+        request: &Request,
+        kind: u16,
+        flags: u16,
+        len: u64,
+    ) -> usize {
+        let (cookie, offset) = (request.cookie, request.offset);
+        let header = Chunk { flags, kind, cookie, offset, len };
+        header.put(&mut out.buf[out.used..], self.extended)
+    }
+
+    /// A chunk that says: zeroes.
+    fn put_hole(&self, out: &mut Outbox, request: &Request, at: u64, len: u64, flags: u16) {
+        let head = self.put_chunk(out, request, chunk::OFFSET_HOLE, flags, 12);
+        let start = out.used + head;
+        out.buf[start..start + 8].copy_from_slice(&at.to_be_bytes());
+        // Pieces of reads are far below 4 GiB.
+        out.buf[start + 8..start + 12].copy_from_slice(&(len as u32).to_be_bytes());
+        out.used = start + 12;
+    }
+
+    /// The reply to a read of nothing but zeroes.
+    pub fn put_zero(&self, out: &mut Outbox, request: &Request) {
+        if self.structured {
+            self.put_hole(out, request, request.offset, request.len, chunk::DONE);
+        } else {
+            let len = request.len as usize;
+            out.data_room(self.head(), len).fill(0);
+            self.put_data(out, request, len);
+        }
+    }
+
+    /// A piece of a read whose data stand in [`Outbox::data_room`], zeroes as such.
+    pub fn put_piece(&self, out: &mut Outbox, request: &Request, at: u64, len: usize) {
+        let head = self.head();
+        if out.data_room(head, len).iter().all(|byte| *byte == 0) {
+            self.put_hole(out, request, at, len as u64, 0);
+        } else {
+            self.put_data_chunk(out, request, at, len, 0);
+        }
+    }
+
+    /// The reply to a request that went well and answers nothing else.
+    pub fn put_ok(&self, out: &mut Outbox, request: &Request) {
+        if self.extended {
+            let head = self.put_chunk(out, request, chunk::NONE, chunk::DONE, 0);
+            out.used += head;
+        } else {
+            let cookie = request.cookie;
+            wire::put_simple(out.free(wire::SIMPLE_REPLY_BYTES), 0, cookie);
+        }
+    }
+
+    /// Sends the reply to a request that went well.
+    pub fn ok(&self, request: &Request) -> io::Result<()> {
+        let mut bytes = [0; wire::EXTENDED_CHUNK_BYTES];
+        if self.extended {
+            return self.end(request);
+        }
+        wire::put_simple(&mut bytes, 0, request.cookie);
+        self.send(&bytes[..wire::SIMPLE_REPLY_BYTES])
+    }
+
+    /// Sends the last chunk of a reply, empty.
+    pub fn end(&self, request: &Request) -> io::Result<()> {
+        self.chunk(request, chunk::NONE, chunk::DONE, &[])
+    }
+
+    /// Sends one chunk.
+    pub fn chunk(
+        &self,
+        request: &Request,
+        kind: u16,
+        flags: u16,
+        payload: &[u8],
+    ) -> io::Result<()> {
+        let (cookie, offset, len) = (request.cookie, request.offset, payload.len() as u64);
+        let mut bytes = vec![0; wire::chunk_bytes(self.extended) + payload.len()];
+        let head = Chunk { flags, kind, cookie, offset, len }.put(&mut bytes, self.extended);
+        bytes[head..].copy_from_slice(payload);
+        self.send(&bytes)
+    }
+
+    /// Sends an error as the end of a reply.
+    pub fn error(&self, request: &Request, errno: u32, text: &str) -> io::Result<()> {
+        if !self.structured {
+            let mut bytes = [0; wire::SIMPLE_REPLY_BYTES];
+            wire::put_simple(&mut bytes, errno, request.cookie);
+            return self.send(&bytes);
+        }
+        let text = &text.as_bytes()[..text.len().min(wire::STRING_MAX as usize)];
+        let mut payload = Vec::with_capacity(6 + text.len());
+        payload.extend(errno.to_be_bytes());
+        payload.extend((text.len() as u16).to_be_bytes());
+        payload.extend(text);
+        self.chunk(request, chunk::ERROR, chunk::DONE, &payload)
+    }
+}

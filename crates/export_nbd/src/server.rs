@@ -1,0 +1,359 @@
+//! Sockets, connections, and the end of them.
+
+use std::fmt;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::channel::{Channel, Socket};
+use crate::exports::Exports;
+use crate::handshake::{Agreed, HANDSHAKE_TIME, Handshake, Outcome, TlsState};
+use crate::session::Session;
+use crate::tls::Tls;
+
+/// A moment's pause where a connection cannot be taken (too many open files, say).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// Host and port, as `HOST:PORT`; port 0 takes a free one.
+    Tcp(String),
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp(address) => write!(f, "tcp:{address}"),
+        }
+    }
+}
+
+impl std::str::FromStr for Address {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
+            Some(("tcp", rest)) => {
+                let port = rest.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
+                match port {
+                    Some(Ok(_)) => Ok(Self::Tcp(rest.to_owned())),
+                    _ => Err(format!("'{text}' has no port: write tcp:HOST:PORT")),
+                }
+            }
+            _ => Err(format!("'{text}' is no address: write unix:PATH or tcp:HOST:PORT")),
+        }
+    }
+}
+
+/// A socket that is listened on.
+#[derive(Debug)]
+pub enum Listener {
+    /// A Unix socket, with its path where it is ours to remove.
+    Unix(UnixListener, Option<PathBuf>),
+    /// A TCP socket.
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    /// Listens. A Unix socket that nobody listens on any more is replaced.
+    ///
+    /// # Errors
+    /// What the system says; `AddrInUse` where somebody listens.
+    pub fn bind(address: &Address) -> io::Result<Self> {
+        match address {
+            Address::Tcp(address) => TcpListener::bind(address.as_str()).map(Self::Tcp),
+            Address::Unix(path) => {
+                remove_stale(path)?;
+                let listener = UnixListener::bind(path)?;
+                Ok(Self::Unix(listener, Some(path.clone())))
+            }
+        }
+    }
+
+    /// The address, of a TCP socket.
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Unix(..) => None,
+            Self::Tcp(listener) => listener.local_addr().ok(),
+        }
+    }
+
+    /// Where clients find an export of this name. Source: the NBD project's `doc/uri.md`.
+    pub fn uri(&self, name: &str) -> String {
+        let name = percent(name.as_bytes(), b"-._~/");
+        match self {
+            Self::Unix(listener, path) => {
+                let address = listener.local_addr().ok();
+                let bound = address.as_ref().and_then(|address| address.as_pathname());
+                let path = path.as_deref().or(bound).unwrap_or(Path::new(""));
+                let path = percent(path.as_os_str().as_encoded_bytes(), b"-._~/");
+                format!("nbd+unix:///{name}?socket={path}")
+            }
+            Self::Tcp(_) => {
+                let address = self.local_addr().map(|address| address.to_string());
+                format!("nbd://{}/{name}", address.unwrap_or_default())
+            }
+        }
+    }
+
+    fn accept(&self) -> io::Result<Socket> {
+        match self {
+            Self::Unix(listener, _) => listener.accept().map(|(socket, _)| Socket::Unix(socket)),
+            Self::Tcp(listener) => {
+                let (socket, _) = listener.accept()?;
+                // Replies are sent whole, so waiting for more to send helps nobody.
+                socket.set_nodelay(true)?;
+                rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
+                Ok(Socket::Tcp(socket))
+            }
+        }
+    }
+
+    /// Makes a thread that waits in [`Listener::accept`] return.
+    fn wake(&self) {
+        let _ = match self {
+            Self::Unix(listener, _) => rustix::net::shutdown(listener, rustix::net::Shutdown::Both),
+            Self::Tcp(listener) => rustix::net::shutdown(listener, rustix::net::Shutdown::Both),
+        };
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Self::Unix(_, Some(path)) = self {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// Removes a socket that a dead server left behind.
+fn remove_stale(path: &Path) -> io::Result<()> {
+    let Ok(meta) = std::fs::symlink_metadata(path) else { return Ok(()) };
+    if !meta.file_type().is_socket() {
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            format!("{} exists and is no socket", path.display()),
+        ));
+    }
+    match std::os::unix::net::UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path)
+        }
+        _ => Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            format!("somebody listens on {} already", path.display()),
+        )),
+    }
+}
+
+/// Text for a URI: letters, digits and `plain` as they are, all else as %XX.
+fn percent(text: &[u8], plain: &[u8]) -> String {
+    let mut out = String::new();
+    for byte in text {
+        if byte.is_ascii_alphanumeric() || plain.contains(byte) {
+            out.push(char::from(*byte));
+        } else {
+            out.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    out
+}
+
+/// How a server behaves.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Connections at a time; more are turned away at once.
+    pub connections_max: usize,
+    /// From the first byte to the end of the negotiation, TLS included.
+    pub handshake_time: Duration,
+    /// Clients must begin TLS before anything else.
+    pub tls: Option<Tls>,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self { connections_max: 1024, handshake_time: HANDSHAKE_TIME, tls: None }
+    }
+}
+
+struct Shared {
+    exports: Exports,
+    options: ServerOptions,
+    stopping: AtomicBool,
+    connections: Mutex<Vec<(u64, Arc<dyn Channel>)>>,
+    gone: Condvar,
+    next: AtomicU64,
+    served: AtomicU64,
+}
+
+/// A server: threads that listen and serve until [`Server::stop`].
+pub struct Server {
+    shared: Arc<Shared>,
+    listeners: Vec<(Arc<Listener>, JoinHandle<()>)>,
+}
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Server").field("connections", &self.connections()).finish_non_exhaustive()
+    }
+}
+
+impl Server {
+    /// Serves these exports on these sockets.
+    ///
+    /// # Errors
+    /// Where a thread cannot be made.
+    pub fn start(
+        exports: Exports,
+        listeners: Vec<Listener>,
+        options: ServerOptions,
+    ) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            exports,
+            options,
+            stopping: AtomicBool::new(false),
+            connections: Mutex::default(),
+            gone: Condvar::new(),
+            next: AtomicU64::new(0),
+            served: AtomicU64::new(0),
+        });
+        let mut server = Self { shared, listeners: Vec::new() };
+        for listener in listeners {
+            let listener = Arc::new(listener);
+            let (shared, socket) = (server.shared.clone(), listener.clone());
+            let thread = std::thread::Builder::new()
+                .name("nbd-accept".to_owned())
+                .spawn(move || accept(&shared, &socket))?;
+            server.listeners.push((listener, thread));
+        }
+        Ok(server)
+    }
+
+    /// Connections now.
+    pub fn connections(&self) -> usize {
+        self.shared.connections.lock().len()
+    }
+
+    /// Connections that reached an export and ended.
+    pub fn served(&self) -> u64 {
+        self.shared.served.load(Ordering::Relaxed)
+    }
+
+    /// Ends the service: no new connections; those there are receive nothing more, and what they
+    /// have begun is done and answered. Waits for that at most `drain`, then cuts them off.
+    pub fn stop(self, drain: Duration) {
+        self.shared.stopping.store(true, Ordering::SeqCst);
+        for (listener, _) in &self.listeners {
+            listener.wake();
+        }
+        for (listener, thread) in self.listeners {
+            let _ = thread.join();
+            drop(listener);
+        }
+        let until = Instant::now() + drain;
+        let mut connections = self.shared.connections.lock();
+        for (_, channel) in connections.iter() {
+            channel.shutdown(Shutdown::Read);
+        }
+        let mut cut = false;
+        while !connections.is_empty() {
+            if cut {
+                self.shared.gone.wait(&mut connections);
+            } else if self.shared.gone.wait_until(&mut connections, until).timed_out() {
+                cut = true;
+                for (_, channel) in connections.iter() {
+                    channel.shutdown(Shutdown::Both);
+                }
+            }
+        }
+    }
+}
+
+fn accept(shared: &Arc<Shared>, listener: &Listener) {
+    loop {
+        let socket = listener.accept();
+        if shared.stopping.load(Ordering::SeqCst) {
+            return;
+        }
+        let socket = match socket {
+            Ok(socket) => socket,
+            Err(error) => {
+                tracing::warn!("a connection was not accepted: {error}");
+                std::thread::sleep(ACCEPT_PAUSE);
+                continue;
+            }
+        };
+        let channel: Arc<dyn Channel> = Arc::new(socket);
+        let id = shared.next.fetch_add(1, Ordering::Relaxed);
+        {
+            let mut connections = shared.connections.lock();
+            if connections.len() >= shared.options.connections_max {
+                tracing::warn!("a connection was turned away: there are {}", connections.len());
+                continue;
+            }
+            connections.push((id, channel.clone()));
+        }
+        let (own, connection) = (shared.clone(), Connection { shared: shared.clone(), id });
+        let spawned = std::thread::Builder::new().name("nbd".to_owned()).spawn(move || {
+            let _registered = connection;
+            serve(&own, channel);
+        });
+        if let Err(error) = spawned {
+            tracing::warn!("no thread for a connection: {error}");
+        }
+    }
+}
+
+/// A connection's place in the list, which it leaves however it ends.
+struct Connection {
+    shared: Arc<Shared>,
+    id: u64,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.shared.connections.lock().retain(|(id, _)| *id != self.id);
+        self.shared.gone.notify_all();
+    }
+}
+
+/// Negotiates, within TLS where that is wanted. Nothing: the connection is over.
+fn negotiate(shared: &Shared, channel: &mut Arc<dyn Channel>) -> io::Result<Option<Box<Agreed>>> {
+    let until = Instant::now() + shared.options.handshake_time;
+    let exports = &shared.exports;
+    let tls = shared.options.tls.as_ref();
+    let state = if tls.is_some() { TlsState::Required } else { TlsState::None };
+    let outcome = Handshake::new(&**channel, exports, state, until).run(true)?;
+    let (Outcome::StartTls, Some(tls)) = (&outcome, tls) else { return Ok(outcome.agreed()) };
+    let inner: Arc<dyn Channel> = Arc::new(tls.accept(channel.clone(), until)?);
+    *channel = inner;
+    let outcome = Handshake::new(&**channel, exports, TlsState::Active, until).run(false)?;
+    Ok(outcome.agreed())
+}
+
+fn serve(shared: &Shared, mut channel: Arc<dyn Channel>) {
+    let agreed = negotiate(shared, &mut channel).unwrap_or_else(|error| {
+        tracing::debug!("a handshake failed: {error}");
+        None
+    });
+    match agreed {
+        Some(agreed) if channel.set_timeout(None).is_ok() => {
+            tracing::debug!(export = agreed.export.name(), "a client begins");
+            Session::new(channel, *agreed).run();
+            shared.served.fetch_add(1, Ordering::Relaxed);
+        }
+        _ => channel.shutdown(Shutdown::Both),
+    }
+}

@@ -1,0 +1,512 @@
+//! Transmission: requests in, replies out.
+//!
+//! # Who does the work
+//! A connection has one *leader* at a time, the thread that holds the receiving side. It takes
+//! requests from its buffer and does those of the fast lane where it stands, gathering replies, so
+//! that a queue of small requests costs one receive, one system call each, and one send. Before it
+//! does anything that may block, it sends what it has gathered and gives the lead to another
+//! thread; the slow request then runs beside what that one does. Threads are made when they are
+//! needed, up to [`THREADS_MAX`] a connection; with that many blocked, nothing more is received.
+//! No request is ever handed from one thread to another.
+
+use std::io;
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::thread::Scope;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use vdkit_block::Error;
+use vdkit_chain::Ready;
+use vdkit_export::{Change, Export, OpKind};
+
+use crate::channel::Channel;
+use crate::handshake::Agreed;
+use crate::reply::{Outbox, Replier};
+use crate::status;
+use crate::wire::{self, Request, command, errno, request_flag};
+
+/// Threads of one connection.
+const THREADS_MAX: usize = 16;
+/// Received at once. A request with a payload that does not fit goes through a buffer of its own.
+const RECEIVE_BYTES: usize = 256 << 10;
+/// Payloads up to this size are used where they were received.
+const INLINE_PAYLOAD_MAX: usize = 64 << 10;
+/// Reads up to this size may be done by the leader; a larger one is worth another thread.
+const INLINE_READ_MAX: u64 = 128 << 10;
+/// A leader's write that took longer than this was one that waited: those that follow go to the
+/// slow lane for a while.
+const PROMPT: Duration = Duration::from_millis(2);
+/// For so many writes.
+const WARY_WRITES: u32 = 32;
+/// A large read goes out in pieces of this size.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// A connection in transmission.
+pub struct Session {
+    channel: Arc<dyn Channel>,
+    export: Arc<Export>,
+    agreed: Agreed,
+    receiver: Mutex<Receiver>,
+    replier: Arc<Replier>,
+    /// Threads that wait for the lead.
+    waiting: AtomicUsize,
+    threads: AtomicUsize,
+    closed: AtomicBool,
+    wary: AtomicU32,
+    /// Requests whose whole payload has to be in memory at once, one at a time.
+    large: Mutex<()>,
+}
+
+/// What was received and not yet used.
+struct Receiver {
+    buf: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+impl Receiver {
+    fn available(&self) -> usize {
+        self.end - self.start
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.buf[self.start..self.end]
+    }
+
+    fn consume(&mut self, bytes: usize) {
+        self.start += bytes;
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+    }
+
+    /// Receives some more, with room for `needed` bytes in one piece; `false` at the end.
+    fn fill(&mut self, channel: &dyn Channel, needed: usize) -> io::Result<bool> {
+        if self.start + needed > self.buf.len() {
+            self.buf.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+        let got = channel.recv(&mut self.buf[self.end..])?;
+        self.end += got;
+        Ok(got > 0)
+    }
+}
+
+/// What one thread keeps between requests.
+#[derive(Default)]
+struct Own {
+    out: Outbox,
+    payload: Vec<u8>,
+}
+
+/// How a leader's turn ended.
+enum Turn {
+    /// This request may block; its payload is the thread's own.
+    Slow(Request, Instant),
+    /// The connection is over.
+    End,
+}
+
+impl Session {
+    /// Takes over a connection after its handshake.
+    pub fn new(channel: Arc<dyn Channel>, agreed: Agreed) -> Self {
+        let replier = Arc::new(Replier::new(channel.clone(), agreed.structured, agreed.extended));
+        Self {
+            channel,
+            export: agreed.export.clone(),
+            agreed,
+            receiver: Mutex::new(Receiver {
+                buf: vec![0; RECEIVE_BYTES].into_boxed_slice(),
+                start: 0,
+                end: 0,
+            }),
+            replier,
+            waiting: AtomicUsize::new(0),
+            threads: AtomicUsize::new(1),
+            closed: AtomicBool::new(false),
+            wary: AtomicU32::new(0),
+            large: Mutex::new(()),
+        }
+    }
+
+    /// Serves until the client leaves. Every request that was begun has ended when this returns,
+    /// but for those that wait for space.
+    pub fn run(self) {
+        std::thread::scope(|scope| self.work(scope));
+        self.replier.close();
+        self.channel.shutdown(Shutdown::Both);
+    }
+
+    fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
+        let mut own = Own::default();
+        loop {
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+            let mut receiver = self.receiver.lock();
+            self.waiting.fetch_sub(1, Ordering::SeqCst);
+            if self.closed.load(Ordering::SeqCst) {
+                return;
+            }
+            match self.lead(&mut receiver, &mut own) {
+                Ok(Turn::Slow(request, began)) => {
+                    drop(receiver);
+                    self.need_follower(scope);
+                    self.slow(&request, began, &mut own);
+                }
+                Ok(Turn::End) | Err(_) => {
+                    self.closed.store(true, Ordering::SeqCst);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Makes sure that somebody leads while this thread is away.
+    fn need_follower<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            return;
+        }
+        if self.threads.fetch_add(1, Ordering::SeqCst) >= THREADS_MAX {
+            self.threads.fetch_sub(1, Ordering::SeqCst);
+            return;
+        }
+        let builder = std::thread::Builder::new().name("nbd".to_owned());
+        if builder.spawn_scoped(scope, || self.work(scope)).is_err() {
+            // Then this thread leads again when it comes back.
+            self.threads.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Does requests until one may block or the connection ends.
+    fn lead(&self, receiver: &mut Receiver, own: &mut Own) -> io::Result<Turn> {
+        let extended = self.agreed.extended;
+        let head = if extended { wire::EXTENDED_REQUEST_BYTES } else { wire::REQUEST_BYTES };
+        let mut now = Instant::now();
+        loop {
+            if receiver.available() < head {
+                self.replier.send_all(&mut own.out)?;
+                while receiver.available() < head {
+                    if !receiver.fill(&*self.channel, head)? {
+                        return Ok(Turn::End);
+                    }
+                }
+                now = Instant::now();
+            }
+            let Some(request) = Request::parse(receiver.bytes(), extended) else {
+                tracing::debug!("a request without its magic number: the connection ends");
+                return Ok(Turn::End);
+            };
+            let payload = request.payload(extended);
+            if payload > u64::from(wire::PAYLOAD_MAX) || request.command == command::DISC {
+                self.replier.send_all(&mut own.out)?;
+                return Ok(Turn::End);
+            }
+            let payload = payload as usize;
+            if payload <= INLINE_PAYLOAD_MAX {
+                let whole = head + payload;
+                while receiver.available() < whole {
+                    if !own.out.is_empty() {
+                        self.replier.send_all(&mut own.out)?;
+                    }
+                    if !receiver.fill(&*self.channel, whole)? {
+                        return Ok(Turn::End);
+                    }
+                }
+                let began = now;
+                let bytes = &receiver.bytes()[head..whole];
+                if self.fast(&request, bytes, &mut own.out)? {
+                    now = Instant::now();
+                    self.count(&request, now - began, true);
+                    self.export.counters().lane(true);
+                    receiver.consume(whole);
+                    continue;
+                }
+                own.payload.clear();
+                own.payload.extend_from_slice(bytes);
+                receiver.consume(whole);
+            } else {
+                receiver.consume(head);
+                self.receive_payload(receiver, own, payload)?;
+            }
+            self.replier.send_all(&mut own.out)?;
+            self.export.counters().lane(false);
+            return Ok(Turn::Slow(request, now));
+        }
+    }
+
+    /// Receives a large payload into the thread's own memory.
+    fn receive_payload(
+        &self,
+        receiver: &mut Receiver,
+        own: &mut Own,
+        payload: usize,
+    ) -> io::Result<()> {
+        self.replier.send_all(&mut own.out)?;
+        own.payload.clear();
+        let here = receiver.available().min(payload);
+        own.payload.extend_from_slice(&receiver.bytes()[..here]);
+        receiver.consume(here);
+        let mut done = here;
+        own.payload.resize(payload, 0);
+        while done < payload {
+            match self.channel.recv(&mut own.payload[done..])? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                got => done += got,
+            }
+        }
+        Ok(())
+    }
+
+    fn count(&self, request: &Request, took: Duration, ok: bool) {
+        let kind = match request.command {
+            command::READ => OpKind::Read,
+            command::WRITE => OpKind::Write,
+            command::WRITE_ZEROES => OpKind::Zero,
+            command::TRIM => OpKind::Discard,
+            command::FLUSH => OpKind::Flush,
+            _ => return,
+        };
+        self.export.counters().done(kind, request.len, took, ok);
+    }
+
+    /// The fast lane: done and answered, or `false` with nothing changed.
+    fn fast(&self, request: &Request, payload: &[u8], out: &mut Outbox) -> io::Result<bool> {
+        match request.command {
+            command::READ if request.len > 0 && request.len <= INLINE_READ_MAX => {
+                if self.fault(request).is_some() {
+                    return Ok(false);
+                }
+                let len = request.len as usize;
+                self.replier.make_room(out, len)?;
+                let data = out.data_room(self.replier.head(), len);
+                match self.export.read_ready(data, request.offset) {
+                    Some(Ok(Ready::Bytes)) => self.replier.put_data(out, request, len),
+                    Some(Ok(Ready::Zero)) => self.replier.put_zero(out, request),
+                    // The slow lane tells what is wrong.
+                    Some(Err(_)) | None => return Ok(false),
+                }
+                Ok(true)
+            }
+            command::WRITE if !payload.is_empty() && !request.has(request_flag::FUA) => {
+                if self.fault(request).is_some() || self.is_wary() {
+                    return Ok(false);
+                }
+                let began = Instant::now();
+                let Some(Ok(())) = self.export.write_ready(payload, request.offset) else {
+                    return Ok(false);
+                };
+                if began.elapsed() > PROMPT {
+                    self.wary.store(WARY_WRITES, Ordering::Relaxed);
+                }
+                self.replier.make_room(out, 0)?;
+                self.replier.put_ok(out, request);
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether writes waited lately.
+    fn is_wary(&self) -> bool {
+        let wary = self.wary.load(Ordering::Relaxed);
+        if wary > 0 {
+            self.wary.store(wary - 1, Ordering::Relaxed);
+        }
+        wary > 0
+    }
+
+    /// What is wrong with a request before it is tried.
+    fn fault(&self, request: &Request) -> Option<(u32, &'static str)> {
+        let allowed = request_flag::FUA
+            | match request.command {
+                command::READ if self.agreed.structured => request_flag::DF,
+                command::WRITE if self.agreed.extended => request_flag::PAYLOAD_LEN,
+                command::WRITE_ZEROES => request_flag::NO_HOLE | request_flag::FAST_ZERO,
+                command::BLOCK_STATUS if self.agreed.extended => {
+                    request_flag::REQ_ONE | request_flag::PAYLOAD_LEN
+                }
+                command::BLOCK_STATUS => request_flag::REQ_ONE,
+                _ => 0,
+            };
+        if request.flags & !allowed != 0 {
+            return Some((errno::INVAL, "a flag that this request does not have"));
+        }
+        let changes =
+            matches!(request.command, command::WRITE | command::TRIM | command::WRITE_ZEROES);
+        if changes && self.export.read_only() {
+            return Some((errno::PERM, "the export is read-only"));
+        }
+        let ranged = changes || matches!(request.command, command::READ | command::CACHE);
+        let inside =
+            request.offset.checked_add(request.len).is_some_and(|end| end <= self.export.size());
+        if ranged && !inside {
+            let errno = match request.command {
+                command::WRITE | command::WRITE_ZEROES => errno::NOSPC,
+                _ => errno::INVAL,
+            };
+            return Some((errno, "past the end of the disk"));
+        }
+        None
+    }
+
+    /// The slow lane: may block.
+    fn slow(&self, request: &Request, began: Instant, own: &mut Own) {
+        let done = match self.fault(request) {
+            Some((errno, text)) => self.replier.error(request, errno, text),
+            None => self.perform(request, began, own),
+        };
+        if done.is_err() {
+            // The client is gone: the leader shall hear of it.
+            self.closed.store(true, Ordering::SeqCst);
+            self.channel.shutdown(Shutdown::Both);
+        }
+        if own.payload.capacity() > PIECE_BYTES as usize {
+            own.payload = Vec::new();
+        }
+    }
+
+    fn perform(&self, request: &Request, began: Instant, own: &mut Own) -> io::Result<()> {
+        let (at, len) = (request.offset, request.len);
+        let fua = request.has(request_flag::FUA);
+        let export = &self.export;
+        let done = match request.command {
+            command::READ => return self.read(request, began, own),
+            command::BLOCK_STATUS => {
+                return status::answer(&self.replier, &self.agreed, request, &own.payload);
+            }
+            command::WRITE => export.write(&own.payload, at, fua),
+            command::WRITE_ZEROES => {
+                let may_unmap = !request.has(request_flag::NO_HOLE);
+                if request.has(request_flag::FAST_ZERO) && !self.zeroes_fast(at, len) {
+                    return self.replier.error(request, errno::NOTSUP, "no faster than a write");
+                }
+                export.zero(at, len, may_unmap, fua)
+            }
+            command::TRIM => export.discard(at, len, fua),
+            command::FLUSH => export.flush(),
+            command::CACHE => export.prefetch(at, len),
+            _ => return self.replier.error(request, errno::INVAL, "unknown request"),
+        };
+        match done {
+            Err(error) if export.keeps(&error) && self.keepable(request) => {
+                self.keep(request, error, own, began);
+                Ok(())
+            }
+            done => {
+                self.count(request, began.elapsed(), done.is_ok());
+                match done {
+                    Ok(()) => self.replier.ok(request),
+                    Err(error) => self.fail(request, &error),
+                }
+            }
+        }
+    }
+
+    fn keepable(&self, request: &Request) -> bool {
+        matches!(request.command, command::WRITE | command::WRITE_ZEROES)
+    }
+
+    /// Keeps a change that found no space; see `vdkit_export`.
+    fn keep(&self, request: &Request, error: Error, own: &mut Own, began: Instant) {
+        let change = match request.command {
+            command::WRITE => Change::Write(std::mem::take(&mut own.payload)),
+            _ => Change::Zero { len: request.len, may_unmap: !request.has(request_flag::NO_HOLE) },
+        };
+        let (replier, request, export) = (self.replier.clone(), *request, self.export.clone());
+        let fua = request.has(request_flag::FUA);
+        let kind = match request.command {
+            command::WRITE => OpKind::Write,
+            _ => OpKind::Zero,
+        };
+        let counted = export.clone();
+        let done = Box::new(move |done: vdkit_block::Result<()>| {
+            counted.counters().done(kind, request.len, began.elapsed(), done.is_ok());
+            // A client that is gone hears nothing.
+            let _ = match done {
+                Ok(()) => replier.ok(&request),
+                Err(error) => replier.error(&request, errno_of(&error), &error.to_string()),
+            };
+        });
+        export.keep(change, request.offset, fua, error, done);
+    }
+
+    fn fail(&self, request: &Request, error: &Error) -> io::Result<()> {
+        tracing::warn!(export = self.export.name(), "{error}");
+        self.replier.error(request, errno_of(error), &error.to_string())
+    }
+
+    /// Whether zeroes here cost metadata only.
+    fn zeroes_fast(&self, at: u64, len: u64) -> bool {
+        let disk = self.export.hold();
+        let caps = disk.top().caps();
+        let unit = caps.fill_bytes.max(1);
+        let end = at + len;
+        caps.cheap_zeroes
+            && at.is_multiple_of(unit)
+            && (end.is_multiple_of(unit) || end == disk.guest_bytes())
+    }
+
+    fn read(&self, request: &Request, began: Instant, own: &mut Own) -> io::Result<()> {
+        let whole = !self.agreed.structured || request.has(request_flag::DF);
+        if request.len > u64::from(wire::PAYLOAD_MAX) {
+            return self.replier.error(request, errno::OVERFLOW, "more than 32 MiB in one read");
+        }
+        let done = if whole || request.len <= PIECE_BYTES {
+            let _one = (request.len > PIECE_BYTES).then(|| self.large.lock());
+            self.read_whole(request, own)?
+        } else {
+            self.read_pieces(request, own)?
+        };
+        self.count(request, began.elapsed(), done);
+        Ok(())
+    }
+
+    /// Answers with one chunk or simple reply. Says whether the read itself went well.
+    fn read_whole(&self, request: &Request, own: &mut Own) -> io::Result<bool> {
+        let len = request.len as usize;
+        self.replier.make_room(&mut own.out, len)?;
+        let data = own.out.data_room(self.replier.head(), len);
+        match self.export.read(data, request.offset) {
+            Ok(()) => {
+                self.replier.put_data(&mut own.out, request, len);
+                self.replier.send_all(&mut own.out)?;
+                own.out.shrink();
+                Ok(true)
+            }
+            Err(error) => self.fail(request, &error).map(|()| false),
+        }
+    }
+
+    /// Answers with a chunk for each piece; what reads as zero costs no bytes.
+    fn read_pieces(&self, request: &Request, own: &mut Own) -> io::Result<bool> {
+        let mut done = 0;
+        while done < request.len {
+            let at = request.offset + done;
+            let len = PIECE_BYTES.min(request.len - done);
+            self.replier.make_room(&mut own.out, len as usize)?;
+            let data = own.out.data_room(self.replier.head(), len as usize);
+            match self.export.read(data, at) {
+                Ok(()) => self.replier.put_piece(&mut own.out, request, at, len as usize),
+                Err(error) => return self.fail(request, &error).map(|()| false),
+            }
+            self.replier.send_all(&mut own.out)?;
+            done += len;
+        }
+        self.replier.end(request)?;
+        Ok(true)
+    }
+}
+
+/// The protocol's number for an error.
+pub fn errno_of(error: &Error) -> u32 {
+    use vdkit_block::ErrorKind;
+    match error.kind() {
+        ErrorKind::NoSpace => errno::NOSPC,
+        ErrorKind::Interrupted => errno::SHUTDOWN,
+        ErrorKind::Usage => errno::INVAL,
+        _ if matches!(error, Error::ReadOnly { .. }) => errno::PERM,
+        _ => errno::IO,
+    }
+}

@@ -1,0 +1,344 @@
+//! A client that says exactly what a test wants, right or wrong.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+pub const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
+
+pub const READ: u16 = 0;
+pub const WRITE: u16 = 1;
+pub const DISC: u16 = 2;
+pub const FLUSH: u16 = 3;
+pub const TRIM: u16 = 4;
+pub const CACHE: u16 = 5;
+pub const WRITE_ZEROES: u16 = 6;
+pub const BLOCK_STATUS: u16 = 7;
+
+pub const FUA: u16 = 1;
+pub const NO_HOLE: u16 = 2;
+pub const DF: u16 = 4;
+pub const REQ_ONE: u16 = 8;
+pub const FAST_ZERO: u16 = 16;
+pub const PAYLOAD_LEN: u16 = 32;
+
+pub const EINVAL: u32 = 22;
+
+/// How replies come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    Simple,
+    Structured,
+    Extended,
+}
+
+pub const STYLES: [Style; 3] = [Style::Simple, Style::Structured, Style::Extended];
+
+/// A reply to an option: its type and data.
+pub type OptionReply = (u32, Vec<u8>);
+
+/// One chunk of a reply, or a simple reply as one.
+#[derive(Clone, Debug)]
+pub struct Chunk {
+    pub flags: u16,
+    pub kind: u16,
+    pub cookie: u64,
+    pub payload: Vec<u8>,
+}
+
+pub struct Client {
+    pub socket: UnixStream,
+    pub style: Style,
+    pub size: u64,
+    pub flags: u16,
+    cookie: u64,
+}
+
+fn be64(bytes: &[u8]) -> u64 {
+    u64::from_be_bytes(bytes[..8].try_into().unwrap())
+}
+
+fn be32(bytes: &[u8]) -> u32 {
+    u32::from_be_bytes(bytes[..4].try_into().unwrap())
+}
+
+fn be16(bytes: &[u8]) -> u16 {
+    u16::from_be_bytes(bytes[..2].try_into().unwrap())
+}
+
+impl Client {
+    /// Connects, and hears the server's first words.
+    pub fn dial(path: &Path) -> Self {
+        let socket = UnixStream::connect(path).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        let mut client = Self { socket, style: Style::Simple, size: 0, flags: 0, cookie: 0 };
+        let hello = client.take(18);
+        assert_eq!(&hello[..16], b"NBDMAGICIHAVEOPT");
+        assert_eq!(be16(&hello[16..]), 3);
+        client
+    }
+
+    /// Connects and goes to the export of this name.
+    pub fn open(path: &Path, name: &str, style: Style) -> Self {
+        let mut client = Self::dial(path);
+        client.put(&3u32.to_be_bytes());
+        client.agree(style);
+        client.go(name);
+        client
+    }
+
+    pub fn agree(&mut self, style: Style) {
+        let option = match style {
+            Style::Simple => return,
+            Style::Structured => 8,
+            Style::Extended => 11,
+        };
+        assert_eq!(self.option(option, b""), vec![(1, vec![])]);
+        self.style = style;
+    }
+
+    pub fn put(&mut self, bytes: &[u8]) {
+        self.socket.write_all(bytes).unwrap();
+    }
+
+    pub fn take(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.socket.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// Whether the server has hung up, and said nothing more.
+    pub fn is_ended(&mut self) -> bool {
+        let mut byte = [0];
+        match self.socket.read(&mut byte) {
+            Ok(got) => got == 0,
+            Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+        }
+    }
+
+    pub fn send_option(&mut self, option: u32, data: &[u8]) {
+        let mut bytes = IHAVEOPT.to_be_bytes().to_vec();
+        bytes.extend(option.to_be_bytes());
+        bytes.extend((data.len() as u32).to_be_bytes());
+        bytes.extend(data);
+        self.put(&bytes);
+    }
+
+    pub fn option_reply(&mut self, option: u32) -> OptionReply {
+        let head = self.take(20);
+        assert_eq!(be64(&head), 0x0003_e889_0455_65a9);
+        assert_eq!(be32(&head[8..]), option);
+        let data = self.take(be32(&head[16..]) as usize);
+        (be32(&head[12..]), data)
+    }
+
+    /// An option and all replies up to the last one.
+    pub fn option(&mut self, option: u32, data: &[u8]) -> Vec<OptionReply> {
+        self.send_option(option, data);
+        let mut replies = Vec::new();
+        loop {
+            let (kind, data) = self.option_reply(option);
+            let last = kind == 1 || kind >= 1 << 31;
+            replies.push((kind, data));
+            if last {
+                return replies;
+            }
+        }
+    }
+
+    pub fn go(&mut self, name: &str) {
+        let mut data = (name.len() as u32).to_be_bytes().to_vec();
+        data.extend(name.as_bytes());
+        data.extend(0u16.to_be_bytes());
+        let replies = self.option(7, &data);
+        assert_eq!(replies.last().unwrap().0, 1, "{replies:?}");
+        let info = &replies.iter().find(|(kind, data)| *kind == 3 && be16(data) == 0).unwrap().1;
+        self.size = be64(&info[2..]);
+        self.flags = be16(&info[10..]);
+    }
+
+    /// Sends a request and returns its cookie.
+    pub fn request(&mut self, command: u16, flags: u16, at: u64, len: u64, payload: &[u8]) -> u64 {
+        self.cookie += 1;
+        let extended = self.style == Style::Extended;
+        let magic: u32 = if extended { 0x21e4_1c71 } else { 0x2560_9513 };
+        let mut bytes = magic.to_be_bytes().to_vec();
+        bytes.extend(flags.to_be_bytes());
+        bytes.extend(command.to_be_bytes());
+        bytes.extend(self.cookie.to_be_bytes());
+        bytes.extend(at.to_be_bytes());
+        if extended {
+            bytes.extend(len.to_be_bytes());
+        } else {
+            bytes.extend((len as u32).to_be_bytes());
+        }
+        bytes.extend(payload);
+        self.put(&bytes);
+        self.cookie
+    }
+
+    /// The next chunk or simple reply. Simple replies have no length: `reads` tells that of the
+    /// request with a cookie.
+    pub fn chunk(&mut self, reads: impl Fn(u64) -> usize) -> Chunk {
+        let magic = be32(&self.take(4));
+        match (self.style, magic) {
+            (Style::Simple | Style::Structured, 0x6744_6698) => {
+                let head = self.take(12);
+                let (error, cookie) = (be32(&head), be64(&head[4..]));
+                let read = if error == 0 { reads(cookie) } else { 0 };
+                assert!(self.style == Style::Simple || read == 0, "a read's reply in one piece");
+                let payload = self.take(read);
+                let (kind, payload) = match error {
+                    0 => (0, payload),
+                    error => (0x8001, error.to_be_bytes().into()),
+                };
+                Chunk { flags: 1, kind, cookie, payload }
+            }
+            (Style::Structured, 0x668e_33ef) => {
+                let head = self.take(16);
+                let payload = self.take(be32(&head[12..]) as usize);
+                let (flags, kind) = (be16(&head), be16(&head[2..]));
+                Chunk { flags, kind, cookie: be64(&head[4..]), payload }
+            }
+            (Style::Extended, 0x6e8a_278c) => {
+                let head = self.take(28);
+                let payload = self.take(be64(&head[20..]) as usize);
+                let (flags, kind) = (be16(&head), be16(&head[2..]));
+                Chunk { flags, kind, cookie: be64(&head[4..]), payload }
+            }
+            (style, magic) => panic!("{magic:#x} as a {style:?} reply"),
+        }
+    }
+
+    /// All chunks of the answer to the one request that is under way.
+    pub fn answer(&mut self, cookie: u64, reads: usize) -> Result<Vec<Chunk>, u32> {
+        let mut chunks = Vec::new();
+        loop {
+            let chunk = self.chunk(|_| reads);
+            assert_eq!(chunk.cookie, cookie);
+            if chunk.kind >= 1 << 15 {
+                assert_eq!(chunk.flags & 1, 1);
+                return Err(be32(&chunk.payload));
+            }
+            let last = chunk.flags & 1 != 0;
+            chunks.push(chunk);
+            if last {
+                return Ok(chunks);
+            }
+        }
+    }
+
+    /// A request without data in its answer.
+    pub fn run(
+        &mut self,
+        command: u16,
+        flags: u16,
+        at: u64,
+        len: u64,
+        payload: &[u8],
+    ) -> Result<(), u32> {
+        let flags = if self.style == Style::Extended && command == WRITE {
+            flags | PAYLOAD_LEN
+        } else {
+            flags
+        };
+        let cookie = self.request(command, flags, at, len, payload);
+        self.answer(cookie, 0).map(drop)
+    }
+
+    pub fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), u32> {
+        self.run(WRITE, 0, at, bytes.len() as u64, bytes)
+    }
+
+    pub fn read(&mut self, at: u64, len: usize) -> Result<Vec<u8>, u32> {
+        self.read_with(0, at, len).map(|(bytes, _)| bytes)
+    }
+
+    /// The bytes, and of how many data chunks they were made.
+    pub fn read_with(&mut self, flags: u16, at: u64, len: usize) -> Result<(Vec<u8>, usize), u32> {
+        let cookie = self.request(READ, flags, at, len as u64, b"");
+        let chunks = self.answer(cookie, len)?;
+        let mut bytes = vec![0xee; len];
+        let mut covered = 0;
+        let mut data = 0;
+        for chunk in chunks {
+            match chunk.kind {
+                0 if self.style == Style::Simple => {
+                    bytes.copy_from_slice(&chunk.payload);
+                    covered = len;
+                }
+                0 => {}
+                1 => {
+                    let from = (be64(&chunk.payload) - at) as usize;
+                    let piece = &chunk.payload[8..];
+                    bytes[from..from + piece.len()].copy_from_slice(piece);
+                    covered += piece.len();
+                    data += 1;
+                }
+                2 => {
+                    let from = (be64(&chunk.payload) - at) as usize;
+                    let zeroes = be32(&chunk.payload[8..]) as usize;
+                    bytes[from..from + zeroes].fill(0);
+                    covered += zeroes;
+                }
+                kind => panic!("chunk {kind}"),
+            }
+        }
+        assert_eq!(covered, len);
+        Ok((bytes, data))
+    }
+
+    /// Length and flags of the runs of the first context, and of how many contexts there were some.
+    pub fn status(&mut self, flags: u16, at: u64, len: u64) -> Result<Vec<Vec<(u64, u64)>>, u32> {
+        let cookie = self.request(BLOCK_STATUS, flags, at, len, b"");
+        self.status_answer(cookie)
+    }
+
+    pub fn status_answer(&mut self, cookie: u64) -> Result<Vec<Vec<(u64, u64)>>, u32> {
+        let mut contexts = Vec::new();
+        for chunk in self.answer(cookie, 0)? {
+            let runs = match chunk.kind {
+                0 => continue,
+                5 => {
+                    let runs = chunk.payload[4..].chunks(8);
+                    runs.map(|run| (be32(run).into(), be32(&run[4..]).into())).collect()
+                }
+                6 => {
+                    let count = be32(&chunk.payload[4..]) as usize;
+                    let runs: Vec<_> = chunk.payload[8..]
+                        .chunks(16)
+                        .map(|run| (be64(run), be64(&run[8..])))
+                        .collect();
+                    assert_eq!(runs.len(), count);
+                    runs
+                }
+                kind => panic!("chunk {kind}"),
+            };
+            contexts.push(runs);
+        }
+        Ok(contexts)
+    }
+
+    /// Chooses metadata contexts; returns their names.
+    pub fn contexts(
+        &mut self,
+        option: u32,
+        name: &str,
+        queries: &[&str],
+    ) -> Result<Vec<String>, u32> {
+        let mut data = (name.len() as u32).to_be_bytes().to_vec();
+        data.extend(name.as_bytes());
+        data.extend((queries.len() as u32).to_be_bytes());
+        for query in queries {
+            data.extend((query.len() as u32).to_be_bytes());
+            data.extend(query.as_bytes());
+        }
+        let mut replies = self.option(option, &data);
+        let (last, _) = replies.pop().unwrap();
+        if last != 1 {
+            return Err(last);
+        }
+        Ok(replies.iter().map(|(_, data)| String::from_utf8(data[4..].to_vec()).unwrap()).collect())
+    }
+}

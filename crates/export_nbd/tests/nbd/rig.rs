@@ -1,0 +1,127 @@
+//! A server over an image in memory.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use vdkit_block::{
+    CreateRequest, FormatDriver, Limits, Monitor, OpenRequest, Options, Repair, Storage,
+};
+use vdkit_chain::{Disk, OpenOptions};
+use vdkit_export::{Export, ExportOptions};
+use vdkit_export_nbd::{Address, Exports, Listener, Server, ServerOptions};
+use vdkit_storage::MemoryStorage;
+
+use crate::client::{Client, Style};
+
+pub const MIB: u64 = 1 << 20;
+
+pub struct Rig {
+    pub export: Arc<Export>,
+    pub storage: Arc<dyn Storage>,
+    pub socket: PathBuf,
+    server: Option<Server>,
+    _folder: tempfile::TempDir,
+}
+
+/// An empty qcow2 image.
+pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64, options: &str) -> Disk {
+    let driver = vdkit_qcow2::Qcow2Driver;
+    driver
+        .create(&CreateRequest {
+            storage: storage.clone(),
+            data_file: None,
+            guest_bytes,
+            options: Options::parse("qcow2", driver.options(), [options]).unwrap(),
+            backing: None,
+        })
+        .unwrap();
+    reopen(storage, true)
+}
+
+pub fn reopen(storage: Arc<dyn Storage>, writable: bool) -> Disk {
+    let (driver, limits) = (vdkit_qcow2::Qcow2Driver, Limits::default());
+    let info = driver.describe(&storage, &limits).unwrap();
+    let format = driver.open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
+    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
+}
+
+impl Rig {
+    pub fn new(guest_bytes: u64) -> Self {
+        Self::with(Arc::new(MemoryStorage::new("image")), guest_bytes, |_| {}, |_| {})
+    }
+
+    pub fn with(
+        storage: Arc<dyn Storage>,
+        guest_bytes: u64,
+        export: impl FnOnce(&mut ExportOptions),
+        server: impl FnOnce(&mut ServerOptions),
+    ) -> Self {
+        let disk = qcow2(storage.clone(), guest_bytes, "");
+        Self::over(storage, disk, export, server)
+    }
+
+    pub fn over(
+        storage: Arc<dyn Storage>,
+        disk: Disk,
+        export: impl FnOnce(&mut ExportOptions),
+        server: impl FnOnce(&mut ServerOptions),
+    ) -> Self {
+        let mut options = ExportOptions { name: "disk".to_owned(), ..ExportOptions::default() };
+        export(&mut options);
+        let mut server_options = ServerOptions::default();
+        server(&mut server_options);
+        let export = Export::new(disk, options);
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("nbd.sock");
+        let listener = Listener::bind(&Address::Unix(socket.clone())).unwrap();
+        let exports = Exports::new(vec![export.clone()]);
+        let server = Server::start(exports, vec![listener], server_options).unwrap();
+        Self { export, storage, socket, server: Some(server), _folder: folder }
+    }
+
+    pub fn client(&self, style: Style) -> Client {
+        Client::open(&self.socket, "disk", style)
+    }
+
+    /// A client that chose metadata contexts.
+    pub fn client_with(&self, style: Style, contexts: &[&str]) -> Client {
+        let mut client = Client::dial(&self.socket);
+        client.put(&3u32.to_be_bytes());
+        client.agree(style);
+        assert_eq!(client.contexts(10, "disk", contexts).unwrap(), contexts);
+        client.go("disk");
+        client
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.socket
+    }
+
+    pub fn connections(&self) -> usize {
+        self.server.as_ref().unwrap().connections()
+    }
+
+    /// Waits until so many connections are left.
+    pub fn settles_at(&self, connections: usize) {
+        for _ in 0..2000 {
+            if self.connections() == connections {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        panic!("{} connections instead of {connections}", self.connections());
+    }
+
+    /// Ends the service, and checks the image.
+    pub fn end(mut self) -> Arc<dyn Storage> {
+        self.server.take().unwrap().stop(Duration::from_secs(30));
+        self.export.close().unwrap();
+        let (limits, monitor) = (Limits::default(), Monitor::default());
+        let report = vdkit_qcow2::Qcow2Driver
+            .check(&self.storage, None, Repair::Nothing, &limits, &monitor)
+            .unwrap();
+        assert_eq!((report.leaks, report.corruptions), (0, 0), "{:?}", report.findings);
+        self.storage.clone()
+    }
+}
