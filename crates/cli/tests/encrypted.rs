@@ -159,10 +159,14 @@ fn sizes_change_both_ways() {
     let [ours, theirs] = images(&scratch);
     for image in [ours, theirs, "ours.luks"] {
         write(&scratch, image, "7", "0", "4M");
-        for (size, shrink) in [("6M", false), ("3000000", true), ("5M", false)] {
-            let resize = ["resize", image, size];
-            let option = if shrink { &["--shrink"][..] } else { &[] };
-            ok(&scratch, &[&resize, option].concat(), &KEY);
+        ok(&scratch, &["resize", image, "6M"], &KEY);
+        ok(&scratch, &["resize", "--shrink", image, "3000000"], &KEY);
+        if image == "ours.luks" {
+            // QEMU leaves noise where a container is new.
+            ok(&scratch, &["resize", image, "5M"], &KEY);
+        } else {
+            // QEMU trusts that a cut cluster holds zeroes behind the end of the disk.
+            qemu_img(&scratch, &["resize", "-q"], image, &["5M"]);
         }
         // Up to the sector in which it was cut, and zeroes from there on.
         qemu_io(&scratch, image, &["read -P 7 0 3000000", "read -P 0 3000320 2242560"]);
