@@ -26,8 +26,9 @@ demo: ## builds, then converts and checks an image made of this machine's own fi
 
 test: peers lint doc unit ## everything that must hold: installs the peers, then format, lints, documents, tests
 
-peers: ## installs the programs that the tests compare with (QEMU's tools and others)
+peers: ## installs the programs that the tests compare with (QEMU's tools and others), fetches a guest
 	scripts/install-peers
+	scripts/fetch-guest
 
 lint: ## format and lints, with warnings as errors
 	$(CARGO) fmt --all -- --check

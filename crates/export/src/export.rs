@@ -10,7 +10,7 @@ use vdkit_chain::{Disk, Ready};
 
 use crate::control::Answer;
 use crate::counters::Counters;
-use crate::parking::{ParkedInfo, Parking};
+use crate::parking::{Claim, ParkedInfo, Parking};
 
 /// What happens to a change that finds no space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -283,7 +283,20 @@ impl Export {
         error: Error,
         done: Done,
     ) {
-        Parking::keep(self, change, at, durable, error, done);
+        self.keep_claimed(change, at, durable, error, Arc::default(), done);
+    }
+
+    /// As [`Export::keep`], for one who may lose interest: see [`Claim::withdraw`].
+    pub fn keep_claimed(
+        self: &Arc<Self>,
+        change: Change,
+        at: u64,
+        durable: bool,
+        error: Error,
+        claim: Arc<Claim>,
+        done: Done,
+    ) {
+        Parking::keep(self, change, at, durable, error, claim, done);
     }
 
     /// What is kept for want of space.

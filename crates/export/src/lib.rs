@@ -9,7 +9,7 @@
 //! ([`Export::read`], [`Export::write`] …), which may block, on a thread of a bounded number.
 //!
 //! # A full disk
-//! [`Export::change`] does a change, and with [`OnNoSpace::Pause`] keeps one that found no space:
+//! With [`OnNoSpace::Pause`] a change that found no space is kept ([`Export::keep`]):
 //! it owns its bytes and what to call when it is done, holds no thread, and is tried again when
 //! space may have returned. The guest sees a slow disk. See `parking`.
 //!
@@ -25,4 +25,4 @@ mod parking;
 pub use control::{Answer, Command, Control, Controller, Status, ask};
 pub use counters::{Counters, Histogram, OpKind, OpStats, Stats};
 pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace};
-pub use parking::ParkedInfo;
+pub use parking::{Claim, ParkedInfo};

@@ -24,7 +24,47 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// At most so many bytes are kept, of all clients together; who comes then waits on its thread.
 const KEPT_BYTES_MAX: u64 = 256 << 20;
 
+/// Who waits for a change that is kept. Whoever will not be answered any more must withdraw what
+/// it asked for: the change would be done later, over what others have written since.
+#[derive(Debug, Default)]
+pub struct Claim(Mutex<ClaimState>);
+
+#[derive(Debug, Default, PartialEq)]
+enum ClaimState {
+    #[default]
+    Waits,
+    Answered,
+    Withdrawn,
+}
+
+impl Claim {
+    /// Gives the change up, after an attempt that is under way. `false`: it has been done, or has
+    /// failed, and was answered or is about to be. `true`: it will never be.
+    pub fn withdraw(&self) -> bool {
+        let mut state = self.0.lock();
+        if *state == ClaimState::Waits {
+            *state = ClaimState::Withdrawn;
+        }
+        *state == ClaimState::Withdrawn
+    }
+
+    fn withdrawn(&self) -> bool {
+        *self.0.lock() == ClaimState::Withdrawn
+    }
+
+    /// Whether there is still somebody to answer, which happens now.
+    fn answer(&self) -> bool {
+        let mut state = self.0.lock();
+        let waits = *state == ClaimState::Waits;
+        if waits {
+            *state = ClaimState::Answered;
+        }
+        waits
+    }
+}
+
 struct Parked {
+    claim: Arc<Claim>,
     change: Change,
     at: u64,
     durable: bool,
@@ -82,16 +122,20 @@ impl Parking {
         at: u64,
         durable: bool,
         error: Error,
+        claim: Arc<Claim>,
         done: Done,
     ) {
         let parking = &export.parking;
         let mut state = parking.state.lock();
-        while state.bytes >= KEPT_BYTES_MAX && !state.closed {
-            parking.changed.wait(&mut state);
+        while state.bytes >= KEPT_BYTES_MAX && !state.closed && !claim.withdrawn() {
+            parking.changed.wait_for(&mut state, RETRY_AFTER);
         }
         if state.closed {
             drop(state);
-            return done(Err(error));
+            if claim.answer() {
+                done(Err(error));
+            }
+            return;
         }
         if state.since.is_none() {
             state.since = Some(Instant::now());
@@ -103,7 +147,7 @@ impl Parking {
         }
         state.total += 1;
         state.bytes += change.held_bytes();
-        state.queue.push_back(Parked { change, at, durable, done });
+        state.queue.push_back(Parked { claim, change, at, durable, done });
         if !state.running {
             state.running = true;
             let lost = export.name().to_owned();
@@ -118,7 +162,7 @@ impl Parking {
                 state.bytes = 0;
                 state.since = None;
                 drop(state);
-                for parked in failed {
+                for parked in failed.into_iter().filter(|parked| parked.claim.answer()) {
                     (parked.done)(Err(Error::NoSpace {
                         file: lost.clone(),
                         what: "and no thread to wait for it".to_owned(),
@@ -154,7 +198,7 @@ impl Parking {
             std::mem::take(&mut state.queue)
         };
         self.changed.notify_all();
-        for parked in failed {
+        for parked in failed.into_iter().filter(|parked| parked.claim.answer()) {
             (parked.done)(Err(Error::Interrupted));
         }
     }
@@ -181,18 +225,33 @@ fn retry(export: &Export) {
             };
             parked
         };
+        let mut claim = parked.claim.0.lock();
+        if *claim == ClaimState::Withdrawn {
+            drop(claim);
+            let mut state = parking.state.lock();
+            state.bytes = state.bytes.saturating_sub(parked.change.held_bytes());
+            drop(state);
+            parking.changed.notify_all();
+            wait = false;
+            continue;
+        }
         match export.apply(&parked.change, parked.at, parked.durable) {
             Err(error) if export.keeps(&error) => {
+                drop(claim);
                 let mut state = parking.state.lock();
                 if state.closed {
                     drop(state);
-                    (parked.done)(Err(error));
+                    if parked.claim.answer() {
+                        (parked.done)(Err(error));
+                    }
                 } else {
                     state.queue.push_front(parked);
                 }
                 wait = true;
             }
             done => {
+                *claim = ClaimState::Answered;
+                drop(claim);
                 {
                     let mut state = parking.state.lock();
                     state.bytes = state.bytes.saturating_sub(parked.change.held_bytes());

@@ -6,6 +6,7 @@
 //! - [`qemu`] asks QEMU's programs.
 //! - [`fuzz`] is what the fuzz targets run.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
+//! - [`guest`] boots a small Linux with given disks.
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] says what happens where a program is missing.
 
@@ -15,6 +16,7 @@ mod crash_image;
 mod faulty;
 pub mod fs;
 pub mod fuzz;
+pub mod guest;
 mod pairs;
 mod peers;
 pub mod qemu;

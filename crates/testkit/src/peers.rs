@@ -19,7 +19,10 @@ fn package_of(program: &str) -> &str {
         "qemu-img" | "qemu-io" | "qemu-nbd" => "qemu-utils",
         "mkfs.xfs" => "xfsprogs",
         "mkfs.btrfs" => "btrfs-progs",
-        "mkfs.ext4" => "e2fsprogs",
+        "mkfs.ext4" | "mke2fs" | "e2fsck" | "debugfs" => "e2fsprogs",
+        "qemu-system-x86_64" => "qemu-system-x86",
+        "xz" => "xz-utils",
+        "ldd" => "libc-bin",
         "losetup" | "mount" | "umount" => "mount",
         other => other,
     }
@@ -32,7 +35,7 @@ fn required() -> bool {
 }
 
 /// Ends a test with a reason, or fails it where nothing may be missing.
-fn missing(what: &str, remedy: &str) -> bool {
+pub(crate) fn missing(what: &str, remedy: &str) -> bool {
     assert!(!required(), "{what}; {remedy}");
     eprintln!("*** SKIPPED: {what}; {remedy}");
     false

@@ -7,7 +7,7 @@
 //! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`] |
 //! | what an image says of itself | [`describe_chain`], [`ImageInfo`] |
 //! | long work: convert, compare, check, create, resize, measure | [`jobs`] |
-//! | a disk for a running guest: what all servers share, and NBD | [`export`], [`nbd`] |
+//! | a disk for a running guest: what all servers share, NBD, and vhost-user | [`export`], [`nbd`], [`vhost_user`] |
 //! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
 //! | files, devices and memory beneath images | [`storage`], [`Storage`] |
 //! | errors, and the classes that exit codes are made of | [`Error`], [`ErrorKind`] |
@@ -104,6 +104,7 @@ pub use vdkit_block::*;
 pub use vdkit_chain::*;
 pub use vdkit_export as export;
 pub use vdkit_export_nbd as nbd;
+pub use vdkit_export_vhost as vhost_user;
 pub use vdkit_jobs as jobs;
 pub use vdkit_storage as storage;
 

@@ -9,7 +9,7 @@ use listenfd::ListenFd;
 use serde::Serialize;
 use vdkit::export::{Control, Controller, Export, ExportOptions, OnNoSpace};
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
-use vdkit::{Disk, OpenOptions};
+use vdkit::{Disk, OpenOptions, vhost_user};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{CacheOption, Json, References, size};
@@ -20,7 +20,7 @@ use crate::session::Session;
 /// The row of the table.
 pub const COMMAND: Subcommand = Subcommand {
     name: "serve",
-    about: "Serve an image as a disk, over NBD",
+    about: "Serve an image as a disk, over NBD or vhost-user",
     group: Group::Serve,
     details: "\
 The image stays open and locked until SIGINT or SIGTERM (or `vdkit ctl SOCKET quit`); then what \
@@ -37,6 +37,7 @@ A full file system does not break the guest: writes that find no space wait unti
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock
 vdkit serve disk.qcow2 --nbd tcp:127.0.0.1:10809 --read-only
 vdkit serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --tls /etc/pki/vdkit
+vdkit serve disk.qcow2 --vhost-user /run/disk.sock
 vdkit serve disk.qcow2 --nbd unix:/run/old.sock --snapshot before-update
 ",
     augment: augment::<ServeArgs>,
@@ -61,6 +62,9 @@ pub struct ServeArgs {
     /// served without this.
     #[arg(long, value_name = "ADDRESS")]
     nbd: Vec<Address>,
+    /// Serve as a virtio disk (vhost-user-blk) at this Unix socket, for one virtual machine
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    vhost_user: Option<PathBuf>,
     /// The export's name; clients that name none get it too
     #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
     name: String,
@@ -166,10 +170,20 @@ impl ServeArgs {
             uris.push(listener.uri(&self.name));
             listeners.push(listener);
         }
-        if listeners.is_empty() {
-            return Err(Failure::usage("nowhere to serve: give --nbd unix:PATH or tcp:HOST:PORT"));
+        if listeners.is_empty() && self.vhost_user.is_none() {
+            return Err(Failure::usage(
+                "nowhere to serve: give --nbd unix:PATH or tcp:HOST:PORT, or --vhost-user PATH",
+            ));
         }
         Ok((listeners, uris))
+    }
+
+    /// The socket of --vhost-user.
+    fn vhost_listener(&self) -> Result<Option<vhost_user::Listener>, Failure> {
+        let Some(path) = &self.vhost_user else { return Ok(None) };
+        let listener = vhost_user::Listener::bind(path)
+            .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
+        Ok(Some(listener))
     }
 
     fn check_bitmaps(&self, disk: &Disk) -> Result<(), Failure> {
@@ -215,7 +229,8 @@ impl Run for ServeArgs {
             ),
             None => None,
         };
-        let (listeners, uris) = self.listeners()?;
+        let (listeners, mut uris) = self.listeners()?;
+        let vhost_listener = self.vhost_listener()?;
         let filename = disk.name().to_owned();
         let export = Export::new(
             disk,
@@ -235,6 +250,15 @@ impl Run for ServeArgs {
         let exports = Exports::new(vec![Arc::clone(&export)]);
         let server = Server::start(exports, listeners, options)
             .map_err(|error| Failure::failed(format!("no thread to serve with: {error}")))?;
+        let no_thread = |error| Failure::failed(format!("no thread to serve with: {error}"));
+        let vhost = match vhost_listener {
+            Some(listener) => {
+                uris.push(listener.uri());
+                let server = vhost_user::Server::start(Arc::clone(&export), listener);
+                Some(server.map_err(no_thread)?)
+            }
+            None => None,
+        };
         let control = match &self.control {
             Some(path) => {
                 let controller = Controller::new(Arc::clone(&export), stop.clone());
@@ -254,7 +278,12 @@ impl Run for ServeArgs {
             }
         }
         session.out.finish()?;
-        let is_over = || self.once && server.served() > 0 && server.connections() == 0;
+        let is_over = || {
+            let came = server.served() + vhost.as_ref().map_or(0, vhost_user::Server::served);
+            let there = server.connections() > 0
+                || vhost.as_ref().is_some_and(vhost_user::Server::connected);
+            self.once && came > 0 && !there
+        };
         let mut full = false;
         while !stop.is_cancelled() && !is_over() {
             std::thread::sleep(POLL);
@@ -268,6 +297,12 @@ impl Run for ServeArgs {
             }
         }
         drop(control);
+        if let Some(vhost) = vhost {
+            // First, as what waits for space stays with the guest. Who waits to be resumed would
+            // keep the end waiting.
+            export.resume();
+            vhost.stop(DRAIN);
+        }
         // Who waits for space, or for somebody to resume, would keep the end waiting.
         export.end_waiting();
         server.stop(DRAIN);

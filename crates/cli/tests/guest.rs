@@ -1,0 +1,213 @@
+//! Real guests: a Linux whose disk vdkit serves makes a file system, writes, syncs, loses its
+//! server, and finds its files.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use common::{Scratch, peer};
+use rustix::process::{Pid, Signal, kill_process};
+use vdkit_testkit::fs::mounted;
+use vdkit_testkit::guest::{Guest, require_guest};
+use vdkit_testkit::require_peer;
+
+/// How long one step in a guest may take: an emulated processor on a busy machine is slow.
+const PATIENCE: Duration = Duration::from_secs(240);
+
+struct Served(Child);
+
+impl Served {
+    fn start(scratch: &Scratch, arguments: &[&str]) -> Self {
+        Self::image(scratch, "disk.qcow2", arguments)
+    }
+
+    fn image(scratch: &Scratch, image: &str, arguments: &[&str]) -> Self {
+        let mut all = vec!["serve", image];
+        all.extend(arguments);
+        let mut child =
+            scratch.command(&all).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.contains(&format!("serving {image} at ")), "{line}");
+        Self(child)
+    }
+
+    /// Waits for a line on stderr.
+    fn warning(&mut self) -> String {
+        let mut line = Vec::new();
+        let errors = self.0.stderr.as_mut().unwrap();
+        let mut byte = [0];
+        while errors.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
+            line.push(byte[0]);
+        }
+        String::from_utf8(line).unwrap()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.0), signal).unwrap();
+    }
+
+    fn end(mut self) {
+        self.signal(Signal::TERM);
+        let status = self.0.wait().unwrap();
+        let mut errors = String::new();
+        self.0.stderr.as_mut().unwrap().read_to_string(&mut errors).unwrap();
+        assert_eq!((status.code(), errors.as_str()), (Some(0), ""));
+    }
+
+    fn kill(mut self) {
+        self.signal(Signal::KILL);
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What QEMU is told of a disk at `v.sock`.
+const VHOST: [&str; 4] = [
+    "-chardev",
+    "socket,id=disk,path=v.sock,reconnect=1",
+    "-device",
+    "vhost-user-blk-pci,chardev=disk,num-queues=2",
+];
+
+/// A file's content: so many lines that say where they belong.
+fn content(file: usize) -> Vec<u8> {
+    (0..20_000).flat_map(|line| format!("{file} {line}\n").into_bytes()).collect()
+}
+
+/// The same in the guest.
+const WRITE: &str = "
+write() { seq 0 19999 | sed \"s/^/$1 /\" > /mnt/$1; }
+";
+
+/// Holds files of the image against what was written: from a raw copy, after the file system's
+/// journal was replayed as a guest would.
+fn expect_files(scratch: &Scratch, image: &str, files: std::ops::Range<usize>) {
+    let dir = scratch.path("");
+    scratch.ok(&["convert", image, "copy.raw", "-O", "raw"]);
+    let fsck = std::process::Command::new("e2fsck")
+        .args(["-fy", "copy.raw"])
+        .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
+        .current_dir(&dir)
+        .output()
+        .unwrap();
+    // 1: the journal was replayed, or a count was mended. More would be damage.
+    assert!(matches!(fsck.status.code(), Some(0 | 1)), "{fsck:?}");
+    let text = String::from_utf8_lossy(&fsck.stdout).into_owned();
+    assert!(!text.contains("Inode") || !text.contains("invalid"), "{text}");
+    for file in files {
+        let request = format!("dump /{file} file.out");
+        peer(&dir, "debugfs", &["-R", &request, "copy.raw"]);
+        let found = std::fs::read(scratch.path("file.out")).unwrap();
+        assert!(found == content(file), "file {file}: {} bytes", found.len());
+        std::fs::remove_file(scratch.path("file.out")).unwrap();
+    }
+    std::fs::remove_file(scratch.path("copy.raw")).unwrap();
+}
+
+/// Checked by vdkit and by QEMU.
+fn sound(scratch: &Scratch, image: &str, leaks: bool) {
+    let code = scratch.run(&["check", image]).code;
+    assert!(code == Some(0) || (leaks && code == Some(3)), "{code:?}");
+    common::chains::sound(scratch, image, leaks);
+}
+
+#[test]
+fn a_guest_on_vhost_user() {
+    if !require_guest() || !require_peer("debugfs") || !require_peer("e2fsck") {
+        return;
+    }
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.qcow2", "512M"]);
+    let vhost = ["--vhost-user", "v.sock"];
+
+    // A file system, files, and an orderly end.
+    let served = Served::start(&scratch, &vhost);
+    let script = format!(
+        "set -e
+        mkfs.ext4 -q /dev/vda
+        mount -t ext4 -o discard /dev/vda /mnt
+        {WRITE}
+        for i in $(seq 0 9); do write $i; done
+        cat /sys/block/vda/serial /sys/block/vda/queue/write_cache
+        rm /mnt/9
+        sync
+        umount /mnt"
+    );
+    let log = Guest::boot(&scratch.path(""), "first", &VHOST, &script).end(PATIENCE);
+    assert!(log.contains("vdkit\n") || log.contains("vdkitwrite back"), "{log}");
+    assert!(log.contains("write back"), "{log}");
+    served.end();
+    sound(&scratch, "disk.qcow2", false);
+    expect_files(&scratch, "disk.qcow2", 0..9);
+
+    // The next guest finds them, and loses its server while it writes.
+    let served = Served::start(&scratch, &vhost);
+    let script = format!(
+        "mount -t ext4 /dev/vda /mnt || exit 1
+        {WRITE}
+        seq 0 19999 | sed 's/^/3 /' | cmp - /mnt/3 || exit 2
+        for i in $(seq 10 29); do write $i || exit 3; sync || exit 4; echo synced $i.; done
+        for i in $(seq 0 8) $(seq 10 29); do
+            seq 0 19999 | sed \"s/^/$i /\" | cmp - /mnt/$i || exit 5
+        done
+        dmesg | grep -i 'i/o error' && exit 6
+        # No orderly end: what was synced has to be enough.
+        exit 0"
+    );
+    let mut guest = Guest::boot(&scratch.path(""), "second", &VHOST, &script);
+    guest.wait_for("synced 14.", PATIENCE);
+    served.kill();
+    std::fs::copy(scratch.path("disk.qcow2"), scratch.path("killed.qcow2")).unwrap();
+    // Nobody else may have written to it meanwhile, and nobody has: the guest's disk stands still.
+    let served = Served::start(&scratch, &vhost);
+    let log = guest.end(PATIENCE);
+    assert!(log.contains("synced 29."), "{log}");
+    served.end();
+    sound(&scratch, "killed.qcow2", true);
+    expect_files(&scratch, "killed.qcow2", 10..15);
+    sound(&scratch, "disk.qcow2", true);
+    expect_files(&scratch, "disk.qcow2", 10..30);
+}
+
+/// A full file system under a guest: its disk is slow until there is space, and nothing breaks.
+#[test]
+fn a_guest_on_a_full_file_system() {
+    if !require_guest() {
+        return;
+    }
+    let Some(small) = mounted("tmpfs", 24 << 20) else { return };
+    let scratch = Scratch::new();
+    let image = small.path().join("disk.qcow2");
+    let image = image.to_str().unwrap();
+    scratch.ok(&["create", image, "256M"]);
+    let ballast = small.path().join("ballast");
+    std::fs::write(&ballast, vec![1; 16 << 20]).unwrap();
+    let mut served = Served::image(&scratch, image, &["--vhost-user", "v.sock"]);
+    let script = "
+        seq 0 1999999 > /tmp/data
+        dd if=/tmp/data of=/dev/vda bs=64k conv=fsync || exit 1
+        echo 3 > /proc/sys/vm/drop_caches
+        cmp -n $(wc -c < /tmp/data) /tmp/data /dev/vda || exit 2
+        dmesg | grep -i 'i/o error' && exit 3
+        exit 0";
+    let guest = Guest::boot(&scratch.path(""), "full", &VHOST, script);
+    let warning = served.warning();
+    assert!(warning.contains("writes wait for space"), "{warning}");
+    std::thread::sleep(Duration::from_secs(2));
+    assert!(!guest.log().contains("error"), "{}", guest.log());
+    std::fs::remove_file(&ballast).unwrap();
+    assert!(served.warning().contains("there is space again"));
+    guest.end(PATIENCE);
+    served.end();
+    sound(&scratch, image, false);
+}

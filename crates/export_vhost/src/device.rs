@@ -1,0 +1,147 @@
+//! What the guest is told of its disk.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use vdkit_export::Export;
+
+use crate::wire::CONFIG_MAX;
+
+/// A sector of the virtio protocol, whatever the disk's blocks are.
+pub const SECTOR_BYTES: u64 = 512;
+/// Data segments of one request: a queue of 128 descriptors, without header and status.
+const SEGMENTS: u32 = 126;
+/// Ranges in one request to discard or to write zeroes.
+pub const RANGES_MAX: u32 = 32;
+/// Sectors of one such range: 1 GiB, so that none keeps a thread for long.
+pub const RANGE_SECTORS_MAX: u32 = 1 << 21;
+/// Queues of one disk.
+pub const QUEUES_MAX: u16 = 64;
+/// Entries of a queue.
+pub const QUEUE_SIZE_MAX: u16 = 1024;
+/// Where the guest switches the write cache.
+const CONFIG_WRITEBACK: u32 = 32;
+
+/// Features of the device.
+pub mod feature {
+    pub const SEG_MAX: u64 = 1 << 2;
+    pub const RO: u64 = 1 << 5;
+    pub const BLK_SIZE: u64 = 1 << 6;
+    pub const FLUSH: u64 = 1 << 9;
+    pub const TOPOLOGY: u64 = 1 << 10;
+    pub const CONFIG_WCE: u64 = 1 << 11;
+    pub const MQ: u64 = 1 << 12;
+    pub const DISCARD: u64 = 1 << 13;
+    pub const WRITE_ZEROES: u64 = 1 << 14;
+    pub const INDIRECT_DESC: u64 = 1 << 28;
+    pub const EVENT_IDX: u64 = 1 << 29;
+    /// Not the guest's: that there are features of the vhost-user protocol.
+    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+    pub const VERSION_1: u64 = 1 << 32;
+}
+
+/// The virtio disk of one connection.
+#[derive(Debug)]
+pub struct Device {
+    pub export: Arc<Export>,
+    /// Features that the guest's driver uses.
+    acked: AtomicU64,
+    /// The write cache as the guest has switched it.
+    writeback: AtomicBool,
+}
+
+impl Device {
+    pub fn new(export: Arc<Export>) -> Self {
+        Self { export, acked: AtomicU64::new(0), writeback: AtomicBool::new(true) }
+    }
+
+    /// Features that are offered.
+    pub fn features(&self) -> u64 {
+        let always = feature::SEG_MAX
+            | feature::BLK_SIZE
+            | feature::FLUSH
+            | feature::TOPOLOGY
+            | feature::CONFIG_WCE
+            | feature::MQ
+            | feature::INDIRECT_DESC
+            | feature::EVENT_IDX
+            | feature::PROTOCOL_FEATURES
+            | feature::VERSION_1;
+        if self.export.read_only() {
+            always | feature::RO
+        } else {
+            always | feature::DISCARD | feature::WRITE_ZEROES
+        }
+    }
+
+    pub fn acknowledge(&self, features: u64) {
+        self.acked.store(features, Ordering::Relaxed);
+        self.writeback.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a write must be durable when it is answered: the driver knows of no flush, or has
+    /// switched the cache off.
+    pub fn writes_durable(&self) -> bool {
+        let acked = self.acked.load(Ordering::Relaxed);
+        let switched = acked & feature::CONFIG_WCE != 0;
+        match acked & feature::FLUSH != 0 {
+            true => switched && !self.writeback.load(Ordering::Relaxed),
+            false => !(switched && self.writeback.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// Whole sectors of the disk; what is behind the last one cannot be reached.
+    pub fn sectors(&self) -> u64 {
+        self.export.size() / SECTOR_BYTES
+    }
+
+    /// A piece of the configuration space; zero where nothing is told. Nothing beyond its end.
+    pub fn config(&self, offset: u32, len: u32) -> Option<Vec<u8>> {
+        let end = offset.checked_add(len).filter(|end| *end <= CONFIG_MAX)?;
+        let mut space = [0; CONFIG_MAX as usize];
+        let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+        let unit = {
+            let disk = self.export.hold();
+            disk.top().caps().fill_bytes.clamp(4096, 1 << 26)
+        };
+        put(0, &self.sectors().to_le_bytes());
+        put(12, &SEGMENTS.to_le_bytes());
+        put(20, &(SECTOR_BYTES as u32).to_le_bytes());
+        // Physical blocks of 4 KiB, and requests that are best a whole unit of the image.
+        put(24, &[3]);
+        put(26, &8_u16.to_le_bytes());
+        put(28, &((unit / SECTOR_BYTES) as u32).to_le_bytes());
+        put(32, &[u8::from(self.writeback.load(Ordering::Relaxed))]);
+        put(34, &QUEUES_MAX.to_le_bytes());
+        if !self.export.read_only() {
+            put(36, &RANGE_SECTORS_MAX.to_le_bytes());
+            put(40, &RANGES_MAX.to_le_bytes());
+            put(44, &((unit / SECTOR_BYTES) as u32).to_le_bytes());
+            put(48, &RANGE_SECTORS_MAX.to_le_bytes());
+            put(52, &RANGES_MAX.to_le_bytes());
+            put(56, &[1]);
+        }
+        Some(space[offset as usize..end as usize].to_vec())
+    }
+
+    /// Takes what the guest writes into the configuration space: the write cache's switch.
+    pub fn set_config(&self, offset: u32, bytes: &[u8]) -> bool {
+        let switch = offset == CONFIG_WRITEBACK && bytes.len() == 1;
+        if switch {
+            self.writeback.store(bytes[0] != 0, Ordering::Relaxed);
+        }
+        switch
+    }
+
+    /// What the guest sees as the disk's serial number: at most 20 bytes.
+    pub fn id(&self) -> [u8; 20] {
+        let name = match self.export.name() {
+            "" => "vdkit",
+            name => name,
+        };
+        let mut id = [0; 20];
+        let len = name.len().min(id.len());
+        id[..len].copy_from_slice(&name.as_bytes()[..len]);
+        id
+    }
+}

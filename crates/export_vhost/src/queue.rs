@@ -1,0 +1,492 @@
+//! A ring: taking requests from it and putting them back.
+//!
+//! Its thread takes a batch under the ring's lock, does it without, and puts back what the fast
+//! lane has done under the lock again, with at most one notification. Other threads put back what
+//! they did in the same way.
+//!
+//! A guest can write anything into the ring at any time. So no index is used unchecked, no head is
+//! taken twice before it was put back (which bounds what is in flight), and a ring that makes no
+//! sense is *broken*: nothing more is taken from it until it is started anew.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{PollFd, PollFlags};
+use vdkit_export::Claim;
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::device::{Device, QUEUE_SIZE_MAX};
+use crate::inflight::Tracker;
+use crate::memory::Mem;
+use crate::perform::{self, Finished, Full, Slow, Status, Wary};
+use crate::pool::Pool;
+use crate::request::{Nonsense, Request, Table};
+
+/// Requests that are taken at a time.
+const BATCH: usize = 64;
+
+/// Where a ring is and from where it goes on.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Setup {
+    pub size: u16,
+    /// Addresses as the guest sees them.
+    pub descriptors: u64,
+    pub available: u64,
+    pub used: u64,
+    /// The available index from which it goes on.
+    pub base: u16,
+    pub event_idx: bool,
+}
+
+/// What the lock guards.
+struct Core {
+    queue: Queue,
+    mem: Arc<Mem>,
+    call: Option<File>,
+    err: Option<File>,
+    tracker: Option<Tracker>,
+    /// Numbers the requests in the order in which they were taken.
+    counter: u64,
+    /// By head: taken and not put back.
+    busy: Vec<bool>,
+    /// How many are.
+    outstanding: usize,
+    /// Those of them that wait for space.
+    kept: HashMap<u16, Kept>,
+    running: bool,
+    broken: bool,
+}
+
+/// A request that waits for space.
+struct Kept {
+    claim: Arc<Claim>,
+    mem: Arc<Mem>,
+    status: GuestAddress,
+}
+
+/// One of a disk's rings.
+pub struct Ring {
+    index: u16,
+    device: Arc<Device>,
+    pool: Arc<Pool>,
+    core: Mutex<Core>,
+    /// Something was put back, or waits for space.
+    changed: Condvar,
+    wary: Wary,
+}
+
+/// A request of the slow lane.
+pub struct Job {
+    ring: Arc<Ring>,
+    request: Request,
+    mem: Arc<Mem>,
+    began: Instant,
+    /// How much of it is done.
+    progress: u64,
+}
+
+/// What the ring's thread keeps between batches.
+#[derive(Default)]
+struct Own {
+    batch: Vec<Request>,
+    done: Vec<(u16, u32)>,
+    bounce: Vec<u8>,
+    /// Memory for segments.
+    spare: Vec<Vec<crate::memory::Segment>>,
+}
+
+impl Job {
+    /// Does it, and puts it back unless it has to wait for space.
+    pub fn run(self, bounce: &mut Vec<u8>) {
+        let device = self.ring.device.clone();
+        match perform::slow(&device, &self.mem, &self.request, self.progress, bounce) {
+            Slow::Finished(finished) => self.end(finished),
+            Slow::Full(full) => self.keep(full),
+        }
+    }
+
+    fn end(self, finished: Finished) {
+        let ring = self.ring;
+        ring.count(&self.request, finished, self.began.elapsed());
+        let done = ring.answer(&self.mem, &self.request, finished);
+        ring.put_back(&[done]);
+    }
+
+    /// Lets the export do a change when there is space, and goes on then.
+    fn keep(mut self, full: Full) {
+        let claim = Arc::new(Claim::default());
+        let ring = self.ring.clone();
+        let head = self.request.head;
+        self.progress = full.progress;
+        let (mem, status) = (self.mem.clone(), self.request.status);
+        ring.core.lock().kept.insert(head, Kept { claim: claim.clone(), mem, status });
+        ring.changed.notify_all();
+        let again = ring.clone();
+        let done = Box::new(move |done: vdkit_block::Result<()>| {
+            again.core.lock().kept.remove(&head);
+            match done {
+                Ok(()) => again.pool.submit(self),
+                Err(error) => {
+                    tracing::warn!(export = again.device.export.name(), "{error}");
+                    self.end(Status::IoError.into());
+                }
+            }
+        });
+        let export = &ring.device.export;
+        export.keep_claimed(full.change, full.at, full.durable, full.error, claim, done);
+    }
+}
+
+impl Ring {
+    pub fn new(index: u16, device: Arc<Device>, pool: Arc<Pool>) -> Arc<Self> {
+        let core = Core {
+            queue: Queue::default(),
+            mem: Arc::new(Mem::new()),
+            call: None,
+            err: None,
+            tracker: None,
+            counter: 0,
+            busy: Vec::new(),
+            outstanding: 0,
+            kept: HashMap::new(),
+            running: false,
+            broken: false,
+        };
+        let (core, changed, wary) = (Mutex::new(core), Condvar::new(), Wary::default());
+        Arc::new(Self { index, device, pool, core, changed, wary })
+    }
+
+    pub fn set_mem(&self, mem: Arc<Mem>) {
+        self.core.lock().mem = mem;
+    }
+
+    /// Where the guest is notified. It is notified once at once, as something may have been put
+    /// back while there was nowhere to tell it.
+    pub fn set_call(&self, file: Option<File>) {
+        let mut core = self.core.lock();
+        core.call = file;
+        if core.running {
+            core.call();
+        }
+    }
+
+    pub fn set_err(&self, file: Option<File>) {
+        self.core.lock().err = file;
+    }
+
+    /// Prepares it to run. Gives the heads that have to be done again.
+    ///
+    /// # Errors
+    /// For a setup that cannot be: what is wrong with it.
+    pub fn prepare(&self, setup: Setup, tracker: Option<Tracker>) -> Result<Vec<u16>, Nonsense> {
+        let mut core = self.core.lock();
+        let mem = core.mem.clone();
+        let mut queue = Queue::new(QUEUE_SIZE_MAX).map_err(|_| "a queue of no size")?;
+        queue.try_set_size(setup.size).map_err(|_| "a queue of a size that cannot be")?;
+        let address = |at: u64| GuestAddress(at);
+        let misplaced = |_| "a queue that is not aligned";
+        queue.try_set_desc_table_address(address(setup.descriptors)).map_err(misplaced)?;
+        queue.try_set_avail_ring_address(address(setup.available)).map_err(misplaced)?;
+        queue.try_set_used_ring_address(address(setup.used)).map_err(misplaced)?;
+        queue.set_event_idx(setup.event_idx);
+        queue.set_next_avail(setup.base);
+        queue.set_ready(true);
+        if !queue.is_valid(&*mem) {
+            return Err("a queue outside of memory");
+        }
+        let used = queue.used_idx(&*mem, Ordering::Acquire).map_err(|_| "no used index")?.0;
+        queue.set_next_used(used);
+        let mut heads = Vec::new();
+        let tracker = tracker.filter(|notes| notes.fits(setup.size));
+        if let Some(notes) = &tracker {
+            let recovered = notes.recover(setup.size, used).unwrap_or_else(|| {
+                tracing::warn!(queue = self.index, "the notes of requests in flight make no sense");
+                notes.reset(setup.size, used);
+                Default::default()
+            });
+            if !recovered.fresh {
+                // What was taken and not put back was noted, whatever the monitor remembers.
+                queue.set_next_avail(used.wrapping_add(recovered.heads.len() as u16));
+            }
+            heads = recovered.heads;
+        }
+        core.busy = vec![false; usize::from(setup.size)];
+        core.outstanding = 0;
+        core.counter = 0;
+        core.queue = queue;
+        core.tracker = tracker;
+        core.broken = false;
+        core.running = true;
+        Ok(heads)
+    }
+
+    /// The ring's thread: until `stop` can be read.
+    pub fn run(self: &Arc<Self>, kick: &OwnedFd, stop: &OwnedFd, recovered: &[u16]) {
+        let mut own = Own::default();
+        self.redo(recovered);
+        // What came before this thread did may have been kicked for long ago.
+        self.process(&mut own);
+        loop {
+            let mut fds = [PollFd::new(kick, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+            match rustix::event::poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => {
+                    tracing::error!(queue = self.index, "cannot wait for the guest: {error}");
+                    return;
+                }
+            }
+            if !fds[1].revents().is_empty() {
+                return;
+            }
+            if fds[0].revents().is_empty() {
+                continue;
+            }
+            match rustix::io::read(kick, &mut [0_u8; 8]) {
+                Ok(8) => self.process(&mut own),
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
+                Ok(_) | Err(_) => {
+                    self.core.lock().break_down(self.index, "its kicks cannot be read");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Does again what the process before this one has not answered.
+    fn redo(self: &Arc<Self>, heads: &[u16]) {
+        let mut requests = Vec::new();
+        let mem = {
+            let mut core = self.core.lock();
+            let mem = core.mem.clone();
+            for head in heads {
+                if let Err(nonsense) = core.take(&mem, *head, &mut requests, Vec::new()) {
+                    core.break_down(self.index, nonsense);
+                    break;
+                }
+            }
+            mem
+        };
+        if !requests.is_empty() {
+            tracing::info!(queue = self.index, requests = requests.len(), "requests done again");
+        }
+        for request in requests {
+            self.submit(request, &mem, Instant::now());
+        }
+    }
+
+    fn submit(self: &Arc<Self>, request: Request, mem: &Arc<Mem>, began: Instant) {
+        let ring = self.clone();
+        self.pool.submit(Job { ring, request, mem: mem.clone(), began, progress: 0 });
+    }
+
+    /// Does all that is there.
+    fn process(self: &Arc<Self>, own: &mut Own) {
+        while let Some(mem) = self.take_batch(own) {
+            let mut now = Instant::now();
+            let mut batch = std::mem::take(&mut own.batch);
+            for request in batch.drain(..) {
+                let finished =
+                    perform::fast(&self.device, &self.wary, &mem, &request, &mut own.bounce);
+                self.device.export.counters().lane(finished.is_some());
+                let Some(finished) = finished else {
+                    self.submit(request, &mem, now);
+                    continue;
+                };
+                own.done.push(self.answer(&mem, &request, finished));
+                let began = std::mem::replace(&mut now, Instant::now());
+                self.count(&request, finished, now - began);
+                own.spare.push(request.data);
+            }
+            own.batch = batch;
+            if !own.done.is_empty() {
+                self.put_back(&own.done);
+                own.done.clear();
+            }
+        }
+    }
+
+    /// Takes requests; nothing where there are none, and the guest will kick.
+    fn take_batch(&self, own: &mut Own) -> Option<Arc<Mem>> {
+        let mut core = self.core.lock();
+        let mem = core.mem.clone();
+        // The second time something came in between. More often it is not there.
+        for _ in 0..3 {
+            if core.broken || !core.running {
+                return None;
+            }
+            if let Err(nonsense) = core.take_available(&mem, own) {
+                core.break_down(self.index, nonsense);
+            }
+            if !own.batch.is_empty() {
+                return Some(mem);
+            }
+            if !core.broken {
+                match core.queue.enable_notification(&*mem) {
+                    Ok(false) => return None,
+                    Ok(true) => {}
+                    Err(_) => core.break_down(self.index, "its rings left the memory"),
+                }
+            }
+        }
+        core.break_down(self.index, "an available index that comes and goes");
+        None
+    }
+
+    /// Tells the guest how a request went; gives what to put into the used ring.
+    fn answer(&self, mem: &Mem, request: &Request, finished: Finished) -> (u16, u32) {
+        if mem.write_obj(finished.status as u8, request.status).is_err() {
+            self.core.lock().break_down(self.index, "a status that left the memory");
+        }
+        (request.head, u32::try_from(finished.data + 1).unwrap_or(u32::MAX))
+    }
+
+    fn put_back(&self, done: &[(u16, u32)]) {
+        let mut core = self.core.lock();
+        for (head, len) in done {
+            if let Err(nonsense) = core.put_back(*head, *len) {
+                core.break_down(self.index, nonsense);
+            }
+        }
+        core.notify();
+        drop(core);
+        self.changed.notify_all();
+    }
+
+    fn count(&self, request: &Request, finished: Finished, took: std::time::Duration) {
+        let Some(kind) = perform::op_kind(request.kind) else { return };
+        let ok = finished.status == Status::Ok;
+        self.device.export.counters().done(kind, request.bytes, took, ok);
+    }
+
+    /// Nothing more is taken from now on.
+    pub fn halt(&self) {
+        self.core.lock().running = false;
+    }
+
+    /// Waits until nothing of the ring is under way; its thread has ended. What waits for space is
+    /// given up: it stays noted as in flight and is done again when the ring is started anew, or
+    /// fails where nobody keeps notes. Gives the available index from which to go on.
+    pub fn drain(&self) -> u16 {
+        let mut core = self.core.lock();
+        while core.outstanding > 0 {
+            if core.kept.is_empty() || core.outstanding > core.kept.len() {
+                self.changed.wait(&mut core);
+                continue;
+            }
+            let kept = std::mem::take(&mut core.kept);
+            drop(core);
+            // Each waits for an attempt that is under way.
+            let given_up: Vec<(u16, Kept)> =
+                kept.into_iter().filter(|(_, kept)| kept.claim.withdraw()).collect();
+            core = self.core.lock();
+            for (head, kept) in given_up {
+                core.give_up(head, &kept);
+            }
+        }
+        core.notify();
+        let next = core.queue.next_avail();
+        core.tracker = None;
+        next
+    }
+}
+
+impl Core {
+    fn call(&mut self) {
+        if let Some(call) = &mut self.call {
+            // Full means that the guest has not yet looked at what it was told before.
+            let _ = call.write(&1_u64.to_ne_bytes());
+        }
+    }
+
+    fn notify(&mut self) {
+        if !self.broken && matches!(self.queue.needs_notification(&*self.mem), Ok(true)) {
+            self.call();
+        }
+    }
+
+    fn break_down(&mut self, index: u16, nonsense: Nonsense) {
+        if self.broken {
+            return;
+        }
+        self.broken = true;
+        tracing::warn!(queue = index, "the guest's queue is stopped: {nonsense}");
+        if let Some(err) = &mut self.err {
+            let _ = err.write(&1_u64.to_ne_bytes());
+        }
+    }
+
+    fn take_available(&mut self, mem: &Mem, own: &mut Own) -> Result<(), Nonsense> {
+        if !self.queue.event_idx_enabled() {
+            self.queue.disable_notification(mem).map_err(|_| "its rings left the memory")?;
+        }
+        while own.batch.len() < BATCH {
+            let mut available =
+                self.queue.iter(mem).map_err(|_| "an available index beyond the queue")?;
+            let Some(chain) = available.next() else { break };
+            let segments = own.spare.pop().unwrap_or_default();
+            self.take(mem, chain.head_index(), &mut own.batch, segments)?;
+        }
+        own.spare.truncate(BATCH);
+        Ok(())
+    }
+
+    /// Takes the request at `head`.
+    fn take(
+        &mut self,
+        mem: &Mem,
+        head: u16,
+        batch: &mut Vec<Request>,
+        segments: Vec<crate::memory::Segment>,
+    ) -> Result<(), Nonsense> {
+        match self.busy.get_mut(usize::from(head)) {
+            None => return Err("a head beyond the queue"),
+            Some(true) => return Err("a head that is in flight already"),
+            Some(busy) => *busy = true,
+        }
+        if let Some(tracker) = &self.tracker {
+            tracker.begin(head, self.counter);
+        }
+        self.counter += 1;
+        let table =
+            Table { address: GuestAddress(self.queue.desc_table()), size: self.queue.size() };
+        batch.push(Request::parse(mem, table, head, segments)?);
+        self.outstanding += 1;
+        Ok(())
+    }
+
+    fn put_back(&mut self, head: u16, len: u32) -> Result<(), Nonsense> {
+        self.outstanding -= 1;
+        self.busy[usize::from(head)] = false;
+        if self.broken {
+            return Ok(());
+        }
+        if let Some(tracker) = &self.tracker {
+            tracker.ending(head);
+        }
+        let mem = self.mem.clone();
+        self.queue.add_used(&*mem, head, len).map_err(|_| "its rings left the memory")?;
+        if let Some(tracker) = &self.tracker {
+            tracker.ended(head, self.queue.next_used());
+        }
+        Ok(())
+    }
+
+    /// A request that waited for space does so no longer.
+    fn give_up(&mut self, head: u16, kept: &Kept) {
+        if self.tracker.is_some() {
+            self.outstanding -= 1;
+            return;
+        }
+        // Nobody will do it again, so the guest has to know. A place that left the memory
+        // meanwhile is of no use to the guest either.
+        let _ = kept.mem.write_obj(Status::IoError as u8, kept.status);
+        let _ = self.put_back(head, 1);
+    }
+}

@@ -1,0 +1,161 @@
+//! Waiting for monitors, one at a time: two would be two guests that write one disk.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use vdkit_export::Export;
+
+use crate::session::Session;
+
+/// How long to wait after a failure that another attempt may not have.
+const BREATH: Duration = Duration::from_millis(100);
+
+/// A socket at which monitors are waited for. Its name goes with it.
+#[derive(Debug)]
+pub struct Listener {
+    socket: UnixListener,
+    path: PathBuf,
+    /// Device and inode of the name, so that no other's is removed.
+    inode: (u64, u64),
+}
+
+impl Listener {
+    /// Listens at a path. A socket there to which nobody listens any more is replaced.
+    ///
+    /// # Errors
+    /// Where something else is there, somebody listens already, or the system refuses.
+    pub fn bind(path: &Path) -> io::Result<Self> {
+        let socket = match UnixListener::bind(path) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                let is_socket = fs::symlink_metadata(path)?.file_type().is_socket();
+                if !is_socket || UnixStream::connect(path).is_ok() {
+                    return Err(error);
+                }
+                fs::remove_file(path)?;
+                UnixListener::bind(path)?
+            }
+            done => done?,
+        };
+        socket.set_nonblocking(true)?;
+        let metadata = fs::symlink_metadata(path)?;
+        let inode = (metadata.dev(), metadata.ino());
+        Ok(Self { socket, path: path.to_owned(), inode })
+    }
+
+    /// Where monitors find it, as one word: `vhost-user:PATH`.
+    pub fn uri(&self) -> String {
+        let path = std::path::absolute(&self.path).unwrap_or_else(|_| self.path.clone());
+        format!("vhost-user:{}", path.display())
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.inode);
+        if ours {
+            // Whoever finds the name without a listener replaces it.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Who came.
+#[derive(Debug, Default)]
+struct Visits {
+    served: AtomicU64,
+    connected: AtomicBool,
+}
+
+/// A disk that is served to monitors.
+#[derive(Debug)]
+pub struct Server {
+    visits: Arc<Visits>,
+    thread: JoinHandle<()>,
+    stop: Arc<OwnedFd>,
+    ended: Receiver<()>,
+}
+
+impl Server {
+    /// Begins.
+    ///
+    /// # Errors
+    /// Where no thread can be made.
+    pub fn start(export: Arc<Export>, listener: Listener) -> io::Result<Self> {
+        let stop = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?);
+        let (tell, ended) = channel();
+        let stopped = stop.clone();
+        let visits = Arc::new(Visits::default());
+        let counted = visits.clone();
+        let thread =
+            std::thread::Builder::new().name("vhost-user".to_owned()).spawn(move || {
+                serve(&export, &listener, &stopped, &counted);
+                drop(listener);
+                // Nobody may be waiting.
+                let _ = tell.send(());
+            })?;
+        Ok(Self { visits, thread, stop, ended })
+    }
+
+    /// Monitors that came, those that are gone too.
+    pub fn served(&self) -> u64 {
+        self.visits.served.load(Ordering::SeqCst)
+    }
+
+    /// Whether one is there.
+    pub fn connected(&self) -> bool {
+        self.visits.connected.load(Ordering::SeqCst)
+    }
+
+    /// Ends: what was taken from the guest is done and put back, for at most `drain`; what was not
+    /// stays in its rings. Says whether all was done.
+    pub fn stop(self, drain: Duration) -> bool {
+        // An eventfd that counts from zero takes this.
+        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
+        self.ended.recv_timeout(drain).is_ok() && self.thread.join().is_ok()
+    }
+}
+
+fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Visits) {
+    loop {
+        let mut fds =
+            [PollFd::new(&listener.socket, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        match rustix::event::poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                tracing::error!("vhost-user: nobody can be waited for: {error}");
+                return;
+            }
+        }
+        if !fds[1].revents().is_empty() {
+            return;
+        }
+        let session = match listener.socket.accept() {
+            Ok((socket, _)) => Session::new(socket, export.clone()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+            Err(error) => Err(error),
+        };
+        match session {
+            Ok(session) => {
+                visits.connected.store(true, Ordering::SeqCst);
+                visits.served.fetch_add(1, Ordering::SeqCst);
+                session.run(stop);
+                visits.connected.store(false, Ordering::SeqCst);
+            }
+            Err(error) => {
+                tracing::warn!("vhost-user: {error}");
+                std::thread::sleep(BREATH);
+            }
+        }
+    }
+}

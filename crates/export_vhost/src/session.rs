@@ -1,0 +1,363 @@
+//! A monitor at the socket: what it says about memory, rings and features.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use vdkit_export::Export;
+
+use crate::channel::{Channel, Message};
+use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, feature};
+use crate::inflight::Area;
+use crate::memory::{Memory, REGIONS_MAX};
+use crate::pool::Pool;
+use crate::queue::Ring;
+use crate::rings::Slot;
+use crate::wire::{
+    Fields, InflightArea, MemoryRegion, RingAddresses, TooShort, backend_request, flag, protocol,
+    request,
+};
+
+/// How often the disk's size is looked at.
+const SIZE_POLL: Duration = Duration::from_millis(500);
+/// A ring's index in messages about its event counters.
+const RING_MASK: u64 = 0xff;
+/// No counter comes along.
+const NO_FD: u64 = 1 << 8;
+/// Pieces of memory in one message.
+const TABLE_MAX: u32 = 32;
+
+/// What is answered.
+enum Reply {
+    /// Nothing, or only whether it went well.
+    Done,
+    Number(u64),
+    Bytes(Vec<u8>),
+    BytesAndFile(Vec<u8>, OwnedFd),
+}
+
+/// One connection.
+pub struct Session {
+    channel: Channel,
+    device: Arc<Device>,
+    pool: Arc<Pool>,
+    memory: Memory,
+    slots: Vec<Slot>,
+    inflight: Option<Arc<Area>>,
+    features: u64,
+    protocol_features: u64,
+    /// Where the monitor is told of a new size.
+    backend: Option<Channel>,
+    sectors: u64,
+}
+
+impl From<TooShort> for io::Error {
+    fn from(_: TooShort) -> Self {
+        invalid("a message that is too short")
+    }
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+impl Session {
+    pub fn new(socket: UnixStream, export: Arc<Export>) -> io::Result<Self> {
+        let device = Arc::new(Device::new(export));
+        let pool = Pool::new();
+        let ring = |index| Slot::new(Ring::new(index, device.clone(), pool.clone()));
+        Ok(Self {
+            channel: Channel::new(socket)?,
+            slots: (0..QUEUES_MAX).map(ring).collect(),
+            sectors: device.sectors(),
+            device,
+            pool,
+            memory: Memory::new(),
+            inflight: None,
+            features: 0,
+            protocol_features: 0,
+            backend: None,
+        })
+    }
+
+    /// Serves until the monitor leaves or `stop` can be read. Nothing of it is under way
+    /// afterwards.
+    pub fn run(mut self, stop: &OwnedFd) {
+        if let Err(error) = self.talk(stop) {
+            tracing::warn!("vhost-user: {error}: the connection ends");
+        }
+        for slot in &mut self.slots {
+            slot.stop();
+        }
+        self.pool.close();
+        self.channel.close();
+    }
+
+    fn talk(&mut self, stop: &OwnedFd) -> io::Result<()> {
+        let wait = Timespec { tv_sec: 0, tv_nsec: SIZE_POLL.subsec_nanos().into() };
+        loop {
+            let mut fds =
+                [PollFd::new(&self.channel, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+            match rustix::event::poll(&mut fds, Some(&wait)) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            if !fds[1].revents().is_empty() {
+                return Ok(());
+            }
+            if !fds[0].revents().is_empty() {
+                let Some(message) = self.channel.recv()? else { return Ok(()) };
+                self.answer(message)?;
+            }
+            self.tell_size();
+        }
+    }
+
+    fn answer(&mut self, message: Message) -> io::Result<()> {
+        let (number, needs_reply, size) =
+            (message.request, message.needs_reply(), message.body.len());
+        let acknowledge = needs_reply && self.agreed(protocol::REPLY_ACK);
+        let send = |session: &Self, body: &[u8], file: Option<&OwnedFd>| {
+            let file = file.map(std::os::fd::AsFd::as_fd);
+            session.channel.send(number, flag::REPLY, body, file)
+        };
+        match self.handle(message) {
+            Ok(Reply::Number(value)) => send(self, &value.to_ne_bytes(), None),
+            Ok(Reply::Bytes(bytes)) => send(self, &bytes, None),
+            Ok(Reply::BytesAndFile(bytes, file)) => send(self, &bytes, Some(&file)),
+            Ok(Reply::Done) if acknowledge => send(self, &0_u64.to_ne_bytes(), None),
+            Ok(Reply::Done) => Ok(()),
+            Err(error) if acknowledge => {
+                tracing::warn!(request = number, size, "vhost-user: {error}");
+                send(self, &1_u64.to_ne_bytes(), None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn agreed(&self, features: u64) -> bool {
+        self.protocol_features & features == features
+    }
+
+    fn slot(&mut self, index: u32) -> io::Result<&mut Slot> {
+        self.slots.get_mut(index as usize).ok_or_else(|| invalid("there is no such queue"))
+    }
+
+    fn handle(&mut self, message: Message) -> io::Result<Reply> {
+        let mut fields = Fields(&message.body);
+        match message.request {
+            request::GET_FEATURES => return Ok(Reply::Number(self.device.features())),
+            request::SET_FEATURES => self.set_features(fields.u64()?)?,
+            request::SET_OWNER => {}
+            request::RESET_OWNER => self.slots.iter_mut().for_each(|slot| slot.enabled = false),
+            request::SET_MEM_TABLE => self.set_memory(&mut fields, message.fds)?,
+            request::GET_MAX_MEM_SLOTS => return Ok(Reply::Number(REGIONS_MAX as u64)),
+            request::ADD_MEM_REG => {
+                let _padding = fields.u64()?;
+                let region = MemoryRegion::parse(&mut fields)?;
+                let file = single(message.fds)?.ok_or_else(|| invalid("memory without a file"))?;
+                self.memory.add(region, file)?;
+                self.share_memory();
+            }
+            request::REM_MEM_REG => {
+                let _padding = fields.u64()?;
+                self.memory.remove(MemoryRegion::parse(&mut fields)?)?;
+                self.share_memory();
+            }
+            request::SET_VRING_NUM => {
+                let (index, size) = (fields.u32()?, fields.u32()?);
+                let size = u16::try_from(size).ok().filter(|size| *size <= QUEUE_SIZE_MAX);
+                self.slot(index)?.setup.size =
+                    size.ok_or_else(|| invalid("a queue that is too large"))?;
+            }
+            request::SET_VRING_ADDR => self.place(RingAddresses::parse(&mut fields)?)?,
+            request::SET_VRING_BASE => {
+                let (index, base) = (fields.u32()?, fields.u32()?);
+                // The wrap counters of packed rings would be above.
+                self.slot(index)?.setup.base = base as u16;
+            }
+            request::GET_VRING_BASE => {
+                let index = fields.u32()?;
+                let base = self.slot(index)?.take_away();
+                let mut body = index.to_ne_bytes().to_vec();
+                body.extend(u32::from(base).to_ne_bytes());
+                return Ok(Reply::Bytes(body));
+            }
+            request::SET_VRING_KICK => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_kick(fd)?;
+                self.start(index)?;
+            }
+            request::SET_VRING_CALL => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_call(fd)?;
+            }
+            request::SET_VRING_ERR => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_err(fd)?;
+            }
+            request::SET_VRING_ENABLE => {
+                let (index, enable) = (fields.u32()?, fields.u32()?);
+                self.enable(index, enable != 0)?;
+            }
+            request::GET_PROTOCOL_FEATURES => return Ok(Reply::Number(protocol::OFFERED)),
+            request::SET_PROTOCOL_FEATURES => {
+                let features = fields.u64()?;
+                if features & !protocol::OFFERED != 0 {
+                    return Err(invalid("features of the protocol that were not offered"));
+                }
+                self.protocol_features = features;
+            }
+            request::GET_QUEUE_NUM => return Ok(Reply::Number(u64::from(QUEUES_MAX))),
+            request::SET_BACKEND_REQ_FD => {
+                let file = single(message.fds)?.ok_or_else(|| invalid("no socket came along"))?;
+                self.backend = Some(Channel::new(file.into())?);
+            }
+            request::GET_CONFIG => return self.get_config(&message.body),
+            request::SET_CONFIG => {
+                let (offset, size, _flags) = (fields.u32()?, fields.u32()?, fields.u32()?);
+                let bytes = fields.0.get(..size as usize).ok_or(TooShort)?;
+                if !self.device.set_config(offset, bytes) {
+                    return Err(invalid("a setting that cannot be changed"));
+                }
+            }
+            request::GET_INFLIGHT_FD => {
+                let asked = InflightArea::parse(&mut fields)?;
+                if asked.queues > QUEUES_MAX || asked.queue_size > QUEUE_SIZE_MAX {
+                    return Err(invalid("notes for more requests than can be"));
+                }
+                let (area, file) = Area::create(asked.queues.max(1), asked.queue_size.max(1))?;
+                let mut body = message.body;
+                area.put(&mut body);
+                return Ok(Reply::BytesAndFile(body, file));
+            }
+            request::SET_INFLIGHT_FD => {
+                let area = InflightArea::parse(&mut fields)?;
+                let file = single(message.fds)?.ok_or_else(|| invalid("notes without a file"))?;
+                self.inflight = Some(Arc::new(Area::open(area, file)?));
+            }
+            other => {
+                tracing::debug!(request = other, "vhost-user: an unknown message");
+                return Err(invalid("an unknown message"));
+            }
+        }
+        Ok(Reply::Done)
+    }
+
+    fn set_features(&mut self, features: u64) -> io::Result<()> {
+        if features & !self.device.features() != 0 {
+            return Err(invalid("features that were not offered"));
+        }
+        self.features = features;
+        self.device.acknowledge(features);
+        // Without features of the protocol there is no message that enables a ring.
+        if features & feature::PROTOCOL_FEATURES == 0 {
+            for index in 0..u32::from(QUEUES_MAX) {
+                self.enable(index, true)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set_memory(&mut self, fields: &mut Fields<'_>, fds: Vec<OwnedFd>) -> io::Result<()> {
+        let count = fields.u32()?;
+        let _padding = fields.u32()?;
+        if count > TABLE_MAX || count as usize != fds.len() {
+            return Err(invalid("pieces of memory and files that do not match"));
+        }
+        let pair = |fd| Ok((MemoryRegion::parse(fields)?, fd));
+        let regions = fds.into_iter().map(pair).collect::<io::Result<Vec<_>>>()?;
+        self.memory.set(regions)?;
+        self.share_memory();
+        Ok(())
+    }
+
+    fn share_memory(&self) {
+        let mem = self.memory.mem();
+        for slot in &self.slots {
+            slot.ring.set_mem(mem.clone());
+        }
+    }
+
+    fn place(&mut self, addresses: RingAddresses) -> io::Result<()> {
+        let guest = |at| {
+            let found = self.memory.guest_address(at);
+            found.ok_or_else(|| invalid("a queue outside of memory"))
+        };
+        let descriptors = guest(addresses.descriptors)?;
+        let (available, used) = (guest(addresses.available)?, guest(addresses.used)?);
+        let slot = self.slot(addresses.index)?;
+        slot.setup.descriptors = descriptors;
+        slot.setup.available = available;
+        slot.setup.used = used;
+        slot.placed = true;
+        self.start(addresses.index)
+    }
+
+    fn enable(&mut self, index: u32, enable: bool) -> io::Result<()> {
+        let slot = self.slot(index)?;
+        slot.enabled = enable;
+        if enable {
+            self.start(index)
+        } else {
+            slot.stop();
+            Ok(())
+        }
+    }
+
+    fn start(&mut self, index: u32) -> io::Result<()> {
+        let event_idx = self.features & feature::EVENT_IDX != 0;
+        let area = self.inflight.as_ref();
+        let tracker = u16::try_from(index).ok().and_then(|index| area?.tracker(index));
+        let slot = self.slot(index)?;
+        if !slot.running() {
+            slot.setup.event_idx = event_idx;
+        }
+        slot.start(tracker)
+    }
+
+    fn get_config(&self, body: &[u8]) -> io::Result<Reply> {
+        let mut fields = Fields(body);
+        let (offset, size) = (fields.u32()?, fields.u32()?);
+        let mut reply = body.get(..12).ok_or(TooShort)?.to_vec();
+        match self.device.config(offset, size) {
+            Some(bytes) => reply.extend(bytes),
+            // No bytes tell of the error.
+            None => reply[4..8].fill(0),
+        }
+        Ok(Reply::Bytes(reply))
+    }
+
+    /// Lets the guest know of a new size.
+    fn tell_size(&mut self) {
+        let sectors = self.device.sectors();
+        if sectors == self.sectors {
+            return;
+        }
+        self.sectors = sectors;
+        let Some(backend) = &self.backend else { return };
+        if let Err(error) = backend.send(backend_request::CONFIG_CHANGE_MSG, 0, &[], None) {
+            tracing::warn!("vhost-user: the monitor cannot be told of the new size: {error}");
+        }
+    }
+}
+
+fn single(mut fds: Vec<OwnedFd>) -> io::Result<Option<OwnedFd>> {
+    if fds.len() > 1 {
+        return Err(invalid("more files than one"));
+    }
+    Ok(fds.pop())
+}
+
+/// A ring's index and its event counter.
+fn ring_fd(fields: &mut Fields<'_>, fds: Vec<OwnedFd>) -> io::Result<(u32, Option<OwnedFd>)> {
+    let value = fields.u64()?;
+    let fd = single(fds)?;
+    if fd.is_some() == (value & NO_FD != 0) {
+        return Err(invalid("an event counter that is missing, or one too many"));
+    }
+    Ok(((value & RING_MASK) as u32, fd))
+}

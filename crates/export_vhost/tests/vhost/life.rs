@@ -1,0 +1,145 @@
+//! Monitors that come and go, and a disk that grows under them.
+
+use std::time::Duration;
+
+use vdkit_export_vhost::Listener;
+
+use crate::guest::*;
+use crate::rig::{MIB, Rig};
+
+#[test]
+fn a_monitor_may_come_again() {
+    let rig = Rig::new(MIB);
+    for i in 0..20_u8 {
+        let mut guest = rig.boot(2);
+        if i > 0 {
+            assert_eq!(guest.read(1, 0, 512), [i; 512]);
+        }
+        guest.write(0, 0, &[i + 1; 512]);
+        if i % 2 == 0 {
+            assert_eq!(guest.stop_queue(0), 1);
+        }
+    }
+    rig.end();
+}
+
+#[test]
+fn a_second_monitor_waits_for_the_first() {
+    let rig = Rig::new(MIB);
+    let mut first = rig.boot(1);
+    let socket = rig.socket.clone();
+    let second = std::thread::spawn(move || {
+        let mut guest = Guest::boot(&socket, 1);
+        guest.read(0, 0, 512)
+    });
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(!second.is_finished());
+    first.write(0, 0, &[5; 512]);
+    first.disconnect();
+    assert_eq!(second.join().unwrap(), [5; 512]);
+    rig.end();
+}
+
+#[test]
+fn queues_stop_and_go_on_where_they_were() {
+    let rig = Rig::new(64 * MIB);
+    let mut guest = rig.boot(2);
+    for round in 0..10 {
+        for i in 0..40 {
+            guest.submit(0, WRITE, i * 128, Data::Out(&[round as u8 + 1; 65536]));
+        }
+        // What was taken comes back before the queue stops; the rest stays for later.
+        let base = guest.stop_queue(0);
+        let back = guest.collect(0) as u16;
+        assert_eq!(base, round * 40 + back);
+        guest.write(1, 100_000, &[1; 512]);
+        guest.start_queue(0, base);
+        while guest.returned(0).len() < 40 {
+            guest.wait_call(0, Duration::from_secs(10));
+            guest.collect(0);
+        }
+        for slot in guest.returned(0) {
+            assert_eq!(guest.release(0, slot).0, 0);
+        }
+        assert_eq!(guest.read(1, 39 * 128, 512), [round as u8 + 1; 512]);
+    }
+    rig.end();
+}
+
+#[test]
+fn a_queue_that_is_switched_off_does_nothing() {
+    let rig = Rig::new(MIB);
+    let mut guest = rig.boot(2);
+    let enable = |guest: &Guest, on: u32| {
+        let body: Vec<u8> = [0, on].iter().flat_map(|word: &u32| word.to_ne_bytes()).collect();
+        assert!(guest.try_set(18, &body, &[]));
+    };
+    enable(&guest, 0);
+    let slot = guest.submit(0, READ, 0, Data::In(512));
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!guest.is_back(0, slot));
+    enable(&guest, 1);
+    assert_eq!(guest.finish(0, slot).0, 0);
+    rig.end();
+}
+
+#[test]
+fn the_guest_learns_of_a_new_size() {
+    let rig = Rig::new(MIB);
+    let mut guest = rig.boot(1);
+    assert_eq!(guest.run(0, READ, 2048, Data::In(512)).0, 1);
+    rig.export
+        .replace(|disk| {
+            disk.resize(2 * MIB)?;
+            Ok((None, ()))
+        })
+        .unwrap();
+    guest.config_change();
+    assert_eq!(guest.config_u64(0), 4096);
+    assert_eq!(guest.read(0, 2048, 512), [0; 512]);
+    rig.end();
+}
+
+#[test]
+fn sockets_are_not_taken_from_others() {
+    let rig = Rig::new(MIB);
+    assert!(Listener::bind(&rig.socket).is_err(), "somebody listens there");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    std::fs::write(&path, "precious").unwrap();
+    assert!(Listener::bind(&path).is_err());
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    let path = folder.path().join("stale");
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    assert!(path.exists());
+    drop(Listener::bind(&path).unwrap());
+    assert!(!path.exists());
+    rig.end();
+}
+
+/// The server ends while requests are under way: none is lost, none is answered twice.
+#[test]
+fn another_server_takes_over() {
+    let mut rig = Rig::new(64 * MIB);
+    let mut guest = rig.boot(1);
+    for round in 0..10_u8 {
+        for i in 0..60 {
+            guest.submit(0, WRITE, i * 128, Data::Out(&[round + 1; 65536]));
+        }
+        rig.restart();
+        guest.connect(&rig.socket);
+        guest.collect(0);
+        guest.start();
+        while guest.returned(0).len() < 60 {
+            guest.wait_call(0, Duration::from_secs(10));
+            guest.collect(0);
+        }
+        for slot in guest.returned(0) {
+            assert_eq!(guest.release(0, slot).0, 0);
+        }
+        for i in 0..60 {
+            assert_eq!(guest.read(0, i * 128, 512), [round + 1; 512]);
+        }
+    }
+    rig.end();
+}

@@ -1,0 +1,98 @@
+//! A server over an image in memory.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use vdkit_block::{
+    CreateRequest, FormatDriver, Limits, Monitor, OpenRequest, Options, Repair, Storage,
+};
+use vdkit_chain::{Disk, OpenOptions};
+use vdkit_export::{Export, ExportOptions};
+use vdkit_export_vhost::{Listener, Server};
+use vdkit_storage::MemoryStorage;
+
+use crate::guest::Guest;
+
+pub const MIB: u64 = 1 << 20;
+
+pub struct Rig {
+    pub export: Arc<Export>,
+    pub storage: Arc<dyn Storage>,
+    pub socket: PathBuf,
+    server: Option<Server>,
+    _folder: tempfile::TempDir,
+}
+
+/// An empty qcow2 image.
+pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64) -> Disk {
+    let driver = vdkit_qcow2::Qcow2Driver;
+    driver
+        .create(&CreateRequest {
+            storage: storage.clone(),
+            data_file: None,
+            guest_bytes,
+            options: Options::parse("qcow2", driver.options(), [""]).unwrap(),
+            backing: None,
+        })
+        .unwrap();
+    reopen(storage)
+}
+
+pub fn reopen(storage: Arc<dyn Storage>) -> Disk {
+    let (driver, limits) = (vdkit_qcow2::Qcow2Driver, Limits::default());
+    let info = driver.describe(&storage, &limits).unwrap();
+    let open = OpenRequest { storage, data_file: None, writable: true, limits };
+    let format = driver.open(open).unwrap();
+    Disk::from_format(format, info, &OpenOptions { writable: true, ..OpenOptions::default() })
+}
+
+impl Rig {
+    pub fn new(guest_bytes: u64) -> Self {
+        Self::with(Arc::new(MemoryStorage::new("image")), guest_bytes, |_| {})
+    }
+
+    pub fn with(
+        storage: Arc<dyn Storage>,
+        guest_bytes: u64,
+        export: impl FnOnce(&mut ExportOptions),
+    ) -> Self {
+        let disk = qcow2(storage.clone(), guest_bytes);
+        let mut options = ExportOptions { name: "disk".to_owned(), ..ExportOptions::default() };
+        export(&mut options);
+        let export = Export::new(disk, options);
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("vhost.sock");
+        let mut rig = Self { export, storage, socket, server: None, _folder: folder };
+        rig.serve();
+        rig
+    }
+
+    fn serve(&mut self) {
+        let listener = Listener::bind(&self.socket).unwrap();
+        self.server = Some(Server::start(self.export.clone(), listener).unwrap());
+    }
+
+    /// The server ends and another takes its place.
+    pub fn restart(&mut self) {
+        assert!(self.server.take().unwrap().stop(Duration::from_secs(30)));
+        self.serve();
+    }
+
+    pub fn boot(&self, queues: u16) -> Guest {
+        Guest::boot(&self.socket, queues)
+    }
+
+    /// Ends the service, and checks the image.
+    pub fn end(mut self) -> Arc<dyn Storage> {
+        assert!(self.server.take().unwrap().stop(Duration::from_secs(30)));
+        assert!(!self.socket.exists(), "the socket's name stays behind");
+        self.export.close().unwrap();
+        let (limits, monitor) = (Limits::default(), Monitor::default());
+        let report = vdkit_qcow2::Qcow2Driver
+            .check(&self.storage, None, Repair::Nothing, &limits, &monitor)
+            .unwrap();
+        assert_eq!((report.leaks, report.corruptions), (0, 0), "{:?}", report.findings);
+        self.storage.clone()
+    }
+}
