@@ -13,6 +13,7 @@ use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyS
 /// Little enough for a test; new slots get a thousand iterations.
 const LIMITS: Limits = Limits {
     table_bytes_max: 1 << 20,
+    snapshots_bytes_max: 1 << 20,
     chain_depth_max: 4,
     cache_bytes: 64 << 10,
     packed_bytes_max: 4 << 20,

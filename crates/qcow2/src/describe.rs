@@ -6,7 +6,7 @@ use crate::bitmaps::Bitmaps;
 use crate::encrypted::luks_place;
 use crate::header::{Encryption, FIRST_READ_BYTES, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
-use crate::snapshots::{Snapshot, SnapshotTable};
+use crate::snapshots::{Snapshot, SnapshotTable, TablePlace};
 
 /// Autoclear bits that have a meaning here.
 const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
@@ -22,9 +22,9 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
     let header = Header::read(storage, limits)?;
     let header_may_take_two = header.geometry.cluster_bytes() > FIRST_READ_BYTES as u64;
     let snapshots = if header_may_take_two && header.extension(extension::BITMAPS).is_some() {
-        SnapshotTable::read_at_once(storage, &header, limits)?
+        SnapshotTable::read_at_once(storage, TablePlace::of(&header), limits)?
     } else {
-        SnapshotTable::read(storage, &header, limits)?
+        SnapshotTable::read(storage, TablePlace::of(&header), limits)?
     };
     let bitmaps = Bitmaps::read(storage, &header, limits)?;
     let mut properties = properties(&header, &bitmaps);

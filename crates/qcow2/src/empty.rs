@@ -24,7 +24,7 @@ impl Qcow2 {
         let end = self.guest_len();
         self.clear(0, end, |_| true)?;
         self.flush_once()?;
-        if self.has_data_file() && self.header.snapshot_count == 0 {
+        if self.has_data_file() && self.meta.lock().snapshot_count == 0 {
             // No entry on disk refers to it any more. Only a hint: the space is not counted.
             let _ = self.data.discard(HostOffset(0), end);
         }

@@ -138,7 +138,7 @@ impl Qcow2 {
                 let first = sector as usize * 64;
                 let last = (first + 64).min(words.len());
                 let bytes = words[first..last].iter().flat_map(|w| w.to_be_bytes()).collect();
-                (meta.l1_offset.0 + sector * 512, bytes)
+                (self.l1_offset().0 + sector * 512, bytes)
             })
             .collect();
         let sequence = meta.flush_sequence;
@@ -219,7 +219,7 @@ impl Qcow2 {
     pub(crate) fn before_change(&self, meta: &mut Meta) -> Result<()> {
         meta.check_header(&*self.storage)?;
         if self.header.lazy_refcounts() && !meta.lazy_dirty {
-            self.write_incompatible(self.header.incompatible | incompatible::DIRTY)?;
+            self.write_incompatible(self.header.incompatible() | incompatible::DIRTY)?;
             meta.lazy_dirty = true;
         }
         Ok(())
@@ -247,7 +247,7 @@ impl Qcow2 {
         state.completed = serves;
         let mut meta = self.meta.lock();
         if meta.lazy_dirty {
-            self.write_incompatible(self.header.incompatible & !incompatible::DIRTY)?;
+            self.write_incompatible(self.header.incompatible() & !incompatible::DIRTY)?;
             meta.lazy_dirty = false;
         }
         Ok(())

@@ -3,11 +3,13 @@
 //! Source: qcow2 specification, sections "Header" and "Header extensions".
 
 mod fixed;
+mod lasting;
 pub(crate) mod rewrite;
 
 use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Result, Storage};
 
 use self::fixed::FixedFields;
+pub(crate) use self::lasting::{DiskTables, LastingHeader};
 use crate::layout::{
     BACKING_NAME_BYTES_MAX, Geometry, MAGIC, V2_HEADER_BYTES, V3_HEADER_BYTES, autoclear,
     compatible, extension, incompatible,

@@ -16,7 +16,7 @@ use crate::bitmaps::state::State as BitmapState;
 use crate::check;
 use crate::codec;
 use crate::encrypted;
-use crate::header::{Encryption, Header, field};
+use crate::header::{DiskTables, Encryption, Header, LastingHeader, field};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, incompatible};
 use crate::pool::{Pool, Space};
 use crate::refcounts::Refcounts;
@@ -30,7 +30,7 @@ use crate::write::Pending;
 /// data never moves under any of them.
 #[derive(Debug)]
 pub struct Qcow2 {
-    pub(crate) header: Header,
+    pub(crate) header: LastingHeader,
     pub(crate) geometry: Geometry,
     pub(crate) storage: Arc<dyn Storage>,
     /// Where guest data lives: `storage` again, or the data file.
@@ -39,6 +39,8 @@ pub struct Qcow2 {
     pub(crate) guest_bytes: AtomicU64,
     backing: Option<BackingRef>,
     pub(crate) l1: RwLock<Vec<u64>>,
+    /// Host offset of the active L1 table; changed under `meta`.
+    l1_offset: AtomicU64,
     pub(crate) slices: SliceCache,
     /// Host clusters that hold metadata: no guest data may be there. Empty when read-only.
     pub(crate) metadata: RwLock<FxHashSet<u64>>,
@@ -96,8 +98,6 @@ pub(crate) struct Meta {
     pub(crate) lazy_dirty: bool,
     /// Clusters of the refcount table.
     pub(crate) table_clusters: u64,
-    /// Host offset of the active L1 table.
-    pub(crate) l1_offset: HostOffset,
     /// Something may have been written beyond the frontier.
     pub(crate) tail_written: bool,
     /// A flush holds copies of dirty metadata.
@@ -197,6 +197,7 @@ impl Qcow2 {
             guest_bytes: AtomicU64::new(header.guest_bytes),
             backing,
             l1: RwLock::new(l1),
+            l1_offset: AtomicU64::new(header.l1_offset.0),
             slices: SliceCache::new(geometry.cluster_bytes(), limits.cache_bytes),
             metadata: RwLock::new(metadata),
             in_flight: InFlight::default(),
@@ -209,13 +210,14 @@ impl Qcow2 {
             warnings,
             limits,
             encryption,
-            header,
+            header: LastingHeader::new(header),
             storage,
         }))
     }
 
-    /// The same file read through another header: one that names another L1 table.
-    pub(crate) fn reading(&self, header: Header) -> Result<Arc<Self>> {
+    /// The same file read through other tables.
+    pub(crate) fn reading(&self, disk: DiskTables) -> Result<Arc<Self>> {
+        let header = self.header.with_disk(disk);
         let l1 = read_l1(&header, &*self.storage)?;
         let meta = Self::meta(&header, &*self.storage, false)?;
         Ok(Arc::new(Self {
@@ -226,6 +228,7 @@ impl Qcow2 {
             guest_bytes: AtomicU64::new(header.guest_bytes),
             backing: self.backing.clone(),
             l1: RwLock::new(l1),
+            l1_offset: AtomicU64::new(header.l1_offset.0),
             slices: SliceCache::new(self.geometry.cluster_bytes(), self.limits.cache_bytes),
             metadata: RwLock::default(),
             in_flight: InFlight::default(),
@@ -238,7 +241,7 @@ impl Qcow2 {
             warnings: Vec::new(),
             limits: self.limits,
             encryption: self.encryption.clone(),
-            header,
+            header: LastingHeader::new(header),
         }))
     }
 
@@ -313,7 +316,6 @@ impl Qcow2 {
             packed_at: None,
             lazy_dirty: false,
             table_clusters: header.refcount_table_clusters.into(),
-            l1_offset: header.l1_offset,
             tail_written: false,
             flush_running: false,
             header_unknown: false,
@@ -325,9 +327,14 @@ impl Qcow2 {
         })
     }
 
-    /// The header as it was when the image was opened.
-    pub fn header(&self) -> &Header {
-        &self.header
+    /// Host offset of the active L1 table.
+    pub(crate) fn l1_offset(&self) -> HostOffset {
+        HostOffset(self.l1_offset.load(Ordering::Acquire))
+    }
+
+    /// Notes that the header names another L1 table now, under `meta`. Returns where the old one is.
+    pub(crate) fn l1_moved(&self, new: HostOffset) -> HostOffset {
+        HostOffset(self.l1_offset.swap(new.0, Ordering::AcqRel))
     }
 
     pub(crate) fn has_data_file(&self) -> bool {
@@ -369,7 +376,7 @@ impl Qcow2 {
         packed: &[u8],
         out: &mut [u8],
     ) -> Result<()> {
-        let codec = self.header.codec;
+        let codec = self.header.codec();
         codec::unpack(codec, packed, out).map_err(|fault| {
             Error::corrupt(
                 self.storage.name(),
@@ -447,8 +454,8 @@ impl Format for Qcow2 {
             cluster_bytes: self.geometry.cluster_bytes(),
             fill_bytes: self.geometry.subcluster_bytes(),
             packed: (!self.has_data_file() && self.encryption.is_none())
-                .then_some(self.header.codec),
-            cheap_zeroes: self.header.version >= 3 && !self.header.data_file_raw(),
+                .then_some(self.header.codec()),
+            cheap_zeroes: self.header.version() >= 3 && !self.header.data_file_raw(),
             host_aligned: true,
         }
     }

@@ -25,7 +25,7 @@ impl Qcow2 {
         if offset & (self.geometry.cluster_bytes() - 1) != 0 || word & L1_RESERVED != 0 {
             return Err(vdkit_block::Error::corrupt(
                 self.storage.name(),
-                self.header.l1_offset.0 + l1_index * 8,
+                self.l1_offset().0 + l1_index * 8,
                 "L1 entry",
                 format!("{word:#018x}"),
                 "an L2 table at a cluster boundary and no reserved bits",
@@ -162,7 +162,7 @@ impl Qcow2 {
         while index < entries && offset.0 < end {
             let entry = self.entry_in(words, index);
             if let Some(expected) =
-                entry.fault(&self.geometry, self.header.version, self.has_data_file())
+                entry.fault(&self.geometry, self.header.version(), self.has_data_file())
             {
                 return match found {
                     None => Look::Fault { word: entry.word, expected },
@@ -201,7 +201,7 @@ impl Qcow2 {
                     file: FileIndex(0),
                     offset: place.offset,
                     len: place.bytes as u32,
-                    codec: self.header.codec,
+                    codec: self.header.codec(),
                     unpacked_len: geometry.cluster_bytes() as u32,
                     skip: in_cluster as u32,
                 }),

@@ -19,7 +19,7 @@ impl Qcow2 {
         if new > i64::MAX as u64 - self.geometry.cluster_bytes() {
             return Err(Error::Invalid(format!("{new} bytes is more than a disk can have")));
         }
-        if self.header.version < 3 && self.meta.lock().snapshot_count > 0 {
+        if self.header.version() < 3 && self.meta.lock().snapshot_count > 0 {
             return Err(Error::unsupported(
                 self.storage.name(),
                 "resizing a version 2 image with snapshots",
@@ -149,7 +149,7 @@ impl Qcow2 {
     /// without zero flags, in version 2.
     fn hide_beneath(&self, end: u64, upto: u64) -> Result<()> {
         let from = end.next_multiple_of(self.geometry.cluster_bytes());
-        if self.header.version < 3 || !self.has_backing() || from >= upto {
+        if self.header.version() < 3 || !self.has_backing() || from >= upto {
             return Ok(());
         }
         let mut meta = self.meta.lock();
@@ -216,8 +216,7 @@ impl Qcow2 {
             Self::unreserve(meta, [space]);
             return Err(error);
         }
-        let old = meta.l1_offset;
-        meta.l1_offset = HostOffset(space.first << self.geometry.cluster_bits);
+        let old = self.l1_moved(HostOffset(space.first << self.geometry.cluster_bits));
         self.l1.write().resize(entries as usize, 0);
         self.metadata.write().extend(space.first..space.first + space.count);
         self.retire(meta, self.clusters_of(old, old_bytes));

@@ -143,7 +143,7 @@ impl Qcow2 {
     ) -> Result<()> {
         let geometry = &self.geometry;
         let table = self.l2_table(geometry.l1_index(at))?.map(|(table, _)| table);
-        let (version, data_file) = (self.header.version, self.has_data_file());
+        let (version, data_file) = (self.header.version(), self.has_data_file());
         let entries = self.slice_entries() as u64;
         let mut index = geometry.l2_index(at);
         let last = index + ((end.0 - 1) >> geometry.cluster_bits) - (at.0 >> geometry.cluster_bits);

@@ -50,7 +50,7 @@ impl Qcow2 {
 
     /// As [`vdkit_block::Format::zero_for_good`].
     pub(crate) fn zero_range_for_good(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
-        if self.header.version < 3 {
+        if self.header.version() < 3 {
             return Ok(at.0..at.0); // no zero flag, and holes show what is put beneath later
         }
         self.zero_range_how(at, len, true, true)
@@ -79,7 +79,7 @@ impl Qcow2 {
             // The data file must read as the guest disk: zeroes have to be in it.
             return Ok(nothing);
         }
-        if self.header.version < 3 {
+        if self.header.version() < 3 {
             // No zero flag: only a hole without a backing image reads as zero.
             if self.has_backing() || !may_unmap {
                 return Ok(nothing);
@@ -118,17 +118,6 @@ impl Qcow2 {
             }
         })?;
         Ok(range)
-    }
-
-    /// Turns clusters that are flagged as zero into none, of an image that stands on nothing and
-    /// has no subclusters. They read as zero all the same.
-    pub(crate) fn forget_zeroes(&self, range: Range<u64>) -> Result<()> {
-        let (geometry, data_file) = (self.geometry, self.has_data_file());
-        debug_assert!(!self.has_backing() && !geometry.extended);
-        self.for_clusters(&range, false, |_, old| match old.state(0, &geometry, data_file) {
-            State::ZeroPlain | State::ZeroAllocated => L2Entry::default(),
-            _ => old,
-        })
     }
 
     /// Single subclusters of a compressed cluster cannot be zeroed: leaves such edges out.
@@ -209,7 +198,7 @@ impl Qcow2 {
         if self.header.data_file_raw() {
             return self.data.discard(HostOffset(range.start), range.end - range.start);
         }
-        let v3 = self.header.version >= 3;
+        let v3 = self.header.version() >= 3;
         if !v3 && self.has_backing() {
             return Ok(()); // nothing in a version 2 image could hide the backing data
         }

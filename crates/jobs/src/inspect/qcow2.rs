@@ -16,7 +16,7 @@ use vdkit_qcow2::layout::{
     self, BACKING_NAME_BYTES_MAX, CLUSTER_BITS, V2_HEADER_BYTES, V3_HEADER_BYTES,
     V3_HEADER_BYTES_MIN, autoclear, compatible, extension, incompatible,
 };
-use vdkit_qcow2::snapshots::SnapshotTable;
+use vdkit_qcow2::snapshots::{SnapshotTable, TablePlace};
 
 use super::bytes::{be32, be64};
 use super::code::{Code, InspectFinding, Weight, clip};
@@ -74,7 +74,12 @@ impl Inspection<'_> {
             }
         }
         self.extensions(head, version, cluster);
-        let limits = Limits { check_bytes_max: self.options.memory_max / 2, ..Limits::default() };
+        let usual = Limits::default();
+        let limits = Limits {
+            check_bytes_max: self.options.memory_max / 2,
+            snapshots_bytes_max: usual.snapshots_bytes_max.min(self.options.memory_max / 8),
+            ..usual
+        };
         let header = match Header::read(&*self.storage, &limits) {
             Ok(header) => header,
             // What was told already need not be told in other words.
@@ -310,7 +315,7 @@ impl Inspection<'_> {
 
     /// All that the header leads to.
     fn tables(&mut self, header: &Header, limits: &Limits) -> Result<()> {
-        match SnapshotTable::read(&*self.storage, header, limits) {
+        match SnapshotTable::read(&*self.storage, TablePlace::of(header), limits) {
             Ok(table) => self.snapshots(header, &table),
             Err(error) => self.note_error_within(error)?,
         }

@@ -108,7 +108,7 @@ impl Qcow2 {
                 "a bitmap's name has 1 to {NAME_BYTES_MAX} bytes and no zero byte"
             )));
         }
-        if self.header.version < 3 {
+        if self.header.version() < 3 {
             return Err(Error::unsupported(
                 self.storage.name(),
                 "bitmaps in a version 2 image",

@@ -52,8 +52,7 @@ fn padding(at: u64) -> u64 {
 impl Qcow2 {
     /// Says in the header that the bitmaps are true, or that they are not; durable.
     pub(super) fn set_bitmaps_valid(&self, meta: &mut Meta, valid: bool) -> Result<()> {
-        let others = self.header.autoclear & !autoclear::BITMAPS;
-        let bits = others | if valid { autoclear::BITMAPS } else { 0 };
+        let bits = self.header.autoclear() | if valid { autoclear::BITMAPS } else { 0 };
         self.switch_header(meta, field::AUTOCLEAR, &bits.to_be_bytes())
     }
 

@@ -86,6 +86,20 @@ impl Snapshot {
         self.extra.get(16..24).map(|extra| be64(extra, 0)).filter(|&count| count != u64::MAX)
     }
 
+    /// Whether the extra data has the sizes of VM state and disk, as version 3 asks for.
+    pub(crate) fn says_its_sizes(&self) -> bool {
+        self.extra.len() >= 16
+    }
+
+    /// Makes it say so. Before version 3 no disk changed its size under a snapshot.
+    fn complete(&mut self, guest_bytes: u64) {
+        if !self.says_its_sizes() {
+            self.disk_bytes = Some(guest_bytes);
+            self.extra = Self::new_extra(guest_bytes);
+            self.extra[..8].copy_from_slice(&self.vm_state_bytes.to_be_bytes());
+        }
+    }
+
     /// The extra data of a new snapshot: bytes of VM state and disk, and no count of instructions.
     fn new_extra(disk_bytes: u64) -> Vec<u8> {
         [0, disk_bytes, u64::MAX].iter().flat_map(|n| n.to_be_bytes()).collect()
@@ -109,6 +123,22 @@ impl Snapshot {
     }
 }
 
+/// Where a header says that the table of snapshots is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TablePlace {
+    /// Its entries.
+    pub count: u32,
+    /// Its host offset.
+    pub offset: HostOffset,
+}
+
+impl TablePlace {
+    /// As this header says.
+    pub fn of(header: &Header) -> Self {
+        Self { count: header.snapshot_count, offset: header.snapshots_offset }
+    }
+}
+
 /// All snapshots of an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SnapshotTable {
@@ -125,33 +155,32 @@ impl SnapshotTable {
     /// # Errors
     /// [`Error::Corrupt`] where an entry passes the end of the file or of the largest table that
     /// is accepted (64 MiB, or what `limits` say).
-    pub fn read(storage: &dyn Storage, header: &Header, limits: &Limits) -> Result<Self> {
-        let guess = u64::from(header.snapshot_count) * ENTRY_BYTES_GUESS;
-        Self::read_guessing(storage, header, limits, guess.max(FIRST_READ_BYTES))
+    pub fn read(storage: &dyn Storage, place: TablePlace, limits: &Limits) -> Result<Self> {
+        let guess = u64::from(place.count) * ENTRY_BYTES_GUESS;
+        Self::read_guessing(storage, place, limits, guess.max(FIRST_READ_BYTES))
     }
 
     /// As [`SnapshotTable::read`], always in one read, which may take much more than the table.
     pub(crate) fn read_at_once(
         storage: &dyn Storage,
-        header: &Header,
+        place: TablePlace,
         limits: &Limits,
     ) -> Result<Self> {
-        Self::read_guessing(storage, header, limits, u64::MAX)
+        Self::read_guessing(storage, place, limits, u64::MAX)
     }
 
     fn read_guessing(
         storage: &dyn Storage,
-        header: &Header,
+        place: TablePlace,
         limits: &Limits,
         guess: u64,
     ) -> Result<Self> {
-        let count = header.snapshot_count;
+        let TablePlace { count, offset: start } = place;
         if count == 0 {
             return Ok(Self::default());
         }
-        let start = header.snapshots_offset;
         let most = TABLE_BYTES_MAX
-            .min(limits.table_bytes_max)
+            .min(limits.snapshots_bytes_max)
             .min(u64::from(count) * (FIXED_BYTES + EXTRA_BYTES_MAX + 2 * 65536) as u64);
         let room = storage.len()?.saturating_sub(start.0).min(most);
         let guess = guess.min(room);
@@ -198,7 +227,7 @@ impl SnapshotTable {
             snapshot.encode(&mut table);
         }
         table.resize(table.len().next_multiple_of(8), 0);
-        let most = TABLE_BYTES_MAX.min(limits.table_bytes_max);
+        let most = TABLE_BYTES_MAX.min(limits.snapshots_bytes_max);
         if table.len() as u64 > most || snapshots.len() > SNAPSHOTS_MAX as usize {
             return Err(Error::Invalid(format!(
                 "{file}: {} snapshots take a table of {} bytes; at most {SNAPSHOTS_MAX} and {most} \
@@ -310,7 +339,7 @@ mod tests {
         all.push(snapshot(SNAPSHOTS_MAX, 1));
         let error = SnapshotTable::encode("f", &all, &limits).unwrap_err().to_string();
         assert!(error.contains("65537 snapshots"), "{error}");
-        let small = Limits { table_bytes_max: 1000, ..limits };
+        let small = Limits { snapshots_bytes_max: 1000, ..limits };
         assert!(SnapshotTable::encode("f", &all[..4], &small).is_err());
     }
 }

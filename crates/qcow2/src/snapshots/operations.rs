@@ -11,8 +11,7 @@ use vdkit_block::{
 use super::names::{self, First};
 use super::rewrite::{Active, Change, Flags};
 use super::walk::{Table, Walk};
-use super::{Snapshot, SnapshotTable};
-use crate::header::Header;
+use super::{Snapshot, SnapshotTable, TablePlace};
 use crate::image::{Meta, Qcow2};
 use crate::layout::{COPIED, OFFSET_MASK};
 
@@ -99,13 +98,20 @@ impl Qcow2 {
         ))
     }
 
+    /// Makes each snapshot say how large its disk and VM state are, which entries of version 2 need
+    /// not.
+    pub(crate) fn complete_snapshots(&self) -> Result<()> {
+        self.exclusively(|meta| {
+            let mut snapshots = self.load_list(meta)?;
+            let guest_bytes = self.guest_len();
+            snapshots.iter_mut().for_each(|snapshot| snapshot.complete(guest_bytes));
+            self.rewrite(meta, Change::of_list(snapshots), &Monitor::default())
+        })
+    }
+
     fn read_list(&self, meta: &Meta) -> Result<SnapshotTable> {
-        let header = Header {
-            snapshot_count: meta.snapshot_count,
-            snapshots_offset: meta.snapshots_offset,
-            ..self.header.clone()
-        };
-        SnapshotTable::read(&*self.storage, &header, &self.limits)
+        let place = TablePlace { count: meta.snapshot_count, offset: meta.snapshots_offset };
+        SnapshotTable::read(&*self.storage, place, &self.limits)
     }
 
     /// The list, for changing it.
@@ -127,7 +133,7 @@ impl Qcow2 {
         // What lies beyond the disk is VM state that an applied snapshot left: it is not this one's.
         let kept = words.len().min(self.geometry.l1_entries_for(guest_bytes) as usize);
         let mut walk = Walk::new(self, meta)?;
-        let offsets = walk.tables(meta.l1_offset, &words[..kept])?;
+        let offsets = walk.tables(self.l1_offset(), &words[..kept])?;
         let tables: Vec<Table> = offsets.iter().map(|&offset| Table { offset, by: 1 }).collect();
         let copies = walk.count(&tables, monitor)?;
         for &copied in &copies {
@@ -177,7 +183,7 @@ impl Qcow2 {
         let mut words = self.snapshot_words(snapshot)?;
         let mut walk = Walk::new(self, meta)?;
         let mut tables = BTreeMap::new();
-        for offset in walk.tables(meta.l1_offset, &self.l1.read())? {
+        for offset in walk.tables(self.l1_offset(), &self.l1.read())? {
             *tables.entry(offset).or_insert(0) -= 1;
         }
         for offset in walk.tables(snapshot.l1_offset, &words)? {
@@ -217,7 +223,7 @@ impl Qcow2 {
         self.check_snapshot(snapshot)?;
         let present = self.guest_len();
         let size = snapshot.disk_bytes.unwrap_or(present);
-        if size != present && self.header.version < 3 {
+        if size != present && self.header.version() < 3 {
             return Err(Error::unsupported(
                 self.storage.name(),
                 "applying a snapshot of another size in a version 2 image",
@@ -253,7 +259,7 @@ impl Qcow2 {
         self.check_own(meta, &walk, &snapshot, l1.clone())?;
 
         let mut active = self.l1.read().clone();
-        let used = walk.tables(meta.l1_offset, &active)?;
+        let used = walk.tables(self.l1_offset(), &active)?;
         let (geometry, deltas) = (self.geometry, &walk.deltas);
         let copies = walk.find(&used, monitor, |entry| {
             if entry.is_compressed() || entry.is_copied() || !entry.has_space(false) {

@@ -484,10 +484,12 @@ impl Qcow2 {
             }
             metadata.extend(offsets(&active.words));
         }
-        self.retire(meta, self.clusters_of(meta.l1_offset, old.len() as u64 * 8));
-        if let Some(space) = places.active_l1 {
-            meta.l1_offset = HostOffset(space.first << bits);
-        }
+        let old_bytes = old.len() as u64 * 8;
+        let old_offset = match places.active_l1 {
+            Some(space) => self.l1_moved(HostOffset(space.first << bits)),
+            None => self.l1_offset(),
+        };
+        self.retire(meta, self.clusters_of(old_offset, old_bytes));
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use vdkit_block::{Error, Format, Result};
 
 use super::Snapshot;
-use crate::header::Header;
+use crate::header::DiskTables;
 use crate::image::Qcow2;
 use crate::layout::L1_BYTES_MAX;
 
@@ -13,13 +13,11 @@ impl Qcow2 {
     /// The disk that a snapshot holds.
     pub(super) fn open_view(&self, snapshot: &Snapshot) -> Result<Arc<dyn Format>> {
         self.check_snapshot(snapshot)?;
-        let header = Header {
+        Ok(self.reading(DiskTables {
             l1_offset: snapshot.l1_offset,
             l1_entries: snapshot.l1_entries,
             guest_bytes: snapshot.disk_bytes.unwrap_or_else(|| self.guest_len()),
-            ..self.header.clone()
-        };
-        Ok(self.reading(header)?)
+        })?)
     }
 
     /// Checks that a snapshot's L1 table can be read, and that a disk can have its size.

@@ -113,7 +113,7 @@ impl<'a> Walk<'a> {
             if entry == L2Entry::default() {
                 continue;
             }
-            let version = self.image.header.version;
+            let version = self.image.header.version();
             if let Some(expected) = entry.fault(&geometry, version, false) {
                 let table = HostOffset(table.offset);
                 return Err(self.image.entry_fault(table, index as u64, entry.word, expected));

@@ -23,6 +23,7 @@ use vdkit_qcow2::{Qcow2, check};
 /// Little enough that a lie about a size is refused rather than believed.
 const LIMITS: Limits = Limits {
     table_bytes_max: 1 << 20,
+    snapshots_bytes_max: 1 << 20,
     chain_depth_max: 4,
     cache_bytes: 64 << 10,
     packed_bytes_max: 4 << 20,

@@ -1,6 +1,7 @@
 //! The power fails at any storage operation. Whatever survives: the list of snapshots and the disk
 //! are the old ones or the new ones, each snapshot holds what it held, and nothing is damaged.
 
+use vdkit_qcow2::header::Header;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::Rng;
 
@@ -68,7 +69,9 @@ fn record(shape: &Shape, deeds: usize, rng: &mut Rng) -> Run {
 fn try_survivor(run: &Run, done: &Done, moment: usize, content: Vec<MemoryStorage>, rng: &mut Rng) {
     let rig = run.rig.with_content(content);
     let format = rig.format(false).expect("a survivor opens");
-    let dirty = format.header().incompatible & 1 != 0;
+    let storage = rig.image().storage();
+    let header = Header::read(&*storage, &rig.limits).expect("a survivor's header");
+    let dirty = header.incompatible & 1 != 0;
     let old = moment < done.end && done.before.listed(&*format);
     let new = done.after.listed(&*format);
     assert!(old || new, "neither the old list nor the new one");

@@ -1,0 +1,110 @@
+//! Operations of one open image after one another: each goes by what the earlier ones left, and none
+//! by what the file said when it was opened.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CreateRequest, Error, Format, GuestOffset, HostOffset, Limits, Monitor, NewSnapshot,
+    OpenRequest, Options, Repair, Snapshots, Storage,
+};
+use vdkit_qcow2::Qcow2;
+use vdkit_storage::MemoryStorage;
+
+use super::support::rig;
+
+const GUEST_BYTES: u64 = 2 << 20;
+
+fn create(text: &str) -> Arc<dyn Storage> {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    let driver = vdkit::format("qcow2").unwrap();
+    driver
+        .create(&CreateRequest {
+            storage: storage.clone(),
+            data_file: None,
+            guest_bytes: GUEST_BYTES,
+            options: Options::parse("qcow2", driver.options(), [text]).unwrap(),
+            backing: None,
+        })
+        .unwrap();
+    storage
+}
+
+fn open(storage: &Arc<dyn Storage>) -> Arc<Qcow2> {
+    let (storage, limits) = (storage.clone(), Limits::default());
+    Qcow2::open(OpenRequest { storage, data_file: None, writable: true, limits }).unwrap()
+}
+
+fn word(storage: &dyn Storage, at: u64) -> u64 {
+    let mut bytes = [0; 8];
+    storage.read_at(&mut bytes, HostOffset(at)).unwrap();
+    u64::from_be_bytes(bytes)
+}
+
+fn assert_clean(storage: &Arc<dyn Storage>) {
+    let report = vdkit_qcow2::check::check(
+        storage,
+        None,
+        Repair::Nothing,
+        &Limits::default(),
+        &Monitor::default(),
+    )
+    .unwrap();
+    assert_eq!((report.corruptions, report.leaks), (0, 0), "{:#?}", report.findings);
+}
+
+#[test]
+fn a_damaged_entry_is_named_where_the_table_is_now() {
+    let storage = create("cluster_size=4096");
+    let before = word(&*storage, 40);
+    // Not at a cluster boundary.
+    storage.write_at(&0x10200u64.to_be_bytes(), HostOffset(before)).unwrap();
+    let image = open(&storage);
+    image.resize(4 * GUEST_BYTES).unwrap();
+    let now = word(&*storage, 40);
+    assert_ne!(now, before, "the table has moved");
+    match image.resolve(GuestOffset(0), 4096) {
+        Err(Error::Corrupt(fault)) => assert_eq!(fault.offset, now, "{fault:?}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_disk_is_emptied_whose_snapshot_was_made_meanwhile() {
+    for options in ["cluster_size=4096", "cluster_size=512,compat=0.10", "cluster_size=65536"] {
+        let storage = create(options);
+        let image = open(&storage);
+        let disk = rig::disk(image.clone(), true);
+        let bytes: Vec<u8> = (0..GUEST_BYTES / 4).map(|i| (i / 512 % 251) as u8 + 1).collect();
+        disk.write_at(&bytes, GuestOffset(512)).unwrap();
+        let name = NewSnapshot { name: "s".into(), ..NewSnapshot::default() };
+        Snapshots::create(&*image, &name, &Monitor::default()).unwrap();
+        image.empty().unwrap();
+        let read = |format: Arc<dyn Format>| {
+            let mut buf = vec![0xee; bytes.len()];
+            rig::disk(format, false).read_at(&mut buf, GuestOffset(512)).unwrap();
+            buf
+        };
+        assert!(read(image.view("s").unwrap()) == bytes, "{options}: the snapshot");
+        assert!(read(image.clone()) == vec![0; bytes.len()], "{options}: the disk");
+        Snapshots::apply(&*image, "s", &Monitor::default()).unwrap();
+        assert!(read(image.clone()) == bytes, "{options}: the disk again");
+        image.empty().unwrap();
+        Snapshots::delete(&*image, "s", &Monitor::default()).unwrap();
+        image.close().unwrap();
+        assert_clean(&storage);
+    }
+}
+
+#[test]
+fn a_view_has_no_snapshots_of_its_own() {
+    let storage = create("cluster_size=4096");
+    let image = open(&storage);
+    for name in ["one", "two"] {
+        let new = NewSnapshot { name: name.into(), ..NewSnapshot::default() };
+        Snapshots::create(&*image, &new, &Monitor::default()).unwrap();
+    }
+    let view = image.view("one").unwrap();
+    Snapshots::delete(&*image, "two", &Monitor::default()).unwrap();
+    // The table that there was when the view was made may hold anything by now.
+    assert_eq!(view.snapshots().unwrap().list().unwrap().len(), 0);
+}
