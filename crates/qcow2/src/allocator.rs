@@ -68,6 +68,21 @@ impl Qcow2 {
         }
     }
 
+    /// Takes so many clusters, wherever they are, for good: they are leaks until something refers to
+    /// them. Durable after the next flush.
+    pub(crate) fn take_clusters(&self, count: u64) -> Result<Vec<u64>> {
+        let mut meta = self.meta.lock();
+        self.before_change(&mut meta)?;
+        let mut clusters = Vec::new();
+        while (clusters.len() as u64) < count {
+            let missing = count - clusters.len() as u64;
+            if let Some(space) = self.allocate(&mut meta, missing, None)? {
+                clusters.extend(space.first..space.first + space.count);
+            }
+        }
+        Ok(clusters)
+    }
+
     /// Takes one cluster for a table; one that reads as zero where there is one. Nothing: as for
     /// [`Qcow2::allocate`].
     fn allocate_table(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<Option<Space>> {

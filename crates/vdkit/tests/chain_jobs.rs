@@ -12,8 +12,9 @@ use support::guest::{Guest, pattern};
 use vdkit::jobs::{commit_disks, take_over};
 use vdkit::storage::MemoryStorage;
 use vdkit::{
-    AmendRequest, BackingRef, CreateRequest, Disk, FormatDriver, GuestOffset, HostOffset, Limits,
-    Monitor, OpenOptions, OpenRequest, Options, Repair, Result, Secret, Storage,
+    AmendRequest, BackingRef, CreateRequest, Disk, FormatDriver, GuestOffset, HostOffset,
+    ImageInfo, Limits, Monitor, NewSnapshot, OpenOptions, OpenRequest, Options, Repair, Result,
+    Secret, Storage,
 };
 use vdkit_testkit::{FaultKind, FaultPlan, Rng};
 
@@ -25,23 +26,31 @@ struct Kind {
     bytes: u64,
     /// It stands on nothing.
     bottom: bool,
+    /// Snapshots are taken between the writes. Those of version 2 do not say how large their disk is.
+    snapshots: bool,
+}
+
+impl Kind {
+    const fn with_snapshots(self) -> Self {
+        Self { snapshots: true, ..self }
+    }
 }
 
 const fn qcow2(options: &'static str, bytes: u64) -> Kind {
-    Kind { format: "qcow2", options, bytes, bottom: false }
+    Kind { format: "qcow2", options, bytes, bottom: false, snapshots: false }
 }
 
 const fn bottom(options: &'static str, bytes: u64) -> Kind {
-    Kind { format: "qcow2", options, bytes, bottom: true }
+    Kind { format: "qcow2", options, bytes, bottom: true, snapshots: false }
 }
 
 /// An encrypted image that stands on the next.
 const fn sealed(bytes: u64) -> Kind {
-    Kind { format: "qcow2", options: SEALED, bytes, bottom: false }
+    Kind { format: "qcow2", options: SEALED, bytes, bottom: false, snapshots: false }
 }
 
 const fn sealed_bottom(bytes: u64) -> Kind {
-    Kind { format: "qcow2", options: SEALED, bytes, bottom: true }
+    Kind { format: "qcow2", options: SEALED, bytes, bottom: true, snapshots: false }
 }
 
 const SEALED_V2: &str = "compat=0.10,cluster_size=512,encrypt.format=luks,encrypt.iter-time=0,encrypt.cipher-alg=aes-128";
@@ -51,11 +60,11 @@ const SEALED: &str =
 
 /// A raw LUKS container: what nobody wrote is noise.
 const fn luks(bytes: u64) -> Kind {
-    Kind { format: "luks", options: "iter-time=0,cipher-alg=aes-128", bytes, bottom: true }
+    Kind { format: "luks", options: "iter-time=0,cipher-alg=aes-128", bytes, bottom: true, snapshots: false }
 }
 
 const fn raw(bytes: u64) -> Kind {
-    Kind { format: "raw", options: "", bytes, bottom: true }
+    Kind { format: "raw", options: "", bytes, bottom: true, snapshots: false }
 }
 
 /// What opens the encrypted ones.
@@ -105,8 +114,26 @@ impl Stack {
         open_one(&self.kinds[at], self.disks[at].storage(), writable)
     }
 
+    /// What the top image shows, and behind that what each of its snapshots does.
     fn guest(&self) -> Guest {
-        as_its_header_says(self)
+        let guest = as_its_header_says(self);
+        if self.kinds[0].snapshots {
+            let top = self.open_alone(0, false).expect("opening");
+            let all = top.top().snapshots().expect("qcow2 has snapshots");
+            for info in all.list().expect("a sound list") {
+                let view = all.view(&info.id).expect("a view");
+                let about = ImageInfo::new("qcow2", view.guest_bytes());
+                let view = Disk::from_format(view, about, &OpenOptions::default());
+                let view = match self.kinds[0].bottom {
+                    true => view,
+                    false => view.over(self.open(1, false).expect("opening")),
+                };
+                let (bytes, end) = (guest_of(&view), guest.len());
+                guest.0.set_len(end + bytes.len()).expect("memory");
+                guest.0.write_at(&bytes.read(0, bytes.len()), HostOffset(end)).expect("memory");
+            }
+        }
+        guest
     }
 
     /// The images must be sound but for leaks.
@@ -230,6 +257,11 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
             disk = disk.over(open_one(&kinds[depth + i], below, false).expect("opening"));
         }
         for op in 0..8 {
+            if kind.snapshots && op % 3 == 2 {
+                let new = NewSnapshot { name: format!("before {op}"), ..NewSnapshot::default() };
+                let all = disk.top().snapshots().expect("qcow2 has snapshots");
+                all.create(&new, &Monitor::default()).expect("taking a snapshot");
+            }
             let at = rng.below(kind.bytes / 512) * 512;
             let len = ((1 + rng.below(64)) * 512).min(kind.bytes - at);
             match rng.below(3) {
@@ -242,8 +274,35 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
             .expect("writing");
         }
         disk.close().expect("closing");
+        if kind.snapshots && kind.options.contains("compat=0.10") {
+            forget_sizes(&*images[0]);
+        }
     }
     images.iter().map(|image| MemoryStorage::clone(image)).collect()
+}
+
+/// Makes the entries of snapshots short, as they were before version 3.
+fn forget_sizes(image: &MemoryStorage) {
+    let read = |at: u64, bytes: usize| {
+        let mut buf = vec![0; bytes];
+        image.read_at(&mut buf, HostOffset(at)).expect("memory");
+        buf
+    };
+    let number = |bytes: &[u8]| bytes.iter().fold(0, |n, &b| n << 8 | u64::from(b));
+    let (count, table) = (number(&read(60, 4)), number(&read(64, 8)));
+    let (mut at, mut short) = (table, Vec::new());
+    for _ in 0..count {
+        let mut fixed = read(at, 40);
+        let (names, extra) =
+            (number(&fixed[12..14]) + number(&fixed[14..16]), number(&fixed[36..]));
+        fixed[36..].fill(0);
+        short.extend_from_slice(&fixed);
+        short.extend_from_slice(&read(at + 40 + extra, names as usize));
+        short.resize(short.len().next_multiple_of(8), 0);
+        at = (at + 40 + extra + names).next_multiple_of(8);
+    }
+    assert!(table + short.len() as u64 + 24 * count == at);
+    image.write_at(&short, HostOffset(table)).expect("memory");
 }
 
 /// Overlay and base, and sometimes what the base stands on.
@@ -478,6 +537,9 @@ fn amendments() -> Vec<(Vec<Kind>, &'static str)> {
         (vec![qcow2("cluster_size=4096", M), bottom("", M)], "compat=0.10"),
         (vec![qcow2("lazy_refcounts=on,cluster_size=512", M), raw(M)], "compat=0.10"),
         (vec![qcow2("compat=0.10,cluster_size=512", M), raw(M)], "compat=1.1,refcount_bits=32"),
+        (vec![bottom("cluster_size=4096", M).with_snapshots()], "compat=0.10"),
+        (vec![qcow2("cluster_size=512", M).with_snapshots(), bottom("", M)], "compat=0.10"),
+        (vec![qcow2("compat=0.10", M).with_snapshots(), raw(M)], "compat=1.1,refcount_bits=32"),
         (vec![bottom("cluster_size=512", M)], "refcount_bits=1"),
         (vec![bottom("cluster_size=4096", M)], "refcount_bits=64,lazy_refcounts=on"),
         (vec![bottom("refcount_bits=1,extended_l2=on", M)], "refcount_bits=16"),

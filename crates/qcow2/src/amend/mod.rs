@@ -7,22 +7,28 @@
 //! | step | where |
 //! |---|---|
 //! | refcounts of an image that was not closed cleanly are rebuilt | [`check`] |
+//! | snapshots say the sizes that version 3 asks for | [`Qcow2::complete_snapshots`] |
+//! | a data file that shall be the disk by itself gets zeroes where the disk has none of it | [`raw_data`] |
 //! | version 3, where a later step needs it | [`crate::header::rewrite`] |
 //! | new refcount blocks and table, of another width | [`check::change_refcount_width`] |
-//! | zero clusters become clusters of zeroes, or none, for version 2 | [`zeroes`] |
+//! | zero clusters, those of snapshots too, become clusters of zeroes or none, for version 2 | [`zeroes`] |
 //! | everything that the header says | [`crate::header::rewrite`] |
 
 mod plan;
+mod raw_data;
 mod tables;
 mod zeroes;
 
-use vdkit_block::{AmendRequest, Error, Monitor, Result};
+use std::sync::Arc;
+
+use vdkit_block::{AmendRequest, Error, Format, Monitor, OpenRequest, Result};
 
 use self::plan::Plan;
 use self::tables::Tables;
 use crate::check;
 use crate::header::rewrite::rewrite;
 use crate::header::{Header, field};
+use crate::image::Qcow2;
 use crate::layout::incompatible;
 
 /// As [`vdkit_block::FormatDriver::amend`].
@@ -47,7 +53,15 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
         check::rebuild_refcounts(storage, &request.limits, monitor)?;
     }
     let mut header = read()?;
-    plan.check_tables(&header, &Tables::read(&**storage, &header, &request.limits)?, monitor)?;
+    let tables = Tables::read(&**storage, &header, &request.limits)?;
+    plan.check_tables(&header, &tables, monitor)?;
+    if plan.needs_sizes(&header, &tables) {
+        complete_snapshots(request)?;
+        header = read()?;
+    }
+    if plan.makes_raw(&header) {
+        raw_data::make_whole(request, monitor)?;
+    }
     if header.geometry.refcount_order != plan.refcount_order {
         if header.version < 3 {
             let upgraded = Header { version: 3, ..header.clone() };
@@ -59,9 +73,25 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
     if plan.version < 3 && header.version >= 3 {
         zeroes::remove(request, monitor)?;
         header = read()?;
-        let tables = Tables::read(&**storage, &header, &request.limits)?;
-        plan.check_zeroes_gone(&tables, monitor)?;
     }
     rewrite(&**storage, &header, &plan.header(&header))?;
     Ok(plan::changes(&before, &read()?))
+}
+
+/// The image, for what the engine does.
+fn open(request: &AmendRequest, writable: bool) -> Result<Arc<Qcow2>> {
+    Qcow2::open(OpenRequest {
+        storage: request.storage.clone(),
+        data_file: request.data_file.clone(),
+        writable,
+        limits: request.limits,
+    })
+}
+
+fn complete_snapshots(request: &AmendRequest) -> Result<()> {
+    let image = open(request, true)?;
+    let done = image.complete_snapshots();
+    // Closed also after a failure, so that the image is clean.
+    let closed = image.close();
+    done.and(closed)
 }

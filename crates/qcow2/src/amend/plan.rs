@@ -2,10 +2,11 @@
 
 use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Monitor, Options, Result};
 
-use super::tables::{Find, Tables};
+use super::tables::Tables;
 use crate::header::{Encryption, Extension, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
 use crate::options::{ENCRYPT_FORMAT, SPECS};
+use crate::snapshots::Snapshot;
 
 /// What an image shall be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,15 +100,17 @@ impl Plan {
         if self.data_file.as_ref().is_some_and(String::is_empty) {
             return invalid(file, "the name of a data file is empty");
         }
-        if self.data_file_raw && !header.data_file_raw() {
-            return Err(Error::unsupported(
-                file,
-                "data_file_raw cannot be turned on: the data file need not be the disk by itself",
-                format!(
-                    "a new image can have it: 'vdkit convert -o data_file=FILE,data_file_raw=on \
-                     {file} NEW'"
-                ),
-            ));
+        if self.makes_raw(header) {
+            if self.data_file != header.data_file_name() {
+                return invalid(
+                    file,
+                    "data_file_raw=on changes the data file, and data_file=NAME names another one; \
+                     do one after the other",
+                );
+            }
+            if header.encryption != Encryption::None {
+                return invalid(file, "the data file of an encrypted image is no raw disk");
+            }
         }
         if self.backing.is_some() && self.data_file_raw {
             return invalid(
@@ -161,8 +164,7 @@ impl Plan {
     ) -> Result<()> {
         let file = tables.file();
         if self.codec != header.codec {
-            let snapshot = tables.in_snapshots(Find::Compressed, monitor)?;
-            if snapshot.is_some() || tables.in_active(Find::Compressed, monitor)? {
+            if tables.any_compressed(monitor)? {
                 return Err(Error::unsupported(
                     file,
                     format!("there are clusters compressed with {} already", header.codec),
@@ -175,55 +177,24 @@ impl Plan {
             }
         }
         let snapshots = &tables.snapshots.snapshots;
-        if self.version >= 3 && header.version < 3 {
-            // Version 3 asks for the sizes of each snapshot's disk and VM state.
-            if let Some(old) = snapshots.iter().find(|snapshot| snapshot.extra.len() < 16) {
-                let name = String::from_utf8_lossy(&old.name).into_owned();
-                return Err(Error::unsupported(
-                    file,
-                    format!("snapshot '{name}' does not say how large its disk is"),
-                    "delete it, or convert to a new image",
-                ));
-            }
-        }
         if self.version < 3 && header.version >= 3 {
-            let kept = |size: Option<u64>| size.is_none_or(|size| size == header.guest_bytes);
-            if let Some(other) = snapshots
-                .iter()
-                .find(|s| !kept(s.disk_bytes) || s.vm_state_bytes > u64::from(u32::MAX))
-            {
-                let name = String::from_utf8_lossy(&other.name).into_owned();
-                return Err(Error::unsupported(
-                    file,
-                    format!("version 2 cannot hold the sizes of snapshot '{name}'"),
-                    "delete it, or convert to a new image",
-                ));
-            }
-            if let Some(name) = tables.in_snapshots(Find::Zero, monitor)? {
-                return Err(Error::unsupported(
-                    file,
-                    format!("version 2 has no zero clusters, and snapshot '{name}' has some"),
-                    "delete it, or convert to a new image",
-                ));
+            for snapshot in snapshots {
+                check_sizes(file, snapshot, header.guest_bytes)?;
             }
         }
         Ok(())
     }
 
-    /// After [`super::zeroes::remove`].
-    pub(super) fn check_zeroes_gone(
-        &self,
-        tables: &Tables<'_>,
-        monitor: &Monitor<'_>,
-    ) -> Result<()> {
-        if !tables.in_active(Find::Zero, monitor)? {
-            return Ok(());
-        }
-        Err(Error::unsupported(
-            tables.file(),
-            "zero clusters behind the end of the disk, which version 2 cannot hold",
-            "convert to a new image",
-        ))
+    /// Whether the data file becomes the disk by itself, which it need not have been.
+    pub(super) fn makes_raw(&self, header: &Header) -> bool {
+        self.data_file_raw && !header.data_file_raw()
+    }
+
+    /// Whether snapshots must say more than they do. (Version 3 asks for the sizes of each one's
+    /// disk and VM state.)
+    pub(super) fn needs_sizes(&self, header: &Header, tables: &Tables<'_>) -> bool {
+        let mut snapshots = tables.snapshots.snapshots.iter();
+        self.version >= 3 && header.version < 3 && snapshots.any(|s| !s.says_its_sizes())
     }
 
     /// Whether the image is all this.
@@ -259,6 +230,23 @@ impl Plan {
 
 fn set_bit(bits: &mut u64, bit: u64, on: bool) {
     *bits = if on { *bits | bit } else { *bits & !bit };
+}
+
+/// Version 2 has 32 bits for the size of a VM state, and none for that of a disk.
+fn check_sizes(file: &str, snapshot: &Snapshot, guest_bytes: u64) -> Result<()> {
+    let name = String::from_utf8_lossy(&snapshot.name);
+    let what = match snapshot.disk_bytes {
+        Some(bytes) if bytes != guest_bytes => format!(
+            "version 2 has one size for all snapshots: '{name}' is of a disk of {bytes} bytes, and \
+             this one has {guest_bytes}"
+        ),
+        _ if snapshot.vm_state_bytes > u64::from(u32::MAX) => format!(
+            "version 2 cannot hold a VM state of 4 GiB: that of snapshot '{name}' has {} bytes",
+            snapshot.vm_state_bytes
+        ),
+        _ => return Ok(()),
+    };
+    Err(Error::unsupported(file, what, "delete the snapshot, or convert to a new image"))
 }
 
 /// What the image shall stand on: as the request says apart, or by its options.

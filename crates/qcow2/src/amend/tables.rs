@@ -1,12 +1,12 @@
-//! A walk over the entries of all L2 tables, those of snapshots too.
+//! A walk over the entries of all L2 tables, those of snapshots too, in search of compressed ones.
 
 use rustc_hash::FxHashSet;
 use vdkit_block::{Error, HostOffset, Limits, Monitor, Result, Storage};
 
 use crate::entry::L2Entry;
 use crate::header::Header;
-use crate::layout::{L1_BYTES_MAX, OFFSET_MASK, ZERO};
-use crate::snapshots::SnapshotTable;
+use crate::layout::{L1_BYTES_MAX, OFFSET_MASK};
+use crate::snapshots::{SnapshotTable, TablePlace};
 
 /// Where the L2 tables of an image are.
 pub(super) struct Tables<'a> {
@@ -17,18 +17,9 @@ pub(super) struct Tables<'a> {
     pub(super) snapshots: SnapshotTable,
 }
 
-/// What is looked for in the tables.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Find {
-    /// Compressed clusters.
-    Compressed,
-    /// Clusters with a zero flag (of standard entries).
-    Zero,
-}
-
 impl<'a> Tables<'a> {
     pub(super) fn read(storage: &'a dyn Storage, header: &Header, limits: &Limits) -> Result<Self> {
-        let snapshots = SnapshotTable::read(storage, header, limits)?;
+        let snapshots = SnapshotTable::read(storage, TablePlace::of(header), limits)?;
         Ok(Self { storage, header: header.clone(), limits: *limits, snapshots })
     }
 
@@ -36,29 +27,23 @@ impl<'a> Tables<'a> {
         self.storage.name()
     }
 
-    /// Whether the active disk has such an entry.
-    pub(super) fn in_active(&self, find: Find, monitor: &Monitor<'_>) -> Result<bool> {
+    /// Whether the disk or a snapshot has compressed clusters.
+    pub(super) fn any_compressed(&self, monitor: &Monitor<'_>) -> Result<bool> {
         let mut seen = FxHashSet::default();
-        self.in_l1(self.header.l1_offset, self.header.l1_entries, find, &mut seen, monitor)
-    }
-
-    /// The name of a snapshot that has such an entry.
-    pub(super) fn in_snapshots(&self, find: Find, monitor: &Monitor<'_>) -> Result<Option<String>> {
-        let mut seen = FxHashSet::default();
-        for snapshot in &self.snapshots.snapshots {
-            let (at, entries) = (snapshot.l1_offset, snapshot.l1_entries);
-            if self.in_l1(at, entries, find, &mut seen, monitor)? {
-                return Ok(Some(String::from_utf8_lossy(&snapshot.name).into_owned()));
+        let active = (self.header.l1_offset, self.header.l1_entries);
+        let snapshots = self.snapshots.snapshots.iter().map(|s| (s.l1_offset, s.l1_entries));
+        for (at, entries) in std::iter::once(active).chain(snapshots) {
+            if self.in_l1(at, entries, &mut seen, monitor)? {
+                return Ok(true);
             }
         }
-        Ok(None)
+        Ok(false)
     }
 
     fn in_l1(
         &self,
         at: HostOffset,
         entries: u32,
-        find: Find,
         seen: &mut FxHashSet<u64>,
         monitor: &Monitor<'_>,
     ) -> Result<bool> {
@@ -78,23 +63,19 @@ impl<'a> Tables<'a> {
             }
             monitor.cancel.check()?;
             self.storage.read_padded(&mut table, HostOffset(offset))?;
-            if self.in_table(&table, find) {
+            if self.in_table(&table) {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    fn in_table(&self, table: &[u8], find: Find) -> bool {
+    fn in_table(&self, table: &[u8]) -> bool {
         let step = self.header.geometry.l2_entry_bytes() as usize;
         table.chunks_exact(step).any(|bytes| {
             let mut word = [0; 8];
             word.copy_from_slice(&bytes[..8]);
-            let entry = L2Entry { word: u64::from_be_bytes(word), bitmap: 0 };
-            match find {
-                Find::Compressed => entry.is_compressed(),
-                Find::Zero => !entry.is_compressed() && entry.word & ZERO != 0,
-            }
+            L2Entry { word: u64::from_be_bytes(word), bitmap: 0 }.is_compressed()
         })
     }
 }

@@ -1,0 +1,181 @@
+//! Zero flags out of all L2 tables, those of snapshots too: version 2 has none.
+//!
+//! Where the image stands on nothing, an entry without a cluster reads as zero as well. Over a
+//! backing file the entries name clusters of zeroes instead, which many of them share: it takes
+//! little space, and who writes to one copies it first, as with any shared cluster.
+//!
+//! | step | what a crash after it leaves |
+//! |---|---|
+//! | the clusters of zeroes get their refcounts; barrier | leaks |
+//! | entries name them, or nothing; barrier | the same disk, some of it said otherwise; leaks |
+//! | clusters that entries with a flag had kept lose their refcounts; barrier | leaks |
+
+use std::sync::Arc;
+
+use vdkit_block::{Error, Limits, Monitor, Result, Storage};
+
+use super::compact::make_sound;
+use super::compact::space::{Space, runs};
+use super::image::Image;
+use super::mapping::{L2Table, entry_at, put_entry};
+use super::reader;
+use super::repair::write_changed;
+use crate::entry::L2Entry;
+use crate::header::Encryption;
+use crate::layout::{COPIED, OFFSET_MASK, ZERO};
+
+/// References to one cluster of zeroes. Each snapshot adds as many again, and refcounts of version 2
+/// count to 65535.
+const SHARED_MAX: u64 = 256;
+/// Clusters that are let go before they are made free.
+const FREED_MAX: usize = 1 << 16;
+
+/// Mends leaks, as one that was killed may have left, and says how many clusters of zeroes
+/// [`remove`] needs.
+///
+/// # Errors
+/// [`Error::Corrupt`] for an image that is not sound; [`Error::Unsupported`] where bytes of zero in
+/// the file are not what the guest reads as zero.
+pub(crate) fn prepare(
+    storage: &Arc<dyn Storage>,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<u64> {
+    make_sound(storage, false, limits, monitor)?;
+    let space = Space::load(storage, limits, monitor)?;
+    if !hides(&space.image) {
+        return Ok(0);
+    }
+    let needed = shares(&space)?.used.len() as u64;
+    if needed > 0 && space.image.header.encryption != Encryption::None {
+        return Err(Error::unsupported(
+            storage.name(),
+            "zero clusters that hide a backing file, in an encrypted image, for version 2",
+            "convert to a new image",
+        ));
+    }
+    Ok(needed)
+}
+
+/// Removes all zero flags. `zeroes` are clusters that hold zeroes and that nothing refers to, as many
+/// as [`prepare`] asked for. Durable when it returns.
+///
+/// # Errors
+/// As the storage. Run again after one, or after a crash, it comes to the same end.
+pub(crate) fn remove(
+    storage: &Arc<dyn Storage>,
+    zeroes: &[u64],
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    let mut space = Space::load(storage, limits, monitor)?;
+    let shared = if hides(&space.image) { shares(&space)? } else { Shares::default() };
+    assert!(shared.used.len() <= zeroes.len(), "as many as were asked for");
+    for (&cluster, &references) in zeroes.iter().zip(&shared.used) {
+        space.refer(cluster, references as i64);
+    }
+    // What a mend of leaks would take away again is raised in any case.
+    space.write_refcounts()?;
+    space.sync()?;
+    let tables = space.survey.tables.clone();
+    let mut places = Shares::default();
+    let mut freed = Vec::new();
+    for (done, table) in tables.iter().enumerate() {
+        monitor.progress.update(done as u64, tables.len() as u64);
+        monitor.cancel.check()?;
+        let old = reader::read_table(&**storage, table.offset, space.image.cluster_bytes())?;
+        let mut new = old.clone();
+        for (index, word) in flagged(&space.image, &old) {
+            if word & OFFSET_MASK != 0 {
+                freed.push(((word & OFFSET_MASK) >> space.image.geometry().cluster_bits, table));
+            }
+            let word = if hides(&space.image) {
+                let place = places.take(weight(table));
+                let single = shared.used[place] == 1 && table.active > 0;
+                space.offset(zeroes[place]) | if single { COPIED } else { 0 }
+            } else {
+                0
+            };
+            put_entry(&mut new, index, false, L2Entry { word, bitmap: 0 });
+        }
+        write_changed(&space.image, table.offset, &old, &new)?;
+        if freed.len() >= FREED_MAX {
+            release(&mut space, &mut freed)?;
+        }
+    }
+    release(&mut space, &mut freed)?;
+    drop(space);
+    // Where a cluster is used once only from now on, its COPIED flag is due; and what was asked for
+    // and not used goes back.
+    make_sound(storage, false, limits, monitor)?;
+    Ok(())
+}
+
+/// Whether an entry of nothing would show something else than zeroes.
+fn hides(image: &Image) -> bool {
+    image.header.backing_name.is_some()
+}
+
+fn weight(table: &L2Table) -> u64 {
+    u64::from(table.weight().unsigned_abs())
+}
+
+/// Index and word of the entries of a table that have a zero flag.
+fn flagged<'t>(image: &Image, table: &'t [u8]) -> impl Iterator<Item = (usize, u64)> + 't {
+    (0..image.geometry().l2_entries() as usize)
+        .map(move |index| (index, entry_at(table, index, false)))
+        .filter(|(_, entry)| !entry.is_compressed() && entry.word & ZERO != 0)
+        .map(|(index, entry)| (index, entry.word))
+}
+
+/// How often each cluster of zeroes is referred to.
+#[derive(Debug, Default)]
+struct Shares {
+    used: Vec<u64>,
+}
+
+impl Shares {
+    /// The place for an entry of a table that is named so often.
+    fn take(&mut self, weight: u64) -> usize {
+        match self.used.last_mut() {
+            Some(used) if *used + weight <= SHARED_MAX => *used += weight,
+            _ => self.used.push(weight),
+        }
+        self.used.len() - 1
+    }
+}
+
+/// The places of all entries, in the order of the tables.
+fn shares(space: &Space<'_>) -> Result<Shares> {
+    let mut shares = Shares::default();
+    for table in &space.survey.tables {
+        space.monitor.cancel.check()?;
+        let image = &space.image;
+        let bytes = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
+        for _ in flagged(image, &bytes) {
+            shares.take(weight(table));
+        }
+    }
+    Ok(shares)
+}
+
+/// Makes clusters free that no entry names any more.
+fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, &L2Table)>) -> Result<()> {
+    // The entries must be gone from the disk first.
+    space.sync()?;
+    let mut gone = Vec::new();
+    for (cluster, table) in freed.drain(..) {
+        space.refer(cluster, -i64::from(table.weight()));
+        gone.push(cluster);
+    }
+    space.write_refcounts()?;
+    space.sync()?;
+    gone.sort_unstable();
+    gone.dedup();
+    // Another entry may name it, without a flag.
+    gone.retain(|&cluster| space.references(cluster) == 0);
+    for run in runs(gone) {
+        space.punch(run);
+    }
+    Ok(())
+}
