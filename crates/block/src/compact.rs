@@ -50,6 +50,8 @@ pub struct CompactReport {
     pub zero_clusters: u64,
     /// Mapping tables that mapped nothing any more.
     pub empty_tables: u64,
+    /// Clusters of tables that were longer than what is in them.
+    pub table_clusters: u64,
     /// Clusters that were moved towards the front.
     pub moved_clusters: u64,
     /// Bytes of zeroes that became holes where they were.

@@ -78,6 +78,7 @@ fn print(name: &str, report: &CompactReport, out: &mut Output) -> std::io::Resul
     for (count, what) in [
         (report.zero_clusters, "clusters of zeroes dropped"),
         (report.empty_tables, "empty tables dropped"),
+        (report.table_clusters, "clusters of longer tables than are needed given back"),
         (report.leaked_clusters, "leaked clusters given back"),
         (report.moved_clusters, "clusters moved"),
     ] {

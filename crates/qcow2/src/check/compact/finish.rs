@@ -2,12 +2,14 @@
 
 use vdkit_block::{CompactReport, HostOffset, LeftAlone, Result};
 
+use super::shrink::shrink_refcount_table;
 use super::space::Space;
 
-/// Lets go of refcount blocks that describe nothing, cuts the file behind the last cluster in use
+/// Lets go of refcount blocks that describe nothing and of the refcount table's end, cuts the file behind the last cluster in use
 /// and gives the space of free clusters before it back.
 pub(super) fn cut(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -> Result<()> {
     while drop_blocks(space)? {}
+    shrink_refcount_table(space, report)?;
     let left: Vec<u64> = space.used_from(end).map(|(cluster, _)| cluster).collect();
     let metadata = left.iter().filter(|&&cluster| space.is_metadata(cluster)).count() as u64;
     if metadata > 0 {

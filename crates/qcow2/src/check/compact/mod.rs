@@ -4,11 +4,13 @@
 //!
 //! 1. What is leaked goes back, so that a cluster without a refcount is free and one with has that
 //!    many references. An image with any other damage is refused.
-//! 2. [`zeroes`]: clusters that hold zeroes, and tables that map nothing, are let go.
-//! 3. [`tables`]: tables behind the end that the file could have move to the front.
-//! 4. [`data`]: so does guest data, from the end of the file on.
-//! 5. [`finish`]: refcount blocks that describe nothing are let go, the file is cut, and what is
-//!    free in its middle is punched out.
+//! 2. [`shrink`]: tables that are longer than what is in them are cut.
+//! 3. [`zeroes`]: clusters that hold zeroes, and tables that map nothing, are let go.
+//! 4. [`tables`]: tables behind the end that the file could have move to the front.
+//! 5. [`data`]: so does guest data, from the end of the file on.
+//! 6. [`finish`]: refcount blocks that describe nothing are let go, the file is cut, and what is
+//!    free in its middle is punched out. Where that made the refcount table shorter, the last three
+//!    steps are done again.
 //!
 //! # The life of a cluster that moves
 //!
@@ -24,20 +26,24 @@
 
 mod data;
 mod finish;
-mod space;
+mod progress;
+mod shrink;
+pub(in crate::check) mod space;
 mod tables;
 mod zeroes;
 
 use std::sync::Arc;
 
 use vdkit_block::{
-    CompactOptions, CompactReport, Error, Limits, Monitor, Repair, Result, Storage, punch_zeroes,
+    CompactOptions, CompactReport, Error, Limits, Monitor, Progress, Repair, Result, Storage,
+    punch_zeroes,
 };
 
 use super::image::Image;
 use super::repair;
 use crate::header::field;
 use crate::layout::incompatible;
+use progress::Bar;
 use space::Space;
 
 /// What is taken twice at a time. (Little in tests, to have many batches.)
@@ -59,17 +65,31 @@ pub(crate) fn compact(
         report.length_before += file.len()?;
         report.allocated_before += file.allocated_bytes()?;
     }
-    report.leaked_clusters = make_sound(storage, data_file.is_some(), limits, monitor)?;
-    let load = || Space::load(storage, limits, monitor);
-    zeroes::drop_zeroes(&mut load()?, options.zero_scan, &mut report)?;
+    let bar = Bar::new(monitor, report.length_before);
+    // Reading metadata, reading data, moving data: a rough guess, but one bar.
+    let (looking, scanning, moving) = (bar.step(0..10), bar.step(10..60), bar.step(60..100));
+    let (looking, scanning) = (watched(monitor, &looking), watched(monitor, &scanning));
+    let moving = watched(monitor, &moving);
+    report.leaked_clusters = make_sound(storage, data_file.is_some(), limits, &looking)?;
+    shrink::shrink_tables(&mut Space::load(storage, limits, &looking)?, &mut report)?;
+    let mut space = Space::load(storage, limits, &scanning)?;
+    zeroes::drop_zeroes(&mut space, options.zero_scan, &mut report)?;
     if let Some(data) = data_file.filter(|_| options.zero_scan) {
-        report.punched_bytes = punch_zeroes(&**data, monitor)?;
+        report.punched_bytes = punch_zeroes(&**data, &scanning)?;
     }
-    let end = load()?.ideal_end();
-    tables::move_tables(storage, limits, monitor, end, &mut report)?;
-    let mut space = load()?;
-    data::move_data(&mut space, end, &mut report)?;
-    finish::cut(&mut load()?, end, &mut report)?;
+    loop {
+        let load = || Space::load(storage, limits, &moving);
+        let end = load()?.ideal_end();
+        let freed = report.table_clusters;
+        report.left_alone.clear();
+        tables::move_tables(storage, limits, &moving, end, &mut report)?;
+        data::move_data(&mut load()?, end, &mut report)?;
+        finish::cut(&mut load()?, end, &mut report)?;
+        if report.table_clusters == freed {
+            break;
+        }
+    }
+    moving.progress.update(1, 1);
     for file in &files {
         report.length_after += file.len()?;
         report.allocated_after += file.allocated_bytes()?;
@@ -77,8 +97,13 @@ pub(crate) fn compact(
     Ok(report)
 }
 
+/// The same cancel token, told of elsewhere.
+fn watched<'p>(monitor: &Monitor<'_>, progress: &'p dyn Progress) -> Monitor<'p> {
+    Monitor { cancel: monitor.cancel.clone(), progress }
+}
+
 /// Gives leaked clusters back, and says how many there were.
-fn make_sound(
+pub(in crate::check) fn make_sound(
     storage: &Arc<dyn Storage>,
     data_file: bool,
     limits: &Limits,

@@ -16,10 +16,10 @@ use crate::refcounts::set_refcount;
 const COPY_BYTES: u64 = 1 << 20;
 
 /// A sound image that nothing else changes: how often each cluster is referred to.
-pub(super) struct Space<'a> {
-    pub(super) image: Image,
-    pub(super) survey: Survey,
-    pub(super) monitor: &'a Monitor<'a>,
+pub(in crate::check) struct Space<'a> {
+    pub(in crate::check) image: Image,
+    pub(in crate::check) survey: Survey,
+    pub(in crate::check) monitor: &'a Monitor<'a>,
     /// No cluster below is free.
     low: u64,
     /// Clusters whose refcount on disk is not that in memory.
@@ -28,7 +28,7 @@ pub(super) struct Space<'a> {
 
 impl<'a> Space<'a> {
     /// Reads all metadata.
-    pub(super) fn load(
+    pub(in crate::check) fn load(
         storage: &Arc<dyn Storage>,
         limits: &Limits,
         monitor: &'a Monitor<'a>,
@@ -52,34 +52,34 @@ impl<'a> Space<'a> {
     }
 
     /// Host offset of a cluster.
-    pub(super) fn offset(&self, cluster: u64) -> u64 {
+    pub(in crate::check) fn offset(&self, cluster: u64) -> u64 {
         cluster << self.image.geometry().cluster_bits
     }
 
     /// How often a cluster is referred to.
-    pub(super) fn references(&self, cluster: u64) -> u64 {
+    pub(in crate::check) fn references(&self, cluster: u64) -> u64 {
         (-self.survey.balance.balance(cluster)).clamp(0, i128::from(u64::MAX)) as u64
     }
 
     /// Whether a cluster holds metadata.
-    pub(super) fn is_metadata(&self, cluster: u64) -> bool {
+    pub(in crate::check) fn is_metadata(&self, cluster: u64) -> bool {
         self.survey.balance.word(cluster) & METADATA != 0
     }
 
     /// Clusters in use from `from` on, with their references.
-    pub(super) fn used_from(&self, from: u64) -> impl Iterator<Item = (u64, u64)> {
+    pub(in crate::check) fn used_from(&self, from: u64) -> impl Iterator<Item = (u64, u64)> {
         let used = self.survey.balance.unbalanced().filter(move |&(cluster, _)| cluster >= from);
         used.map(|(cluster, balance)| (cluster, (-balance).max(0) as u64))
     }
 
     /// One more than the highest cluster in use.
-    pub(super) fn used_end(&self) -> u64 {
+    pub(in crate::check) fn used_end(&self) -> u64 {
         self.used_from(0).last().map_or(1, |(cluster, _)| cluster + 1)
     }
 
     /// The smallest number of clusters that the file can have: everything in use without gaps,
     /// except where no refcount block is, and without the blocks that would be behind it.
-    pub(super) fn ideal_end(&self) -> u64 {
+    pub(in crate::check) fn ideal_end(&self) -> u64 {
         let bits = self.image.geometry().refcount_block_bits();
         let blocks = &self.survey.refcounts.blocks;
         let present = blocks.iter().filter(|&&block| block != 0).count() as u64;
@@ -98,7 +98,7 @@ impl<'a> Space<'a> {
 
     /// The lowest free run of `count` clusters with refcounts that ends at or below `end`. It is the
     /// caller's from now on: it is not handed out again.
-    pub(super) fn take_run(&mut self, count: u64, end: u64) -> Option<u64> {
+    pub(in crate::check) fn take_run(&mut self, count: u64, end: u64) -> Option<u64> {
         let bits = self.image.geometry().refcount_block_bits();
         let mut start = self.low;
         let mut at = start;
@@ -127,14 +127,14 @@ impl<'a> Space<'a> {
     }
 
     /// Changes how often a cluster is referred to; see [`Space::write_refcounts`].
-    pub(super) fn refer(&mut self, cluster: u64, times: i64) {
+    pub(in crate::check) fn refer(&mut self, cluster: u64, times: i64) {
         let times = times.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32;
         self.survey.balance.refer(cluster, times);
         self.changed.insert(cluster);
     }
 
     /// Writes the refcounts that changed; not durable yet.
-    pub(super) fn write_refcounts(&mut self) -> Result<()> {
+    pub(in crate::check) fn write_refcounts(&mut self) -> Result<()> {
         self.survey.balance.check_limit(self.image.name())?;
         let geometry = *self.image.geometry();
         let mut changed = std::mem::take(&mut self.changed).into_iter().peekable();
@@ -161,7 +161,7 @@ impl<'a> Space<'a> {
     }
 
     /// Copies clusters. Holes stay holes.
-    pub(super) fn copy(&self, from: u64, to: u64, clusters: u64) -> Result<()> {
+    pub(in crate::check) fn copy(&self, from: u64, to: u64, clusters: u64) -> Result<()> {
         let storage = &*self.image.storage;
         let bytes = self.offset(clusters);
         let holes = storage.may_have_holes()?;
@@ -190,7 +190,7 @@ impl<'a> Space<'a> {
     }
 
     /// Gives the space of clusters that nothing refers to back to the file system.
-    pub(super) fn punch(&self, run: Range<u64>) {
+    pub(in crate::check) fn punch(&self, run: Range<u64>) {
         let end = run.end.min(self.image.file_clusters());
         if run.start < end {
             // A hint: where it fails, the space merely stays taken.
@@ -202,19 +202,19 @@ impl<'a> Space<'a> {
     }
 
     /// Makes all writes durable.
-    pub(super) fn sync(&self) -> Result<()> {
+    pub(in crate::check) fn sync(&self) -> Result<()> {
         self.monitor.cancel.check()?;
         self.image.storage.sync()
     }
 
     /// Clusters of one batch.
-    pub(super) fn batch_clusters(&self) -> u64 {
+    pub(in crate::check) fn batch_clusters(&self) -> u64 {
         (super::BATCH_BYTES / self.image.cluster_bytes()).clamp(1, super::BATCH_CLUSTERS_MAX)
     }
 }
 
 /// Runs of neighbours in sorted numbers.
-pub(super) fn runs(sorted: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
+pub(in crate::check) fn runs(sorted: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for cluster in sorted {
         match runs.last_mut() {

@@ -313,3 +313,105 @@ fn an_error_at_any_point_leaves_the_same_disk() {
         }
     }
 }
+
+/// A field of the header.
+fn be32(image: &Image, at: u64) -> u32 {
+    u32::from_be_bytes(image.bytes(at, 4).try_into().unwrap())
+}
+
+/// An image whose L1 table is that of a larger disk, and whose refcount table of a longer file.
+fn once_larger() -> Image {
+    let image = Image::empty();
+    let file = image.path.to_str().unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", file, "1G"];
+    must("qemu-img", &create);
+    let writes = ["-c", "write -P 1 0 300k", "-c", "write -P 2 40M 17M", "-c", "write -P 3 1M 64k"];
+    must("qemu-io", &[&["-f", "qcow2"], &writes[..], &[file]].concat());
+    must("qemu-img", &["resize", "-q", "-f", "qcow2", "--shrink", file, "2M"]);
+    image
+}
+
+#[test]
+fn tables_become_as_short_as_the_disk_and_the_file() {
+    if !peers() {
+        return;
+    }
+    let image = once_larger();
+    let (l1, clusters) = (be32(&image, 36), be32(&image, 56));
+    assert!(l1 == 32768 && clusters > 2, "{l1} entries, {clusters} clusters");
+    let before = image.copy();
+    let report = compact(&open(&image.path)).unwrap();
+    assert_eq!(qemu_check(&image.path).exit, 0, "{report:?}");
+    assert!(same_guest(&before.path, &image.path));
+    // 2 MiB of disk: 64 L2 tables. 364 KiB of file: 3 blocks.
+    assert_eq!((be32(&image, 36), be32(&image, 56)), (64, 1), "{report:?}");
+    assert!(report.table_clusters >= 511 + u64::from(clusters) - 1, "{report:?}");
+    assert!(image.len() < 450 << 10, "{} bytes: {report:?}", image.len());
+    let again = compact(&open(&image.path)).unwrap();
+    assert_eq!((again.table_clusters, again.moved_clusters), (0, 0), "{again:?}");
+    // QEMU makes both larger again.
+    let file = image.path.to_str().unwrap();
+    must("qemu-img", &["resize", "-q", "-f", "qcow2", file, "1G"]);
+    must("qemu-io", &["-f", "qcow2", "-c", "write -P 4 900M 20M", file]);
+    assert_eq!(qemu_check(&image.path).exit, 0);
+    must("qemu-io", &["-f", "qcow2", "-c", "read -P 1 0 300k", "-c", "read -P 3 1M 64k", file]);
+}
+
+#[test]
+fn a_power_cut_while_tables_become_shorter_leaves_the_same_disk() {
+    if !peers() {
+        return;
+    }
+    let image = once_larger();
+    let memory = MemoryStorage::from_bytes("image", &std::fs::read(&image.path).unwrap());
+    let views = all_views(&(Arc::new(memory.clone()) as Arc<dyn Storage>));
+    let crash = CrashStorage::holding(&memory);
+    compact(&(Arc::clone(&crash) as Arc<dyn Storage>)).unwrap();
+    let mut rng = Rng::from_env(12);
+    println!("{} changes, seed {}", crash.ops(), rng.seed());
+    let every = (crash.ops() / 60).max(1);
+    crash.for_each_crash(|ops, moment| {
+        // The tables are cut at the beginning and at the end.
+        if ops > 20 && ops + 20 < crash.ops() && ops % every != 0 {
+            return;
+        }
+        for survivor in [moment.only_durable(), moment.survivor(&mut rng)] {
+            let survivor: Arc<dyn Storage> = Arc::new(survivor);
+            let limits = Limits::default();
+            let found =
+                check::check(&survivor, None, Repair::Nothing, &limits, &Monitor::default())
+                    .unwrap();
+            assert_eq!(found.corruptions, 0, "after {ops}: {:#?}", found.findings);
+            assert!(views == all_views(&survivor), "after {ops}");
+            compact(&survivor).unwrap();
+            assert!(views == all_views(&survivor), "after {ops}, then again");
+            assert!(survivor.len().unwrap() < 450 << 10, "after {ops}");
+        }
+    });
+}
+
+#[test]
+fn progress_is_one_bar_that_never_goes_back() {
+    #[derive(Default)]
+    struct Heard(parking_lot::Mutex<Vec<(u64, u64)>>);
+    impl vdkit_block::Progress for Heard {
+        fn update(&self, done: u64, total: u64) {
+            self.0.lock().push((done, total));
+        }
+        fn message(&self, _text: &str) {}
+    }
+    if !peers() {
+        return;
+    }
+    let image = worn(kind("cluster-512"), 6);
+    let heard = Heard::default();
+    let monitor = Monitor { progress: &heard, ..Monitor::default() };
+    let report =
+        check::compact(&open(&image.path), None, ALL, &Limits::default(), &monitor).unwrap();
+    assert!(report.zero_clusters > 0 && report.moved_clusters > 0, "{report:?}");
+    let heard = heard.0.into_inner();
+    assert!(heard.len() > 10 && heard.is_sorted_by_key(|(done, _)| *done), "{heard:?}");
+    let total = report.length_before;
+    assert!(heard.iter().all(|(done, of)| *of == total && done <= of), "{heard:?}");
+    assert_eq!(heard.last(), Some(&(total, total)));
+}
