@@ -300,7 +300,7 @@ impl ImageInfo {
 }
 
 /// One internal snapshot.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct SnapshotInfo {
     /// The unique id.
@@ -387,8 +387,10 @@ pub enum Repair {
     Nothing,
     /// Give leaked space back.
     Leaks,
-    /// Mend all that can be mended.
+    /// Mend all that can be mended, but for what may lose guest data that is still there.
     All,
+    /// Also that.
+    AllForced,
 }
 
 /// How bad a finding is.

@@ -72,6 +72,25 @@ fn corruption_is_told_and_mended() {
 }
 
 #[test]
+fn lost_tables_are_given_free_by_force_only() {
+    use std::os::unix::fs::FileExt;
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.qcow2", "1M"]);
+    scratch.ok(&["write", "disk.qcow2", "0", "1M", "--pattern", "7"]);
+    let bytes = std::fs::read(scratch.path("disk.qcow2")).unwrap();
+    let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap());
+    let file = std::fs::File::options().write(true).open(scratch.path("disk.qcow2")).unwrap();
+    file.write_all_at(&[0xc0], l1).unwrap();
+    file.write_all_at(&[0x7f], l1 + 2).unwrap();
+    scratch.fails(4, "--repair all --force", &["check", "--repair", "all", "disk.qcow2"]);
+    scratch.fails(2, "--repair", &["check", "--force", "disk.qcow2"]);
+    scratch.fails(2, "--repair all", &["check", "--repair", "leaks", "--force", "disk.qcow2"]);
+    scratch.ok(&["check", "--repair", "all", "--force", "disk.qcow2"]);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "disk.qcow2"]);
+    assert!(scratch.ok(&["read", "disk.qcow2", "0"]).bytes == vec![0; 1 << 20]);
+}
+
+#[test]
 fn an_image_that_is_hardly_one() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "disk.qcow2", "1M"]);

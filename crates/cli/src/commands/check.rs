@@ -20,7 +20,8 @@ pub const COMMAND: Subcommand = Subcommand {
     group: Group::Change,
     details: "\
 Reads all of the image's metadata and none of its data. Exit codes: 0 sound, 3 only leaks (space that \
-nothing refers to: harmless), 4 corrupt. With --repair the code tells what remains.",
+nothing refers to: harmless), 4 corrupt. With --repair the code tells what remains. A repair that would \
+give up guest data which a damaged table no longer leads to is refused without --force.",
     examples: "
 vdkit check disk.qcow2
 vdkit check --repair leaks disk.qcow2   give leaked space back
@@ -46,6 +47,9 @@ pub struct CheckArgs {
     /// Mend leaks, or all that can be mended
     #[arg(short = 'r', long, value_name = "leaks|all", value_enum, hide_possible_values = true)]
     repair: Option<RepairChoice>,
+    /// With --repair all: also where that gives up data that a damaged table no longer leads to
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     opening: Opening,
     #[command(flatten)]
@@ -167,8 +171,12 @@ impl Run for CheckArgs {
         let repair = match self.repair {
             None => Repair::Nothing,
             Some(RepairChoice::Leaks) => Repair::Leaks,
+            Some(RepairChoice::All) if self.force => Repair::AllForced,
             Some(RepairChoice::All) => Repair::All,
         };
+        if self.force && repair != Repair::AllForced {
+            return Err(Failure::usage("--force is for --repair all"));
+        }
         if repair != Repair::Nothing && self.opening.force_share {
             return Err(Failure::usage("an image that another process writes cannot be repaired"));
         }

@@ -27,6 +27,7 @@ mod snapshots;
 mod survey;
 #[cfg(test)]
 mod tests;
+pub(crate) mod zero_flags;
 
 use std::sync::Arc;
 
@@ -46,7 +47,9 @@ use survey::{Mode, Survey};
 /// pointed to.
 ///
 /// Where most of the mapping makes no sense under this header, the header is more likely wrong
-/// than the mapping, and nothing is mended.
+/// than the mapping, and nothing is mended. Where a reference to an L2 table is lost and a cluster
+/// that nothing refers to looks like that table, only [`Repair::AllForced`] mends: it gives the
+/// table free, and all the data that it maps.
 ///
 /// A repair that is interrupted, by a crash or an error, leaves an image that is no worse; run it
 /// again.

@@ -86,7 +86,10 @@ fn read_twice(disk: &Disk, start: u64, end: u64) {
 
 /// A repair that has nothing left to mend has left nothing.
 fn repair(storage: &Arc<dyn Storage>) {
-    let Ok(report) = run_check(storage, None, Repair::All) else { return };
+    // What looks like lost tables is given free only where that is asked for.
+    let repaired = run_check(storage, None, Repair::All)
+        .or_else(|_| run_check(storage, None, Repair::AllForced));
+    let Ok(report) = repaired else { return };
     let again = match run_check(storage, None, Repair::Nothing) {
         Ok(again) => again,
         Err(error) => panic!("a repaired image cannot be checked: {error}"),

@@ -9,9 +9,13 @@
 //! 3. [`recount`]: refcounts that are too low are raised, then those that are too high lowered.
 //! 4. COPIED flags follow the refcounts.
 //! 5. The dirty and the corrupt bit are cleared.
+//!
+//! Before all that, [`suspicion`] and [`orphans`] say whether mending would lose what a human might
+//! still find.
 
 mod dangling;
 mod entries;
+mod orphans;
 mod recount;
 mod relocate;
 mod suspicion;
@@ -49,7 +53,7 @@ pub(in crate::check) fn run(
     monitor: &Monitor<'_>,
 ) -> Result<CheckReport> {
     let policy = match repair {
-        Repair::All => Policy::All,
+        Repair::All | Repair::AllForced => Policy::All,
         _ => Policy::Leaks,
     };
     if !storage.caps().writable {
@@ -64,6 +68,9 @@ pub(in crate::check) fn run(
     }
     let first = Survey::take(&image, Mode::Compare, monitor)?;
     suspicion::refuse_wrong_header(&image, &first, monitor)?;
+    if repair == Repair::All {
+        orphans::refuse_to_free(&image, &first, monitor)?;
+    }
     let mut report = first.findings.report.clone();
     let last = rounds(&mut image, first, policy, monitor)?;
     summarise(&mut report, &last.findings.report);

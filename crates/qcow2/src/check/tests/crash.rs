@@ -64,7 +64,7 @@ const CHANGES: [FaultKind; 4] =
     [FaultKind::Write, FaultKind::Zero, FaultKind::Sync, FaultKind::SetLen];
 
 fn repair(storage: &Arc<dyn Storage>) -> Result<vdkit_block::CheckReport> {
-    check::check(storage, None, Repair::All, &Limits::default(), &Monitor::default())
+    check::check(storage, None, Repair::AllForced, &Limits::default(), &Monitor::default())
 }
 
 fn damaged(damage: &Damage) -> (Image, MemoryStorage) {

@@ -47,6 +47,13 @@ fn assert_guest(sound: &Image, mended: &Image, guest: &Guest, name: &str) {
     assert!(outside.is_none(), "{name}: differs at {outside:#x?}");
 }
 
+/// Mends everything; also where that gives tables free that nothing leads to any more.
+fn mend(image: &Image) -> vdkit_block::CheckReport {
+    our_check(&image.path, Repair::All)
+        .or_else(|_| our_check(&image.path, Repair::AllForced))
+        .unwrap()
+}
+
 fn try_damage(name: &str, kind_name: &str, qemu: Qemu, guest: Guest, damage: impl FnOnce(&Image)) {
     let image = Image::make(kind(kind_name));
     let sound = image.copy();
@@ -71,7 +78,7 @@ fn try_damage(name: &str, kind_name: &str, qemu: Qemu, guest: Guest, damage: imp
     }
     assert!(report.findings.iter().all(|finding| !finding.repaired));
 
-    let report = our_check(&image.path, Repair::All).unwrap();
+    let report = mend(&image);
     assert_eq!(
         (report.corruptions_left(), report.leaks_left()),
         (0, 0),

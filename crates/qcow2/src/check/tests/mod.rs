@@ -5,6 +5,7 @@ mod crash;
 mod damage;
 mod hostile;
 mod matrix;
+mod orphans;
 mod random;
 mod sound;
 mod support;
