@@ -30,7 +30,8 @@ fn qemu_dirty(scratch: &Scratch, image: &str, name: &str) -> Vec<(u64, u64)> {
         .spawn()
         .unwrap();
     let _served = Served(child);
-    let listening = (0..200).any(|_| {
+    // A minute: it may have to share its processor with many.
+    let listening = (0..2400).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(25));
         socket.exists()
     });
@@ -221,7 +222,7 @@ fn bitmaps_that_others_left_behind_are_not_believed() {
     scratch.ok(&["bitmap", "add", "a.qcow2", "one"]);
     // A QEMU that is killed leaves them marked as in use.
     let mut child = Command::new("qemu-io")
-        .args(["-f", "qcow2", "a.qcow2", "-c", "write 0 64k", "-c", "flush", "-c", "sleep 60000"])
+        .args(["-f", "qcow2", "a.qcow2", "-c", "write 0 64k", "-c", "flush", "-c", "sleep 90000"])
         .current_dir(&dir)
         .stdout(Stdio::null())
         .spawn()
@@ -230,7 +231,7 @@ fn bitmaps_that_others_left_behind_are_not_believed() {
         let info = scratch.json_of("info", 0, &["-U", "a.qcow2"]);
         info["bitmaps"][0]["in-use"] == true
     };
-    let seen = (0..200).any(|_| {
+    let seen = (0..2400).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(25));
         in_use()
     });

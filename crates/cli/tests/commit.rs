@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::time::Duration;
-
 use common::chains::{self, Link, copy, flatten, same, sound};
 use common::{Scratch, peer};
 use vdkit_testkit::Rng;
@@ -154,30 +152,15 @@ fn others_that_stand_on_it_are_not_damaged() {
 fn killed_at_any_moment_and_run_again() {
     let mut rng = Rng::from_env(24);
     for (base, top) in [(",cluster_size=4096", ",cluster_size=512"), ("", ",extended_l2=on")] {
-        let scratch = Scratch::new();
+        let made = Scratch::new();
         let chain = [Link::qcow2("base", base, 32 * M), Link::qcow2("top", top, 48 * M)];
-        chains::make(&scratch, &chain, &mut rng);
-        flatten(&scratch, "top", "before");
-        let mut delay = Duration::from_millis(1);
-        let mut killed = 0;
-        loop {
-            let mut command = scratch.command(&["commit", "top"]);
-            let mut child = command.stdout(std::process::Stdio::null()).spawn().unwrap();
-            std::thread::sleep(delay);
-            let over = child.try_wait().unwrap();
-            child.kill().unwrap();
-            let status = child.wait().unwrap();
-            same(&scratch, ("top", "qcow2"), ("before", "raw"));
-            if over.is_some() || status.success() {
-                assert!(status.success(), "{status:?}");
-                break;
-            }
-            killed += 1;
-            sound(&scratch, "top", true);
-            sound(&scratch, "base", true);
-            delay = delay * 3 / 2;
-        }
-        assert!(killed > 0);
+        chains::make(&made, &chain, &mut rng);
+        flatten(&made, "top", "before");
+        let scratch = chains::killed_until_done(&made, &["commit", "top"], |scratch| {
+            same(scratch, ("top", "qcow2"), ("before", "raw"));
+            sound(scratch, "top", true);
+            sound(scratch, "base", true);
+        });
         same(&scratch, ("base", "qcow2"), ("before", "raw"));
     }
 }
@@ -201,6 +184,36 @@ fn what_cannot_be_is_told() {
     let unnamed = ["rebase", "-u", "-b", "plain", "-F", "raw", "on-plain.qcow2"];
     peer(&scratch.path(""), "qemu-img", &unnamed);
     scratch.ok(&["commit", "on-plain.qcow2"]);
+}
+
+#[test]
+fn what_fills_no_cluster_is_copied_and_the_rest_shared() {
+    let Some(disk) = vdkit_testkit::fs::mounted("btrfs", 256 << 20) else { return };
+    let scratch = Scratch::new();
+    let path = |name: &str| disk.path().join(name).display().to_string();
+    let (base, top) = (path("base.qcow2"), path("top.qcow2"));
+    scratch.ok(&["create", &base, "32M"]);
+    scratch.ok(&["write", &base, "0", "32M", "--pattern", "1"]);
+    // Space of its own for what comes.
+    scratch.ok(&["snapshot", "create", &base, "s"]);
+    scratch.ok(&["create", &top, "--backing", &base, "-o", "cluster_size=4K", "--force"]);
+    // Pieces of base clusters before, between and behind whole ones.
+    let writes = [("4K", "4K", 2), ("1020K", "4M", 3), ("9M", "12K", 4), ("16M", "8M", 5)];
+    for (at, len, byte) in writes {
+        scratch.ok(&["write", &top, at, len, "--pattern", &byte.to_string()]);
+    }
+    let before = scratch.ok(&["read", &top, "0"]).bytes;
+    let moved = &scratch.json_of("commit", 0, &["--force", &top])["moved"];
+    let shared = moved["reflinked"].as_u64().unwrap();
+    assert!(shared >= (11 << 20), "{moved}");
+    assert!(moved["written"].as_u64().unwrap() < 1 << 20, "{moved}");
+    assert!(scratch.ok(&["read", &base, "0"]).bytes == before);
+    assert!(scratch.ok(&["read", &top, "0"]).bytes == before);
+    let old = scratch.ok(&["read", &base, "0", "--snapshot", "s"]).bytes;
+    assert!(old == vec![1; 32 << 20], "the snapshot keeps what it has");
+    for image in [&base, &top] {
+        peer(disk.path(), "qemu-img", &["check", "-q", image]);
+    }
 }
 
 #[test]

@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::time::Duration;
-
 use common::chains::{self, Link, copy, flatten, same, sound};
 use common::{Scratch, peer};
 use vdkit_testkit::Rng;
@@ -105,6 +103,37 @@ fn what_two_chains_share_is_not_read() {
 }
 
 #[test]
+fn blocks_are_shared_where_the_file_system_can() {
+    let Some(disk) = vdkit_testkit::fs::mounted("btrfs", 384 << 20) else { return };
+    let scratch = Scratch::new();
+    let path = |name: &str| disk.path().join(name).display().to_string();
+    let (old, new, image) = (path("old.qcow2"), path("new.qcow2"), path("image.qcow2"));
+    scratch.ok(&["create", &old, "32M"]);
+    scratch.ok(&["write", &old, "0", "20M", "--pattern", "1"]);
+    scratch.ok(&["write", &old, "25M", "5000", "--pattern", "2"]);
+    scratch.ok(&["create", &new, "32M"]);
+    scratch.ok(&["write", &new, "4M", "8M", "--pattern", "3"]);
+    for onto in [&["--no-backing"][..], &["--backing", &new]] {
+        scratch.ok(&["create", &image, "--backing", &old, "--force"]);
+        scratch.ok(&["write", &image, "1M", "100K", "--pattern", "4"]);
+        let before = scratch.ok(&["read", &image, "0"]).bytes;
+        let json = scratch.json_of("rebase", 0, &[&[image.as_str()], onto].concat());
+        let number = |key: &str| json[key].as_u64().unwrap();
+        assert!(number("reflinked") >= 19 << 20, "{onto:?}: {json}");
+        assert!(number("copied") < 256 << 10, "{onto:?}: {json}");
+        // Only where both have something must anything be compared.
+        let compared = if onto.len() > 1 { 9 << 20 } else { 1 << 20 };
+        assert!(number("compared") < compared, "{onto:?}: {json}");
+        assert!(scratch.ok(&["read", &image, "0"]).bytes == before, "{onto:?}");
+        peer(disk.path(), "qemu-img", &["check", "-q", &image]);
+        // Shared blocks are copied when either is written.
+        scratch.ok(&["write", &image, "2M", "1M", "--pattern", "5"]);
+        assert!(scratch.ok(&["read", &old, "2M", "1M"]).bytes == vec![1; 1 << 20]);
+        std::fs::remove_file(&image).unwrap();
+    }
+}
+
+#[test]
 fn unsafe_changes_the_name_alone() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "base.qcow2", "1M"]);
@@ -163,27 +192,17 @@ fn circles_and_guesses_are_refused() {
 fn killed_at_any_moment_and_run_again() {
     let mut rng = Rng::from_env(31);
     for options in [",cluster_size=512", ",extended_l2=on"] {
-        let scratch = Scratch::new();
+        let made = Scratch::new();
         let family = (
             [Link::qcow2("old", "", 32 * M), Link::qcow2("image", options, 32 * M)],
             Link::qcow2("new", "", 32 * M),
         );
-        make(&scratch, &family, &mut rng);
-        let mut delay = Duration::from_millis(1);
-        loop {
-            let mut command = scratch.command(&["rebase", "image", "--backing", "new"]);
-            let mut child = command.stdout(std::process::Stdio::null()).spawn().unwrap();
-            std::thread::sleep(delay);
-            child.kill().unwrap();
-            let status = child.wait().unwrap();
-            same(&scratch, ("image", "qcow2"), ("before", "raw"));
-            if status.success() {
-                break;
-            }
-            sound(&scratch, "image", true);
-            delay = delay * 3 / 2;
-        }
-        assert!(delay > Duration::from_millis(1));
+        make(&made, &family, &mut rng);
+        let args = ["rebase", "image", "--backing", "new"];
+        let scratch = chains::killed_until_done(&made, &args, |scratch| {
+            same(scratch, ("image", "qcow2"), ("before", "raw"));
+            sound(scratch, "image", true);
+        });
         assert_eq!(backing_of(&scratch).0.as_deref(), Some("new"));
     }
 }

@@ -26,6 +26,7 @@ mod plan;
 mod rebase;
 mod resize;
 mod runs;
+mod share;
 mod snapshot;
 mod source;
 mod target;

@@ -18,13 +18,14 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 use vdkit_block::{
-    CompressionSpec, CopyMethod, Error, Extent, Fill, GuestOffset, HostOffset, Monitor,
-    PackedReservation, Place, Reservation, Result, Storage,
+    CompressionSpec, Error, Extent, Fill, GuestOffset, Monitor, PackedReservation, Place,
+    Reservation, Result,
 };
 use vdkit_chain::Disk;
 
 use crate::compress::Compressor;
 use crate::plan::{Planner, Work};
+use crate::share::share;
 use crate::source::Source;
 use crate::turns::Turns;
 use crate::zero::{data_runs, is_zero};
@@ -104,6 +105,14 @@ impl Moved {
 
 fn add(counter: &AtomicU64, bytes: u64) {
     counter.fetch_add(bytes, Ordering::Relaxed);
+}
+
+/// What a thread does next.
+enum Next {
+    /// A piece, and its turn.
+    Work(Work, u64),
+    /// Parts of a piece, the rest of which is shared already, and the bytes of all of it.
+    Left(Vec<Range<u64>>, u64),
 }
 
 /// One job's shared state.
@@ -222,7 +231,15 @@ impl<'a> Mover<'a> {
     /// One piece of work; `false` when there is none left.
     fn step(&self, buffers: &mut Buffers) -> Result<bool> {
         self.monitor.cancel.check()?;
-        let Some((work, number)) = self.next_work()? else { return Ok(false) };
+        let (work, number) = match self.next_work()? {
+            None => return Ok(false),
+            Some(Next::Work(work, number)) => (work, number),
+            Some(Next::Left(parts, len)) => {
+                self.copy_parts(buffers, &parts)?;
+                self.progress(len);
+                return Ok(true);
+            }
+        };
         let len = match work {
             Work::Zero { at, len } => {
                 // Without a target nothing is placed, so nothing has a turn.
@@ -248,12 +265,11 @@ impl<'a> Mover<'a> {
                 len
             }
             Work::Share { at, len, ref storage, offset } => {
-                let shared = self.in_turn(number, || self.share(at, len, &**storage, offset))?;
-                add(&self.moved.shared, shared);
-                if shared < len {
-                    self.planner.lock().0.stop_sharing();
-                    self.copy_in_pieces(buffers, at + shared, len - shared)?;
-                }
+                let Some(target) = self.target else { return Ok(true) };
+                let shared =
+                    self.in_turn(number, || share(target, at..at + len, &**storage, offset))?;
+                add(&self.moved.shared, shared.bytes);
+                self.copy_parts(buffers, &shared.left)?;
                 len
             }
         };
@@ -262,36 +278,44 @@ impl<'a> Mover<'a> {
     }
 
     /// The next piece and its turn.
-    fn next_work(&self) -> Result<Option<(Work, u64)>> {
+    fn next_work(&self) -> Result<Option<Next>> {
         let mut planner = self.planner.lock();
         let (plan, number) = &mut *planner;
         loop {
             let Some(work) = plan.next_work()? else { return Ok(None) };
             let this = *number;
-            match work {
-                Work::Share { at, len, ref storage, offset }
-                    if self.target.is_some() && !self.shares.load(Ordering::Relaxed) =>
-                {
-                    // Whether sharing works here is found out alone, before others plan on it.
-                    if !self.turns.wait(this) {
-                        return Err(Error::Interrupted);
-                    }
-                    let shared = self.share(at, len, &**storage, offset)?;
-                    if shared < len {
-                        plan.copy_from(at + shared);
-                    }
-                    if shared > 0 {
-                        self.shares.store(true, Ordering::Relaxed);
-                        add(&self.moved.shared, shared);
-                        self.turns.done(this);
-                        *number += 1;
-                        self.progress(shared);
-                    }
+            let (Work::Share { at, len, storage, offset }, Some(target)) = (&work, self.target)
+            else {
+                *number += 1;
+                return Ok(Some(Next::Work(work, this)));
+            };
+            if self.shares.load(Ordering::Relaxed) {
+                *number += 1;
+                return Ok(Some(Next::Work(work, this)));
+            }
+            // Whether sharing works here is found out alone, before others plan on it.
+            if !self.turns.wait(this) {
+                return Err(Error::Interrupted);
+            }
+            let shared = share(target, *at..at + len, &**storage, *offset)?;
+            let first_left = shared.left.first().map_or(at + len, |part| part.start);
+            let done = if shared.refused { first_left - at } else { *len };
+            if shared.refused {
+                plan.copy_from(first_left);
+            }
+            if done > 0 {
+                self.turns.done(this);
+                *number += 1;
+            }
+            add(&self.moved.shared, shared.bytes.min(done));
+            if !shared.refused {
+                self.shares.store(shared.bytes > 0, Ordering::Relaxed);
+                if !shared.left.is_empty() {
+                    return Ok(Some(Next::Left(shared.left, *len)));
                 }
-                work => {
-                    *number += 1;
-                    return Ok(Some((work, this)));
-                }
+            }
+            if done > 0 {
+                self.progress(done);
             }
         }
     }
@@ -321,59 +345,20 @@ impl<'a> Mover<'a> {
         placed
     }
 
-    /// Shares blocks with the source as far as that works; returns how many bytes.
-    fn share(&self, at: u64, len: u64, from: &dyn Storage, offset: HostOffset) -> Result<u64> {
-        let Some(target) = self.target else { return Ok(0) };
-        if target.encryption(0).is_some() {
-            // What is shared would be read as ciphertext.
-            return Ok(0);
-        }
-        let mut done = 0;
-        while done < len {
-            let (here, left) = (GuestOffset(at + done), len - done);
-            let space = target.top().reserve(here, left)?;
-            // After the reservation, which may have to wait for requests in flight.
-            let _guard = target.enter();
-            let (file, host, run) = match &space {
-                Some(s) if s.head == Fill::Ready && s.tail == Fill::Ready => {
-                    (s.file, s.host_of(here.0), s.write.end - here.0)
-                }
-                Some(_) => return Ok(done),
-                None => match target.top().resolve_for_io(here, left)? {
-                    Extent { len, place: Place::Data { file, offset, exclusive: true } } => {
-                        target.top().note_write(here, len)?;
-                        (file, offset, len)
-                    }
-                    _ => return Ok(done),
-                },
-            };
-            let to = target.top().file(file);
-            let got = to.copy_from(host, from, offset + done, run, CopyMethod::Reflink)?;
-            if got < run {
-                // What was shared of an unpublished reservation goes with it.
-                return Ok(done + if space.is_none() { got } else { 0 });
-            }
-            if let Some(space) = space {
-                space.publish()?;
-            }
-            done += run;
-        }
-        Ok(done)
-    }
-
-    /// A piece that was planned to be shared, by reading after all. Its turn is over, so this is
-    /// placed as it comes; it happens once a job.
-    fn copy_in_pieces(&self, buffers: &mut Buffers, at: u64, len: u64) -> Result<()> {
+    /// Parts of a piece that was planned to be shared, by reading after all. Its turn is over, so
+    /// they are placed as they come.
+    fn copy_parts(&self, buffers: &mut Buffers, parts: &[Range<u64>]) -> Result<()> {
         let Some(target) = self.target else { return Ok(()) };
         let step = 1 << 20;
-        let mut done = 0;
-        while done < len {
-            self.monitor.cancel.check()?;
-            let here = at + done;
-            let run = (step - here % step).min(len - done);
-            self.read(buffers, here, run)?;
-            self.write_runs(target, buffers, here)?;
-            done += run;
+        for part in parts {
+            let mut here = part.start;
+            while here < part.end {
+                self.monitor.cancel.check()?;
+                let run = (step - here % step).min(part.end - here);
+                self.read(buffers, here, run)?;
+                self.write_runs(target, buffers, here)?;
+                here += run;
+            }
         }
         Ok(())
     }

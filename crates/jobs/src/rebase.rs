@@ -4,21 +4,24 @@
 //!   runs that the image does not hold:
 //!     old chain ─┐
 //!                ├─► the same place, or both zero: nothing to do
-//!     new chain ─┘   else read and compared: what differs is copied into the image
+//!     new chain ─┘   else read and compared: what differs is copied into the image, or shared with
+//!                    it where the file system can; what the new chain has not is shared unread
 //!   image durable ─► its header names the new one, by one write
 //! ```
 //!
 //! Until that write the image shows what it holds and what the old chain has; from then on what it
 //! holds and what the new one has. Both are the same bytes.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{
-    AmendRequest, BackingRef, Error, FileIndex, GuestOffset, Monitor, Options, Result, Storage,
+    AmendRequest, BackingRef, Error, FileIndex, GuestOffset, HostOffset, Monitor, Options, Result,
+    Storage, align_down,
 };
 use vdkit_chain::{
     BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
@@ -27,10 +30,14 @@ use vdkit_chain::{
 use crate::compare::{Side, same_place};
 use crate::create::{FoundBacking, NewBacking};
 use crate::crew::{Plan, default_threads, work_off};
+use crate::runs::RunKind;
+use crate::share::share;
 use crate::zero::is_zero;
 
 /// Bytes of one piece, or a cluster where that is larger.
 const PIECE_BYTES: u64 = 256 << 10;
+/// Bytes of one piece that is shared without being read.
+const SHARE_BYTES: u64 = 64 << 20;
 
 /// How an image is rebased.
 #[derive(Clone, Debug, Default)]
@@ -59,6 +66,8 @@ pub struct RebaseReport {
     pub compared: u64,
     /// Guest bytes copied into the image.
     pub copied: u64,
+    /// Guest bytes that the image shares with a file of the old chain now.
+    pub reflinked: u64,
     /// Guest bytes that were made zero in it.
     pub zeroed: u64,
     /// Wall time.
@@ -124,6 +133,7 @@ pub fn rebase(
         backing_format: reference.and_then(|reference| reference.format),
         compared: counts.compared.into_inner(),
         copied: counts.copied.into_inner(),
+        reflinked: counts.reflinked.into_inner(),
         zeroed: counts.zeroed.into_inner(),
         seconds: started.elapsed().as_secs_f64(),
     })
@@ -212,6 +222,7 @@ fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
 struct Counts {
     compared: AtomicU64,
     copied: AtomicU64,
+    reflinked: AtomicU64,
     zeroed: AtomicU64,
 }
 
@@ -242,7 +253,9 @@ fn copy_differences(
 ) -> Result<()> {
     let piece = PIECE_BYTES.max(disk.top().caps().cluster_bytes);
     let end = disk.guest_bytes();
+    let taking = Taking { disk, new, counts, piece, sharing: Sharing::new(disk) };
     let plan = Differing {
+        sharing: &taking.sharing,
         old: Side::new(disk)?,
         new: new.map(Side::new).transpose()?,
         monitor,
@@ -251,7 +264,7 @@ fn copy_differences(
         piece,
     };
     work_off(plan, threads.unwrap_or_else(default_threads), monitor, |pair, buffer| {
-        let done = compare_and_copy(disk, new, &pair, buffer, counts);
+        let done = taking.take(&pair, buffer);
         monitor.progress.update(pair.at + pair.len, end);
         done.map(|()| pair.len)
     })?;
@@ -260,12 +273,67 @@ fn copy_differences(
 }
 
 /// Bytes that may differ between the chains.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Pair {
     at: u64,
     len: u64,
     old_zero: bool,
     new_zero: bool,
+    /// Where the old bytes are as they are, if they are so anywhere.
+    source: Option<(Arc<dyn Storage>, HostOffset)>,
+}
+
+impl Pair {
+    /// A part of it.
+    fn part(&self, range: Range<u64>) -> Self {
+        let skip = range.start - self.at;
+        let source = self.source.as_ref().map(|(storage, at)| (storage.clone(), *at + skip));
+        Self { at: range.start, len: range.end - range.start, source, ..*self }
+    }
+}
+
+/// Whether blocks of files can be made the image's own.
+#[derive(Debug)]
+struct Sharing {
+    /// Blocks of so many bytes.
+    block: u64,
+    /// It has worked.
+    works: AtomicBool,
+    /// It does not work.
+    refused: AtomicBool,
+}
+
+impl Sharing {
+    fn new(disk: &Disk) -> Self {
+        let caps = disk.top().caps();
+        let block = u64::from(disk.top().storage().caps().block_bytes).max(512);
+        let possible = caps.host_aligned && caps.cluster_bytes >= block;
+        Self { block, works: AtomicBool::new(false), refused: AtomicBool::new(!possible) }
+    }
+
+    /// Shares what can be shared of a piece; returns what is left of it.
+    fn share(&self, disk: &Disk, pair: &Pair, counts: &Counts) -> Result<Vec<Range<u64>>> {
+        let all = pair.at..pair.at + pair.len;
+        let start = all.start.next_multiple_of(self.block);
+        let end = align_down(all.end, self.block);
+        let (Some((storage, offset)), false) = (&pair.source, self.refused.load(Ordering::Relaxed))
+        else {
+            return Ok(vec![all]);
+        };
+        let offset = *offset + (start - all.start);
+        if start >= end || !offset.0.is_multiple_of(self.block) {
+            return Ok(vec![all]);
+        }
+        let shared = share(disk, start..end, &**storage, offset)?;
+        add(&counts.reflinked, shared.bytes);
+        let works = shared.bytes > 0 || self.works.load(Ordering::Relaxed);
+        self.works.store(works, Ordering::Relaxed);
+        if shared.refused && !works {
+            self.refused.store(true, Ordering::Relaxed);
+        }
+        let edges = [all.start..start].into_iter().chain(shared.left).chain([end..all.end]);
+        Ok(edges.filter(|range| !range.is_empty()).collect())
+    }
 }
 
 /// Lays the map of the image over that of the new chain.
@@ -273,6 +341,7 @@ struct Pair {
 struct Differing<'a> {
     old: Side<'a>,
     new: Option<Side<'a>>,
+    sharing: &'a Sharing,
     monitor: &'a Monitor<'a>,
     at: u64,
     end: u64,
@@ -301,62 +370,107 @@ impl Plan for Differing<'_> {
                 self.at += common;
                 continue;
             }
-            let cut = (at / self.piece + 1) * self.piece;
+            let source = match old.kind {
+                RunKind::Data { storage, offset } if old.is_plain() => {
+                    Some((storage.clone(), offset))
+                }
+                _ => None,
+            };
+            let unread = source.is_some() && new_zero && self.sharing.works.load(Ordering::Relaxed);
+            let piece = if unread { self.piece.max(SHARE_BYTES) } else { self.piece };
+            let cut = (at / piece + 1) * piece;
             let len = common.min(cut - at);
             self.at += len;
-            return Ok(Some(Pair { at, len, old_zero: old.is_zero(), new_zero }));
+            return Ok(Some(Pair { at, len, old_zero: old.is_zero(), new_zero, source }));
         }
         Ok(None)
     }
 }
 
-fn compare_and_copy(
-    disk: &Disk,
-    new: Option<&Disk>,
-    pair: &Pair,
-    buffer: &mut Vec<u8>,
-    counts: &Counts,
-) -> Result<()> {
-    let len = pair.len as usize;
-    buffer.clear();
-    buffer.resize(2 * len, 0);
-    let (old_bytes, new_bytes) = buffer.split_at_mut(len);
-    if !pair.old_zero {
-        disk.read_at(old_bytes, GuestOffset(pair.at))?;
-    }
-    if let Some(new) = new.filter(|_| !pair.new_zero) {
-        let here = new.guest_bytes().saturating_sub(pair.at).min(pair.len) as usize;
-        new.read_at(&mut new_bytes[..here], GuestOffset(pair.at))?;
-    }
-    add(&counts.compared, pair.len);
-    // In steps of what the image keeps apart.
-    let unit = disk.top().caps().fill_bytes.max(512) as usize;
-    let mut from = 0;
-    while from < len {
-        let to = (from + unit - (pair.at as usize + from) % unit).min(len);
-        let mut end = to;
-        if old_bytes[from..to] != new_bytes[from..to] {
-            let zero = is_zero(&old_bytes[from..to]);
-            while end < len {
-                let next = (end + unit).min(len);
-                let piece = end..next;
-                if old_bytes[piece.clone()] == new_bytes[piece.clone()]
-                    || is_zero(&old_bytes[piece]) != zero
-                {
-                    break;
-                }
-                end = next;
-            }
-            let at = GuestOffset(pair.at + from as u64);
-            if zero {
-                disk.write_zeroes_for_good(at, (end - from) as u64)?;
-                add(&counts.zeroed, (end - from) as u64);
-            } else {
-                disk.write_at(&old_bytes[from..end], at)?;
-                add(&counts.copied, (end - from) as u64);
+/// Into what is taken over, and from where.
+struct Taking<'a> {
+    disk: &'a Disk,
+    new: Option<&'a Disk>,
+    counts: &'a Counts,
+    piece: u64,
+    sharing: Sharing,
+}
+
+impl Taking<'_> {
+    /// Takes over what differs of a piece.
+    fn take(&self, pair: &Pair, buffer: &mut Vec<u8>) -> Result<()> {
+        if !pair.new_zero || pair.source.is_none() {
+            return self.compare(pair, buffer);
+        }
+        // The new chain has nothing there: whatever the old one has can be shared unread.
+        for left in self.sharing.share(self.disk, pair, self.counts)? {
+            let mut at = left.start;
+            while at < left.end {
+                let end = ((at / self.piece + 1) * self.piece).min(left.end);
+                self.compare(&pair.part(at..end), buffer)?;
+                at = end;
             }
         }
-        from = end;
+        Ok(())
     }
-    Ok(())
+
+    /// Reads both chains, and takes over what differs.
+    fn compare(&self, pair: &Pair, buffer: &mut Vec<u8>) -> Result<()> {
+        let len = pair.len as usize;
+        buffer.clear();
+        buffer.resize(2 * len, 0);
+        let (old_bytes, new_bytes) = buffer.split_at_mut(len);
+        if !pair.old_zero {
+            self.disk.read_at(old_bytes, GuestOffset(pair.at))?;
+        }
+        if let Some(new) = self.new.filter(|_| !pair.new_zero) {
+            let here = new.guest_bytes().saturating_sub(pair.at).min(pair.len) as usize;
+            new.read_at(&mut new_bytes[..here], GuestOffset(pair.at))?;
+        }
+        add(&self.counts.compared, pair.len);
+        // In steps of what the image keeps apart.
+        let unit = self.disk.top().caps().fill_bytes.max(512) as usize;
+        let mut from = 0;
+        while from < len {
+            let to = (from + unit - (pair.at as usize + from) % unit).min(len);
+            let mut end = to;
+            if old_bytes[from..to] != new_bytes[from..to] {
+                let zero = is_zero(&old_bytes[from..to]);
+                while end < len {
+                    let next = (end + unit).min(len);
+                    let piece = end..next;
+                    if old_bytes[piece.clone()] == new_bytes[piece.clone()]
+                        || is_zero(&old_bytes[piece]) != zero
+                    {
+                        break;
+                    }
+                    end = next;
+                }
+                let part = pair.part(pair.at + from as u64..pair.at + end as u64);
+                self.put(&part, &old_bytes[from..end], zero)?;
+            }
+            from = end;
+        }
+        Ok(())
+    }
+
+    /// Puts bytes of the old chain into the image.
+    fn put(&self, part: &Pair, bytes: &[u8], zero: bool) -> Result<()> {
+        if zero {
+            add(&self.counts.zeroed, part.len);
+            return self.disk.write_zeroes_for_good(GuestOffset(part.at), part.len);
+        }
+        // Where the new chain has nothing, sharing was tried already.
+        let left = match part.new_zero {
+            true => vec![part.at..part.at + part.len],
+            false => self.sharing.share(self.disk, part, self.counts)?,
+        };
+        for range in left {
+            let from = (range.start - part.at) as usize;
+            let len = (range.end - range.start) as usize;
+            self.disk.write_at(&bytes[from..from + len], GuestOffset(range.start))?;
+            add(&self.counts.copied, len as u64);
+        }
+        Ok(())
+    }
 }

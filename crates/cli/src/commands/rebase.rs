@@ -89,10 +89,11 @@ impl Run for RebaseArgs {
             None => "stands alone".to_owned(),
         };
         session.out.line(format!(
-            "{}: {on}; {} compared, {} copied, {} made zero",
+            "{}: {on}; {} compared, {} copied, {} shared, {} made zero",
             self.image.display(),
             bytes_long(report.compared),
             bytes_long(report.copied),
+            bytes_long(report.reflinked),
             bytes_long(report.zeroed)
         ))?;
         Ok(Exit::Done)

@@ -123,3 +123,31 @@ pub fn copy(scratch: &Scratch) -> Scratch {
     }
     copy
 }
+
+/// Runs a command on a copy of a folder, killed a little later each time, until it ends by itself;
+/// `look` sees what each run has left. Where no run could be killed (this process may have slept
+/// longer than it asked for), all of it is done again on another copy.
+pub fn killed_until_done(made: &Scratch, args: &[&str], look: impl Fn(&Scratch)) -> Scratch {
+    for _ in 0..20 {
+        let scratch = copy(made);
+        let (mut delay, mut killed) = (std::time::Duration::from_millis(1), 0);
+        loop {
+            let mut command = scratch.command(args);
+            let mut child = command.stdout(std::process::Stdio::null()).spawn().unwrap();
+            std::thread::sleep(delay);
+            child.kill().unwrap();
+            let status = child.wait().unwrap();
+            look(&scratch);
+            if status.code().is_some() {
+                assert!(status.success(), "{args:?}: {status}");
+                break;
+            }
+            killed += 1;
+            delay = delay * 4 / 3;
+        }
+        if killed > 0 {
+            return scratch;
+        }
+    }
+    panic!("{args:?} is never there to be killed");
+}
