@@ -13,6 +13,13 @@ pub fn utc(seconds: u32) -> String {
     )
 }
 
+/// How long a machine had run: `0:00:07.125`, hours first.
+pub fn clock(nanoseconds: u64) -> String {
+    let (seconds, rest) = (nanoseconds / 1_000_000_000, nanoseconds % 1_000_000_000);
+    let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
+    format!("{hours}:{minutes:02}:{:02}.{:03}", seconds % 60, rest / 1_000_000)
+}
+
 /// The date of a day since 1970-01-01, counted in years that begin in March so that the leap day
 /// comes last.
 fn civil(days: i64) -> (i64, i64, i64) {
@@ -45,5 +52,12 @@ mod tests {
         ] {
             assert_eq!(utc(seconds), text);
         }
+    }
+
+    #[test]
+    fn clocks() {
+        assert_eq!(clock(0), "0:00:00.000");
+        assert_eq!(clock(7_125_900_000), "0:00:07.125");
+        assert_eq!(clock(u64::MAX), "5124095:34:33.709");
     }
 }

@@ -18,8 +18,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 use vdkit_block::{
-    CompressionSpec, Error, Extent, Fill, GuestOffset, Monitor, PackedReservation, Place,
-    Reservation, Result,
+    CompressionSpec, Error, Fill, GuestOffset, Monitor, PackedReservation, Reservation, Result,
 };
 use vdkit_chain::Disk;
 

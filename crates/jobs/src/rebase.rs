@@ -331,7 +331,8 @@ impl Sharing {
         if shared.refused && !works {
             self.refused.store(true, Ordering::Relaxed);
         }
-        let edges = [all.start..start].into_iter().chain(shared.left).chain([end..all.end]);
+        let (head, tail) = (all.start..start, end..all.end);
+        let edges = std::iter::once(head).chain(shared.left).chain(std::iter::once(tail));
         Ok(edges.filter(|range| !range.is_empty()).collect())
     }
 }
@@ -461,8 +462,9 @@ impl Taking<'_> {
             return self.disk.write_zeroes_for_good(GuestOffset(part.at), part.len);
         }
         // Where the new chain has nothing, sharing was tried already.
+        let all = part.at..part.at + part.len;
         let left = match part.new_zero {
-            true => vec![part.at..part.at + part.len],
+            true => vec![all],
             false => self.sharing.share(self.disk, part, self.counts)?,
         };
         for range in left {

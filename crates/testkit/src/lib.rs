@@ -3,7 +3,7 @@
 //! - [`CountingStorage`] counts calls and bytes, so that a test can bound them.
 //! - [`FaultyStorage`] fails the n-th call of chosen kinds.
 //! - [`CrashStorage`] records every change, and makes what a disk may hold after a crash.
-//! - [`qemu`] asks QEMU's programs.
+//! - [`qemu`] asks QEMU's programs, and [`Machine`] its emulator.
 //! - [`fuzz`] is what the fuzz targets run.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
 //! - [`guest`] boots a small Linux with given disks.
@@ -17,6 +17,7 @@ mod faulty;
 pub mod fs;
 pub mod fuzz;
 pub mod guest;
+mod machine;
 mod pairs;
 mod peers;
 pub mod qemu;
@@ -25,6 +26,7 @@ mod rng;
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashImage, CrashStorage};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
+pub use machine::Machine;
 pub use pairs::{Choice, pairwise};
 pub use peers::{require_peer, require_root};
 pub use rng::Rng;

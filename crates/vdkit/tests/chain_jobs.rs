@@ -60,7 +60,13 @@ const SEALED: &str =
 
 /// A raw LUKS container: what nobody wrote is noise.
 const fn luks(bytes: u64) -> Kind {
-    Kind { format: "luks", options: "iter-time=0,cipher-alg=aes-128", bytes, bottom: true, snapshots: false }
+    Kind {
+        format: "luks",
+        options: "iter-time=0,cipher-alg=aes-128",
+        bytes,
+        bottom: true,
+        snapshots: false,
+    }
 }
 
 const fn raw(bytes: u64) -> Kind {
@@ -275,7 +281,7 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
         }
         disk.close().expect("closing");
         if kind.snapshots && kind.options.contains("compat=0.10") {
-            forget_sizes(&*images[0]);
+            forget_sizes(&images[0]);
         }
     }
     images.iter().map(|image| MemoryStorage::clone(image)).collect()

@@ -205,13 +205,14 @@ pub(super) fn print_list(
     out: &mut Output,
     indent: usize,
 ) -> std::io::Result<()> {
-    let mut table = Table::new(&["id", "name", ">VM state", "taken (UTC)", ">disk"]);
+    let mut table = Table::new(&["id", "name", ">VM state", "taken (UTC)", ">VM clock", ">disk"]);
     for snapshot in snapshots {
         table.row([
             snapshot.id.clone(),
             snapshot.name.clone(),
             bytes_short(snapshot.vm_state_bytes),
             time::utc(snapshot.date_seconds),
+            time::clock(snapshot.vm_clock_nanoseconds),
             snapshot.disk_bytes.map_or_else(|| "-".to_owned(), bytes_short),
         ]);
     }

@@ -163,18 +163,16 @@ impl Plan {
         monitor: &Monitor<'_>,
     ) -> Result<()> {
         let file = tables.file();
-        if self.codec != header.codec {
-            if tables.any_compressed(monitor)? {
-                return Err(Error::unsupported(
-                    file,
-                    format!("there are clusters compressed with {} already", header.codec),
-                    format!(
-                        "a new image can have another compression: 'vdkit convert -o \
+        if self.codec != header.codec && tables.any_compressed(monitor)? {
+            return Err(Error::unsupported(
+                file,
+                format!("there are clusters compressed with {} already", header.codec),
+                format!(
+                    "a new image can have another compression: 'vdkit convert -o \
                          compression_type={} {file} NEW'",
-                        self.codec
-                    ),
-                ));
-            }
+                    self.codec
+                ),
+            ));
         }
         let snapshots = &tables.snapshots.snapshots;
         if self.version < 3 && header.version >= 3 {

@@ -15,7 +15,7 @@ use super::world::snapshots;
 
 const GUEST_BYTES: u64 = (4 << 20) + 512;
 
-fn open(path: &Path, writable: bool) -> Disk {
+pub fn open(path: &Path, writable: bool) -> Disk {
     let options = if writable { FileOptions::read_write() } else { FileOptions::read_only() };
     let storage: Arc<dyn Storage> = Arc::new(FileStorage::open(path, &options).unwrap());
     let limits = Limits::default();
@@ -152,12 +152,12 @@ impl Image<'_> {
 }
 
 #[track_caller]
-fn assert_clean(path: &Path) {
+pub fn assert_clean(path: &Path) {
     let found = qemu::check(path, "qcow2", None);
     assert!(found.clean(), "{}", found.text);
 }
 
-fn read_all(disk: &Disk) -> Vec<u8> {
+pub fn read_all(disk: &Disk) -> Vec<u8> {
     let mut bytes = vec![0xee; disk.guest_bytes() as usize];
     disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
     bytes
