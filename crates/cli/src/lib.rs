@@ -17,12 +17,14 @@ pub mod arguments;
 pub mod commands;
 pub mod definition;
 pub mod failure;
+mod fuse;
 pub mod guard;
 pub mod hex;
 mod keys;
 pub mod output;
 pub mod progress;
 pub mod sandbox;
+mod serving;
 pub mod session;
 pub mod time;
 

@@ -11,7 +11,7 @@ const LAYERS: &[&[&str]] = &[
     &["vdkit-storage", "vdkit-raw", "vdkit-qcow2"],
     &["vdkit-chain"],
     &["vdkit-jobs", "vdkit-export"],
-    &["vdkit-export-nbd", "vdkit-export-vhost"],
+    &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"],
     &["vdkit"],
     &["vdkit-cli"],
 ];

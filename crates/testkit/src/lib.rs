@@ -28,5 +28,5 @@ pub use crash::{CrashImage, CrashStorage};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
 pub use machine::Machine;
 pub use pairs::{Choice, pairwise};
-pub use peers::{require_peer, require_root};
+pub use peers::{require_fuse, require_peer, require_root};
 pub use rng::Rng;

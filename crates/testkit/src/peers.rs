@@ -24,6 +24,7 @@ fn package_of(program: &str) -> &str {
         "xz" => "xz-utils",
         "ldd" => "libc-bin",
         "losetup" | "mount" | "umount" => "mount",
+        "setpriv" => "util-linux",
         other => other,
     }
 }
@@ -65,4 +66,16 @@ pub fn require_root() -> bool {
         return true;
     }
     missing("this test mounts file systems or attaches loop devices", "run it as root")
+}
+
+/// As [`require_root`], for FUSE too.
+///
+/// # Panics
+/// As [`require_peer`].
+pub fn require_fuse() -> bool {
+    if !require_root() {
+        return false;
+    }
+    std::path::Path::new("/dev/fuse").exists()
+        || missing("this test mounts over FUSE, and there is no /dev/fuse", "modprobe fuse")
 }

@@ -103,6 +103,7 @@
 pub use vdkit_block::*;
 pub use vdkit_chain::*;
 pub use vdkit_export as export;
+pub use vdkit_export_fuse as fuse;
 pub use vdkit_export_nbd as nbd;
 pub use vdkit_export_vhost as vhost_user;
 pub use vdkit_jobs as jobs;

@@ -30,6 +30,7 @@ pub mod key;
 pub mod man;
 pub mod map;
 pub mod measure;
+pub mod mount;
 pub mod read;
 pub mod rebase;
 pub mod resize;
@@ -59,6 +60,7 @@ pub static ALL: &[Subcommand] = &[
     key::COMMAND,
     serve::COMMAND,
     ctl::COMMAND,
+    mount::COMMAND,
     read::COMMAND,
     write::COMMAND,
     dd::COMMAND,

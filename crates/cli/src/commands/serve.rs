@@ -2,25 +2,25 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
-use clap::{Args, ValueEnum, ValueHint};
+use clap::{Args, ValueHint};
 use listenfd::ListenFd;
 use serde::Serialize;
-use vdkit::export::{Control, Controller, Export, ExportOptions, OnNoSpace};
+use vdkit::export::{Control, Controller, Export, ExportOptions};
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
-use vdkit::{Disk, OpenOptions, vhost_user};
+use vdkit::{Disk, vhost_user};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{CacheOption, Json, References, size};
+use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
-use crate::keys::Keys;
+use crate::fuse::{self, FuseOptions};
+use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
 use crate::session::Session;
 
 /// The row of the table.
 pub const COMMAND: Subcommand = Subcommand {
     name: "serve",
-    about: "Serve an image as a disk, over NBD or vhost-user",
+    about: "Serve an image as a disk: over NBD, over vhost-user, as a file",
     group: Group::Serve,
     details: "\
 The image stays open and locked until SIGINT or SIGTERM (or `vdkit ctl SOCKET quit`); then what \
@@ -39,16 +39,11 @@ vdkit serve disk.qcow2 --nbd tcp:127.0.0.1:10809 --read-only
 vdkit serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --tls /etc/pki/vdkit
 vdkit serve disk.qcow2 --vhost-user /run/disk.sock
 vdkit serve disk.qcow2 --nbd unix:/run/old.sock --snapshot before-update
+vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --fuse /run/disk.raw
 ",
     augment: augment::<ServeArgs>,
     run: run::<ServeArgs>,
 };
-
-/// How long clients' last requests may take at the end.
-const DRAIN: Duration = Duration::from_secs(30);
-
-/// How often the end is looked for.
-const POLL: Duration = Duration::from_millis(50);
 
 /// Arguments of `vdkit serve`.
 #[derive(Args, Debug)]
@@ -65,27 +60,20 @@ pub struct ServeArgs {
     /// Serve as a virtio disk (vhost-user-blk) at this Unix socket, for one virtual machine
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     vhost_user: Option<PathBuf>,
+    /// Show the disk as one plain file too, as `vdkit mount` does
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    fuse: Option<PathBuf>,
+    #[command(flatten)]
+    fuse_options: FuseOptions,
     /// The export's name; clients that name none get it too
     #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
     name: String,
     /// A word on it for clients that list exports
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     description: String,
-    /// Let nobody write
-    #[arg(long)]
-    read_only: bool,
-    /// Serve what this snapshot inside the image holds (an id or a name), for reading
-    #[arg(long, value_name = "SNAPSHOT")]
-    snapshot: Option<String>,
     /// Let clients ask what this dirty bitmap has marked (repeatable)
     #[arg(long, value_name = "NAME")]
     bitmap: Vec<String>,
-    /// What a write does that finds no space: pause or report
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = NoSpace::Pause, hide_default_value = true, hide_possible_values = true)]
-    on_nospace: NoSpace,
-    /// Memory for the image's map; 32 MiB without it
-    #[arg(long, value_name = "SIZE", value_parser = size)]
-    l2_cache: Option<u64>,
     /// Clients must use TLS, with server-cert.pem and server-key.pem of DIR
     ///
     /// Where DIR holds ca-cert.pem too, clients must show a certificate of that authority.
@@ -101,23 +89,9 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 1024)]
     connections: usize,
     #[command(flatten)]
-    cache: CacheOption,
-    /// The image's format; without it the header is probed
-    #[arg(short = 'f', long, value_name = "FORMAT")]
-    format: Option<String>,
-    #[command(flatten)]
-    references: References,
-    #[command(flatten)]
-    keys: Keys,
+    disk: ServedDisk,
     #[command(flatten)]
     json: Json,
-}
-
-/// The value of --on-nospace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum NoSpace {
-    Pause,
-    Report,
 }
 
 /// What is said once clients can come, in JSON.
@@ -129,25 +103,12 @@ struct Serving {
     read_only: bool,
     /// Where clients find it.
     uris: Vec<String>,
+    /// The file that is the disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    file: Option<String>,
 }
 
 impl ServeArgs {
-    fn open(&self) -> Result<Disk, Failure> {
-        let read_only = self.read_only || self.snapshot.is_some();
-        let mut options = OpenOptions {
-            format: self.format.clone(),
-            writable: !read_only,
-            cache: self.cache.mode(),
-            refs: self.references.policy(),
-            snapshot: self.snapshot.clone(),
-            ..OpenOptions::default()
-        };
-        if let Some(bytes) = self.l2_cache {
-            options.limits.cache_bytes = bytes;
-        }
-        Ok(Disk::open(&vdkit::registry(), &self.image, &self.keys.apply(options))?)
-    }
-
     fn listeners(&self) -> Result<(Vec<Listener>, Vec<String>), Failure> {
         let mut listeners = Vec::new();
         let mut uris = Vec::new();
@@ -170,9 +131,10 @@ impl ServeArgs {
             uris.push(listener.uri(&self.name));
             listeners.push(listener);
         }
-        if listeners.is_empty() && self.vhost_user.is_none() {
+        if listeners.is_empty() && self.vhost_user.is_none() && self.fuse.is_none() {
             return Err(Failure::usage(
-                "nowhere to serve: give --nbd unix:PATH or tcp:HOST:PORT, or --vhost-user PATH",
+                "nowhere to serve: give --nbd unix:PATH or tcp:HOST:PORT, --vhost-user PATH, or \
+                 --fuse FILE",
             ));
         }
         Ok((listeners, uris))
@@ -217,9 +179,12 @@ impl Run for ServeArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
+        if self.fuse.is_none() && (self.fuse_options.growable || self.fuse_options.allow_other) {
+            return Err(Failure::usage("--growable and --allow-other are about --fuse FILE"));
+        }
         // Before anything that has to be undone.
         let stop = session.cancel_on_signal()?;
-        let disk = self.open()?;
+        let disk = self.disk.open(&self.image)?;
         session.warn(&disk);
         self.check_bitmaps(&disk)?;
         let tls = match &self.tls {
@@ -237,14 +202,19 @@ impl Run for ServeArgs {
             ExportOptions {
                 name: self.name.clone(),
                 description: self.description.clone(),
-                read_only: self.read_only,
-                on_nospace: match self.on_nospace {
-                    NoSpace::Pause => OnNoSpace::Pause,
-                    NoSpace::Report => OnNoSpace::Report,
-                },
+                read_only: self.disk.read_only,
+                on_nospace: self.disk.on_nospace(),
                 bitmaps: self.bitmap.clone(),
             },
         );
+        let file = match self.fuse.as_deref().map(|f| fuse::mount(&export, f, self.fuse_options)) {
+            Some(Err(failure)) => {
+                export.close()?;
+                return Err(failure);
+            }
+            mounted => mounted.transpose()?,
+        };
+        let only_file = listeners.is_empty() && vhost_listener.is_none();
         let options =
             ServerOptions { connections_max: self.connections, tls, ..ServerOptions::default() };
         let exports = Exports::new(vec![Arc::clone(&export)]);
@@ -268,12 +238,17 @@ impl Run for ServeArgs {
             }
             None => None,
         };
-        let serving =
-            Serving { filename, virtual_size: export.size(), read_only: export.read_only(), uris };
+        let serving = Serving {
+            filename,
+            virtual_size: export.size(),
+            read_only: export.read_only(),
+            uris,
+            file: file.as_ref().map(|mounted| mounted.file().display().to_string()),
+        };
         if self.json.json {
             session.out.json(&serving)?;
         } else {
-            for uri in &serving.uris {
+            for uri in serving.uris.iter().chain(&serving.file) {
                 session.out.line(format!("serving {} at {uri}", serving.filename))?;
             }
         }
@@ -282,19 +257,14 @@ impl Run for ServeArgs {
             let came = server.served() + vhost.as_ref().map_or(0, vhost_user::Server::served);
             let there = server.connections() > 0
                 || vhost.as_ref().is_some_and(vhost_user::Server::connected);
-            self.once && came > 0 && !there
+            let left = self.once && came > 0 && !there;
+            let unmounted = file.as_ref().is_some_and(fuse::Server::finished);
+            left || (unmounted && only_file)
         };
-        let mut full = false;
+        let mut space = SpaceWatch::default();
         while !stop.is_cancelled() && !is_over() {
             std::thread::sleep(POLL);
-            let parked = export.parked();
-            if full != (parked.requests > 0) {
-                full = !full;
-                match full {
-                    true => eprintln!("warning: writes wait for space: {}", parked.reason),
-                    false => eprintln!("there is space again: writes go on"),
-                }
-            }
+            space.look(&export);
         }
         drop(control);
         if let Some(vhost) = vhost {
@@ -305,8 +275,10 @@ impl Run for ServeArgs {
         }
         // Who waits for space, or for somebody to resume, would keep the end waiting.
         export.end_waiting();
+        let unmounted = file.map_or(Ok(()), |mounted| fuse::unmount(mounted, DRAIN));
         server.stop(DRAIN);
         export.close()?;
+        unmounted?;
         Ok(Exit::Done)
     }
 }

@@ -2,6 +2,7 @@
 #![allow(dead_code, missing_docs)]
 
 pub mod chains;
+pub mod mounted;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -1,0 +1,140 @@
+//! `vdkit mount`: an image as one plain file.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::{Args, ValueHint};
+use serde::Serialize;
+use vdkit::export::{Export, ExportOptions};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::Json;
+use crate::failure::{Exit, Outcome};
+use crate::fuse::{self, FuseOptions};
+use crate::output::bytes_long;
+use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "mount",
+    about: "Show an image's disk as one plain file, over FUSE",
+    group: Group::Serve,
+    details: "\
+FILE then is the disk, as if it were a raw image: losetup, mount -o loop, fio, dd and every other \
+program read and write it, and fsync makes durable what they wrote. A FILE that exists is covered \
+until the end (its own content comes to no harm); one that does not exist is made, and removed at \
+the end.
+
+The command runs until SIGINT, SIGTERM or `umount FILE`; then everything is flushed and the image \
+is closed. SIGKILL loses nothing that was flushed, but leaves FILE covered: `umount FILE`.
+
+A full file system does not break what runs on the disk: writes that find no space wait until \
+there is some (--on-nospace report passes the error on instead).",
+    examples: "
+vdkit mount disk.qcow2 disk.raw
+vdkit mount --read-only --snapshot before-update disk.qcow2 old.raw
+vdkit mount disk.qcow2 disk.raw & sleep 1; mount -o loop disk.raw /mnt
+",
+    augment: augment::<MountArgs>,
+    run: run::<MountArgs>,
+};
+
+/// Arguments of `vdkit mount`.
+#[derive(Args, Debug)]
+pub struct MountArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// The file that becomes the disk
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    file: PathBuf,
+    #[command(flatten)]
+    fuse: FuseOptions,
+    #[command(flatten)]
+    disk: ServedDisk,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// What is said once the file is the disk, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct MountAnswer {
+    filename: String,
+    file: String,
+    virtual_size: u64,
+    read_only: bool,
+}
+
+impl Run for MountArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        // Before anything that has to be undone.
+        let stop = session.cancel_on_signal()?;
+        let disk = self.disk.open(&self.image)?;
+        session.warn(&disk);
+        let filename = disk.name().to_owned();
+        let options = ExportOptions {
+            read_only: self.disk.read_only,
+            on_nospace: self.disk.on_nospace(),
+            ..ExportOptions::default()
+        };
+        let export = Export::new(disk, options);
+        let server = match fuse::mount(&export, &self.file, self.fuse) {
+            Ok(server) => server,
+            Err(failure) => {
+                // What opening it for writing marked in the image is taken back.
+                export.close()?;
+                return Err(failure);
+            }
+        };
+        let answer = MountAnswer {
+            filename,
+            file: server.file().display().to_string(),
+            virtual_size: export.size(),
+            read_only: export.read_only(),
+        };
+        let told = self.tell(session, &answer);
+        let mut space = SpaceWatch::default();
+        while told.is_ok() && !stop.is_cancelled() && !server.finished() {
+            std::thread::sleep(POLL);
+            space.look(&export);
+        }
+        // Who waits for space would keep the end waiting.
+        export.end_waiting();
+        let unmounted = fuse::unmount(server, DRAIN);
+        // Closed also after a failure, so that the image is clean.
+        Arc::clone(&export).close()?;
+        told?;
+        unmounted?;
+        Ok(Exit::Done)
+    }
+}
+
+impl MountArgs {
+    /// Says that the file is the disk now.
+    fn tell(
+        &self,
+        session: &mut Session,
+        answer: &MountAnswer,
+    ) -> Result<(), crate::failure::Failure> {
+        if self.json.json {
+            // In one line: whoever waits for it reads up to the line's end.
+            let mut line = serde_json::to_vec(answer).map_err(std::io::Error::from)?;
+            line.push(b'\n');
+            session.out.bytes(&line)?;
+        } else {
+            session.out.line(format!(
+                "{}: {} at {}{}",
+                answer.filename,
+                bytes_long(answer.virtual_size),
+                answer.file,
+                if answer.read_only { ", read-only" } else { "" }
+            ))?;
+        }
+        session.out.finish()?;
+        Ok(())
+    }
+}

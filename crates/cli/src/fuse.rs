@@ -1,0 +1,59 @@
+//! Disks as files: what `vdkit mount` and `vdkit serve --fuse` share.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use vdkit::export::Export;
+pub use vdkit::fuse::Server;
+use vdkit::fuse::{Ending, MountError, ServerOptions};
+
+use crate::failure::Failure;
+
+/// How a disk becomes a file.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct FuseOptions {
+    /// Let other users open the file too, as its permissions allow
+    ///
+    /// Without it only the user who mounts may, and not even root. Users other than root need the
+    /// line user_allow_other in /etc/fuse.conf for it.
+    #[arg(long)]
+    pub allow_other: bool,
+    /// Let writes past the end and truncate make the disk larger
+    ///
+    /// Without it the disk keeps its size, as a block device does. It never becomes smaller.
+    #[arg(long)]
+    pub growable: bool,
+}
+
+/// Mounts an export over a file.
+///
+/// # Errors
+/// With a word on how to mend it.
+pub fn mount(export: &Arc<Export>, file: &Path, options: FuseOptions) -> Result<Server, Failure> {
+    let options = ServerOptions { allow_other: options.allow_other, growable: options.growable };
+    Server::start(Arc::clone(export), file, &options).map_err(|error: MountError| {
+        let failure = Failure::failed(error.to_string());
+        match error.hint() {
+            Some(hint) => failure.hint(hint),
+            None => failure,
+        }
+    })
+}
+
+/// Unmounts it, and gives its users some time to end.
+///
+/// # Errors
+/// The system refuses.
+pub fn unmount(server: Server, patience: Duration) -> Result<(), Failure> {
+    let file = server.file().display().to_string();
+    match server.stop(patience) {
+        Ok(Ending::Clean) => Ok(()),
+        Ok(Ending::InUse) => {
+            eprintln!("warning: {file}: was still in use; what its users do from now on fails");
+            Ok(())
+        }
+        Err(error) => Err(Failure::failed(format!("{file}: cannot be unmounted: {error}"))),
+    }
+}

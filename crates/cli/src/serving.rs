@@ -1,0 +1,103 @@
+//! What the commands share that serve a disk.
+
+use std::path::Path;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use vdkit::export::{Export, OnNoSpace};
+use vdkit::{Disk, OpenOptions};
+
+use crate::arguments::{CacheOption, References, SnapshotOption, size};
+use crate::failure::{Failure, printable};
+use crate::keys::Keys;
+
+/// How long clients' last requests may take at the end.
+pub const DRAIN: Duration = Duration::from_secs(30);
+
+/// How often the end is looked for.
+pub const POLL: Duration = Duration::from_millis(50);
+
+/// Tells the user when writes begin to wait for space, and when that is over.
+#[derive(Debug, Default)]
+pub struct SpaceWatch {
+    full: bool,
+}
+
+impl SpaceWatch {
+    /// Looks, and says what changed.
+    pub fn look(&mut self, export: &Export) {
+        let parked = export.parked();
+        let full = parked.requests > 0;
+        if full == self.full {
+            return;
+        }
+        self.full = full;
+        if full {
+            eprintln!("warning: writes wait for space: {}", printable(&parked.reason));
+        } else {
+            eprintln!("there is space again: writes go on");
+        }
+    }
+}
+
+/// How an image is opened that is served.
+#[derive(Args, Clone, Debug)]
+pub struct ServedDisk {
+    /// Let nobody write
+    #[arg(long)]
+    pub read_only: bool,
+    #[command(flatten)]
+    snapshot: SnapshotOption,
+    /// What a write does that finds no space: pause (wait until there is some) or report
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = NoSpace::Pause, hide_default_value = true, hide_possible_values = true)]
+    on_nospace: NoSpace,
+    /// Memory for the image's map; 32 MiB without it
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    l2_cache: Option<u64>,
+    #[command(flatten)]
+    cache: CacheOption,
+    /// The image's format; without it the header is probed
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    format: Option<String>,
+    #[command(flatten)]
+    references: References,
+    #[command(flatten)]
+    keys: Keys,
+}
+
+/// The value of --on-nospace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum NoSpace {
+    Pause,
+    Report,
+}
+
+impl ServedDisk {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub fn open(&self, image: &Path) -> Result<Disk, Failure> {
+        let snapshot = self.snapshot.snapshot.clone();
+        let mut options = OpenOptions {
+            format: self.format.clone(),
+            writable: !self.read_only && snapshot.is_none(),
+            cache: self.cache.mode(),
+            refs: self.references.policy(),
+            snapshot,
+            ..OpenOptions::default()
+        };
+        if let Some(bytes) = self.l2_cache {
+            options.limits.cache_bytes = bytes;
+        }
+        Ok(Disk::open(&vdkit::registry(), image, &self.keys.apply(options))?)
+    }
+
+    /// What a write does that finds no space.
+    pub fn on_nospace(&self) -> OnNoSpace {
+        match self.on_nospace {
+            NoSpace::Pause => OnNoSpace::Pause,
+            NoSpace::Report => OnNoSpace::Report,
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! Reads, writes and the like: done where they stand, or on a thread that may block.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use fuser::{Errno, ReplyData, ReplyEmpty, ReplyWrite};
+use vdkit_block::Result;
+use vdkit_chain::Ready;
+use vdkit_export::{Change, Export, OpKind};
+
+use crate::attributes::Attributes;
+use crate::buffer;
+use crate::errno::errno_of;
+use crate::pool::Pool;
+
+/// A write of the fast lane that took longer than this, for each [`PROMPT_BYTES`] begun, was one
+/// that waited: those that follow go to the slow lane for a while.
+const PROMPT: Duration = Duration::from_millis(2);
+const PROMPT_BYTES: u32 = 64 << 10;
+/// For so many writes.
+const WARY_WRITES: u32 = 32;
+
+/// What the threads of a mount share.
+#[derive(Debug)]
+pub struct Lanes {
+    pub export: Arc<Export>,
+    pub pool: Pool,
+    pub attributes: Attributes,
+    /// Writing past the end makes the disk larger.
+    pub growable: bool,
+    /// The mount is over: what still comes fails.
+    pub ended: AtomicBool,
+    wary: AtomicU32,
+}
+
+/// How a change is answered.
+pub trait ChangeReply: Send + 'static {
+    fn done(self, len: u64);
+    fn failed(self, errno: Errno);
+}
+
+impl ChangeReply for ReplyWrite {
+    fn done(self, len: u64) {
+        // A request is never as long as 4 GiB.
+        self.written(len as u32);
+    }
+    fn failed(self, errno: Errno) {
+        self.error(errno);
+    }
+}
+
+impl ChangeReply for ReplyEmpty {
+    fn done(self, _len: u64) {
+        self.ok();
+    }
+    fn failed(self, errno: Errno) {
+        self.error(errno);
+    }
+}
+
+impl Lanes {
+    pub fn new(export: Arc<Export>, attributes: Attributes, growable: bool) -> Self {
+        Self {
+            export,
+            pool: Pool::default(),
+            attributes,
+            growable,
+            ended: AtomicBool::new(false),
+            wary: AtomicU32::new(0),
+        }
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Relaxed)
+    }
+
+    /// How much of a range lies on the disk.
+    fn within(&self, at: u64, len: u64) -> u64 {
+        self.export.size().saturating_sub(at).min(len)
+    }
+
+    fn count(&self, kind: OpKind, len: u64, began: Instant, ok: bool) {
+        self.export.counters().done(kind, len, began.elapsed(), ok);
+    }
+
+    /// Says what failed, and how a program is told.
+    fn failure(&self, error: &vdkit_block::Error) -> Errno {
+        tracing::warn!(export = self.export.name(), "{error}");
+        errno_of(error)
+    }
+
+    /// Reads; past the end there is nothing.
+    pub fn read(self: &Arc<Self>, at: u64, len: u64, reply: ReplyData) {
+        let began = Instant::now();
+        let len = self.within(at, len);
+        if len == 0 {
+            return reply.data(&[]);
+        }
+        let declined = buffer::lend(len as usize, |bytes| {
+            match self.export.read_ready(bytes, at) {
+                Some(Ok(Ready::Bytes)) => {}
+                Some(Ok(Ready::Zero)) => bytes.fill(0),
+                // The slow lane tells what is wrong.
+                Some(Err(_)) | None => return Some(reply),
+            }
+            self.export.counters().lane(true);
+            self.count(OpKind::Read, len, began, true);
+            reply.data(bytes);
+            None
+        });
+        if let Some(reply) = declined {
+            let lanes = Arc::clone(self);
+            self.export.counters().lane(false);
+            self.pool.run(0, move || lanes.read_slowly(at, len, began, reply));
+        }
+    }
+
+    fn read_slowly(&self, at: u64, len: u64, began: Instant, reply: ReplyData) {
+        buffer::lend(len as usize, |bytes| {
+            let done = self.export.read(bytes, at);
+            self.count(OpKind::Read, len, began, done.is_ok());
+            match done {
+                Ok(()) => reply.data(bytes),
+                Err(error) => reply.error(self.failure(&error)),
+            }
+        });
+    }
+
+    /// Writes; with `durable`, so that a power cut after the answer loses nothing of it.
+    pub fn write(self: &Arc<Self>, at: u64, data: &[u8], durable: bool, reply: ReplyWrite) {
+        let began = Instant::now();
+        if self.export.read_only() {
+            return reply.error(Errno::EROFS);
+        }
+        let whole = data.len() as u64;
+        let within = self.within(at, whole);
+        if within < whole && !self.growable {
+            // As a block device: what fits is written, and where nothing fits there is no space.
+            if within == 0 {
+                return reply.error(Errno::ENOSPC);
+            }
+        } else if within == whole && !durable && !self.is_wary() {
+            let done = self.export.write_ready(data, at);
+            if let Some(done) = done {
+                let took = began.elapsed();
+                if took > PROMPT * (data.len() as u32 / PROMPT_BYTES + 1) {
+                    self.wary.store(WARY_WRITES, Ordering::Relaxed);
+                }
+                self.export.counters().lane(true);
+                self.export.counters().done(OpKind::Write, whole, took, done.is_ok());
+                self.attributes.touch();
+                return match done {
+                    Ok(()) => reply.written(data.len() as u32),
+                    Err(error) => reply.error(self.failure(&error)),
+                };
+            }
+        }
+        let len = if self.growable { whole } else { within };
+        let data = data[..len as usize].to_vec();
+        let lanes = Arc::clone(self);
+        self.export.counters().lane(false);
+        self.pool.run(data.len(), move || {
+            lanes.change(at, Change::Write(data), durable, began, reply);
+        });
+    }
+
+    /// Writes zeroes. What lies past the end is left out.
+    pub fn zero(self: &Arc<Self>, at: u64, len: u64, may_unmap: bool, reply: ReplyEmpty) {
+        let began = Instant::now();
+        let lanes = Arc::clone(self);
+        self.export.counters().lane(false);
+        self.pool.run(0, move || {
+            let len = lanes.within(at, len);
+            if len == 0 {
+                return reply.ok();
+            }
+            lanes.change(at, Change::Zero { len, may_unmap }, false, began, reply);
+        });
+    }
+
+    /// Does a change, here; one that finds no space is kept and answered later.
+    fn change(
+        self: &Arc<Self>,
+        at: u64,
+        change: Change,
+        durable: bool,
+        began: Instant,
+        reply: impl ChangeReply,
+    ) {
+        let (kind, len) = match &change {
+            Change::Write(data) => (OpKind::Write, data.len() as u64),
+            Change::Zero { len, .. } => (OpKind::Zero, *len),
+        };
+        let lanes = Arc::clone(self);
+        let answer = move |done: Result<()>| {
+            lanes.count(kind, len, began, done.is_ok());
+            lanes.attributes.touch();
+            match done {
+                Ok(()) => reply.done(len),
+                Err(error) => reply.failed(lanes.failure(&error)),
+            }
+        };
+        if let Err(error) = self.grow_to(at.saturating_add(len)) {
+            return answer(Err(error));
+        }
+        let done = match &change {
+            Change::Write(data) => self.export.write(data, at, durable),
+            Change::Zero { len, may_unmap } => self.export.zero(at, *len, *may_unmap, durable),
+        };
+        match done {
+            Err(error) if self.export.keeps(&error) => {
+                self.export.keep(change, at, durable, error, Box::new(answer));
+            }
+            done => answer(done),
+        }
+    }
+
+    /// Makes everything durable.
+    pub fn flush(self: &Arc<Self>, reply: ReplyEmpty) {
+        let began = Instant::now();
+        let lanes = Arc::clone(self);
+        self.export.counters().lane(false);
+        self.pool.run(0, move || {
+            let done = lanes.export.flush();
+            lanes.count(OpKind::Flush, 0, began, done.is_ok());
+            match done {
+                Ok(()) => reply.ok(),
+                Err(error) => reply.error(lanes.failure(&error)),
+            }
+        });
+    }
+
+    /// Makes the disk at least so large, where that is allowed.
+    ///
+    /// # Errors
+    /// As [`vdkit_chain::Disk::resize`].
+    pub fn grow_to(&self, bytes: u64) -> Result<()> {
+        if !self.growable || bytes <= self.export.size() {
+            return Ok(());
+        }
+        // With nobody else at the disk.
+        self.export.replace(|disk| {
+            if bytes > disk.guest_bytes() {
+                disk.resize(bytes)?;
+            }
+            Ok((None, ()))
+        })
+    }
+
+    /// Whether writes waited lately.
+    fn is_wary(&self) -> bool {
+        let wary = self.wary.load(Ordering::Relaxed);
+        if wary > 0 {
+            self.wary.store(wary - 1, Ordering::Relaxed);
+        }
+        wary > 0
+    }
+}

@@ -1,0 +1,185 @@
+//! Threads for requests that may block.
+//!
+//! They are made when they are needed, up to a bound, and end when there has been nothing to do
+//! for a while. What waits for a thread is bounded too, in bytes: then whoever brings more does it
+//! itself, and so stops reading requests, which is how the kernel hears that it has to wait.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+/// Threads at a time.
+const THREADS_MAX: usize = 16;
+/// How long a thread waits for more to do.
+const IDLE: Duration = Duration::from_secs(10);
+/// Bytes of writes that may wait for a thread.
+const WAITING_BYTES_MAX: usize = 64 << 20;
+
+type Work = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<(usize, Work)>,
+    /// Bytes that the queue holds.
+    bytes: usize,
+    threads: usize,
+    /// Threads that wait for something to do.
+    idle: usize,
+    closed: bool,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// There is something to do, or the end has come.
+    work: Condvar,
+    /// A thread ended.
+    ended: Condvar,
+}
+
+/// The threads.
+#[derive(Default)]
+pub struct Pool {
+    shared: Arc<Shared>,
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("threads", &self.shared.state.lock().threads).finish()
+    }
+}
+
+impl Pool {
+    /// Does it on another thread, or here and now where too much waits. `bytes` is the memory that
+    /// it holds.
+    pub fn run(&self, bytes: usize, work: impl FnOnce() + Send + 'static) {
+        let mut state = self.shared.state.lock();
+        if state.closed || (state.bytes > 0 && state.bytes + bytes > WAITING_BYTES_MAX) {
+            drop(state);
+            return work();
+        }
+        if state.idle <= state.queue.len() && state.threads < THREADS_MAX {
+            let shared = Arc::clone(&self.shared);
+            let builder = std::thread::Builder::new().name("fuse-slow".to_owned());
+            match builder.spawn(move || shared.serve()) {
+                Ok(_) => state.threads += 1,
+                Err(error) if state.threads == 0 => {
+                    drop(state);
+                    tracing::warn!("no thread for a request that may block: {error}");
+                    return work();
+                }
+                Err(_) => {}
+            }
+        }
+        state.bytes += bytes;
+        state.queue.push_back((bytes, Box::new(work)));
+        drop(state);
+        self.shared.work.notify_one();
+    }
+
+    /// Takes no more work, and waits at most so long for what there is. Whether all was done.
+    pub fn close(&self, patience: Duration) -> bool {
+        let end = Instant::now() + patience;
+        let mut state = self.shared.state.lock();
+        state.closed = true;
+        self.shared.work.notify_all();
+        while state.threads > 0 {
+            if self.shared.ended.wait_until(&mut state, end).timed_out() {
+                return state.threads == 0;
+            }
+        }
+        true
+    }
+}
+
+impl Shared {
+    fn serve(&self) {
+        let mut state = self.state.lock();
+        loop {
+            if let Some((bytes, work)) = state.queue.pop_front() {
+                state.bytes -= bytes;
+                drop(state);
+                work();
+                state = self.state.lock();
+                continue;
+            }
+            if state.closed {
+                break;
+            }
+            state.idle += 1;
+            let waited = self.work.wait_for(&mut state, IDLE);
+            state.idle -= 1;
+            if waited.timed_out() && state.queue.is_empty() {
+                break;
+            }
+        }
+        state.threads -= 1;
+        drop(state);
+        self.ended.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn many_run_beside_each_other_and_the_end_waits_for_all() {
+        let pool = Pool::default();
+        let done = Arc::new(AtomicUsize::new(0));
+        let (here, there) = mpsc::sync_channel::<()>(0);
+        let there = Arc::new(Mutex::new(there));
+        // As many as there are threads wait for each other: all must run at once.
+        let gate = Arc::new(std::sync::Barrier::new(THREADS_MAX));
+        for _ in 0..THREADS_MAX {
+            let (gate, done) = (gate.clone(), done.clone());
+            pool.run(1, move || {
+                gate.wait();
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+        }
+        {
+            let (there, done) = (there.clone(), done.clone());
+            pool.run(1, move || {
+                let _ = there.lock().recv();
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+        }
+        assert!(!pool.close(Duration::from_millis(20)), "one is not done");
+        drop(here);
+        assert!(pool.close(Duration::from_secs(60)));
+        assert_eq!(done.load(Ordering::SeqCst), THREADS_MAX + 1);
+        // And afterwards whoever comes does it itself.
+        let me = std::thread::current().id();
+        let (tell, hear) = mpsc::channel();
+        pool.run(0, move || tell.send(std::thread::current().id()).unwrap());
+        assert_eq!(hear.try_recv(), Ok(me));
+    }
+
+    #[test]
+    fn what_waits_is_bounded_in_bytes() {
+        let pool = Pool::default();
+        let gate = Arc::new(Mutex::new(()));
+        let held = gate.lock();
+        for _ in 0..THREADS_MAX {
+            let gate = gate.clone();
+            pool.run(0, move || drop(gate.lock()));
+        }
+        let idle = || pool.shared.state.lock().queue.is_empty();
+        while !idle() {
+            std::thread::yield_now();
+        }
+        pool.run(WAITING_BYTES_MAX, || {});
+        let me = std::thread::current().id();
+        let (tell, hear) = mpsc::channel();
+        pool.run(1, move || tell.send(std::thread::current().id()).unwrap());
+        assert_eq!(hear.try_recv(), Ok(me), "it was done where it came from");
+        drop(held);
+        assert!(pool.close(Duration::from_secs(60)));
+    }
+}

@@ -1,0 +1,183 @@
+//! Mounting, serving, and the end of it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use fuser::{Config, MountOption, Session, SessionACL, SessionUnmounter};
+use vdkit_export::Export;
+
+use crate::attributes::Attributes;
+use crate::disk_file::DiskFile;
+use crate::lanes::Lanes;
+use crate::mount_point::{MountError, MountPoint, Unmounted};
+
+/// Threads that read requests: with one a processor they do the fast lane beside each other; more
+/// only wake each other up.
+const READERS_MAX: usize = 8;
+const READERS_MIN: usize = 2;
+/// What was begun has so long at least, even where patience is over.
+const LAST_WORK: Duration = Duration::from_secs(1);
+
+/// How a disk is mounted.
+#[derive(Clone, Debug, Default)]
+pub struct ServerOptions {
+    /// Other users than the one who mounts may use the file, as its permissions allow.
+    pub allow_other: bool,
+    /// Writing past the end, and setting a larger size, makes the disk larger.
+    pub growable: bool,
+}
+
+/// What became of the users of a mount at its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// All of them were done.
+    Clean,
+    /// Somebody still had the file open when patience ran out; what they do with it from now on
+    /// fails.
+    InUse,
+}
+
+/// A mounted disk. Dropping it without [`Server::stop`] unmounts it and waits for nobody.
+#[derive(Debug)]
+pub struct Server {
+    lanes: Arc<Lanes>,
+    point: MountPoint,
+    unmounter: SessionUnmounter,
+    /// Nothing once it has been seen to its end.
+    session: Option<JoinHandle<io::Result<()>>>,
+    ended: mpsc::Receiver<()>,
+    /// The kernel's switch that ends the connection.
+    abort: Option<PathBuf>,
+}
+
+impl Server {
+    /// Mounts an export over a regular file. A file that does not exist is made, and removed at
+    /// the end. The disk can be used when this returns.
+    ///
+    /// # Errors
+    /// See [`MountError`].
+    pub fn start(
+        export: Arc<Export>,
+        file: &Path,
+        options: &ServerOptions,
+    ) -> Result<Self, MountError> {
+        if let Err(source) = std::fs::metadata("/dev/fuse") {
+            return Err(MountError::NoFuse { source });
+        }
+        let point = MountPoint::prepare(file)?;
+        let config = config_of(&export, options);
+        let mut owner = point.owner();
+        if export.read_only() {
+            owner.permissions &= !0o222;
+        }
+        let attributes = Attributes::new(owner);
+        let lanes = Arc::new(Lanes::new(export, attributes, options.growable));
+        let failed = |source: io::Error| match source.kind() {
+            io::ErrorKind::NotFound => MountError::NoHelper { file: file.to_owned() },
+            _ => MountError::Mount { file: file.to_owned(), source },
+        };
+        let disk_file = DiskFile(Arc::clone(&lanes));
+        let mut session = Session::new(disk_file, point.path(), &config).map_err(failed)?;
+        let unmounter = session.unmount_callable();
+        let (tell, ended) = mpsc::channel();
+        let session = std::thread::Builder::new()
+            .name("fuse".to_owned())
+            .spawn(move || {
+                let done = session.run();
+                // Nobody listens any more where patience ran out.
+                let _ = tell.send(());
+                done
+            })
+            .map_err(failed)?;
+        let abort = rustix::fs::stat(point.path()).ok().map(|stat| {
+            let number = rustix::fs::minor(stat.st_dev);
+            PathBuf::from(format!("/sys/fs/fuse/connections/{number}/abort"))
+        });
+        Ok(Self { lanes, point, unmounter, session: Some(session), ended, abort })
+    }
+
+    /// The file, by its absolute name.
+    pub fn file(&self) -> &Path {
+        self.point.path()
+    }
+
+    /// Whether somebody else has unmounted it.
+    pub fn finished(&self) -> bool {
+        self.session.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Ends the service: the file is unmounted; who has it open may go on until `patience` is
+    /// over; what was begun is done. The export is neither flushed nor closed by this.
+    ///
+    /// # Errors
+    /// The system refuses to unmount.
+    pub fn stop(mut self, patience: Duration) -> io::Result<Ending> {
+        let end = Instant::now() + patience;
+        self.unmount()?;
+        let session = self.session.take();
+        let clean = match self.ended.recv_timeout(patience) {
+            Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => true,
+            Err(mpsc::RecvTimeoutError::Timeout) => false,
+        };
+        self.lanes.ended.store(true, Ordering::Relaxed);
+        if clean {
+            if let Some(Ok(Err(error))) = session.map(JoinHandle::join) {
+                tracing::warn!("{}: {error}", self.point.path().display());
+            }
+        } else if let Some(abort) = &self.abort {
+            // Who waits for an answer hears of the end at once. Where this does not work, the end
+            // of the process does it.
+            let _ = std::fs::write(abort, "1");
+        }
+        let rest = end.saturating_duration_since(Instant::now()).max(LAST_WORK);
+        let drained = self.lanes.pool.close(rest);
+        Ok(if clean && drained { Ending::Clean } else { Ending::InUse })
+    }
+
+    fn unmount(&mut self) -> io::Result<()> {
+        if !self.finished() && self.point.unmount()? == Unmounted::NotAllowed {
+            self.unmounter.unmount()?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Err(error) = self.unmount() {
+            tracing::warn!("{}: cannot be unmounted: {error}", self.point.path().display());
+        }
+    }
+}
+
+fn config_of(export: &Export, options: &ServerOptions) -> Config {
+    let mut config = Config::default();
+    // A comma would begin another option.
+    let name = export.hold().name().replace([',', '\\'], "_");
+    config.mount_options = vec![
+        MountOption::FSName(format!("vdkit:{name}")),
+        MountOption::Subtype("vdkit".to_owned()),
+        MountOption::DefaultPermissions,
+        MountOption::NoSuid,
+        MountOption::NoDev,
+        MountOption::NoExec,
+    ];
+    if export.read_only() {
+        config.mount_options.push(MountOption::RO);
+    }
+    if options.allow_other {
+        config.acl = SessionACL::All;
+    }
+    let processors = std::thread::available_parallelism().map_or(READERS_MIN, usize::from);
+    config.n_threads = Some(processors.clamp(READERS_MIN, READERS_MAX));
+    // Each thread with a descriptor of its own, where the device lets this user open it. (The
+    // first one may come from the helper that mounts for users.)
+    let open = std::fs::OpenOptions::new().read(true).write(true).open("/dev/fuse");
+    config.clone_fd = open.is_ok();
+    config
+}
