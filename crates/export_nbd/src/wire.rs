@@ -88,6 +88,8 @@ pub mod command {
     pub const CACHE: u16 = 5;
     pub const WRITE_ZEROES: u16 = 6;
     pub const BLOCK_STATUS: u16 = 7;
+    /// How many there are.
+    pub const KINDS: usize = 8;
 }
 
 /// Flags of requests.
