@@ -179,6 +179,24 @@ fn a_guest_on_vhost_user() {
     expect_files(&scratch, "disk.qcow2", 10..30);
 }
 
+/// What is at the socket's path is not overwritten, and the image is let go.
+#[test]
+fn a_path_that_is_taken_is_refused() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.qcow2", "1M"]);
+    std::fs::write(scratch.path("v.sock"), "precious").unwrap();
+    let answer = scratch.run(&["serve", "disk.qcow2", "--vhost-user", "v.sock"]);
+    assert_eq!(answer.code, Some(1), "{answer:?}");
+    assert!(answer.stderr.contains("v.sock"), "{answer:?}");
+    assert_eq!(std::fs::read(scratch.path("v.sock")).unwrap(), b"precious");
+    let answer = scratch.run(&["serve", "disk.qcow2"]);
+    assert_eq!(answer.code, Some(2), "{answer:?}");
+    let served = Served::start(&scratch, &["--vhost-user", "w.sock", "--nbd", "unix:n.sock"]);
+    assert!(scratch.path("w.sock").exists());
+    served.end();
+    assert!(!scratch.path("w.sock").exists());
+}
+
 /// A full file system under a guest: its disk is slow until there is space, and nothing breaks.
 #[test]
 fn a_guest_on_a_full_file_system() {

@@ -120,6 +120,11 @@ impl Export {
         self.disk.read().guest_bytes()
     }
 
+    /// The unit in which the image finds space for writes and gives it back, in bytes.
+    pub fn fill_bytes(&self) -> u64 {
+        self.disk.read().top().caps().fill_bytes
+    }
+
     /// Whether changes are refused.
     pub fn read_only(&self) -> bool {
         self.options.read_only || !self.disk.read().writable()

@@ -100,10 +100,7 @@ impl Device {
         let end = offset.checked_add(len).filter(|end| *end <= CONFIG_MAX)?;
         let mut space = [0; CONFIG_MAX as usize];
         let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
-        let unit = {
-            let disk = self.export.hold();
-            disk.top().caps().fill_bytes.clamp(4096, 1 << 26)
-        };
+        let unit = self.export.fill_bytes().clamp(4096, 1 << 26);
         put(0, &self.sectors().to_le_bytes());
         put(12, &SEGMENTS.to_le_bytes());
         put(20, &(SECTOR_BYTES as u32).to_le_bytes());

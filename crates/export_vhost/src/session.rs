@@ -152,7 +152,12 @@ impl Session {
             request::GET_FEATURES => return Ok(Reply::Number(self.device.features())),
             request::SET_FEATURES => self.set_features(fields.u64()?)?,
             request::SET_OWNER => {}
-            request::RESET_OWNER => self.slots.iter_mut().for_each(|slot| slot.enabled = false),
+            request::RESET_OWNER => {
+                for slot in &mut self.slots {
+                    slot.enabled = false;
+                    slot.stop();
+                }
+            }
             request::SET_MEM_TABLE => self.set_memory(&mut fields, message.fds)?,
             request::GET_MAX_MEM_SLOTS => return Ok(Reply::Number(REGIONS_MAX as u64)),
             request::ADD_MEM_REG => {

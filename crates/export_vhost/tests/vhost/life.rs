@@ -100,6 +100,21 @@ fn the_guest_learns_of_a_new_size() {
     rig.end();
 }
 
+/// A monitor that asks about the disk is not kept waiting while its requests are.
+#[test]
+fn a_disk_that_is_paused_can_be_connected_to() {
+    let rig = Rig::new(MIB);
+    rig.export.pause();
+    let mut guest = rig.boot(1);
+    assert_eq!(guest.config_u64(0), 2048);
+    let slot = guest.submit(0, READ, 0, Data::In(512));
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!guest.is_back(0, slot));
+    rig.export.resume();
+    assert_eq!(guest.finish(0, slot).0, 0);
+    rig.end();
+}
+
 #[test]
 fn sockets_are_not_taken_from_others() {
     let rig = Rig::new(MIB);
