@@ -11,15 +11,15 @@
 
 use std::io;
 use std::net::Shutdown;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use vdkit_block::Error;
 use vdkit_chain::Ready;
-use vdkit_export::{Change, Export, OpKind};
+use vdkit_export::{Change, Claim, Export, OpKind};
 
 use crate::channel::Channel;
 use crate::handshake::Agreed;
@@ -44,6 +44,8 @@ const WARY_WRITES: u32 = 32;
 /// all the same: giving the lead away and coming back costs about as much. (A flush of a file in
 /// memory, a durable write to a disk with a cache that keeps what it has.)
 const BRIEF: Duration = Duration::from_micros(100);
+/// The list of kept changes is searched for those that are done when it is so long.
+const KEPT_LIST_MAX: usize = 4096;
 /// A large read goes out in pieces of this size.
 const PIECE_BYTES: u64 = 1 << 20;
 
@@ -61,6 +63,8 @@ pub struct Session {
     wary: AtomicU32,
     /// How long the last request of a kind took in the slow lane, in nanoseconds.
     took: [AtomicU64; command::KINDS],
+    /// Changes that wait for space.
+    kept: Mutex<Vec<Weak<Claim>>>,
     /// Requests whose whole payload has to be in memory at once, one at a time.
     large: Mutex<()>,
 }
@@ -135,15 +139,21 @@ impl Session {
             closed: AtomicBool::new(false),
             wary: AtomicU32::new(0),
             took: std::array::from_fn(|_| AtomicU64::new(u64::MAX)),
+            kept: Mutex::default(),
             large: Mutex::new(()),
         }
     }
 
-    /// Serves until the client leaves. Every request that was begun has ended when this returns,
-    /// but for those that wait for space.
+    /// Serves until the client leaves. Every request that was begun has ended when this returns;
+    /// those that wait for space are given up.
     pub fn run(self) {
         std::thread::scope(|scope| self.work(scope));
         self.replier.close();
+        // A client that comes again sends again what it was not answered, and goes on from there:
+        // what it sent before must not be done later.
+        for claim in self.kept.lock().drain(..).filter_map(|claim| claim.upgrade()) {
+            claim.withdraw();
+        }
         self.channel.shutdown(Shutdown::Both);
     }
 
@@ -467,7 +477,15 @@ impl Session {
                 Err(error) => replier.error(&request, errno_of(&error), &error.to_string()),
             };
         });
-        export.keep(change, request.offset, fua, error, done);
+        let claim = Arc::new(Claim::default());
+        {
+            let mut kept = self.kept.lock();
+            if kept.len() >= KEPT_LIST_MAX {
+                kept.retain(|claim| claim.strong_count() > 0);
+            }
+            kept.push(Arc::downgrade(&claim));
+        }
+        export.keep_claimed(change, request.offset, fua, error, claim, done);
     }
 
     fn fail(&self, request: &Request, error: &Error) -> io::Result<()> {

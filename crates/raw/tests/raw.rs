@@ -67,7 +67,8 @@ fn a_full_file_is_one_run_and_a_scan_in_steps_asks_once_a_run() {
     let full = CountingStorage::new(Arc::new(MemoryStorage::from_bytes("m", &vec![1; 1 << 20])));
     let format = RawFormat::new(full.clone(), false).unwrap();
     assert_eq!(runs(&format, u64::MAX), [(0, MIB, true)]);
-    assert_eq!(format.resolve_cached(GuestOffset(4096), MIB).map(|run| run.len), Some(MIB - 4096));
+    let rest = MIB - 4096;
+    assert_eq!(format.resolve_cached(GuestOffset(4096), rest).map(|run| run.len), Some(rest));
     assert_eq!(full.counts().extents, 0);
 
     let memory = MemoryStorage::with_len("m", 2 * MIB);

@@ -101,7 +101,7 @@ fn the_error_is_reported_when_that_is_wanted() {
 }
 
 #[test]
-fn a_client_that_leaves_while_it_waits_takes_nothing_along() {
+fn what_a_client_left_behind_is_never_done() {
     let (faulty, rig) = full(OnNoSpace::Pause);
     let mut client = rig.client(Style::Structured);
     fill(&faulty);
@@ -119,7 +119,8 @@ fn a_client_that_leaves_while_it_waits_takes_nothing_along() {
         assert!(began.elapsed() < Duration::from_secs(20));
         std::thread::sleep(Duration::from_millis(5));
     }
-    assert_eq!(rig.client(Style::Simple).read(MIB, 1).unwrap(), [5]);
+    // It could lie over what the client wrote when it came again.
+    assert_eq!(rig.client(Style::Simple).read(MIB, 1).unwrap(), [0]);
     rig.end();
 }
 
