@@ -33,6 +33,13 @@ impl Output {
         self.flush_when_full()
     }
 
+    /// Adds a value as JSON on one line, for whoever reads it while the command goes on.
+    pub fn json_line(&mut self, value: &impl Serialize) -> io::Result<()> {
+        serde_json::to_writer(&mut self.buffer, value)?;
+        self.buffer.push(b'\n');
+        self.flush_when_full()
+    }
+
     /// Adds bytes as they are.
     pub fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.buffer.extend_from_slice(bytes);

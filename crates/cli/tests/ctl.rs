@@ -3,6 +3,7 @@
 mod common;
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -66,6 +67,7 @@ fn a_service_tells_and_obeys() {
     scratch.json_of("ctl", 0, &["c.sock", "resize", "96M"]);
     let read = io(&scratch, &["read -P 0 64M 32M", "write -P 3 95M 1M"]);
     assert!(!read.contains("failed"), "{read}");
+    scratch.fails(1, "fewer than its", &["ctl", "c.sock", "resize", "32M"]);
 
     scratch.json_of("ctl", 0, &["c.sock", "flush"]);
     scratch.ok(&["ctl", "c.sock", "quit"]);
@@ -101,6 +103,31 @@ fn a_pause_keeps_requests_waiting() {
     scratch.ok(&["ctl", "c.sock", "quit"]);
     assert_eq!(child.wait().unwrap().code(), Some(0));
     scratch.ok(&["check", "a.qcow2"]);
+}
+
+#[test]
+fn a_socket_takes_no_file_away() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    std::fs::write(scratch.path("plain"), b"precious").unwrap();
+    let nbd = ["serve", "a.qcow2", "--nbd", "unix:s.sock"];
+    scratch.fails(1, "plain", &[&nbd[..], &["--control", "plain"]].concat());
+    scratch.fails(1, "plain", &["serve", "a.qcow2", "--nbd", "unix:plain"]);
+    scratch.fails(1, "plain", &["serve", "a.qcow2", "--vhost-user", "plain"]);
+    assert_eq!(std::fs::read(scratch.path("plain")).unwrap(), b"precious");
+    // What failed so was closed as it should be.
+    scratch.ok(&["check", "a.qcow2"]);
+    assert!(!scratch.path("s.sock").exists());
+
+    let mut child = serve(&scratch, "a.qcow2");
+    let mode = std::fs::metadata(scratch.path("c.sock")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    // Nor does it take the place of one that somebody listens at.
+    scratch.ok(&["create", "b.qcow2", "64M"]);
+    let taken = ["serve", "b.qcow2", "--nbd", "unix:t.sock", "--control", "c.sock"];
+    scratch.fails(1, "c.sock", &taken);
+    scratch.ok(&["ctl", "c.sock", "quit"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
 #[test]

@@ -11,9 +11,8 @@
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -22,9 +21,11 @@ use std::time::{Duration, Instant, SystemTime};
 use serde::{Deserialize, Serialize};
 use vdkit_block::{CancelToken, Monitor, NewSnapshot, SnapshotInfo};
 
-use crate::counters::{OpKind, Stats};
+use crate::counters::Stats;
 use crate::export::Export;
+use crate::metrics;
 use crate::parking::ParkedInfo;
+use crate::socket::{Access, UnixSocket};
 
 /// The longest line that is listened to.
 const LINE_MAX: u64 = 64 << 10;
@@ -55,7 +56,7 @@ pub enum Command {
         /// Its name or id.
         name: String,
     },
-    /// Changes the size of the disk.
+    /// Makes the disk larger.
     Resize {
         /// Bytes.
         size: u64,
@@ -147,8 +148,8 @@ impl Controller {
             Command::SnapshotDelete { name } => {
                 export.with_snapshots(|side| side.delete(name, &Monitor::default()))
             }
-            Command::Resize { size } => export.resize(*size).map(|()| Answer::Done {}),
-            Command::Metrics => Ok(Answer::Text(self.metrics())),
+            Command::Resize { size } => export.grow(*size).map(|()| Answer::Done {}),
+            Command::Metrics => Ok(Answer::Text(metrics::text(export))),
             Command::Quit => {
                 self.quit.cancel();
                 Ok(Answer::Done {})
@@ -168,89 +169,6 @@ impl Controller {
             uptime_seconds: self.began.elapsed().as_secs_f64(),
         }
     }
-
-    /// The counts in Prometheus' text format (version 0.0.4).
-    pub fn metrics(&self) -> String {
-        let stats = self.export.counters().stats();
-        let parked = self.export.parked();
-        let label =
-            self.export.name().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', " ");
-        let mut out = String::new();
-        let mut family = |name: &str, kind: &str, help: &str, lines: &[(String, String)]| {
-            out.push_str(&format!("# HELP vdkit_{name} {help}\n# TYPE vdkit_{name} {kind}\n"));
-            for (labels, value) in lines {
-                out.push_str(&format!("vdkit_{name}{{export=\"{label}\"{labels}}} {value}\n"));
-            }
-        };
-        let by_op = |value: &dyn Fn(&crate::OpStats) -> String| -> Vec<(String, String)> {
-            let ops = stats.ops.iter();
-            ops.map(|op| (format!(",op=\"{}\"", op.kind.name()), value(op))).collect()
-        };
-        family(
-            "requests_total",
-            "counter",
-            "Requests that were answered.",
-            &by_op(&|op| op.ops.to_string()),
-        );
-        family(
-            "bytes_total",
-            "counter",
-            "Bytes of requests that went well.",
-            &by_op(&|op| op.bytes.to_string()),
-        );
-        family(
-            "errors_total",
-            "counter",
-            "Requests that failed.",
-            &by_op(&|op| op.errors.to_string()),
-        );
-        family(
-            "lane_requests_total",
-            "counter",
-            "Requests by lane.",
-            &[
-                (",lane=\"fast\"".to_owned(), stats.fast_lane.to_string()),
-                (",lane=\"slow\"".to_owned(), stats.slow_lane.to_string()),
-            ],
-        );
-        family(
-            "parked_requests",
-            "gauge",
-            "Changes that wait for space.",
-            &[(String::new(), parked.requests.to_string())],
-        );
-        family(
-            "parked_bytes",
-            "gauge",
-            "Bytes of changes that wait for space.",
-            &[(String::new(), parked.bytes.to_string())],
-        );
-        family(
-            "size_bytes",
-            "gauge",
-            "Bytes of the disk.",
-            &[(String::new(), self.export.size().to_string())],
-        );
-        out.push_str("# HELP vdkit_request_seconds How long requests took.\n# TYPE vdkit_request_seconds histogram\n");
-        for (kind, op) in OpKind::ALL.iter().zip(&stats.ops) {
-            let labels = format!("export=\"{label}\",op=\"{}\"", kind.name());
-            let mut sum = 0;
-            for (bound, count) in self.export.counters().latency(*kind).buckets() {
-                sum += count;
-                out.push_str(&format!(
-                    "vdkit_request_seconds_bucket{{{labels},le=\"{}\"}} {sum}\n",
-                    bound.as_secs_f64()
-                ));
-            }
-            out.push_str(&format!(
-                "vdkit_request_seconds_bucket{{{labels},le=\"+Inf\"}} {sum}\n\
-                 vdkit_request_seconds_sum{{{labels}}} {}\n\
-                 vdkit_request_seconds_count{{{labels}}} {sum}\n",
-                op.total_nanoseconds as f64 / 1e9
-            ));
-        }
-        out
-    }
 }
 
 #[derive(Serialize)]
@@ -264,35 +182,28 @@ struct Reply<'a> {
 
 /// A control socket, until it is dropped.
 pub struct Control {
-    path: PathBuf,
-    listener: Arc<UnixListener>,
+    socket: Arc<UnixSocket>,
     stopping: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl fmt::Debug for Control {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Control").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("Control").field("path", &self.socket.path()).finish_non_exhaustive()
     }
 }
 
 impl Control {
-    /// Listens. A socket that nobody listens on any more is replaced.
+    /// Listens; see [`UnixSocket::bind`].
     ///
     /// # Errors
     /// What the system says.
     pub fn start(path: &Path, controller: Controller) -> io::Result<Self> {
-        if UnixStream::connect(path)
-            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
-        {
-            std::fs::remove_file(path)?;
-        }
-        let listener = Arc::new(UnixListener::bind(path)?);
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        let socket = Arc::new(UnixSocket::bind(path, Access::Owner)?);
         let stopping = Arc::new(AtomicBool::new(false));
-        let (socket, stop) = (listener.clone(), stopping.clone());
+        let (own, stop) = (socket.clone(), stopping.clone());
         let thread = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
-            for client in socket.incoming() {
+            for client in own.incoming() {
                 if stop.load(Ordering::SeqCst) {
                     return;
                 }
@@ -303,7 +214,7 @@ impl Control {
                     .spawn(move || converse(&client, &controller));
             }
         })?;
-        Ok(Self { path: path.to_owned(), listener, stopping, thread: Some(thread) })
+        Ok(Self { socket, stopping, thread: Some(thread) })
     }
 }
 
@@ -311,11 +222,10 @@ impl Drop for Control {
     fn drop(&mut self) {
         self.stopping.store(true, Ordering::SeqCst);
         // Wakes the thread; it looks at the flag before it does anything else.
-        let _ = rustix::net::shutdown(&*self.listener, rustix::net::Shutdown::Both);
+        let _ = rustix::net::shutdown(&**self.socket, rustix::net::Shutdown::Both);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        let _ = std::fs::remove_file(&self.path);
     }
 }
 

@@ -68,8 +68,9 @@ pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
 #[derive(Debug)]
 pub struct Export {
     options: ExportOptions,
-    /// Requests hold it for reading; whoever exchanges the disk, for writing.
-    disk: RwLock<Arc<Disk>>,
+    /// Requests hold it for reading, once each: a second hold within the first would wait for a
+    /// writer that waits for the first. Whoever must be alone holds it for writing.
+    disk: RwLock<Disk>,
     paused: AtomicBool,
     pause: (Mutex<()>, Condvar),
     pub(crate) parking: Parking,
@@ -78,11 +79,11 @@ pub struct Export {
 
 /// The export's disk, held for one request.
 #[derive(Debug)]
-pub struct Held<'a>(RwLockReadGuard<'a, Arc<Disk>>);
+pub struct Held<'a>(RwLockReadGuard<'a, Disk>);
 
 impl Deref for Held<'_> {
-    type Target = Arc<Disk>;
-    fn deref(&self) -> &Arc<Disk> {
+    type Target = Disk;
+    fn deref(&self) -> &Disk {
         &self.0
     }
 }
@@ -92,7 +93,7 @@ impl Export {
     pub fn new(disk: Disk, options: ExportOptions) -> Arc<Self> {
         Arc::new(Self {
             options,
-            disk: RwLock::new(Arc::new(disk)),
+            disk: RwLock::new(disk),
             paused: AtomicBool::new(false),
             pause: (Mutex::new(()), Condvar::new()),
             parking: Parking::default(),
@@ -135,7 +136,8 @@ impl Export {
         &self.counters
     }
 
-    /// The disk for one request. Waits while the export is paused or its disk is exchanged.
+    /// The disk for one request. Waits while the export is paused, or somebody is
+    /// alone with the disk.
     pub fn hold(&self) -> Held<'_> {
         if self.paused.load(Ordering::Acquire) {
             let mut guard = self.pause.0.lock();
@@ -309,16 +311,25 @@ impl Export {
         self.parking.info()
     }
 
-    /// Changes the size of the disk. Clients learn of it in their protocol's way, if it has one.
+    /// Makes the disk larger. Clients learn of it in their protocol's way, if it has one. A disk
+    /// in use is not made smaller: the guest has something there.
     ///
     /// # Errors
-    /// As [`Disk::resize`].
-    pub fn resize(&self, guest_bytes: u64) -> Result<()> {
+    /// [`Error::Invalid`] for a smaller size; as [`Disk::resize`].
+    pub fn grow(&self, guest_bytes: u64) -> Result<()> {
         self.check_writable()?;
-        // Nobody else's request may straddle the change.
-        let disk = self.disk.write();
-        disk.resize(guest_bytes)?;
-        disk.flush()
+        self.alone(|disk| {
+            let now = disk.guest_bytes();
+            if guest_bytes < now {
+                return Err(Error::Invalid(format!(
+                    "{}: {guest_bytes} bytes are fewer than its {now}; a disk in use is not made \
+                     smaller: end the service, then: vdkit resize --shrink",
+                    disk.name()
+                )));
+            }
+            disk.resize(guest_bytes)?;
+            disk.flush()
+        })
     }
 
     /// Does something with the snapshots inside the image, while no request runs.
@@ -327,30 +338,23 @@ impl Export {
         act: impl FnOnce(&dyn Snapshots) -> Result<SnapshotInfo>,
     ) -> Result<Answer> {
         self.check_writable()?;
-        let disk = self.disk.write();
-        let side = disk.top().snapshots().ok_or_else(|| {
-            let what = format!("snapshots inside a {} image", disk.top().name());
-            Error::unsupported(disk.name(), what, "take an overlay instead: vdkit create --backing")
-        })?;
-        act(side).map(Answer::Snapshot)
+        self.alone(|disk| {
+            let side = disk.top().snapshots().ok_or_else(|| {
+                let what = format!("snapshots inside a {} image", disk.top().name());
+                let hint = "take an overlay instead: vdkit create --backing";
+                Error::unsupported(disk.name(), what, hint)
+            })?;
+            act(side).map(Answer::Snapshot)
+        })
     }
 
-    /// Puts another disk in the place of this one: waits for the requests under way, and hands the
-    /// old disk, which nobody uses now, to `exchange`. New requests wait meanwhile. Where it fails
-    /// the old disk stays.
+    /// Does something with the disk while no request runs: waits for those under way, and keeps
+    /// new ones waiting.
     ///
     /// # Errors
-    /// What `exchange` returns.
-    pub fn replace<T>(
-        &self,
-        exchange: impl FnOnce(&Arc<Disk>) -> Result<(Option<Disk>, T)>,
-    ) -> Result<T> {
-        let mut disk = self.disk.write();
-        let (next, answer) = exchange(&disk)?;
-        if let Some(next) = next {
-            *disk = Arc::new(next);
-        }
-        Ok(answer)
+    /// What `act` returns.
+    pub fn alone<T>(&self, act: impl FnOnce(&Disk) -> Result<T>) -> Result<T> {
+        act(&self.disk.write())
     }
 
     /// Lets go of everything that waits, for space or to be resumed: what is kept fails, and what

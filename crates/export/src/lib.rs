@@ -14,15 +14,18 @@
 //! space may have returned. The guest sees a slow disk. See `parking`.
 //!
 //! # Changing the disk under the clients
-//! Each request holds the export's disk for as long as it runs. [`Export::replace`] waits for those
-//! under way, keeps new ones waiting, and puts another disk in its place (an overlay, say).
+//! Each request holds the export's disk for as long as it runs. [`Export::alone`] waits for those
+//! under way and keeps new ones waiting: for snapshots, and for another size.
 
 mod control;
 mod counters;
 mod export;
+mod metrics;
 mod parking;
+mod socket;
 
 pub use control::{Answer, Command, Control, Controller, Status, ask};
 pub use counters::{Counters, Histogram, OpKind, OpStats, Stats};
 pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace};
 pub use parking::{Claim, ParkedInfo};
+pub use socket::{Access, UnixSocket};

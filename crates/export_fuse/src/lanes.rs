@@ -239,13 +239,11 @@ impl Lanes {
         if !self.growable || bytes <= self.export.size() {
             return Ok(());
         }
-        // With nobody else at the disk.
-        self.export.replace(|disk| {
-            if bytes > disk.guest_bytes() {
-                disk.resize(bytes)?;
-            }
-            Ok((None, ()))
-        })
+        match self.export.grow(bytes) {
+            // Somebody else was faster.
+            Err(_) if self.export.size() >= bytes => Ok(()),
+            done => done,
+        }
     }
 
     /// Whether writes waited lately.

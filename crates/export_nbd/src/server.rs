@@ -3,7 +3,6 @@
 use std::fmt;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
-use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use vdkit_export::{Access, UnixSocket};
 
 use crate::channel::{Channel, Socket};
 use crate::exports::Exports;
@@ -60,8 +60,10 @@ impl std::str::FromStr for Address {
 /// A socket that is listened on.
 #[derive(Debug)]
 pub enum Listener {
-    /// A Unix socket, with its path where it is ours to remove.
-    Unix(UnixListener, Option<PathBuf>),
+    /// A Unix socket of our own.
+    Unix(UnixSocket),
+    /// A Unix socket that somebody handed over.
+    Handed(UnixListener),
     /// A TCP socket.
     Tcp(TcpListener),
 }
@@ -74,18 +76,14 @@ impl Listener {
     pub fn bind(address: &Address) -> io::Result<Self> {
         match address {
             Address::Tcp(address) => TcpListener::bind(address.as_str()).map(Self::Tcp),
-            Address::Unix(path) => {
-                remove_stale(path)?;
-                let listener = UnixListener::bind(path)?;
-                Ok(Self::Unix(listener, Some(path.clone())))
-            }
+            Address::Unix(path) => UnixSocket::bind(path, Access::Usual).map(Self::Unix),
         }
     }
 
     /// The address, of a TCP socket.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         match self {
-            Self::Unix(..) => None,
+            Self::Unix(_) | Self::Handed(_) => None,
             Self::Tcp(listener) => listener.local_addr().ok(),
         }
     }
@@ -93,16 +91,20 @@ impl Listener {
     /// Where clients find an export of this name. Source: the NBD project's `doc/uri.md`.
     pub fn uri(&self, name: &str) -> String {
         let name = percent(name.as_bytes(), b"-._~/");
+        let unix = |path: &Path| {
+            let path = percent(path.as_os_str().as_encoded_bytes(), b"-._~/");
+            format!("nbd+unix:///{name}?socket={path}")
+        };
         match self {
-            Self::Unix(listener, path) => {
+            Self::Unix(socket) => unix(socket.path()),
+            Self::Handed(listener) => {
                 let address = listener.local_addr().ok();
-                let bound = address.as_ref().and_then(|address| address.as_pathname());
-                let path = path.as_deref().or(bound).unwrap_or(Path::new(""));
-                let path = percent(path.as_os_str().as_encoded_bytes(), b"-._~/");
-                format!("nbd+unix:///{name}?socket={path}")
+                unix(
+                    address.as_ref().and_then(|bound| bound.as_pathname()).unwrap_or(Path::new("")),
+                )
             }
-            Self::Tcp(_) => {
-                let address = self.local_addr().map(|address| address.to_string());
+            Self::Tcp(listener) => {
+                let address = listener.local_addr().map(|address| address.to_string());
                 format!("nbd://{}/{name}", address.unwrap_or_default())
             }
         }
@@ -110,7 +112,8 @@ impl Listener {
 
     fn accept(&self) -> io::Result<Socket> {
         match self {
-            Self::Unix(listener, _) => listener.accept().map(|(socket, _)| Socket::Unix(socket)),
+            Self::Unix(socket) => socket.accept().map(|(socket, _)| Socket::Unix(socket)),
+            Self::Handed(socket) => socket.accept().map(|(socket, _)| Socket::Unix(socket)),
             Self::Tcp(listener) => {
                 let (socket, _) = listener.accept()?;
                 // Replies are sent whole, so waiting for more to send helps nobody.
@@ -124,37 +127,10 @@ impl Listener {
     /// Makes a thread that waits in [`Listener::accept`] return.
     fn wake(&self) {
         let _ = match self {
-            Self::Unix(listener, _) => rustix::net::shutdown(listener, rustix::net::Shutdown::Both),
-            Self::Tcp(listener) => rustix::net::shutdown(listener, rustix::net::Shutdown::Both),
+            Self::Unix(socket) => rustix::net::shutdown(&**socket, rustix::net::Shutdown::Both),
+            Self::Handed(socket) => rustix::net::shutdown(socket, rustix::net::Shutdown::Both),
+            Self::Tcp(socket) => rustix::net::shutdown(socket, rustix::net::Shutdown::Both),
         };
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Self::Unix(_, Some(path)) = self {
-            let _ = std::fs::remove_file(path);
-        }
-    }
-}
-
-/// Removes a socket that a dead server left behind.
-fn remove_stale(path: &Path) -> io::Result<()> {
-    let Ok(meta) = std::fs::symlink_metadata(path) else { return Ok(()) };
-    if !meta.file_type().is_socket() {
-        return Err(io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            format!("{} exists and is no socket", path.display()),
-        ));
-    }
-    match std::os::unix::net::UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path)
-        }
-        _ => Err(io::Error::new(
-            io::ErrorKind::AddrInUse,
-            format!("somebody listens on {} already", path.display()),
-        )),
     }
 }
 

@@ -16,7 +16,7 @@ use std::sync::{Arc, Weak};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use vdkit_block::Error;
 use vdkit_chain::Ready;
 use vdkit_export::{Change, Claim, Export, OpKind};
@@ -65,7 +65,8 @@ pub struct Session {
     took: [AtomicU64; command::KINDS],
     /// Changes that wait for space.
     kept: Mutex<Vec<Weak<Claim>>>,
-    /// Requests whose whole payload has to be in memory at once, one at a time.
+    /// Held for a request that has more than [`PIECE_BYTES`] in memory at once: one at a time, so that a
+    /// connection's memory is bounded.
     large: Mutex<()>,
 }
 
@@ -113,9 +114,10 @@ struct Own {
 }
 
 /// How a leader's turn ended.
-enum Turn {
-    /// This request may block; its payload is the thread's own.
-    Slow(Request, Instant),
+enum Turn<'s> {
+    /// This request may block; its payload is the thread's own. The guard is that of
+    /// [`Session::large`], where it counts as such.
+    Slow(Request, Instant, Option<MutexGuard<'s, ()>>),
     /// The connection is over.
     End,
 }
@@ -167,10 +169,11 @@ impl Session {
                 return;
             }
             match self.lead(&mut receiver, &mut own) {
-                Ok(Turn::Slow(request, began)) => {
+                Ok(Turn::Slow(request, began, large)) => {
                     drop(receiver);
                     self.need_follower(scope);
                     self.slow(&request, began, &mut own);
+                    drop(large);
                 }
                 Ok(Turn::End) | Err(_) => {
                     self.closed.store(true, Ordering::SeqCst);
@@ -197,7 +200,7 @@ impl Session {
     }
 
     /// Does requests until one may block or the connection ends.
-    fn lead(&self, receiver: &mut Receiver, own: &mut Own) -> io::Result<Turn> {
+    fn lead(&self, receiver: &mut Receiver, own: &mut Own) -> io::Result<Turn<'_>> {
         let extended = self.agreed.extended;
         let head = if extended { wire::EXTENDED_REQUEST_BYTES } else { wire::REQUEST_BYTES };
         let mut now = Instant::now();
@@ -221,6 +224,7 @@ impl Session {
                 return Ok(Turn::End);
             }
             let payload = payload as usize;
+            let mut large = None;
             if payload <= INLINE_PAYLOAD_MAX {
                 let whole = head + payload;
                 while receiver.available() < whole {
@@ -252,11 +256,15 @@ impl Session {
                 receiver.consume(whole);
             } else {
                 receiver.consume(head);
+                self.replier.send_all(&mut own.out)?;
+                if payload as u64 > PIECE_BYTES {
+                    large = Some(self.large.lock());
+                }
                 self.receive_payload(receiver, own, payload)?;
             }
             self.replier.send_all(&mut own.out)?;
             self.export.counters().lane(false);
-            return Ok(Turn::Slow(request, now));
+            return Ok(Turn::Slow(request, now, large));
         }
     }
 
@@ -267,7 +275,6 @@ impl Session {
         own: &mut Own,
         payload: usize,
     ) -> io::Result<()> {
-        self.replier.send_all(&mut own.out)?;
         own.payload.clear();
         let here = receiver.available().min(payload);
         own.payload.extend_from_slice(&receiver.bytes()[..here]);

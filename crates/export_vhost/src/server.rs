@@ -1,11 +1,8 @@
 //! Waiting for monitors, one at a time: two would be two guests that write one disk.
 
-use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -13,60 +10,32 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
-use vdkit_export::Export;
+use vdkit_export::{Access, Export, UnixSocket};
 
 use crate::session::Session;
 
 /// How long to wait after a failure that another attempt may not have.
 const BREATH: Duration = Duration::from_millis(100);
 
-/// A socket at which monitors are waited for. Its name goes with it.
+/// A socket at which monitors are waited for.
 #[derive(Debug)]
-pub struct Listener {
-    socket: UnixListener,
-    path: PathBuf,
-    /// Device and inode of the name, so that no other's is removed.
-    inode: (u64, u64),
-}
+pub struct Listener(UnixSocket);
 
 impl Listener {
-    /// Listens at a path. A socket there to which nobody listens any more is replaced.
+    /// Listens at a path; see [`UnixSocket::bind`].
     ///
     /// # Errors
-    /// Where something else is there, somebody listens already, or the system refuses.
+    /// As there.
     pub fn bind(path: &Path) -> io::Result<Self> {
-        let socket = match UnixListener::bind(path) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                let is_socket = fs::symlink_metadata(path)?.file_type().is_socket();
-                if !is_socket || UnixStream::connect(path).is_ok() {
-                    return Err(error);
-                }
-                fs::remove_file(path)?;
-                UnixListener::bind(path)?
-            }
-            done => done?,
-        };
+        let socket = UnixSocket::bind(path, Access::Usual)?;
         socket.set_nonblocking(true)?;
-        let metadata = fs::symlink_metadata(path)?;
-        let inode = (metadata.dev(), metadata.ino());
-        Ok(Self { socket, path: path.to_owned(), inode })
+        Ok(Self(socket))
     }
 
     /// Where monitors find it, as one word: `vhost-user:PATH`.
     pub fn uri(&self) -> String {
-        let path = std::path::absolute(&self.path).unwrap_or_else(|_| self.path.clone());
-        format!("vhost-user:{}", path.display())
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        let ours = fs::symlink_metadata(&self.path)
-            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.inode);
-        if ours {
-            // Whoever finds the name without a listener replaces it.
-            let _ = fs::remove_file(&self.path);
-        }
+        let path = std::path::absolute(self.0.path());
+        format!("vhost-user:{}", path.as_deref().unwrap_or(self.0.path()).display())
     }
 }
 
@@ -128,8 +97,7 @@ impl Server {
 
 fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Visits) {
     loop {
-        let mut fds =
-            [PollFd::new(&listener.socket, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        let mut fds = [PollFd::new(&*listener.0, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
         match rustix::event::poll(&mut fds, None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
@@ -140,7 +108,7 @@ fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Vis
         if !fds[1].revents().is_empty() {
             return;
         }
-        let session = match listener.socket.accept() {
+        let session = match listener.0.accept() {
             Ok((socket, _)) => Session::new(socket, export.clone()),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(error) => Err(error),

@@ -29,7 +29,7 @@ SOCKET is what 'vdkit serve --control SOCKET' listens at.
   resume                  let them go on; try again at once what waits for space
   snapshot NAME           take a snapshot inside the image, between two requests
   snapshot-delete NAME    remove one
-  resize SIZE             change the size of the disk
+  resize SIZE             make the disk larger
   quit                    end the service, as SIGTERM does",
     examples: "
 vdkit ctl /run/disk.ctl status

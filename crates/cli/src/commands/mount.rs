@@ -122,9 +122,7 @@ impl MountArgs {
     ) -> Result<(), crate::failure::Failure> {
         if self.json.json {
             // In one line: whoever waits for it reads up to the line's end.
-            let mut line = serde_json::to_vec(answer).map_err(std::io::Error::from)?;
-            line.push(b'\n');
-            session.out.bytes(&line)?;
+            session.out.json_line(answer)?;
         } else {
             session.out.line(format!(
                 "{}: {} at {}{}",

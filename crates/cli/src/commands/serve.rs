@@ -1,6 +1,6 @@
 //! `vdkit serve`: an image as a disk that others use.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::{Args, ValueHint};
@@ -8,7 +8,7 @@ use listenfd::ListenFd;
 use serde::Serialize;
 use vdkit::export::{Control, Controller, Export, ExportOptions};
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
-use vdkit::{Disk, vhost_user};
+use vdkit::{CancelToken, Disk, vhost_user};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::Json;
@@ -116,7 +116,7 @@ impl ServeArgs {
         for index in 0..handed.len() {
             let failed = |error| Failure::failed(format!("socket {index} of systemd: {error}"));
             let listener = match handed.take_unix_listener(index) {
-                Ok(Some(socket)) => Listener::Unix(socket, None),
+                Ok(Some(socket)) => Listener::Handed(socket),
                 _ => match handed.take_tcp_listener(index).map_err(failed)? {
                     Some(socket) => Listener::Tcp(socket),
                     None => continue,
@@ -175,6 +175,109 @@ impl ServeArgs {
     }
 }
 
+/// Where clients come, before anybody waits for them there.
+struct Doors {
+    nbd: Vec<Listener>,
+    vhost: Option<vhost_user::Listener>,
+    uris: Vec<String>,
+    tls: Option<Tls>,
+}
+
+/// All that serves one export.
+struct Service {
+    control: Option<Control>,
+    file: Option<fuse::Server>,
+    vhost: Option<vhost_user::Server>,
+    nbd: Server,
+    /// Nobody can come but to the file.
+    only_file: bool,
+}
+
+impl ServeArgs {
+    fn doors(&self) -> Result<Doors, Failure> {
+        let tls = self.tls.as_deref().map(Tls::from_folder).transpose();
+        let tls = tls.map_err(|error| Failure::failed(format!("--tls: {error}")))?;
+        let (nbd, mut uris) = self.listeners()?;
+        let vhost = self.vhost_listener()?;
+        uris.extend(vhost.as_ref().map(vhost_user::Listener::uri));
+        Ok(Doors { nbd, vhost, uris, tls })
+    }
+
+    /// Lets clients in.
+    fn start(
+        &self,
+        export: &Arc<Export>,
+        doors: Doors,
+        quit: &CancelToken,
+    ) -> Result<Service, Failure> {
+        let no_thread = |error| Failure::failed(format!("no thread to serve with: {error}"));
+        let only_file = doors.nbd.is_empty() && doors.vhost.is_none();
+        let start_control = |path: &PathBuf| {
+            Control::start(path, Controller::new(Arc::clone(export), quit.clone()))
+                .map_err(|error| Failure::failed(format!("--control {}: {error}", path.display())))
+        };
+        let control = self.control.as_ref().map(start_control).transpose()?;
+        let mount = |file: &Path| fuse::mount(export, file, self.fuse_options);
+        let file = self.fuse.as_deref().map(mount).transpose()?;
+        let start_vhost = |listener| vhost_user::Server::start(Arc::clone(export), listener);
+        let vhost = doors.vhost.map(start_vhost).transpose().map_err(no_thread)?;
+        let options = ServerOptions {
+            connections_max: self.connections,
+            tls: doors.tls,
+            ..ServerOptions::default()
+        };
+        let exports = Exports::new(vec![Arc::clone(export)]);
+        let nbd = Server::start(exports, doors.nbd, options).map_err(no_thread)?;
+        Ok(Service { control, file, vhost, nbd, only_file })
+    }
+
+    fn announce(&self, session: &mut Session, serving: &Serving) -> Result<(), Failure> {
+        if self.json.json {
+            session.out.json_line(serving)?;
+        } else {
+            for uri in serving.uris.iter().chain(&serving.file) {
+                session.out.line(format!("serving {} at {uri}", serving.filename))?;
+            }
+        }
+        Ok(session.out.finish()?)
+    }
+
+    /// Serves until the end is asked for, or `--once` says so.
+    fn wait(&self, service: &Service, export: &Export, stop: &CancelToken) {
+        let mut space = SpaceWatch::default();
+        while !stop.is_cancelled() && !service.is_over(self.once) {
+            std::thread::sleep(POLL);
+            space.look(export);
+        }
+    }
+}
+
+impl Service {
+    fn is_over(&self, once: bool) -> bool {
+        let vhost = self.vhost.as_ref();
+        let came = self.nbd.served() + vhost.map_or(0, vhost_user::Server::served);
+        let there = self.nbd.connections() > 0 || vhost.is_some_and(vhost_user::Server::connected);
+        let unmounted = self.file.as_ref().is_some_and(fuse::Server::finished);
+        (once && came > 0 && !there) || (unmounted && self.only_file)
+    }
+
+    /// Ends all of it; the export is still to be closed.
+    fn end(self, export: &Export) -> Result<(), Failure> {
+        drop(self.control);
+        if let Some(vhost) = self.vhost {
+            // First, as what waits for space stays with the guest. Who waits to be resumed would
+            // keep the end waiting.
+            export.resume();
+            vhost.stop(DRAIN);
+        }
+        // Who waits for space, or for somebody to resume, would keep the end waiting.
+        export.end_waiting();
+        let unmounted = self.file.map_or(Ok(()), |mounted| fuse::unmount(mounted, DRAIN));
+        self.nbd.stop(DRAIN);
+        unmounted
+    }
+}
+
 impl Run for ServeArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
@@ -187,98 +290,36 @@ impl Run for ServeArgs {
         let disk = self.disk.open(&self.image)?;
         session.warn(&disk);
         self.check_bitmaps(&disk)?;
-        let tls = match &self.tls {
-            Some(folder) => Some(
-                Tls::from_folder(folder)
-                    .map_err(|error| Failure::failed(format!("--tls: {error}")))?,
-            ),
-            None => None,
-        };
-        let (listeners, mut uris) = self.listeners()?;
-        let vhost_listener = self.vhost_listener()?;
+        let doors = self.doors()?;
         let filename = disk.name().to_owned();
-        let export = Export::new(
-            disk,
-            ExportOptions {
-                name: self.name.clone(),
-                description: self.description.clone(),
-                read_only: self.disk.read_only,
-                on_nospace: self.disk.on_nospace(),
-                bitmaps: self.bitmap.clone(),
-            },
-        );
-        let file = match self.fuse.as_deref().map(|f| fuse::mount(&export, f, self.fuse_options)) {
-            Some(Err(failure)) => {
-                export.close()?;
-                return Err(failure);
+        let options = ExportOptions {
+            name: self.name.clone(),
+            description: self.description.clone(),
+            read_only: self.disk.read_only,
+            on_nospace: self.disk.on_nospace(),
+            bitmaps: self.bitmap.clone(),
+        };
+        let export = Export::new(disk, options);
+        let uris = doors.uris.clone();
+        let done = self.start(&export, doors, &stop).and_then(|service| {
+            let file = service.file.as_ref().map(|mounted| mounted.file().display().to_string());
+            let serving = Serving {
+                filename,
+                virtual_size: export.size(),
+                read_only: export.read_only(),
+                uris,
+                file,
+            };
+            let announced = self.announce(session, &serving);
+            if announced.is_ok() {
+                self.wait(&service, &export, &stop);
             }
-            mounted => mounted.transpose()?,
-        };
-        let only_file = listeners.is_empty() && vhost_listener.is_none();
-        let options =
-            ServerOptions { connections_max: self.connections, tls, ..ServerOptions::default() };
-        let exports = Exports::new(vec![Arc::clone(&export)]);
-        let server = Server::start(exports, listeners, options)
-            .map_err(|error| Failure::failed(format!("no thread to serve with: {error}")))?;
-        let no_thread = |error| Failure::failed(format!("no thread to serve with: {error}"));
-        let vhost = match vhost_listener {
-            Some(listener) => {
-                uris.push(listener.uri());
-                let server = vhost_user::Server::start(Arc::clone(&export), listener);
-                Some(server.map_err(no_thread)?)
-            }
-            None => None,
-        };
-        let control = match &self.control {
-            Some(path) => {
-                let controller = Controller::new(Arc::clone(&export), stop.clone());
-                Some(Control::start(path, controller).map_err(|error| {
-                    Failure::failed(format!("--control {}: {error}", path.display()))
-                })?)
-            }
-            None => None,
-        };
-        let serving = Serving {
-            filename,
-            virtual_size: export.size(),
-            read_only: export.read_only(),
-            uris,
-            file: file.as_ref().map(|mounted| mounted.file().display().to_string()),
-        };
-        if self.json.json {
-            session.out.json(&serving)?;
-        } else {
-            for uri in serving.uris.iter().chain(&serving.file) {
-                session.out.line(format!("serving {} at {uri}", serving.filename))?;
-            }
-        }
-        session.out.finish()?;
-        let is_over = || {
-            let came = server.served() + vhost.as_ref().map_or(0, vhost_user::Server::served);
-            let there = server.connections() > 0
-                || vhost.as_ref().is_some_and(vhost_user::Server::connected);
-            let left = self.once && came > 0 && !there;
-            let unmounted = file.as_ref().is_some_and(fuse::Server::finished);
-            left || (unmounted && only_file)
-        };
-        let mut space = SpaceWatch::default();
-        while !stop.is_cancelled() && !is_over() {
-            std::thread::sleep(POLL);
-            space.look(&export);
-        }
-        drop(control);
-        if let Some(vhost) = vhost {
-            // First, as what waits for space stays with the guest. Who waits to be resumed would
-            // keep the end waiting.
-            export.resume();
-            vhost.stop(DRAIN);
-        }
-        // Who waits for space, or for somebody to resume, would keep the end waiting.
-        export.end_waiting();
-        let unmounted = file.map_or(Ok(()), |mounted| fuse::unmount(mounted, DRAIN));
-        server.stop(DRAIN);
-        export.close()?;
-        unmounted?;
+            announced.and(service.end(&export))
+        });
+        // Closed also after a failure, so that the image is clean.
+        let closed = export.close();
+        done?;
+        closed?;
         Ok(Exit::Done)
     }
 }

@@ -86,15 +86,15 @@ fn clients_that_share_clusters_keep_their_bytes() {
                 number += 1;
                 let name = format!("s{number}");
                 let new = vdkit_block::NewSnapshot { name: name.clone(), ..Default::default() };
-                let take = |disk: &Arc<vdkit_chain::Disk>| {
+                let take = |disk: &vdkit_chain::Disk| {
                     let snapshots = disk.top().snapshots().unwrap();
                     snapshots.create(&new, &Default::default())?;
                     if rng.chance(2, 3) {
                         snapshots.delete(&name, &Default::default())?;
                     }
-                    Ok((None, ()))
+                    Ok(())
                 };
-                rig.export.replace(take).unwrap();
+                rig.export.alone(take).unwrap();
                 let mut visitor = rig.client(Style::Structured);
                 visitor.request(READ, 0, 0, DISK, b"");
                 drop(visitor);

@@ -88,12 +88,7 @@ fn the_guest_learns_of_a_new_size() {
     let rig = Rig::new(MIB);
     let mut guest = rig.boot(1);
     assert_eq!(guest.run(0, READ, 2048, Data::In(512)).0, 1);
-    rig.export
-        .replace(|disk| {
-            disk.resize(2 * MIB)?;
-            Ok((None, ()))
-        })
-        .unwrap();
+    rig.export.grow(2 * MIB).unwrap();
     guest.config_change();
     assert_eq!(guest.config_u64(0), 4096);
     assert_eq!(guest.read(0, 2048, 512), [0; 512]);

@@ -1,0 +1,83 @@
+//! An export's counts in Prometheus' text format (version 0.0.4).
+
+use std::fmt::{Display, Write};
+
+use crate::counters::{OpKind, OpStats};
+use crate::export::Export;
+
+/// One text with a family of samples after the other.
+struct Text {
+    /// `export="NAME"`, as every sample has it.
+    label: String,
+    out: String,
+}
+
+impl Text {
+    /// Begins a family: `kind` is `counter`, `gauge` or `histogram`.
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        // Writing to a string does not fail.
+        let _ = write!(self.out, "# HELP vdkit_{name} {help}\n# TYPE vdkit_{name} {kind}\n");
+    }
+
+    /// `labels` begins with a comma where it is not empty.
+    fn sample(&mut self, name: &str, labels: &str, value: impl Display) {
+        let _ = writeln!(self.out, "vdkit_{name}{{{}{labels}}} {value}", self.label);
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, value: u64) {
+        self.family(name, "gauge", help);
+        self.sample(name, "", value);
+    }
+
+    fn counter_by_op(
+        &mut self,
+        name: &str,
+        help: &str,
+        ops: &[OpStats],
+        value: fn(&OpStats) -> u64,
+    ) {
+        self.family(name, "counter", help);
+        for op in ops {
+            self.sample(name, &format!(",op=\"{}\"", op.kind.name()), value(op));
+        }
+    }
+}
+
+/// All counts of an export.
+pub fn text(export: &Export) -> String {
+    let stats = export.counters().stats();
+    let parked = export.parked();
+    let name = export.name().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+    let mut text = Text { label: format!("export=\"{name}\""), out: String::new() };
+    text.counter_by_op("requests_total", "Requests that were answered.", &stats.ops, |op| op.ops);
+    text.counter_by_op("bytes_total", "Bytes of requests that went well.", &stats.ops, |op| {
+        op.bytes
+    });
+    text.counter_by_op("errors_total", "Requests that failed.", &stats.ops, |op| op.errors);
+    text.family("lane_requests_total", "counter", "Requests by lane.");
+    text.sample("lane_requests_total", ",lane=\"fast\"", stats.fast_lane);
+    text.sample("lane_requests_total", ",lane=\"slow\"", stats.slow_lane);
+    text.gauge("parked_requests", "Changes that wait for space.", parked.requests);
+    text.gauge("parked_bytes", "Bytes of changes that wait for space.", parked.bytes);
+    text.gauge("paused", "1 while all requests are kept waiting.", export.paused().into());
+    text.gauge("size_bytes", "Bytes of the disk.", export.size());
+    latencies(&mut text, export, &stats.ops);
+    text.out
+}
+
+fn latencies(text: &mut Text, export: &Export, ops: &[OpStats]) {
+    const NAME: &str = "request_seconds";
+    text.family(NAME, "histogram", "How long requests took.");
+    for (kind, op) in OpKind::ALL.iter().zip(ops) {
+        let label = format!(",op=\"{}\"", kind.name());
+        let mut sum = 0;
+        for (bound, count) in export.counters().latency(*kind).buckets() {
+            sum += count;
+            let labels = format!("{label},le=\"{}\"", bound.as_secs_f64());
+            text.sample("request_seconds_bucket", &labels, sum);
+        }
+        text.sample("request_seconds_bucket", &format!("{label},le=\"+Inf\""), sum);
+        text.sample("request_seconds_sum", &label, op.total_nanoseconds as f64 / 1e9);
+        text.sample("request_seconds_count", &label, sum);
+    }
+}

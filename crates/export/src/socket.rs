@@ -1,0 +1,151 @@
+//! Unix sockets that a service listens at.
+
+use std::fs;
+use std::io;
+use std::ops::Deref;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::Mode;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// Who may connect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Whom the umask and the folder let.
+    Usual,
+    /// The owner alone (mode 0600), from the first moment on.
+    Owner,
+}
+
+/// A Unix socket that is listened at; its name goes with it, unless it is another's by then.
+#[derive(Debug)]
+pub struct UnixSocket {
+    listener: UnixListener,
+    path: PathBuf,
+    /// Device and inode of the name.
+    inode: (u64, u64),
+}
+
+impl UnixSocket {
+    /// Listens at a path. A socket there at which nobody listens any more is replaced; whatever else
+    /// is there stays.
+    ///
+    /// # Errors
+    /// `AlreadyExists` where something is there that is no socket; `AddrInUse` where somebody
+    /// listens; what the system says.
+    pub fn bind(path: &Path, access: Access) -> io::Result<Self> {
+        remove_stale(path)?;
+        let flags = SocketFlags::CLOEXEC;
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        if access == Access::Owner {
+            // Before it has a name: Linux makes the name with the socket's own mode.
+            rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+        }
+        rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+        let metadata = fs::symlink_metadata(path)?;
+        let inode = (metadata.dev(), metadata.ino());
+        rustix::net::listen(&socket, BACKLOG)?;
+        Ok(Self { listener: UnixListener::from(socket), path: path.to_owned(), inode })
+    }
+
+    /// Its name.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Deref for UnixSocket {
+    type Target = UnixListener;
+    fn deref(&self) -> &UnixListener {
+        &self.listener
+    }
+}
+
+impl Drop for UnixSocket {
+    fn drop(&mut self) {
+        let ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.inode);
+        if ours {
+            // Whoever finds the name without a listener replaces it.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Removes a socket that a dead service left behind. A refused connection alone proves nothing:
+/// plain files refuse them too.
+fn remove_stale(path: &Path) -> io::Result<()> {
+    let Ok(metadata) = fs::symlink_metadata(path) else { return Ok(()) };
+    if !metadata.file_type().is_socket() {
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            format!("{} exists and is no socket", path.display()),
+        ));
+    }
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
+        _ => Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            format!("somebody listens on {} already", path.display()),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn only_a_dead_socket_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let first = UnixSocket::bind(&path, Access::Usual).unwrap();
+        let taken = UnixSocket::bind(&path, Access::Usual).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+        // As a killed service leaves it.
+        let left = folder.path().join("left");
+        fs::hard_link(&path, &left).unwrap();
+        drop(first);
+        assert!(!path.exists() && left.exists());
+        drop(UnixSocket::bind(&left, Access::Usual).unwrap());
+
+        for kind in ["file", "folder", "link"] {
+            let path = folder.path().join(kind);
+            match kind {
+                "file" => fs::write(&path, b"precious").unwrap(),
+                "folder" => fs::create_dir(&path).unwrap(),
+                _ => std::os::unix::fs::symlink(folder.path().join("file"), &path).unwrap(),
+            }
+            let error = UnixSocket::bind(&path, Access::Owner).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::AlreadyExists, "{kind}");
+        }
+        assert_eq!(fs::read(folder.path().join("link")).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn anothers_name_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let first = UnixSocket::bind(&path, Access::Usual).unwrap();
+        fs::remove_file(&path).unwrap();
+        let second = UnixSocket::bind(&path, Access::Usual).unwrap();
+        drop(first);
+        assert!(UnixStream::connect(second.path()).is_ok());
+    }
+
+    #[test]
+    fn an_owners_socket_is_the_owners() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let _socket = UnixSocket::bind(&path, Access::Owner).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+}
