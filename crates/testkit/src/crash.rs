@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use vdkit_block::{
-    Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+    CacheMode, Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
 };
 use vdkit_storage::MemoryStorage;
 
@@ -52,6 +52,7 @@ struct State {
 #[derive(Debug)]
 pub struct CrashStorage {
     name: String,
+    cache: CacheMode,
     initial: CrashImage,
     state: Mutex<State>,
 }
@@ -59,7 +60,13 @@ pub struct CrashStorage {
 impl CrashStorage {
     /// An empty storage that can grow.
     pub fn new() -> Arc<Self> {
-        Self::with(Sectors::new(), 0)
+        Self::with(Sectors::new(), 0, CacheMode::Writeback)
+    }
+
+    /// An empty storage as one that was opened in a cache mode: where it says so each change is
+    /// durable when it returns, and with [`CacheMode::Unsafe`] nothing ever is.
+    pub fn in_mode(cache: CacheMode) -> Arc<Self> {
+        Self::with(Sectors::new(), 0, cache)
     }
 
     /// A storage that holds, durably, what `source` holds.
@@ -82,13 +89,14 @@ impl CrashStorage {
             }
             at = end;
         }
-        Self::with(sectors, len)
+        Self::with(sectors, len, CacheMode::Writeback)
     }
 
-    fn with(sectors: Sectors, len: u64) -> Arc<Self> {
+    fn with(sectors: Sectors, len: u64, cache: CacheMode) -> Arc<Self> {
         let initial = CrashImage::new(&sectors, len);
         Arc::new(Self {
             name: "crash".to_owned(),
+            cache,
             initial: initial.clone(),
             state: Mutex::new(State {
                 live: sectors,
@@ -163,7 +171,7 @@ impl CrashStorage {
         };
         std::thread::yield_now();
         self.state.lock().record(Event::Returned(id), false);
-        Ok(())
+        if self.cache.write_durable() { self.sync() } else { Ok(()) }
     }
 
     fn end_of(&self, action: IoAction, offset: HostOffset, len: u64) -> Result<u64> {
@@ -322,6 +330,9 @@ impl Storage for CrashStorage {
     }
 
     fn sync(&self) -> Result<()> {
+        if self.cache == CacheMode::Unsafe {
+            return Ok(());
+        }
         let sync = {
             let mut state = self.state.lock();
             let sync = state.next;

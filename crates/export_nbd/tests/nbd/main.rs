@@ -1,6 +1,7 @@
 //! The server against a client of our own: every style of reply, every request, right and wrong.
 
 mod client;
+mod durable;
 mod handshake;
 mod load;
 mod nospace;

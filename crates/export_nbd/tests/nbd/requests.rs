@@ -207,31 +207,3 @@ fn a_dirty_bitmap_is_told() {
     }
     rig.end();
 }
-
-#[test]
-fn a_write_with_fua_is_durable_when_it_is_answered() {
-    let crash = vdkit_testkit::CrashStorage::new();
-    let storage: std::sync::Arc<dyn vdkit_block::Storage> = crash.clone();
-    let rig = Rig::with(storage, 4 * MIB, |_| {}, |_| {});
-    let mut client = rig.client(Style::Structured);
-    for round in 1..20u8 {
-        client.write(u64::from(round) * 65536, &[round; 4096]).unwrap();
-        client.run(WRITE, FUA, 0, 512, &[round; 512]).unwrap();
-        client.run(WRITE_ZEROES, FUA, 8192 + u64::from(round) * 4096, 4096, b"").unwrap();
-        let survivor = std::sync::Arc::new(crash.crash_now().only_durable());
-        let disk = crate::rig::reopen(survivor, false);
-        let mut byte = [0];
-        disk.read_at(&mut byte, vdkit_block::GuestOffset(511)).unwrap();
-        assert_eq!(byte, [round]);
-    }
-    // A flush covers what other connections were answered before.
-    let mut other = rig.client(Style::Simple);
-    other.write(2 * MIB, &[9; 100]).unwrap();
-    client.run(FLUSH, 0, 0, 0, b"").unwrap();
-    let survivor = std::sync::Arc::new(crash.crash_now().only_durable());
-    let disk = crate::rig::reopen(survivor, false);
-    let mut byte = [0];
-    disk.read_at(&mut byte, vdkit_block::GuestOffset(2 * MIB + 99)).unwrap();
-    assert_eq!(byte, [9]);
-    rig.end();
-}

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vdkit_block::{
-    CreateRequest, FormatDriver, Limits, Monitor, OpenRequest, Options, Repair, Storage,
+    CacheMode, CreateRequest, FormatDriver, Limits, Monitor, OpenRequest, Options, Repair, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_export::{Export, ExportOptions};
@@ -40,10 +40,14 @@ pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64, options: &str) -> Disk
 }
 
 pub fn reopen(storage: Arc<dyn Storage>, writable: bool) -> Disk {
+    reopen_in(CacheMode::Writeback, storage, writable)
+}
+
+pub fn reopen_in(cache: CacheMode, storage: Arc<dyn Storage>, writable: bool) -> Disk {
     let (driver, limits) = (vdkit_qcow2::Qcow2Driver, Limits::default());
     let info = driver.describe(&storage, &limits).unwrap();
     let format = driver.open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
-    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
+    Disk::from_format(format, info, &OpenOptions { writable, cache, ..OpenOptions::default() })
 }
 
 impl Rig {
