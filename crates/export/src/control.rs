@@ -117,7 +117,8 @@ impl Controller {
         Self { export, began: Instant::now(), quit }
     }
 
-    /// Does one command.
+    /// Does one command. [`Command::Quit`] is only acknowledged: the end is asked for once the
+    /// answer is on its way.
     ///
     /// # Errors
     /// What the disk returns.
@@ -150,10 +151,8 @@ impl Controller {
             }
             Command::Resize { size } => export.grow(*size).map(|()| Answer::Done {}),
             Command::Metrics => Ok(Answer::Text(metrics::text(export))),
-            Command::Quit => {
-                self.quit.cancel();
-                Ok(Answer::Done {})
-            }
+            // Answered first: see `converse`.
+            Command::Quit => Ok(Answer::Done {}),
         }
     }
 
@@ -242,7 +241,9 @@ fn converse(client: &UnixStream, controller: &Controller) {
             Ok(0) | Err(_) => return,
             Ok(_) => {}
         }
-        let done = match serde_json::from_slice::<Command>(&line) {
+        let command = serde_json::from_slice::<Command>(&line);
+        let quit = matches!(command, Ok(Command::Quit));
+        let done = match command {
             Ok(command) => controller.run(&command).map_err(|error| error.to_string()),
             Err(error) => Err(format!("not a command: {error}")),
         };
@@ -252,7 +253,12 @@ fn converse(client: &UnixStream, controller: &Controller) {
         };
         let Ok(mut bytes) = serde_json::to_vec(&reply) else { return };
         bytes.push(b'\n');
-        if out.write_all(&bytes).is_err() || line.last() != Some(&b'\n') {
+        let answered = out.write_all(&bytes);
+        if quit {
+            // Only now: the end of the process would take the answer with it.
+            controller.quit.cancel();
+        }
+        if answered.is_err() || line.last() != Some(&b'\n') {
             return;
         }
     }
