@@ -2,16 +2,21 @@
 
 use std::ops::Range;
 
+use serde::Serialize;
+
 use crate::driver::BitmapInfo;
 use crate::error::Result;
 
 /// A bitmap with what it holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct BitmapStatus {
     /// Name, granularity and flags.
+    #[serde(flatten)]
     pub info: BitmapInfo,
     /// Guest bytes that its set bits stand for, at most the disk's; nothing where it cannot be
     /// trusted ([`BitmapInfo::in_use`]).
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub dirty_bytes: Option<u64>,
 }
 

@@ -159,3 +159,94 @@ fn nonsense_is_refused() {
     scratch.ok(&["ctl", "c.sock", "quit"]);
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
+
+/// The runs that an NBD client finds dirty in a bitmap, as (offset, length).
+fn dirty_runs(scratch: &Scratch, bitmap: &str) -> Vec<(u64, u64)> {
+    let dir = scratch.path("x").parent().unwrap().to_owned();
+    let map = format!("--map=qemu:dirty-bitmap:{bitmap}");
+    let answer = peer(&dir, "nbdinfo", &["--json", &map, URI]).stdout;
+    let answer: serde_json::Value = serde_json::from_slice(&answer).unwrap();
+    let number = |run: &serde_json::Value, key: &str| run[key].as_u64().unwrap();
+    let runs = answer.as_array().unwrap().iter().filter(|run| number(run, "type") == 1);
+    runs.map(|run| (number(run, "offset"), number(run, "length"))).collect()
+}
+
+#[test]
+fn bitmaps_are_changed_while_the_disk_is_served() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    scratch.ok(&["bitmap", "add", "a.qcow2", "old"]);
+    let mut child = serve(&scratch, "a.qcow2");
+    let ctl = |arguments: &[&str]| {
+        let all = [&["c.sock"], arguments].concat();
+        scratch.json_of("ctl", 0, &all)
+    };
+    // A client that is there all the time: its writes before and after the bitmap was added.
+    io(&scratch, &["write -P 1 0 64k", "flush"]);
+    let list = ctl(&["bitmap-add", "new", "-g", "4K"]);
+    assert_eq!(list["bitmaps"][1]["name"], "new");
+    assert_eq!(list["bitmaps"][1]["granularity"], 4096);
+    assert_eq!(list["bitmaps"][1]["dirty-bytes"], 0);
+    assert_eq!(list["bitmaps"][0]["dirty-bytes"], 65536);
+    ctl(&["bitmap-add", "later", "--disabled"]);
+    io(&scratch, &["write -P 2 1M 4k", "discard 2M 64k", "flush"]);
+    assert_eq!(dirty_runs(&scratch, "new"), [(1 << 20, 4096), (2 << 20, 65536)]);
+    assert_eq!(dirty_runs(&scratch, "later"), []);
+    // What was neither named when the service began nor added since is nobody's.
+    let dir = scratch.path("x").parent().unwrap().to_owned();
+    let shown = peer(&dir, "nbdinfo", &["--json", "--list", URI]).stdout;
+    let shown = String::from_utf8(shown).unwrap();
+    assert!(shown.contains("qemu:dirty-bitmap:new") && !shown.contains(":old"), "{shown}");
+
+    ctl(&["bitmap-enable", "later"]);
+    ctl(&["bitmap-disable", "new"]);
+    io(&scratch, &["write -P 3 3M 64k", "flush"]);
+    assert_eq!(dirty_runs(&scratch, "later"), [(3 << 20, 65536)]);
+    assert_eq!(dirty_runs(&scratch, "new"), [(1 << 20, 4096), (2 << 20, 65536)]);
+    let list = ctl(&["bitmap-merge", "later", "new"]);
+    assert_eq!(list["bitmaps"][1]["dirty-bytes"], 4096 + 2 * 65536);
+    assert_eq!(ctl(&["bitmap-clear", "later"])["bitmaps"][2]["dirty-bytes"], 0);
+    ctl(&["bitmap-remove", "new"]);
+    let shown = peer(&dir, "nbdinfo", &["--json", "--list", URI]).stdout;
+    assert!(!String::from_utf8(shown).unwrap().contains("dirty-bitmap:new"));
+    let text = scratch.ok(&["ctl", "c.sock", "bitmap-list"]).stdout;
+    assert!(text.contains("later enabled: true\n"), "{text}");
+
+    scratch.fails(1, "no bitmap", &["ctl", "c.sock", "bitmap-clear", "new"]);
+    scratch.fails(1, "already", &["ctl", "c.sock", "bitmap-add", "old"]);
+    scratch.fails(2, "needs a INTO", &["ctl", "c.sock", "bitmap-merge", "old"]);
+    scratch.fails(2, "for bitmap-add", &["ctl", "c.sock", "bitmap-clear", "old", "-g", "4K"]);
+
+    // Killed: what was flushed is marked, and QEMU believes it.
+    io(&scratch, &["write -P 4 4M 64k", "flush"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let kept = scratch.json_of("bitmap", 0, &["list", "a.qcow2"]);
+    let names: Vec<_> = kept["bitmaps"].as_array().unwrap().iter().map(|b| &b["name"]).collect();
+    assert_eq!(names, ["old", "later"]);
+    assert_eq!(kept["bitmaps"][1]["dirty-bytes"], 65536);
+    peer(&dir, "qemu-img", &["bitmap", "--clear", "a.qcow2", "later"]);
+}
+
+#[test]
+fn bitmaps_need_an_image_that_has_them_and_may_be_written() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "-f", "raw", "a.raw", "1M"]);
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    scratch.ok(&["bitmap", "add", "a.qcow2", "b0"]);
+    for (image, words) in [("a.raw", "in a raw image"), ("a.qcow2", "read")] {
+        let arguments = ["serve", image, "--nbd", "unix:s.sock", "--control", "c.sock"];
+        let more: &[&str] = if image == "a.raw" { &["-f", "raw"] } else { &["--read-only"] };
+        let mut child = scratch.command(&[&arguments[..], more].concat());
+        let mut child = child.stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        scratch.fails(1, words, &["ctl", "c.sock", "bitmap-add", "b1"]);
+        if image == "a.qcow2" {
+            let list = scratch.json_of("ctl", 0, &["c.sock", "bitmap-list"]);
+            assert_eq!(list["bitmaps"][0]["name"], "b0");
+        }
+        scratch.ok(&["ctl", "c.sock", "quit"]);
+        assert_eq!(child.wait().unwrap().code(), Some(0));
+    }
+}

@@ -19,8 +19,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
-use vdkit_block::{CancelToken, Monitor, NewSnapshot, SnapshotInfo};
+use vdkit_block::{Bitmaps, CancelToken, Monitor, NewBitmap, NewSnapshot, SnapshotInfo};
 
+use crate::bitmaps::BitmapList;
 use crate::counters::Stats;
 use crate::export::Export;
 use crate::metrics;
@@ -55,6 +56,46 @@ pub enum Command {
     SnapshotDelete {
         /// Its name or id.
         name: String,
+    },
+    /// Tells the image's dirty bitmaps.
+    BitmapList,
+    /// Adds one without marks, which clients that come afterwards may read.
+    BitmapAdd {
+        /// Its name.
+        name: String,
+        /// Bytes that a mark stands for; nothing for the format's choice.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        granularity: Option<u64>,
+        /// It does not record yet.
+        #[serde(default)]
+        disabled: bool,
+    },
+    /// Removes one.
+    BitmapRemove {
+        /// Its name.
+        name: String,
+    },
+    /// Removes a bitmap's marks.
+    BitmapClear {
+        /// Its name.
+        name: String,
+    },
+    /// Lets a bitmap record from now on.
+    BitmapEnable {
+        /// Its name.
+        name: String,
+    },
+    /// Lets a bitmap record no more.
+    BitmapDisable {
+        /// Its name.
+        name: String,
+    },
+    /// Sets the marks of one bitmap in another one too.
+    BitmapMerge {
+        /// The name of the one that is read.
+        source: String,
+        /// The name of the one that is changed.
+        into: String,
     },
     /// Makes the disk larger.
     Resize {
@@ -97,6 +138,8 @@ pub enum Answer {
     Stats(Stats),
     /// To `snapshot` and `snapshot-delete`.
     Snapshot(SnapshotInfo),
+    /// To all commands about bitmaps.
+    Bitmaps(BitmapList),
     /// To `metrics`.
     Text(String),
     /// To everything else.
@@ -124,6 +167,9 @@ impl Controller {
     /// What the disk returns.
     pub fn run(&self, command: &Command) -> vdkit_block::Result<Answer> {
         let export = &self.export;
+        let bitmaps = |act: &dyn Fn(&dyn Bitmaps) -> vdkit_block::Result<()>| {
+            export.change_bitmaps(act).map(Answer::Bitmaps)
+        };
         match command {
             Command::Status => Ok(Answer::Status(self.status())),
             Command::Stats => Ok(Answer::Stats(export.counters().stats())),
@@ -149,6 +195,18 @@ impl Controller {
             Command::SnapshotDelete { name } => {
                 export.with_snapshots(|side| side.delete(name, &Monitor::default()))
             }
+            Command::BitmapList => export.list_bitmaps().map(Answer::Bitmaps),
+            Command::BitmapAdd { name, granularity, disabled } => {
+                let new = NewBitmap { name, granularity: *granularity, enabled: !disabled };
+                let list = export.change_bitmaps(|all| all.add(&new))?;
+                export.offer_bitmap(name);
+                Ok(Answer::Bitmaps(list))
+            }
+            Command::BitmapRemove { name } => bitmaps(&|all| all.remove(name)),
+            Command::BitmapClear { name } => bitmaps(&|all| all.clear(name)),
+            Command::BitmapEnable { name } => bitmaps(&|all| all.set_enabled(name, true)),
+            Command::BitmapDisable { name } => bitmaps(&|all| all.set_enabled(name, false)),
+            Command::BitmapMerge { source, into } => bitmaps(&|all| all.merge(into, all, source)),
             Command::Resize { size } => export.grow(*size).map(|()| Answer::Done {}),
             Command::Metrics => Ok(Answer::Text(metrics::text(export))),
             // Answered first: see `converse`.

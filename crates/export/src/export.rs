@@ -33,7 +33,7 @@ pub struct ExportOptions {
     pub read_only: bool,
     /// What happens on a full disk.
     pub on_nospace: OnNoSpace,
-    /// Dirty bitmaps that clients may read.
+    /// Dirty bitmaps that clients may read, besides those that are added meanwhile.
     pub bitmaps: Vec<String>,
 }
 
@@ -74,6 +74,8 @@ pub struct Export {
     paused: AtomicBool,
     pause: (Mutex<()>, Condvar),
     pub(crate) parking: Parking,
+    /// Names of bitmaps that clients may read, where the image has them.
+    pub(crate) offered: Mutex<Vec<String>>,
     counters: Counters,
 }
 
@@ -92,6 +94,7 @@ impl Export {
     /// Serves a disk.
     pub fn new(disk: Disk, options: ExportOptions) -> Arc<Self> {
         Arc::new(Self {
+            offered: Mutex::new(options.bitmaps.clone()),
             options,
             disk: RwLock::new(disk),
             paused: AtomicBool::new(false),
@@ -260,7 +263,7 @@ impl Export {
         if durable && !disk.cache().write_durable() { disk.flush() } else { Ok(()) }
     }
 
-    fn check_writable(&self) -> Result<()> {
+    pub(crate) fn check_writable(&self) -> Result<()> {
         if self.options.read_only {
             return Err(Error::ReadOnly { file: self.options.name.clone() });
         }

@@ -15,8 +15,9 @@
 //!
 //! # Changing the disk under the clients
 //! Each request holds the export's disk for as long as it runs. [`Export::alone`] waits for those
-//! under way and keeps new ones waiting: for snapshots, and for another size.
+//! under way and keeps new ones waiting: for snapshots, bitmaps, and for another size.
 
+mod bitmaps;
 mod control;
 mod counters;
 mod export;
@@ -24,6 +25,7 @@ mod metrics;
 mod parking;
 mod socket;
 
+pub use bitmaps::BitmapList;
 pub use control::{Answer, Command, Control, Controller, Status, ask};
 pub use counters::{Counters, Histogram, OpKind, OpStats, Stats};
 pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace};

@@ -151,11 +151,10 @@ impl Runs<'_> {
 /// The contexts of an export that queries ask for, each once. Setting takes exact names only;
 /// listing takes `namespace:` and `qemu:dirty-bitmap:` for all beneath, and no query for all.
 pub fn matching(export: &Export, queries: &[String], setting: bool) -> Vec<Context> {
-    let bitmap =
-        |name: &String| Context::Bitmap(BitmapView { name: name.clone(), dirty: Arc::default() });
+    let bitmap = |name| Context::Bitmap(BitmapView { name, dirty: Arc::default() });
     let all = [Context::Allocation, Context::Depth]
         .into_iter()
-        .chain(export.options().bitmaps.iter().map(bitmap));
+        .chain(export.offered_bitmaps().into_iter().map(bitmap));
     all.filter(|context| {
         let name = context.name();
         queries.iter().any(|query| {

@@ -111,19 +111,7 @@ impl Action {
 #[derive(Serialize)]
 struct BitmapAnswer {
     filename: String,
-    bitmaps: Vec<Row>,
-}
-
-/// One bitmap.
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Row {
-    name: String,
-    granularity: u64,
-    enabled: bool,
-    in_use: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    dirty_bytes: Option<u64>,
+    bitmaps: Vec<BitmapStatus>,
 }
 
 /// One run of `dirty`, in JSON.
@@ -131,19 +119,6 @@ struct Row {
 struct DirtyRun {
     start: u64,
     length: u64,
-}
-
-impl From<BitmapStatus> for Row {
-    fn from(status: BitmapStatus) -> Self {
-        let BitmapStatus { info, dirty_bytes } = status;
-        Self {
-            name: info.name,
-            granularity: info.granularity,
-            enabled: info.enabled,
-            in_use: info.in_use,
-            dirty_bytes,
-        }
-    }
 }
 
 impl BitmapArgs {
@@ -225,21 +200,20 @@ impl BitmapArgs {
     }
 
     fn print_list(&self, list: Vec<BitmapStatus>, session: &mut Session) -> Outcome {
-        let rows = list.into_iter().map(Row::from);
         if self.json.json {
             let filename = self.image.display().to_string();
-            session.out.json(&BitmapAnswer { filename, bitmaps: rows.collect() })?;
+            session.out.json(&BitmapAnswer { filename, bitmaps: list })?;
             return Ok(Exit::Done);
         }
         let mut table = Table::new(&["name", ">granularity", "state", ">dirty"]);
-        for row in rows {
-            let state = match (row.in_use, row.enabled) {
+        for BitmapStatus { info, dirty_bytes } in list {
+            let state = match (info.in_use, info.enabled) {
                 (true, _) => "not to be trusted",
                 (false, true) => "enabled",
                 (false, false) => "disabled",
             };
-            let dirty = row.dirty_bytes.map_or_else(|| "-".to_owned(), bytes_short);
-            table.row([row.name, bytes_short(row.granularity), state.to_owned(), dirty]);
+            let dirty = dirty_bytes.map_or_else(|| "-".to_owned(), bytes_short);
+            table.row([info.name, bytes_short(info.granularity), state.to_owned(), dirty]);
         }
         table.print(&mut session.out, 0)?;
         Ok(Exit::Done)

@@ -9,7 +9,7 @@ use vdkit::export::{Command, ask};
 use vdkit::parse_size;
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::Json;
+use crate::arguments::{Json, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
@@ -29,11 +29,19 @@ SOCKET is what 'vdkit serve --control SOCKET' listens at.
   resume                  let them go on; try again at once what waits for space
   snapshot NAME           take a snapshot inside the image, between two requests
   snapshot-delete NAME    remove one
+  bitmap-list             the image's dirty bitmaps
+  bitmap-add NAME         record from now on what is written; NBD clients that come later may ask
+  bitmap-remove NAME      remove a bitmap
+  bitmap-clear NAME       remove its marks
+  bitmap-enable NAME      let it record from now on
+  bitmap-disable NAME     let it record no more
+  bitmap-merge SRC INTO   set the marks of SRC in INTO too
   resize SIZE             make the disk larger
   quit                    end the service, as SIGTERM does",
     examples: "
 vdkit ctl /run/disk.ctl status
 vdkit ctl /run/disk.ctl snapshot before-update
+vdkit ctl /run/disk.ctl bitmap-add since-monday
 vdkit ctl /run/disk.ctl resume                     after space was made
 ",
     augment: augment::<CtlArgs>,
@@ -46,12 +54,20 @@ pub struct CtlArgs {
     /// The service's control socket
     #[arg(value_name = "SOCKET", value_hint = ValueHint::FilePath)]
     socket: PathBuf,
-    /// status, stats, metrics, flush, pause, resume, snapshot, snapshot-delete, resize or quit
+    /// What it shall do: status, stats, flush, snapshot ...; see above
     #[arg(value_name = "ACTION", hide_possible_values = true)]
     action: Action,
-    /// The name of a snapshot, or a size
-    #[arg(value_name = "VALUE")]
-    value: Option<String>,
+    /// What the action is about: a name, a size
+    #[arg(value_name = "VALUE", num_args = 0..=2)]
+    values: Vec<String>,
+    /// For bitmap-add: bytes that a mark stands for, a power of two from 512 to 2G
+    ///
+    /// Without it the cluster size, between 4K and 64K.
+    #[arg(short = 'g', long, value_name = "SIZE", value_parser = size)]
+    granularity: Option<u64>,
+    /// For bitmap-add: do not record yet
+    #[arg(long)]
+    disabled: bool,
     #[command(flatten)]
     json: Json,
 }
@@ -67,28 +83,83 @@ enum Action {
     Resume,
     Snapshot,
     SnapshotDelete,
+    BitmapList,
+    BitmapAdd,
+    BitmapRemove,
+    BitmapClear,
+    BitmapEnable,
+    BitmapDisable,
+    BitmapMerge,
     Resize,
     Quit,
 }
 
-impl CtlArgs {
-    fn command(&self) -> Result<Command, Failure> {
-        let needs = |what| Failure::usage(format!("{what}; see: vdkit help ctl"));
-        match (self.action, self.value.clone()) {
-            (Action::Status, None) => Ok(Command::Status),
-            (Action::Stats, None) => Ok(Command::Stats),
-            (Action::Metrics, None) => Ok(Command::Metrics),
-            (Action::Flush, None) => Ok(Command::Flush),
-            (Action::Pause, None) => Ok(Command::Pause),
-            (Action::Resume, None) => Ok(Command::Resume),
-            (Action::Quit, None) => Ok(Command::Quit),
-            (Action::Snapshot, Some(name)) => Ok(Command::Snapshot { name }),
-            (Action::SnapshotDelete, Some(name)) => Ok(Command::SnapshotDelete { name }),
-            (Action::Resize, Some(size)) => Ok(Command::Resize { size: parse_size(&size)? }),
-            (Action::Snapshot | Action::SnapshotDelete, None) => Err(needs("it needs a NAME")),
-            (Action::Resize, None) => Err(needs("it needs a SIZE")),
-            (_, Some(_)) => Err(needs("this action takes no VALUE")),
+impl Action {
+    /// What its values are.
+    fn values(self) -> &'static [&'static str] {
+        match self {
+            Self::Status
+            | Self::Stats
+            | Self::Metrics
+            | Self::Flush
+            | Self::Pause
+            | Self::Resume
+            | Self::BitmapList
+            | Self::Quit => &[],
+            Self::Resize => &["SIZE"],
+            Self::BitmapMerge => &["SRC", "INTO"],
+            _ => &["NAME"],
         }
+    }
+}
+
+impl CtlArgs {
+    /// Arguments that the action does not want, and those that it needs.
+    fn check(&self) -> Result<(), Failure> {
+        let usage = |what: String| Err(Failure::usage(format!("{what}; see: vdkit help ctl")));
+        let wanted = self.action.values();
+        if let Some(missing) = wanted.get(self.values.len()) {
+            return usage(format!("it needs a {missing}"));
+        }
+        if self.values.len() > wanted.len() {
+            return usage(if wanted.is_empty() {
+                "this action takes no VALUE".to_owned()
+            } else {
+                format!("this action takes {} alone", wanted.join(" "))
+            });
+        }
+        if self.action != Action::BitmapAdd && (self.granularity.is_some() || self.disabled) {
+            return usage("--granularity and --disabled are for bitmap-add".to_owned());
+        }
+        Ok(())
+    }
+
+    fn command(&self) -> Result<Command, Failure> {
+        self.check()?;
+        let mut values = self.values.iter().cloned();
+        let mut value = || values.next().unwrap_or_default();
+        Ok(match self.action {
+            Action::Status => Command::Status,
+            Action::Stats => Command::Stats,
+            Action::Metrics => Command::Metrics,
+            Action::Flush => Command::Flush,
+            Action::Pause => Command::Pause,
+            Action::Resume => Command::Resume,
+            Action::Quit => Command::Quit,
+            Action::Snapshot => Command::Snapshot { name: value() },
+            Action::SnapshotDelete => Command::SnapshotDelete { name: value() },
+            Action::BitmapList => Command::BitmapList,
+            Action::BitmapAdd => {
+                let (granularity, disabled) = (self.granularity, self.disabled);
+                Command::BitmapAdd { name: value(), granularity, disabled }
+            }
+            Action::BitmapRemove => Command::BitmapRemove { name: value() },
+            Action::BitmapClear => Command::BitmapClear { name: value() },
+            Action::BitmapEnable => Command::BitmapEnable { name: value() },
+            Action::BitmapDisable => Command::BitmapDisable { name: value() },
+            Action::BitmapMerge => Command::BitmapMerge { source: value(), into: value() },
+            Action::Resize => Command::Resize { size: parse_size(&value())? },
+        })
     }
 }
 
@@ -103,12 +174,10 @@ fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
         }
         Value::Array(entries) => {
             for entry in entries {
-                let kind = entry["kind"].as_str().unwrap_or_default();
+                let key = if entry["kind"].is_string() { "kind" } else { "name" };
                 let mut rest = entry.clone();
-                if let Some(rest) = rest.as_object_mut() {
-                    rest.remove("kind");
-                }
-                lines(kind, &rest, out);
+                let title = rest.as_object_mut().and_then(|rest| rest.remove(key));
+                lines(title.as_ref().and_then(Value::as_str).unwrap_or_default(), &rest, out);
             }
         }
         Value::String(text) => out.push(format!("{prefix}: {text}")),

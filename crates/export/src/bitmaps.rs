@@ -1,0 +1,78 @@
+//! Dirty bitmaps of the disk that is being served: changed between two requests, and offered to
+//! clients that come afterwards.
+
+use serde::Serialize;
+use vdkit_block::{BitmapStatus, Bitmaps, Error, Result};
+use vdkit_chain::Disk;
+
+use crate::export::Export;
+
+/// The bitmaps of the image, as they are after a command.
+#[derive(Clone, Debug, Serialize)]
+pub struct BitmapList {
+    /// In the image's order.
+    pub bitmaps: Vec<BitmapStatus>,
+}
+
+fn bitmaps_of(disk: &Disk) -> Result<&dyn Bitmaps> {
+    disk.top().bitmaps().ok_or_else(|| {
+        let what = format!("dirty bitmaps in a {} image", disk.top().name());
+        Error::unsupported(disk.name(), what, "convert to qcow2")
+    })
+}
+
+impl Export {
+    /// The bitmaps of the image.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a format without; as [`Bitmaps::list`].
+    pub(crate) fn list_bitmaps(&self) -> Result<BitmapList> {
+        // Not held as a request: a paused service tells too.
+        self.alone(|disk| Ok(BitmapList { bitmaps: bitmaps_of(disk)?.list()? }))
+    }
+
+    /// Changes bitmaps between two requests: what was answered before is not recorded in a bitmap
+    /// that begins to record, what comes afterwards is.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`]; what `act` returns; as [`Export::list_bitmaps`].
+    pub(crate) fn change_bitmaps(
+        &self,
+        act: impl FnOnce(&dyn Bitmaps) -> Result<()>,
+    ) -> Result<BitmapList> {
+        self.check_writable()?;
+        self.alone(|disk| {
+            let all = bitmaps_of(disk)?;
+            act(all)?;
+            Ok(BitmapList { bitmaps: all.list()? })
+        })
+    }
+
+    /// Lets clients that come from now on read a bitmap.
+    pub(crate) fn offer_bitmap(&self, name: &str) {
+        let mut offered = self.offered.lock();
+        if !offered.iter().any(|known| known == name) {
+            offered.push(name.to_owned());
+        }
+    }
+
+    /// The bitmaps that a client may read: of those that were named when the service began or were
+    /// added since, the ones that the image has now and that can be trusted.
+    pub fn offered_bitmaps(&self) -> Vec<String> {
+        let mut offered = self.offered.lock().clone();
+        if offered.is_empty() {
+            return offered;
+        }
+        match self.list_bitmaps() {
+            Ok(BitmapList { bitmaps }) => offered.retain(|name| {
+                let here = |status: &&BitmapStatus| status.info.name == *name;
+                bitmaps.iter().find(here).is_some_and(|status| status.dirty_bytes.is_some())
+            }),
+            Err(error) => {
+                tracing::warn!(export = self.name(), "no bitmaps are offered: {error}");
+                offered.clear();
+            }
+        }
+        offered
+    }
+}
