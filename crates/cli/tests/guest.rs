@@ -79,6 +79,14 @@ const VHOST: [&str; 4] = [
     "vhost-user-blk-pci,chardev=disk,num-queues=2",
 ];
 
+/// And of one at `n.sock`.
+const NBD: [&str; 4] = [
+    "-blockdev",
+    "driver=nbd,node-name=disk,server.type=unix,server.path=n.sock,reconnect-delay=60,discard=unmap",
+    "-device",
+    "virtio-blk-pci,drive=disk",
+];
+
 /// A file's content: so many lines that say where they belong.
 fn content(file: usize) -> Vec<u8> {
     (0..20_000).flat_map(|line| format!("{file} {line}\n").into_bytes()).collect()
@@ -197,9 +205,75 @@ fn a_path_that_is_taken_is_refused() {
     assert!(!scratch.path("w.sock").exists());
 }
 
+/// A guest that is killed, and one that loses its server, over NBD.
+#[test]
+fn a_guest_on_nbd() {
+    if !require_guest() || !require_peer("debugfs") || !require_peer("e2fsck") {
+        return;
+    }
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.qcow2", "512M"]);
+    let nbd = ["--nbd", "unix:n.sock"];
+
+    // A file system, files, a sync; then the power goes.
+    let served = Served::start(&scratch, &nbd);
+    let script = format!(
+        "set -e
+        mkfs.ext4 -q /dev/vda
+        mount -t ext4 -o discard /dev/vda /mnt
+        {WRITE}
+        for i in $(seq 0 9); do write $i; done
+        sync
+        echo synced 9.
+        while true; do write 50; write 51; done"
+    );
+    let mut guest = Guest::boot(&scratch.path(""), "first", &NBD, &script);
+    guest.wait_for("synced 9.", PATIENCE);
+    guest.kill();
+    served.end();
+    sound(&scratch, "disk.qcow2", false);
+    expect_files(&scratch, "disk.qcow2", 0..10);
+
+    // The next guest finds them, and loses its server while it writes: QEMU connects again and
+    // asks again for what was not answered.
+    let served = Served::start(&scratch, &nbd);
+    let script = format!(
+        "mount -t ext4 /dev/vda /mnt || exit 1
+        {WRITE}
+        for i in $(seq 0 9); do
+            seq 0 19999 | sed \"s/^/$i /\" | cmp - /mnt/$i || exit 2
+        done
+        for i in $(seq 10 29); do write $i || exit 3; sync || exit 4; echo synced $i.; done
+        dmesg | grep -i 'i/o error' && exit 5
+        umount /mnt || exit 6
+        exit 0"
+    );
+    let mut guest = Guest::boot(&scratch.path(""), "second", &NBD, &script);
+    guest.wait_for("synced 14.", PATIENCE);
+    served.kill();
+    std::fs::copy(scratch.path("disk.qcow2"), scratch.path("killed.qcow2")).unwrap();
+    let served = Served::start(&scratch, &nbd);
+    let log = guest.end(PATIENCE);
+    assert!(log.contains("synced 29."), "{log}");
+    served.end();
+    sound(&scratch, "killed.qcow2", true);
+    expect_files(&scratch, "killed.qcow2", 10..15);
+    sound(&scratch, "disk.qcow2", true);
+    expect_files(&scratch, "disk.qcow2", 0..30);
+}
+
 /// A full file system under a guest: its disk is slow until there is space, and nothing breaks.
 #[test]
-fn a_guest_on_a_full_file_system() {
+fn a_guest_of_vhost_user_on_a_full_file_system() {
+    a_full_file_system(&["--vhost-user", "v.sock"], &VHOST);
+}
+
+#[test]
+fn a_guest_of_nbd_on_a_full_file_system() {
+    a_full_file_system(&["--nbd", "unix:n.sock"], &NBD);
+}
+
+fn a_full_file_system(front: &[&str], disk: &[&str]) {
     if !require_guest() {
         return;
     }
@@ -210,7 +284,7 @@ fn a_guest_on_a_full_file_system() {
     scratch.ok(&["create", image, "256M"]);
     let ballast = small.path().join("ballast");
     std::fs::write(&ballast, vec![1; 16 << 20]).unwrap();
-    let mut served = Served::image(&scratch, image, &["--vhost-user", "v.sock"]);
+    let mut served = Served::image(&scratch, image, front);
     let script = "
         seq 0 1999999 > /tmp/data
         dd if=/tmp/data of=/dev/vda bs=64k conv=fsync || exit 1
@@ -218,7 +292,7 @@ fn a_guest_on_a_full_file_system() {
         cmp -n $(wc -c < /tmp/data) /tmp/data /dev/vda || exit 2
         dmesg | grep -i 'i/o error' && exit 3
         exit 0";
-    let guest = Guest::boot(&scratch.path(""), "full", &VHOST, script);
+    let guest = Guest::boot(&scratch.path(""), "full", disk, script);
     let warning = served.warning();
     assert!(warning.contains("writes wait for space"), "{warning}");
     std::thread::sleep(Duration::from_secs(2));
