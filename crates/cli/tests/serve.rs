@@ -145,6 +145,55 @@ fn nbdinfo_sees_what_is_there() {
     served.end();
 }
 
+/// libnbd's shell: many requests in flight, each command flag, block status by call-back.
+#[test]
+fn nbdsh_asks_in_every_way() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let served = Served::start(&scratch, &["a.qcow2"]);
+    let script = "
+h.add_meta_context('base:allocation')
+h.add_meta_context('qemu:allocation-depth')
+h.connect_uri(uri)
+assert h.get_size() == 64 << 20
+assert h.can_multi_conn() and h.can_fua() and h.can_trim() and h.can_fast_zero() and h.can_df()
+assert h.get_structured_replies_negotiated()
+h.pwrite(b'x' * 65536, 1 << 20, nbd.CMD_FLAG_FUA)
+h.zero(4096, 1 << 20)
+h.trim(65536, 2 << 20)
+h.cache(65536, 1 << 20)
+flying = [h.aio_pwrite(nbd.Buffer.from_bytearray(bytearray([n]) * 4096), (3 << 20) + n * 8192)
+          for n in range(64)]
+while any(not h.aio_command_completed(cookie) for cookie in flying[-1:]) or h.aio_in_flight():
+    h.poll(-1)
+h.flush()
+for n in range(64):
+    assert h.pread(4096, (3 << 20) + n * 8192) == bytearray([n]) * 4096, n
+pieces = []
+def chunk(data, offset, status, error):
+    pieces.append((offset, len(data), status))
+assert h.pread_structured(65536, 1 << 20, chunk, nbd.CMD_FLAG_DF)[4096:] == b'x' * 61440
+assert len(pieces) == 1
+found = {}
+def extents(context, offset, entries, error):
+    found[context] = entries
+h.block_status(2 << 20, 0, extents)
+assert found['base:allocation'][:2] == [1 << 20, 3], found
+assert found['qemu:allocation-depth'][:4] == [1 << 20, 0, 65536, 1], found
+try:
+    h.pread(512, 64 << 20, 0)
+    raise SystemExit('a read past the end')
+except nbd.Error:
+    pass
+h.shutdown()
+";
+    let script = format!("uri = {:?}\n{script}", served.uri);
+    // As nbdsh itself does, but with the Python that the package is for, whatever PATH has.
+    output(&folder(&scratch), "/usr/bin/python3", &["-m", "nbd", "-c", &script]);
+    served.end();
+    check(&scratch, "a.qcow2");
+}
+
 #[test]
 fn a_bitmap_is_served_for_a_backup() {
     let scratch = Scratch::new();
