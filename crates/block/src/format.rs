@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::bitmaps::Bitmaps;
 use crate::codec::Codec;
 use crate::encryption::Encryption;
@@ -41,6 +43,36 @@ pub struct FormatCaps {
     /// Host space may be handed to movers that share blocks: guest clusters are aligned to the
     /// cluster size in the host file.
     pub host_aligned: bool,
+}
+
+/// What the cache of a format's map holds, and how well it serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MapCacheStats {
+    /// Look-ups that found what they needed. A request makes one or several.
+    pub hits: u64,
+    /// Look-ups that had to read from the image first.
+    pub misses: u64,
+    /// Bytes of the map that the cache holds now.
+    pub used_bytes: u64,
+    /// Bytes that it may hold; changed pieces are never dropped and may exceed it.
+    pub capacity_bytes: u64,
+    /// Bytes of the map were all of the disk allocated: a cache of so many never reads twice.
+    pub map_bytes: u64,
+}
+
+impl MapCacheStats {
+    /// The counts of two caches together, such as those of a chain.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            hits: self.hits.saturating_add(other.hits),
+            misses: self.misses.saturating_add(other.misses),
+            used_bytes: self.used_bytes.saturating_add(other.used_bytes),
+            capacity_bytes: self.capacity_bytes.saturating_add(other.capacity_bytes),
+            map_bytes: self.map_bytes.saturating_add(other.map_bytes),
+        }
+    }
 }
 
 /// A disk format: resolves, reserves, and keeps its metadata in order. See the crate's
@@ -108,6 +140,11 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// The answer of [`Format::resolve_for_io`] without I/O, or nothing where that would need some.
     /// May be shorter.
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent>;
+
+    /// How the cache of the map does; nothing for formats that need none.
+    fn map_cache(&self) -> Option<MapCacheStats> {
+        None
+    }
 
     /// The caller is about to write these bytes where [`Format::resolve_for_io`] said that they
     /// are: formats that record what changes (dirty bitmaps) note it. To be called after the bytes

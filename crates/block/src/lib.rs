@@ -63,7 +63,7 @@ pub use encryption::{
 };
 pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result};
 pub use extent::{Extent, FileIndex, Packed, Place};
-pub use format::{BackingRef, Format, FormatCaps};
+pub use format::{BackingRef, Format, FormatCaps, MapCacheStats};
 pub use in_flight::{InFlight, InFlightGuard};
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 use vdkit_block::{
-    CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, Monitor,
-    OpenRequest, Result,
+    CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits,
+    MapCacheStats, Monitor, OpenRequest, Result,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -179,6 +179,12 @@ impl Disk {
     /// Whoever reserves packed units here publishes them with [`Disk::publish_packed`].
     pub fn top(&self) -> &Arc<dyn Format> {
         &self.layers[0].format
+    }
+
+    /// How the caches of the images' maps do, together; nothing where no image of the chain has one.
+    pub fn map_cache(&self) -> Option<MapCacheStats> {
+        let caches = self.layers.iter().filter_map(|layer| layer.format.map_cache());
+        caches.reduce(MapCacheStats::plus)
     }
 
     /// What the user should know about what opening the images did or found.

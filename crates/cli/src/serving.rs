@@ -1,10 +1,11 @@
 //! What the commands share that serve a disk.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use vdkit::export::{Export, OnNoSpace};
+use vdkit::export::{Export, OnNoSpace, Scrape, ScrapeAddress};
 use vdkit::{Disk, OpenOptions};
 
 use crate::arguments::{CacheOption, References, SnapshotOption, size};
@@ -51,9 +52,14 @@ pub struct ServedDisk {
     /// What a write does that finds no space: pause (wait until there is some) or report
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = NoSpace::Pause, hide_default_value = true, hide_possible_values = true)]
     on_nospace: NoSpace,
-    /// Memory for the image's map; 32 MiB without it
+    /// Memory for the image's map (L2 tables); 32 MiB without it
     #[arg(long, value_name = "SIZE", value_parser = size)]
     l2_cache: Option<u64>,
+    /// Tell the counts to Prometheus: GET /metrics over HTTP, at HOST:PORT or unix:PATH
+    ///
+    /// Port 0 takes a free one, which is printed. There is no authentication.
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<ScrapeAddress>,
     #[command(flatten)]
     cache: CacheOption,
     /// The image's format; without it the header is probed
@@ -91,6 +97,17 @@ impl ServedDisk {
             options.limits.cache_bytes = bytes;
         }
         Ok(Disk::open(&vdkit::registry(), image, &self.keys.apply(options))?)
+    }
+
+    /// Begins to tell the counts, where that is asked for.
+    ///
+    /// # Errors
+    /// Where the address cannot be listened at.
+    pub fn tell_counts(&self, export: &Arc<Export>) -> Result<Option<Scrape>, Failure> {
+        let Some(address) = &self.metrics else { return Ok(None) };
+        let scrape = Scrape::start(address, Arc::clone(export))
+            .map_err(|error| Failure::failed(format!("--metrics {address}: {error}")))?;
+        Ok(Some(scrape))
     }
 
     /// What a write does that finds no space.

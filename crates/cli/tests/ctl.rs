@@ -13,8 +13,13 @@ use common::{Scratch, peer};
 const URI: &str = "nbd+unix:///?socket=s.sock";
 
 fn serve(scratch: &Scratch, image: &str) -> Child {
+    serve_with(scratch, image, &[])
+}
+
+fn serve_with(scratch: &Scratch, image: &str, more: &[&str]) -> Child {
     let arguments = ["serve", image, "--nbd", "unix:s.sock", "--control", "c.sock"];
-    let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child =
+        scratch.command(&[&arguments[..], more].concat()).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("serving"), "{line}");
@@ -77,6 +82,48 @@ fn a_service_tells_and_obeys() {
     let old = scratch.ok(&["read", "a.qcow2", "--snapshot", "one", "0", "1"]).bytes;
     assert_eq!(old, [1]);
     assert_eq!(scratch.ok(&["read", "a.qcow2", "99614720", "1"]).bytes, [3]);
+}
+
+#[test]
+fn the_cache_of_the_map_is_counted_and_bounded() {
+    let scratch = Scratch::new();
+    // 4 MiB of L2 tables, a slice of 4 KiB for each 2 MiB of the disk.
+    scratch.ok(&["create", "a.qcow2", "2G", "-o", "cluster_size=4K,preallocation=metadata"]);
+    let reads: Vec<String> = (0..1024).map(|i| format!("read -q {}M 4k", 2 * i)).collect();
+    let reads: Vec<&str> = reads.iter().map(String::as_str).collect();
+    for (size, covers) in [(None, true), (Some("4M"), false), (Some("512K"), false)] {
+        let more = size.map_or(vec![], |size| vec!["--l2-cache", size]);
+        let mut child = serve_with(&scratch, "a.qcow2", &more);
+        let cache = || {
+            let stats = scratch.json_of("ctl", 0, &["c.sock", "stats"]);
+            let cache = &stats["map-cache"];
+            let number = |key: &str| cache[key].as_u64().unwrap();
+            assert_eq!(number("map-bytes"), 4 << 20);
+            assert!(number("used-bytes") <= number("capacity-bytes"), "{cache}");
+            (number("hits"), number("misses"), number("capacity-bytes"))
+        };
+        let (_, before, capacity) = cache();
+        io(&scratch, &reads);
+        let (hits, cold, _) = cache();
+        assert!(cold - before >= 1024, "{size:?}: {hits} {cold}");
+        io(&scratch, &reads);
+        let (warm_hits, warm, _) = cache();
+        if covers {
+            assert!(warm_hits >= hits + 1024, "{warm_hits} {hits}");
+            assert_eq!((warm, capacity), (cold, 32 << 20));
+        } else if size == Some("512K") {
+            // Read round and round, what is dropped is always what comes next.
+            assert!(warm - cold > 900 && capacity == 512 << 10, "{cold} {warm} {capacity}");
+        }
+        let metrics = scratch.ok(&["ctl", "c.sock", "metrics"]).stdout;
+        let line = format!("vdkit_map_cache_lookups_total{{export=\"\",found=\"read\"}} {warm}\n");
+        assert!(metrics.contains(&line), "{metrics}");
+        let text = scratch.ok(&["ctl", "c.sock", "stats"]).stdout;
+        assert!(text.contains(&format!("map cache misses: {warm}\n")), "{text}");
+        assert!(!text.contains("nanoseconds: ["), "{text}");
+        scratch.ok(&["ctl", "c.sock", "quit"]);
+        assert_eq!(child.wait().unwrap().code(), Some(0));
+    }
 }
 
 #[test]

@@ -524,3 +524,60 @@ fn a_full_file_system_makes_writes_wait() {
     drop(served);
     drop(disk);
 }
+
+/// The answer of a path, over TCP or a Unix socket.
+fn curl(dir: &Path, arguments: &[&str]) -> String {
+    output(dir, "curl", &[&["-sS", "-i", "--max-time", "20"], arguments].concat())
+}
+
+#[test]
+fn the_counts_are_told_over_http() {
+    let scratch = Scratch::new();
+    let dir = folder(&scratch);
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let arguments =
+        ["serve", "--json", "a.qcow2", "--nbd", "unix:s.sock", "--metrics", "127.0.0.1:0"];
+    let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let answer: serde_json::Value = serde_json::from_str(&line).unwrap();
+    assert!(common::faults_against_schema("serve", &answer).is_empty(), "{answer}");
+    let url = answer["metrics"].as_str().unwrap();
+    assert!(url.starts_with("http://127.0.0.1:") && url.ends_with("/metrics"), "{url}");
+    peer(&dir, "qemu-io", &["-f", "raw", answer["uris"][0].as_str().unwrap(), "-c", "write 0 1M"]);
+    let text = curl(&dir, &[url]);
+    assert!(text.starts_with("HTTP/1.1 200 OK\r\n"), "{text}");
+    assert!(text.contains("vdkit_bytes_total{export=\"\",op=\"write\"} 1048576\n"), "{text}");
+    assert!(text.contains("vdkit_size_bytes{export=\"\"} 67108864\n"), "{text}");
+    assert!(text.contains("vdkit_map_bytes{export=\"\"} 8192\n"), "{text}");
+    let text = curl(&dir, &[&format!("{url}/no")]);
+    assert!(text.starts_with("HTTP/1.1 404 "), "{text}");
+    // A client that says nothing keeps neither others nor the end waiting.
+    let host = url.strip_prefix("http://").unwrap().strip_suffix("/metrics").unwrap();
+    let _silent: Vec<_> = (0..50).map(|_| std::net::TcpStream::connect(host)).collect();
+    assert!(curl(&dir, &[url]).contains(" 200 OK"));
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(std::net::TcpStream::connect(host).is_err());
+    check(&scratch, "a.qcow2");
+}
+
+#[test]
+fn the_counts_are_told_at_a_unix_socket() {
+    let scratch = Scratch::new();
+    let dir = folder(&scratch);
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let served = Served::start(&scratch, &["a.qcow2", "--metrics", "unix:m.sock"]);
+    let text = curl(&dir, &["--unix-socket", "m.sock", "http://vdkit/metrics"]);
+    assert!(text.contains("# TYPE vdkit_requests_total counter\n"), "{text}");
+    served.end();
+    assert!(!scratch.path("m.sock").exists());
+    let nbd = ["serve", "a.qcow2", "--nbd", "unix:s.sock", "--metrics"];
+    scratch.fails(2, "write HOST:PORT or unix:PATH", &[&nbd[..], &["9100"]].concat());
+    // What is there stays, and the image is closed as it should be.
+    scratch.write("plain", b"precious");
+    scratch.fails(1, "plain", &[&nbd[..], &["unix:plain"]].concat());
+    assert_eq!(std::fs::read(scratch.path("plain")).unwrap(), b"precious");
+    assert!(!scratch.path("s.sock").exists());
+    check(&scratch, "a.qcow2");
+}

@@ -172,7 +172,7 @@ impl Controller {
         };
         match command {
             Command::Status => Ok(Answer::Status(self.status())),
-            Command::Stats => Ok(Answer::Stats(export.counters().stats())),
+            Command::Stats => Ok(Answer::Stats(export.stats())),
             Command::Flush => export.flush().map(|()| Answer::Done {}),
             Command::Pause => {
                 export.pause();

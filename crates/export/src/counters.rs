@@ -3,10 +3,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use vdkit_block::MapCacheStats;
 
 /// Kinds of requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OpKind {
     /// Reads.
@@ -71,23 +72,19 @@ impl Histogram {
         self.counts[Self::bucket(took)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Upper bound and count of each bucket that is not empty, in order.
-    pub fn buckets(&self) -> Vec<(Duration, u64)> {
+    /// The buckets that are not empty, in order.
+    pub fn buckets(&self) -> Vec<LatencyBucket> {
         let counts = self.counts.iter().map(|count| count.load(Ordering::Relaxed)).enumerate();
-        counts.filter(|(_, n)| *n > 0).map(|(bucket, n)| (Self::bound(bucket), n)).collect()
+        let bucket = |(bucket, requests)| LatencyBucket {
+            below_nanoseconds: Self::bound(bucket).as_nanos() as u64,
+            requests,
+        };
+        counts.filter(|(_, n)| *n > 0).map(bucket).collect()
     }
 
-    /// The time within which a share (0 to 1) of the requests ended, to the bucket's upper end;
-    /// nothing without requests.
+    /// As [`quantile`], of this histogram.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
-        let buckets = self.buckets();
-        let total: u64 = buckets.iter().map(|(_, n)| n).sum();
-        let wanted = ((total as f64 * share).ceil() as u64).max(1);
-        let mut seen = 0;
-        buckets.into_iter().find_map(|(bound, n)| {
-            seen += n;
-            (seen >= wanted).then_some(bound)
-        })
+        quantile(&self.buckets(), share)
     }
 }
 
@@ -139,8 +136,9 @@ impl Counters {
     pub fn stats(&self) -> Stats {
         let ops = OpKind::ALL.map(|which| {
             let kind = &self.kinds[which as usize];
+            let latency = kind.latency.buckets();
             let micros = |share| {
-                kind.latency.quantile(share).map_or(0.0, |took| took.as_nanos() as f64 / 1000.0)
+                quantile(&latency, share).map_or(0.0, |took| took.as_nanos() as f64 / 1000.0)
             };
             OpStats {
                 kind: which,
@@ -151,18 +149,20 @@ impl Counters {
                 p50_microseconds: micros(0.5),
                 p99_microseconds: micros(0.99),
                 p999_microseconds: micros(0.999),
+                latency,
             }
         });
         Stats {
             ops: ops.to_vec(),
             fast_lane: self.fast.load(Ordering::Relaxed),
             slow_lane: self.slow.load(Ordering::Relaxed),
+            map_cache: None,
         }
     }
 }
 
 /// One kind of requests, since the export began.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct OpStats {
     /// Which.
@@ -181,10 +181,34 @@ pub struct OpStats {
     pub p99_microseconds: f64,
     /// 999 of 1000.
     pub p999_microseconds: f64,
+    /// How long they took: the buckets that are not empty, in order.
+    pub latency: Vec<LatencyBucket>,
+}
+
+/// Requests that took less than a time, and not less than the bucket before says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LatencyBucket {
+    /// The time.
+    pub below_nanoseconds: u64,
+    /// How many.
+    pub requests: u64,
+}
+
+/// The time within which a share (0 to 1) of the requests of a histogram ended, to the bucket's
+/// upper end; nothing without requests. The buckets are in order.
+pub fn quantile(buckets: &[LatencyBucket], share: f64) -> Option<Duration> {
+    let total = buckets.iter().fold(0u64, |sum, bucket| sum.saturating_add(bucket.requests));
+    let wanted = ((total as f64 * share).ceil() as u64).max(1);
+    let mut seen = 0u64;
+    buckets.iter().find_map(|bucket| {
+        seen = seen.saturating_add(bucket.requests);
+        (seen >= wanted).then(|| Duration::from_nanos(bucket.below_nanoseconds))
+    })
 }
 
 /// An export's counts.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Stats {
     /// By kind, always all kinds in the same order.
@@ -193,6 +217,9 @@ pub struct Stats {
     pub fast_lane: u64,
     /// Requests that went to a thread of their own.
     pub slow_lane: u64,
+    /// The caches of the images' maps, where the format has such.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub map_cache: Option<MapCacheStats>,
 }
 
 #[cfg(test)]

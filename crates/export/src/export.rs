@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
-use vdkit_block::{Error, ErrorKind, GuestOffset, Result, SnapshotInfo, Snapshots};
+use vdkit_block::{Error, ErrorKind, GuestOffset, MapCacheStats, Result, SnapshotInfo, Snapshots};
 use vdkit_chain::{Disk, Ready};
 
 use crate::control::Answer;
-use crate::counters::Counters;
+use crate::counters::{Counters, Stats};
 use crate::parking::{Claim, ParkedInfo, Parking};
 
 /// What happens to a change that finds no space.
@@ -77,6 +77,20 @@ pub struct Export {
     /// Names of bitmaps that clients may read, where the image has them.
     pub(crate) offered: Mutex<Vec<String>>,
     counters: Counters,
+    seen: Mutex<Seen>,
+}
+
+/// What is told of a disk that changes while it is served.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Seen {
+    pub(crate) guest_bytes: u64,
+    pub(crate) map_cache: Option<MapCacheStats>,
+}
+
+impl Seen {
+    fn of(disk: &Disk) -> Self {
+        Self { guest_bytes: disk.guest_bytes(), map_cache: disk.map_cache() }
+    }
 }
 
 /// The export's disk, held for one request.
@@ -96,6 +110,7 @@ impl Export {
         Arc::new(Self {
             offered: Mutex::new(options.bitmaps.clone()),
             options,
+            seen: Mutex::new(Seen::of(&disk)),
             disk: RwLock::new(disk),
             paused: AtomicBool::new(false),
             pause: (Mutex::new(()), Condvar::new()),
@@ -137,6 +152,21 @@ impl Export {
     /// The counts.
     pub fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// The counts, with those of the map's cache.
+    pub fn stats(&self) -> Stats {
+        Stats { map_cache: self.look().map_cache, ..self.counters.stats() }
+    }
+
+    /// What can be seen of the disk without waiting: while somebody is alone with it, what was
+    /// seen last.
+    pub(crate) fn look(&self) -> Seen {
+        let mut seen = self.seen.lock();
+        if let Some(disk) = self.disk.try_read() {
+            *seen = Seen::of(&disk);
+        }
+        *seen
     }
 
     /// The disk for one request. Waits while the export is paused, or somebody is

@@ -23,11 +23,13 @@ mod counters;
 mod export;
 mod metrics;
 mod parking;
+mod scrape;
 mod socket;
 
 pub use bitmaps::BitmapList;
 pub use control::{Answer, Command, Control, Controller, Status, ask};
-pub use counters::{Counters, Histogram, OpKind, OpStats, Stats};
+pub use counters::{Counters, Histogram, LatencyBucket, OpKind, OpStats, Stats, quantile};
 pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace};
 pub use parking::{Claim, ParkedInfo};
+pub use scrape::{Scrape, ScrapeAddress};
 pub use socket::{Access, UnixSocket};

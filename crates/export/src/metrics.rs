@@ -2,7 +2,9 @@
 
 use std::fmt::{Display, Write};
 
-use crate::counters::{OpKind, OpStats};
+use vdkit_block::MapCacheStats;
+
+use crate::counters::OpStats;
 use crate::export::Export;
 
 /// One text with a family of samples after the other.
@@ -45,7 +47,7 @@ impl Text {
 
 /// All counts of an export.
 pub fn text(export: &Export) -> String {
-    let stats = export.counters().stats();
+    let stats = export.stats();
     let parked = export.parked();
     let name = export.name().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     let mut text = Text { label: format!("export=\"{name}\""), out: String::new() };
@@ -60,20 +62,32 @@ pub fn text(export: &Export) -> String {
     text.gauge("parked_requests", "Changes that wait for space.", parked.requests);
     text.gauge("parked_bytes", "Bytes of changes that wait for space.", parked.bytes);
     text.gauge("paused", "1 while all requests are kept waiting.", export.paused().into());
-    text.gauge("size_bytes", "Bytes of the disk.", export.size());
-    latencies(&mut text, export, &stats.ops);
+    text.gauge("size_bytes", "Bytes of the disk.", export.look().guest_bytes);
+    if let Some(cache) = &stats.map_cache {
+        map_cache(&mut text, cache);
+    }
+    latencies(&mut text, &stats.ops);
     text.out
 }
 
-fn latencies(text: &mut Text, export: &Export, ops: &[OpStats]) {
+fn map_cache(text: &mut Text, cache: &MapCacheStats) {
+    text.family("map_cache_lookups_total", "counter", "Look-ups of the image's map (L2 tables).");
+    text.sample("map_cache_lookups_total", ",found=\"cached\"", cache.hits);
+    text.sample("map_cache_lookups_total", ",found=\"read\"", cache.misses);
+    text.gauge("map_cache_used_bytes", "Bytes of the map that are cached.", cache.used_bytes);
+    text.gauge("map_cache_capacity_bytes", "Bytes that may be cached.", cache.capacity_bytes);
+    text.gauge("map_bytes", "Bytes of the map of a disk all allocated.", cache.map_bytes);
+}
+
+fn latencies(text: &mut Text, ops: &[OpStats]) {
     const NAME: &str = "request_seconds";
     text.family(NAME, "histogram", "How long requests took.");
-    for (kind, op) in OpKind::ALL.iter().zip(ops) {
-        let label = format!(",op=\"{}\"", kind.name());
+    for op in ops {
+        let label = format!(",op=\"{}\"", op.kind.name());
         let mut sum = 0;
-        for (bound, count) in export.counters().latency(*kind).buckets() {
-            sum += count;
-            let labels = format!("{label},le=\"{}\"", bound.as_secs_f64());
+        for bucket in &op.latency {
+            sum += bucket.requests;
+            let labels = format!("{label},le=\"{}\"", bucket.below_nanoseconds as f64 / 1e9);
             text.sample("request_seconds_bucket", &labels, sum);
         }
         text.sample("request_seconds_bucket", &format!("{label},le=\"+Inf\""), sum);

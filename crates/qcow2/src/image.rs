@@ -8,8 +8,8 @@ use parking_lot::{Condvar, Mutex, RwLock};
 use rustc_hash::FxHashSet;
 use vdkit_block::{
     BackingRef, Bitmaps, CancelToken, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset,
-    HostOffset, InFlight, IoAction, Limits, Monitor, NoProgress, OpenRequest, Packed,
-    PackedReservation, Reservation, Reserver, Result, Secret, Snapshots, Storage, Ticket,
+    HostOffset, InFlight, IoAction, Limits, MapCacheStats, Monitor, NoProgress, OpenRequest,
+    Packed, PackedReservation, Reservation, Reserver, Result, Secret, Snapshots, Storage, Ticket,
 };
 
 use crate::bitmaps::state::State as BitmapState;
@@ -495,6 +495,12 @@ impl Format for Qcow2 {
 
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
         self.map_cached(at, len)
+    }
+
+    fn map_cache(&self) -> Option<MapCacheStats> {
+        let clusters = self.guest_len().div_ceil(self.geometry.cluster_bytes());
+        let map_bytes = clusters.saturating_mul(self.geometry.l2_entry_bytes());
+        Some(MapCacheStats { map_bytes, ..self.slices.stats() })
     }
 
     fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {

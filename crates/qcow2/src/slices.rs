@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
-use vdkit_block::{HostOffset, Result, Storage};
+use vdkit_block::{HostOffset, MapCacheStats, Result, Storage};
 
 /// Bytes of a slice where the cluster is not smaller.
 const SLICE_BYTES: u64 = 4096;
@@ -33,6 +33,11 @@ struct Shard {
     inner: RwLock<Inner>,
     /// Counts the times that a changed slice left the shard.
     generation: AtomicU64,
+    /// Look-ups that found their slice, those that found it after loading it too. It lies on the
+    /// line of the lock, which a look-up has at hand: counting costs next to nothing.
+    found: AtomicU64,
+    /// Slices read from the image.
+    loaded: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -84,6 +89,22 @@ impl SliceCache {
         self.slices_max * SHARDS
     }
 
+    /// Counts since the image was opened, and what is held now. `map_bytes` is the image's matter.
+    pub(crate) fn stats(&self) -> MapCacheStats {
+        let mut stats = MapCacheStats {
+            capacity_bytes: self.capacity() as u64 * self.slice_bytes,
+            ..MapCacheStats::default()
+        };
+        for shard in &self.shards {
+            let loaded = shard.loaded.load(Ordering::Relaxed);
+            // Who loads a slice looks again, and finds it.
+            stats.hits += shard.found.load(Ordering::Relaxed).saturating_sub(loaded);
+            stats.misses += loaded;
+            stats.used_bytes += shard.inner.read().index.len() as u64 * self.slice_bytes;
+        }
+        stats
+    }
+
     fn shard(&self, key: u64) -> &Shard {
         let mixed = (key / self.slice_bytes).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         &self.shards[(mixed >> 60) as usize % SHARDS]
@@ -91,8 +112,10 @@ impl SliceCache {
 
     /// Looks at a cached slice by its host offset.
     pub(crate) fn with<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
-        let inner = self.shard(key).inner.read();
+        let shard = self.shard(key);
+        let inner = shard.inner.read();
         let slot = &inner.slots[*inner.index.get(&key)?];
+        shard.found.fetch_add(1, Ordering::Relaxed);
         // Storing only on change keeps the line shared between readers.
         if !slot.referenced.load(Ordering::Relaxed) {
             slot.referenced.store(true, Ordering::Relaxed);
@@ -109,6 +132,7 @@ impl SliceCache {
             }
             let generation = shard.generation.load(Ordering::Acquire);
             let words = self.read(key, storage)?;
+            shard.loaded.fetch_add(1, Ordering::Relaxed);
             let mut inner = shard.inner.write();
             if inner.index.contains_key(&key) {
                 return Ok(());

@@ -167,7 +167,8 @@ impl CtlArgs {
 fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
     match value {
         Value::Object(entries) => {
-            for (key, value) in entries {
+            // The histogram is for programs.
+            for (key, value) in entries.iter().filter(|(key, _)| *key != "latency") {
                 let key = if prefix.is_empty() { key.clone() } else { format!("{prefix} {key}") };
                 lines(&key.replace('-', " "), value, out);
             }

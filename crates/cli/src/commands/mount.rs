@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::export::{Export, ExportOptions};
+use vdkit::export::{Export, ExportOptions, Scrape};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::Json;
@@ -65,6 +65,8 @@ struct MountAnswer {
     file: String,
     virtual_size: u64,
     read_only: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    metrics: Option<String>,
 }
 
 impl Run for MountArgs {
@@ -82,8 +84,11 @@ impl Run for MountArgs {
             ..ExportOptions::default()
         };
         let export = Export::new(disk, options);
-        let server = match fuse::mount(&export, &self.file, self.fuse) {
-            Ok(server) => server,
+        let started = self.disk.tell_counts(&export).and_then(|metrics| {
+            fuse::mount(&export, &self.file, self.fuse).map(|server| (server, metrics))
+        });
+        let (server, metrics) = match started {
+            Ok(started) => started,
             Err(failure) => {
                 // What opening it for writing marked in the image is taken back.
                 export.close()?;
@@ -95,6 +100,7 @@ impl Run for MountArgs {
             file: server.file().display().to_string(),
             virtual_size: export.size(),
             read_only: export.read_only(),
+            metrics: metrics.as_ref().map(Scrape::place),
         };
         let told = self.tell(session, &answer);
         let mut space = SpaceWatch::default();
@@ -102,6 +108,7 @@ impl Run for MountArgs {
             std::thread::sleep(POLL);
             space.look(&export);
         }
+        drop(metrics);
         // Who waits for space would keep the end waiting.
         export.end_waiting();
         let unmounted = fuse::unmount(server, DRAIN);
@@ -131,6 +138,9 @@ impl MountArgs {
                 answer.file,
                 if answer.read_only { ", read-only" } else { "" }
             ))?;
+            if let Some(place) = &answer.metrics {
+                session.out.line(format!("counts at {place}"))?;
+            }
         }
         session.out.finish()?;
         Ok(())

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use clap::{Args, ValueHint};
 use listenfd::ListenFd;
 use serde::Serialize;
-use vdkit::export::{Control, Controller, Export, ExportOptions};
+use vdkit::export::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::{CancelToken, Disk, vhost_user};
 
@@ -39,6 +39,7 @@ vdkit serve disk.qcow2 --nbd tcp:127.0.0.1:10809 --read-only
 vdkit serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --tls /etc/pki/vdkit
 vdkit serve disk.qcow2 --vhost-user /run/disk.sock
 vdkit serve disk.qcow2 --nbd unix:/run/old.sock --snapshot before-update
+vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --metrics 127.0.0.1:9101
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --fuse /run/disk.raw
 ",
     augment: augment::<ServeArgs>,
@@ -106,6 +107,9 @@ struct Serving {
     /// The file that is the disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     file: Option<String>,
+    /// Where the counts are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    metrics: Option<String>,
 }
 
 impl ServeArgs {
@@ -186,6 +190,7 @@ struct Doors {
 /// All that serves one export.
 struct Service {
     control: Option<Control>,
+    metrics: Option<Scrape>,
     file: Option<fuse::Server>,
     vhost: Option<vhost_user::Server>,
     nbd: Server,
@@ -217,6 +222,7 @@ impl ServeArgs {
                 .map_err(|error| Failure::failed(format!("--control {}: {error}", path.display())))
         };
         let control = self.control.as_ref().map(start_control).transpose()?;
+        let metrics = self.disk.tell_counts(export)?;
         let mount = |file: &Path| fuse::mount(export, file, self.fuse_options);
         let file = self.fuse.as_deref().map(mount).transpose()?;
         let start_vhost = |listener| vhost_user::Server::start(Arc::clone(export), listener);
@@ -228,7 +234,7 @@ impl ServeArgs {
         };
         let exports = Exports::new(vec![Arc::clone(export)]);
         let nbd = Server::start(exports, doors.nbd, options).map_err(no_thread)?;
-        Ok(Service { control, file, vhost, nbd, only_file })
+        Ok(Service { control, metrics, file, vhost, nbd, only_file })
     }
 
     fn announce(&self, session: &mut Session, serving: &Serving) -> Result<(), Failure> {
@@ -237,6 +243,9 @@ impl ServeArgs {
         } else {
             for uri in serving.uris.iter().chain(&serving.file) {
                 session.out.line(format!("serving {} at {uri}", serving.filename))?;
+            }
+            if let Some(place) = &serving.metrics {
+                session.out.line(format!("counts at {place}"))?;
             }
         }
         Ok(session.out.finish()?)
@@ -264,6 +273,7 @@ impl Service {
     /// Ends all of it; the export is still to be closed.
     fn end(self, export: &Export) -> Result<(), Failure> {
         drop(self.control);
+        drop(self.metrics);
         if let Some(vhost) = self.vhost {
             // First, as what waits for space stays with the guest. Who waits to be resumed would
             // keep the end waiting.
@@ -309,6 +319,7 @@ impl Run for ServeArgs {
                 read_only: export.read_only(),
                 uris,
                 file,
+                metrics: service.metrics.as_ref().map(Scrape::place),
             };
             let announced = self.announce(session, &serving);
             if announced.is_ok() {

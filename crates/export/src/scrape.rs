@@ -1,0 +1,437 @@
+//! The counts over HTTP, for Prometheus: `GET /metrics`.
+//!
+//! One thread serves all connections with poll(2) and waits for none of them: each has a bounded
+//! request, a bounded time, and there are so many of them at most. When they are all taken the
+//! oldest makes room, so who says nothing keeps nobody out.
+
+use std::fmt;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags};
+
+use crate::export::Export;
+use crate::metrics;
+use crate::socket::{Access, UnixSocket};
+
+/// Connections at a time.
+const CLIENTS_MAX: usize = 16;
+/// From the first byte of a connection to its end.
+const CLIENT_TIME: Duration = Duration::from_secs(10);
+/// A request's head; what Prometheus sends is a few hundred bytes.
+const HEAD_MAX: usize = 8 << 10;
+const HEADERS_MAX: usize = 64;
+/// A moment's pause where a connection cannot be taken (too many open files, say).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Where the counts can be had.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ScrapeAddress {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// Host and port, as `HOST:PORT`; port 0 takes a free one.
+    Tcp(String),
+}
+
+impl std::str::FromStr for ScrapeAddress {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
+            return Ok(Self::Unix(path.into()));
+        }
+        let rest = text.strip_prefix("tcp:").unwrap_or(text);
+        match rest.rsplit_once(':') {
+            Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
+                Ok(Self::Tcp(rest.to_owned()))
+            }
+            _ => Err(format!("'{text}' is no address: write HOST:PORT or unix:PATH")),
+        }
+    }
+}
+
+impl fmt::Display for ScrapeAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp(address) => f.write_str(address),
+        }
+    }
+}
+
+/// A socket that is listened at.
+#[derive(Debug)]
+enum Listener {
+    Unix(UnixSocket),
+    Tcp(TcpListener),
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(socket) => (**socket).as_fd(),
+            Self::Tcp(socket) => socket.as_fd(),
+        }
+    }
+}
+
+/// Answers `GET /metrics`, until it is dropped.
+#[derive(Debug)]
+pub struct Scrape {
+    address: ScrapeAddress,
+    bound: Option<SocketAddr>,
+    /// The thread ends when this does.
+    wake: Option<UnixStream>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Scrape {
+    /// Listens.
+    ///
+    /// # Errors
+    /// What the system says; as [`UnixSocket::bind`].
+    pub fn start(address: &ScrapeAddress, export: Arc<Export>) -> io::Result<Self> {
+        let (listener, bound) = match address {
+            ScrapeAddress::Unix(path) => {
+                (Listener::Unix(UnixSocket::bind(path, Access::Usual)?), None)
+            }
+            ScrapeAddress::Tcp(address) => {
+                let listener = TcpListener::bind(address.as_str())?;
+                let bound = listener.local_addr()?;
+                (Listener::Tcp(listener), Some(bound))
+            }
+        };
+        // A connection may be gone between poll and accept.
+        rustix::io::ioctl_fionbio(&listener, true)?;
+        let (wake, woken) = UnixStream::pair()?;
+        let thread = std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
+            serve(&listener, &woken, CLIENT_TIME, &|| metrics::text(&export));
+        })?;
+        Ok(Self { address: address.clone(), bound, wake: Some(wake), thread: Some(thread) })
+    }
+
+    /// Where it is: a URL, or `unix:PATH`.
+    pub fn place(&self) -> String {
+        match self.bound {
+            Some(bound) => format!("http://{bound}/metrics"),
+            None => self.address.to_string(),
+        }
+    }
+}
+
+impl Drop for Scrape {
+    fn drop(&mut self) {
+        self.wake = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn serve(listener: &Listener, woken: &UnixStream, time: Duration, text: &dyn Fn() -> String) {
+    // The oldest first.
+    let mut clients: Vec<Client> = Vec::new();
+    loop {
+        let Some(ready) = wait(listener, woken, &clients) else { return };
+        let now = Instant::now();
+        let mut ready_clients = ready.clients.into_iter();
+        clients.retain_mut(|client| {
+            let ready = ready_clients.next().unwrap_or(false);
+            now < client.until && (!ready || client.go_on(text))
+        });
+        if !ready.listener {
+            continue;
+        }
+        match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(socket) => {
+                if clients.len() >= CLIENTS_MAX {
+                    clients.remove(0);
+                }
+                clients.push(Client::new(socket, now + time));
+            }
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
+            Err(_) => std::thread::sleep(ACCEPT_PAUSE),
+        }
+    }
+}
+
+/// Who has something to do.
+struct Ready {
+    listener: bool,
+    clients: Vec<bool>,
+}
+
+/// Waits for that; nothing at the end.
+fn wait(listener: &Listener, woken: &UnixStream, clients: &[Client]) -> Option<Ready> {
+    let mut all = vec![PollFd::new(woken, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
+    all.extend(clients.iter().map(|client| PollFd::new(&client.socket, client.awaits())));
+    let now = Instant::now();
+    let first = clients.iter().map(|client| client.until.saturating_duration_since(now)).min();
+    let timeout = first.and_then(|time| Timespec::try_from(time).ok());
+    match poll(&mut all, timeout.as_ref()) {
+        // Nobody is ready then; the deadlines are looked at all the same.
+        Ok(_) | Err(Errno::INTR) => {}
+        Err(_) => return None,
+    }
+    let mut ready = all.iter().map(|one| !one.revents().is_empty());
+    if ready.next() == Some(true) {
+        return None;
+    }
+    Some(Ready { listener: ready.next().unwrap_or(false), clients: ready.collect() })
+}
+
+/// A connection: one request, one answer.
+struct Client {
+    socket: OwnedFd,
+    until: Instant,
+    state: State,
+}
+
+enum State {
+    /// The request so far.
+    Hears(Vec<u8>),
+    /// The answer, and how much of it was sent.
+    Tells(Vec<u8>, usize),
+    /// All was sent. Closing before the client does could take the answer away from it where it
+    /// sent more than was read.
+    Ends,
+}
+
+impl Client {
+    fn new(socket: OwnedFd, until: Instant) -> Self {
+        Self { socket, until, state: State::Hears(Vec::new()) }
+    }
+
+    fn awaits(&self) -> PollFlags {
+        match self.state {
+            State::Hears(_) | State::Ends => PollFlags::IN,
+            State::Tells(..) => PollFlags::OUT,
+        }
+    }
+
+    /// Does what can be done without waiting; `false` at the end.
+    fn go_on(&mut self, text: &dyn Fn() -> String) -> bool {
+        match &mut self.state {
+            State::Hears(head) => {
+                let mut piece = [0; 1024];
+                match rustix::net::recv(&self.socket, &mut piece, RecvFlags::DONTWAIT) {
+                    Ok((0, _)) => return false,
+                    Ok((n, _)) => head.extend_from_slice(&piece[..n]),
+                    Err(error) => return again(error),
+                }
+                match answer(head, text) {
+                    Some(bytes) => self.state = State::Tells(bytes, 0),
+                    None => return true,
+                }
+                self.go_on(text)
+            }
+            State::Tells(bytes, sent) => {
+                let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+                match rustix::net::send(&self.socket, &bytes[*sent..], flags) {
+                    Ok(n) => *sent += n,
+                    Err(error) => return again(error),
+                }
+                if *sent < bytes.len() {
+                    return true;
+                }
+                self.state = State::Ends;
+                rustix::net::shutdown(&self.socket, Shutdown::Write).is_ok()
+            }
+            State::Ends => {
+                let mut rest = [0; 1024];
+                match rustix::net::recv(&self.socket, &mut rest, RecvFlags::DONTWAIT) {
+                    Ok((n, _)) => n > 0,
+                    Err(error) => again(error),
+                }
+            }
+        }
+    }
+}
+
+fn again(error: Errno) -> bool {
+    matches!(error, Errno::AGAIN | Errno::INTR)
+}
+
+/// The answer to a request, once its head is whole.
+fn answer(head: &[u8], text: &dyn Fn() -> String) -> Option<Vec<u8>> {
+    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
+    let mut request = httparse::Request::new(&mut headers);
+    let too_large = || Some(response("431 Request Header Fields Too Large", "too much\n", true));
+    match request.parse(head) {
+        Ok(httparse::Status::Complete(_)) => {}
+        Ok(httparse::Status::Partial) if head.len() < HEAD_MAX => return None,
+        Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders) => return too_large(),
+        Err(_) => return Some(response("400 Bad Request", "not HTTP\n", true)),
+    }
+    let with_body = match request.method {
+        Some("GET") => true,
+        Some("HEAD") => false,
+        _ => {
+            let status = "405 Method Not Allowed\r\nAllow: GET, HEAD";
+            return Some(response(status, "GET /metrics\n", true));
+        }
+    };
+    let path = path_of(request.path.unwrap_or_default());
+    if path != "/metrics" {
+        return Some(response("404 Not Found", "the counts are at /metrics\n", with_body));
+    }
+    Some(response("200 OK", &text(), with_body))
+}
+
+/// The path of a request's target, which may be a whole URI. Source: RFC 9112, section 3.2.
+fn path_of(target: &str) -> &str {
+    let local = match target.strip_prefix("http://") {
+        Some(rest) => rest.find('/').map_or("/", |at| &rest[at..]),
+        None => target,
+    };
+    local.split_once('?').map_or(local, |(path, _)| path)
+}
+
+fn response(status: &str, body: &str, with_body: bool) -> Vec<u8> {
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n\
+         Content-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    let mut bytes = head.into_bytes();
+    if with_body {
+        bytes.extend_from_slice(body.as_bytes());
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+
+    /// A server that tells nothing but these words.
+    fn telling(words: &'static str) -> (Scrape, SocketAddr) {
+        within(CLIENT_TIME, words)
+    }
+
+    fn within(time: Duration, words: &'static str) -> (Scrape, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let bound = listener.local_addr().unwrap();
+        let (wake, woken) = UnixStream::pair().unwrap();
+        let thread = std::thread::spawn(move || {
+            serve(&Listener::Tcp(listener), &woken, time, &|| words.to_owned());
+        });
+        let address = ScrapeAddress::Tcp(bound.to_string());
+        let scrape = Scrape { address, bound: Some(bound), wake: Some(wake), thread: Some(thread) };
+        (scrape, bound)
+    }
+
+    fn ask(bound: SocketAddr, request: &[u8]) -> String {
+        let mut socket = TcpStream::connect(bound).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let _ = socket.write_all(request);
+        let mut text = String::new();
+        socket.read_to_string(&mut text).unwrap();
+        text
+    }
+
+    const GET: &[u8] = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n";
+
+    #[test]
+    fn addresses() {
+        let parse = |text: &str| text.parse::<ScrapeAddress>();
+        for text in ["127.0.0.1:9100", "tcp:127.0.0.1:9100"] {
+            assert_eq!(parse(text), Ok(ScrapeAddress::Tcp("127.0.0.1:9100".to_owned())));
+        }
+        assert_eq!(parse("[::1]:0"), Ok(ScrapeAddress::Tcp("[::1]:0".to_owned())));
+        assert_eq!(parse("unix:/run/m"), Ok(ScrapeAddress::Unix("/run/m".into())));
+        for text in ["", "unix:", "9100", ":9100", "host:", "host:99999", "tcp:host"] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn answers_are_what_http_wants() {
+        let (_scrape, bound) = telling("words\n");
+        let whole = ask(bound, GET);
+        assert!(whole.starts_with("HTTP/1.1 200 OK\r\n"), "{whole}");
+        assert!(whole.contains("Content-Type: text/plain; version=0.0.4"), "{whole}");
+        assert!(
+            whole.ends_with("Content-Length: 6\r\nConnection: close\r\n\r\nwords\n"),
+            "{whole}"
+        );
+        let head = ask(bound, b"HEAD /metrics HTTP/1.1\r\n\r\n");
+        assert!(head.ends_with("Content-Length: 6\r\nConnection: close\r\n\r\n"), "{head}");
+        for (request, status) in [
+            (&b"GET /metrics?x=1 HTTP/1.0\r\n\r\n"[..], "200"),
+            (b"GET http://host/metrics HTTP/1.1\r\n\r\n", "200"),
+            (b"GET / HTTP/1.1\r\n\r\n", "404"),
+            (b"GET /metrics/x HTTP/1.1\r\n\r\n", "404"),
+            (b"GET http://host HTTP/1.1\r\n\r\n", "404"),
+            (b"POST /metrics HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", "405"),
+            (b"\x16\x03\x01\0\x01\r\n\r\n", "400"),
+            (b"GET /metrics\r\n\r\n", "400"),
+        ] {
+            let text = ask(bound, request);
+            assert!(text.starts_with(&format!("HTTP/1.1 {status} ")), "{request:?}: {text}");
+        }
+        let many = [b"GET /metrics HTTP/1.1\r\n".to_vec(), b"A: b\r\n".repeat(100)].concat();
+        assert!(ask(bound, &many).starts_with("HTTP/1.1 431 "));
+        let long = [b"GET /metrics HTTP/1.1\r\nA: ".to_vec(), vec![b'x'; 9000]].concat();
+        assert!(ask(bound, &long).starts_with("HTTP/1.1 431 "));
+    }
+
+    #[test]
+    fn who_says_nothing_keeps_nobody_out() {
+        let (scrape, bound) = telling("words\n");
+        let silent: Vec<TcpStream> =
+            (0..3 * CLIENTS_MAX).map(|_| TcpStream::connect(bound).unwrap()).collect();
+        // Half a request each; some of them were turned out already.
+        for mut socket in &silent {
+            let _ = socket.write_all(b"GET /metr");
+        }
+        let began = Instant::now();
+        assert!(ask(bound, GET).ends_with("words\n"));
+        assert!(began.elapsed() < CLIENT_TIME / 2);
+        // A request in pieces is one request.
+        let mut slow = TcpStream::connect(bound).unwrap();
+        for piece in GET.chunks(5) {
+            slow.write_all(piece).unwrap();
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let mut text = String::new();
+        slow.read_to_string(&mut text).unwrap();
+        assert!(text.ends_with("words\n"));
+        // Nor does anybody keep the end waiting.
+        let began = Instant::now();
+        drop(scrape);
+        assert!(began.elapsed() < CLIENT_TIME / 2);
+        assert!(TcpStream::connect(bound).is_err());
+    }
+
+    #[test]
+    fn time_is_bounded() {
+        let (_scrape, bound) = within(Duration::from_millis(100), "words\n");
+        let mut silent = TcpStream::connect(bound).unwrap();
+        silent.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        silent.write_all(b"GET /metr").unwrap();
+        assert!(matches!(silent.read(&mut [0]), Ok(0)), "it should have been ended");
+        // Who asked and does not leave is ended too.
+        let mut there = TcpStream::connect(bound).unwrap();
+        there.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        there.write_all(GET).unwrap();
+        let mut text = String::new();
+        there.read_to_string(&mut text).unwrap();
+        assert!(text.ends_with("words\n"));
+        let ended = (0..1000).any(|_| {
+            std::thread::sleep(Duration::from_millis(20));
+            there.write_all(b"x").is_err()
+        });
+        assert!(ended, "a connection without an end");
+    }
+}
