@@ -9,7 +9,8 @@
 //!                                                  └ encrypted  ─┘└─ preallocated images only ─┘
 //! ```
 //!
-//! All tables lie together and before the data: a reader gets them by a few large reads, and the
+//! There are more refcount blocks than these clusters need where clusters are small: see
+//! [`crate::growth`]. All tables lie together and before the data: a reader gets them by a few large reads, and the
 //! guest's data is one contiguous run.
 
 use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage, ZeroMode};
@@ -62,7 +63,9 @@ impl Plan {
         let luks_bytes = options.encryption.map_or(0, |luks| luks.payload_offset());
         let luks_clusters = luks_bytes.div_ceil(geometry.cluster_bytes());
         let others = 1 + guest.l1_clusters + luks_clusters + l2_tables + data_clusters;
-        let refcounts = RefcountClusters::covering(others, &geometry);
+        let full_data = if options.data_file.is_some() { 0 } else { guest.clusters };
+        let full = 1 + guest.l1_clusters + luks_clusters + guest.l2_tables + full_data;
+        let refcounts = RefcountClusters::roomy(others, full, &geometry);
         let refcount_table = 1;
         let refcount_blocks = refcount_table + refcounts.table;
         let l1 = refcount_blocks + refcounts.blocks;

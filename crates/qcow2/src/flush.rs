@@ -265,19 +265,17 @@ impl Qcow2 {
     /// another.
     fn give_back(&self, meta: &mut Meta) -> Result<Option<u64>> {
         let mut runs: Vec<Space> = meta.pool.drain();
-        runs.append(&mut meta.spares);
+        let end = end_without(meta.frontier, runs.iter().chain(&meta.spares));
+        self.link_spares(meta, end);
+        runs.extend(meta.spares.drain(..));
         runs.sort_by_key(|r| r.first);
         meta.packed_at = None;
-        let mut end = meta.frontier;
         for (done, run) in runs.iter().enumerate().rev() {
             if let Err(error) = meta.refcounts.set_run(run.first, run.count, 0, &*self.storage) {
                 for run in &runs[..=done] {
                     meta.pool.add(*run);
                 }
                 return Err(error);
-            }
-            if run.first + run.count == end {
-                end = run.first;
             }
         }
         if !runs.is_empty() {
@@ -295,4 +293,16 @@ impl Qcow2 {
         let present = self.storage.len()?;
         Ok((len < present || (self.storage.volatile() && len > present)).then_some(len))
     }
+}
+
+/// Where a file ends when those runs are free that lie at its end.
+fn end_without<'a>(mut end: u64, runs: impl Iterator<Item = &'a Space>) -> u64 {
+    let mut runs: Vec<&Space> = runs.collect();
+    runs.sort_by_key(|run| run.first);
+    while let Some(last) = runs.pop()
+        && last.first + last.count == end
+    {
+        end = last.first;
+    }
+    end
 }

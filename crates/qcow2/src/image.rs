@@ -1,6 +1,6 @@
 //! An open image.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -65,7 +65,7 @@ pub(crate) struct Meta {
     pub(crate) refcounts: Refcounts,
     pub(crate) pool: Pool,
     /// Reserved clusters kept for refcount blocks to come.
-    pub(crate) spares: Vec<Space>,
+    pub(crate) spares: VecDeque<Space>,
     /// Where the file grows: no cluster from here on is in use.
     pub(crate) frontier: u64,
     /// Clusters below the frontier are searched for free ones from here, once.
@@ -297,7 +297,7 @@ impl Qcow2 {
         Ok(Meta {
             refcounts,
             pool: Pool::default(),
-            spares: Vec::new(),
+            spares: VecDeque::new(),
             frontier,
             scan: 0,
             scan_end: frontier,

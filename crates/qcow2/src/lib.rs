@@ -10,7 +10,7 @@
 //!    write, packed, zero         space for new bytes, and giving it up
 //!      │
 //!    allocator ── pool           host clusters: reserved ahead, freed late
-//!      │           refcounts
+//!      │  growth   refcounts     a longer file, and what describes it
 //!    flush ── switch             the order in which all that reaches the disk
 //!               │
 //!           snapshots            the disk as it was, kept inside the image
@@ -35,6 +35,7 @@ mod empty;
 mod encrypted;
 pub mod entry;
 mod flush;
+mod growth;
 pub mod header;
 mod image;
 pub mod layout;

@@ -34,6 +34,42 @@ impl RefcountClusters {
     }
 }
 
+/// What the refcount blocks of a new image may take so that the file can grow, with the one that
+/// each image has; and what its refcount table may take for the same reason.
+const ROOM_BYTES: u64 = 64 << 10;
+
+impl RefcountClusters {
+    /// For a new image that has `others` clusters, and `full` when all of its disk is allocated:
+    /// with blocks and a table for the growth to come. The smallest with clusters of 64 KiB and more,
+    /// and never more than the wholly allocated disk needs.
+    pub(crate) fn roomy(others: u64, full: u64, geometry: &Geometry) -> Self {
+        let least = Self::covering(others, geometry);
+        let full = Self::covering(full.max(others), geometry);
+        let room = (ROOM_BYTES >> geometry.cluster_bits).saturating_sub(1);
+        let mut found = Self {
+            table: least.table.max(full.table_with_room(geometry)),
+            blocks: (least.blocks + room).min(full.blocks),
+        };
+        // What the room itself takes is described too: less than the room, so this ends.
+        loop {
+            let clusters = others + found.table + found.blocks;
+            let blocks = clusters.div_ceil(geometry.refcount_block_entries()).max(found.blocks);
+            let table = blocks.div_ceil(geometry.cluster_bytes() / 8).max(found.table);
+            let next = Self { table, blocks };
+            if next == found {
+                return found;
+            }
+            found = next;
+        }
+    }
+
+    /// Clusters of a refcount table that need not become larger soon, where these refcounts are
+    /// those of the wholly allocated disk.
+    pub(crate) fn table_with_room(&self, geometry: &Geometry) -> u64 {
+        self.table.min((ROOM_BYTES >> geometry.cluster_bits).max(1))
+    }
+}
+
 /// What a guest disk of some size needs when all of it is mapped, in clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GuestSizes {

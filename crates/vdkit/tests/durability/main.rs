@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use vdkit::storage::MemoryStorage;
 use vdkit::{
-    BackingRef, CreateRequest, Disk, Format, GuestOffset, HostOffset, Limits, Monitor, OpenOptions,
-    OpenRequest, Options, Repair, Storage,
+    BackingRef, CompactOptions, CreateRequest, Disk, Format, GuestOffset, HostOffset, Limits,
+    Monitor, OpenOptions, OpenRequest, Options, Repair, Storage,
 };
 
 /// Bytes of the guest disks.
@@ -42,13 +42,17 @@ pub const SHAPES: &[Shape] = &[
 impl Shape {
     /// Makes a fresh image on `storage`.
     pub fn create(&self, storage: &Arc<dyn Storage>) {
+        self.create_of(storage, GUEST_BYTES);
+    }
+
+    fn create_of(&self, storage: &Arc<dyn Storage>, guest_bytes: u64) {
         let driver = vdkit::format("qcow2").unwrap();
         let options = Options::parse("qcow2", driver.options(), [self.options]).unwrap();
         driver
             .create(&CreateRequest {
                 storage: storage.clone(),
                 data_file: None,
-                guest_bytes: GUEST_BYTES,
+                guest_bytes,
                 options,
                 backing: self
                     .backing
@@ -61,6 +65,26 @@ impl Shape {
     pub fn image(&self) -> Arc<MemoryStorage> {
         let memory = Arc::new(MemoryStorage::new("image"));
         self.create(&(memory.clone() as Arc<dyn Storage>));
+        memory
+    }
+
+    /// An image that was made for a disk of so many bytes and became larger: it has refcount blocks
+    /// for no more than that.
+    pub fn grown_image(&self, guest_bytes: u64) -> Arc<MemoryStorage> {
+        let memory = Arc::new(MemoryStorage::new("image"));
+        let storage: Arc<dyn Storage> = memory.clone();
+        self.create_of(&storage, guest_bytes);
+        let disk = self.open(storage).unwrap();
+        disk.resize(GUEST_BYTES).unwrap();
+        disk.close().unwrap();
+        memory
+    }
+
+    /// An image with no more refcount blocks than it needs now.
+    pub fn small_image(&self) -> Arc<MemoryStorage> {
+        let memory = self.image();
+        let storage: Arc<dyn Storage> = memory.clone();
+        compact(&storage);
         memory
     }
 
@@ -96,6 +120,13 @@ impl Shape {
             None => top,
         })
     }
+}
+
+/// Gives back what an image does not need: refcount blocks of nothing too.
+pub fn compact(storage: &Arc<dyn Storage>) {
+    let driver = vdkit::format("qcow2").unwrap();
+    let how = CompactOptions { zero_scan: false };
+    driver.compact(storage, None, how, &Limits::default(), &Monitor::default()).unwrap();
 }
 
 /// The whole disk.

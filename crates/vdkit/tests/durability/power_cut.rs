@@ -104,9 +104,9 @@ fn step(disk: &vdkit::Disk, guest: &mut Guest, rng: &mut Rng) {
     }
 }
 
-fn run(shape: &Shape, seed: u64) {
+fn run(shape: &Shape, image: &MemoryStorage, seed: u64) {
     let mut rng = Rng::new(seed);
-    let storage = CrashStorage::holding(&*shape.image());
+    let storage = CrashStorage::holding(image);
     let disk = shape.open(storage.clone() as Arc<dyn Storage>).unwrap();
     let first = shape.first_content();
     let mut guest = Guest { flushed: first.clone(), now: first, since: HashMap::new() };
@@ -154,7 +154,27 @@ fn any_subset_of_unsynced_sectors_may_survive() {
     let seed = Rng::from_env(1).seed();
     for case in 0..cases(3) {
         for shape in SHAPES {
-            run(shape, seed + case);
+            run(shape, &shape.image(), seed + case);
+        }
+    }
+}
+
+/// Refcount blocks: made behind a barrier, in an image that has none to spare; and in spares, in one
+/// whose blocks end where its disk once did.
+#[test]
+fn a_file_that_grows_beyond_its_refcount_blocks_survives() {
+    const SMALL: &[Shape] = &[
+        Shape { options: "cluster_size=512", backing: None },
+        Shape { options: "cluster_size=512,refcount_bits=64", backing: None },
+        Shape { options: "cluster_size=1K,refcount_bits=64,lazy_refcounts=on", backing: None },
+        Shape { options: "cluster_size=512,compat=0.10", backing: None },
+    ];
+    let seed = Rng::from_env(1).seed();
+    for case in 0..cases(3) {
+        for shape in SMALL {
+            run(shape, &shape.small_image(), seed + case);
+            run(shape, &shape.grown_image(128 << 10), seed + case);
+            run(shape, &shape.grown_image(512 << 10), seed + case);
         }
     }
 }

@@ -1,0 +1,428 @@
+//! A longer file, and the refcount blocks that describe what is in it.
+//!
+//! A refcount table entry may be written only when the block's own refcount is durable, and the
+//! block itself, or zeroes in its place. For a new block that is a barrier of its own, before the
+//! flush's. So blocks are made ready long before they are needed:
+//!
+//! * A new image has more of them than it needs ([`crate::measure::RefcountClusters::roomy`]).
+//! * While the file grows, clusters are set aside as *spares* for the blocks of the growth to
+//!   come. A spare reads as zero, and the next flush makes its refcount durable; from then on it
+//!   may be linked without a barrier, with any flush's first group of writes: until the block's
+//!   content is durable it says "all free", and nothing refers to what it describes.
+//! * A batch ends where the blocks do that are linked or can be, rather than cost a barrier.
+//! * A clean close links the spares, so that whoever opens the image next has them.
+//!
+//! Where all that was not enough, one barrier makes the refcounts of all spares durable, or makes
+//! blocks where there are no spares (in an image of another program), for the growth to come too.
+
+use std::ops::Range;
+
+use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+
+use crate::allocator::Grown;
+use crate::header::field;
+use crate::image::{Meta, Qcow2};
+use crate::layout::{HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX};
+use crate::measure::{GuestSizes, RefcountClusters};
+use crate::pool::Space;
+
+/// A batch never reserves more than this ahead.
+const BATCH_BYTES_MAX: u64 = 64 << 20;
+/// Refcount blocks are ready for a growth of so much at least ...
+const AHEAD_BYTES_MIN: u64 = 16 << 20;
+/// ... and of so many clusters ...
+const AHEAD_CLUSTERS_MIN: u64 = 8192;
+/// ... and of a quarter of the file, up to this.
+const AHEAD_BYTES_MAX: u64 = 256 << 20;
+
+/// Metadata that must exist before the file can grow to some cluster.
+struct Cover {
+    /// Clusters of a larger refcount table; 0 where the present one will do.
+    table_clusters: u64,
+    /// Indexes of refcount blocks that are missing.
+    blocks: Vec<usize>,
+}
+
+impl Cover {
+    fn clusters(&self) -> u64 {
+        self.table_clusters + self.blocks.len() as u64
+    }
+}
+
+impl Qcow2 {
+    /// Makes the file longer by a batch, of at least `count` clusters where there can be so many,
+    /// and reserves it.
+    pub(crate) fn extend(&self, meta: &mut Meta, count: u64) -> Result<Grown> {
+        let bits = self.geometry.cluster_bits;
+        let growable = self.storage.caps().growable;
+        let limit = if growable { HOST_OFFSET_END } else { self.storage.len()? } >> bits;
+        let first = meta.frontier;
+        let want = count.max(meta.batch);
+        let spares = self.missing_spares(meta, first + want);
+        let least = (first + count + spares).min(limit);
+        let end = (first + want + spares).min(limit);
+        if end <= first {
+            return Ok(Grown::Done);
+        }
+        // The header may point to a table where this would write.
+        meta.check_header(&*self.storage)?;
+        let Some((cover, end)) = self.cover(meta, first..end, least, limit)? else {
+            return Ok(Grown::Busy);
+        };
+        // Where no order survives a crash, the file may grow as it is written: a file that is made
+        // longer and cut again is written out by XFS when it is closed.
+        if growable {
+            match self.storage.volatile() {
+                true => self.storage.expect_len(end << bits)?,
+                false => self.storage.set_len(end << bits)?,
+            }
+        }
+        let fresh = growable && !meta.tail_written;
+        let next = match self.make_cover(meta, first, end, &cover, fresh) {
+            Ok(next) => next,
+            Err(error) => {
+                meta.tail_written = true;
+                return Err(error);
+            }
+        };
+        // From here on blocks in the new part are in use, whatever fails: it belongs to the file.
+        meta.frontier = end;
+        meta.tail_written = false;
+        if let Err(error) = self.reserve_tail(meta, next, end, fresh) {
+            // What is free of it is found again.
+            meta.scan = meta.scan.min(next);
+            meta.scan_end = end;
+            return Err(error);
+        }
+        self.keep_spares(meta);
+        meta.batch = (meta.batch * 2).min((BATCH_BYTES_MAX >> bits).max(16));
+        Ok(Grown::Done)
+    }
+
+    /// What must be made so that `batch` can be reserved, and where it is to end. At the end of the
+    /// blocks that cost no barrier, where that is behind `least`; nothing where a barrier is due and
+    /// a flush is running, which may hold older copies of what would be written past the cache.
+    fn cover(
+        &self,
+        meta: &mut Meta,
+        batch: Range<u64>,
+        least: u64,
+        limit: u64,
+    ) -> Result<Option<(Cover, u64)>> {
+        let mut reach = self.reach(meta, &batch, self.usable_spares(meta));
+        if reach < least {
+            if meta.flush_running {
+                return Ok(None);
+            }
+            // Where the table will soon be too small, all is made at once.
+            let table = meta.refcounts.table.len();
+            let lasting = self.blocks_ahead(meta, batch.end, usize::MAX).end <= table;
+            if lasting && self.reach(meta, &batch, meta.spares.len()) >= least {
+                self.settle_refcounts(meta)?;
+                reach = self.reach(meta, &batch, self.usable_spares(meta));
+            }
+        }
+        if reach >= least {
+            let blocks = self.missing_blocks(meta, self.block_range(batch.start, reach));
+            return Ok(Some((Cover { table_clusters: 0, blocks }, reach)));
+        }
+        let cover = self.missing(meta, batch.start, batch.end)?;
+        // Room for what the batch itself needs.
+        let own = cover.clusters();
+        let end = (batch.end + own + own / 8 + 1).min(limit);
+        Ok(Some((self.missing(meta, batch.start, end)?, end)))
+    }
+
+    /// The end of the part of `batch` that is described by blocks that are linked, or by so many
+    /// more.
+    fn reach(&self, meta: &Meta, batch: &Range<u64>, mut more: usize) -> u64 {
+        let bits = self.geometry.refcount_block_bits();
+        for index in self.block_range(batch.start, batch.end) {
+            let linked = meta.refcounts.table.get(index).map(|&entry| entry != 0);
+            match linked {
+                Some(true) => {}
+                Some(false) if more > 0 => more -= 1,
+                _ => return batch.start.max((index as u64) << bits),
+            }
+        }
+        batch.end
+    }
+
+    /// Reserves `first..end`, leaving out what is in use already (leaks beyond the end of the file).
+    fn reserve_tail(&self, meta: &mut Meta, first: u64, end: u64, fresh: bool) -> Result<()> {
+        let mut runs = Vec::new();
+        let mut at = first;
+        while at < end {
+            at = meta.refcounts.free_runs(at..end, &*self.storage, |f, c| runs.push((f, c)))?;
+        }
+        let sequence = meta.flush_sequence;
+        for (first, count) in runs {
+            meta.refcounts.set_run(first, count, 1, &*self.storage)?;
+            meta.pool.add(Space { first, count, fresh, sequence });
+        }
+        self.dirty.store(true, std::sync::atomic::Ordering::Release);
+        Ok(())
+    }
+
+    /// Indexes of the blocks that describe a range of clusters.
+    fn block_range(&self, first: u64, end: u64) -> Range<usize> {
+        let bits = self.geometry.refcount_block_bits();
+        (first >> bits) as usize..(end.div_ceil(1 << bits)) as usize
+    }
+
+    fn missing_blocks(&self, meta: &Meta, indexes: Range<usize>) -> Vec<usize> {
+        let table = &meta.refcounts.table;
+        indexes.filter(|&k| table.get(k).is_none_or(|&offset| offset == 0)).collect()
+    }
+
+    /// What is missing so that refcounts for `first..end` can be set, and since that costs a
+    /// barrier, for the growth to come.
+    fn missing(&self, meta: &Meta, first: u64, end: u64) -> Result<Cover> {
+        let table_len = meta.refcounts.table.len();
+        let ahead = self.blocks_ahead(meta, end, usize::MAX).end;
+        let table_clusters = match self.larger_table(meta, end) {
+            Ok(clusters) if end > meta.refcounts.table_end() || ahead > table_len => clusters,
+            Err(error) if end > meta.refcounts.table_end() => return Err(error),
+            _ => 0,
+        };
+        let entries = table_clusters * self.geometry.cluster_bytes() / 8;
+        let table_len = table_len.max(entries as usize);
+        let mut blocks = self.missing_blocks(meta, self.block_range(first, end));
+        blocks.extend(self.missing_blocks(meta, self.blocks_ahead(meta, end, table_len)));
+        Ok(Cover { table_clusters, blocks })
+    }
+
+    /// Clusters of a larger refcount table, for a file that ends at `end`.
+    fn larger_table(&self, meta: &Meta, end: u64) -> Result<u64> {
+        let cluster = self.geometry.cluster_bytes();
+        let entries = cluster / 8;
+        let room = self.full().map_or(0, |full| full.table_with_room(&self.geometry));
+        let mut clusters = (meta.refcounts.table.len() as u64 / entries * 2).max(room);
+        // The table itself and its blocks lie within what it describes.
+        while (clusters * entries) << self.geometry.refcount_block_bits() < end + 2 * clusters {
+            clusters *= 2;
+        }
+        if clusters * cluster > REFCOUNT_TABLE_BYTES_MAX.max(cluster) {
+            return Err(Error::NoSpace {
+                file: self.storage.name().to_owned(),
+                what: format!(
+                    "the refcount table is at its limit of {REFCOUNT_TABLE_BYTES_MAX} bytes; \
+                     convert to an image with a larger cluster_size"
+                ),
+            });
+        }
+        Ok(clusters)
+    }
+
+    /// Indexes of the blocks that a growth beyond `end` will need, as far as a table of so many
+    /// entries goes. None on a device, which has no fresh space.
+    fn blocks_ahead(&self, meta: &Meta, end: u64, table_len: usize) -> Range<usize> {
+        let bits = self.geometry.cluster_bits;
+        let ahead = (2 * meta.batch)
+            .max(AHEAD_BYTES_MIN >> bits)
+            .max(AHEAD_CLUSTERS_MIN)
+            .max((end / 4).min(AHEAD_BYTES_MAX >> bits));
+        let first = self.block_range(0, end).end;
+        if !self.storage.caps().growable {
+            return first..first;
+        }
+        // An image without snapshots never needs more than all of its disk does.
+        let useful = match self.full() {
+            Some(full) if meta.snapshot_count == 0 => full.blocks as usize,
+            _ => table_len,
+        };
+        first..self.block_range(0, end + ahead).end.min(useful).min(table_len).max(first)
+    }
+
+    /// Refcounts of the image with all of its disk allocated.
+    fn full(&self) -> Option<RefcountClusters> {
+        let guest = GuestSizes::new(self.guest_len(), &self.geometry).ok()?;
+        let data = if self.has_data_file() { 0 } else { guest.clusters };
+        let others = 1 + guest.l1_clusters + guest.l2_tables + data;
+        Some(RefcountClusters::covering(others, &self.geometry))
+    }
+
+    /// Makes refcount blocks, and a larger table where that is needed, in the clusters from
+    /// `first` on. Returns the first cluster that was not used for them.
+    fn make_cover(
+        &self,
+        meta: &mut Meta,
+        first: u64,
+        end: u64,
+        cover: &Cover,
+        fresh: bool,
+    ) -> Result<u64> {
+        if cover.clusters() == 0 {
+            return Ok(first);
+        }
+        let bits = self.geometry.cluster_bits;
+        let old_table_len = meta.refcounts.table.len();
+        if cover.table_clusters > 0 {
+            let entries = (cover.table_clusters << bits) / 8;
+            meta.refcounts.table.resize(entries as usize, 0);
+        }
+        let mut own = Vec::new();
+        // (A larger table is written whole, with its own blocks: entries for the old one must not
+        // lie behind its end.)
+        for &index in &cover.blocks {
+            if cover.table_clusters > 0 || !self.link_spare(meta, index) {
+                own.push(index);
+            }
+        }
+        let next = first + cover.table_clusters + own.len() as u64;
+        if next > end {
+            // Spares were linked already; they stay.
+            meta.refcounts.truncate_table(old_table_len);
+            return Err(Error::NoSpace {
+                file: self.storage.name().to_owned(),
+                what: "the device has no room for more refcounts".into(),
+            });
+        }
+        if own.is_empty() && cover.table_clusters == 0 {
+            return Ok(first);
+        }
+        let made = self.write_cover(meta, first, cover.table_clusters, &own, fresh);
+        if made.is_err() {
+            for &index in &own {
+                let block = HostOffset(meta.refcounts.table[index]);
+                meta.refcounts.forget_block(block);
+                meta.refcounts.table[index] = 0;
+            }
+            meta.refcounts.truncate_table(old_table_len);
+        } else {
+            self.metadata.write().extend(first..next);
+        }
+        made.map(|()| next)
+    }
+
+    /// Writes new blocks (and a new table) with the refcounts of their own clusters, and links
+    /// them once they are durable.
+    fn write_cover(
+        &self,
+        meta: &mut Meta,
+        first: u64,
+        table_clusters: u64,
+        own: &[usize],
+        fresh: bool,
+    ) -> Result<()> {
+        let (bits, storage) = (self.geometry.cluster_bits, &*self.storage);
+        let used = table_clusters + own.len() as u64;
+        if !fresh {
+            storage.write_zeroes(HostOffset(first << bits), used << bits, ZeroMode::MayUnmap)?;
+        }
+        for (i, &index) in own.iter().enumerate() {
+            let cluster = first + table_clusters + i as u64;
+            meta.refcounts.table[index] = cluster << bits;
+        }
+        for cluster in first..first + used {
+            meta.refcounts.set(cluster, 1, storage)?;
+        }
+        if table_clusters == 0 {
+            self.settle_refcounts(meta)?;
+            for &index in own {
+                meta.refcounts.set_block(index, HostOffset(meta.refcounts.table[index]));
+            }
+            return Ok(());
+        }
+        self.write_refcounts(meta, |meta| {
+            let table = &meta.refcounts.table;
+            let raw: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
+            storage.write_at(&raw, HostOffset(first << bits))?;
+            // Behind a barrier.
+            self.switch_table(meta, first, table_clusters)
+        })
+    }
+
+    /// Makes all refcounts durable: one barrier.
+    fn settle_refcounts(&self, meta: &mut Meta) -> Result<()> {
+        self.write_refcounts(meta, |_| self.storage.sync())
+    }
+
+    /// Writes all refcounts; `settle` makes them durable. No flush may be running.
+    fn write_refcounts(
+        &self,
+        meta: &mut Meta,
+        settle: impl FnOnce(&mut Meta) -> Result<()>,
+    ) -> Result<()> {
+        debug_assert!(!meta.flush_running);
+        let taken = meta.refcounts.take_dirty();
+        let written = taken
+            .writes
+            .iter()
+            .try_for_each(|(at, bytes)| self.storage.write_at(bytes, HostOffset(*at)))
+            .and_then(|()| settle(meta));
+        if let Err(error) = written {
+            meta.refcounts.restore_dirty(taken);
+            return Err(error);
+        }
+        meta.refcounts.written(taken);
+        // So are those of the pool, and the length of the file.
+        meta.flush_sequence += 1;
+        meta.durable_sequence = meta.flush_sequence;
+        Ok(())
+    }
+
+    /// Points the header at a durable new refcount table and lets the old one go.
+    fn switch_table(&self, meta: &mut Meta, first: u64, clusters: u64) -> Result<()> {
+        let bits = self.geometry.cluster_bits;
+        let mut fields = [0; 12];
+        fields[..8].copy_from_slice(&(first << bits).to_be_bytes());
+        fields[8..].copy_from_slice(&(clusters as u32).to_be_bytes());
+        self.switch_header(meta, field::REFCOUNT_TABLE, &fields)?;
+        let old = meta.refcounts.table_offset;
+        let old = self.clusters_of(old, meta.table_clusters << bits);
+        meta.refcounts.table_offset = HostOffset(first << bits);
+        meta.table_clusters = clusters;
+        self.retire(meta, old);
+        Ok(())
+    }
+
+    /// Spares that may be linked without a barrier. Where no order survives a crash, all may.
+    fn usable_spares(&self, meta: &Meta) -> usize {
+        if self.storage.volatile() {
+            return meta.spares.len();
+        }
+        meta.spares.iter().take_while(|spare| spare.sequence < meta.durable_sequence).count()
+    }
+
+    /// Makes the first spare a refcount block, where that costs no barrier.
+    fn link_spare(&self, meta: &mut Meta, index: usize) -> bool {
+        if self.usable_spares(meta) == 0 {
+            return false;
+        }
+        let Some(spare) = meta.spares.pop_front() else { return false };
+        meta.refcounts.set_block(index, HostOffset(spare.first << self.geometry.cluster_bits));
+        self.metadata.write().insert(spare.first);
+        true
+    }
+
+    /// How many more spares are wanted once the file ends at `end`.
+    fn missing_spares(&self, meta: &Meta, end: u64) -> u64 {
+        let ahead = self.blocks_ahead(meta, end, meta.refcounts.table.len());
+        let missing = self.missing_blocks(meta, ahead).len();
+        missing.saturating_sub(meta.spares.len()) as u64
+    }
+
+    /// Sets clusters aside for the refcount blocks that the growth to come will need.
+    fn keep_spares(&self, meta: &mut Meta) {
+        for _ in 0..self.missing_spares(meta, meta.frontier) {
+            match meta.pool.take_fresh(1) {
+                Some(space) => meta.spares.push_back(space),
+                None => break,
+            }
+        }
+    }
+
+    /// Links the spares of a file that will end at `end`, so that they are there when it grows
+    /// again. Those behind that end are left.
+    pub(crate) fn link_spares(&self, meta: &mut Meta, end: u64) {
+        meta.spares.make_contiguous().sort_by_key(|spare| spare.first);
+        let ahead = self.blocks_ahead(meta, end, meta.refcounts.table.len());
+        for index in self.missing_blocks(meta, ahead) {
+            let within = meta.spares.front().is_some_and(|spare| spare.first < end);
+            if !within || !self.link_spare(meta, index) {
+                break;
+            }
+        }
+    }
+}
