@@ -23,6 +23,7 @@ mod map;
 mod measure;
 mod mover;
 mod plan;
+mod queue;
 mod rebase;
 mod resize;
 mod runs;

@@ -1,7 +1,7 @@
 //! Moving the bytes of a plan: sharing blocks, or reading, looking for zeroes and writing.
 //!
 //! ```text
-//!   planner (one lock) ──► chunk n ──► read ──► zero runs, compression     in parallel
+//!   queue (one lock) ──► chunk n   ──► read ──► zero runs, compression     in parallel
 //!                                              │
 //!                                   turn n: reserve target space           in order
 //!                                              │
@@ -24,7 +24,8 @@ use vdkit_chain::Disk;
 
 use crate::compress::Compressor;
 use crate::plan::{Planner, Work};
-use crate::share::share;
+use crate::queue::{Neighbours, Queue};
+use crate::share::{share, share_all};
 use crate::source::Source;
 use crate::turns::Turns;
 use crate::zero::{data_runs, is_zero};
@@ -110,6 +111,8 @@ fn add(counter: &AtomicU64, bytes: u64) {
 enum Next {
     /// A piece, and its turn.
     Work(Work, u64),
+    /// Pieces that one request may share, and their turn.
+    Share(Neighbours, u64),
     /// Parts of a piece, the rest of which is shared already, and the bytes of all of it.
     Left(Vec<Range<u64>>, u64),
 }
@@ -120,7 +123,7 @@ pub(crate) struct Mover<'a> {
     target: Option<&'a Disk>,
     options: MoveOptions,
     monitor: &'a Monitor<'a>,
-    planner: Mutex<(Planner<'a>, u64)>,
+    queue: Mutex<Queue<'a>>,
     turns: Turns,
     /// Sharing has worked once.
     shares: AtomicBool,
@@ -172,7 +175,7 @@ impl<'a> Mover<'a> {
             target,
             options,
             monitor,
-            planner: Mutex::new((planner, 0)),
+            queue: Mutex::new(Queue::new(planner)),
             turns: Turns::default(),
             shares: AtomicBool::new(false),
             failed: Mutex::new(None),
@@ -233,6 +236,11 @@ impl<'a> Mover<'a> {
         let (work, number) = match self.next_work()? {
             None => return Ok(false),
             Some(Next::Work(work, number)) => (work, number),
+            Some(Next::Share(pieces, number)) => {
+                self.share(buffers, &pieces, number)?;
+                self.progress(pieces.len + pieces.zero);
+                return Ok(true);
+            }
             Some(Next::Left(parts, len)) => {
                 self.copy_parts(buffers, &parts)?;
                 self.progress(len);
@@ -263,12 +271,9 @@ impl<'a> Mover<'a> {
                 add(&self.moved.read, len);
                 len
             }
-            Work::Share { at, len, ref storage, offset } => {
-                let Some(target) = self.target else { return Ok(true) };
-                let shared =
-                    self.in_turn(number, || share(target, at..at + len, &**storage, offset))?;
-                add(&self.moved.shared, shared.bytes);
-                self.copy_parts(buffers, &shared.left)?;
+            Work::Share { at, len, storage, offset } => {
+                let piece = Neighbours::one(at..at + len, storage, offset);
+                self.share(buffers, &piece, number)?;
                 len
             }
         };
@@ -276,21 +281,40 @@ impl<'a> Mover<'a> {
         Ok(true)
     }
 
+    /// Shares pieces, and copies what cannot be shared of them.
+    fn share(&self, buffers: &mut Buffers, pieces: &Neighbours, number: u64) -> Result<()> {
+        let Some(target) = self.target else { return Ok(()) };
+        let Neighbours { parts, storage, offset, .. } = pieces;
+        let shared = self.in_turn(number, || match &parts[..] {
+            // Other threads may be writing zeroes, which wait for reservations.
+            [part] if self.options.write_zeroes => share(target, part.clone(), &**storage, *offset),
+            parts => share_all(target, parts, &**storage, *offset),
+        })?;
+        add(&self.moved.shared, shared.bytes);
+        add(&self.moved.zero_known, pieces.zero);
+        self.copy_parts(buffers, &shared.left)
+    }
+
     /// The next piece and its turn.
     fn next_work(&self) -> Result<Option<Next>> {
-        let mut planner = self.planner.lock();
-        let (plan, number) = &mut *planner;
+        let mut queue = self.queue.lock();
+        let queue = &mut *queue;
         loop {
-            let Some(work) = plan.next_work()? else { return Ok(None) };
-            let this = *number;
+            let Some(work) = queue.next_work()? else { return Ok(None) };
+            let this = queue.number;
             let (Work::Share { at, len, storage, offset }, Some(target)) = (&work, self.target)
             else {
-                *number += 1;
+                queue.number += 1;
                 return Ok(Some(Next::Work(work, this)));
             };
             if self.shares.load(Ordering::Relaxed) {
-                *number += 1;
-                return Ok(Some(Next::Work(work, this)));
+                queue.number += 1;
+                if self.options.write_zeroes {
+                    return Ok(Some(Next::Work(work, this)));
+                }
+                let first = *at..*at + *len;
+                let pieces = queue.with_neighbours(first, storage.clone(), *offset)?;
+                return Ok(Some(Next::Share(pieces, this)));
             }
             // Whether sharing works here is found out alone, before others plan on it.
             if !self.turns.wait(this) {
@@ -300,11 +324,11 @@ impl<'a> Mover<'a> {
             let first_left = shared.left.first().map_or(at + len, |part| part.start);
             let done = if shared.refused { first_left - at } else { *len };
             if shared.refused {
-                plan.copy_from(first_left);
+                queue.planner.copy_from(first_left);
             }
             if done > 0 {
                 self.turns.done(this);
-                *number += 1;
+                queue.number += 1;
             }
             add(&self.moved.shared, shared.bytes.min(done));
             if !shared.refused {

@@ -1,15 +1,23 @@
-//! Blocks of one file made part of another: as much of a piece as can be.
+//! Blocks of one file made part of another: as much of a piece as can be, in as few requests as can
+//! be.
 //!
 //! The target's granularity decides. A whole unit (a cluster, or a subcluster) gets space that holds
 //! what is shared and nothing else; a part of one can be shared where its space is there already;
 //! what is left must be copied, since something else has to be put around it.
+//!
+//! Pieces may lie apart on the disk and side by side in both files. Their spaces are reserved one
+//! after the other, cloned by one request, and published together: see [`Batch`].
 
 use std::ops::Range;
 
 use vdkit_block::{
-    CopyMethod, Extent, Fill, GuestOffset, HostOffset, Place, Result, Storage, align_down,
+    CopyMethod, Extent, FileIndex, Fill, GuestOffset, HostOffset, Place, Reservation, Result,
+    Storage, align_down,
 };
 use vdkit_chain::Disk;
+
+/// Reservations that wait for one request, at most.
+const BATCH_SPACES_MAX: usize = 1024;
 
 /// What became of a piece.
 #[derive(Debug, Default)]
@@ -25,18 +33,11 @@ pub(crate) struct Shared {
 impl Shared {
     fn leave(&mut self, range: Range<u64>) {
         match self.left.last_mut() {
+            _ if range.is_empty() => {}
             Some(last) if last.end == range.start => last.end = range.end,
             _ => self.left.push(range),
         }
     }
-}
-
-/// What can be done with a run of the target.
-enum Run {
-    Shared(u64),
-    /// Something else must be put around it.
-    Left(u64),
-    Refused,
 }
 
 /// Makes blocks of `from`, from `offset` on, the target's bytes in a range of the guest disk.
@@ -49,34 +50,172 @@ pub(crate) fn share(
     from: &dyn Storage,
     offset: HostOffset,
 ) -> Result<Shared> {
-    let mut shared = Shared::default();
-    if target.encryption(0).is_some() {
-        // What is shared would be read as ciphertext.
-        shared.refused = true;
-        shared.leave(guest);
-        return Ok(shared);
-    }
-    let unit = target.top().caps().fill_bytes.max(1);
-    let mut at = guest.start;
-    while at < guest.end {
-        let end = end_of_run(at, guest.end, unit, target.guest_bytes());
-        match share_run(target, at..end, from, offset + (at - guest.start))? {
-            Run::Shared(bytes) => {
-                shared.bytes += bytes;
-                at += bytes;
-            }
-            Run::Left(bytes) => {
-                shared.leave(at..at + bytes);
-                at += bytes;
-            }
-            Run::Refused => {
-                shared.refused = true;
-                shared.leave(at..guest.end);
-                break;
-            }
+    // Others may be at work on this disk: no reservation waits for another.
+    share_up_to(1, target, &[guest], from, offset)
+}
+
+/// Makes consecutive blocks of `from`, from `offset` on, the target's bytes in ranges of the guest
+/// disk, which are in order. Nobody else may change that disk meanwhile but by reservations of other
+/// ranges.
+///
+/// # Errors
+/// What the target and its storage return. Reserved space of which it is not known that it was
+/// cloned is given back.
+pub(crate) fn share_all(
+    target: &Disk,
+    parts: &[Range<u64>],
+    from: &dyn Storage,
+    offset: HostOffset,
+) -> Result<Shared> {
+    share_up_to(BATCH_SPACES_MAX, target, parts, from, offset)
+}
+
+fn share_up_to(
+    most: usize,
+    target: &Disk,
+    parts: &[Range<u64>],
+    from: &dyn Storage,
+    mut offset: HostOffset,
+) -> Result<Shared> {
+    // What is shared would be read as ciphertext.
+    let mut shared = Shared { refused: target.encryption(0).is_some(), ..Shared::default() };
+    let mut batch = Batch { most, ..Batch::new(target, from) };
+    for part in parts {
+        let mut at = part.start;
+        while at < part.end && !shared.refused {
+            let run = batch.add(at..part.end, offset, &mut shared)?;
+            at += run;
+            offset += run;
+        }
+        if shared.refused {
+            shared.leave(at..part.end);
         }
     }
+    if !shared.refused {
+        batch.clone_all(&mut shared)?;
+    }
     Ok(shared)
+}
+
+/// Spaces that lie side by side in the target's file, for blocks that do so in the source's.
+struct Batch<'t> {
+    target: &'t Disk,
+    from: &'t dyn Storage,
+    /// How many spaces may wait.
+    most: usize,
+    spaces: Vec<(Reservation<'t>, Range<u64>)>,
+    /// The target's file, and where the first space is in it.
+    file: FileIndex,
+    host: HostOffset,
+    /// What it is cloned from.
+    offset: HostOffset,
+    /// Bytes of all spaces.
+    len: u64,
+}
+
+impl<'t> Batch<'t> {
+    fn new(target: &'t Disk, from: &'t dyn Storage) -> Self {
+        let (host, offset) = (HostOffset(0), HostOffset(0));
+        let (most, spaces, file, len) = (1, Vec::new(), FileIndex::default(), 0);
+        Self { target, from, most, spaces, file, host, offset, len }
+    }
+
+    /// Adds the first part of a range, as far as it is alike, with the blocks at `offset` for it.
+    /// Returns its bytes; none where sharing was refused.
+    fn add(&mut self, guest: Range<u64>, offset: HostOffset, shared: &mut Shared) -> Result<u64> {
+        let (target, at) = (self.target, guest.start);
+        let caps = target.top().caps();
+        let unit = caps.fill_bytes.max(1);
+        let len = end_of_run(at, guest.end, unit, target.guest_bytes()) - at;
+        // Two reservations of one cluster would wait for each other.
+        let cluster = align_down(at, caps.cluster_bytes.max(1));
+        let near = self.spaces.last().is_some_and(|(space, _)| space.guest.end > cluster);
+        if (near || self.spaces.len() >= self.most) && !self.clone_all(shared)? {
+            return Ok(0);
+        }
+        let space = target.top().reserve(GuestOffset(at), len)?;
+        let Some(space) = space else {
+            return if self.clone_all(shared)? {
+                self.clone_in_place(at, len, offset, shared)
+            } else {
+                Ok(0)
+            };
+        };
+        if space.head != Fill::Ready || space.tail != Fill::Ready {
+            let run = (space.write.end - at).clamp(1, len);
+            drop(space);
+            if !self.clone_all(shared)? {
+                return Ok(0);
+            }
+            // Something else must be put around it.
+            shared.leave(at..at + run);
+            return Ok(run);
+        }
+        let (host, run) = (space.host_of(at), space.write.end - at);
+        let goes_on = space.file == self.file
+            && host == self.host + self.len
+            && offset == self.offset + self.len;
+        if !goes_on && !self.clone_all(shared)? {
+            return Ok(0);
+        }
+        if self.spaces.is_empty() {
+            (self.file, self.host, self.offset) = (space.file, host, offset);
+        }
+        self.spaces.push((space, at..at + run));
+        self.len += run;
+        Ok(run)
+    }
+
+    /// The same for a range that perhaps has its space already.
+    fn clone_in_place(
+        &self,
+        at: u64,
+        len: u64,
+        offset: HostOffset,
+        shared: &mut Shared,
+    ) -> Result<u64> {
+        let top = self.target.top();
+        // After the reservation, which may have to wait for requests in flight.
+        let _guard = self.target.enter();
+        let (file, host, run) = match top.resolve_for_io(GuestOffset(at), len)? {
+            Extent { len: run, place: Place::Data { file, offset, exclusive: true } } => {
+                top.note_write(GuestOffset(at), run)?;
+                (file, offset, run.min(len))
+            }
+            other => {
+                let run = other.len.clamp(1, len);
+                shared.leave(at..at + run);
+                return Ok(run);
+            }
+        };
+        let got = top.file(file).copy_from(host, self.from, offset, run, CopyMethod::Reflink)?;
+        shared.refused = got == 0;
+        shared.bytes += got;
+        Ok(got)
+    }
+
+    /// Clones what waits and publishes it. Returns whether that went well; if not, all of it is left
+    /// to be copied, and its space is given back.
+    fn clone_all(&mut self, shared: &mut Shared) -> Result<bool> {
+        let spaces = std::mem::take(&mut self.spaces);
+        let len = std::mem::take(&mut self.len);
+        if spaces.is_empty() {
+            return Ok(true);
+        }
+        let _guard = self.target.enter();
+        let to = self.target.top().file(self.file);
+        let got = to.copy_from(self.host, self.from, self.offset, len, CopyMethod::Reflink)?;
+        if got < len {
+            shared.refused = true;
+            spaces.iter().for_each(|(_, guest)| shared.leave(guest.clone()));
+            return Ok(false);
+        }
+        for (space, _) in spaces {
+            space.publish()?;
+        }
+        shared.bytes += len;
+        Ok(true)
+    }
 }
 
 /// Whole units from `at` on, or the part of one.
@@ -85,37 +224,5 @@ fn end_of_run(at: u64, end: u64, unit: u64, disk_end: u64) -> u64 {
     if at.is_multiple_of(unit) && whole > at { whole } else { end.min((at / unit + 1) * unit) }
 }
 
-/// The first part of a run, as far as it is alike.
-fn share_run(
-    target: &Disk,
-    guest: Range<u64>,
-    from: &dyn Storage,
-    offset: HostOffset,
-) -> Result<Run> {
-    let (at, len) = (GuestOffset(guest.start), guest.end - guest.start);
-    let space = target.top().reserve(at, len)?;
-    // After the reservation, which may have to wait for requests in flight.
-    let _guard = target.enter();
-    let (file, host, run) = match &space {
-        Some(space) if space.head == Fill::Ready && space.tail == Fill::Ready => {
-            (space.file, space.host_of(at.0), space.write.end - at.0)
-        }
-        Some(space) => return Ok(Run::Left((space.write.end - at.0).clamp(1, len))),
-        None => match target.top().resolve_for_io(at, len)? {
-            Extent { len: run, place: Place::Data { file, offset, exclusive: true } } => {
-                target.top().note_write(at, run)?;
-                (file, offset, run.min(len))
-            }
-            other => return Ok(Run::Left(other.len.clamp(1, len))),
-        },
-    };
-    let to = target.top().file(file);
-    let got = to.copy_from(host, from, offset, run, CopyMethod::Reflink)?;
-    match space {
-        _ if got == 0 => Ok(Run::Refused),
-        // What was shared of an unpublished reservation goes with it.
-        Some(_) if got < run => Ok(Run::Refused),
-        Some(space) => space.publish().map(|()| Run::Shared(run)),
-        None => Ok(Run::Shared(got)),
-    }
-}
+#[cfg(test)]
+mod tests;

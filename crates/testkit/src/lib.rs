@@ -2,6 +2,7 @@
 //!
 //! - [`CountingStorage`] counts calls and bytes, so that a test can bound them.
 //! - [`FaultyStorage`] fails the n-th call of chosen kinds.
+//! - [`SharingStorage`] shares blocks, as on a file system with reflinks, or refuses to.
 //! - [`CrashStorage`] records every change, and makes what a disk may hold after a crash.
 //! - [`qemu`] asks QEMU's programs, and [`Machine`] its emulator.
 //! - [`fuzz`] is what the fuzz targets run.
@@ -22,6 +23,7 @@ mod pairs;
 mod peers;
 pub mod qemu;
 mod rng;
+mod sharing;
 
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashImage, CrashStorage};
@@ -30,3 +32,4 @@ pub use machine::Machine;
 pub use pairs::{Choice, pairwise};
 pub use peers::{require_fuse, require_peer, require_root};
 pub use rng::Rng;
+pub use sharing::{NoShare, SharingStorage};

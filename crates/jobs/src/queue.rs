@@ -1,0 +1,94 @@
+//! The work of a plan, piece by piece; with neighbours put together that are shared by one request.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use vdkit_block::{HostOffset, Result, Storage};
+
+use crate::plan::{Planner, Work};
+
+/// Bytes that one request shares, at most: a cancel waits for it.
+const BYTES_MAX: u64 = 1 << 30;
+/// Pieces that are looked at for one request.
+const PIECES_MAX: usize = 1024;
+
+/// Pieces of the disk, apart or not, whose bytes lie side by side in a host file.
+#[derive(Debug)]
+pub(crate) struct Neighbours {
+    /// The pieces, in order.
+    pub(crate) parts: Vec<Range<u64>>,
+    /// Bytes of all of them.
+    pub(crate) len: u64,
+    /// Bytes between and behind them that read as zero.
+    pub(crate) zero: u64,
+    /// The file.
+    pub(crate) storage: Arc<dyn Storage>,
+    /// Offset in it.
+    pub(crate) offset: HostOffset,
+}
+
+impl Neighbours {
+    /// One piece alone.
+    pub(crate) fn one(part: Range<u64>, storage: Arc<dyn Storage>, offset: HostOffset) -> Self {
+        let len = part.end - part.start;
+        Self { parts: vec![part], len, zero: 0, storage, offset }
+    }
+}
+
+/// A plan with a piece in hand that was taken from it too early.
+#[derive(Debug)]
+pub(crate) struct Queue<'a> {
+    pub(crate) planner: Planner<'a>,
+    held: Option<Work>,
+    /// The turn of the next piece.
+    pub(crate) number: u64,
+}
+
+impl<'a> Queue<'a> {
+    pub(crate) fn new(planner: Planner<'a>) -> Self {
+        Self { planner, held: None, number: 0 }
+    }
+
+    /// The next piece; see [`Planner::next_work`].
+    ///
+    /// # Errors
+    /// What the source's maps return.
+    pub(crate) fn next_work(&mut self) -> Result<Option<Work>> {
+        match self.held.take() {
+            Some(work) => Ok(Some(work)),
+            None => self.planner.next_work(),
+        }
+    }
+
+    /// A piece to be shared together with what follows it, up to the first piece that is read, or
+    /// lies elsewhere. Zeroes between them are to need nothing.
+    ///
+    /// # Errors
+    /// What the source's maps return.
+    pub(crate) fn with_neighbours(
+        &mut self,
+        first: Range<u64>,
+        storage: Arc<dyn Storage>,
+        offset: HostOffset,
+    ) -> Result<Neighbours> {
+        let mut all = Neighbours::one(first, storage, offset);
+        for _ in 1..PIECES_MAX {
+            match self.next_work()? {
+                Some(Work::Zero { len, .. }) => all.zero += len,
+                Some(Work::Share { at, len, storage, offset })
+                    if Arc::ptr_eq(&storage, &all.storage)
+                        && offset == all.offset + all.len
+                        && all.len + len <= BYTES_MAX =>
+                {
+                    all.parts.push(at..at + len);
+                    all.len += len;
+                }
+                other => {
+                    self.held = other;
+                    break;
+                }
+            }
+        }
+        Ok(all)
+    }
+}
