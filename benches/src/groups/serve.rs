@@ -23,6 +23,19 @@ enum Start {
     Full,
     /// Nothing was written.
     Empty,
+    /// Every cluster is mapped, and all of them are holes of the file: of a disk so large that its
+    /// map is what counts.
+    Mapped,
+}
+
+impl Start {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Empty => "empty",
+            Self::Mapped => "mapped",
+        }
+    }
 }
 
 /// What fio does.
@@ -34,6 +47,8 @@ struct Job {
     cache: &'static str,
     /// Of the qcow2 image, such as `cluster_size=8k`.
     options: &'static str,
+    /// Bytes of both servers' cache of L2 tables, where it is not their own choice.
+    l2_cache: Option<u64>,
 }
 
 const JOBS: &[Job] = &[
@@ -67,7 +82,21 @@ const JOBS: &[Job] = &[
         options: "cluster_size=8k",
         ..job("16 writers 4K, fsync at the end; 8K clusters", Start::Empty, WRITERS)
     },
+    Job {
+        options: "cluster_size=8k",
+        // A tenth of the L2 tables.
+        l2_cache: Some(MAPPED_BYTES / 8192 * 8 / 10),
+        ..job("randread 4K QD32 of 1 TiB; 8K clusters, 102 MiB of cache", Start::Mapped, FAR)
+    },
+    Job {
+        options: "cluster_size=8k",
+        l2_cache: Some(MAPPED_BYTES / 8192 * 8 / 10),
+        ..job("randread 4K QD1 of 1 TiB; 8K clusters, 102 MiB of cache", Start::Mapped, FAR_ONE)
+    },
 ];
+
+const FAR: &[&str] = &["--rw=randread", "--bs=4k", "--iodepth=32", "--norandommap"];
+const FAR_ONE: &[&str] = &["--rw=randread", "--bs=4k", "--iodepth=1", "--norandommap"];
 
 const WRITERS: &[&str] = &[
     "--rw=randwrite",
@@ -82,7 +111,7 @@ const WRITERS: &[&str] = &[
 ];
 
 const fn job(name: &'static str, start: Start, fio: &'static [&'static str]) -> Job {
-    Job { name, start, fio, cache: "writeback", options: "" }
+    Job { name, start, fio, cache: "writeback", options: "", l2_cache: None }
 }
 
 /// Seconds of a job that has no end of its own.
@@ -91,6 +120,9 @@ const SECONDS_QUICK: u64 = 1;
 
 /// Bytes of the disk; quick: a quarter.
 const DISK_BYTES: u64 = 1 << 30;
+
+/// Bytes of a disk whose map is what counts; always.
+const MAPPED_BYTES: u64 = 1 << 40;
 
 /// Who serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,18 +142,28 @@ impl Server {
         }
     }
 
-    fn command(self, options: &Options, cache: &str, image: &Path, socket: &Path) -> Command {
+    fn command(self, options: &Options, job: &Job, image: &Path, socket: &Path) -> Command {
         let mut command;
         match self {
             Self::Vdkit => {
                 command = Command::new(&options.vdkit);
-                command.arg("serve").arg(image).args(["--cache", cache, "--nbd"]);
+                command.arg("serve").arg(image).args(["--cache", job.cache, "--nbd"]);
                 command.arg(format!("unix:{}", socket.display()));
+                if let Some(bytes) = job.l2_cache {
+                    command.arg(format!("--l2-cache={bytes}"));
+                }
             }
             Self::QemuNbd => {
                 command = Command::new("qemu-nbd");
-                command.args(["-t", "-e", "64", "-f", "qcow2", "--discard=unmap"]);
-                command.arg(format!("--cache={cache}")).arg("-k").arg(socket).arg(image);
+                command.args(["-t", "-e", "64", "--discard=unmap"]);
+                command.arg(format!("--cache={}", job.cache)).arg("-k").arg(socket);
+                match job.l2_cache {
+                    None => command.args(["-f", "qcow2"]).arg(image),
+                    Some(bytes) => command.arg("--image-opts").arg(format!(
+                        "driver=qcow2,l2-cache-size={bytes},file.driver=file,file.filename={}",
+                        image.display()
+                    )),
+                };
             }
             Self::Nbdkit => {
                 command = Command::new("nbdkit");
@@ -149,17 +191,14 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
         let name = CellName {
             group: Group::Serve,
             job: job.name.to_owned(),
-            content: match job.start {
-                Start::Full => "full",
-                Start::Empty => "empty",
-            }
-            .to_owned(),
+            content: job.start.name().to_owned(),
             file_system: scratch.file_system,
         };
         eprint!("serve    {:6} {:40}", scratch.file_system.name(), job.name);
+        let bytes = if job.start == Start::Mapped { MAPPED_BYTES } else { bytes };
         save(cell(name, options, scratch, job, bytes)?)?;
     }
-    for file in ["serve.qcow2", "serve.raw", "fill.raw"] {
+    for file in ["serve.qcow2", "serve.raw", "mapped.qcow2"] {
         let _ = fs::remove_file(scratch.file(file));
     }
     Ok(())
@@ -172,9 +211,9 @@ fn cell(
     job: &Job,
     bytes: u64,
 ) -> Result<Cell> {
-    let servers: &[Server] = match job.cache {
-        // nbdkit has no such mode.
-        "writethrough" => &[Server::Vdkit, Server::QemuNbd],
+    let servers: &[Server] = match (job.cache, job.start) {
+        // nbdkit has no such mode, and a raw image no map.
+        ("writethrough", _) | (_, Start::Mapped) => &[Server::Vdkit, Server::QemuNbd],
         _ => &[Server::Vdkit, Server::QemuNbd, Server::Nbdkit],
     };
     let mut series: Vec<Series> = servers
@@ -211,14 +250,18 @@ fn cell(
 }
 
 fn typed(server: Server, options: &Options, scratch: &Scratch, job: &Job) -> String {
-    let (image, socket) = (image_of(server, scratch), scratch.file("nbd.sock"));
-    let command = server.command(options, job.cache, &image, &socket);
+    let (image, socket) = (image_of(server, scratch, job), scratch.file("nbd.sock"));
+    let command = server.command(options, job, &image, &socket);
     let program = Program::new(command.get_program()).args(command.get_args());
     format!("{} & fio --ioengine=nbd {}", program.typed(&scratch.folder), job.fio.join(" "))
 }
 
-fn image_of(server: Server, scratch: &Scratch) -> PathBuf {
-    scratch.file(if server == Server::Nbdkit { "serve.raw" } else { "serve.qcow2" })
+fn image_of(server: Server, scratch: &Scratch, job: &Job) -> PathBuf {
+    scratch.file(match (server, job.start) {
+        (_, Start::Mapped) => "mapped.qcow2",
+        (Server::Nbdkit, _) => "serve.raw",
+        _ => "serve.qcow2",
+    })
 }
 
 /// Makes the image anew, by qemu-img for both, so that each run starts from the same.
@@ -229,7 +272,17 @@ fn prepare(
     job: &Job,
     bytes: u64,
 ) -> Result<PathBuf> {
-    let image = image_of(server, scratch);
+    let image = image_of(server, scratch, job);
+    if job.start == Start::Mapped {
+        // Only read, so one for all runs; by vdkit, as the other takes over a minute.
+        if !image.exists() {
+            let mapped = format!("preallocation=metadata,{}", job.options);
+            let create =
+                Program::new(&options.vdkit).args(["create", "-f", "qcow2", "-o", &mapped]);
+            create.arg(&image).arg(bytes.to_string()).run()?;
+        }
+        return Ok(image);
+    }
     let _ = fs::remove_file(&image);
     let format = if server == Server::Nbdkit { "raw" } else { "qcow2" };
     let mut create = Program::new(&options.qemu_img).args(["create", "-q", "-f", format]);
@@ -256,7 +309,7 @@ fn run(
     let socket = scratch.file("nbd.sock");
     let _ = fs::remove_file(&socket);
     let child = server
-        .command(options, job.cache, &image, &socket)
+        .command(options, job, &image, &socket)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -276,7 +329,9 @@ fn run(
     let after = processor(pid)?;
     let memory = memory_peak(pid)?;
     drop(running);
-    let _ = fs::remove_file(&image);
+    if job.start != Start::Mapped {
+        let _ = fs::remove_file(&image);
+    }
     Ok(Usage {
         wall_seconds: requests.seconds / requests.count,
         sync_seconds: 0.0,

@@ -8,17 +8,22 @@
 //! - [`fuzz`] is what the fuzz targets run.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
 //! - [`guest`] boots a small Linux with given disks.
+//! - [`disks`] makes a disk over such a storage.
+//! - `nbd` (a feature) serves one, and is a client that says what no other would.
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] says what happens where a program is missing.
 
 mod counting;
 pub mod crash;
 mod crash_image;
+pub mod disks;
 mod faulty;
 pub mod fs;
 pub mod fuzz;
 pub mod guest;
 mod machine;
+#[cfg(feature = "nbd")]
+pub mod nbd;
 mod pairs;
 mod peers;
 pub mod qemu;

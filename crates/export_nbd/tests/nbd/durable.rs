@@ -6,8 +6,9 @@ use std::sync::Arc;
 use vdkit_block::{CacheMode, GuestOffset, Storage};
 use vdkit_testkit::{CrashStorage, Rng};
 
-use crate::client::{Client, FLUSH, FUA, Style, TRIM, WRITE, WRITE_ZEROES};
-use crate::rig::{MIB, Rig, qcow2, reopen, reopen_in};
+use vdkit_testkit::disks::{MIB, qcow2, reopen, reopen_in};
+use vdkit_testkit::nbd::Rig;
+use vdkit_testkit::nbd::client::{Client, FLUSH, FUA, Style, TRIM, WRITE, WRITE_ZEROES};
 
 /// An image of 4 MiB whose first half is there.
 fn rig(cache: CacheMode) -> (Arc<CrashStorage>, Rig) {

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use vdkit_testkit::Rng;
 
-use crate::client::*;
-use crate::rig::{MIB, Rig};
+use vdkit_testkit::disks::MIB;
+use vdkit_testkit::nbd::Rig;
+use vdkit_testkit::nbd::client::*;
 
 const ERROR: u32 = 1 << 31;
 

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::Rng;
 
-use crate::client::*;
-use crate::rig::{MIB, Rig, reopen};
+use vdkit_testkit::disks::{MIB, reopen};
+use vdkit_testkit::nbd::Rig;
+use vdkit_testkit::nbd::client::*;
 
 /// Bytes that belong to one client; the next ones belong to the next client, and so on, so that
 /// clients share clusters and never bytes.

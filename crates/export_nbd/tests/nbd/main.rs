@@ -1,9 +1,8 @@
 //! The server against a client of our own: every style of reply, every request, right and wrong.
 
-mod client;
+mod corpus;
 mod durable;
 mod handshake;
 mod load;
 mod nospace;
 mod requests;
-mod rig;

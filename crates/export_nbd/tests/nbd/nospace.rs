@@ -8,8 +8,9 @@ use vdkit_export::OnNoSpace;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
 
-use crate::client::*;
-use crate::rig::{MIB, Rig};
+use vdkit_testkit::disks::MIB;
+use vdkit_testkit::nbd::Rig;
+use vdkit_testkit::nbd::client::*;
 
 fn full(on_nospace: OnNoSpace) -> (Arc<FaultyStorage>, Rig) {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));

@@ -1,7 +1,8 @@
 //! Each request in each style of reply.
 
-use crate::client::*;
-use crate::rig::{MIB, Rig};
+use vdkit_testkit::disks::MIB;
+use vdkit_testkit::nbd::Rig;
+use vdkit_testkit::nbd::client::*;
 
 #[test]
 fn what_is_written_is_read() {
@@ -186,7 +187,7 @@ fn sixteen_tebibytes_of_hole_fit_in_short_runs_too() {
 #[test]
 fn a_dirty_bitmap_is_told() {
     let storage = std::sync::Arc::new(vdkit_storage::MemoryStorage::new("image"));
-    let disk = crate::rig::qcow2(storage.clone(), 64 * MIB, "");
+    let disk = vdkit_testkit::disks::qcow2(storage.clone(), 64 * MIB, "");
     let bitmaps = disk.top().bitmaps().unwrap();
     let new = vdkit_block::NewBitmap { name: "b0", granularity: Some(65536), enabled: true };
     bitmaps.add(&new).unwrap();
@@ -194,7 +195,7 @@ fn a_dirty_bitmap_is_told() {
     bitmaps.set_enabled("b0", false).unwrap();
     disk.close().unwrap();
     drop(disk);
-    let disk = crate::rig::reopen(storage.clone(), true);
+    let disk = vdkit_testkit::disks::reopen(storage.clone(), true);
     let rig = Rig::over(storage, disk, |export| export.bitmaps = vec!["b0".to_owned()], |_| {});
     for style in [Style::Structured, Style::Extended] {
         let mut client = rig.client_with(style, &["qemu:dirty-bitmap:b0"]);

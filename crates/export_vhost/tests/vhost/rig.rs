@@ -4,17 +4,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vdkit_block::{
-    CreateRequest, FormatDriver, Limits, Monitor, OpenRequest, Options, Repair, Storage,
-};
-use vdkit_chain::{Disk, OpenOptions};
+use vdkit_block::{FormatDriver, Limits, Monitor, Repair, Storage};
 use vdkit_export::{Export, ExportOptions};
 use vdkit_export_vhost::{Listener, Server};
 use vdkit_storage::MemoryStorage;
 
-use crate::guest::Guest;
+use vdkit_testkit::disks::qcow2;
 
-pub const MIB: u64 = 1 << 20;
+use crate::guest::Guest;
 
 pub struct Rig {
     pub export: Arc<Export>,
@@ -22,29 +19,6 @@ pub struct Rig {
     pub socket: PathBuf,
     server: Option<Server>,
     _folder: tempfile::TempDir,
-}
-
-/// An empty qcow2 image.
-pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64) -> Disk {
-    let driver = vdkit_qcow2::Qcow2Driver;
-    driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            data_file: None,
-            guest_bytes,
-            options: Options::parse("qcow2", driver.options(), [""]).unwrap(),
-            backing: None,
-        })
-        .unwrap();
-    reopen(storage)
-}
-
-pub fn reopen(storage: Arc<dyn Storage>) -> Disk {
-    let (driver, limits) = (vdkit_qcow2::Qcow2Driver, Limits::default());
-    let info = driver.describe(&storage, &limits).unwrap();
-    let open = OpenRequest { storage, data_file: None, writable: true, limits };
-    let format = driver.open(open).unwrap();
-    Disk::from_format(format, info, &OpenOptions { writable: true, ..OpenOptions::default() })
 }
 
 impl Rig {
@@ -57,7 +31,7 @@ impl Rig {
         guest_bytes: u64,
         export: impl FnOnce(&mut ExportOptions),
     ) -> Self {
-        let disk = qcow2(storage.clone(), guest_bytes);
+        let disk = qcow2(storage.clone(), guest_bytes, "");
         let mut options = ExportOptions { name: "disk".to_owned(), ..ExportOptions::default() };
         export(&mut options);
         let export = Export::new(disk, options);

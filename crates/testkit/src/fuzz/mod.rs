@@ -5,10 +5,14 @@
 
 mod hostile;
 mod luks;
+#[cfg(feature = "nbd")]
+mod nbd;
 mod operations;
 
 pub use hostile::qcow2_open_read;
 pub use luks::luks_open;
+#[cfg(feature = "nbd")]
+pub use nbd::nbd_session;
 pub use operations::{qcow2_life, qcow2_ops};
 
 use std::sync::Arc;

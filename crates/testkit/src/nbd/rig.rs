@@ -4,57 +4,35 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vdkit_block::{
-    CacheMode, CreateRequest, FormatDriver, Limits, Monitor, OpenRequest, Options, Repair, Storage,
-};
-use vdkit_chain::{Disk, OpenOptions};
+use vdkit_block::{FormatDriver, Limits, Monitor, Repair, Storage};
+use vdkit_chain::Disk;
 use vdkit_export::{Export, ExportOptions};
 use vdkit_export_nbd::{Address, Exports, Listener, Server, ServerOptions};
 use vdkit_storage::MemoryStorage;
 
-use crate::client::{Client, Style};
+use super::client::{Client, Style};
+use crate::disks::qcow2;
 
-pub const MIB: u64 = 1 << 20;
-
+/// A server, its export and the image under it.
+#[derive(Debug)]
 pub struct Rig {
+    /// What is served, as `disk`.
     pub export: Arc<Export>,
+    /// The image.
     pub storage: Arc<dyn Storage>,
+    /// Where it listens.
     pub socket: PathBuf,
     server: Option<Server>,
     _folder: tempfile::TempDir,
 }
 
-/// An empty qcow2 image.
-pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64, options: &str) -> Disk {
-    let driver = vdkit_qcow2::Qcow2Driver;
-    driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            data_file: None,
-            guest_bytes,
-            options: Options::parse("qcow2", driver.options(), [options]).unwrap(),
-            backing: None,
-        })
-        .unwrap();
-    reopen(storage, true)
-}
-
-pub fn reopen(storage: Arc<dyn Storage>, writable: bool) -> Disk {
-    reopen_in(CacheMode::Writeback, storage, writable)
-}
-
-pub fn reopen_in(cache: CacheMode, storage: Arc<dyn Storage>, writable: bool) -> Disk {
-    let (driver, limits) = (vdkit_qcow2::Qcow2Driver, Limits::default());
-    let info = driver.describe(&storage, &limits).unwrap();
-    let format = driver.open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
-    Disk::from_format(format, info, &OpenOptions { writable, cache, ..OpenOptions::default() })
-}
-
 impl Rig {
+    /// Serves an empty disk in memory.
     pub fn new(guest_bytes: u64) -> Self {
         Self::with(Arc::new(MemoryStorage::new("image")), guest_bytes, |_| {}, |_| {})
     }
 
+    /// Serves an empty disk on this storage.
     pub fn with(
         storage: Arc<dyn Storage>,
         guest_bytes: u64,
@@ -65,6 +43,7 @@ impl Rig {
         Self::over(storage, disk, export, server)
     }
 
+    /// Serves this disk.
     pub fn over(
         storage: Arc<dyn Storage>,
         disk: Disk,
@@ -84,6 +63,7 @@ impl Rig {
         Self { export, storage, socket, server: Some(server), _folder: folder }
     }
 
+    /// A client.
     pub fn client(&self, style: Style) -> Client {
         Client::open(&self.socket, "disk", style)
     }
@@ -98,10 +78,12 @@ impl Rig {
         client
     }
 
+    /// Where it listens.
     pub fn path(&self) -> &Path {
         &self.socket
     }
 
+    /// Connections now.
     pub fn connections(&self) -> usize {
         self.server.as_ref().unwrap().connections()
     }

@@ -5,34 +5,54 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
+/// Before each option.
 pub const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
 
+/// Commands, as doc/proto.md of NetworkBlockDevice/nbd numbers them.
 pub const READ: u16 = 0;
+/// Bytes to the disk.
 pub const WRITE: u16 = 1;
+/// The end of the connection.
 pub const DISC: u16 = 2;
+/// What was answered becomes durable.
 pub const FLUSH: u16 = 3;
+/// A range is not needed.
 pub const TRIM: u16 = 4;
+/// A range will be read.
 pub const CACHE: u16 = 5;
+/// Zeroes to the disk.
 pub const WRITE_ZEROES: u16 = 6;
+/// What is where.
 pub const BLOCK_STATUS: u16 = 7;
 
+/// Flags of commands.
 pub const FUA: u16 = 1;
+/// Zeroes take space.
 pub const NO_HOLE: u16 = 2;
+/// One chunk.
 pub const DF: u16 = 4;
+/// One run.
 pub const REQ_ONE: u16 = 8;
+/// Only if faster than a write.
 pub const FAST_ZERO: u16 = 16;
+/// The length is that of a payload.
 pub const PAYLOAD_LEN: u16 = 32;
 
+/// The error of a request that makes no sense.
 pub const EINVAL: u32 = 22;
 
 /// How replies come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
+    /// Simple replies.
     Simple,
+    /// Structured replies.
     Structured,
+    /// Extended headers.
     Extended,
 }
 
+/// All of them.
 pub const STYLES: [Style; 3] = [Style::Simple, Style::Structured, Style::Extended];
 
 /// A reply to an option: its type and data.
@@ -41,16 +61,26 @@ pub type OptionReply = (u32, Vec<u8>);
 /// One chunk of a reply, or a simple reply as one.
 #[derive(Clone, Debug)]
 pub struct Chunk {
+    /// Bit 0: the last one.
     pub flags: u16,
+    /// Type of the chunk.
     pub kind: u16,
+    /// The request's.
     pub cookie: u64,
+    /// All behind the header.
     pub payload: Vec<u8>,
 }
 
+/// A connection. Every method panics where the server breaks the protocol.
+#[derive(Debug)]
 pub struct Client {
+    /// Under everything.
     pub socket: UnixStream,
+    /// What was agreed on.
     pub style: Style,
+    /// Bytes of the export.
     pub size: u64,
+    /// Its transmission flags.
     pub flags: u16,
     cookie: u64,
 }
@@ -88,6 +118,7 @@ impl Client {
         client
     }
 
+    /// Asks for a style of replies.
     pub fn agree(&mut self, style: Style) {
         let option = match style {
             Style::Simple => return,
@@ -98,10 +129,12 @@ impl Client {
         self.style = style;
     }
 
+    /// Sends bytes.
     pub fn put(&mut self, bytes: &[u8]) {
         self.socket.write_all(bytes).unwrap();
     }
 
+    /// Receives so many bytes.
     pub fn take(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.socket.read_exact(&mut bytes).unwrap();
@@ -117,6 +150,7 @@ impl Client {
         }
     }
 
+    /// Sends an option.
     pub fn send_option(&mut self, option: u32, data: &[u8]) {
         let mut bytes = IHAVEOPT.to_be_bytes().to_vec();
         bytes.extend(option.to_be_bytes());
@@ -125,6 +159,7 @@ impl Client {
         self.put(&bytes);
     }
 
+    /// One reply to an option.
     pub fn option_reply(&mut self, option: u32) -> OptionReply {
         let head = self.take(20);
         assert_eq!(be64(&head), 0x0003_e889_0455_65a9);
@@ -147,6 +182,7 @@ impl Client {
         }
     }
 
+    /// Ends the handshake with NBD_OPT_GO.
     pub fn go(&mut self, name: &str) {
         let mut data = (name.len() as u32).to_be_bytes().to_vec();
         data.extend(name.as_bytes());
@@ -247,10 +283,12 @@ impl Client {
         self.answer(cookie, 0).map(drop)
     }
 
+    /// Writes; the server's error otherwise.
     pub fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), u32> {
         self.run(WRITE, 0, at, bytes.len() as u64, bytes)
     }
 
+    /// Reads.
     pub fn read(&mut self, at: u64, len: usize) -> Result<Vec<u8>, u32> {
         self.read_with(0, at, len).map(|(bytes, _)| bytes)
     }
@@ -295,6 +333,7 @@ impl Client {
         self.status_answer(cookie)
     }
 
+    /// The answer to a block status request.
     pub fn status_answer(&mut self, cookie: u64) -> Result<Vec<Vec<(u64, u64)>>, u32> {
         let mut contexts = Vec::new();
         for chunk in self.answer(cookie, 0)? {

@@ -1,0 +1,102 @@
+//! What an export promises to every front.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use vdkit_block::{Error, ErrorKind, GuestOffset, Storage};
+use vdkit_export::{Change, Export, ExportOptions};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::disks::{MIB, qcow2, reopen};
+use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
+
+const GROWING: [FaultKind; 4] =
+    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn no_space() -> Error {
+    Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() }
+}
+
+/// Keeps a write; gives what becomes of it.
+fn keep(export: &Arc<Export>, data: Vec<u8>, at: u64) -> Receiver<vdkit_block::Result<()>> {
+    let (tell, told) = channel();
+    let done = Box::new(move |done| tell.send(done).unwrap());
+    export.keep(Change::Write(data), at, true, no_space(), done);
+    told
+}
+
+#[test]
+fn a_read_only_export_of_a_writable_disk_takes_no_change_in_any_lane() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    let disk = qcow2(storage, MIB, "");
+    disk.write_at(&[7; 4096], GuestOffset(0)).unwrap();
+    let options = ExportOptions { read_only: true, ..ExportOptions::default() };
+    let export = Export::new(disk, options);
+    assert!(export.read_only());
+    // In place, which the fast lane would do at once.
+    assert!(export.write_ready(&[1; 512], 0).is_none());
+    let tried = [
+        export.write(&[1; 512], 0, false),
+        export.zero(0, 512, true, false),
+        export.discard(0, MIB, false),
+        export.grow(2 * MIB),
+    ];
+    for done in tried {
+        assert!(matches!(done, Err(Error::ReadOnly { .. })), "{done:?}");
+    }
+    let mut found = [0; 4096];
+    export.read(&mut found, 0).unwrap();
+    assert_eq!(found, [7; 4096]);
+    assert_eq!(export.size(), MIB);
+}
+
+#[test]
+fn a_durable_change_that_was_kept_is_durable_when_it_is_done() {
+    let crash = CrashStorage::new();
+    let faulty = FaultyStorage::new(crash.clone());
+    let export = Export::new(qcow2(faulty.clone(), 4 * MIB, ""), ExportOptions::default());
+    export.write(&[1; 65536], 0, true).unwrap();
+    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    for at in [0, MIB] {
+        assert_eq!(export.write(&[2; 4096], at, true).unwrap_err().kind(), ErrorKind::NoSpace);
+        let told = keep(&export, vec![2; 4096], at);
+        assert!(told.recv_timeout(Duration::from_millis(300)).is_err(), "there is no space yet");
+        faulty.heal();
+        told.recv_timeout(PATIENCE).unwrap().unwrap();
+        let survivor = reopen(Arc::new(crash.crash_now().only_durable()), false);
+        let mut found = [0; 4096];
+        survivor.read_at(&mut found, GuestOffset(at)).unwrap();
+        assert_eq!(found, [2; 4096], "at {at}");
+        faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    }
+    faulty.heal();
+    export.close().unwrap();
+}
+
+#[test]
+fn what_is_kept_holds_a_bounded_amount_of_memory() {
+    const PIECE: usize = 32 << 20;
+    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+    let export = Export::new(qcow2(faulty.clone(), 1 << 30, ""), ExportOptions::default());
+    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    // 256 MiB, of pages that nothing has touched.
+    let kept: Vec<_> = (0..8).map(|i| keep(&export, vec![0; PIECE], i * PIECE as u64)).collect();
+    assert_eq!(export.parked().bytes, 8 * PIECE as u64);
+    std::thread::scope(|scope| {
+        let ninth = scope.spawn(|| keep(&export, vec![0; PIECE], 8 * PIECE as u64));
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(!ninth.is_finished(), "whoever has more to keep waits");
+        assert_eq!(export.parked().bytes, 8 * PIECE as u64);
+        // The end of the service lets go of all of them.
+        export.end_waiting();
+        let ninth = ninth.join().unwrap();
+        for told in kept.iter().chain([&ninth]) {
+            let done = told.recv_timeout(PATIENCE).unwrap();
+            assert!(done.is_err());
+        }
+    });
+    assert_eq!(export.parked().bytes, 0);
+    faulty.heal();
+    export.close().unwrap();
+}

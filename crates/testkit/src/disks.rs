@@ -1,0 +1,47 @@
+//! Disks over a storage, for tests above the formats.
+
+use std::sync::Arc;
+
+use vdkit_block::{CacheMode, CreateRequest, FormatDriver, Limits, OpenRequest, Options, Storage};
+use vdkit_chain::{Disk, OpenOptions};
+use vdkit_qcow2::Qcow2Driver;
+
+/// Bytes of a mebibyte.
+pub const MIB: u64 = 1 << 20;
+
+/// An empty qcow2 image, open for writing; `options` as in `create -o`.
+///
+/// # Panics
+/// Where it cannot be made.
+pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64, options: &str) -> Disk {
+    let driver = Qcow2Driver;
+    driver
+        .create(&CreateRequest {
+            storage: storage.clone(),
+            data_file: None,
+            guest_bytes,
+            options: Options::parse("qcow2", driver.options(), [options]).unwrap(),
+            backing: None,
+        })
+        .unwrap();
+    reopen(storage, true)
+}
+
+/// Opens it again.
+///
+/// # Panics
+/// Where it cannot be opened.
+pub fn reopen(storage: Arc<dyn Storage>, writable: bool) -> Disk {
+    reopen_in(CacheMode::Writeback, storage, writable)
+}
+
+/// Opens it again in a cache mode.
+///
+/// # Panics
+/// Where it cannot be opened.
+pub fn reopen_in(cache: CacheMode, storage: Arc<dyn Storage>, writable: bool) -> Disk {
+    let (driver, limits) = (Qcow2Driver, Limits::default());
+    let info = driver.describe(&storage, &limits).unwrap();
+    let format = driver.open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
+    Disk::from_format(format, info, &OpenOptions { writable, cache, ..OpenOptions::default() })
+}
