@@ -6,7 +6,8 @@ use std::time::Duration;
 use vdkit_testkit::Rng;
 
 use crate::guest::*;
-use crate::rig::{MIB, Rig};
+use crate::rig::Rig;
+use vdkit_testkit::disks::MIB;
 
 const WRITE_ONLY: u16 = 2;
 

@@ -5,7 +5,8 @@ use std::time::Duration;
 use vdkit_export_vhost::Listener;
 
 use crate::guest::*;
-use crate::rig::{MIB, Rig};
+use crate::rig::Rig;
+use vdkit_testkit::disks::MIB;
 
 #[test]
 fn a_monitor_may_come_again() {

@@ -8,7 +8,8 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
 
 use crate::guest::*;
-use crate::rig::{MIB, Rig};
+use crate::rig::Rig;
+use vdkit_testkit::disks::MIB;
 
 fn full(on_nospace: OnNoSpace) -> (Arc<FaultyStorage>, Rig) {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));

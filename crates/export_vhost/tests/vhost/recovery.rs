@@ -3,7 +3,8 @@
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::guest::*;
-use crate::rig::{MIB, Rig};
+use crate::rig::Rig;
+use vdkit_testkit::disks::MIB;
 
 /// The notes of queue 0, as a server that dies leaves them.
 struct Notes {

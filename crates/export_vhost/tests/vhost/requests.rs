@@ -3,7 +3,8 @@
 use vdkit_testkit::Rng;
 
 use crate::guest::*;
-use crate::rig::{MIB, Rig};
+use crate::rig::Rig;
+use vdkit_testkit::disks::MIB;
 
 #[test]
 fn requests_do_what_they_say() {
