@@ -79,19 +79,59 @@ fn map_cache(text: &mut Text, cache: &MapCacheStats) {
     text.gauge("map_bytes", "Bytes of the map of a disk all allocated.", cache.map_bytes);
 }
 
+/// Buckets in the text: one a doubling from 2 µs to over a minute, whether anything is in it or
+/// not, as a rate needs each of them from the beginning.
+const DOUBLINGS: u32 = 26;
+
 fn latencies(text: &mut Text, ops: &[OpStats]) {
     const NAME: &str = "request_seconds";
     text.family(NAME, "histogram", "How long requests took.");
     for op in ops {
         let label = format!(",op=\"{}\"", op.kind.name());
-        let mut sum = 0;
-        for bucket in &op.latency {
-            sum += bucket.requests;
-            let labels = format!("{label},le=\"{}\"", bucket.below_nanoseconds as f64 / 1e9);
-            text.sample("request_seconds_bucket", &labels, sum);
+        let within = |bound| {
+            let buckets = op.latency.iter().filter(|bucket| bucket.below_nanoseconds <= bound);
+            buckets.map(|bucket| bucket.requests).sum::<u64>()
+        };
+        for doubling in 0..DOUBLINGS {
+            let bound = 2000u64 << doubling;
+            let labels = format!("{label},le=\"{}\"", bound as f64 / 1e9);
+            text.sample("request_seconds_bucket", &labels, within(bound));
         }
-        text.sample("request_seconds_bucket", &format!("{label},le=\"+Inf\""), sum);
+        let all = within(u64::MAX);
+        text.sample("request_seconds_bucket", &format!("{label},le=\"+Inf\""), all);
         text.sample("request_seconds_sum", &label, op.total_nanoseconds as f64 / 1e9);
-        text.sample("request_seconds_count", &label, sum);
+        text.sample("request_seconds_count", &label, all);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::counters::{Counters, OpKind};
+
+    #[test]
+    fn a_histogram_has_all_its_buckets_and_never_falls() {
+        let counters = Counters::default();
+        for micros in [0, 1, 3, 3, 500, 1_000_000, 3_600_000_000] {
+            counters.done(OpKind::Read, 4096, Duration::from_micros(micros), true);
+        }
+        let mut text = Text { label: "export=\"x\"".to_owned(), out: String::new() };
+        latencies(&mut text, &counters.stats().ops);
+        let read: Vec<(f64, u64)> = text
+            .out
+            .lines()
+            .filter_map(|line| line.split_once("_bucket{export=\"x\",op=\"read\",le=\""))
+            .filter_map(|(_, rest)| rest.split_once("\"} "))
+            .map(|(bound, count)| (bound.parse().unwrap(), count.parse().unwrap()))
+            .collect();
+        assert_eq!(read.len(), DOUBLINGS as usize + 1);
+        assert!(read.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1), "{read:?}");
+        let below = |bound: f64| read.iter().find(|(found, _)| *found >= bound).unwrap().1;
+        assert_eq!((below(2e-6), below(4e-6), below(1e-3), below(2.0)), (2, 4, 5, 6));
+        // What takes longer than the last bound is in no bucket but the last.
+        assert_eq!((read[DOUBLINGS as usize - 1].1, read[DOUBLINGS as usize].1), (6, 7));
+        assert_eq!(text.out.matches("op=\"flush\",le=").count(), DOUBLINGS as usize + 1);
     }
 }

@@ -16,6 +16,7 @@ mod crew;
 mod dd;
 mod deflate;
 mod dependents;
+mod doctor;
 mod holes;
 pub mod inspect;
 mod keys;
@@ -50,6 +51,9 @@ pub use convert::{Backing, ConvertOptions, ConvertReport, convert};
 pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create};
 pub use dd::{DdOptions, DdPlan, DdReport, dd_new};
 pub use dependents::{Dependents, dependents, refuse_dependents};
+pub use doctor::{
+    DoctorCode, DoctorFinding, DoctorImage, DoctorOptions, DoctorReport, DoctorSeverity, doctor,
+};
 pub use keys::{KeysAfter, ListedKeys, add_key, change_key, list_keys, remove_key};
 pub use map::{Map, MapRow, map};
 pub use measure::{MeasureReport, measure, measure_empty};

@@ -23,6 +23,7 @@ pub mod convert;
 pub mod create;
 pub mod ctl;
 pub mod dd;
+pub mod doctor;
 pub mod formats;
 pub mod info;
 pub mod inspect;
@@ -36,6 +37,7 @@ pub mod rebase;
 pub mod resize;
 pub mod serve;
 pub mod snapshot;
+pub mod top;
 pub mod tree;
 pub mod write;
 
@@ -45,6 +47,7 @@ pub static ALL: &[Subcommand] = &[
     convert::COMMAND,
     info::COMMAND,
     inspect::COMMAND,
+    doctor::COMMAND,
     tree::COMMAND,
     map::COMMAND,
     compare::COMMAND,
@@ -60,6 +63,7 @@ pub static ALL: &[Subcommand] = &[
     key::COMMAND,
     serve::COMMAND,
     ctl::COMMAND,
+    top::COMMAND,
     mount::COMMAND,
     read::COMMAND,
     write::COMMAND,

@@ -8,21 +8,21 @@ use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent
 
 /// What was spent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Spent {
-    pub(super) reads: u64,
-    pub(super) bytes: u64,
+pub(crate) struct Spent {
+    pub(crate) reads: u64,
+    pub(crate) bytes: u64,
 }
 
 /// Which limit was passed first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Exceeded {
+pub(crate) enum Exceeded {
     Reads,
     Time,
 }
 
 /// Reads of another storage up to a number, a sum of bytes and a deadline; never writes.
 #[derive(Debug)]
-pub(super) struct BudgetStorage {
+pub(crate) struct BudgetStorage {
     inner: Arc<dyn Storage>,
     reads_max: u64,
     bytes_max: u64,
@@ -34,7 +34,7 @@ pub(super) struct BudgetStorage {
 }
 
 impl BudgetStorage {
-    pub(super) fn new(
+    pub(crate) fn new(
         inner: Arc<dyn Storage>,
         reads_max: u64,
         bytes_max: u64,
@@ -52,14 +52,14 @@ impl BudgetStorage {
         })
     }
 
-    pub(super) fn spent(&self) -> Spent {
+    pub(crate) fn spent(&self) -> Spent {
         Spent {
             reads: self.reads.load(Ordering::Relaxed),
             bytes: self.bytes.load(Ordering::Relaxed),
         }
     }
 
-    pub(super) fn exceeded(&self) -> Option<Exceeded> {
+    pub(crate) fn exceeded(&self) -> Option<Exceeded> {
         if self.out_of_time.load(Ordering::Relaxed) {
             Some(Exceeded::Time)
         } else if self.out_of_reads.load(Ordering::Relaxed) {

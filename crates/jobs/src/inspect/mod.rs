@@ -16,7 +16,7 @@
 //! It covers what OpenStack's format inspector (oslo.utils, `imageutils.format_inspector`)
 //! refuses, and names each reason by a stable [`Code`].
 
-mod budget;
+pub(crate) mod budget;
 mod code;
 mod foreign;
 mod mapping;

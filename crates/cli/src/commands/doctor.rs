@@ -1,0 +1,134 @@
+//! `vdkit doctor`: what is wrong or slow here, and the command that mends it.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use vdkit::Monitor;
+use vdkit::jobs::{self, DoctorImage, DoctorOptions, DoctorReport, DoctorSeverity};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::{Json, ProgressOption, References};
+use crate::failure::{Exit, Failure, Outcome, quoted};
+use crate::output::{Output, bytes_short};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "doctor",
+    about: "Say what is wrong or slow about images, and the command that mends it",
+    group: Group::Look,
+    details: "\
+Reads metadata only and changes nothing; also works on an image that a guest is running on. Of a folder: \
+every image in it. Exit codes: 0 nothing but advice, 3 warnings, 4 errors: an image is damaged or cannot be \
+read as it is. In the commands, words in capitals are for you to choose.",
+    examples: "
+vdkit doctor disk.qcow2
+vdkit doctor /var/lib/libvirt/images          every image there, and which are orphans
+vdkit doctor --json disk.qcow2 | jq '.images[].findings[].code'
+",
+    augment: augment::<DoctorArgs>,
+    run: run::<DoctorArgs>,
+};
+
+/// Arguments of `vdkit doctor`.
+#[derive(Args, Debug)]
+pub struct DoctorArgs {
+    /// An image or a folder
+    #[arg(value_name = "IMAGE|DIR", value_hint = ValueHint::AnyPath)]
+    path: PathBuf,
+    /// The image's format; without it the header is probed
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Look into folders within the folder
+    #[arg(short = 'r', long)]
+    recursive: bool,
+    #[command(flatten)]
+    references: References,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+impl Run for DoctorArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let folder = self.path.is_dir();
+        if folder && self.format.is_some() {
+            return Err(Failure::usage("--format is for one image; a folder's images are probed"));
+        }
+        let options = DoctorOptions {
+            format: self.format,
+            refs: self.references.policy(),
+            recursive: self.recursive,
+        };
+        let progress = self.progress.reporter("doctor");
+        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let report = jobs::doctor(&vdkit::registry(), &self.path, &options, &monitor);
+        progress.finish();
+        let report = report?;
+        if self.json.json {
+            session.out.json(&report)?;
+        } else {
+            for image in &report.images {
+                print(image, &mut session.out)?;
+            }
+            if folder {
+                sum_up(&report, &mut session.out)?;
+            }
+        }
+        Ok(match &report {
+            report if report.errors > 0 => Exit::Corrupt,
+            report if report.warnings > 0 => Exit::Differs,
+            _ => Exit::Done,
+        })
+    }
+}
+
+fn print(image: &DoctorImage, out: &mut Output) -> std::io::Result<()> {
+    let mut line = image.path.display().to_string();
+    if let (Some(format), Some(size)) = (image.format, image.virtual_size) {
+        line.push_str(&format!("  {format} {}", bytes_short(size)));
+    }
+    if image.findings.is_empty() {
+        line.push_str(if image.checked {
+            "  nothing found"
+        } else {
+            "  nothing found in its header"
+        });
+    }
+    out.line(line)?;
+    for finding in &image.findings {
+        let severity = match finding.severity {
+            DoctorSeverity::Error => "error",
+            DoctorSeverity::Warning => "warning",
+            DoctorSeverity::Advice => "advice",
+        };
+        let code = finding.code.name();
+        out.line(format!("  {severity:<8} {code}: {}", finding.message.replace('\n', " ")))?;
+        if let Some(words) = &finding.mend {
+            let words: Vec<String> = words.iter().map(|word| quoted(word)).collect();
+            out.line(format!("           {}", words.join(" ")))?;
+        }
+    }
+    Ok(())
+}
+
+fn sum_up(report: &DoctorReport, out: &mut Output) -> std::io::Result<()> {
+    let some = |n: u64, one: &str, many: &str| match n {
+        1 => format!("1 {one}"),
+        n => format!("{n} {many}"),
+    };
+    out.line(format!(
+        "{}: {}, {}, {} of advice",
+        some(report.images.len() as u64, "image", "images"),
+        some(report.errors, "error", "errors"),
+        some(report.warnings, "warning", "warnings"),
+        some(report.advice, "piece", "pieces"),
+    ))?;
+    for orphan in &report.orphans {
+        out.line(format!("orphan: {}", orphan.display()))?;
+    }
+    Ok(())
+}

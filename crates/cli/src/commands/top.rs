@@ -1,0 +1,222 @@
+//! `vdkit top`: what a service does, live.
+
+use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueHint};
+use vdkit::CancelToken;
+use vdkit::export::{Command, ask};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::Json;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::session::Session;
+
+mod rates;
+mod screen;
+mod view;
+
+use rates::{Rates, Sample};
+use screen::{Did, Screen};
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "top",
+    about: "Watch a running 'vdkit serve': requests, bytes, latencies, cache",
+    group: Group::Serve,
+    details: "\
+SOCKET is what 'vdkit serve --control SOCKET' listens at. On a terminal the view fills the screen until q, \
+Esc or Ctrl-C; elsewhere each interval is printed beneath the one before, with --json as one line each. \
+Each interval shows what happened in it: latencies are of the requests that ended in it. The view ends with \
+the service.",
+    examples: "
+vdkit top /run/disk.ctl
+vdkit top --once /run/disk.ctl                    one second, in plain text
+vdkit top --json --interval 10 --count 6 /run/disk.ctl   a minute for a script
+",
+    augment: augment::<TopArgs>,
+    run: run::<TopArgs>,
+};
+
+/// Arguments of `vdkit top`.
+#[derive(Args, Debug)]
+pub struct TopArgs {
+    /// The service's control socket
+    #[arg(value_name = "SOCKET", value_hint = ValueHint::FilePath)]
+    socket: PathBuf,
+    /// Length of an interval, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
+    interval: Duration,
+    /// Show so many intervals, in plain text
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+    /// Show one interval: --count 1
+    #[arg(long, conflicts_with = "count")]
+    once: bool,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// Parses the value of --interval.
+fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.05..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("write seconds between 0.05 and 86400".to_owned()),
+    }
+}
+
+/// How often keys and signals are looked at.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Asks a service how it is.
+fn sample(socket: &Path) -> io::Result<Sample> {
+    let status = serde_json::from_value(ask(socket, &Command::Status)?)?;
+    let stats = serde_json::from_value(ask(socket, &Command::Stats)?)?;
+    Ok(Sample { at: Instant::now(), status, stats })
+}
+
+/// Asks again and again, on a thread of its own: a service that does not answer must not keep the
+/// user from leaving. After an error nothing more comes.
+fn samples(socket: PathBuf, interval: Duration) -> Result<Receiver<io::Result<Sample>>, Failure> {
+    let (sender, receiver) = channel();
+    let ask_on = move || {
+        let mut next = Instant::now();
+        loop {
+            let sample = sample(&socket);
+            let last = sample.is_err();
+            if sender.send(sample).is_err() || last {
+                return;
+            }
+            // What took too long is left out, not made up for.
+            next = (next + interval).max(Instant::now());
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        }
+    };
+    std::thread::Builder::new()
+        .name("samples".to_owned())
+        .spawn(ask_on)
+        .map_err(|error| Failure::failed(format!("no thread: {error}")))?;
+    Ok(receiver)
+}
+
+/// What the view stands on: the samples, and the one before.
+struct Watch {
+    samples: Receiver<io::Result<Sample>>,
+    before: Option<Sample>,
+    socket: PathBuf,
+}
+
+/// What came within a time.
+enum Came {
+    Interval(Box<Rates>),
+    Nothing,
+    /// The service has ended.
+    End,
+}
+
+impl Watch {
+    fn next(&mut self, time: Duration) -> Result<Came, Failure> {
+        let sample = match self.samples.recv_timeout(time) {
+            Ok(Ok(sample)) => sample,
+            Ok(Err(_)) if self.before.is_some() => return Ok(Came::End),
+            Ok(Err(error)) => {
+                let socket = self.socket.display();
+                return Err(Failure::failed(format!("{socket}: no service answers: {error}")));
+            }
+            Err(RecvTimeoutError::Timeout) => return Ok(Came::Nothing),
+            Err(RecvTimeoutError::Disconnected) => return Ok(Came::End),
+        };
+        let rates = self.before.as_ref().map(|before| Rates::between(before, &sample));
+        self.before = Some(sample);
+        Ok(rates.map_or(Came::Nothing, |rates| Came::Interval(Box::new(rates))))
+    }
+}
+
+impl TopArgs {
+    /// Prints one interval after the other.
+    fn print(&self, watch: &mut Watch, stop: &CancelToken, session: &mut Session) -> Outcome {
+        let mut left = if self.once { 1 } else { self.count.unwrap_or(u64::MAX) };
+        while left > 0 && !stop.is_cancelled() {
+            let rates = match watch.next(LOOK)? {
+                Came::Interval(rates) => rates,
+                Came::Nothing => continue,
+                Came::End => return Ok(ended()),
+            };
+            left -= 1;
+            if self.json.json {
+                session.out.json_line(&rates)?;
+            } else {
+                for line in view::lines(&rates) {
+                    session.out.line(line)?;
+                }
+                if left > 0 {
+                    session.out.line("")?;
+                }
+            }
+            session.out.finish()?;
+        }
+        Ok(Exit::Done)
+    }
+
+    /// Shows the latest interval on the terminal.
+    fn show(&self, watch: &mut Watch, stop: &CancelToken) -> Outcome {
+        // Before the screen is taken: a service that is not there is a plain message.
+        let mut shown = vec![format!("{}: asking …", self.socket.display())];
+        while watch.before.is_none() && !stop.is_cancelled() {
+            watch.next(LOOK)?;
+        }
+        let screen = Screen::take()?;
+        screen.show(&shown)?;
+        let mut last = Instant::now();
+        let late = self.interval * 2 + Duration::from_secs(1);
+        while !stop.is_cancelled() {
+            match screen.wait(LOOK)? {
+                Did::Quit => return Ok(Exit::Done),
+                Did::Resized => screen.show(&shown)?,
+                Did::Nothing => {}
+            }
+            match watch.next(Duration::ZERO)? {
+                Came::Interval(rates) => {
+                    shown = view::lines(&rates);
+                    shown.extend([String::new(), "q: end".to_owned()]);
+                    last = Instant::now();
+                }
+                Came::Nothing if last.elapsed() > late => {
+                    let line = format!("no answer for {} s", last.elapsed().as_secs());
+                    shown.pop();
+                    shown.push(format!("q: end    {line}"));
+                }
+                Came::Nothing => continue,
+                Came::End => {
+                    drop(screen);
+                    return Ok(ended());
+                }
+            }
+            screen.show(&shown)?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+fn ended() -> Exit {
+    eprintln!("the service has ended");
+    Exit::Done
+}
+
+impl Run for TopArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let stop = session.cancel_on_signal()?;
+        let samples = samples(self.socket.clone(), self.interval)?;
+        let mut watch = Watch { samples, before: None, socket: self.socket.clone() };
+        let live = io::stdout().is_terminal() && io::stdin().is_terminal();
+        if live && !self.json.json && !self.once && self.count.is_none() {
+            self.show(&mut watch, &stop)
+        } else {
+            self.print(&mut watch, &stop, session)
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! What the header says, and the format's own check.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vdkit_block::{CheckReport, Error, ImageInfo, Limits, Monitor, Repair, Result, Storage};
+use vdkit_chain::{OpenOptions, OpenedImage, open_image};
+
+use super::{DoctorCode, METADATA_BYTES_MAX, Patient, command};
+use crate::inspect::budget::BudgetStorage;
+
+/// Reads for the check of one image, and the time for them.
+const READS_MAX: u64 = 100_000;
+const TIME_MAX: Duration = Duration::from_secs(10);
+/// The check's own table: 2 bytes a host cluster.
+const MEMORY_MAX: u64 = 64 << 20;
+/// Bytes that a file may take beyond its clusters in use without a word.
+const UNUSED_MIN: u64 = 16 << 20;
+/// What qemu-img and vdkit make unless they are told otherwise.
+const CLUSTER_BYTES_USUAL: u64 = 64 << 10;
+const REFCOUNT_BITS_USUAL: u64 = 16;
+
+impl Patient<'_> {
+    pub(super) fn look_at_header(&mut self) {
+        let info = self.link().info.clone();
+        let word = self.word.clone();
+        if info.corrupt {
+            let mend = command(&["vdkit", "check", "--repair", "all", &word]);
+            self.add(DoctorCode::MarkedCorrupt, "marked as corrupt; make a copy first", mend);
+        }
+        if info.dirty && !self.in_use {
+            let mend = command(&["vdkit", "check", "--repair", "all", &word]);
+            self.add(DoctorCode::NotClosed, "not closed cleanly: the dirty bit is set", mend);
+        }
+        if info.encryption.as_deref() == Some("aes") {
+            let mend = ["vdkit", "convert", "-O", "qcow2", "-o", "encrypt.format=luks"];
+            let mend = [&mend[..], &["--target-key-file", "KEY", &word, "NEW"]].concat();
+            let message = "encrypted with AES as QEMU did at first; LUKS is what it does now";
+            self.add(DoctorCode::LegacyAes, message, command(&mend));
+        }
+        self.look_at_size(&info);
+        for bitmap in info.bitmaps.iter().filter(|bitmap| bitmap.in_use && !self.in_use) {
+            let name = &bitmap.name;
+            let mend = command(&["vdkit", "bitmap", "remove", &word, name]);
+            self.findings.add(DoctorCode::BitmapStale, format!("bitmap '{name}'"), mend);
+        }
+        if info.format == "qcow2" {
+            self.look_at_qcow2(&info);
+        }
+    }
+
+    /// A raw disk is as large as its file, filled up to whole sectors.
+    fn look_at_size(&mut self, info: &ImageInfo) {
+        let host = self.link().host;
+        let as_its_file = info.format == "raw" && !host.device;
+        let bytes = if as_its_file { host.file_bytes } else { info.virtual_size };
+        let Some(whole) = bytes.checked_next_multiple_of(512).filter(|whole| *whole > bytes) else {
+            return;
+        };
+        let whole = whole.to_string();
+        let mend = command(&["vdkit", "resize", "-f", info.format, self.word.as_str(), &whole]);
+        let message = format!("{bytes} bytes are no whole sectors of 512");
+        self.add(DoctorCode::OddSize, message, mend);
+    }
+
+    fn look_at_qcow2(&mut self, info: &ImageInfo) {
+        let word = self.word.clone();
+        let property = |key: &str| {
+            info.properties.iter().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
+        };
+        if property("compat") == Some("0.10") {
+            let mend = command(&["vdkit", "amend", "-o", "compat=1.1", &word]);
+            self.add(DoctorCode::VersionTwo, "version 2 (compat=0.10)", mend);
+        }
+        let bits = property("refcount-bits").and_then(|bits| bits.parse::<u64>().ok());
+        if let Some(bits) = bits.filter(|bits| *bits < 8) {
+            // One reference is the disk's own.
+            let snapshots = (1u64 << bits) - 2;
+            let message = format!(
+                "refcount_bits={bits}: a cluster can be in {snapshots} snapshots at most; \
+                 {REFCOUNT_BITS_USUAL} is usual"
+            );
+            let option = format!("refcount_bits={REFCOUNT_BITS_USUAL}");
+            let mend = command(&["vdkit", "amend", "-o", &option, &word]);
+            self.add(DoctorCode::NarrowRefcounts, message, mend);
+        }
+        self.look_at_map(info, property("extended-l2") == Some("true"));
+    }
+
+    /// What the whole map takes beside the cache that it gets.
+    fn look_at_map(&mut self, info: &ImageInfo, extended: bool) {
+        let Some(cluster) = info.cluster_size.filter(|bytes| *bytes > 0) else { return };
+        let entry = if extended { 16 } else { 8 };
+        let map = map_bytes(info.virtual_size, cluster, entry);
+        let default = Limits::default().cache_bytes;
+        if map <= default {
+            return;
+        }
+        let mib = map.div_ceil(1 << 20);
+        let covered = default / entry * cluster;
+        let message = format!(
+            "with clusters of {} KiB a disk of {} GiB has {mib} MiB of L2 tables once all of it is \
+             used; the default cache of {} MiB covers {} GiB. (QEMU: l2-cache-size={mib}M)",
+            cluster as f64 / 1024.0,
+            info.virtual_size >> 30,
+            default >> 20,
+            covered >> 30,
+        );
+        let word = self.word.clone();
+        let size = format!("{mib}M");
+        let mend = ["vdkit", "serve", &word, "--nbd", "unix:SOCKET", "--l2-cache", &size];
+        self.add(DoctorCode::MapCache, message, command(&mend));
+        // The smallest that does, as larger ones cost a first write more.
+        let mut better = cluster;
+        while map_bytes(info.virtual_size, better, entry) > default && better < 2 << 20 {
+            better *= 2;
+        }
+        if cluster < CLUSTER_BYTES_USUAL && better > cluster {
+            let better = better.max(CLUSTER_BYTES_USUAL);
+            let map = map_bytes(info.virtual_size, better, entry).div_ceil(1 << 20);
+            let option = format!("cluster_size={}K", better >> 10);
+            let message = format!("with {option} the tables would take {map} MiB");
+            let mend = command(&["vdkit", "convert", "-O", "qcow2", "-o", &option, &word, "NEW"]);
+            self.add(DoctorCode::SmallClusters, message, mend);
+        }
+    }
+
+    /// Runs the format's check, as far as the budget goes.
+    pub(super) fn check(&mut self, open: &OpenOptions, monitor: &Monitor<'_>) -> Result<()> {
+        let opened = match open_image(self.registry, self.path, open) {
+            Ok(opened) => opened,
+            Err(error) => {
+                // The image itself was described, so it is the data file.
+                self.add(DoctorCode::DataFileMissing, error.to_string(), None);
+                return Ok(());
+            }
+        };
+        if self.in_use {
+            return Ok(());
+        }
+        let OpenedImage { storage, data_file, driver, .. } = opened;
+        let deadline = Instant::now().checked_add(TIME_MAX);
+        let budget = BudgetStorage::new(storage, READS_MAX, METADATA_BYTES_MAX, deadline);
+        let limited: Arc<dyn Storage> = budget.clone();
+        let limits = Limits { check_bytes_max: MEMORY_MAX, ..Limits::default() };
+        // It is over soon, so its own progress would say little.
+        let quiet = Monitor { cancel: monitor.cancel.clone(), ..Monitor::default() };
+        let checked = driver.check(&limited, data_file.as_ref(), Repair::Nothing, &limits, &quiet);
+        match checked {
+            Ok(_) | Err(_) if budget.exceeded().is_some() => self.not_checked(),
+            Ok(report) => {
+                self.checked = true;
+                self.tell(&report);
+            }
+            Err(error @ Error::Interrupted) => return Err(error),
+            Err(Error::Limit { .. }) => self.not_checked(),
+            Err(Error::Unsupported { .. }) => {}
+            Err(error) => {
+                let mend = command(&["vdkit", "check", "--repair", "all", self.word.as_str()]);
+                self.add(DoctorCode::Corrupt, error.to_string(), mend);
+            }
+        }
+        Ok(())
+    }
+
+    fn not_checked(&mut self) {
+        let message = format!(
+            "there is more metadata than {} MiB, or reading it takes longer than {} s",
+            METADATA_BYTES_MAX >> 20,
+            TIME_MAX.as_secs()
+        );
+        let mend = command(&["vdkit", "check", self.word.as_str()]);
+        self.add(DoctorCode::NotChecked, message, mend);
+    }
+
+    fn tell(&mut self, report: &CheckReport) {
+        let word = self.word.clone();
+        // The mark is one of them, and told already.
+        let marked = u64::from(self.link().info.corrupt);
+        if report.corruptions > marked {
+            let first = report.findings.iter();
+            let first = first
+                .filter(|finding| finding.severity == vdkit_block::Severity::Corruption)
+                .map(|finding| {
+                    format!("; {} at {:#x}: {}", finding.structure, finding.offset, finding.message)
+                })
+                .next()
+                .unwrap_or_default();
+            let message = format!("{} errors{first}; make a copy first", report.corruptions);
+            let mend = command(&["vdkit", "check", "--repair", "all", &word]);
+            self.add(DoctorCode::Corrupt, message, mend);
+        }
+        let cluster = self.link().info.cluster_size.unwrap_or(0);
+        if report.leaks > 0 {
+            let message = format!(
+                "{} clusters, {} bytes",
+                report.leaks,
+                report.leaks.saturating_mul(cluster)
+            );
+            let mend = command(&["vdkit", "check", "--repair", "leaks", &word]);
+            self.add(DoctorCode::Leaks, message, mend);
+        }
+        if report.compressed_clusters > 0 {
+            let message = format!(
+                "{} of {} allocated clusters are compressed; where a guest runs on the image, \
+                 convert it",
+                report.compressed_clusters, report.allocated_clusters
+            );
+            let mend = command(&["vdkit", "convert", "-O", self.link().info.format, &word, "NEW"]);
+            self.add(DoctorCode::Compressed, message, mend);
+        }
+        self.look_at_unused(report, cluster);
+    }
+
+    /// Space that no cluster in use can account for, where that can be told.
+    fn look_at_unused(&mut self, report: &CheckReport, cluster: u64) {
+        let link = self.link();
+        let info = &link.info;
+        let tellable = info.format == "qcow2"
+            && !link.host.device
+            && info.snapshots.is_empty()
+            && info.data_file.is_none()
+            && report.corruptions == 0
+            && cluster > 0;
+        if !tellable {
+            return;
+        }
+        let used = used_at_most(report, info, cluster);
+        let unused = link.host.allocated_bytes.saturating_sub(used);
+        if unused < UNUSED_MIN.max(link.host.allocated_bytes / 10) {
+            return;
+        }
+        let message = format!(
+            "the file takes {} bytes on the host; its clusters in use take {used} at most",
+            link.host.allocated_bytes
+        );
+        let mend = command(&["vdkit", "compact", self.word.as_str()]);
+        self.add(DoctorCode::UnusedSpace, message, mend);
+    }
+}
+
+/// Bytes of the L2 entries of a whole disk.
+fn map_bytes(virtual_size: u64, cluster: u64, entry: u64) -> u64 {
+    virtual_size.div_ceil(cluster).saturating_mul(entry)
+}
+
+/// Bytes that clusters in use can take: data, leaks (told elsewhere), and metadata, more of it
+/// rather than less.
+fn used_at_most(report: &CheckReport, info: &ImageInfo, cluster: u64) -> u64 {
+    let clusters = report.allocated_clusters.saturating_add(report.leaks);
+    let data = clusters.saturating_mul(cluster);
+    // All L2 tables may be there, where nothing is allocated too. An entry takes 16 bytes at most, a
+    // refcount 8.
+    let map = map_bytes(info.virtual_size, cluster, 16).saturating_add(cluster);
+    let refcounts = report.image_end_offset.div_ceil(cluster).saturating_mul(8);
+    let tables = map.saturating_add(refcounts);
+    // Header, L1 table, refcount table, bitmaps (a bit for 512 bytes at the least), encryption.
+    let bitmap = (info.virtual_size / 512 / 8).saturating_mul(info.bitmaps.len() as u64);
+    let small = (4 << 20) + 16 * cluster;
+    data.saturating_add(tables).saturating_add(bitmap).saturating_add(small)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_map_of_a_disk() {
+        assert_eq!(map_bytes(256 << 30, 64 << 10, 8), 32 << 20);
+        assert_eq!(map_bytes(1 << 40, 8 << 10, 8), 1 << 30);
+        assert_eq!(map_bytes(1, 64 << 10, 16), 16);
+        assert_eq!(map_bytes(u64::MAX, 512, 16), 1 << 59);
+    }
+}

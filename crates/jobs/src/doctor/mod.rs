@@ -1,0 +1,273 @@
+//! What is wrong or slow about an image, and the command that mends it.
+//!
+//! ```text
+//!   header ─► image     flags, version, sizes, the map against its cache
+//!          ─► chain     what it stands on: headers, names, times
+//!          ─► host      the file system: space, kind, direct I/O
+//!          ─► check     the format's own check, within a budget
+//! ```
+//!
+//! Everything is opened for reading, and only metadata is read, of an image from a stranger no more
+//! than [`METADATA_BYTES_MAX`]. An image that another process writes is looked at without its
+//! lock; what such a process has not written yet is left out.
+
+mod chain;
+mod code;
+mod host;
+mod image;
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use vdkit_block::{Error, Monitor, RefPolicy, Result};
+use vdkit_chain::{BackingChoice, ChainLink, OpenOptions, Registry, describe_chain};
+
+use crate::tree::{TreeOptions, tree};
+
+pub use code::{Code as DoctorCode, Severity as DoctorSeverity};
+
+/// Bytes of metadata that are read for the check of one image. In clusters of 64 KiB that is the
+/// metadata of about 400 GiB of data.
+pub const METADATA_BYTES_MAX: u64 = 64 << 20;
+
+/// How images are looked at.
+#[derive(Clone, Debug, Default)]
+pub struct DoctorOptions {
+    /// The image's format; none probes. Not for folders.
+    pub format: Option<String>,
+    /// Which files the metadata may make us open.
+    pub refs: RefPolicy,
+    /// Look into folders within a folder.
+    pub recursive: bool,
+}
+
+/// One finding.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DoctorFinding {
+    /// What it is.
+    pub code: DoctorCode,
+    /// How bad.
+    pub severity: DoctorSeverity,
+    /// What was found, with figures.
+    pub message: String,
+    /// The command that mends it, as words. Words in capitals are for the user to choose.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mend: Option<Vec<String>>,
+}
+
+/// What was found about one image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DoctorImage {
+    /// The file.
+    pub path: PathBuf,
+    /// Its format, where it could be told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub format: Option<&'static str>,
+    /// Bytes of the guest disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub virtual_size: Option<u64>,
+    /// All of its metadata was checked.
+    pub checked: bool,
+    /// The findings, the worst first.
+    pub findings: Vec<DoctorFinding>,
+}
+
+/// What was found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DoctorReport {
+    /// The images, by path.
+    pub images: Vec<DoctorImage>,
+    /// Images whose backing image is missing.
+    pub orphans: Vec<PathBuf>,
+    /// Findings of each severity, all images together.
+    pub errors: u64,
+    /// See `errors`.
+    pub warnings: u64,
+    /// See `errors`.
+    pub advice: u64,
+}
+
+impl DoctorReport {
+    fn count(&mut self) {
+        let all = self.images.iter().flat_map(|image| &image.findings);
+        for finding in all {
+            match finding.severity {
+                DoctorSeverity::Error => self.errors += 1,
+                DoctorSeverity::Warning => self.warnings += 1,
+                DoctorSeverity::Advice => self.advice += 1,
+            }
+        }
+    }
+}
+
+/// Looks at an image, or at every image of a folder.
+///
+/// # Errors
+/// [`Error::File`] where the path cannot be read; [`Error::Limit`] for a folder with too many
+/// files; [`Error::Interrupted`]. What is wrong with an image is a result.
+pub fn doctor(
+    registry: &Registry,
+    path: &Path,
+    options: &DoctorOptions,
+    monitor: &Monitor<'_>,
+) -> Result<DoctorReport> {
+    let mut report = DoctorReport::default();
+    if path.is_dir() {
+        folder(registry, path, options, monitor, &mut report)?;
+    } else {
+        let image = examine(registry, path, options, monitor)?;
+        if image.findings.iter().any(|finding| finding.code == DoctorCode::BackingMissing) {
+            report.orphans.push(path.to_owned());
+        }
+        report.images.push(image);
+    }
+    report.count();
+    Ok(report)
+}
+
+fn folder(
+    registry: &Registry,
+    path: &Path,
+    options: &DoctorOptions,
+    monitor: &Monitor<'_>,
+    report: &mut DoctorReport,
+) -> Result<()> {
+    let tree_options = TreeOptions { refs: options.refs.clone(), recursive: options.recursive };
+    // (Its progress is of another kind.)
+    let quiet = Monitor { cancel: monitor.cancel.clone(), ..Monitor::default() };
+    let found = tree(registry, path, &tree_options, &quiet)?;
+    for (number, image) in found.images.iter().enumerate() {
+        monitor.cancel.check()?;
+        monitor.progress.update(number as u64, found.images.len() as u64);
+        // A file without a header is here because another image stands on it.
+        let format = (image.format == "raw").then(|| image.format.to_owned());
+        let options = DoctorOptions { format, ..options.clone() };
+        report.images.push(examine(registry, &image.path, &options, monitor)?);
+    }
+    for fault in found.faults {
+        report.images.push(unreadable(&fault.path, fault.error));
+    }
+    report.images.sort_by(|a, b| a.path.cmp(&b.path));
+    report.orphans = found.orphans;
+    Ok(())
+}
+
+/// An image of which there is no more to say.
+fn unreadable(path: &Path, message: String) -> DoctorImage {
+    let mut findings = Findings::default();
+    findings.add(DoctorCode::Unreadable, message, None);
+    DoctorImage {
+        path: path.to_owned(),
+        format: None,
+        virtual_size: None,
+        checked: false,
+        findings: findings.0,
+    }
+}
+
+/// The findings on one image so far.
+#[derive(Debug, Default)]
+struct Findings(Vec<DoctorFinding>);
+
+impl Findings {
+    fn add(&mut self, code: DoctorCode, message: String, mend: Option<Vec<String>>) {
+        self.0.push(DoctorFinding { code, severity: code.severity(), message, mend });
+    }
+}
+
+/// A command as words.
+fn command(words: &[&str]) -> Option<Vec<String>> {
+    Some(words.iter().map(|word| (*word).to_owned()).collect())
+}
+
+/// A path as a word of a command, never taken for an option.
+fn word_of(path: &Path) -> String {
+    let word = path.display().to_string();
+    if word.starts_with('-') { format!("./{word}") } else { word }
+}
+
+/// One image being looked at.
+struct Patient<'a> {
+    registry: &'a Registry,
+    path: &'a Path,
+    /// The path as a word of a command.
+    word: String,
+    /// What it and those beneath it say of themselves, the image first.
+    links: Vec<ChainLink>,
+    /// Why the chain ends early.
+    broken: Option<Error>,
+    in_use: bool,
+    checked: bool,
+    findings: Findings,
+}
+
+fn examine(
+    registry: &Registry,
+    path: &Path,
+    options: &DoctorOptions,
+    monitor: &Monitor<'_>,
+) -> Result<DoctorImage> {
+    let open = OpenOptions {
+        format: options.format.clone(),
+        refs: options.refs.clone(),
+        lock: false,
+        ..OpenOptions::read_only()
+    };
+    let described = describe_chain(registry, path, &open);
+    let chain = match described {
+        Ok(chain) => chain,
+        // Not there, or not to be read: nothing is wrong with an image.
+        Err(error @ (Error::File { .. } | Error::Interrupted | Error::Invalid(_))) => {
+            return Err(error);
+        }
+        Err(error) => return Ok(unreadable(path, error.to_string())),
+    };
+    let mut patient = Patient {
+        registry,
+        path,
+        word: word_of(path),
+        links: chain.links,
+        broken: chain.broken,
+        in_use: false,
+        checked: false,
+        findings: Findings::default(),
+    };
+    patient.look_at_use(&open);
+    patient.look_at_header();
+    patient.look_at_chain();
+    patient.look_at_host();
+    patient.check(&open, monitor)?;
+    let mut findings = patient.findings.0;
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+    let info = patient.links.first().map(|link| &link.info);
+    Ok(DoctorImage {
+        path: path.to_owned(),
+        format: info.map(|info| info.format),
+        virtual_size: info.map(|info| info.virtual_size),
+        checked: patient.checked,
+        findings,
+    })
+}
+
+impl Patient<'_> {
+    /// The image itself. (A chain that was described is never empty.)
+    fn link(&self) -> &ChainLink {
+        &self.links[0]
+    }
+
+    fn add(&mut self, code: DoctorCode, message: impl Into<String>, mend: Option<Vec<String>>) {
+        self.findings.add(code, message.into(), mend);
+    }
+
+    /// Opens the image's file as a reader that excludes writers, and lets it go again.
+    fn look_at_use(&mut self, open: &OpenOptions) {
+        let open = OpenOptions { lock: true, ..open.clone() }.backing(BackingChoice::Ignore);
+        if let Err(error @ Error::Locked { .. }) = describe_chain(self.registry, self.path, &open) {
+            self.in_use = true;
+            self.add(DoctorCode::InUse, error.to_string(), None);
+        }
+    }
+}
