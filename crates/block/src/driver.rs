@@ -431,6 +431,9 @@ pub struct CheckReport {
     pub corruptions: u64,
     /// Leaks mended.
     pub leaks_fixed: u64,
+    /// Leaks that were left although they can be mended: they may hold guest data that something
+    /// named once.
+    pub leaks_kept: u64,
     /// Corruptions mended.
     pub corruptions_fixed: u64,
     /// Guest clusters of the disk.

@@ -91,6 +91,38 @@ fn lost_tables_are_given_free_by_force_only() {
 }
 
 #[test]
+fn what_a_wiped_table_led_to_is_kept_and_named() {
+    use std::os::unix::fs::FileExt;
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.qcow2", "1M"]);
+    scratch.ok(&["write", "disk.qcow2", "0", "1M", "--pattern", "7"]);
+    let bytes = std::fs::read(scratch.path("disk.qcow2")).unwrap();
+    let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap());
+    let entry = &bytes[l1 as usize..][..8];
+    let table = u64::from_be_bytes(entry.try_into().unwrap()) << 1 >> 1;
+    let file = std::fs::File::options().write(true).open(scratch.path("disk.qcow2")).unwrap();
+    file.write_all_at(&[0; 8], l1).unwrap();
+    for repair in ["leaks", "all"] {
+        let answer = scratch.run(&["check", "--repair", repair, "disk.qcow2"]);
+        assert_eq!(answer.code, Some(3), "{answer:?}");
+        let named = format!("leak: L2 table at offset {table:#x}");
+        assert!(answer.stdout.contains(&named), "{answer:?}");
+        assert!(answer.stdout.contains("17 of them were kept"), "{answer:?}");
+        assert!(answer.stderr.contains("check --repair all --force disk.qcow2"), "{answer:?}");
+        let json = scratch.json_of("check", 3, &["--repair", repair, "disk.qcow2"]);
+        assert_eq!((&json["leaks"], &json["leaks-kept"]), (&17.into(), &17.into()));
+    }
+    scratch.fails(4, "--repair all --force", &["compact", "disk.qcow2"]);
+    file.write_all_at(entry, l1).unwrap();
+    scratch.ok(&["check", "disk.qcow2"]);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "disk.qcow2"]);
+    assert!(scratch.ok(&["read", "disk.qcow2", "0"]).bytes == vec![7; 1 << 20]);
+    file.write_all_at(&[0; 8], l1).unwrap();
+    scratch.ok(&["check", "--repair", "all", "--force", "disk.qcow2"]);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "disk.qcow2"]);
+}
+
+#[test]
 fn an_image_that_is_hardly_one() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "disk.qcow2", "1M"]);

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::io::BufRead;
+
 use common::{Scratch, peer};
 
 #[test]
@@ -180,14 +182,48 @@ fn an_image_in_use_is_not_replaced() {
 fn an_interrupt_leaves_nothing_half_made() {
     // Space for the zeroes of a file that takes long enough to be interrupted at any speed.
     let scratch = Scratch::new();
-    let mut child = scratch
-        .command(&["create", "disk.raw", "64G", "-o", "preallocation=full"])
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    common::wait_until_signals_are_handled(child.id());
-    common::wait_until(|| scratch.names().iter().any(|name| name.contains("partial")));
-    common::signal(child.id(), "TERM");
-    assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert_eq!(scratch.names(), [""; 0]);
+    scratch.write("key", b"secret");
+    let luks = ["-f", "luks", "--key-file", "key", "-o", "iter-time=10"];
+    let luks_in_qcow2 =
+        ["-f", "qcow2", "--key-file", "key", "-o", "encrypt.format=luks,encrypt.iter-time=10"];
+    for how in [&["-f", "raw"][..], &luks[..], &luks_in_qcow2[..]] {
+        let common = ["create", "disk", "64G", "-o", "preallocation=full", "--progress", "json"];
+        let mut child = scratch
+            .command(&[&common[..], how].concat())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        common::wait_until_signals_are_handled(child.id());
+        // It has begun to write, and says so.
+        let mut told = std::io::BufReader::new(child.stderr.take().unwrap()).lines();
+        let begun = told.find(|line| {
+            let line: serde_json::Value = serde_json::from_str(line.as_ref().unwrap()).unwrap();
+            assert!(line["total"].as_u64() >= Some(64 << 30), "{line}");
+            line["done"].as_u64() > Some(0)
+        });
+        assert!(begun.is_some(), "{how:?}");
+        common::signal(child.id(), "TERM");
+        assert_eq!(child.wait().unwrap().code(), Some(130), "{how:?}");
+        assert_eq!(scratch.names(), ["key"], "{how:?}");
+    }
+}
+
+#[test]
+fn progress_of_a_full_preallocation_ends_at_the_whole() {
+    let scratch = Scratch::new();
+    scratch.write("key", b"secret");
+    let luks = ["-f", "luks", "--key-file", "key", "-o", "iter-time=10"];
+    for how in [&["-f", "raw"][..], &["-f", "qcow2"][..], &luks[..]] {
+        let common =
+            ["create", "--force", "disk", "8M", "-o", "preallocation=full", "--progress", "json"];
+        let answer = scratch.ok(&[&common[..], how].concat());
+        let last: serde_json::Value =
+            serde_json::from_str(answer.stderr.lines().last().unwrap()).unwrap();
+        assert_eq!((&last["event"], &last["job"]), (&"progress".into(), &"create".into()));
+        assert_eq!(last["done"], last["total"], "{how:?}");
+        assert!(last["total"].as_u64() >= Some(8 << 20), "{how:?}: {last}");
+    }
+    // Nothing to tell of where nothing takes long.
+    let answer = scratch.ok(&["create", "--progress", "json", "thin.qcow2", "8M"]);
+    assert_eq!(answer.stderr, "");
 }

@@ -402,3 +402,47 @@ fn without_a_key_or_with_another_one() {
     }
     assert!(!scratch.path("out.raw").exists());
 }
+
+/// Takes the sizes out of the entries of an image's snapshots, as they were before version 3.
+fn forget_sizes(path: &Path) {
+    let mut image = std::fs::read(path).unwrap();
+    let number = |bytes: &[u8]| bytes.iter().fold(0, |n, &b| n << 8 | usize::from(b));
+    let (count, table) = (number(&image[60..64]), number(&image[64..72]));
+    let (mut from, mut to) = (table, table);
+    for _ in 0..count {
+        let extra = number(&image[from + 36..from + 40]);
+        let names = number(&image[from + 12..from + 14]) + number(&image[from + 14..from + 16]);
+        assert!(extra >= 16, "it says its sizes");
+        image.copy_within(from..from + 40, to);
+        image[to + 36..to + 40].fill(0);
+        image.copy_within(from + 40 + extra..from + 40 + extra + names, to + 40);
+        from = (from + 40 + extra + names).next_multiple_of(8);
+        to = (to + 40 + names).next_multiple_of(8);
+    }
+    std::fs::write(path, image).unwrap();
+}
+
+#[test]
+fn old_snapshots_of_an_encrypted_image_get_their_sizes_without_a_key() {
+    let scratch = scratch();
+    let options = format!("compat=0.10,{LUKS}");
+    ok(&scratch, &["create", "disk.qcow2", "1M", "-o", &options], &KEY);
+    ok(&scratch, &["write", "disk.qcow2", "0", "300K", "--pattern", "7"], &KEY);
+    ok(&scratch, &["snapshot", "create", "disk.qcow2", "first"], &KEY);
+    ok(&scratch, &["write", "disk.qcow2", "64K", "100K", "--pattern", "8"], &KEY);
+    ok(&scratch, &["snapshot", "create", "disk.qcow2", "second"], &KEY);
+    let read =
+        |more: &[&str]| ok(&scratch, &[&["read", "disk.qcow2", "0"], more].concat(), &KEY).bytes;
+    let before = read(&[]);
+    forget_sizes(&scratch.path("disk.qcow2"));
+    scratch.ok(&["amend", "disk.qcow2", "-o", "compat=1.1"]);
+    scratch.ok(&["check", "disk.qcow2"]);
+    qemu(&scratch, "qemu-img", &["check", "-q", "--image-opts", &spec("disk.qcow2")]);
+    assert!(read(&[]) == before);
+    for (name, second) in [("first", 7), ("second", 8)] {
+        ok(&scratch, &["snapshot", "apply", "disk.qcow2", name], &KEY);
+        let bytes = read(&[]);
+        assert_eq!((bytes[0], bytes[64 << 10], bytes[(300 << 10) - 1]), (7, second, 7), "{name}");
+        assert_eq!(bytes[300 << 10], 0, "{name}");
+    }
+}

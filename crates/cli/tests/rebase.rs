@@ -206,3 +206,28 @@ fn killed_at_any_moment_and_run_again() {
         assert_eq!(backing_of(&scratch).0.as_deref(), Some("new"));
     }
 }
+
+#[test]
+fn snapshots_do_not_show_another_backing_image_unasked() {
+    let scratch = Scratch::new();
+    for (base, byte) in [("old.qcow2", "1"), ("new.qcow2", "2")] {
+        scratch.ok(&["create", base, "1M"]);
+        scratch.ok(&["write", base, "0", "1M", "--pattern", byte]);
+    }
+    scratch.ok(&["create", "top.qcow2", "--backing", "old.qcow2"]);
+    scratch.ok(&["write", "top.qcow2", "0", "64K", "--pattern", "3"]);
+    scratch.ok(&["snapshot", "create", "top.qcow2", "s"]);
+    let before = std::fs::read(scratch.path("top.qcow2")).unwrap();
+    for new in [&["--backing", "new.qcow2"][..], &["--no-backing"]] {
+        scratch.fails(5, "snapshots", &[&["rebase", "top.qcow2"], new].concat());
+    }
+    assert!(before == std::fs::read(scratch.path("top.qcow2")).unwrap());
+    let shown = || scratch.ok(&["read", "top.qcow2", "0", "--snapshot", "s"]).bytes;
+    assert_eq!(shown()[1 << 19], 1);
+    scratch.ok(&["rebase", "--force", "top.qcow2", "--backing", "new.qcow2"]);
+    assert_eq!(shown()[1 << 19], 2);
+    assert_eq!(scratch.ok(&["read", "top.qcow2", "0"]).bytes[1 << 19], 1);
+    scratch.ok(&["snapshot", "delete", "top.qcow2", "s"]);
+    scratch.ok(&["rebase", "top.qcow2", "--no-backing"]);
+    assert_eq!(scratch.ok(&["read", "top.qcow2", "0"]).bytes[1 << 19], 1);
+}

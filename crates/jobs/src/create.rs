@@ -2,6 +2,9 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 use vdkit_block::{
     BackingRef, CreateRequest, Error, FormatDriver, Monitor, Options, RefPolicy, Result, Storage,
@@ -10,6 +13,9 @@ use vdkit_chain::{Disk, OpenOptions, Registry, describe_chain};
 use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFile, classify};
 
 use crate::watched::Watched;
+
+/// Time between two looks at how much is written.
+const TICK: Duration = Duration::from_millis(50);
 
 /// The image that a new one shall stand on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -184,8 +190,9 @@ fn create_file(
     let options = FileOptions::read_write();
     let pending = PendingFile::create(image.path, &options)?;
     let data = new_data_file(image, &options)?;
-    let data_storage = data.as_ref().map(|file| watched(file.storage(), monitor));
-    let storage = watched(pending.storage(), monitor);
+    let written = Arc::default();
+    let data_storage = data.as_ref().map(|file| watched(file.storage(), monitor, &written));
+    let storage = watched(pending.storage(), monitor, &written);
     let request = CreateRequest {
         storage,
         data_file: data_storage,
@@ -193,7 +200,7 @@ fn create_file(
         options: image.options.clone(),
         backing,
     };
-    image.driver.create(&request).map_err(|error| error_of(image, error))?;
+    make(image, &request, &written, monitor)?;
     drop(request);
     monitor.cancel.check()?;
     let durable = CommitOptions { sync_file: true, sync_folder: true };
@@ -230,11 +237,12 @@ fn create_on_device(
         }
     };
     let data = new_data_file(image, &FileOptions::read_write())?;
-    let data_file = data.as_ref().map(|file| watched(file.storage(), monitor));
-    let storage = watched(&device, monitor);
+    let written = Arc::default();
+    let data_file = data.as_ref().map(|file| watched(file.storage(), monitor, &written));
+    let storage = watched(&device, monitor, &written);
     let options = image.options.clone();
     let request = CreateRequest { storage, data_file, guest_bytes, options, backing };
-    image.driver.create(&request).map_err(|error| error_of(image, error))?;
+    make(image, &request, &written, monitor)?;
     drop(request);
     if let Some(data) = data {
         data.commit(CommitOptions { sync_file: true, sync_folder: true })?;
@@ -243,8 +251,43 @@ fn create_on_device(
     Ok(guest_bytes)
 }
 
-fn watched(storage: &Arc<FileStorage>, monitor: &Monitor<'_>) -> Arc<dyn Storage> {
-    Arc::new(Watched::new(Arc::clone(storage) as Arc<dyn Storage>, monitor.cancel.clone()))
+/// Has the format make the image, and tells meanwhile how much is `written` where that takes long.
+fn make(
+    image: &CreateOptions<'_>,
+    request: &CreateRequest,
+    written: &AtomicU64,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    let create = || image.driver.create(request).map_err(|error| error_of(image, error));
+    if image.options.text("preallocation") != Some("full") {
+        return create();
+    }
+    let clusters = request.guest_bytes.div_ceil(image.driver.cluster_bytes(&image.options)?);
+    let measured = image.driver.measure(request.guest_bytes, &image.options, clusters);
+    let total = measured.map_err(|error| error_of(image, error))?.fully_allocated;
+    let total = total.max(request.guest_bytes);
+    std::thread::scope(|scope| {
+        let (working, ended) = channel::<()>();
+        scope.spawn(move || {
+            while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+                monitor.progress.update(written.load(Ordering::Relaxed).min(total), total);
+            }
+        });
+        let made = create();
+        drop(working);
+        made
+    })?;
+    monitor.progress.update(total, total);
+    Ok(())
+}
+
+fn watched(
+    storage: &Arc<FileStorage>,
+    monitor: &Monitor<'_>,
+    written: &Arc<AtomicU64>,
+) -> Arc<dyn Storage> {
+    let storage = Arc::clone(storage) as Arc<dyn Storage>;
+    Arc::new(Watched::new(storage, monitor.cancel.clone(), Arc::clone(written)))
 }
 
 /// The caller named the size, so that it is too large is the caller's fault, not an image's.

@@ -46,6 +46,8 @@ pub struct RebaseOptions {
     pub backing: Option<NewBacking>,
     /// Change the name only: what the image shows may change.
     pub header_only: bool,
+    /// Also where the image's snapshots would show something else.
+    pub force: bool,
     /// Threads; none takes one a core.
     pub threads: Option<usize>,
 }
@@ -78,7 +80,8 @@ pub struct RebaseReport {
 ///
 /// # Errors
 /// [`Error::Invalid`] where the new image stands on this one, or has a format that would have to be
-/// guessed; [`Error::Unsupported`] for formats without backing files; what the formats and
+/// guessed; [`Error::Dependents`] where snapshots would show something else, without
+/// [`RebaseOptions::force`]; [`Error::Unsupported`] for formats without backing files; what the formats and
 /// storages return.
 pub fn rebase(
     registry: &Registry,
@@ -105,6 +108,9 @@ pub fn rebase(
         let disk = Disk::open(registry, image, opening)?;
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
         refuse_impossible(&disk, found.is_some())?;
+        if !options.force {
+            refuse_for_snapshots(&disk)?;
+        }
         let new = match &found {
             Some(found) => Some(open_new(registry, found, opening)?),
             None => None,
@@ -216,6 +222,25 @@ fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// Snapshots show what the image stands on where they hold nothing themselves, and get nothing of
+/// what is taken over.
+fn refuse_for_snapshots(disk: &Disk) -> Result<()> {
+    let info = disk.layers()[0].info();
+    if info.snapshots.is_empty() || info.backing_file.is_none() {
+        return Ok(());
+    }
+    Err(Error::Dependents {
+        file: disk.name().to_owned(),
+        what: "its snapshots read the old backing image where they hold nothing themselves, and \
+               would show the new one"
+            .to_owned(),
+        dependents: info.snapshots.iter().take(8).map(|s| s.name.clone()).collect(),
+        hint: "delete the snapshots first; if the two backing images are the same or what the \
+               snapshots show does not matter, repeat with --force"
+            .to_owned(),
+    })
 }
 
 #[derive(Debug, Default)]

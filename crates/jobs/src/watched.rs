@@ -1,10 +1,11 @@
-//! A storage whose writes end when the job is cancelled.
+//! A storage whose writes are counted, and end when the job is cancelled.
 //!
 //! Making a preallocated image is one call of its format and may take minutes. The format knows
 //! nothing of jobs; its storage does.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use vdkit_block::{
     CancelToken, CopyMethod, HostOffset, ReadOp, Result, Storage, StorageCaps, StorageExtent,
@@ -16,12 +17,17 @@ use vdkit_block::{
 pub(crate) struct Watched {
     inner: Arc<dyn Storage>,
     cancel: CancelToken,
+    written: Arc<AtomicU64>,
 }
 
 impl Watched {
-    /// Watches a storage.
-    pub(crate) fn new(inner: Arc<dyn Storage>, cancel: CancelToken) -> Self {
-        Self { inner, cancel }
+    /// Watches a storage; bytes that are written are added to `written`.
+    pub(crate) fn new(
+        inner: Arc<dyn Storage>,
+        cancel: CancelToken,
+        written: Arc<AtomicU64>,
+    ) -> Self {
+        Self { inner, cancel, written }
     }
 }
 
@@ -48,7 +54,9 @@ impl Storage for Watched {
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         self.cancel.check()?;
-        self.inner.write_at(buf, offset)
+        self.inner.write_at(buf, offset)?;
+        self.written.fetch_add(buf.len() as u64, Ordering::Relaxed);
+        Ok(())
     }
 
     fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {

@@ -148,10 +148,35 @@ impl Qcow2 {
     /// # Errors
     /// As [`Qcow2::open`]; [`Error::Key`] where none of the keys fits.
     pub fn open_with_keys(request: OpenRequest, keys: &[Secret]) -> Result<Arc<Self>> {
+        Self::open_unlocked(request, |header, storage, writable, limits| {
+            encrypted::unlock(header, storage, writable, limits, keys)
+        })
+    }
+
+    /// As [`Qcow2::open`], for changes of metadata alone: a LUKS image stays locked, and neither may its
+    /// guest data be read nor written.
+    pub(crate) fn open_for_metadata(request: OpenRequest) -> Result<Arc<Self>> {
+        Self::open_unlocked(request, |header, storage, writable, limits| {
+            if header.encryption == crate::header::Encryption::Luks {
+                return Ok(None);
+            }
+            encrypted::unlock(header, storage, writable, limits, &[])
+        })
+    }
+
+    fn open_unlocked(
+        request: OpenRequest,
+        unlock: impl FnOnce(
+            &Header,
+            &Arc<dyn Storage>,
+            bool,
+            &Limits,
+        ) -> Result<Option<vdkit_block::Encryption>>,
+    ) -> Result<Arc<Self>> {
         let OpenRequest { storage, data_file, writable, limits } = request;
         let mut header = Header::read(&*storage, &limits)?;
         Self::refuse(&header, &*storage, writable)?;
-        let encryption = encrypted::unlock(&header, &storage, writable, &limits, keys)?;
+        let encryption = unlock(&header, &storage, writable, &limits)?;
         let data = match (header.has_data_file(), data_file) {
             (true, Some(data)) => data,
             (true, None) => {

@@ -21,7 +21,8 @@ pub const COMMAND: Subcommand = Subcommand {
     details: "\
 Reads all of the image's metadata and none of its data. Exit codes: 0 sound, 3 only leaks (space that \
 nothing refers to: harmless), 4 corrupt. With --repair the code tells what remains. A repair that would \
-give up guest data which a damaged table no longer leads to is refused without --force.",
+give up guest data which a damaged table no longer leads to is refused without --force; where the table was \
+wiped, what looks like that data is kept.",
     examples: "
 vdkit check disk.qcow2
 vdkit check --repair leaks disk.qcow2   give leaked space back
@@ -47,7 +48,7 @@ pub struct CheckArgs {
     /// Mend leaks, or all that can be mended
     #[arg(short = 'r', long, value_name = "leaks|all", value_enum, hide_possible_values = true)]
     repair: Option<RepairChoice>,
-    /// With --repair all: also where that gives up data that a damaged table no longer leads to
+    /// With --repair all: also give up data that a damaged or wiped table no longer leads to
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -68,6 +69,7 @@ struct CheckAnswer<'a> {
     corruptions: u64,
     leaks_fixed: u64,
     corruptions_fixed: u64,
+    leaks_kept: u64,
     total_clusters: u64,
     allocated_clusters: u64,
     fragmented_clusters: u64,
@@ -85,6 +87,7 @@ impl CheckArgs {
             corruptions: report.corruptions_left(),
             leaks_fixed: report.leaks_fixed,
             corruptions_fixed: report.corruptions_fixed,
+            leaks_kept: report.leaks_kept,
             total_clusters: report.total_clusters,
             allocated_clusters: report.allocated_clusters,
             fragmented_clusters: report.fragmented_clusters,
@@ -131,6 +134,11 @@ fn print(report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
     let (leaks, corruptions) = (report.leaks_left(), report.corruptions_left());
     out.line(match (leaks, corruptions) {
         (0, 0) => "sound: no errors were found".to_owned(),
+        (_, 0) if report.leaks_kept > 0 => format!(
+            "only leaks: {leaks} clusters that nothing refers to; {} of them were kept, which look like \
+             lost tables and their data",
+            report.leaks_kept
+        ),
         (_, 0) => format!("only leaks: {leaks} clusters that nothing refers to; no data is harmed"),
         (0, _) => format!("corrupt: {corruptions} errors"),
         _ => format!("corrupt: {corruptions} errors, and {leaks} leaked clusters"),
@@ -160,6 +168,10 @@ fn hint(report: &CheckReport, repair: Repair, image: &str) -> Option<String> {
         Repair::Nothing if report.leaks_left() > 0 => {
             Some(format!("'vdkit check --repair leaks {image}' gives the space back"))
         }
+        Repair::Leaks | Repair::All if report.leaks_kept > 0 => Some(format!(
+            "put the L1 entries right by hand; or 'vdkit check --repair all --force {image}' gives that \
+             data up"
+        )),
         _ => None,
     }
 }

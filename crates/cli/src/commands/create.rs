@@ -8,7 +8,7 @@ use vdkit::jobs::{self, CreateOptions, NewBacking};
 use vdkit::{FormatDriver, Monitor, Options};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{FormatOptions, Json, References, size};
+use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome, quoted};
 use crate::keys::{NewImageKey, key_of_new};
 use crate::output::bytes_long;
@@ -66,6 +66,8 @@ pub struct CreateArgs {
     references: References,
     #[command(flatten)]
     key: NewImageKey,
+    #[command(flatten)]
+    progress: ProgressOption,
     #[command(flatten)]
     json: Json,
 }
@@ -200,8 +202,11 @@ impl Run for CreateArgs {
             refs: self.references.policy(),
         };
         let cancel = session.cancel_on_signal()?;
-        let monitor = Monitor { cancel, ..Monitor::default() };
-        let created = jobs::create(&vdkit::registry(), &create, &monitor)?;
+        let progress = self.progress.reporter("create");
+        let monitor = Monitor { cancel, progress: &progress };
+        let created = jobs::create(&vdkit::registry(), &create, &monitor);
+        progress.finish();
+        let created = created?;
         let answer = CreateAnswer {
             filename: self.image.display().to_string(),
             format: driver.name(),

@@ -21,7 +21,8 @@ pub const COMMAND: Subcommand = Subcommand {
     details: "\
 The disk stays the same to the byte: where the old and the new backing image differ, the image gets what \
 the old one has. With --unsafe only the name changes, which is right where the backing image was \
-moved or renamed. A relative name counts from the image's folder. Interrupted or cut off by a crash, the \
+moved or renamed. An image with snapshots is refused without --force: they show the backing image where they hold \
+nothing. A relative name counts from the image's folder. Interrupted or cut off by a crash, the \
 command can be run again and comes to the same end.",
     examples: "
 vdkit rebase overlay.qcow2 --backing newer.qcow2             the same disk on another base
@@ -51,6 +52,9 @@ pub struct RebaseArgs {
     /// Change the name only: the disk may change
     #[arg(short = 'u', long = "unsafe")]
     header_only: bool,
+    /// Also where the image's snapshots would show something else
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     opening: OpeningForWriting,
     #[command(flatten)]
@@ -72,6 +76,7 @@ impl Run for RebaseArgs {
                 open: true,
             }),
             header_only: self.header_only,
+            force: self.force,
             threads: None,
         };
         let progress = self.progress.reporter("rebase");

@@ -78,18 +78,24 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
     Ok(plan::changes(&before, &read()?))
 }
 
-/// The image, for what the engine does.
-fn open(request: &AmendRequest, writable: bool) -> Result<Arc<Qcow2>> {
-    Qcow2::open(OpenRequest {
+/// How the image is opened for what the engine does.
+fn opening(request: &AmendRequest, writable: bool) -> OpenRequest {
+    OpenRequest {
         storage: request.storage.clone(),
         data_file: request.data_file.clone(),
         writable,
         limits: request.limits,
-    })
+    }
 }
 
+/// The image, for what the engine does.
+fn open(request: &AmendRequest, writable: bool) -> Result<Arc<Qcow2>> {
+    Qcow2::open(opening(request, writable))
+}
+
+/// What snapshots say of their sizes is no guest data: no key is asked for.
 fn complete_snapshots(request: &AmendRequest) -> Result<()> {
-    let image = open(request, true)?;
+    let image = Qcow2::open_for_metadata(opening(request, true))?;
     let done = image.complete_snapshots();
     // Closed also after a failure, so that the image is clean.
     let closed = image.close();

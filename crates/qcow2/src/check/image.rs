@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use vdkit_block::{Fault, HostOffset, Limits, Result, Storage};
 
+use super::repair::Kept;
 use crate::entry::L2Entry;
 use crate::header::Header;
 use crate::layout::{self, COPIED, Geometry, L1_RESERVED, OFFSET_MASK, ZERO};
@@ -19,6 +20,8 @@ pub(super) struct Image {
     pub(super) header_faults: Vec<Fault>,
     pub(super) limits: Limits,
     pub(super) file_len: u64,
+    /// What a repair found lost, and leaves alone.
+    pub(super) kept: Arc<Kept>,
     /// Host bytes that must not belong to any entry: the header and the encryption header.
     sacred: Vec<Range<u64>>,
 }
@@ -111,6 +114,7 @@ impl Image {
             header_faults,
             limits: *limits,
             file_len: storage.len()?,
+            kept: Arc::default(),
             sacred: Vec::new(),
         };
         image.sacred.push(0..cluster);
@@ -118,6 +122,12 @@ impl Image {
             image.sacred.push(offset..offset + bytes);
         }
         Ok(image)
+    }
+
+    /// The same image, read again after a change.
+    pub(super) fn again(&self) -> Result<Self> {
+        let image = Self::open(&self.storage, &self.limits)?;
+        Ok(Self { kept: Arc::clone(&self.kept), ..image })
     }
 
     /// Host offset and bytes of the encryption header, or (as an error) where it cannot be.

@@ -58,6 +58,8 @@ pub(super) struct SnapshotTable {
     pub(super) bytes: u64,
     /// The table must be written anew.
     pub(super) rewrite: bool,
+    /// Some snapshots, or all, could not be read.
+    pub(super) cut_short: bool,
 }
 
 impl SnapshotTable {
@@ -68,6 +70,7 @@ impl SnapshotTable {
         // Where the header's pointer is bad there is nothing to read, and nothing to keep.
         let pointer = field::SNAPSHOTS..field::SNAPSHOTS + 12;
         table.rewrite = image.header_faults.iter().any(|f| pointer.contains(&f.offset));
+        table.cut_short = table.rewrite;
         let offset = header.snapshots_offset.0;
         if header.snapshot_count == 0
             && (offset & (image.cluster_bytes() - 1) != 0 || offset >= layout::HOST_OFFSET_END)
@@ -92,6 +95,7 @@ impl SnapshotTable {
                 }
                 Err(message) => {
                     table.rewrite = true;
+                    table.cut_short = true;
                     let lost = header.snapshot_count - index;
                     findings.corruption(offset, "snapshot table entry", || {
                         format!("{message}; {lost} snapshots from here on are lost")

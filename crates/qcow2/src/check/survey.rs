@@ -134,6 +134,7 @@ impl Survey {
         survey.bitmaps(image, monitor, mode)?;
         survey.balance.check_limit(image.name())?;
         survey.l2_tables(image, uses, &mut meter)?;
+        survey.keep(image)?;
         survey.find_owners_in_conflict();
         if mode == Mode::Compare {
             survey.compare(image)?;
@@ -436,6 +437,15 @@ impl Survey {
                 scan.balance.check_limit(image.name())
             },
         )
+    }
+
+    /// What a repair keeps counts as referred to: as often as its refcount says, and at least once.
+    fn keep(&mut self, image: &Image) -> Result<()> {
+        for cluster in image.kept.clusters.iter().cloned().flatten() {
+            let refcount = self.balance.balance(cluster).clamp(1, i32::MAX.into());
+            self.balance.refer(cluster, refcount as i32);
+        }
+        self.balance.check_limit(image.name())
     }
 
     fn compare(&mut self, image: &Image) -> Result<()> {

@@ -11,13 +11,14 @@
 //! 5. The dirty and the corrupt bit are cleared.
 //!
 //! Before all that, [`suspicion`] and [`orphans`] say whether mending would lose what a human might
-//! still find.
+//! still find, and [`search`] finds what that is.
 
 mod dangling;
 mod entries;
 mod orphans;
 mod recount;
 mod relocate;
+mod search;
 mod suspicion;
 
 use std::sync::Arc;
@@ -29,6 +30,8 @@ use super::image::Image;
 use super::survey::{Mode, Survey};
 use crate::header::field;
 use crate::layout::{autoclear, incompatible};
+pub(in crate::check) use orphans::Kept;
+use search::Scope;
 
 /// Rounds after which a repair gives up; no damage is known that takes more than eight.
 const ROUNDS_MAX: usize = 24;
@@ -66,15 +69,38 @@ pub(in crate::check) fn run(
             image.name()
         )));
     }
-    let first = Survey::take(&image, Mode::Compare, monitor)?;
+    let mut first = Survey::take(&image, Mode::Compare, monitor)?;
     suspicion::refuse_wrong_header(&image, &first, monitor)?;
-    if repair == Repair::All {
-        orphans::refuse_to_free(&image, &first, monitor)?;
-    }
     let mut report = first.findings.report.clone();
-    let last = rounds(&mut image, first, policy, monitor)?;
-    summarise(&mut report, &last.findings.report);
+    if repair != Repair::AllForced && needs_work(&first) {
+        let kept = orphans::find(&image, &first, Scope::Everything, monitor)?;
+        if repair == Repair::All {
+            orphans::refuse_to_forget(&image, &first, &kept)?;
+        } else if first.low > 0 && !kept.is_empty() {
+            // Refcounts that are too low do not tell leaks from what is in use.
+            return Ok(report);
+        }
+        first = keep(&mut image, first, kept, monitor)?;
+    }
+    let mut last = rounds(&mut image, first, policy, monitor)?;
+    orphans::report(&image, &mut last.findings.report);
+    summarise(&image, &mut report, &last.findings.report);
     Ok(report)
+}
+
+/// Whether refcounts will be changed.
+fn needs_work(survey: &Survey) -> bool {
+    let report = &survey.findings.report;
+    report.leaks + report.corruptions + survey.ahead > 0
+}
+
+/// Looks again, with what was found lost counted as in use.
+fn keep(image: &mut Image, first: Survey, kept: Kept, monitor: &Monitor<'_>) -> Result<Survey> {
+    if kept.is_empty() {
+        return Ok(first);
+    }
+    image.kept = Arc::new(kept);
+    Survey::take(image, Mode::Compare, monitor)
 }
 
 /// See [`super::rebuild_refcounts`].
@@ -84,9 +110,16 @@ pub(super) fn recover(
     monitor: &Monitor<'_>,
 ) -> Result<()> {
     let mut image = Image::open(storage, limits)?;
-    let first = Survey::take(&image, Mode::Compare, monitor)?;
+    let mut first = Survey::take(&image, Mode::Compare, monitor)?;
     refuse_damage(&image, &first)?;
     suspicion::refuse_wrong_header(&image, &first, monitor)?;
+    if needs_work(&first) {
+        // Opening an image does not wait for a search of all its free space, unless all is lost.
+        let empty = vdkit_block::is_zero(&first.l1);
+        let scope = if empty { Scope::Everything } else { Scope::Leaks };
+        let kept = orphans::find(&image, &first, scope, monitor)?;
+        first = keep(&mut image, first, kept, monitor)?;
+    }
     let last = rounds(&mut image, first, Policy::Recover, monitor)?;
     refuse_damage(&image, &last)?;
     if last.findings.report.corruptions > 0 {
@@ -108,13 +141,11 @@ pub(super) fn change_width(
     limits: &Limits,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
-    let mut image = Image::open(storage, limits)?;
-    let first = Survey::take(&image, Mode::Compare, monitor)?;
     // A refcount that is too high goes together with COPIED flags that the new ones would belie.
-    let last = rounds(&mut image, first, Policy::Leaks, monitor)?;
-    let report = &last.findings.report;
-    if report.corruptions + report.leaks > 0 {
-        let finding = report.findings.first();
+    let report = &run(storage, true, Repair::Leaks, limits, monitor)?;
+    let mut image = Image::open(storage, limits)?;
+    if report.corruptions_left() + report.leaks_left() > 0 {
+        let finding = report.findings.iter().find(|finding| !finding.repaired);
         return Err(Error::corrupt(
             image.name(),
             finding.map_or(0, |finding| finding.offset),
@@ -167,11 +198,11 @@ fn rounds(
         if again || !round(image, &survey, policy, discard, monitor)? {
             break;
         }
-        *image = Image::open(&Arc::clone(&image.storage), &image.limits.clone())?;
+        *image = image.again()?;
         survey = Survey::take(image, Mode::Compare, monitor)?;
     }
     if clear_marks(image, &survey, policy)? {
-        *image = Image::open(&Arc::clone(&image.storage), &image.limits.clone())?;
+        *image = image.again()?;
         survey = Survey::take(image, Mode::Compare, monitor)?;
     }
     Ok(survey)
@@ -266,7 +297,7 @@ fn clear_marks(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
 }
 
 /// Fills in what was mended.
-fn summarise(report: &mut CheckReport, last: &CheckReport) {
+fn summarise(image: &Image, report: &mut CheckReport, last: &CheckReport) {
     // What is left comes first: the list has an end, and mending one thing may have brought
     // another to light.
     let left: FxHashSet<(u64, &str)> =
@@ -276,7 +307,8 @@ fn summarise(report: &mut CheckReport, last: &CheckReport) {
         if findings.len() < CheckReport::FINDINGS_MAX
             && !left.contains(&(finding.offset, finding.structure))
         {
-            finding.repaired = true;
+            let cluster = finding.offset >> image.geometry().cluster_bits;
+            finding.repaired = !(finding.structure == "refcount" && image.kept.contains(cluster));
             findings.push(finding);
         }
     }
@@ -285,6 +317,7 @@ fn summarise(report: &mut CheckReport, last: &CheckReport) {
     report.corruptions = report.corruptions.max(last.corruptions);
     report.leaks_fixed = report.leaks - last.leaks;
     report.corruptions_fixed = report.corruptions - last.corruptions;
+    report.leaks_kept = last.leaks_kept;
     report.total_clusters = last.total_clusters;
     report.allocated_clusters = last.allocated_clusters;
     report.fragmented_clusters = last.fragmented_clusters;

@@ -1,37 +1,91 @@
 //! L2 tables that lost the entry which named them.
 //!
-//! Where an L1 entry is garbage, or a snapshot's L1 table cannot be where its entry says, the tables
-//! that they once named look like leaks, as does all the data that these map. To mend the leaks
-//! would give that free, while a human could still put the entry right.
+//! Where an L1 entry is garbage or wiped, or a snapshot's L1 table cannot be where its entry says,
+//! the tables that they once named look like leaks, as does all the data that these map. To mend
+//! the leaks would give that free, while a human could still put the entry right.
+//!
+//! Two answers, neither of which loses anything:
+//!
+//! - An entry is damaged: to mend it would forget what is left of it. The repair is refused.
+//! - An entry is zero: there is nothing to mend in it, so the repair goes on, and the tables and what
+//!   they map are *kept*: they count as leaks, with a refcount of at least 1.
+//!
+//! Looking for them reads clusters that nothing refers to. So nobody looks where no table can have
+//! been lost: each L1 entry names one.
 
-use vdkit_block::{Error, Monitor, Result};
+use vdkit_block::{CheckReport, Error, Finding, Monitor, NoProgress, Result, Severity};
 
+use super::search::{Scope, Search};
+use crate::check::bitmaps::{Presence, presence};
 use crate::check::image::Image;
-use crate::check::mapping::entry_at;
-use crate::check::reader::{self, Meter};
-use crate::check::refcounts::Lookup;
-use crate::check::survey::{Owner, Survey};
-use crate::entry::L2Entry;
+use crate::check::reader;
+use crate::check::survey::Survey;
 
-/// So many are named, and not more looked for.
+/// So many are named in a refusal.
 const NAMED_MAX: usize = 8;
-/// Clusters that are looked at before it is asked whether that is enough.
-const PART: usize = 4096;
 
-/// [`Error::Corrupt`] where mending would give free what looks like lost tables.
-pub(super) fn refuse_to_free(image: &Image, survey: &Survey, monitor: &Monitor<'_>) -> Result<()> {
-    if !loses_tables(image, survey) {
+/// What looks like lost tables, and must not be given free.
+#[derive(Clone, Debug, Default)]
+pub(in crate::check) struct Kept {
+    /// Host offset of each table, and how many clusters it alone maps.
+    pub(in crate::check) tables: Vec<(u64, u64)>,
+    /// The tables and what they map: clusters that nothing refers to, in order.
+    pub(in crate::check) clusters: Vec<std::ops::Range<u64>>,
+}
+
+impl Kept {
+    /// Whether there is none.
+    pub(in crate::check) fn is_empty(&self) -> bool {
+        self.tables.is_empty()
+    }
+
+    /// Whether a cluster is one of them.
+    pub(super) fn contains(&self, cluster: u64) -> bool {
+        let behind = self.clusters.partition_point(|run| run.end <= cluster);
+        self.clusters.get(behind).is_some_and(|run| run.contains(&cluster))
+    }
+
+    /// How many clusters.
+    pub(in crate::check) fn len(&self) -> u64 {
+        self.clusters.iter().map(|run| run.end - run.start).sum()
+    }
+}
+
+/// What looks like lost tables, where any can have been lost; nothing else is looked at.
+pub(super) fn find(
+    image: &Image,
+    survey: &Survey,
+    scope: Scope,
+    monitor: &Monitor<'_>,
+) -> Result<Kept> {
+    let damaged = references_damaged(image, survey);
+    let snapshots = snapshots_lost(image, survey)?;
+    if !damaged && !snapshots && !has_gap(image, survey) {
+        return Ok(Kept::default());
+    }
+    let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
+    let search = Search::new(image, survey, scope, &quiet)?;
+    // Tables without any COPIED flag belong to snapshots alone. Others that look like them are those of
+    // bitmaps that were dropped, and of refcounts.
+    let trusted = damaged && search.trusts_everything();
+    let flagless = trusted || snapshots && !has_lost_bitmaps(image, survey);
+    search.run(flagless, monitor)
+}
+
+/// [`Error::Corrupt`] where mending damaged references would forget the way to lost tables.
+pub(super) fn refuse_to_forget(image: &Image, survey: &Survey, kept: &Kept) -> Result<()> {
+    if kept.is_empty() || !references_damaged(image, survey) {
         return Ok(());
     }
-    let found = find(image, survey, monitor)?;
-    if found.is_empty() {
-        return Ok(());
-    }
-    let places: Vec<String> = found.iter().map(|at| format!("{at:#x}")).collect();
-    let more = if found.len() < NAMED_MAX { "" } else { " and perhaps others" };
+    let places: Vec<String> =
+        kept.tables.iter().take(NAMED_MAX).map(|(at, _)| format!("{at:#x}")).collect();
+    let more = match kept.tables.len() - places.len() {
+        0 => String::new(),
+        others => format!(" and {others} others"),
+    };
     Err(Error::corrupt(
         image.name(),
-        found[0],
+        kept.tables[0].0,
         "leaked clusters",
         format!(
             "what looks like L2 tables at {}{more}, to which references are damaged (nothing was \
@@ -47,104 +101,72 @@ pub(super) fn refuse_to_free(image: &Image, survey: &Survey, monitor: &Monitor<'
     ))
 }
 
-/// Whether the way to an L2 table may have been lost. Where the refcounts themselves are damaged,
-/// what they call leaked says nothing.
-fn loses_tables(image: &Image, survey: &Survey) -> bool {
-    if !survey.refcounts.sound || survey.owner_in_conflict(Owner::Refcounts) {
-        return false;
+/// Lists the tables that were kept, before other findings, and counts their clusters.
+pub(super) fn report(image: &Image, report: &mut CheckReport) {
+    let kept = &image.kept;
+    if kept.is_empty() {
+        return;
     }
+    report.leaks += kept.len();
+    report.leaks_kept = kept.len();
+    let findings = kept.tables.iter().map(|&(offset, mapped)| Finding {
+        severity: Severity::Leak,
+        offset,
+        structure: "L2 table",
+        message: format!(
+            "nothing refers to this cluster, which looks like an L2 table, nor to {mapped} clusters \
+             that it maps: kept, as an L1 table may have lost its entries. Put those right by hand; \
+             or, to do without that data, run: vdkit check --repair all --force {}",
+            image.name()
+        ),
+        repaired: false,
+    });
+    let rest = std::mem::take(&mut report.findings);
+    report.findings = findings.chain(rest).take(CheckReport::FINDINGS_MAX).collect();
+}
+
+/// Whether a reference that may have led to an L2 table is damaged.
+fn references_damaged(image: &Image, survey: &Survey) -> bool {
     survey.l1_faulty
         || !survey.snapshot_l1_faulty.is_empty()
+        || survey.snapshots.cut_short
         || survey.snapshots.snapshots.iter().any(|snapshot| snapshot.lost)
         // An entry that names something else instead.
-        || survey.tables.iter().any(|t| t.is_garbage() || survey.in_conflict(image, t))
+        || survey.tables.iter().any(|table| table.is_garbage() || survey.in_conflict(image, table))
 }
 
-/// Host offsets of clusters that nothing refers to and that look like L2 tables.
-fn find(image: &Image, survey: &Survey, monitor: &Monitor<'_>) -> Result<Vec<u64>> {
-    let bits = image.geometry().cluster_bits;
-    let mut use_of = Use { image, survey, lookup: Lookup::new(image, &survey.refcounts) };
-    let mut unused = Vec::new();
-    let mut found = Vec::new();
-    let mut meter = Meter::new(monitor);
-    for cluster in 1..image.file_clusters() {
-        if use_of.is_lost(cluster)? {
-            unused.push(cluster << bits);
-        }
-        // In parts, so that a large leak is not read to its end once enough is known.
-        if unused.len() == PART || cluster + 1 == image.file_clusters() {
-            let offsets = std::mem::take(&mut unused);
-            let bytes = image.cluster_bytes();
-            reader::for_each_cluster(&*image.storage, &offsets, bytes, &mut meter, |i, bytes| {
-                if found.len() < NAMED_MAX && use_of.is_table(offsets[i], bytes)? {
-                    found.push(offsets[i]);
-                }
-                Ok(())
-            })?;
-            if found.len() == NAMED_MAX {
-                break;
-            }
-        }
-    }
-    Ok(found)
+/// Whether the active L1 table has an entry for a part of the disk that names no table: it may have
+/// been wiped.
+fn has_gap(image: &Image, survey: &Survey) -> bool {
+    let entries = image.geometry().l1_entries_for(image.header.guest_bytes);
+    let used = usize::try_from(entries).unwrap_or(usize::MAX).saturating_mul(8);
+    survey.l1.len() < used || is_gappy(&survey.l1[..used])
 }
 
-/// Which clusters are in use, as refcounts and references say.
-struct Use<'a> {
-    image: &'a Image,
-    survey: &'a Survey,
-    lookup: Lookup<'a>,
+fn is_gappy(l1: &[u8]) -> bool {
+    l1.chunks_exact(8).any(|entry| entry == [0; 8])
 }
 
-impl Use<'_> {
-    /// Whether the refcounts say that a cluster is in use.
-    fn is_used(&mut self, cluster: u64) -> Result<bool> {
-        Ok(self.lookup.get(cluster)? > 0)
+/// Whether the way to a table of a snapshot may have been lost.
+fn snapshots_lost(image: &Image, survey: &Survey) -> Result<bool> {
+    if survey.snapshots.cut_short || !survey.snapshot_l1_faulty.is_empty() {
+        return Ok(true);
     }
-
-    /// Whether a cluster is in use and nothing refers to it.
-    fn is_lost(&mut self, cluster: u64) -> Result<bool> {
-        let balance = self.survey.balance.balance(cluster);
-        Ok(balance > 0 && i128::from(self.lookup.get(cluster)?) == balance)
-    }
-
-    /// Whether all entries of a cluster can be those of an L2 table, and some of them name clusters
-    /// that are in use and that nothing else names. (A copy of a table that is still there, as an
-    /// interrupted repair leaves it, names what that one does.)
-    fn is_table(&mut self, own: u64, bytes: &[u8]) -> Result<bool> {
-        let image = self.image;
-        let geometry = image.geometry();
-        let data_file = image.header.has_data_file();
-        let mut lost = false;
-        for index in 0..geometry.l2_entries() as usize {
-            let entry = entry_at(bytes, index, geometry.extended);
-            if entry == L2Entry::default() {
-                continue;
-            }
-            // In a data file, data is at its guest offset; which one that is here, nobody knows.
-            let guest = entry.host().0;
-            if !image.judge_l2(entry, guest).1.is_empty() {
-                return Ok(false);
-            }
-            let (offset, bytes) = if entry.is_compressed() {
-                let place = entry.compressed_place(geometry);
-                (place.offset.0, place.bytes)
-            } else if entry.has_space(data_file) {
-                (entry.host().0, image.cluster_bytes())
-            } else {
-                continue;
-            };
-            if data_file {
-                lost = true;
-                continue;
-            }
-            for cluster in image.clusters_of(offset, bytes) {
-                if cluster == own >> geometry.cluster_bits || !self.is_used(cluster)? {
-                    return Ok(false);
-                }
-                lost = lost || self.is_lost(cluster)?;
-            }
+    for snapshot in &survey.snapshots.snapshots {
+        if snapshot.lost {
+            return Ok(true);
         }
-        Ok(lost)
+        let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
+        if is_gappy(&reader::read_table(&*image.storage, offset, bytes)?) {
+            return Ok(true);
+        }
     }
+    Ok(false)
+}
+
+/// Whether tables of bitmaps may lie about that nothing names any more.
+fn has_lost_bitmaps(image: &Image, survey: &Survey) -> bool {
+    survey.bitmaps_broken
+        || !survey.broken_bitmaps.is_empty()
+        || !matches!(presence(image), Presence::None | Presence::Valid(_))
 }

@@ -211,9 +211,12 @@ const LOSING: &[&str] = &[
     "L2 table in a refcount block",
     "L2 table in the snapshot table",
     "L2 table in the bitmap directory",
+    "snapshot table unaligned",
+    "snapshot table beyond the end",
     "snapshot's L1 table unaligned",
     "snapshot's L1 table beyond the end",
     "snapshot's L1 table too large",
+    "the file cut in the middle",
     "a snapshot's L1 entry beyond the end",
     "active L1 table is data",
 ];

@@ -9,3 +9,4 @@ mod orphans;
 mod random;
 mod sound;
 mod support;
+mod wiped;

@@ -1,0 +1,412 @@
+//! The search for clusters that nothing refers to and that can only be L2 tables.
+//!
+//! What refers to a cluster is known from a walk over all that is still reachable. Whether it was
+//! in use says its refcount, but only where that can be believed. A refcount block that is missing or
+//! holds nothing but zeroes may have been wiped itself, and so may the sectors of zeroes in one
+//! where one of them says of a cluster in use that it is free. What they describe may be in use.
+
+use std::ops::Range;
+
+use rustc_hash::FxHashSet;
+use vdkit_block::{Error, HostOffset, Monitor, Result, is_zero};
+
+use super::orphans::Kept;
+use crate::check::balance::{Balance, METADATA, SINGLE};
+use crate::check::image::Image;
+use crate::check::mapping::entry_at;
+use crate::check::reader::{self, Meter};
+use crate::check::survey::{Mode, Owner, Survey, be64};
+use crate::entry::L2Entry;
+use crate::refcounts::get_refcount;
+
+/// Clusters that are gathered before they are read.
+const PART: usize = 4096;
+/// Bytes that are written whole or not at all, and so the least that is wiped.
+const SECTOR: usize = 512;
+/// Of the clusters that a table says are its own, something else refers to one in so many at most,
+/// where no refcount speaks for the table.
+const OTHERS_MAX: u64 = 8;
+
+/// Where to look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Scope {
+    /// Clusters with a refcount.
+    Leaks,
+    /// Also those without one, where that cannot be believed.
+    Everything,
+}
+
+/// See the module.
+pub(super) struct Search<'a> {
+    image: &'a Image,
+    survey: &'a Survey,
+    scope: Scope,
+    /// References alone, those of the refcount structures among them.
+    references: Balance,
+    /// No refcount can be believed.
+    unsound: bool,
+    /// Refcount blocks that cannot be believed.
+    doubtful: FxHashSet<u64>,
+    /// Sectors of others that cannot be believed: numbers of their first clusters.
+    doubtful_sectors: FxHashSet<u64>,
+    /// The first block behind all that are there.
+    behind: u64,
+    /// Clusters that a table alone maps; reused.
+    mapped: Vec<Range<u64>>,
+}
+
+impl<'a> Search<'a> {
+    /// Knows all references, and which refcounts to believe.
+    pub(super) fn new(
+        image: &'a Image,
+        survey: &'a Survey,
+        scope: Scope,
+        monitor: &Monitor<'_>,
+    ) -> Result<Self> {
+        let references = Survey::take(image, Mode::References, monitor)?.balance;
+        let mut search = Self {
+            image,
+            survey,
+            scope,
+            references,
+            unsound: !survey.refcounts.sound || survey.owner_in_conflict(Owner::Refcounts),
+            doubtful: FxHashSet::default(),
+            doubtful_sectors: FxHashSet::default(),
+            behind: 0,
+            mapped: Vec::new(),
+        };
+        if !search.unsound {
+            search.count_refcount_structures();
+        }
+        search.references.check_limit(image.name())?;
+        search.doubt(monitor)?;
+        Ok(search)
+    }
+
+    /// Whether all refcounts can be believed.
+    pub(super) fn trusts_everything(&self) -> bool {
+        !self.unsound && self.doubtful.is_empty() && self.doubtful_sectors.is_empty()
+    }
+
+    fn count_refcount_structures(&mut self) {
+        let image = self.image;
+        let header = &image.header;
+        let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
+        let table = image.clusters_of(header.refcount_table_offset.0, bytes);
+        let blocks = self.survey.refcounts.blocks.iter().filter(|&&block| block != 0);
+        let blocks = blocks.map(|&block| block >> image.geometry().cluster_bits);
+        // A damaged header may give the table a place far behind the file.
+        let clusters = table.take_while(|&cluster| cluster < image.file_clusters()).chain(blocks);
+        for cluster in clusters {
+            self.references.refer(cluster, 1);
+            self.references.mark_metadata(cluster);
+        }
+    }
+
+    /// Finds the blocks that cannot be believed.
+    fn doubt(&mut self, monitor: &Monitor<'_>) -> Result<()> {
+        if self.unsound {
+            return Ok(());
+        }
+        let image = self.image;
+        let bits = image.geometry().refcount_block_bits();
+        let sector = self.sector_clusters();
+        let low = self.survey.balance.unbalanced().filter(|&(_, balance)| balance < 0);
+        let low: FxHashSet<u64> = low.map(|(cluster, _)| cluster / sector * sector).collect();
+        let blocks = &self.survey.refcounts.blocks;
+        let last = blocks.iter().rposition(|&block| block != 0);
+        self.behind = last.map_or(0, |last| last as u64 + 1);
+        let mut present = Vec::new();
+        let all = image.file_clusters().div_ceil(1 << bits);
+        for (block, index) in blocks.iter().zip(0..self.behind.min(all)) {
+            if *block == 0 {
+                self.doubtful.insert(index);
+            } else {
+                present.push((*block, index));
+            }
+        }
+        // On a device, what lies behind all that was ever described is nobody's.
+        if self.behind < all && (image.storage.caps().growable || last.is_none()) {
+            self.doubtful.insert(self.behind);
+        }
+        present.sort_unstable();
+        let offsets: Vec<u64> = present.iter().map(|&(offset, _)| offset).collect();
+        let mut meter = Meter::new(monitor);
+        let bytes = image.cluster_bytes();
+        reader::for_each_cluster(&*image.storage, &offsets, bytes, &mut meter, |i, block| {
+            let index = present[i].1;
+            if is_zero(block) {
+                self.doubtful.insert(index);
+                return Ok(());
+            }
+            let first = index << bits;
+            let sectors = block.chunks(SECTOR).zip((first..).step_by(sector as usize));
+            let wiped: Vec<u64> =
+                sectors.filter(|(bytes, _)| is_zero(bytes)).map(|(_, first)| first).collect();
+            if wiped.iter().any(|first| low.contains(first)) {
+                self.doubtful_sectors.extend(wiped);
+                self.check_limit(self.doubtful_sectors.len() as u64)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// How many clusters one sector of a refcount block describes.
+    fn sector_clusters(&self) -> u64 {
+        (SECTOR as u64 * 8) >> self.image.geometry().refcount_order
+    }
+
+    /// Whether the refcount of a cluster cannot be believed.
+    fn in_doubt(&self, cluster: u64) -> bool {
+        if self.unsound {
+            return true;
+        }
+        let block = cluster >> self.image.geometry().refcount_block_bits();
+        let sector = self.sector_clusters();
+        // All that lie behind are like the first of them.
+        self.doubtful.contains(&block.min(self.behind))
+            || self.doubtful_sectors.contains(&(cluster / sector * sector))
+    }
+
+    /// The refcount of a cluster that nothing refers to.
+    fn refcount(&self, cluster: u64) -> i128 {
+        self.survey.balance.balance(cluster) + self.references(cluster)
+    }
+
+    fn references(&self, cluster: u64) -> i128 {
+        -self.references.balance(cluster)
+    }
+
+    /// Whether a cluster may be in use.
+    fn is_used(&self, cluster: u64) -> bool {
+        self.survey.balance.word(cluster) & SINGLE != 0
+            || self.refcount(cluster) > 0
+            || self.in_doubt(cluster)
+    }
+
+    /// Whether nothing refers to a cluster.
+    fn is_orphan(&self, cluster: u64) -> bool {
+        self.references(cluster) == 0
+    }
+
+    /// Looks at all candidates. Tables without any COPIED flag count only where `flagless`.
+    pub(super) fn run(mut self, flagless: bool, monitor: &Monitor<'_>) -> Result<Kept> {
+        let mut kept = Kept::default();
+        let survey = self.survey;
+        let leaked = survey.balance.unbalanced().filter(|&(_, balance)| balance > 0);
+        let mut part = Vec::new();
+        let mut meter = Meter::new(monitor);
+        for (cluster, balance) in leaked {
+            let lost = self.is_orphan(cluster) && cluster < self.image.file_clusters();
+            if lost && self.refcount(cluster) == balance {
+                self.add(&mut part, cluster, flagless, &mut kept, &mut meter)?;
+            }
+        }
+        if self.scope == Scope::Everything && !self.trusts_everything() {
+            self.unbelieved(&mut part, flagless, &mut kept, &mut meter)?;
+        }
+        self.look(&mut part, flagless, &mut kept, &mut meter)?;
+        kept.tables.sort_unstable();
+        merge(&mut kept.clusters);
+        Ok(kept)
+    }
+
+    /// Clusters that are free only for refcounts that cannot be believed.
+    fn unbelieved(
+        &mut self,
+        part: &mut Vec<u64>,
+        flagless: bool,
+        kept: &mut Kept,
+        meter: &mut Meter<'_, '_>,
+    ) -> Result<()> {
+        let image = self.image;
+        let bits = image.geometry().cluster_bits;
+        let sector = self.sector_clusters();
+        let holes = image.storage.may_have_holes()?;
+        let mut at = 1;
+        while at < image.file_clusters() {
+            if !self.in_doubt(at) {
+                at = (at / sector + 1) * sector;
+                continue;
+            }
+            let mut end = image.file_clusters().min((at / sector + 1) * sector);
+            if holes {
+                let len = image.file_len - (at << bits);
+                let extent = image.storage.extent_at(HostOffset(at << bits), len)?;
+                if !extent.data && extent.len >> bits > 0 {
+                    at += extent.len >> bits;
+                    continue;
+                }
+                end = end.min(at + extent.len.div_ceil(1 << bits).max(1));
+            }
+            for cluster in at..end {
+                if self.is_orphan(cluster) && self.survey.balance.balance(cluster) == 0 {
+                    self.add(part, cluster, flagless, kept, meter)?;
+                }
+            }
+            meter.monitor.cancel.check()?;
+            at = end;
+        }
+        Ok(())
+    }
+
+    fn add(
+        &mut self,
+        part: &mut Vec<u64>,
+        cluster: u64,
+        flagless: bool,
+        kept: &mut Kept,
+        meter: &mut Meter<'_, '_>,
+    ) -> Result<()> {
+        part.push(cluster << self.image.geometry().cluster_bits);
+        if part.len() < PART { Ok(()) } else { self.look(part, flagless, kept, meter) }
+    }
+
+    /// Reads the candidates of a part.
+    fn look(
+        &mut self,
+        part: &mut Vec<u64>,
+        flagless: bool,
+        kept: &mut Kept,
+        meter: &mut Meter<'_, '_>,
+    ) -> Result<()> {
+        let image = self.image;
+        let bytes = image.cluster_bytes();
+        reader::for_each_cluster(&*image.storage, part, bytes, meter, |i, bytes| {
+            if is_zero(bytes) {
+                return Ok(());
+            }
+            if let Some(mapped) = self.judge(part[i], bytes, flagless)? {
+                kept.tables.push((part[i], mapped));
+                let own = part[i] >> image.geometry().cluster_bits;
+                kept.clusters.push(own..own + 1);
+                kept.clusters.append(&mut self.mapped);
+                self.check_limit((kept.tables.len() + kept.clusters.len()) as u64)?;
+            }
+            Ok(())
+        })?;
+        part.clear();
+        Ok(())
+    }
+
+    /// How many clusters a lost table maps that nothing else does, which are left in `mapped`;
+    /// nothing where this is none: where not all its entries can be those of a table, or nothing
+    /// would be lost with it. (A copy of a table that is still there, as an interrupted repair leaves
+    /// it, names what that one does.)
+    fn judge(&mut self, own: u64, bytes: &[u8], flagless: bool) -> Result<Option<u64>> {
+        let image = self.image;
+        let geometry = image.geometry();
+        let data_file = image.header.has_data_file();
+        let mut mapped = std::mem::take(&mut self.mapped);
+        mapped.clear();
+        let (mut lost, mut others, mut flags, mut zeroes) = (0u64, 0u64, false, false);
+        let mut possible = true;
+        for index in 0..geometry.l2_entries() as usize {
+            let entry = entry_at(bytes, index, geometry.extended);
+            if entry == L2Entry::default() {
+                continue;
+            }
+            // In a data file, data is at its guest offset; which one that is here, nobody knows.
+            let guest = entry.host().0;
+            possible &= image.judge_l2(entry, guest).1.is_empty();
+            if !possible {
+                break;
+            }
+            flags |= entry.is_compressed() || entry.is_copied();
+            if !entry.is_compressed() && !entry.has_space(data_file) {
+                zeroes = true;
+                continue;
+            }
+            if data_file {
+                // The data is elsewhere, and stays there.
+                lost += 1;
+                continue;
+            }
+            let (offset, bytes) = if entry.is_compressed() {
+                let place = entry.compressed_place(geometry);
+                (place.offset.0, place.bytes)
+            } else {
+                (entry.host().0, image.cluster_bytes())
+            };
+            for cluster in image.clusters_of(offset, bytes) {
+                possible &= cluster != own >> geometry.cluster_bits && self.is_used(cluster);
+                if self.is_orphan(cluster) {
+                    lost += 1;
+                    match mapped.last_mut() {
+                        Some(last) if last.end == cluster => last.end += 1,
+                        Some(last) if last.contains(&cluster) => {}
+                        _ => mapped.push(cluster..cluster + 1),
+                    }
+                } else {
+                    others += u64::from(entry.is_copied() || self.is_metadata(cluster));
+                }
+            }
+        }
+        let spoken_for = self.refcount(own >> geometry.cluster_bits) > 0 && !self.unsound;
+        // A table of nothing but zeroes hides what the disk stands on. (Refcounts of 64 bits look like
+        // one, where there is no telling what else is there.)
+        let hides = zeroes
+            && lost + others == 0
+            && image.header.backing_name.is_some()
+            && (spoken_for || geometry.refcount_order < 6);
+        let is_table = possible
+            && (lost > 0 || hides)
+            && (flags || flagless && !self.is_refcount_table(bytes)? || hides)
+            && (spoken_for || others * OTHERS_MAX <= lost);
+        mapped.retain(|run| !run.is_empty());
+        let count = mapped.iter().map(|run| run.end - run.start).sum();
+        self.mapped = mapped;
+        Ok(is_table.then_some(count))
+    }
+
+    fn is_metadata(&self, cluster: u64) -> bool {
+        self.references.word(cluster) & METADATA != 0
+    }
+
+    /// Whether a cluster holds the beginning of a refcount table that nothing names any more: its
+    /// first block says that the header is in use once, and so is that block itself, and nothing behind
+    /// the end of the file.
+    fn is_refcount_table(&self, table: &[u8]) -> Result<bool> {
+        let image = self.image;
+        let geometry = image.geometry();
+        let entries = geometry.refcount_block_entries();
+        let first = be64(&table[..8]);
+        if first == 0 || first & (image.cluster_bytes() - 1) != 0 || first >= image.file_len {
+            return Ok(false);
+        }
+        let block = reader::read_table(&*image.storage, first, image.cluster_bytes())?;
+        let own = first >> geometry.cluster_bits;
+        let refcount = |cluster: u64| get_refcount(&block, cluster, geometry.refcount_order);
+        let behind = |cluster: u64| cluster >= image.file_clusters() && refcount(cluster) > 0;
+        let once = |cluster: u64| refcount(cluster) == 1;
+        Ok(once(0) && (own >= entries || once(own)) && !(0..entries).any(behind))
+    }
+
+    /// So many places of 16 bytes must be within the limit.
+    fn check_limit(&self, places: u64) -> Result<()> {
+        let bytes = places * 16;
+        let limit = self.image.limits.check_bytes_max;
+        if bytes <= limit {
+            return Ok(());
+        }
+        Err(Error::Limit {
+            file: self.image.name().to_owned(),
+            what: "the memory for what looks like lost tables in bytes",
+            found: bytes,
+            limit,
+        })
+    }
+}
+
+/// Sorts runs, each cluster once.
+fn merge(clusters: &mut Vec<Range<u64>>) {
+    clusters.sort_unstable_by_key(|run| (run.start, run.end));
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for run in clusters.drain(..) {
+        match merged.last_mut() {
+            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
+            _ => merged.push(run),
+        }
+    }
+    *clusters = merged;
+}
