@@ -281,7 +281,7 @@ impl<'a> Search<'a> {
                 let own = part[i] >> image.geometry().cluster_bits;
                 kept.clusters.push(own..own + 1);
                 kept.clusters.append(&mut self.mapped);
-                self.check_limit((kept.tables.len() + kept.clusters.len()) as u64)?;
+                self.stay_within_limit(kept)?;
             }
             Ok(())
         })?;
@@ -380,6 +380,15 @@ impl<'a> Search<'a> {
         let behind = |cluster: u64| cluster >= image.file_clusters() && refcount(cluster) > 0;
         let once = |cluster: u64| refcount(cluster) == 1;
         Ok(once(0) && (own >= entries || once(own)) && !(0..entries).any(behind))
+    }
+
+    /// Tables that name the same clusters count these once.
+    fn stay_within_limit(&self, kept: &mut Kept) -> Result<()> {
+        let places = |kept: &Kept| (kept.tables.len() + kept.clusters.len()) as u64;
+        if self.check_limit(places(kept)).is_err() {
+            merge(&mut kept.clusters);
+        }
+        self.check_limit(places(kept))
     }
 
     /// So many places of 16 bytes must be within the limit.
