@@ -263,7 +263,8 @@ impl Qcow2 {
             // It may hold data one day, where no snapshot needs it any more.
             self.metadata.write().remove(&first);
             let stamp = self.in_flight.stamp();
-            meta.unlink([Freed { first, count: 1, stamp, punch: false }]);
+            // Or a check would take what is left of it for a table that lost its L1 entry.
+            meta.unlink([Freed { first, count: 1, stamp, punch: true }]);
         }
         self.dirty.store(true, std::sync::atomic::Ordering::Release);
         Ok(Some(()))

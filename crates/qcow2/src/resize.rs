@@ -312,6 +312,7 @@ impl Qcow2 {
         let first = self.geometry.host_cluster(table);
         self.metadata.write().remove(&first);
         let stamp = self.in_flight.stamp();
-        meta.unlink([Freed { first, count: 1, stamp, punch: false }]);
+        // Or a check would take what is left of it for a table that lost its L1 entry.
+        meta.unlink([Freed { first, count: 1, stamp, punch: true }]);
     }
 }
