@@ -199,6 +199,18 @@ impl Storage for CountingStorage {
         self.inner.read_up_to(buf, offset)
     }
 
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        let ready = self.inner.read_ready(buf, offset)?;
+        if ready {
+            self.note_read(offset, buf.len());
+        }
+        Ok(ready)
+    }
+
+    fn writes_promptly(&self) -> bool {
+        self.inner.writes_promptly()
+    }
+
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
         add(&self.cells.read_batches, 1);
         for op in ops.iter() {

@@ -287,6 +287,14 @@ impl Storage for CrashStorage {
         Ok(there as usize)
     }
 
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        self.read_padded(buf, offset).map(|()| true)
+    }
+
+    fn writes_promptly(&self) -> bool {
+        true
+    }
+
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         let end = self.end_of(IoAction::Write, offset, buf.len() as u64)?;
         if buf.is_empty() {

@@ -193,6 +193,15 @@ impl Storage for FaultyStorage {
         self.inner.read_up_to(buf, offset)
     }
 
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        self.fail(FaultKind::Read, IoAction::Read, offset.0, buf.len() as u64)?;
+        self.inner.read_ready(buf, offset)
+    }
+
+    fn writes_promptly(&self) -> bool {
+        self.inner.writes_promptly()
+    }
+
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         let Some(hit) = self.hit(FaultKind::Write) else {
             return self.inner.write_at(buf, offset);

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::Rng;
@@ -172,4 +173,31 @@ fn what_was_begun_is_done_when_the_service_ends() {
         disk.read_at(&mut byte, vdkit_block::GuestOffset(i * 65536 + 65535)).unwrap();
         assert_eq!(byte, [i as u8 + 1]);
     }
+}
+
+/// A client may send large payloads faster than they are written; what is read of them meanwhile
+/// is bounded.
+#[test]
+fn one_large_payload_is_in_memory_at_a_time() {
+    const PAYLOAD: usize = 8 << 20;
+    let rig = Rig::new(64 * MIB);
+    let mut client = rig.client(Style::Structured);
+    rig.export.pause();
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(move || {
+            for index in 0..4 {
+                client.request(WRITE, 0, index * PAYLOAD as u64, PAYLOAD as u64, &[3; PAYLOAD]);
+            }
+            client
+        });
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(!sender.is_finished(), "all four were read though none could be written");
+        rig.export.resume();
+        let mut client = sender.join().unwrap();
+        for _ in 0..4 {
+            assert_eq!(client.chunk(|_| 0).kind, 0);
+        }
+        assert_eq!(client.read(32 * MIB - 1, 2).unwrap(), [3, 0]);
+    });
+    rig.end();
 }
