@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 use crate::error::{Error, IoAction, Result};
 use crate::units::HostOffset;
@@ -268,6 +269,21 @@ pub trait Storage: Send + Sync + fmt::Debug {
     ) -> Result<u64> {
         let _ = (to, source, from, len, method);
         Ok(0)
+    }
+
+    /// Of the locks by which a writer keeps other processes away, gives back those that keep
+    /// readers away: for a storage that will be written no more. Nobody else can take it for
+    /// writing, at no moment. A storage without locks does nothing.
+    fn let_others_read(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The same bytes as a second storage, which can be written. Where this one keeps writers away,
+    /// it keeps everyone away from now on, and the new one does too: at no moment can another
+    /// process take it for writing. Where this fails, the locks are as before.
+    fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
+        let hint = "open it for writing in the first place";
+        Err(Error::unsupported(self.name(), "cannot be opened for writing while it is read", hint))
     }
 
     /// The descriptor, for storages that have one.

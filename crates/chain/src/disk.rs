@@ -22,8 +22,8 @@ const ANSWERS_MAX: u32 = 64;
 /// Bytes of new space that are written between two looks at the cancel token.
 const ZERO_STEP: u64 = 8 << 20;
 
-/// One image of a chain.
-#[derive(Debug)]
+/// One image of a chain. Clones are the same image.
+#[derive(Clone, Debug)]
 pub struct Layer {
     path: PathBuf,
     info: ImageInfo,
@@ -44,6 +44,11 @@ impl Layer {
             OpenRequest { storage: found.storage, data_file, writable, limits: options.limits };
         let format = found.driver.open_with_keys(request, &options.keys)?;
         Ok(Self { path: found.path, info: found.info, probed: found.probed, format })
+    }
+
+    /// The same image through another map.
+    pub(crate) fn with_format(&self, format: Arc<dyn Format>) -> Self {
+        Self { format, ..self.clone() }
     }
 
     /// The name by which it was opened: the user's own, or what the overlay's metadata says,
@@ -68,6 +73,14 @@ impl Layer {
     }
 }
 
+/// A request that has begun; see [`Disk::enter`].
+#[derive(Debug)]
+#[must_use = "the request ends when the guard is dropped"]
+pub struct RequestGuard<'a> {
+    _top: InFlightGuard<'a>,
+    _beneath: Option<InFlightGuard<'a>>,
+}
+
 /// A disk as the guest sees it: an image and everything that it stands on. Shared by threads.
 ///
 /// Requests of several threads may overlap; each byte then is one request's. Nothing is durable
@@ -82,6 +95,8 @@ pub struct Disk {
     pub(crate) units: UnitCache,
     /// See `seal`.
     pub(crate) sectors: RwLock<()>,
+    /// The image beneath the top one is written too; see [`Disk::share_beneath`].
+    pub(crate) beneath_changes: bool,
     name: String,
     cache: CacheMode,
     writable: bool,
@@ -158,6 +173,7 @@ impl Disk {
             limits: options.limits,
             units: UnitCache::default(),
             sectors: RwLock::default(),
+            beneath_changes: false,
             name,
             cache: options.cache,
             writable,
@@ -215,9 +231,19 @@ impl Disk {
 
     /// Marks a request as begun. Whoever moves the bytes of an extent itself enters before it asks
     /// for the extent and keeps the guard until the bytes are moved: the space is not reused
-    /// before. (Only the top image changes while a disk is open.)
-    pub fn enter(&self) -> InFlightGuard<'_> {
-        self.top().in_flight().enter()
+    /// before. (Only the top image changes while a disk is open, or the two on top: see
+    /// [`Disk::share_beneath`].)
+    pub fn enter(&self) -> RequestGuard<'_> {
+        let beneath = if self.beneath_changes { self.layers.get(1) } else { None };
+        RequestGuard {
+            _top: self.top().in_flight().enter(),
+            _beneath: beneath.map(|layer| layer.format.in_flight().enter()),
+        }
+    }
+
+    /// What images may cost.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     /// The run that begins at `at`, at most `len` bytes, through the whole chain. It is the longest

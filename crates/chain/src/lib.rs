@@ -25,9 +25,11 @@
 //! | freed clusters are not reused under a reader | guards of [`InFlight`](vdkit_block::InFlight), `read`, `write` |
 //! | encrypted bytes are decrypted by the key of the layer they lie in; none go out in the clear | `seal`, `read`, `write` |
 //! | an unpacked unit that was replaced is never served from the cache | `unit_cache` |
+//! | a chain that changes while it is served: nobody else writes an image of it, at no moment | `exchange`, `Storage::reopen_for_writing` |
 //! | a write that failed half-way changes nothing | dropped [`Reservation`](vdkit_block::Reservation)s, `write` |
 
 mod disk;
+mod exchange;
 mod extent;
 mod options;
 mod prompt;
@@ -41,7 +43,7 @@ mod unit_cache;
 mod walk;
 mod write;
 
-pub use disk::{Disk, Layer};
+pub use disk::{Disk, Layer, RequestGuard};
 pub use extent::{DiskExtent, DiskPlace, Extents};
 pub use options::{BackingChoice, OpenOptions};
 pub use prompt::Ready;

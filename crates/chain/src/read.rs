@@ -132,7 +132,7 @@ impl Disk {
             storage.read_padded(&mut bytes, packed.offset)?;
             format.unpack(packed, &bytes, out)
         };
-        // Only the top layer changes while it is open.
+        // Beneath the top, no packed units are published while the disk is open.
         let top = extent.depth == 0;
         if top && self.units.generation() != generation {
             let mut unit = Scratch::new(unit_bytes);

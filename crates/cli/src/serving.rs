@@ -79,11 +79,8 @@ enum NoSpace {
 }
 
 impl ServedDisk {
-    /// Opens it.
-    ///
-    /// # Errors
-    /// As [`Disk::open`].
-    pub fn open(&self, image: &Path) -> Result<Disk, Failure> {
+    /// How it is opened.
+    pub fn options(&self) -> OpenOptions {
         let snapshot = self.snapshot.snapshot.clone();
         let mut options = OpenOptions {
             format: self.format.clone(),
@@ -96,7 +93,15 @@ impl ServedDisk {
         if let Some(bytes) = self.l2_cache {
             options.limits.cache_bytes = bytes;
         }
-        Ok(Disk::open(&vdkit::registry(), image, &self.keys.apply(options))?)
+        self.keys.apply(options)
+    }
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub fn open(&self, image: &Path) -> Result<Disk, Failure> {
+        Ok(Disk::open(&vdkit::registry(), image, &self.options())?)
     }
 
     /// Begins to tell the counts, where that is asked for.

@@ -42,6 +42,7 @@ impl Export {
     ) -> Result<BitmapList> {
         self.check_writable()?;
         self.alone(|disk| {
+            self.refuse_during_job(disk.name())?;
             let all = bitmaps_of(disk)?;
             act(all)?;
             Ok(BitmapList { bitmaps: all.list()? })

@@ -12,18 +12,20 @@
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
-use vdkit_block::{Bitmaps, CancelToken, Monitor, NewBitmap, NewSnapshot, SnapshotInfo};
+use vdkit_block::{Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, SnapshotInfo};
 
 use crate::bitmaps::BitmapList;
 use crate::counters::Stats;
 use crate::export::Export;
+use crate::images::{ImageChain, Images};
+use crate::job::JobStatus;
 use crate::metrics;
 use crate::parking::ParkedInfo;
 use crate::socket::{Access, UnixSocket};
@@ -97,6 +99,11 @@ pub enum Command {
         /// The name of the one that is changed.
         into: String,
     },
+    /// Puts a new overlay on the image and goes on with it.
+    SnapshotExternal {
+        /// Where it shall be: an absolute path, as a relative one starts at the service's folder.
+        overlay: PathBuf,
+    },
     /// Makes the disk larger.
     Resize {
         /// Bytes.
@@ -112,8 +119,9 @@ pub enum Command {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Status {
-    /// The image.
-    pub filename: String,
+    /// What it is made of: the image, and what that stands on.
+    #[serde(flatten)]
+    pub images: ImageChain,
     /// The export's name.
     pub name: String,
     /// Bytes of the disk.
@@ -124,6 +132,9 @@ pub struct Status {
     pub paused: bool,
     /// Changes that wait for space.
     pub parked: ParkedInfo,
+    /// What exchanges images now, and how far it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job: Option<JobStatus>,
     /// Seconds since the service began.
     pub uptime_seconds: f64,
 }
@@ -140,6 +151,8 @@ pub enum Answer {
     Snapshot(SnapshotInfo),
     /// To all commands about bitmaps.
     Bitmaps(BitmapList),
+    /// To `snapshot-external`.
+    Chain(ImageChain),
     /// To `metrics`.
     Text(String),
     /// To everything else.
@@ -152,12 +165,25 @@ pub struct Controller {
     export: Arc<Export>,
     began: Instant,
     quit: CancelToken,
+    images: Option<Arc<dyn Images>>,
 }
 
 impl Controller {
     /// For this export; `quit` is set when the end is asked for.
     pub fn new(export: Arc<Export>, quit: CancelToken) -> Self {
-        Self { export, began: Instant::now(), quit }
+        Self { export, began: Instant::now(), quit, images: None }
+    }
+
+    /// This controller with one who exchanges images.
+    pub fn with_images(self, images: Arc<dyn Images>) -> Self {
+        Self { images: Some(images), ..self }
+    }
+
+    fn images(&self) -> vdkit_block::Result<&dyn Images> {
+        self.images.as_deref().ok_or_else(|| {
+            let hint = "end it, and change its image then";
+            Error::unsupported(&self.export.filename(), "this service exchanges no images", hint)
+        })
     }
 
     /// Does one command. [`Command::Quit`] is only acknowledged: the end is asked for once the
@@ -207,6 +233,9 @@ impl Controller {
             Command::BitmapEnable { name } => bitmaps(&|all| all.set_enabled(name, true)),
             Command::BitmapDisable { name } => bitmaps(&|all| all.set_enabled(name, false)),
             Command::BitmapMerge { source, into } => bitmaps(&|all| all.merge(into, all, source)),
+            Command::SnapshotExternal { overlay } => {
+                self.images()?.snapshot_external(export, overlay).map(Answer::Chain)
+            }
             Command::Resize { size } => export.grow(*size).map(|()| Answer::Done {}),
             Command::Metrics => Ok(Answer::Text(metrics::text(export))),
             // Answered first: see `converse`.
@@ -217,12 +246,13 @@ impl Controller {
     fn status(&self) -> Status {
         let export = &self.export;
         Status {
-            filename: export.filename(),
+            images: export.chain(),
             name: export.name().to_owned(),
             virtual_size: export.size(),
             read_only: export.read_only(),
             paused: export.paused(),
             parked: export.parked(),
+            job: export.job(),
             uptime_seconds: self.began.elapsed().as_secs_f64(),
         }
     }
@@ -286,6 +316,14 @@ impl Drop for Control {
     }
 }
 
+/// An error with what can be done about it.
+fn words(error: &Error) -> String {
+    match error {
+        Error::Dependents { hint, .. } => format!("{error}; {hint}"),
+        error => error.to_string(),
+    }
+}
+
 /// Answers one client's lines until it leaves.
 fn converse(client: &UnixStream, controller: &Controller) {
     if client.set_read_timeout(Some(IDLE)).is_err() {
@@ -302,7 +340,7 @@ fn converse(client: &UnixStream, controller: &Controller) {
         let command = serde_json::from_slice::<Command>(&line);
         let quit = matches!(command, Ok(Command::Quit));
         let done = match command {
-            Ok(command) => controller.run(&command).map_err(|error| error.to_string()),
+            Ok(command) => controller.run(&command).map_err(|error| words(&error)),
             Err(error) => Err(format!("not a command: {error}")),
         };
         let reply = match &done {

@@ -8,8 +8,11 @@ use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
 use vdkit_block::{Error, ErrorKind, GuestOffset, MapCacheStats, Result, SnapshotInfo, Snapshots};
 use vdkit_chain::{Disk, Ready};
 
+use crate::changes::ChangeMap;
 use crate::control::Answer;
 use crate::counters::{Counters, Stats};
+use crate::images::ImageChain;
+use crate::job::Jobs;
 use crate::parking::{Claim, ParkedInfo, Parking};
 
 /// What happens to a change that finds no space.
@@ -64,16 +67,26 @@ impl Change {
 /// Called once when a change that was kept has been done, or will never be.
 pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
 
+/// The disk of an export, and who watches it.
+#[derive(Debug)]
+pub struct Served {
+    /// The disk.
+    pub disk: Disk,
+    /// Where changes are marked, while somebody copies the disk.
+    pub changes: Option<Arc<ChangeMap>>,
+}
+
 /// A disk that is being served; see the [crate's documentation](crate).
 #[derive(Debug)]
 pub struct Export {
     options: ExportOptions,
     /// Requests hold it for reading, once each: a second hold within the first would wait for a
     /// writer that waits for the first. Whoever must be alone holds it for writing.
-    disk: RwLock<Disk>,
+    disk: RwLock<Served>,
     paused: AtomicBool,
     pause: (Mutex<()>, Condvar),
     pub(crate) parking: Parking,
+    pub(crate) jobs: Jobs,
     /// Names of bitmaps that clients may read, where the image has them.
     pub(crate) offered: Mutex<Vec<String>>,
     counters: Counters,
@@ -95,12 +108,22 @@ impl Seen {
 
 /// The export's disk, held for one request.
 #[derive(Debug)]
-pub struct Held<'a>(RwLockReadGuard<'a, Disk>);
+pub struct Held<'a>(RwLockReadGuard<'a, Served>);
 
 impl Deref for Held<'_> {
     type Target = Disk;
     fn deref(&self) -> &Disk {
-        &self.0
+        &self.0.disk
+    }
+}
+
+impl Held<'_> {
+    /// A range was changed, or that was tried and failed. Never to be called before: see
+    /// [`ChangeMap`].
+    fn changed(&self, at: u64, len: u64) {
+        if let Some(changes) = &self.0.changes {
+            changes.mark(at, len);
+        }
     }
 }
 
@@ -111,10 +134,11 @@ impl Export {
             offered: Mutex::new(options.bitmaps.clone()),
             options,
             seen: Mutex::new(Seen::of(&disk)),
-            disk: RwLock::new(disk),
+            disk: RwLock::new(Served { disk, changes: None }),
             paused: AtomicBool::new(false),
             pause: (Mutex::new(()), Condvar::new()),
             parking: Parking::default(),
+            jobs: Jobs::default(),
             counters: Counters::default(),
         })
     }
@@ -131,22 +155,29 @@ impl Export {
 
     /// The image's name.
     pub fn filename(&self) -> String {
-        self.disk.read().name().to_owned()
+        self.disk().name().to_owned()
+    }
+
+    /// What the disk is made of.
+    pub fn chain(&self) -> ImageChain {
+        let disk = self.disk();
+        let names = disk.layers().iter().map(|layer| layer.path().display().to_string());
+        ImageChain { filename: disk.name().to_owned(), chain: names.collect() }
     }
 
     /// Bytes of the disk, which may change while it is served.
     pub fn size(&self) -> u64 {
-        self.disk.read().guest_bytes()
+        self.disk().guest_bytes()
     }
 
     /// The unit in which the image finds space for writes and gives it back, in bytes.
     pub fn fill_bytes(&self) -> u64 {
-        self.disk.read().top().caps().fill_bytes
+        self.disk().top().caps().fill_bytes
     }
 
     /// Whether changes are refused.
     pub fn read_only(&self) -> bool {
-        self.options.read_only || !self.disk.read().writable()
+        self.options.read_only || !self.disk().writable()
     }
 
     /// The counts.
@@ -164,7 +195,7 @@ impl Export {
     pub(crate) fn look(&self) -> Seen {
         let mut seen = self.seen.lock();
         if let Some(disk) = self.disk.try_read() {
-            *seen = Seen::of(&disk);
+            *seen = Seen::of(&disk.disk);
         }
         *seen
     }
@@ -178,6 +209,11 @@ impl Export {
                 self.pause.1.wait(&mut guard);
             }
         }
+        self.disk()
+    }
+
+    /// The disk for one who is no client: waits for nobody but those who are alone with it.
+    pub fn disk(&self) -> Held<'_> {
         Held(self.disk.read())
     }
 
@@ -219,7 +255,9 @@ impl Export {
         if self.options.read_only || !disk.write_ready(GuestOffset(at), data.len() as u64) {
             return None;
         }
-        match disk.write_at(data, GuestOffset(at)) {
+        let done = disk.write_at(data, GuestOffset(at));
+        disk.changed(at, data.len() as u64);
+        match done {
             Err(error) if self.keeps(&error) => None,
             done => Some(done),
         }
@@ -240,7 +278,9 @@ impl Export {
     pub fn write(&self, data: &[u8], at: u64, durable: bool) -> Result<()> {
         let disk = self.hold();
         self.check_writable()?;
-        disk.write_at(data, GuestOffset(at))?;
+        let done = disk.write_at(data, GuestOffset(at));
+        disk.changed(at, data.len() as u64);
+        done?;
         self.settle(&disk, durable)
     }
 
@@ -251,7 +291,9 @@ impl Export {
     pub fn zero(&self, at: u64, len: u64, may_unmap: bool, durable: bool) -> Result<()> {
         let disk = self.hold();
         self.check_writable()?;
-        disk.write_zeroes(GuestOffset(at), len, may_unmap)?;
+        let done = disk.write_zeroes(GuestOffset(at), len, may_unmap);
+        disk.changed(at, len);
+        done?;
         self.settle(&disk, durable)
     }
 
@@ -262,7 +304,9 @@ impl Export {
     pub fn discard(&self, at: u64, len: u64, durable: bool) -> Result<()> {
         let disk = self.hold();
         self.check_writable()?;
-        disk.discard(GuestOffset(at), len)?;
+        let done = disk.discard(GuestOffset(at), len);
+        disk.changed(at, len);
+        done?;
         self.settle(&disk, durable)
     }
 
@@ -293,7 +337,11 @@ impl Export {
         if durable && !disk.cache().write_durable() { disk.flush() } else { Ok(()) }
     }
 
-    pub(crate) fn check_writable(&self) -> Result<()> {
+    /// Refuses changes where the export was made read-only.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`].
+    pub fn check_writable(&self) -> Result<()> {
         if self.options.read_only {
             return Err(Error::ReadOnly { file: self.options.name.clone() });
         }
@@ -352,6 +400,7 @@ impl Export {
     pub fn grow(&self, guest_bytes: u64) -> Result<()> {
         self.check_writable()?;
         self.alone(|disk| {
+            self.refuse_during_job(disk.name())?;
             let now = disk.guest_bytes();
             if guest_bytes < now {
                 return Err(Error::Invalid(format!(
@@ -372,6 +421,7 @@ impl Export {
     ) -> Result<Answer> {
         self.check_writable()?;
         self.alone(|disk| {
+            self.refuse_during_job(disk.name())?;
             let side = disk.top().snapshots().ok_or_else(|| {
                 let what = format!("snapshots inside a {} image", disk.top().name());
                 let hint = "take an overlay instead: vdkit create --backing";
@@ -387,7 +437,16 @@ impl Export {
     /// # Errors
     /// What `act` returns.
     pub fn alone<T>(&self, act: impl FnOnce(&Disk) -> Result<T>) -> Result<T> {
-        act(&self.disk.write())
+        act(&self.disk.write().disk)
+    }
+
+    /// As [`Export::alone`], for one who puts another disk in its place, which must read as this
+    /// one does, or begins or ends to watch it.
+    ///
+    /// # Errors
+    /// What `act` returns.
+    pub fn exchange<T>(&self, act: impl FnOnce(&mut Served) -> Result<T>) -> Result<T> {
+        act(&mut self.disk.write())
     }
 
     /// Lets go of everything that waits, for space or to be resumed: what is kept fails, and what
@@ -397,13 +456,14 @@ impl Export {
         self.parking.close();
     }
 
-    /// Ends the service: what is kept fails, and the disk is flushed and closed. The export must
+    /// Ends the service: a job is stopped, what is kept fails, and the disk is flushed and closed. The export must
     /// not be used afterwards.
     ///
     /// # Errors
     /// As [`Disk::close`].
     pub fn close(&self) -> Result<()> {
+        self.end_jobs();
         self.end_waiting();
-        self.disk.write().close()
+        self.disk.write().disk.close()
     }
 }

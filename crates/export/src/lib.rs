@@ -16,20 +16,31 @@
 //! # Changing the disk under the clients
 //! Each request holds the export's disk for as long as it runs. [`Export::alone`] waits for those
 //! under way and keeps new ones waiting: for snapshots, bitmaps, and for another size.
+//!
+//! [`Export::exchange`] puts another disk in its place: an overlay on top, or the image beneath once
+//! it holds what the top one does. Who copies the disk while clients write to it lets changes be
+//! marked in a [`ChangeMap`]. What opens images for that stands above ([`Images`]); one such job
+//! runs at a time ([`Export::begin_job`]).
 
 mod bitmaps;
+mod changes;
 mod control;
 mod counters;
 mod export;
+mod images;
+mod job;
 mod metrics;
 mod parking;
 mod scrape;
 mod socket;
 
 pub use bitmaps::BitmapList;
+pub use changes::ChangeMap;
 pub use control::{Answer, Command, Control, Controller, Status, ask};
 pub use counters::{Counters, Histogram, LatencyBucket, OpKind, OpStats, Stats, quantile};
-pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace};
+pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace, Served};
+pub use images::{ImageChain, Images};
+pub use job::{Job, JobStatus};
 pub use parking::{Claim, ParkedInfo};
 pub use scrape::{Scrape, ScrapeAddress};
 pub use socket::{Access, UnixSocket};

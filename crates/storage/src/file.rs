@@ -3,11 +3,13 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
-use parking_lot::{RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 use vdkit_block::{
     CacheMode, CopyMethod, Error, HostOffset, IoAction, ReadOp, Result, Storage, StorageCaps,
@@ -63,7 +65,7 @@ pub struct FileStorage {
     /// The errno of the first sync that failed, or 0. The kernel reports a lost page once and
     /// then forgets it, so a later fdatasync would lie.
     sync_error: AtomicI32,
-    lock: Option<ImageLock>,
+    lock: Option<Mutex<ImageLock>>,
     in_memory: bool,
     /// The file system cannot say whether bytes are at hand.
     never_ready: AtomicBool,
@@ -142,7 +144,7 @@ impl FileStorage {
         };
         let lock = match options.lock {
             LockMode::Off => None,
-            LockMode::Auto => Some(ImageLock::take(&name, &file, options.writable)?),
+            LockMode::Auto => Some(Mutex::new(ImageLock::take(&name, &file, options.writable)?)),
         };
         let caps = StorageCaps {
             writable: options.writable,
@@ -173,6 +175,21 @@ impl FileStorage {
             sync_error: AtomicI32::new(0),
             lock,
         })
+    }
+
+    /// The very file that this one is, whatever its name leads to by now, open for writing and
+    /// without locks.
+    fn open_again(&self) -> Result<Self> {
+        let fail = |errno: Errno| file_error(&self.name, IoAction::Open, errno);
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        if self.kind == FileKind::BlockDevice && self.lock.is_some() {
+            // Not while it is mounted or part of a volume.
+            flags |= OFlags::EXCL;
+        }
+        let file = retry(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(fail)?;
+        let options = FileOptions::read_write().cache(self.cache).lock(LockMode::Off);
+        Self::from_file(File::from(file), self.name.clone(), &options)
     }
 
     /// A regular file or a block device.
@@ -510,6 +527,26 @@ impl Storage for FileStorage {
         self.copy_range(to, source, from, len, method)
     }
 
+    fn let_others_read(&self) -> Result<()> {
+        let Some(lock) = &self.lock else { return Ok(()) };
+        lock.lock().become_reader(&self.name, &self.file)
+    }
+
+    fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
+        let Some(lock) = &self.lock else { return Ok(Arc::new(self.open_again()?)) };
+        let mut lock = lock.lock();
+        lock.become_writer(&self.name, &self.file)?;
+        let opened = self.open_again().and_then(|mut again| {
+            again.lock = Some(Mutex::new(ImageLock::take_beside(&self.name, &again.file)?));
+            Ok(again)
+        });
+        if opened.is_err() {
+            // The first error is the one that tells.
+            let _ = lock.become_reader(&self.name, &self.file);
+        }
+        Ok(Arc::new(opened?))
+    }
+
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.file.as_fd())
     }
@@ -518,7 +555,7 @@ impl Storage for FileStorage {
 impl Drop for FileStorage {
     fn drop(&mut self) {
         // A duplicate of the descriptor elsewhere would keep the locks alive.
-        if let Some(lock) = self.lock.take() {
+        if let Some(lock) = self.lock.take().map(Mutex::into_inner) {
             lock.release(&self.file);
         }
     }

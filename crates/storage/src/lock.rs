@@ -51,6 +51,13 @@ pub enum LockMode {
     Off,
 }
 
+/// Permissions that a reader uses.
+const READER: &[u64] = &[CONSISTENT_READ];
+/// Permissions that a writer uses.
+const WRITER: &[u64] = &[CONSISTENT_READ, WRITE, RESIZE];
+/// Permissions that both deny to others.
+const DENIED: &[u64] = &[WRITE, RESIZE];
+
 /// The locks of one open file.
 #[derive(Debug)]
 pub struct ImageLock {
@@ -61,13 +68,48 @@ pub struct ImageLock {
 impl ImageLock {
     /// Takes a reader's or a writer's locks.
     pub fn take(name: &str, file: &File, writable: bool) -> Result<Self> {
-        let lock = Self {
-            used: if writable { &[CONSISTENT_READ, WRITE, RESIZE] } else { &[CONSISTENT_READ] },
-            denied: &[WRITE, RESIZE],
-        };
-        let taken = lock.set(file, OfdLock::Shared).and_then(|()| lock.test(file));
+        let lock = Self { used: if writable { WRITER } else { READER }, denied: DENIED };
+        let taken = lock.take_and_test(name, file).inspect_err(|_| lock.release(file));
+        taken.map(|()| lock)
+    }
+
+    /// Takes a writer's locks without a look at others': for a file that this process holds
+    /// locked as a writer by another descriptor, which would stand in the way.
+    pub fn take_beside(name: &str, file: &File) -> Result<Self> {
+        let lock = Self { used: WRITER, denied: DENIED };
+        lock.set(file, OfdLock::Shared).map_err(|source| {
+            lock.release(file);
+            file_error(name, IoAction::Lock, source)
+        })?;
+        Ok(lock)
+    }
+
+    /// Makes a reader's locks a writer's; they are as before where that fails. Nobody can become a
+    /// writer meanwhile, as what is held already stays.
+    pub fn become_writer(&mut self, name: &str, file: &File) -> Result<()> {
+        let writer = Self { used: WRITER, denied: DENIED };
+        writer.take_and_test(name, file).inspect_err(|_| {
+            // The first error is the one that tells.
+            let _ = self.become_reader(name, file);
+        })?;
+        *self = writer;
+        Ok(())
+    }
+
+    /// Makes a writer's locks a reader's.
+    pub fn become_reader(&mut self, name: &str, file: &File) -> Result<()> {
+        for permission in WRITER.iter().filter(|p| !READER.contains(p)) {
+            sys::ofd_set(file.as_fd(), OfdLock::None, USED_BASE + permission, 1)
+                .map_err(|source| file_error(name, IoAction::Lock, source))?;
+        }
+        self.used = READER;
+        Ok(())
+    }
+
+    fn take_and_test(&self, name: &str, file: &File) -> Result<()> {
+        let taken = self.set(file, OfdLock::Shared).and_then(|()| self.test(file));
         let error = match taken {
-            Ok(None) => return Ok(lock),
+            Ok(None) => return Ok(()),
             Ok(Some((byte, conflict))) => {
                 Error::Locked { file: name.to_owned(), holder: find_holder(file, byte, conflict) }
             }
@@ -85,7 +127,6 @@ impl ImageLock {
             }
             Err(source) => file_error(name, IoAction::Lock, source),
         };
-        lock.release(file);
         Err(error)
     }
 

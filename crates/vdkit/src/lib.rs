@@ -109,6 +109,7 @@ pub use vdkit_export_vhost as vhost_user;
 pub use vdkit_jobs as jobs;
 pub use vdkit_storage as storage;
 
+pub mod live;
 mod registry;
 
 pub use registry::{FORMATS, format, registry};

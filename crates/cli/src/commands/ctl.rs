@@ -36,11 +36,14 @@ SOCKET is what 'vdkit serve --control SOCKET' listens at.
   bitmap-enable NAME      let it record from now on
   bitmap-disable NAME     let it record no more
   bitmap-merge SRC INTO   set the marks of SRC in INTO too
+  snapshot-external FILE  go on with a new overlay, FILE, over the image, which is only read from
+                          then on
   resize SIZE             make the disk larger
   quit                    end the service, as SIGTERM does",
     examples: "
 vdkit ctl /run/disk.ctl status
 vdkit ctl /run/disk.ctl snapshot before-update
+vdkit ctl /run/disk.ctl snapshot-external /images/disk-2.qcow2
 vdkit ctl /run/disk.ctl bitmap-add since-monday
 vdkit ctl /run/disk.ctl resume                     after space was made
 ",
@@ -57,7 +60,7 @@ pub struct CtlArgs {
     /// What it shall do: status, stats, flush, snapshot ...; see above
     #[arg(value_name = "ACTION", hide_possible_values = true)]
     action: Action,
-    /// What the action is about: a name, a size
+    /// What the action is about: a name, a file, a size
     #[arg(value_name = "VALUE", num_args = 0..=2)]
     values: Vec<String>,
     /// For bitmap-add: bytes that a mark stands for, a power of two from 512 to 2G
@@ -83,6 +86,7 @@ enum Action {
     Resume,
     Snapshot,
     SnapshotDelete,
+    SnapshotExternal,
     BitmapList,
     BitmapAdd,
     BitmapRemove,
@@ -107,6 +111,7 @@ impl Action {
             | Self::BitmapList
             | Self::Quit => &[],
             Self::Resize => &["SIZE"],
+            Self::SnapshotExternal => &["FILE"],
             Self::BitmapMerge => &["SRC", "INTO"],
             _ => &["NAME"],
         }
@@ -148,6 +153,13 @@ impl CtlArgs {
             Action::Quit => Command::Quit,
             Action::Snapshot => Command::Snapshot { name: value() },
             Action::SnapshotDelete => Command::SnapshotDelete { name: value() },
+            Action::SnapshotExternal => {
+                // The service may have been started in another folder.
+                let overlay = std::path::absolute(value()).map_err(|error| {
+                    Failure::failed(format!("the current folder is not there: {error}"))
+                })?;
+                Command::SnapshotExternal { overlay }
+            }
             Action::BitmapList => Command::BitmapList,
             Action::BitmapAdd => {
                 let (granularity, disabled) = (self.granularity, self.disabled);
@@ -172,6 +184,10 @@ fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
                 let key = if prefix.is_empty() { key.clone() } else { format!("{prefix} {key}") };
                 lines(&key.replace('-', " "), value, out);
             }
+        }
+        Value::Array(entries) if entries.iter().all(Value::is_string) => {
+            let names: Vec<_> = entries.iter().filter_map(Value::as_str).collect();
+            out.push(format!("{prefix}: {}", names.join(" <- ")));
         }
         Value::Array(entries) => {
             for entry in entries {

@@ -7,6 +7,7 @@ use clap::{Args, ValueHint};
 use listenfd::ListenFd;
 use serde::Serialize;
 use vdkit::export::{Control, Controller, Export, ExportOptions, Scrape};
+use vdkit::live::LiveImages;
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::{CancelToken, Disk, vhost_user};
 
@@ -218,7 +219,9 @@ impl ServeArgs {
         let no_thread = |error| Failure::failed(format!("no thread to serve with: {error}"));
         let only_file = doors.nbd.is_empty() && doors.vhost.is_none();
         let start_control = |path: &PathBuf| {
-            Control::start(path, Controller::new(Arc::clone(export), quit.clone()))
+            let images = LiveImages::new(vdkit::registry(), self.disk.options());
+            let controller = Controller::new(Arc::clone(export), quit.clone());
+            Control::start(path, controller.with_images(Arc::new(images)))
                 .map_err(|error| Failure::failed(format!("--control {}: {error}", path.display())))
         };
         let control = self.control.as_ref().map(start_control).transpose()?;

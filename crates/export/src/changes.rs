@@ -1,0 +1,177 @@
+//! Which parts of a disk changed since somebody looked.
+//!
+//! Who changes the disk marks the range *after* it was changed (also when that failed half-way);
+//! who copies the disk takes the marks off *before* it reads. So a change is either in what was
+//! read, or its mark stands afterwards. (Marked before it is made, a change could lose its mark to
+//! a reader who still saw the old bytes.)
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+
+/// Bytes that a mark stands for, at least.
+const REGION_BYTES_MIN: u64 = 64 << 10;
+/// Marks of one map, at most: 16 MiB of memory.
+const REGIONS_MAX: u64 = 1 << 27;
+
+/// A bit for each region of the disk. Shared by threads.
+#[derive(Debug)]
+pub struct ChangeMap {
+    words: Box<[AtomicU64]>,
+    region_bits: u32,
+    guest_bytes: u64,
+    /// Bits that are set. Below zero for a moment where a mark is taken off before it was counted.
+    set: AtomicI64,
+}
+
+impl ChangeMap {
+    /// For a disk of this size, without marks.
+    pub fn new(guest_bytes: u64) -> Self {
+        let region = guest_bytes.div_ceil(REGIONS_MAX).max(REGION_BYTES_MIN).next_power_of_two();
+        let words = guest_bytes.div_ceil(region).div_ceil(64);
+        Self {
+            words: (0..words).map(|_| AtomicU64::new(0)).collect(),
+            region_bits: region.trailing_zeros(),
+            guest_bytes,
+            set: AtomicI64::new(0),
+        }
+    }
+
+    /// Bytes that the marks stand for, at most those of the disk.
+    pub fn marked_bytes(&self) -> u64 {
+        let set = self.set.load(Ordering::SeqCst).max(0) as u64;
+        (set << self.region_bits).min(self.guest_bytes)
+    }
+
+    /// Marks a range, which may reach past the end of the disk.
+    pub fn mark(&self, at: u64, len: u64) {
+        let end = at.saturating_add(len).min(self.guest_bytes);
+        if at >= end {
+            return;
+        }
+        let (first, last) = (at >> self.region_bits, (end - 1) >> self.region_bits);
+        for word in first / 64..=last / 64 {
+            let from = first.max(word * 64) - word * 64;
+            let to = last.min(word * 64 + 63) - word * 64;
+            let bits = (u64::MAX >> (63 - (to - from))) << from;
+            let word = &self.words[word as usize];
+            // Most writes go where others went before.
+            if word.load(Ordering::SeqCst) & bits != bits {
+                let before = word.fetch_or(bits, Ordering::SeqCst);
+                let new = (bits & !before).count_ones();
+                self.set.fetch_add(i64::from(new), Ordering::SeqCst);
+            }
+        }
+    }
+
+    /// Takes the marks off the next marked run that begins at `from` or later, at most `len`
+    /// bytes (or one region) of it, and says which that was.
+    pub fn take(&self, from: u64, len: u64) -> Option<Range<u64>> {
+        let regions = (len >> self.region_bits).max(1);
+        let first = self.next_set(from >> self.region_bits)?;
+        let mut end = first;
+        while end < first + regions && self.clear(end) {
+            end += 1;
+        }
+        let end_byte = (end << self.region_bits).min(self.guest_bytes);
+        Some(first << self.region_bits..end_byte)
+    }
+
+    fn next_set(&self, from: u64) -> Option<u64> {
+        let mut word = from / 64;
+        let mut mask = u64::MAX << (from % 64);
+        while let Some(bits) = self.words.get(word as usize) {
+            let bits = bits.load(Ordering::SeqCst) & mask;
+            if bits != 0 {
+                return Some(word * 64 + u64::from(bits.trailing_zeros()));
+            }
+            (word, mask) = (word + 1, u64::MAX);
+        }
+        None
+    }
+
+    /// Takes one mark off; says whether it was there.
+    fn clear(&self, region: u64) -> bool {
+        let Some(word) = self.words.get((region / 64) as usize) else { return false };
+        let bit = 1 << (region % 64);
+        let was = word.fetch_and(!bit, Ordering::SeqCst) & bit != 0;
+        if was {
+            self.set.fetch_sub(1, Ordering::SeqCst);
+        }
+        was
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REGION: u64 = REGION_BYTES_MIN;
+
+    fn all(map: &ChangeMap, len: u64) -> Vec<Range<u64>> {
+        let mut found = Vec::new();
+        let mut at = 0;
+        while let Some(run) = map.take(at, len) {
+            at = run.end;
+            found.push(run);
+        }
+        found
+    }
+
+    #[test]
+    fn what_was_marked_is_taken_once() {
+        let map = ChangeMap::new(200 * REGION + 5);
+        map.mark(3, 1);
+        map.mark(REGION - 1, 2);
+        map.mark(60 * REGION, 70 * REGION);
+        map.mark(200 * REGION, u64::MAX);
+        assert_eq!(map.marked_bytes(), 73 * REGION);
+        let expected = [
+            0..2 * REGION,
+            60 * REGION..100 * REGION,
+            100 * REGION..130 * REGION,
+            200 * REGION..200 * REGION + 5,
+        ];
+        assert_eq!(all(&map, 40 * REGION), expected);
+        assert_eq!(map.marked_bytes(), 0);
+        assert_eq!(all(&map, 40 * REGION), []);
+    }
+
+    #[test]
+    fn nothing_past_the_end_is_marked() {
+        let map = ChangeMap::new(REGION);
+        map.mark(REGION, 1);
+        map.mark(u64::MAX, u64::MAX);
+        map.mark(0, 0);
+        assert_eq!(all(&map, REGION), []);
+        assert_eq!(all(&ChangeMap::new(0), 1), []);
+    }
+
+    #[test]
+    fn a_huge_disk_has_coarser_marks() {
+        let map = ChangeMap::new(1 << 60);
+        assert!(map.words.len() * 8 <= 16 << 20);
+        map.mark((1 << 60) - 1, 1);
+        assert_eq!(all(&map, u64::MAX).len(), 1);
+    }
+
+    #[test]
+    fn the_count_is_right_when_threads_meet() {
+        let map = ChangeMap::new(64 * REGION);
+        std::thread::scope(|scope| {
+            for thread in 0..3 {
+                let map = &map;
+                scope.spawn(move || {
+                    for round in 0..20_000_u64 {
+                        match thread {
+                            0 => drop(map.take(round % 64 * REGION, 5 * REGION)),
+                            _ => map.mark(round * 7 % 64 * REGION, 9 * REGION),
+                        }
+                    }
+                });
+            }
+        });
+        let marked = map.marked_bytes();
+        assert_eq!(all(&map, REGION).len() as u64 * REGION, marked);
+        assert_eq!(map.marked_bytes(), 0);
+    }
+}

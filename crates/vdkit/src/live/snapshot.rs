@@ -1,0 +1,149 @@
+//! A new overlay under a guest: from one request to the next, writes go there.
+//!
+//! ```text
+//!   clients are served │ the overlay is made: durable, complete, under its name; and opened alone
+//!   clients wait       │ the old top image is flushed and closed ─► the overlay goes on top
+//!   clients are served │ the old top image is only read; its lock lets other readers in
+//! ```
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Component, Path, PathBuf};
+
+use vdkit_block::{Error, Monitor, Result, Storage};
+use vdkit_chain::{BackingChoice, Disk, OpenOptions};
+use vdkit_export::{Export, ImageChain};
+use vdkit_jobs::{CreateOptions, NewBacking, create};
+
+use super::{LiveImages, check_writable, is_encrypted};
+
+/// The format of the overlay: the one that can stand on another image.
+const FORMAT: &str = "qcow2";
+
+/// See [`vdkit_export::Images::snapshot_external`].
+pub(super) fn snapshot_external(
+    images: &LiveImages,
+    export: &Export,
+    path: &Path,
+) -> Result<ImageChain> {
+    let _job = export.begin_job("snapshot-external")?;
+    check_writable(export)?;
+    let (backing, guest_bytes) = {
+        let disk = export.disk();
+        (backing_of(&disk, path)?, disk.guest_bytes())
+    };
+    make(images, path, backing, guest_bytes)?;
+    let done = go_on_with(images, export, path);
+    if done.is_err() {
+        // It was made a moment ago and nobody wants it.
+        let _ = std::fs::remove_file(path);
+    }
+    done
+}
+
+/// What the overlay says of the image that is served.
+fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
+    let top = &disk.layers()[0];
+    if is_encrypted(top) {
+        return Err(Error::unsupported(
+            disk.name(),
+            "is encrypted, and the overlay would hold in plain text what the guest writes",
+            "end the service; 'vdkit create --backing' makes an encrypted overlay",
+        ));
+    }
+    if overlay.symlink_metadata().is_ok() {
+        return Err(Error::Invalid(format!("{}: is there already", overlay.display())));
+    }
+    let name = name_beside(overlay, top.path())?;
+    let named = overlay.parent().unwrap_or(Path::new(".")).join(&name);
+    if !is_file(&**top.format().storage(), &named) {
+        return Err(Error::Invalid(format!(
+            "{}: is not the file any more that is served (it was moved or replaced), and an \
+             overlay would not find it",
+            top.path().display()
+        )));
+    }
+    let Some(name) = name.to_str().map(str::to_owned) else {
+        let name = name.display();
+        return Err(Error::Invalid(format!("{name}: an overlay can name UTF-8 names only")));
+    };
+    // The user said what it is, or its header did: an image served for writing is never guessed.
+    Ok(NewBacking { name, format: Some(top.info().format.to_owned()), open: false })
+}
+
+/// How an overlay names an image: from its own folder on where the image lies in or beneath it, so
+/// that both can be moved together; else absolutely.
+fn name_beside(overlay: &Path, image: &Path) -> Result<PathBuf> {
+    let real = |path: &Path| {
+        let folder = match path.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        folder.canonicalize().map_err(|source| Error::File {
+            file: path.display().to_string(),
+            action: vdkit_block::IoAction::Open,
+            source,
+        })
+    };
+    let (Some(file), Some(_)) = (image.file_name(), overlay.file_name()) else {
+        return Err(Error::Invalid(format!("{}: does not name a file", overlay.display())));
+    };
+    let (folder, target) = (real(overlay)?, real(image)?.join(file));
+    let name = target.strip_prefix(&folder).unwrap_or(&target).to_owned();
+    // A colon before any slash would be a protocol's.
+    let plain = matches!(name.components().next(), Some(Component::Normal(first))
+        if !first.as_encoded_bytes().contains(&b':'));
+    Ok(if plain || name.is_absolute() { name } else { Path::new(".").join(name) })
+}
+
+/// Whether a name leads to the file that a storage is.
+fn is_file(storage: &dyn Storage, name: &Path) -> bool {
+    let Some(own) = storage.as_fd().and_then(|fd| fd.try_clone_to_owned().ok()) else {
+        return false;
+    };
+    match (std::fs::File::from(own).metadata(), name.metadata()) {
+        (Ok(a), Ok(b)) => (a.dev(), a.ino(), a.rdev()) == (b.dev(), b.ino(), b.rdev()),
+        _ => false,
+    }
+}
+
+/// Makes the overlay: it has its name once it is complete and durable.
+fn make(images: &LiveImages, path: &Path, backing: NewBacking, guest_bytes: u64) -> Result<()> {
+    let wanted = CreateOptions {
+        path,
+        driver: images.registry.driver(FORMAT)?,
+        guest_bytes: Some(guest_bytes),
+        options: vdkit_block::Options::default(),
+        backing: Some(backing),
+        replace: false,
+        refs: images.options.refs.clone(),
+    };
+    create(&images.registry, &wanted, &Monitor::default()).map(drop)
+}
+
+fn go_on_with(images: &LiveImages, export: &Export, path: &Path) -> Result<ImageChain> {
+    let options = OpenOptions {
+        writable: true,
+        cache: images.options.cache,
+        limits: images.options.limits,
+        lock: images.options.lock,
+        ..OpenOptions::default()
+    };
+    let options = options.format(FORMAT).backing(BackingChoice::Ignore);
+    let overlay = Disk::open(&images.registry, path, &options)?;
+    export.exchange(|served| {
+        let (size, own) = (served.disk.guest_bytes(), overlay.guest_bytes());
+        if size != own {
+            return Err(Error::Invalid(format!(
+                "{}: has {size} bytes now, and the overlay was made with {own}",
+                served.disk.name()
+            )));
+        }
+        served.disk.close()?;
+        served.disk.put_on_top(overlay);
+        Ok(())
+    })?;
+    if let Err(error) = export.disk().layers()[1].let_others_read() {
+        tracing::warn!(export = export.name(), "others cannot read it yet: {error}");
+    }
+    Ok(export.chain())
+}

@@ -1,0 +1,179 @@
+//! Images exchanged under guests that write all the time, held against what the guests know.
+
+mod guests;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use guests::{Guests, let_work};
+use vdkit::export::{Export, ExportOptions, Images};
+use vdkit::jobs::{CreateOptions, create};
+use vdkit::live::LiveImages;
+use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy};
+use vdkit_testkit::Rng;
+
+/// Not a multiple of any cluster size.
+const DISK_BYTES: u64 = (6 << 20) + 512 * 3;
+
+struct Stage {
+    folder: tempfile::TempDir,
+    options: OpenOptions,
+    live: LiveImages,
+}
+
+impl Stage {
+    fn new(cache: &str) -> Self {
+        let options = OpenOptions::read_write().cache(cache.parse().unwrap());
+        let live = LiveImages::new(vdkit::registry(), options.clone());
+        Self { folder: tempfile::tempdir().unwrap(), options, live }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn create(&self, name: &str, format: &str, options: &str) -> PathBuf {
+        let path = self.path(name);
+        let driver = vdkit::format(format).unwrap();
+        let wanted = CreateOptions {
+            path: &path,
+            driver,
+            guest_bytes: Some(DISK_BYTES),
+            options: Options::parse(
+                format,
+                driver.options(),
+                options.split(',').filter(|o| !o.is_empty()),
+            )
+            .unwrap(),
+            backing: None,
+            replace: false,
+            refs: RefPolicy::default(),
+        };
+        create(&vdkit::registry(), &wanted, &Monitor::default()).unwrap();
+        path
+    }
+
+    fn serve(&self, path: &Path, format: &str) -> Arc<Export> {
+        let options = self.options.clone().format(format);
+        let disk = Disk::open(&vdkit::registry(), path, &options).unwrap();
+        Export::new(disk, ExportOptions::default())
+    }
+}
+
+fn content_of(path: &Path, format: &str) -> Vec<u8> {
+    let options = OpenOptions::read_only().format(format);
+    let disk = Disk::open(&vdkit::registry(), path, &options).unwrap();
+    let mut bytes = vec![0; disk.guest_bytes() as usize];
+    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+    bytes
+}
+
+fn assert_same(a: &[u8], b: &[u8], what: &str) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    if let Some(at) = a.iter().zip(b).position(|(a, b)| a != b) {
+        panic!("{what}: {:#x} instead of {:#x} at {at:#x}", a[at], b[at]);
+    }
+}
+
+fn assert_sound(path: &Path) {
+    let registry = vdkit::registry();
+    let options = OpenOptions::read_only();
+    let monitor = Monitor::default();
+    let checked =
+        vdkit::jobs::check(&registry, path, &options, vdkit::Repair::Nothing, &monitor).unwrap();
+    assert!(checked.report.findings.is_empty(), "{}: {:?}", path.display(), checked.report);
+}
+
+/// Images that guests may stand on: format, options of their making.
+const BASES: [(&str, &str); 5] = [
+    ("qcow2", "cluster_size=4K"),
+    ("qcow2", ""),
+    ("qcow2", "cluster_size=128K,extended_l2=on"),
+    ("qcow2", "lazy_refcounts=on,cluster_size=16K"),
+    ("raw", ""),
+];
+
+#[test]
+fn overlays_are_put_under_writing_guests() {
+    for (number, (format, options)) in BASES.into_iter().enumerate() {
+        let mut rng = Rng::from_env(number as u64);
+        println!("{format} {options}: seed {}", rng.seed());
+        let stage = Stage::new("writeback");
+        let first = stage.create("0", format, options);
+        let export = stage.serve(&first, format);
+        let mut guests = Guests::new(3, &vec![0; DISK_BYTES as usize], &mut rng);
+        let mut frozen: Vec<(PathBuf, Vec<u8>)> = Vec::new();
+        guests.work_while(&export, |steps| {
+            let_work(steps, 300);
+            for layer in 1..6 {
+                let beneath = stage.path(&(layer - 1).to_string());
+                let path = stage.path(&layer.to_string());
+                let chain = stage.live.snapshot_external(&export, &path).unwrap();
+                assert_eq!(chain.chain.len(), layer + 1);
+                assert_eq!(chain.filename, path.display().to_string());
+                // Others may read it now, and find a closed image.
+                let format = if layer == 1 { format } else { "qcow2" };
+                frozen.push((beneath.clone(), content_of(&beneath, format)));
+                if format == "qcow2" {
+                    assert_sound(&beneath);
+                }
+                let_work(steps, 200);
+            }
+        });
+        export.close().unwrap();
+        drop(export);
+        for (layer, (path, before)) in frozen.iter().enumerate() {
+            let format = if layer == 0 { format } else { "qcow2" };
+            assert_same(&content_of(path, format), before, "an image that was frozen");
+        }
+        assert_same(&content_of(&stage.path("5"), "qcow2"), &guests.content(), "the disk");
+        assert_sound(&stage.path("5"));
+    }
+}
+
+#[test]
+fn an_overlay_that_cannot_be_made_changes_nothing() {
+    let stage = Stage::new("writeback");
+    let export = stage.serve(&stage.create("a", "qcow2", ""), "qcow2");
+    export.write(&[1; 4096], 0, false).unwrap();
+    std::fs::write(stage.path("empty"), b"").unwrap();
+    std::os::unix::fs::symlink(stage.path("nowhere"), stage.path("dangling")).unwrap();
+    for name in ["a", "empty", "dangling", "none/b", "b/.."] {
+        let error = stage.live.snapshot_external(&export, &stage.path(name)).unwrap_err();
+        println!("{name}: {error}");
+        assert_eq!(export.chain().chain.len(), 1);
+    }
+    let mut names: Vec<_> =
+        stage.folder.path().read_dir().unwrap().map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["a", "dangling", "empty"]);
+    // Nor where the image was moved away under the service.
+    std::fs::rename(stage.path("a"), stage.path("moved")).unwrap();
+    let error = stage.live.snapshot_external(&export, &stage.path("b")).unwrap_err();
+    assert!(matches!(error, vdkit::Error::File { .. } | vdkit::Error::Invalid(_)), "{error}");
+    std::fs::rename(stage.path("moved"), stage.path("a")).unwrap();
+    stage.live.snapshot_external(&export, &stage.path("b")).unwrap();
+    export.write(&[2; 4096], 4096, false).unwrap();
+    export.close().unwrap();
+    drop(export);
+    let bytes = content_of(&stage.path("b"), "qcow2");
+    assert!(bytes[..4096] == [1; 4096] && bytes[4096..8192] == [2; 4096]);
+}
+
+#[test]
+fn a_frozen_image_can_be_read_by_others_and_written_by_none() {
+    let stage = Stage::new("writeback");
+    let base = stage.create("a", "qcow2", "");
+    let export = stage.serve(&base, "qcow2");
+    let open = |writable| {
+        let options = OpenOptions { writable, ..OpenOptions::read_only() }.format("qcow2");
+        Disk::open(&vdkit::registry(), &base, &options).map(drop)
+    };
+    assert!(matches!(open(false), Err(vdkit::Error::Locked { .. })));
+    stage.live.snapshot_external(&export, &stage.path("b")).unwrap();
+    open(false).unwrap();
+    assert!(matches!(open(true), Err(vdkit::Error::Locked { .. })));
+    export.close().unwrap();
+    drop(export);
+    open(true).unwrap();
+}
