@@ -331,3 +331,21 @@ fn hostile_input_is_a_clear_error() {
     // The image is as it was.
     common::chains::sound(&scratch, "disk.qcow2", false);
 }
+
+#[test]
+fn a_mount_tells_its_counts() {
+    if !require_fuse() {
+        return;
+    }
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.qcow2", "16M"]);
+    let arguments = ["--metrics", "unix:m.sock", "disk.qcow2", "mounted"];
+    let mount = Mount::start(&scratch, &arguments);
+    assert_eq!(mount.answer["metrics"], "unix:m.sock");
+    mount.open().write_all_at(&[1; 4096], 0).unwrap();
+    let curl = ["-sS", "--unix-socket", "m.sock", "http://vdkit/metrics"];
+    let text = String::from_utf8(peer(&scratch.path(""), "curl", &curl).stdout).unwrap();
+    assert!(text.contains("vdkit_bytes_total{export=\"\",op=\"write\"} 4096\n"), "{text}");
+    mount.stop();
+    assert!(!scratch.path("m.sock").exists());
+}
