@@ -1,7 +1,7 @@
 //! The map of a raw image.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vdkit_block::{
@@ -25,6 +25,8 @@ pub struct RawFormat {
     /// remembered: a remembered hole would be wrong as soon as somebody writes to it, while
     /// remembered data that became a hole still reads right.
     known_data: Mutex<Range<u64>>,
+    /// The storage said that there may be holes: it need not be asked whether it is worth asking.
+    has_holes: AtomicBool,
 }
 
 impl RawFormat {
@@ -45,6 +47,7 @@ impl RawFormat {
             guest_bytes: AtomicU64::new(guest_bytes),
             in_flight: InFlight::default(),
             known_data: Mutex::default(),
+            has_holes: AtomicBool::new(false),
         })
     }
 
@@ -122,9 +125,12 @@ impl Format for RawFormat {
             return Ok(Self::data(at, known.min(len)));
         }
         let end = self.guest_bytes();
-        if !self.storage.may_have_holes()? {
-            self.remember_data(0..end);
-            return Ok(Self::data(at, len));
+        if !self.has_holes.load(Ordering::Relaxed) {
+            if !self.storage.may_have_holes()? {
+                self.remember_data(0..end);
+                return Ok(Self::data(at, len));
+            }
+            self.has_holes.store(true, Ordering::Relaxed);
         }
         // Asked to the end of the disk, not of the request: one question a run.
         let run = self.storage.extent_at(HostOffset(at.0), end.saturating_sub(at.0).max(len))?;

@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::fs::{Mode, OFlags};
@@ -67,6 +67,8 @@ pub struct FileStorage {
     sync_error: AtomicI32,
     lock: Option<Mutex<ImageLock>>,
     in_memory: bool,
+    /// Where data begins, as far as the last question about a hole told; see `find_extent`.
+    pub(crate) data_at: AtomicU64,
     /// The file system cannot say whether bytes are at hand.
     never_ready: AtomicBool,
     bulk: Bulk,
@@ -163,6 +165,7 @@ impl FileStorage {
         Ok(Self {
             name,
             in_memory: file_system == FileSystem::Memory,
+            data_at: AtomicU64::new(0),
             never_ready: AtomicBool::new(false),
             bulk,
             file,

@@ -337,10 +337,23 @@ impl FileStorage {
         if i64::try_from(start).is_err() {
             return StorageExtent { data: false, len };
         }
+        // Whoever walks a file asks next for the data that ends a hole. That it is data needs no
+        // question: should it have gone meanwhile, it ends where it begins.
+        if start > 0 && start == self.data_at.load(Ordering::Relaxed) && !self.reads_never_wait() {
+            match rustix::fs::seek(self.file(), SeekFrom::Hole(start)) {
+                Ok(hole) if hole > start => {
+                    return StorageExtent { data: true, len: len.min(hole - start) };
+                }
+                _ => {}
+            }
+        }
         match rustix::fs::seek(self.file(), SeekFrom::Data(start)) {
             // No data from here to the end.
             Err(Errno::NXIO) => StorageExtent { data: false, len },
-            Ok(data) if data > start => StorageExtent { data: false, len: len.min(data - start) },
+            Ok(data) if data > start => {
+                self.data_at.store(data, Ordering::Relaxed);
+                StorageExtent { data: false, len: len.min(data - start) }
+            }
             // The end of the data would be looked for page by page, up to the end of the file.
             Ok(data) if data == start && self.reads_never_wait() && len <= HOLE_SEARCH_MIN => {
                 all_data

@@ -7,7 +7,7 @@ use vdkit_block::{CacheMode, HostOffset, Storage, ZeroMode};
 use vdkit_testkit::Rng;
 
 use super::try_once;
-use crate::{FileOptions, FileStorage, MemoryStorage};
+use crate::{CreateMode, FileOptions, FileStorage, MemoryStorage};
 
 /// A file that lacks what the bits say, as if the kernel had answered so already.
 fn lacking(folder: &std::path::Path, mode: CacheMode, bits: u32) -> FileStorage {
@@ -133,4 +133,35 @@ fn whatever_grows_a_file_waits_for_a_resize_under_way() {
         }
         waits_for_the_length(&file, || file.set_len(1 << 20).unwrap());
     }
+}
+
+/// What is remembered of a walk must never hide a change: data may be too much, a hole never.
+#[test]
+fn a_walk_over_holes_sees_what_changed_meanwhile() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = FileOptions { create: CreateMode::New, ..FileOptions::read_write() };
+    let file = FileStorage::open(dir.path().join("f"), &options).unwrap();
+    let (block, step) = (vec![1; 64 << 10], 1u64 << 20);
+    let run = |at: u64| {
+        let found = file.find_extent(HostOffset(at), 16 * step - at);
+        (found.data, found.len)
+    };
+    file.set_len(16 * step).unwrap();
+    for piece in [4, 8] {
+        file.write_at(&block, HostOffset(piece * step)).unwrap();
+    }
+    file.sync().unwrap();
+    for _ in 0..2 {
+        assert_eq!(run(0), (false, 4 * step));
+        assert_eq!(run(4 * step), (true, 64 << 10));
+        assert_eq!(run(4 * step + (64 << 10)), (false, 4 * step - (64 << 10)));
+    }
+    // The data where the last hole ended is gone before it is asked for.
+    file.write_zeroes(HostOffset(8 * step), 64 << 10, ZeroMode::MayUnmap).unwrap();
+    assert_eq!(run(8 * step), (false, 8 * step));
+    // A hole that was seen is written to.
+    assert_eq!(run(0), (false, 4 * step));
+    file.write_at(&block, HostOffset(2 * step)).unwrap();
+    assert_eq!(run(0), (false, 2 * step));
+    assert_eq!(run(2 * step), (true, 64 << 10));
 }
