@@ -1,4 +1,4 @@
-//! `vdkit ctl SOCKET snapshot-external` while clients write.
+//! `vdkit ctl SOCKET snapshot-external` and `commit` while clients write.
 
 mod common;
 
@@ -168,4 +168,177 @@ fn an_overlay_that_must_not_be_is_refused() {
     service.quit(&scratch);
     assert_eq!(scratch.names(), before);
     assert_eq!(std::fs::read(scratch.path("taken")).unwrap(), b"precious");
+}
+
+#[test]
+fn a_guest_goes_on_through_commits() {
+    for (base, options) in [("base.qcow2", "cluster_size=16K"), ("base.raw", "")] {
+        let scratch = Scratch::new();
+        let format = base.rsplit('.').next().unwrap();
+        scratch.ok(&["create", "-f", format, "-o", options, base, "64M"]);
+        let service = Service::start(&scratch, &[base, "-f", format]);
+        io(&scratch, &["write -P 9 63M 64k", "flush"]);
+        let client = fio(&scratch, 5).spawn().unwrap();
+        let began = std::time::Instant::now();
+        while scratch.json_of("ctl", 0, &["c.sock", "stats"])["ops"][1]["ops"].as_u64() < Some(99) {
+            assert!(began.elapsed().as_secs() < 30);
+        }
+        for round in 0..4 {
+            let overlay = format!("{round}.qcow2");
+            scratch.ok(&["ctl", "c.sock", "snapshot-external", &overlay]);
+            std::thread::sleep(std::time::Duration::from_millis(500));
+            // The empty overlays of former rounds stand on the base too.
+            let done = scratch.json_of("ctl", 0, &["c.sock", "commit", "--force"]);
+            assert_eq!(done["chain"].as_array().unwrap().len(), 1);
+            assert_eq!(done["filename"], base);
+            // Later ones may come when the client is through.
+            assert!(round > 0 || done["moved-bytes"].as_u64().unwrap() > 0, "{done}");
+            assert!(done["pause-seconds"].as_f64().unwrap() < 5.0, "{done}");
+            let status = scratch.json_of("ctl", 0, &["c.sock", "status"]);
+            assert!(status["filename"] == base && status["job"].is_null(), "{status}");
+            scratch.ok(&["check", &overlay]);
+        }
+        verified(client);
+        io(&scratch, &["read -P 9 63M 64k", "write -P 8 62M 64k", "flush"]);
+        scratch.fails(1, "no commit runs", &["ctl", "c.sock", "commit-cancel"]);
+        scratch.fails(1, "stands on no other image", &["ctl", "c.sock", "commit"]);
+        service.quit(&scratch);
+        if format == "qcow2" {
+            check(&scratch, base);
+        }
+        for round in 0..4 {
+            let overlay = format!("{round}.qcow2");
+            let both = ["compare", "-f", "qcow2", "-F", format, &overlay, base];
+            peer(&folder(&scratch), "qemu-img", &both);
+        }
+    }
+}
+
+#[test]
+fn a_commit_that_is_killed_loses_nothing_that_was_flushed() {
+    const BLOCKS: u64 = 64;
+    for attempt in 0_u64..6 {
+        let scratch = Scratch::new();
+        scratch.ok(&["create", "base.qcow2", "256M"]);
+        scratch.ok(&["create", "top.qcow2", "--backing", "base.qcow2"]);
+        let mut service = Service::start(&scratch, &["top.qcow2"]);
+        // So much that the commit takes a while.
+        io(&scratch, &["write -P 3 64M 128M", "flush"]);
+        let commit = scratch
+            .command(&["ctl", "c.sock", "commit"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let mut commit = commit.unwrap();
+        let began = std::time::Instant::now();
+        let enough = std::time::Duration::from_millis(60 + 170 * attempt);
+        // Each block holds what was flushed last, or a part of what was under way.
+        let (mut flushed, mut under_way) = ([0_u8; BLOCKS as usize], [0_u8; BLOCKS as usize]);
+        let mut round = 0_u8;
+        let killer = std::thread::scope(|scope| {
+            let child = &mut service.0;
+            let killer = scope.spawn(move || {
+                std::thread::sleep(enough.saturating_sub(began.elapsed()));
+                child.kill().unwrap();
+                child.wait().unwrap()
+            });
+            loop {
+                round += 1;
+                let mut arguments = vec!["-f".to_owned(), "raw".to_owned(), URI.to_owned()];
+                let first = u64::from(round) * 13 % BLOCKS;
+                let blocks: Vec<u64> = (0..12).map(|step| (first + step * 5) % BLOCKS).collect();
+                for block in &blocks {
+                    under_way[*block as usize] = round;
+                    arguments.push("-c".to_owned());
+                    arguments.push(format!("write -P {round} {} 48k", block * 65536));
+                }
+                arguments.extend(["-c".to_owned(), "flush".to_owned()]);
+                let mut command = Command::new("qemu-io");
+                let done = command.current_dir(folder(&scratch)).args(&arguments).output().unwrap();
+                let said = String::from_utf8_lossy(&done.stdout).into_owned()
+                    + &String::from_utf8_lossy(&done.stderr);
+                if !done.status.success() || said.contains("failed") || said.contains("rror") {
+                    break;
+                }
+                for block in blocks {
+                    flushed[block as usize] = round;
+                }
+            }
+            killer.join().unwrap()
+        });
+        assert!(!killer.success());
+        let _ = commit.wait().unwrap();
+        // Leaks are what a crash leaves; damage is not.
+        let sound = |image: &str| {
+            let code = scratch.run(&["check", image]).code;
+            assert!(matches!(code, Some(0 | 3)), "{image}: {code:?}");
+        };
+        sound("base.qcow2");
+        sound("top.qcow2");
+        for block in 0..BLOCKS {
+            let at = (block * 65536).to_string();
+            let bytes = scratch.ok(&["read", "top.qcow2", &at, "49152"]).bytes;
+            let (old, new) = (flushed[block as usize], under_way[block as usize]);
+            let fine = bytes.iter().all(|byte| *byte == old || *byte == new);
+            assert!(fine, "attempt {attempt}, block {block}: {old} or {new}");
+        }
+        let most = ["-f", "qcow2", "-r", "-c", "read -P 3 64M 128M", "top.qcow2"];
+        let said = peer(&folder(&scratch), "qemu-io", &most).stdout;
+        assert!(!String::from_utf8_lossy(&said).contains("failed"));
+        // It can be run to its end.
+        let service = Service::start(&scratch, &["top.qcow2"]);
+        scratch.ok(&["ctl", "c.sock", "commit"]);
+        service.quit(&scratch);
+        peer(&folder(&scratch), "qemu-img", &["compare", "top.qcow2", "base.qcow2"]);
+        sound("base.qcow2");
+    }
+}
+
+#[test]
+fn a_commit_tells_how_far_it_is_and_can_be_stopped() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "1G"]);
+    scratch.ok(&["create", "top.qcow2", "--backing", "base.qcow2"]);
+    scratch.ok(&["create", "other.qcow2", "--backing", "base.qcow2"]);
+    let service = Service::start(&scratch, &["top.qcow2"]);
+    io(&scratch, &["write -P 3 0 640M", "flush"]);
+    let refused = scratch.fails(1, "other.qcow2", &["ctl", "c.sock", "commit"]);
+    assert!(refused.stderr.contains("--force"), "{refused:?}");
+    std::fs::remove_file(scratch.path("other.qcow2")).unwrap();
+    let commit = scratch
+        .command(&["ctl", "c.sock", "commit"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let began = std::time::Instant::now();
+    let status = loop {
+        let status = scratch.json_of("ctl", 0, &["c.sock", "status"]);
+        if status["job"]["bytes-done"].as_u64().is_some_and(|done| done > 0) {
+            break status;
+        }
+        assert!(began.elapsed().as_secs() < 30, "{status}");
+    };
+    assert_eq!(status["job"]["kind"], "commit");
+    assert!(status["job"]["bytes-left"].as_u64().unwrap() > 0, "{status}");
+    scratch.fails(1, "a commit runs", &["ctl", "c.sock", "resize", "2G"]);
+    scratch.fails(1, "a commit runs", &["ctl", "c.sock", "commit"]);
+    scratch.ok(&["ctl", "c.sock", "commit-cancel"]);
+    let answer = commit.wait_with_output().unwrap();
+    assert_eq!(answer.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&answer.stderr).contains("interrupted"));
+    let status = scratch.json_of("ctl", 0, &["c.sock", "status"]);
+    assert!(status["job"].is_null() && status["chain"].as_array().unwrap().len() == 2);
+    io(&scratch, &["read -P 3 0 640M", "write -P 4 0 64k"]);
+    // The end of the service stops one too.
+    let commit = scratch.command(&["ctl", "c.sock", "commit"]).stderr(Stdio::null()).spawn();
+    while scratch.json_of("ctl", 0, &["c.sock", "status"])["job"].is_null() {
+        assert!(began.elapsed().as_secs() < 60);
+    }
+    service.quit(&scratch);
+    assert_ne!(commit.unwrap().wait().unwrap().code(), Some(0));
+    for image in ["base.qcow2", "top.qcow2"] {
+        check(&scratch, image);
+    }
+    assert_eq!(scratch.ok(&["read", "top.qcow2", "0", "1"]).bytes, [4]);
 }

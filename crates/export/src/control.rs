@@ -24,7 +24,7 @@ use vdkit_block::{Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, 
 use crate::bitmaps::BitmapList;
 use crate::counters::Stats;
 use crate::export::Export;
-use crate::images::{ImageChain, Images};
+use crate::images::{Committed, ImageChain, Images};
 use crate::job::JobStatus;
 use crate::metrics;
 use crate::parking::ParkedInfo;
@@ -104,6 +104,14 @@ pub enum Command {
         /// Where it shall be: an absolute path, as a relative one starts at the service's folder.
         overlay: PathBuf,
     },
+    /// Moves what the image holds into the one beneath it, and goes on with that one.
+    Commit {
+        /// Also where other images or snapshots would be damaged.
+        #[serde(default)]
+        force: bool,
+    },
+    /// Stops a commit; the disk is as before it then.
+    CommitCancel,
     /// Makes the disk larger.
     Resize {
         /// Bytes.
@@ -153,6 +161,8 @@ pub enum Answer {
     Bitmaps(BitmapList),
     /// To `snapshot-external`.
     Chain(ImageChain),
+    /// To `commit`.
+    Committed(Committed),
     /// To `metrics`.
     Text(String),
     /// To everything else.
@@ -236,6 +246,10 @@ impl Controller {
             Command::SnapshotExternal { overlay } => {
                 self.images()?.snapshot_external(export, overlay).map(Answer::Chain)
             }
+            Command::Commit { force } => {
+                self.images()?.commit(export, *force).map(Answer::Committed)
+            }
+            Command::CommitCancel => export.cancel_job("commit").map(|()| Answer::Done {}),
             Command::Resize { size } => export.grow(*size).map(|()| Answer::Done {}),
             Command::Metrics => Ok(Answer::Text(metrics::text(export))),
             // Answered first: see `converse`.

@@ -19,6 +19,23 @@ pub struct ImageChain {
     pub chain: Vec<String>,
 }
 
+/// What a commit did.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Committed {
+    /// What the disk is made of now.
+    #[serde(flatten)]
+    pub now: ImageChain,
+    /// The image that was on top, which holds nothing any more.
+    pub overlay: String,
+    /// Bytes that were moved, those that changed meanwhile more than once.
+    pub moved_bytes: u64,
+    /// Wall time.
+    pub seconds: f64,
+    /// For how long clients waited at the end.
+    pub pause_seconds: f64,
+}
+
 /// Exchanges images.
 pub trait Images: Debug + Send + Sync {
     /// Puts a new overlay on the image that is served, and goes on with it.
@@ -26,4 +43,12 @@ pub trait Images: Debug + Send + Sync {
     /// # Errors
     /// What making and opening images returns; the disk is as before then.
     fn snapshot_external(&self, export: &Export, overlay: &Path) -> Result<ImageChain>;
+
+    /// Moves what the top image holds into the one beneath it, and goes on with that one. `force`
+    /// also where other images or snapshots would be damaged.
+    ///
+    /// # Errors
+    /// What opening, reading and writing images returns, [`vdkit_block::Error::Interrupted`]; the
+    /// disk is as before then, and the commit can be run again.
+    fn commit(&self, export: &Export, force: bool) -> Result<Committed>;
 }

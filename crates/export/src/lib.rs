@@ -39,7 +39,7 @@ pub use changes::ChangeMap;
 pub use control::{Answer, Command, Control, Controller, Status, ask};
 pub use counters::{Counters, Histogram, LatencyBucket, OpKind, OpStats, Stats, quantile};
 pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace, Served};
-pub use images::{ImageChain, Images};
+pub use images::{Committed, ImageChain, Images};
 pub use job::{Job, JobStatus};
 pub use parking::{Claim, ParkedInfo};
 pub use scrape::{Scrape, ScrapeAddress};

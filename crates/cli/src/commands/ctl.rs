@@ -2,16 +2,22 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 use serde_json::Value;
 use vdkit::export::{Command, ask};
-use vdkit::parse_size;
+use vdkit::{Progress, parse_size};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Json, size};
+use crate::arguments::{Json, ProgressOption, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
+
+/// How often it is looked whether a commit is over, and after how many looks it is asked how far it
+/// is.
+const TICK: Duration = Duration::from_millis(20);
+const TICKS_A_LOOK: u32 = 10;
 
 /// The row of the table.
 pub const COMMAND: Subcommand = Subcommand {
@@ -38,12 +44,16 @@ SOCKET is what 'vdkit serve --control SOCKET' listens at.
   bitmap-merge SRC INTO   set the marks of SRC in INTO too
   snapshot-external FILE  go on with a new overlay, FILE, over the image, which is only read from
                           then on
+  commit                  move what the image holds into the one beneath, while clients write, and
+                          go on with that one; waits for the end
+  commit-cancel           stop that; nothing is lost, and it can be run again
   resize SIZE             make the disk larger
   quit                    end the service, as SIGTERM does",
     examples: "
 vdkit ctl /run/disk.ctl status
 vdkit ctl /run/disk.ctl snapshot before-update
 vdkit ctl /run/disk.ctl snapshot-external /images/disk-2.qcow2
+vdkit ctl /run/disk.ctl commit
 vdkit ctl /run/disk.ctl bitmap-add since-monday
 vdkit ctl /run/disk.ctl resume                     after space was made
 ",
@@ -71,6 +81,11 @@ pub struct CtlArgs {
     /// For bitmap-add: do not record yet
     #[arg(long)]
     disabled: bool,
+    /// For commit: also where other images or snapshots would be damaged
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    progress: ProgressOption,
     #[command(flatten)]
     json: Json,
 }
@@ -87,6 +102,8 @@ enum Action {
     Snapshot,
     SnapshotDelete,
     SnapshotExternal,
+    Commit,
+    CommitCancel,
     BitmapList,
     BitmapAdd,
     BitmapRemove,
@@ -108,6 +125,8 @@ impl Action {
             | Self::Flush
             | Self::Pause
             | Self::Resume
+            | Self::Commit
+            | Self::CommitCancel
             | Self::BitmapList
             | Self::Quit => &[],
             Self::Resize => &["SIZE"],
@@ -136,6 +155,9 @@ impl CtlArgs {
         if self.action != Action::BitmapAdd && (self.granularity.is_some() || self.disabled) {
             return usage("--granularity and --disabled are for bitmap-add".to_owned());
         }
+        if self.action != Action::Commit && self.force {
+            return usage("--force is for commit".to_owned());
+        }
         Ok(())
     }
 
@@ -160,6 +182,8 @@ impl CtlArgs {
                 })?;
                 Command::SnapshotExternal { overlay }
             }
+            Action::Commit => Command::Commit { force: self.force },
+            Action::CommitCancel => Command::CommitCancel,
             Action::BitmapList => Command::BitmapList,
             Action::BitmapAdd => {
                 let (granularity, disabled) = (self.granularity, self.disabled);
@@ -172,6 +196,48 @@ impl CtlArgs {
             Action::BitmapMerge => Command::BitmapMerge { source: value(), into: value() },
             Action::Resize => Command::Resize { size: parse_size(&value())? },
         })
+    }
+}
+
+impl CtlArgs {
+    fn ask(&self, command: &Command) -> Result<Value, Failure> {
+        ask(&self.socket, command).map_err(|error| match error.kind() {
+            io::ErrorKind::Other => Failure::failed(error.to_string()),
+            _ => Failure::failed(format!("{}: no service answers: {error}", self.socket.display())),
+        })
+    }
+
+    /// Waits for a commit, and shows how far it is. A signal stops it.
+    fn commit(&self, command: &Command, session: &mut Session) -> Result<Value, Failure> {
+        let stop = session.cancel_on_signal()?;
+        let progress = self.progress.reporter("commit");
+        let done = std::thread::scope(|scope| {
+            let commit = scope.spawn(|| self.ask(command));
+            let (mut told, mut ticks) = (false, 0_u32);
+            while !commit.is_finished() {
+                std::thread::sleep(TICK);
+                ticks += 1;
+                if stop.is_cancelled() && !told {
+                    told = self.ask(&Command::CommitCancel).is_ok();
+                }
+                if ticks.is_multiple_of(TICKS_A_LOOK) {
+                    self.look(&progress);
+                }
+            }
+            commit.join().unwrap_or_else(|_| Err(Failure::failed("the commit was lost")))
+        });
+        progress.finish();
+        let hint = "unless it says otherwise, the disk is as before, and it can be run again";
+        done.map_err(|failure| failure.hint(hint))
+    }
+
+    /// Asks how far a commit is.
+    fn look(&self, progress: &dyn Progress) {
+        let Ok(status) = self.ask(&Command::Status) else { return };
+        let job = &status["job"];
+        if let (Some(done), Some(left)) = (job["bytes-done"].as_u64(), job["bytes-left"].as_u64()) {
+            progress.update(done, done + left);
+        }
     }
 }
 
@@ -207,10 +273,10 @@ impl Run for CtlArgs {
 
     fn run(self, session: &mut Session) -> Outcome {
         let command = self.command()?;
-        let answer = ask(&self.socket, &command).map_err(|error| match error.kind() {
-            io::ErrorKind::Other => Failure::failed(error.to_string()),
-            _ => Failure::failed(format!("{}: no service answers: {error}", self.socket.display())),
-        })?;
+        let answer = match self.action {
+            Action::Commit => self.commit(&command, session)?,
+            _ => self.ask(&command)?,
+        };
         if let Value::String(text) = &answer {
             session.out.bytes(text.as_bytes())?;
         } else if self.json.json {

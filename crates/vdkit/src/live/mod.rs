@@ -4,13 +4,14 @@
 //! Both do everything that can fail before they keep clients waiting, and change nothing that the
 //! guest reads: a client sees a short wait. What fails leaves the disk as it was.
 
+mod commit;
 mod snapshot;
 
 use std::path::Path;
 
 use vdkit_block::{Error, Result};
 use vdkit_chain::{Layer, OpenOptions, Registry};
-use vdkit_export::{Export, ImageChain, Images};
+use vdkit_export::{Committed, Export, ImageChain, Images};
 
 /// Exchanges the images of a disk that was opened with these options.
 #[derive(Clone, Debug)]
@@ -29,6 +30,10 @@ impl LiveImages {
 impl Images for LiveImages {
     fn snapshot_external(&self, export: &Export, overlay: &Path) -> Result<ImageChain> {
         snapshot::snapshot_external(self, export, overlay)
+    }
+
+    fn commit(&self, export: &Export, force: bool) -> Result<Committed> {
+        commit::commit(self, export, force)
     }
 }
 

@@ -117,6 +117,7 @@ impl Guests {
             for guest in &mut self.guests {
                 let (over, steps) = (&over, &steps);
                 scope.spawn(move || {
+                    let _fate = Fate(steps);
                     while !over.load(Ordering::Relaxed) {
                         guest.step(export);
                         steps.fetch_add(1, Ordering::Relaxed);
@@ -141,6 +142,20 @@ impl Guests {
     }
 }
 
+/// A number of steps that says that a guest has failed.
+const FAILED: u64 = 1 << 62;
+
+/// Tells those who wait for a guest that there is nothing to wait for.
+struct Fate<'a>(&'a AtomicU64);
+
+impl Drop for Fate<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.store(FAILED, Ordering::Relaxed);
+        }
+    }
+}
+
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -151,9 +166,10 @@ impl Drop for Over<'_> {
 
 /// Waits until guests did so many steps more.
 pub fn let_work(steps: &AtomicU64, more: u64) {
-    let until = steps.load(Ordering::Relaxed) + more;
+    let until = steps.load(Ordering::Relaxed).saturating_add(more);
     let began = std::time::Instant::now();
     while steps.load(Ordering::Relaxed) < until && began.elapsed().as_secs() < 30 {
+        assert_ne!(steps.load(Ordering::Relaxed) >> 32, FAILED >> 32, "a guest has failed");
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }

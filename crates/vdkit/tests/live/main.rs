@@ -177,3 +177,155 @@ fn a_frozen_image_can_be_read_by_others_and_written_by_none() {
     drop(export);
     open(true).unwrap();
 }
+
+/// What the overlay shows with what it stands on.
+fn content_of_chain(path: &Path) -> Vec<u8> {
+    content_of(path, "qcow2")
+}
+
+#[test]
+fn overlays_are_committed_under_writing_guests() {
+    for (number, (format, options)) in BASES.into_iter().enumerate() {
+        let mut rng = Rng::from_env(100 + number as u64);
+        println!("{format} {options}: seed {}", rng.seed());
+        let stage = Stage::new("writeback");
+        let base = stage.create("base", format, options);
+        let export = stage.serve(&base, format);
+        let mut guests = Guests::new(3, &vec![0; DISK_BYTES as usize], &mut rng);
+        let rounds = 8;
+        guests.work_while(&export, |steps| {
+            for round in 0..rounds {
+                let_work(steps, 150);
+                let path = stage.path(&round.to_string());
+                stage.live.snapshot_external(&export, &path).unwrap();
+                let_work(steps, 150);
+                // Forced, as the empty overlays of former rounds stand on the base too.
+                let done = stage.live.commit(&export, true).unwrap();
+                assert_eq!(done.now.chain, [base.display().to_string()]);
+                assert_eq!(done.overlay, path.display().to_string());
+            }
+            let_work(steps, 150);
+        });
+        export.close().unwrap();
+        drop(export);
+        let content = content_of(&base, format);
+        assert_same(&content, &guests.content(), "the base");
+        if format == "qcow2" {
+            assert_sound(&base);
+        }
+        for round in 0..rounds {
+            let path = stage.path(&round.to_string());
+            assert_sound(&path);
+            assert_same(&content_of_chain(&path), &content, "an overlay that was committed");
+        }
+    }
+}
+
+#[test]
+fn a_commit_that_is_cancelled_changes_nothing_and_can_be_run_again() {
+    for (number, (format, options)) in BASES.into_iter().enumerate() {
+        let mut rng = Rng::from_env(200 + number as u64);
+        println!("{format} {options}: seed {}", rng.seed());
+        let stage = Stage::new("writeback");
+        let base = stage.create("base", format, options);
+        let export = stage.serve(&base, format);
+        let mut guests = Guests::new(2, &vec![0; DISK_BYTES as usize], &mut rng);
+        let mut cancelled = 0;
+        guests.work_while(&export, |steps| {
+            for round in 0..12 {
+                if export.chain().chain.len() == 1 {
+                    stage.live.snapshot_external(&export, &stage.path(&round.to_string())).unwrap();
+                }
+                let_work(steps, 100);
+                std::thread::scope(|scope| {
+                    let commit = scope.spawn(|| stage.live.commit(&export, true));
+                    while !commit.is_finished() && export.cancel_job("commit").is_err() {
+                        std::hint::spin_loop();
+                    }
+                    match commit.join().unwrap() {
+                        Ok(_) => assert_eq!(export.chain().chain.len(), 1),
+                        Err(vdkit::Error::Interrupted) => {
+                            cancelled += 1;
+                            assert_eq!(export.chain().chain.len(), 2);
+                            // Closed, and there for readers.
+                            content_of(&base, format);
+                        }
+                        Err(error) => panic!("{error}"),
+                    }
+                });
+            }
+        });
+        println!("{cancelled} of 12 were cancelled");
+        if export.chain().chain.len() == 2 {
+            stage.live.commit(&export, true).unwrap();
+        }
+        export.close().unwrap();
+        drop(export);
+        assert_same(&content_of(&base, format), &guests.content(), "the base");
+    }
+}
+
+#[test]
+fn a_commit_that_would_damage_something_is_refused() {
+    let stage = Stage::new("writeback");
+    let base = stage.create("base", "qcow2", "");
+    let export = stage.serve(&base, "qcow2");
+    let refused = |words: &str, force| {
+        let error = stage.live.commit(&export, force).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    };
+    refused("stands on no other image", false);
+    stage.live.snapshot_external(&export, &stage.path("a")).unwrap();
+    export.write(&[1; 4096], 4096, false).unwrap();
+
+    // Somebody reads the base.
+    let options = OpenOptions::read_only().format("qcow2");
+    let reader = Disk::open(&vdkit::registry(), &base, &options).unwrap();
+    refused("is in use", true);
+    drop(reader);
+    // Another job runs.
+    let job = export.begin_job("test").unwrap();
+    refused("a test runs", true);
+    assert!(export.grow(DISK_BYTES * 2).unwrap_err().to_string().contains("a test runs"));
+    drop(job);
+    // Another overlay stands on the base.
+    let backing = Some(vdkit::jobs::NewBacking {
+        name: "base".to_owned(),
+        format: Some("qcow2".to_owned()),
+        open: false,
+    });
+    let driver = vdkit::format("qcow2").unwrap();
+    let path = stage.path("other");
+    let other = CreateOptions {
+        path: &path,
+        driver,
+        guest_bytes: Some(DISK_BYTES),
+        options: Options::default(),
+        backing,
+        replace: false,
+        refs: RefPolicy::default(),
+    };
+    create(&vdkit::registry(), &other, &Monitor::default()).unwrap();
+    refused("other", false);
+    std::fs::remove_file(&path).unwrap();
+    // A bitmap would be left behind.
+    let new = vdkit::NewBitmap { name: "b0", granularity: None, enabled: true };
+    export.alone(|disk| disk.top().bitmaps().unwrap().add(&new)).unwrap();
+    refused("b0", false);
+    assert_eq!(export.chain().chain.len(), 2);
+
+    stage.live.commit(&export, true).unwrap();
+    assert_eq!(export.chain().chain, [base.display().to_string()]);
+    std::fs::remove_file(stage.path("a")).unwrap();
+    // A larger overlay makes its base larger.
+    stage.live.snapshot_external(&export, &stage.path("b")).unwrap();
+    export.grow(DISK_BYTES * 2).unwrap();
+    export.write(&[2; 512], DISK_BYTES * 2 - 512, false).unwrap();
+    stage.live.commit(&export, false).unwrap();
+    assert_eq!(export.size(), DISK_BYTES * 2);
+    export.close().unwrap();
+    drop(export);
+    let bytes = content_of(&base, "qcow2");
+    assert!(bytes[4096..8192] == [1; 4096] && bytes.ends_with(&[2; 512]));
+    assert_eq!(bytes.iter().filter(|b| **b != 0).count(), 4096 + 512);
+}
