@@ -77,6 +77,9 @@ pub mod extension {
     pub const ENCRYPTION: u32 = 0x0537_be77;
     /// Name of the data file.
     pub const DATA_FILE: u32 = 0x4441_5441;
+    /// Ours: it only fills space, or the space where that of the bitmaps was; programs ignore what they
+    /// do not know.
+    pub const PADDING: u32 = 0x7664_7064;
 }
 
 /// Host offset bits of an L1 or standard L2 entry.

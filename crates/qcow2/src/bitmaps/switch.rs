@@ -16,8 +16,6 @@ const DATA_BYTES: u64 = 24;
 /// Bytes of an extension's type and length.
 const HEAD_BYTES: u64 = 8;
 const SECTOR: u64 = 512;
-/// Type of an extension that only fills space; programs ignore what they do not know.
-const PADDING: u32 = 0x7664_7064;
 
 /// The data of the extension.
 fn data(count: u32, (offset, bytes): (HostOffset, u64)) -> [u8; DATA_BYTES as usize] {
@@ -123,8 +121,11 @@ impl Qcow2 {
     fn drop_extension(&self, meta: &mut Meta, header: &Header) -> Result<()> {
         let Some(found) = header.extension(extension::BITMAPS) else { return Ok(()) };
         let last = header.extensions.last().is_some_and(|e| e.offset == found.offset);
-        let head =
-            if last { head(extension::END, 0) } else { head(PADDING, found.data.len() as u64) };
+        let head = if last {
+            head(extension::END, 0)
+        } else {
+            head(extension::PADDING, found.data.len() as u64)
+        };
         self.switch_header(meta, found.offset - HEAD_BYTES, &head)
     }
 
@@ -132,7 +133,7 @@ impl Qcow2 {
         let reuse = header
             .extensions
             .iter()
-            .find(|e| e.kind == PADDING && e.data.len() as u64 == DATA_BYTES)
+            .find(|e| e.kind == extension::PADDING && e.data.len() as u64 == DATA_BYTES)
             .filter(|e| within_sector(e.offset, DATA_BYTES));
         if let Some(old) = reuse {
             self.put(old.offset, data)?;
@@ -143,7 +144,7 @@ impl Qcow2 {
         let pad = padding(at);
         let mut bytes = Vec::new();
         if pad > 0 {
-            bytes.extend(head(PADDING, pad - HEAD_BYTES));
+            bytes.extend(head(extension::PADDING, pad - HEAD_BYTES));
             bytes.resize(pad as usize, 0);
         }
         bytes.extend(head(extension::BITMAPS, DATA_BYTES));

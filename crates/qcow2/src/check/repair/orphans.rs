@@ -16,10 +16,10 @@
 use vdkit_block::{CheckReport, Error, Finding, Monitor, NoProgress, Result, Severity};
 
 use super::search::{Scope, Search};
-use crate::check::bitmaps::{Presence, presence};
 use crate::check::image::Image;
 use crate::check::reader;
 use crate::check::survey::Survey;
+use crate::layout::extension;
 
 /// So many are named in a refusal.
 const NAMED_MAX: usize = 8;
@@ -66,9 +66,9 @@ pub(super) fn find(
     let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
     let search = Search::new(image, survey, scope, &quiet)?;
     // Tables without any COPIED flag belong to snapshots alone. Others that look like them are those of
-    // bitmaps that were dropped, and of refcounts.
+    // bitmaps, and of refcounts.
     let trusted = damaged && search.trusts_everything();
-    let flagless = trusted || snapshots && !has_lost_bitmaps(image, survey);
+    let flagless = trusted || snapshots && !had_bitmaps(image);
     search.run(flagless, monitor)
 }
 
@@ -164,9 +164,11 @@ fn snapshots_lost(image: &Image, survey: &Survey) -> Result<bool> {
     Ok(false)
 }
 
-/// Whether tables of bitmaps may lie about that nothing names any more.
-fn has_lost_bitmaps(image: &Image, survey: &Survey) -> bool {
-    survey.bitmaps_broken
-        || !survey.broken_bitmaps.is_empty()
-        || !matches!(presence(image), Presence::None | Presence::Valid(_))
+/// Whether tables of bitmaps may lie about that nothing names any more: of one that was damaged, or
+/// that was changed before a crash.
+fn had_bitmaps(image: &Image) -> bool {
+    let header = &image.header;
+    [extension::BITMAPS, extension::PADDING]
+        .into_iter()
+        .any(|kind| header.extension(kind).is_some())
 }
