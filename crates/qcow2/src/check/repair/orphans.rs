@@ -15,7 +15,7 @@
 
 use vdkit_block::{CheckReport, Error, Finding, Monitor, NoProgress, Result, Severity};
 
-use super::search::{Scope, Search};
+use super::search::{Flagless, Scope, Search};
 use crate::check::image::Image;
 use crate::check::reader;
 use crate::check::survey::Survey;
@@ -67,8 +67,11 @@ pub(super) fn find(
     let search = Search::new(image, survey, scope, &quiet)?;
     // Tables without any COPIED flag belong to snapshots alone. Others that look like them are those of
     // bitmaps, and of refcounts.
-    let trusted = damaged && search.trusts_everything();
-    let flagless = trusted || snapshots && !had_bitmaps(image);
+    let flagless = match snapshots && !had_bitmaps(image) {
+        _ if damaged && search.trusts_everything() => Flagless::Yes,
+        true => Flagless::Sharing,
+        false => Flagless::No,
+    };
     search.run(flagless, monitor)
 }
 

@@ -36,6 +36,18 @@ pub(super) enum Scope {
     Everything,
 }
 
+/// Whether tables count without any COPIED flag and without compressed clusters, as those of snapshots
+/// alone can be, but also what looks like a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flagless {
+    /// They do not.
+    No,
+    /// Where they share some data with a table that is there.
+    Sharing,
+    /// They do.
+    Yes,
+}
+
 /// See the module.
 pub(super) struct Search<'a> {
     image: &'a Image,
@@ -189,8 +201,8 @@ impl<'a> Search<'a> {
         self.references(cluster) == 0
     }
 
-    /// Looks at all candidates. Tables without any COPIED flag count only where `flagless`.
-    pub(super) fn run(mut self, flagless: bool, monitor: &Monitor<'_>) -> Result<Kept> {
+    /// Looks at all candidates.
+    pub(super) fn run(mut self, flagless: Flagless, monitor: &Monitor<'_>) -> Result<Kept> {
         let mut kept = Kept::default();
         let survey = self.survey;
         let leaked = survey.balance.unbalanced().filter(|&(_, balance)| balance > 0);
@@ -215,7 +227,7 @@ impl<'a> Search<'a> {
     fn unbelieved(
         &mut self,
         part: &mut Vec<u64>,
-        flagless: bool,
+        flagless: Flagless,
         kept: &mut Kept,
         meter: &mut Meter<'_, '_>,
     ) -> Result<()> {
@@ -254,7 +266,7 @@ impl<'a> Search<'a> {
         &mut self,
         part: &mut Vec<u64>,
         cluster: u64,
-        flagless: bool,
+        flagless: Flagless,
         kept: &mut Kept,
         meter: &mut Meter<'_, '_>,
     ) -> Result<()> {
@@ -266,7 +278,7 @@ impl<'a> Search<'a> {
     fn look(
         &mut self,
         part: &mut Vec<u64>,
-        flagless: bool,
+        flagless: Flagless,
         kept: &mut Kept,
         meter: &mut Meter<'_, '_>,
     ) -> Result<()> {
@@ -293,13 +305,14 @@ impl<'a> Search<'a> {
     /// nothing where this is none: where not all its entries can be those of a table, or nothing
     /// would be lost with it. (A copy of a table that is still there, as an interrupted repair leaves
     /// it, names what that one does.)
-    fn judge(&mut self, own: u64, bytes: &[u8], flagless: bool) -> Result<Option<u64>> {
+    fn judge(&mut self, own: u64, bytes: &[u8], flagless: Flagless) -> Result<Option<u64>> {
         let image = self.image;
         let geometry = image.geometry();
         let data_file = image.header.has_data_file();
         let mut mapped = std::mem::take(&mut self.mapped);
         mapped.clear();
         let (mut lost, mut others, mut flags, mut zeroes) = (0u64, 0u64, false, false);
+        let mut shares = false;
         let mut possible = true;
         for index in 0..geometry.l2_entries() as usize {
             let entry = entry_at(bytes, index, geometry.extended);
@@ -339,6 +352,7 @@ impl<'a> Search<'a> {
                     }
                 } else {
                     others += u64::from(entry.is_copied() || self.is_metadata(cluster));
+                    shares |= !self.is_metadata(cluster);
                 }
             }
         }
@@ -349,9 +363,14 @@ impl<'a> Search<'a> {
             && lost + others == 0
             && image.header.backing_name.is_some()
             && (spoken_for || geometry.refcount_order < 6);
+        let counts = match flagless {
+            Flagless::No => false,
+            Flagless::Sharing => shares,
+            Flagless::Yes => true,
+        };
         let is_table = possible
             && (lost > 0 || hides)
-            && (flags || flagless && !self.is_refcount_table(bytes)? || hides)
+            && (flags || counts && !self.is_refcount_table(bytes)? || hides)
             && (spoken_for || others * OTHERS_MAX <= lost);
         mapped.retain(|run| !run.is_empty());
         let count = mapped.iter().map(|run| run.end - run.start).sum();

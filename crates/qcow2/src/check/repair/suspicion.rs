@@ -36,9 +36,12 @@ pub(super) fn refuse_wrong_header(
     for (bit, name) in
         [(incompatible::EXTENDED_L2, "extended L2 entries"), (incompatible::DATA_FILE, "data file")]
     {
-        if bit == incompatible::DATA_FILE && header.data_file_name().is_some() {
-            // The name vouches for the bit. What a writer had reserved ahead before a crash looks
-            // like leaks, which go away where entries of the data file happen to name them.
+        let vouched = header.data_file_name().is_some()
+            || header.has_data_file() && survey.structural(image) == 0;
+        if bit == incompatible::DATA_FILE && vouched {
+            // The name vouches for the bit, and so does each entry that is at its guest offset.
+            // What a writer had reserved ahead before a crash looks like leaks, which go away where
+            // entries of the data file happen to name them.
             continue;
         }
         let other = other_reading(image, bit, monitor)?;
