@@ -329,3 +329,50 @@ fn a_commit_that_would_damage_something_is_refused() {
     assert!(bytes[4096..8192] == [1; 4096] && bytes.ends_with(&[2; 512]));
     assert_eq!(bytes.iter().filter(|b| **b != 0).count(), 4096 + 512);
 }
+
+#[test]
+fn a_commit_that_finds_no_space_leaves_the_disk_and_can_be_run_again() {
+    let Some(small) = vdkit_testkit::fs::mounted("tmpfs", 16 << 20) else { return };
+    for (format, options) in [("qcow2", "cluster_size=4K"), ("raw", "")] {
+        let mut rng = Rng::from_env(300);
+        let stage = Stage::new("writeback");
+        let made = stage.create("base", format, options);
+        let base = small.path().join(format);
+        match format {
+            // A copy would have no holes.
+            "raw" => std::fs::File::create(&base).and_then(|file| file.set_len(DISK_BYTES)),
+            _ => std::fs::copy(&made, &base).map(drop),
+        }
+        .unwrap();
+        let export = stage.serve(&base, format);
+        let overlay = stage.path("a");
+        stage.live.snapshot_external(&export, &overlay).unwrap();
+        let ballast = small.path().join("ballast");
+        std::fs::write(&ballast, vec![1; 13 << 20]).unwrap();
+        let mut guests = Guests::new(2, &vec![0; DISK_BYTES as usize], &mut rng);
+        guests.work_while(&export, |steps| {
+            let_work(steps, 2500);
+            let error = stage.live.commit(&export, false).unwrap_err();
+            assert_eq!(error.kind(), vdkit::ErrorKind::NoSpace, "{error}");
+            assert_eq!(export.chain().chain.len(), 2);
+            let_work(steps, 300);
+            std::fs::remove_file(&ballast).unwrap();
+            stage.live.commit(&export, false).unwrap();
+            assert_eq!(export.chain().chain.len(), 1);
+        });
+        export.close().unwrap();
+        drop(export);
+        let content = content_of(&base, format);
+        assert_same(&content, &guests.content(), "the base");
+        let trusted = OpenOptions {
+            refs: RefPolicy::Folders(vec![small.path().to_owned()]),
+            ..OpenOptions::read_only()
+        };
+        let disk = Disk::open(&vdkit::registry(), &overlay, &trusted).unwrap();
+        let mut bytes = vec![0; content.len()];
+        disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+        assert_same(&bytes, &content, "the overlay");
+        drop(disk);
+        std::fs::remove_file(&base).unwrap();
+    }
+}
