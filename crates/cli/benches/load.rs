@@ -12,8 +12,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+
+use vdkit_testkit::Killed;
 
 const VDKIT: &str = env!("CARGO_BIN_EXE_vdkit");
 const EVERY: Duration = Duration::from_secs(10);
@@ -46,15 +48,6 @@ impl Held {
             files: most.files.max(one.files),
             threads: most.threads.max(one.threads),
         })
-    }
-}
-
-struct Killed(Child);
-
-impl Drop for Killed {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 

@@ -3,20 +3,11 @@
 mod common;
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use common::{Scratch, peer};
 use serde_json::Value;
-
-/// QEMU's server with one bitmap of an image, until it is dropped.
-struct Served(Child);
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+use vdkit_testkit::Killed;
 
 /// The dirty extents of a bitmap as QEMU reads them from an image: first byte and length.
 fn qemu_dirty(scratch: &Scratch, image: &str, name: &str) -> Vec<(u64, u64)> {
@@ -29,7 +20,7 @@ fn qemu_dirty(scratch: &Scratch, image: &str, name: &str) -> Vec<(u64, u64)> {
         .stdin(Stdio::null())
         .spawn()
         .unwrap();
-    let _served = Served(child);
+    let _served = Killed(child);
     // A minute: it may have to share its processor with many.
     let listening = (0..2400).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(25));

@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
 use common::{Scratch, peer};
-use vdkit_testkit::require_peer;
+use vdkit_testkit::{Killed, require_peer};
 
 /// System calls on the image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,14 +27,14 @@ fn format_of(image: &str) -> &str {
 /// Serves an image under strace while a client does `commands`; counts the calls on the image.
 fn serve_and_count(scratch: &Scratch, image: &str, mode: &str, commands: &[String]) -> Calls {
     let calls = "trace=fcntl,pwrite64,pwritev,pwritev2,fdatasync,fsync,io_uring_setup";
-    let mut child = Command::new("strace")
+    let child = Command::new("strace")
         .args(["-f", "-y", "-e", calls, "-o", "log", env!("CARGO_BIN_EXE_vdkit"), "serve", image])
         .args(["-f", format_of(image)])
         .args(["--nbd", "unix:s.sock", "--control", "c.sock", "--cache", mode])
         .current_dir(scratch.path(""))
         .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+        .spawn();
+    let mut child = Killed(child.unwrap());
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("serving"), "{line}");

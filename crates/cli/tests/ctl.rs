@@ -5,21 +5,22 @@ mod common;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use common::{Scratch, peer};
+use vdkit_testkit::Killed;
 
 const URI: &str = "nbd+unix:///?socket=s.sock";
 
-fn serve(scratch: &Scratch, image: &str) -> Child {
+fn serve(scratch: &Scratch, image: &str) -> Killed {
     serve_with(scratch, image, &[])
 }
 
-fn serve_with(scratch: &Scratch, image: &str, more: &[&str]) -> Child {
+fn serve_with(scratch: &Scratch, image: &str, more: &[&str]) -> Killed {
     let arguments = ["serve", image, "--nbd", "unix:s.sock", "--control", "c.sock"];
-    let mut child =
-        scratch.command(&[&arguments[..], more].concat()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut command = scratch.command(&[&arguments[..], more].concat());
+    let mut child = Killed(command.stdout(Stdio::piped()).spawn().unwrap());
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("serving"), "{line}");
@@ -285,7 +286,7 @@ fn bitmaps_need_an_image_that_has_them_and_may_be_written() {
         let arguments = ["serve", image, "--nbd", "unix:s.sock", "--control", "c.sock"];
         let more: &[&str] = if image == "a.raw" { &["-f", "raw"] } else { &["--read-only"] };
         let mut child = scratch.command(&[&arguments[..], more].concat());
-        let mut child = child.stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = Killed(child.stdout(Stdio::piped()).spawn().unwrap());
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         scratch.fails(1, words, &["ctl", "c.sock", "bitmap-add", "b1"]);

@@ -4,28 +4,19 @@ mod common;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Scratch, peer};
 use rustix::pty::OpenptFlags;
 use rustix::termios::{Winsize, tcgetattr, tcsetwinsize};
+use vdkit_testkit::Killed;
 
 const URI: &str = "nbd+unix:///?socket=s.sock";
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A process that does not outlive the test.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn serve(scratch: &Scratch, more: &[&str]) -> Running {
+fn serve(scratch: &Scratch, more: &[&str]) -> Killed {
     scratch.ok(&["create", "a.qcow2", "64M", "-o", "preallocation=metadata"]);
     let arguments = ["serve", "a.qcow2", "--nbd", "unix:s.sock", "--control", "c.sock"];
     let mut command = scratch.command(&[&arguments[..], more].concat());
@@ -33,11 +24,11 @@ fn serve(scratch: &Scratch, more: &[&str]) -> Running {
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("serving"), "{line}");
-    Running(child)
+    Killed(child)
 }
 
 /// Reads for so long as it lives.
-fn load(scratch: &Scratch) -> Running {
+fn load(scratch: &Scratch) -> Killed {
     let fio = Command::new("fio")
         .args(["--name=load", "--ioengine=nbd", "--rw=randrw", "--bs=4k", "--iodepth=4"])
         .args(["--size=64M", "--time_based", "--runtime=600", &format!("--uri={URI}")])
@@ -46,7 +37,7 @@ fn load(scratch: &Scratch) -> Running {
         .stderr(Stdio::null())
         .spawn()
         .expect("fio is needed");
-    let load = Running(fio);
+    let load = Killed(fio);
     let began = Instant::now();
     loop {
         let stats = scratch.json_of("ctl", 0, &["c.sock", "stats"]);
@@ -106,7 +97,7 @@ fn it_ends_with_the_service() {
     let scratch = Scratch::new();
     let mut service = serve(&scratch, &["--read-only"]);
     let mut command = scratch.command(&["top", "--interval", "0.1", "c.sock"]);
-    let mut top = Running(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+    let mut top = Killed(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
     let mut lines = BufReader::new(top.0.stdout.take().unwrap());
     let mut line = String::new();
     lines.read_line(&mut line).unwrap();
@@ -166,11 +157,11 @@ impl Terminal {
         tcsetwinsize(&self.slave, size).unwrap();
     }
 
-    fn start(&self, scratch: &Scratch, arguments: &[&str]) -> Running {
+    fn start(&self, scratch: &Scratch, arguments: &[&str]) -> Killed {
         let end = || Stdio::from(self.slave.try_clone().unwrap());
         let mut command = scratch.command(arguments);
         command.stdin(end()).stdout(end()).stderr(end()).env("TERM", "xterm");
-        Running(command.spawn().unwrap())
+        Killed(command.spawn().unwrap())
     }
 
     /// Reads until a text was written.

@@ -10,6 +10,7 @@
 //! - [`guest`] boots a small Linux with given disks.
 //! - [`disks`] makes a disk over such a storage.
 //! - `nbd` (a feature) serves one, and is a client that says what no other would.
+//! - [`Killed`] is a process that does not outlive its test.
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] says what happens where a program is missing.
 
@@ -21,6 +22,7 @@ mod faulty;
 pub mod fs;
 pub mod fuzz;
 pub mod guest;
+mod killed;
 mod machine;
 #[cfg(feature = "nbd")]
 pub mod nbd;
@@ -33,6 +35,7 @@ mod sharing;
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashImage, CrashStorage};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
+pub use killed::Killed;
 pub use machine::Machine;
 pub use pairs::{Choice, pairwise};
 pub use peers::{require_fuse, require_peer, require_root};
