@@ -34,13 +34,14 @@ impl Qcow2 {
         Ok(Some((HostOffset(offset), word & COPIED != 0)))
     }
 
-    /// Guest bytes from `at` for which no L2 table exists.
+    /// Guest bytes from `at` for which no L2 table exists. The caller has found none for `at`: one
+    /// that another thread has made since counts as made later.
     fn absent_run(&self, at: GuestOffset, len: u64) -> u64 {
         let span = self.geometry.l2_span();
         let l1 = self.l1.read();
         let first = self.geometry.l1_index(at);
         let last = self.geometry.l1_index(GuestOffset(at.0 + len - 1));
-        let mut index = first;
+        let mut index = first + 1;
         while index <= last && l1.get(index as usize).is_none_or(|w| w & OFFSET_MASK == 0) {
             index += 1;
         }
