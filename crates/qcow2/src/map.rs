@@ -233,3 +233,49 @@ impl Qcow2 {
         Extent { len: run.min(len), place }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use vdkit_block::{CreateRequest, Format, FormatDriver, Limits, OpenRequest, Options, Storage};
+    use vdkit_storage::MemoryStorage;
+
+    use super::*;
+    use crate::Qcow2Driver;
+
+    /// Whoever found no L2 table may count the run after another thread has made one. Counted from
+    /// the made table on the run once came out as nothing, or as all there is.
+    #[test]
+    fn a_table_made_meanwhile_shortens_no_run_below_its_end_and_lengthens_none() {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+        let options = Options::parse("qcow2", Qcow2Driver.options(), ["cluster_size=512"]).unwrap();
+        let request = CreateRequest {
+            storage: storage.clone(),
+            data_file: None,
+            guest_bytes: 1 << 20,
+            options,
+            backing: None,
+        };
+        Qcow2Driver.create(&request).unwrap();
+        let limits = Limits::default();
+        let request = OpenRequest { storage, data_file: None, writable: true, limits };
+        let image = Qcow2::open(request).unwrap();
+        let span = image.geometry.l2_span();
+        for made in [0, 1] {
+            let space = image.reserve(GuestOffset(made * span), 512).unwrap().unwrap();
+            space.publish().unwrap();
+        }
+        assert!(image.l2_table(0).unwrap().is_some() && image.l2_table(2).unwrap().is_none());
+        for (at, len, run) in [
+            (0, 512, 512),
+            (0, 4 * span, span),
+            (span - 512, 4 * span, 512),
+            (1000, 4 * span, span - 1000),
+            (span + 512, 8 * span, 8 * span),
+            (2 * span, 4 * span, 4 * span),
+        ] {
+            assert_eq!(image.absent_run(GuestOffset(at), len), run, "{at}");
+        }
+    }
+}
