@@ -2,6 +2,7 @@
 
 mod guests;
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use guests::{Guests, let_work};
 use vdkit::export::{Export, ExportOptions, Images};
 use vdkit::jobs::{CreateOptions, create};
 use vdkit::live::LiveImages;
-use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy};
+use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, Place, RefPolicy};
 use vdkit_testkit::Rng;
 
 /// Not a multiple of any cluster size.
@@ -375,4 +376,39 @@ fn a_commit_that_finds_no_space_leaves_the_disk_and_can_be_run_again() {
         drop(disk);
         std::fs::remove_file(&base).unwrap();
     }
+}
+
+/// Who reads through the overlay while the base is written keeps the space that it found.
+#[test]
+fn a_cluster_freed_in_the_base_is_not_used_again_under_a_reader() {
+    const CLUSTER: u64 = 65_536;
+    let stage = Stage::new("writeback");
+    let path = stage.create("base.qcow2", "qcow2", "cluster_size=64k");
+    let export = stage.serve(&path, "qcow2");
+    export.write(&[0x11; CLUSTER as usize], 0, true).unwrap();
+    stage.live.snapshot_external(&export, &stage.path("top.qcow2")).unwrap();
+    export.close().unwrap();
+    drop(export);
+
+    let registry = vdkit::registry();
+    let options = stage.options.clone().format("qcow2");
+    let mut disk = Disk::open(&registry, stage.path("top.qcow2"), &options).unwrap();
+    let base = disk.open_beneath(&registry).unwrap();
+    disk.share_beneath(&base);
+    let guard = disk.enter();
+    let extent = disk.layers()[1].format().resolve(GuestOffset(0), CLUSTER).unwrap();
+    let Place::Data { offset, .. } = extent.place else { panic!("{extent:?}") };
+    base.discard(GuestOffset(0), CLUSTER).unwrap();
+    // Everything that could use the cluster again: flushes, and more writes than are reserved.
+    for i in 1..60 {
+        base.write_at(&[0x22; CLUSTER as usize], GuestOffset(i * CLUSTER)).unwrap();
+        base.flush().unwrap();
+    }
+    let mut found = vec![0; CLUSTER as usize];
+    let file = std::fs::File::open(&path).unwrap();
+    file.read_exact_at(&mut found, offset.0).unwrap();
+    assert!(found.iter().all(|byte| *byte == 0x11), "the reader's cluster changed under it");
+    drop(guard);
+    disk.end_sharing_beneath().unwrap();
+    base.close().unwrap();
 }
