@@ -16,6 +16,7 @@ use vdkit_block::{HostOffset, MapCacheStats, Result, Storage};
 
 /// Bytes of a slice where the cluster is not smaller.
 const SLICE_BYTES: u64 = 4096;
+const SLICE_WORDS: usize = SLICE_BYTES as usize / 8;
 const SHARDS: usize = 16;
 /// Slices of a new table that are put into the cache: as many as a table of 64 KiB has.
 const SLICES_ADDED_MAX: u64 = 16;
@@ -48,7 +49,7 @@ struct Inner {
     hand: usize,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Slot {
     key: u64,
     words: Box<[u64]>,
@@ -58,8 +59,9 @@ struct Slot {
     changed: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum SlotState {
+    #[default]
     Free,
     Clean,
     /// In the image's set of dirty slices.
@@ -131,7 +133,8 @@ impl SliceCache {
                 return Ok(());
             }
             let generation = shard.generation.load(Ordering::Acquire);
-            let words = self.read(key, storage)?;
+            let mut words = [0; SLICE_WORDS];
+            let words = self.read(key, storage, &mut words)?;
             shard.loaded.fetch_add(1, Ordering::Relaxed);
             let mut inner = shard.inner.write();
             if inner.index.contains_key(&key) {
@@ -140,37 +143,38 @@ impl SliceCache {
             // Somebody may have loaded, changed, written and dropped this very slice since we
             // read it; what we hold is then out of date.
             if shard.generation.load(Ordering::Acquire) == generation {
-                self.insert(shard, &mut inner, key, words, SlotState::Clean);
+                self.insert(shard, &mut inner, key, words);
                 return Ok(());
             }
         }
     }
 
-    fn read(&self, key: u64, storage: &dyn Storage) -> Result<Box<[u64]>> {
-        let mut bytes = [0u8; SLICE_BYTES as usize];
+    /// Reads a slice into the front of `words`.
+    fn read<'w>(
+        &self,
+        key: u64,
+        storage: &dyn Storage,
+        words: &'w mut [u64; SLICE_WORDS],
+    ) -> Result<&'w [u64]> {
+        let mut bytes = [0; SLICE_BYTES as usize];
         let bytes = &mut bytes[..self.slice_bytes as usize];
         // The last table of an image may end with the file before its cluster does.
         storage.read_padded(bytes, HostOffset(key))?;
-        Ok(bytes.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
+        let words = &mut words[..bytes.len() / 8];
+        for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+            *word = u64::from_be_bytes(*bytes);
+        }
+        Ok(words)
     }
 
-    fn insert(
-        &self,
-        shard: &Shard,
-        inner: &mut Inner,
-        key: u64,
-        words: Box<[u64]>,
-        state: SlotState,
-    ) {
-        let changed = state == SlotState::Dirty;
-        let slot = Slot { key, words, referenced: AtomicBool::new(false), state, changed };
+    /// Puts a clean slice in. Where another one has to go its memory is used again: threads that
+    /// free what others have made would leave the allocator with twice the cache.
+    fn insert(&self, shard: &Shard, inner: &mut Inner, key: u64, words: &[u64]) {
         let at = if let Some(at) = inner.free.pop() {
             at
-        } else if inner.slots.len() < self.slices_max {
-            inner.slots.push(slot);
-            inner.index.insert(key, inner.slots.len() - 1);
-            return;
-        } else if let Some(at) = inner.victim() {
+        } else if inner.slots.len() >= self.slices_max
+            && let Some(at) = inner.victim()
+        {
             let old = &inner.slots[at];
             if old.changed {
                 shard.generation.fetch_add(1, Ordering::Release);
@@ -179,12 +183,11 @@ impl SliceCache {
             inner.index.remove(&old_key);
             at
         } else {
-            // Everything is dirty: grow past the budget rather than lose or block.
-            inner.slots.push(slot);
-            inner.index.insert(key, inner.slots.len() - 1);
-            return;
+            // Where everything is dirty: past the budget rather than lose or block.
+            inner.slots.push(Slot::default());
+            inner.slots.len() - 1
         };
-        inner.slots[at] = slot;
+        inner.slots[at].fill(key, words);
         inner.index.insert(key, at);
     }
 
@@ -198,8 +201,8 @@ impl SliceCache {
             let shard = self.shard(key);
             let mut inner = shard.inner.write();
             if !inner.index.contains_key(&key) {
-                let words = vec![0; self.slice_bytes as usize / 8].into();
-                self.insert(shard, &mut inner, key, words, SlotState::Clean);
+                let words = &[0; SLICE_WORDS][..self.slice_bytes as usize / 8];
+                self.insert(shard, &mut inner, key, words);
             }
         }
     }
@@ -259,6 +262,19 @@ impl SliceCache {
     }
 }
 
+impl Slot {
+    /// Holds a clean slice from now on.
+    fn fill(&mut self, key: u64, words: &[u64]) {
+        if self.words.len() == words.len() {
+            self.words.copy_from_slice(words);
+        } else {
+            self.words = words.into();
+        }
+        (self.key, self.state, self.changed) = (key, SlotState::Clean, false);
+        *self.referenced.get_mut() = false;
+    }
+}
+
 impl Inner {
     /// A clean slot to replace.
     fn victim(&mut self) -> Option<usize> {
@@ -272,5 +288,41 @@ impl Inner {
             }
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use vdkit_storage::MemoryStorage;
+
+    use super::*;
+
+    #[test]
+    fn a_full_cache_uses_its_memory_again() {
+        const SLICE: u64 = 512;
+        let storage = MemoryStorage::with_len("image", 4096 * SLICE);
+        let cache = SliceCache::new(SLICE, 0);
+        let load = |slices: std::ops::Range<u64>| {
+            for number in slices {
+                storage.write_at(&number.to_be_bytes(), HostOffset(number * SLICE)).unwrap();
+                cache.load(number * SLICE, &storage).unwrap();
+                assert_eq!(cache.with(number * SLICE, |words| words[0]), Some(number));
+            }
+        };
+        let addresses = || -> BTreeSet<*const u64> {
+            let shards = cache.shards.iter().map(|shard| shard.inner.read());
+            let of = |inner: parking_lot::RwLockReadGuard<'_, Inner>| {
+                inner.slots.iter().map(|slot| slot.words.as_ptr()).collect::<Vec<_>>()
+            };
+            shards.flat_map(of).collect()
+        };
+        load(0..2048);
+        let before = addresses();
+        assert_eq!(before.len(), cache.capacity());
+        load(2048..4096);
+        assert_eq!(addresses(), before);
+        assert_eq!(cache.stats().used_bytes, cache.capacity() as u64 * SLICE);
     }
 }
