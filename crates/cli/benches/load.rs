@@ -37,9 +37,18 @@ impl Held {
             let line = status.lines().find_map(|line| line.strip_prefix(key)).expect(key);
             line.split_whitespace().next().and_then(|n| n.parse().ok()).expect(key)
         };
-        let count =
-            |what: &str| fs::read_dir(format!("/proc/{pid}/{what}")).map_or(0, Iterator::count);
-        Self { memory_bytes: number("VmRSS:") * 1024, files: count("fd"), threads: count("task") }
+        let entries =
+            |what: &str| fs::read_dir(format!("/proc/{pid}/{what}")).into_iter().flatten();
+        // A thread makes its ring when it first needs one, and keeps it: those are as many as
+        // threads at most, and grow as slowly as threads come to their first batch.
+        let ring = |file: &fs::DirEntry| {
+            fs::read_link(file.path()).is_ok_and(|to| to.to_string_lossy().contains("io_uring"))
+        };
+        Self {
+            memory_bytes: number("VmRSS:") * 1024,
+            files: entries("fd").flatten().filter(|file| !ring(file)).count(),
+            threads: entries("task").count(),
+        }
     }
 
     fn most(all: &[Self]) -> Self {
