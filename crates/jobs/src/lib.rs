@@ -6,6 +6,7 @@
 mod amend;
 mod bitmap;
 mod check;
+mod codes;
 mod commit;
 mod compact;
 mod compare;

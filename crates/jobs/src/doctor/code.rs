@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::codes::codes;
+
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -14,37 +16,13 @@ pub enum Severity {
     Error,
 }
 
-macro_rules! codes {
-    ($($variant:ident $name:literal $severity:ident $meaning:literal;)*) => {
-        /// What a finding is. The names are a contract with scripts.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-        pub enum Code {
-            $(#[doc = $meaning] #[serde(rename = $name)] $variant,)*
-        }
-
-        impl Code {
-            /// All of them, in the order of the documentation.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// The name in answers.
-            pub fn name(self) -> &'static str {
-                match self { $(Self::$variant => $name,)* }
-            }
-
-            /// How bad it is.
-            pub fn severity(self) -> Severity {
-                match self { $(Self::$variant => Severity::$severity,)* }
-            }
-
-            /// What it means, in a sentence.
-            pub fn meaning(self) -> &'static str {
-                match self { $(Self::$variant => $meaning,)* }
-            }
-        }
-    };
-}
-
 codes! {
+    /// What a finding is. The names are a contract with scripts.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+    Code;
+    /// How bad it is.
+    severity: Severity;
+
     Unreadable "unreadable" Error "The image cannot be described: its header is damaged, or asks for what is not supported.";
     MarkedCorrupt "marked-corrupt" Error "A writer has found the image damaged and marked it; nothing writes to it before it is mended.";
     Corrupt "corrupt" Error "The check found damaged metadata.";

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::codes::codes;
+
 /// How much a finding weighs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -14,37 +16,13 @@ pub enum Weight {
     Refuse,
 }
 
-macro_rules! codes {
-    ($($variant:ident $name:literal $weight:ident $meaning:literal;)*) => {
-        /// Why an image is refused or remarkable. The names are a contract with scripts.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-        pub enum Code {
-            $(#[doc = $meaning] #[serde(rename = $name)] $variant,)*
-        }
-
-        impl Code {
-            /// All of them, in the order of the documentation.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// The name in answers.
-            pub fn name(self) -> &'static str {
-                match self { $(Self::$variant => $name,)* }
-            }
-
-            /// How much it weighs unless the policy says otherwise.
-            pub fn weight(self) -> Weight {
-                match self { $(Self::$variant => Weight::$weight,)* }
-            }
-
-            /// What it means, in a sentence.
-            pub fn meaning(self) -> &'static str {
-                match self { $(Self::$variant => $meaning,)* }
-            }
-        }
-    };
-}
-
 codes! {
+    /// Why an image is refused or remarkable. The names are a contract with scripts.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+    Code;
+    /// How much it weighs unless the policy says otherwise.
+    weight: Weight;
+
     BackingFile "backing-file" Refuse "The image stands on another file, whose bytes it would show to the guest.";
     BackingFormat "backing-format-missing" Warn "The image does not name the format of its backing file, so that it would be guessed.";
     DataFile "data-file" Refuse "The guest's data is in another file that the image names.";
