@@ -97,6 +97,18 @@ const WRITE: &str = "
 write() { seq 0 19999 | sed \"s/^/$1 /\" > /mnt/$1; }
 ";
 
+/// Has a first guest make a file system with files 0 to 9; then comes what `rest` says.
+fn first_script(rest: &str) -> String {
+    format!(
+        "set -e
+        mkfs.ext4 -q /dev/vda
+        mount -t ext4 -o discard /dev/vda /mnt
+        {WRITE}
+        for i in $(seq 0 9); do write $i; done
+        {rest}"
+    )
+}
+
 /// Holds files of the image against what was written: from a raw copy, after the file system's
 /// journal was replayed as a guest would.
 fn expect_files(scratch: &Scratch, image: &str, files: std::ops::Range<usize>) {
@@ -140,16 +152,11 @@ fn a_guest_on_vhost_user() {
 
     // A file system, files, and an orderly end.
     let served = Served::start(&scratch, &vhost);
-    let script = format!(
-        "set -e
-        mkfs.ext4 -q /dev/vda
-        mount -t ext4 -o discard /dev/vda /mnt
-        {WRITE}
-        for i in $(seq 0 9); do write $i; done
-        cat /sys/block/vda/serial /sys/block/vda/queue/write_cache
+    let script = first_script(
+        "cat /sys/block/vda/serial /sys/block/vda/queue/write_cache
         rm /mnt/9
         sync
-        umount /mnt"
+        umount /mnt",
     );
     let log = Guest::boot(&scratch.path(""), "first", &VHOST, &script).end(PATIENCE);
     assert!(log.contains("vdkit\n") || log.contains("vdkitwrite back"), "{log}");
@@ -217,15 +224,10 @@ fn a_guest_on_nbd() {
 
     // A file system, files, a sync; then the power goes.
     let served = Served::start(&scratch, &nbd);
-    let script = format!(
-        "set -e
-        mkfs.ext4 -q /dev/vda
-        mount -t ext4 -o discard /dev/vda /mnt
-        {WRITE}
-        for i in $(seq 0 9); do write $i; done
-        sync
+    let script = first_script(
+        "sync
         echo synced 9.
-        while true; do write 50; write 51; done"
+        while true; do write 50; write 51; done",
     );
     let mut guest = Guest::boot(&scratch.path(""), "first", &NBD, &script);
     guest.wait_for("synced 9.", PATIENCE);
