@@ -8,6 +8,8 @@ use std::fmt;
 pub enum Codec {
     /// Raw deflate without zlib header (qcow2 "zlib").
     Deflate,
+    /// A zlib stream: deflate with a header and a checksum (VMDK).
+    Zlib,
     /// A zstd frame.
     Zstd,
 }
@@ -15,7 +17,7 @@ pub enum Codec {
 impl fmt::Display for Codec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Deflate => "zlib",
+            Self::Deflate | Self::Zlib => "zlib",
             Self::Zstd => "zstd",
         })
     }

@@ -258,10 +258,18 @@ pub struct ImageInfo {
     /// The format of what it stands on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_format: Option<String>,
-    /// Another file that holds its guest data.
+    /// What tells this image from others, and from itself after its data changed, in the format's
+    /// own notation (VMDK: content ID; VHD: unique ID; VHDX: data write GUID; VDI: UUIDs).
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub data_file: Option<String>,
-    /// The data file can be read as a raw image.
+    pub identity: Option<String>,
+    /// The [`ImageInfo::identity`] of what it stands on, as it was when this image was put on it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_identity: Option<String>,
+    /// The other files that hold its guest data, as its metadata names them: relative to the
+    /// image's folder or absolute. The order is the format's own; each file is named once.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<String>,
+    /// The one file of [`ImageInfo::files`] can be read as a raw image.
     pub data_file_raw: bool,
     /// Internal snapshots.
     pub snapshots: Vec<SnapshotInfo>,
@@ -284,7 +292,9 @@ impl ImageInfo {
             corrupt: false,
             backing_file: None,
             backing_format: None,
-            data_file: None,
+            identity: None,
+            backing_identity: None,
+            files: Vec::new(),
             data_file_raw: false,
             snapshots: Vec::new(),
             bitmaps: Vec::new(),
@@ -294,8 +304,11 @@ impl ImageInfo {
 
     /// The backing reference, if there is one.
     pub fn backing(&self) -> Option<BackingRef> {
-        let name = self.backing_file.clone()?;
-        Some(BackingRef { name, format: self.backing_format.clone() })
+        Some(BackingRef {
+            name: self.backing_file.clone()?,
+            format: self.backing_format.clone(),
+            identity: self.backing_identity.clone(),
+        })
     }
 }
 
@@ -341,8 +354,9 @@ pub struct BitmapInfo {
 pub struct OpenRequest {
     /// The image.
     pub storage: Arc<dyn Storage>,
-    /// The file named by [`ImageInfo::data_file`].
-    pub data_file: Option<Arc<dyn Storage>>,
+    /// The files that [`ImageInfo::files`] names, in that order. (A user may name another file
+    /// than the image does, also where it has lost the name of its only one.)
+    pub files: Vec<Arc<dyn Storage>>,
     /// For writing.
     pub writable: bool,
     /// What it may cost.
@@ -354,14 +368,16 @@ pub struct OpenRequest {
 pub struct CreateRequest {
     /// The empty file (or device) that becomes the image.
     pub storage: Arc<dyn Storage>,
-    /// The file for guest data, where the options name one.
-    pub data_file: Option<Arc<dyn Storage>>,
+    /// Empty files for guest data, in the order of [`FormatDriver::new_files`].
+    pub files: Vec<Arc<dyn Storage>>,
     /// Bytes of the guest disk.
     pub guest_bytes: u64,
     /// The format's options.
     pub options: Options,
     /// What it stands on, as it shall be stored.
     pub backing: Option<BackingRef>,
+    /// Bytes of the disk that it stands on, where that one was opened.
+    pub backing_bytes: Option<u64>,
 }
 
 /// What of an image shall change in place.
@@ -369,8 +385,8 @@ pub struct CreateRequest {
 pub struct AmendRequest {
     /// The image, writable; nobody has it open.
     pub storage: Arc<dyn Storage>,
-    /// The file named by [`ImageInfo::data_file`].
-    pub data_file: Option<Arc<dyn Storage>>,
+    /// The files that [`ImageInfo::files`] names, in that order.
+    pub files: Vec<Arc<dyn Storage>>,
     /// What it shall stand on, as it shall be stored, or nothing; none leaves that as it is. Only
     /// the name changes: the caller sees to it that the disk stays the same.
     pub backing: Option<Option<BackingRef>>,
@@ -504,8 +520,11 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// Whether this driver can create and write images.
     fn writes(&self) -> bool;
 
-    /// Judges an image by its first bytes (up to 64 KiB) and its length in bytes.
-    fn probe(&self, head: &[u8], len: u64) -> Probe;
+    /// Judges an image by its first bytes (`head`, up to 64 KiB), its last bytes (`tail`, up to
+    /// 512) and its length in bytes. All drivers are asked with an empty `tail` first; where none
+    /// says [`Probe::Yes`], the end of the file is read too and they are asked again. So whoever
+    /// knows its images by the head leaves `tail` alone.
+    fn probe(&self, head: &[u8], tail: &[u8], len: u64) -> Probe;
 
     /// Describes an image in a bounded number of reads, whatever its size.
     fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo>;
@@ -523,11 +542,36 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         self.open(request)
     }
 
+    /// The other files that a new image shall have, as it will name them: relative to its folder
+    /// or absolute. `image` is the image's own file name, without folders. The caller makes them
+    /// empty for [`FormatDriver::create`]; they take their names together with the image.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for options that do not fit, and for more than [`Limits::files_max`].
+    fn new_files(&self, image: &str, guest_bytes: u64, options: &Options) -> Result<Vec<String>> {
+        let _ = (image, guest_bytes, options);
+        Ok(Vec::new())
+    }
+
     /// Makes a new image.
     ///
     /// # Errors
     /// [`Error::Key`] where the image shall be encrypted and [`Options::key`] is not set.
     fn create(&self, request: &CreateRequest) -> Result<()>;
+
+    /// [`FormatDriver::create`], and the new image open for writing. A format that is written from
+    /// its start to its end in one pass ([`FormatCaps::one_pass`](crate::FormatCaps::one_pass))
+    /// does both here without reading anything back, since the storage may be a pipe.
+    fn create_open(&self, request: &CreateRequest, limits: &Limits) -> Result<Arc<dyn Format>> {
+        self.create(request)?;
+        let open = OpenRequest {
+            storage: request.storage.clone(),
+            files: request.files.clone(),
+            writable: true,
+            limits: *limits,
+        };
+        self.open_with_keys(open, &request.options.key().cloned().into_iter().collect::<Vec<_>>())
+    }
 
     /// Whether an image with these options is encrypted: it needs [`Options::key`] then.
     fn encrypts(&self, options: &Options) -> bool {
@@ -552,7 +596,7 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
-        data_file: Option<&Arc<dyn Storage>>,
+        files: &[Arc<dyn Storage>],
         repair: Repair,
         limits: &Limits,
         monitor: &Monitor<'_>,
@@ -563,12 +607,12 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     fn compact(
         &self,
         storage: &Arc<dyn Storage>,
-        data_file: Option<&Arc<dyn Storage>>,
+        files: &[Arc<dyn Storage>],
         options: CompactOptions,
         limits: &Limits,
         monitor: &Monitor<'_>,
     ) -> Result<CompactReport> {
-        let _ = (data_file, options, limits, monitor);
+        let _ = (files, options, limits, monitor);
         Err(Error::unsupported(
             storage.name(),
             format!("compacting a {} image in place", self.name()),

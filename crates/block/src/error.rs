@@ -174,6 +174,24 @@ pub enum Error {
         /// What the user may do about it.
         hint: String,
     },
+    /// The image beneath is another one than the overlay was put on, or its data changed since.
+    #[error(
+        "{file}: stands on a disk with the identity {expected}, and {parent} has {found}: it was \
+         changed since or is another one; if it is right nevertheless, 'vdkit rebase --unsafe \
+         {file} --backing {name}' says so"
+    )]
+    Parent {
+        /// The overlay, as the user named it.
+        file: String,
+        /// The image beneath.
+        parent: String,
+        /// Its name as the overlay has it.
+        name: String,
+        /// The identity that the overlay expects.
+        expected: String,
+        /// The identity that is there.
+        found: String,
+    },
     /// Another process uses the file.
     #[error("{file}: is in use{}", holder.as_ref().map(|h| format!(" by process {} ({})", h.pid, h.command)).unwrap_or_default())]
     Locked {
@@ -231,7 +249,7 @@ pub enum ErrorKind {
     Failed,
     /// The caller's fault.
     Usage,
-    /// The image is damaged.
+    /// The image is damaged, or its chain is not whole.
     Corrupt,
     /// The policy forbids it.
     Refused,
@@ -251,7 +269,7 @@ impl Error {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::NoSpace,
                 _ => ErrorKind::Failed,
             },
-            Self::Corrupt(_) | Self::Limit { .. } => ErrorKind::Corrupt,
+            Self::Corrupt(_) | Self::Limit { .. } | Self::Parent { .. } => ErrorKind::Corrupt,
             Self::Unsupported { .. } | Self::Key { .. } | Self::ReadOnly { .. } => {
                 ErrorKind::Failed
             }

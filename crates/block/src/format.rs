@@ -11,7 +11,7 @@ use crate::encryption::Encryption;
 use crate::error::{Error, Result};
 use crate::extent::{Extent, FileIndex, Packed};
 use crate::in_flight::InFlight;
-use crate::reservation::{PackedReservation, Reservation};
+use crate::reservation::{PackedFrame, PackedReservation, Reservation};
 use crate::snapshots::Snapshots;
 use crate::storage::Storage;
 use crate::units::GuestOffset;
@@ -24,6 +24,16 @@ pub struct BackingRef {
     pub name: String,
     /// The format that the image says it has.
     pub format: Option<String>,
+    /// The identity that it had when the image was put on it
+    /// ([`ImageInfo::identity`](crate::ImageInfo::identity)), in formats that note it.
+    pub identity: Option<String>,
+}
+
+impl BackingRef {
+    /// A reference without an identity.
+    pub fn new(name: impl Into<String>, format: Option<String>) -> Self {
+        Self { name: name.into(), format, identity: None }
+    }
 }
 
 /// What a format (with this image's options) can do.
@@ -38,6 +48,10 @@ pub struct FormatCaps {
     pub fill_bytes: u64,
     /// Compressed units can be written.
     pub packed: Option<Codec>,
+    /// The image is written once, from its start to its end: by [`Format::reserve_packed`] alone,
+    /// for units in the order of the disk, each at most once, and [`Format::close`].
+    /// [`FormatCaps::packed`] says how; a unit that does not become smaller is packed all the same.
+    pub one_pass: bool,
     /// `zero` costs metadata only.
     pub cheap_zeroes: bool,
     /// Host space may be handed to movers that share blocks: guest clusters are aligned to the
@@ -123,6 +137,20 @@ pub trait Format: Send + Sync + fmt::Debug {
         1
     }
 
+    /// The storages beside [`Format::storage`], each once: those that the image was opened with
+    /// ([`OpenRequest::files`](crate::OpenRequest::files)), in that order. The indexes of a format
+    /// keep to it.
+    fn other_files(&self) -> Vec<Arc<dyn Storage>> {
+        let mut others: Vec<Arc<dyn Storage>> = Vec::new();
+        for index in 0..self.file_count() {
+            let file = self.file(FileIndex(index));
+            if !Arc::ptr_eq(file, self.storage()) && !others.iter().any(|o| Arc::ptr_eq(o, file)) {
+                others.push(file.clone());
+            }
+        }
+        others
+    }
+
     /// Requests in flight: enter before resolving, leave after the I/O on what was resolved.
     fn in_flight(&self) -> &InFlight;
 
@@ -176,7 +204,21 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// than asked. Waits for an overlapping reservation of another thread.
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>>;
 
-    /// Host space for compressed units of these byte lengths, for consecutive clusters from `at`.
+    /// What stands around each compressed unit; nothing in most formats.
+    fn packed_frame(&self) -> PackedFrame {
+        PackedFrame::default()
+    }
+
+    /// Completes a unit for [`Format::reserve_packed`] whose place on the disk is known: the unit
+    /// of the guest bytes from `at`. `framed` is [`PackedFrame::head_bytes`] that are zero, then
+    /// `payload_bytes` of compressed bytes, then zeroes up to [`PackedFrame::align`]. Called in any
+    /// order by any thread.
+    fn frame_packed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
+        let _ = (at, framed, payload_bytes);
+    }
+
+    /// Host space for compressed units of these byte lengths, frames included, for consecutive
+    /// clusters from `at`.
     fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
         let _ = (at, lens);
         Err(Error::unsupported(

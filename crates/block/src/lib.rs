@@ -68,7 +68,7 @@ pub use in_flight::{InFlight, InFlightGuard};
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
 pub use policy::RefPolicy;
-pub use reservation::{Fill, PackedReservation, Reservation, Reserver, Ticket};
+pub use reservation::{Fill, PackedFrame, PackedReservation, Reservation, Reserver, Ticket};
 pub use snapshots::{NewSnapshot, Snapshots};
 pub use storage::{CacheMode, CopyMethod, ReadOp, Storage, StorageCaps, StorageExtent, ZeroMode};
 pub use units::{GuestOffset, HostOffset, align_down, align_up, is_aligned};

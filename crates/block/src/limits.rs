@@ -7,6 +7,8 @@ pub struct Limits {
     pub table_bytes_max: u64,
     /// Bytes of the table of a format's internal snapshots.
     pub snapshots_bytes_max: u64,
+    /// Other files with guest data that one image may name.
+    pub files_max: usize,
     /// Images in one backing chain.
     pub chain_depth_max: usize,
     /// Bytes of metadata cached for each image.
@@ -21,13 +23,14 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// 32 MiB tables and 64 MiB of snapshots (QEMU's own bounds), 200 images, 32 MiB of cache, 8 MiB packed units, 2 GiB
+    /// 32 MiB tables and 64 MiB of snapshots (QEMU's own bounds), 4096 files of one image, 200 images, 32 MiB of cache, 8 MiB packed units, 2 GiB
     /// for a check (2 bytes a host cluster: 64 TiB of data in clusters of 64 KiB), 2^28 rounds a
     /// key slot (half a minute; QEMU asks for two seconds).
     fn default() -> Self {
         Self {
             table_bytes_max: 32 << 20,
             snapshots_bytes_max: 64 << 20,
+            files_max: 4096,
             chain_depth_max: 200,
             cache_bytes: 32 << 20,
             packed_bytes_max: 8 << 20,

@@ -132,9 +132,25 @@ impl std::fmt::Debug for Reservation<'_> {
     }
 }
 
+/// What a format wants around each compressed unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackedFrame {
+    /// Bytes before it, which [`Format::frame_packed`](crate::Format::frame_packed) fills in.
+    pub head_bytes: u32,
+    /// Zeroes follow it until the whole has a length that is a multiple of this; never 0.
+    pub align: u32,
+}
+
+impl Default for PackedFrame {
+    /// Nothing.
+    fn default() -> Self {
+        Self { head_bytes: 0, align: 1 }
+    }
+}
+
 /// Host space for several consecutive compressed units, back to back.
 ///
-/// The caller writes all payloads in one piece at `host` and publishes.
+/// The caller writes all units, frames included, in one piece at `host` and publishes.
 #[must_use = "dropping a reservation gives its space back"]
 pub struct PackedReservation<'a> {
     owner: &'a dyn Reserver,

@@ -106,6 +106,9 @@ pub struct StorageCaps {
     pub growable: bool,
     /// A block device.
     pub device: bool,
+    /// Bytes go in from the first to the last (a pipe): writes come in ascending order, and what
+    /// is left out between two of them becomes zero. Little or nothing can be read back.
+    pub sequential: bool,
     /// Offsets, lengths and memory of a request that avoids a bounce buffer are multiples of
     /// this; 1 where anything goes.
     pub alignment: u32,

@@ -39,9 +39,9 @@ impl Layer {
         writable: bool,
         options: &OpenOptions,
     ) -> Result<Self> {
-        let data_file = walk.open_data_file(&found, writable)?;
+        let files = walk.open_files(&found, writable)?;
         let request =
-            OpenRequest { storage: found.storage, data_file, writable, limits: options.limits };
+            OpenRequest { storage: found.storage, files, writable, limits: options.limits };
         let format = found.driver.open_with_keys(request, &options.keys)?;
         Ok(Self { path: found.path, info: found.info, probed: found.probed, format })
     }

@@ -20,15 +20,9 @@ use crate::registry::Registry;
 
 impl Layer {
     /// Its files, each once.
-    fn storages(&self) -> Vec<&Arc<dyn Storage>> {
-        let format = self.format();
-        let mut all = vec![format.storage()];
-        for index in 0..format.file_count() {
-            let file = format.file(vdkit_block::FileIndex(index));
-            if !all.iter().any(|known| Arc::ptr_eq(known, file)) {
-                all.push(file);
-            }
-        }
+    fn storages(&self) -> Vec<Arc<dyn Storage>> {
+        let mut all = vec![self.format().storage().clone()];
+        all.extend(self.format().other_files());
         all
     }
 
@@ -46,16 +40,12 @@ impl Layer {
         driver: &dyn FormatDriver,
         limits: vdkit_block::Limits,
     ) -> Result<Arc<dyn Format>> {
-        let mut opened = Vec::new();
-        for storage in self.storages() {
-            opened.push(storage.reopen_for_writing()?);
+        let storage = self.format().storage().reopen_for_writing()?;
+        let mut files = Vec::new();
+        for file in self.format().other_files() {
+            files.push(file.reopen_for_writing()?);
         }
-        let mut opened = opened.into_iter();
-        let storage = opened.next().ok_or_else(|| {
-            Error::Invalid(format!("{}: an image without a file", self.path().display()))
-        })?;
-        let data_file = opened.next();
-        driver.open(OpenRequest { storage, data_file, writable: true, limits })
+        driver.open(OpenRequest { storage, files, writable: true, limits })
     }
 }
 

@@ -42,7 +42,7 @@ pub struct OpenOptions {
     pub lock: bool,
     /// What the top image stands on.
     pub backing: BackingChoice,
-    /// The file with the top image's guest data, instead of the one that the image names.
+    /// The one file with the top image's guest data, instead of the one that the image names.
     pub data_file: Option<PathBuf>,
     /// The top image as one of its internal snapshots holds it, by id or name; for reading only.
     pub snapshot: Option<String>,

@@ -4,6 +4,8 @@ use vdkit_block::{Error, FormatDriver, HostOffset, Probe, Result, Storage};
 
 /// Bytes from the start of an image that drivers may judge it by.
 const HEAD_BYTES: usize = 64 << 10;
+/// Bytes from its end.
+const TAIL_BYTES: u64 = 512;
 
 /// The formats that can be opened. The facade holds the one with all of them.
 #[derive(Clone, Debug, Default)]
@@ -51,7 +53,8 @@ impl Registry {
         self.drivers().map(FormatDriver::name).collect::<Vec<_>>().join(", ")
     }
 
-    /// Tells an image's format from its first 64 KiB, with one read.
+    /// Tells an image's format from its first 64 KiB, with one read; where they say nothing
+    /// certain, from its last 512 bytes too, with another one.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where no format fits, or where more than one magic number is there:
@@ -61,19 +64,28 @@ impl Registry {
         let mut head = vec![0; HEAD_BYTES];
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
         head.truncate(got);
-        self.probe_head(storage.name(), &head, storage.len()?)
+        let len = storage.len()?;
+        let mut judged = self.judge(&head, &[], len);
+        if judged.certain.is_empty() {
+            judged = self.judge(&head, &tail_of(storage, &head, len)?, len);
+        }
+        self.decide(storage.name(), judged)
     }
 
-    fn probe_head(&self, file: &str, head: &[u8], len: u64) -> Result<Probed> {
-        let mut certain = Vec::new();
-        let mut fallback = None;
+    fn judge(&self, head: &[u8], tail: &[u8], len: u64) -> Judged {
+        let mut judged = Judged::default();
         for driver in self.drivers() {
-            match driver.probe(head, len) {
-                Probe::Yes => certain.push(driver),
-                Probe::Fallback => fallback = fallback.or(Some(driver)),
+            match driver.probe(head, tail, len) {
+                Probe::Yes => judged.certain.push(driver),
+                Probe::Fallback => judged.fallback = judged.fallback.or(Some(driver)),
                 Probe::No => {}
             }
         }
+        judged
+    }
+
+    fn decide(&self, file: &str, judged: Judged) -> Result<Probed> {
+        let Judged { certain, fallback } = judged;
         match certain.as_slice() {
             [driver] => Ok(Probed { driver: *driver, fallback: false }),
             [] => fallback.map(|driver| Probed { driver, fallback: true }).ok_or_else(|| {
@@ -93,6 +105,25 @@ impl Registry {
             }
         }
     }
+}
+
+/// What the drivers say of an image.
+#[derive(Default)]
+struct Judged {
+    certain: Vec<&'static dyn FormatDriver>,
+    fallback: Option<&'static dyn FormatDriver>,
+}
+
+/// The last bytes of an image whose first ones are at hand.
+fn tail_of(storage: &dyn Storage, head: &[u8], len: u64) -> Result<Vec<u8>> {
+    let start = len.saturating_sub(TAIL_BYTES);
+    if len == head.len() as u64 {
+        return Ok(head[start as usize..].to_vec());
+    }
+    let mut tail = vec![0; (len - start) as usize];
+    let got = storage.read_up_to(&mut tail, HostOffset(start))?;
+    tail.truncate(got);
+    Ok(tail)
 }
 
 #[cfg(test)]
@@ -128,8 +159,10 @@ mod tests {
         fn writes(&self) -> bool {
             false
         }
-        fn probe(&self, head: &[u8], _len: u64) -> Probe {
+        fn probe(&self, head: &[u8], tail: &[u8], _len: u64) -> Probe {
             match self.1 {
+                // By its end alone.
+                known if tail.last().copied() == known && known == Some(b'E') => Probe::Yes,
                 None => Probe::Fallback,
                 known if head.first().copied() == known => Probe::Yes,
                 Some(_) => Probe::No,
@@ -147,7 +180,7 @@ mod tests {
         fn check(
             &self,
             _: &Arc<dyn Storage>,
-            _: Option<&Arc<dyn Storage>>,
+            _: &[Arc<dyn Storage>],
             _: Repair,
             _: &Limits,
             _: &Monitor<'_>,
@@ -179,6 +212,23 @@ mod tests {
         assert_eq!(probe(&[&A, &RAW], &[]).unwrap(), ("raw", true));
         let error = probe(&[&A, &B], &[3]).unwrap_err().to_string();
         assert!(error.contains("not recognised") && error.contains("a, b"), "{error}");
+    }
+
+    #[test]
+    fn the_end_is_asked_where_the_head_says_nothing() {
+        static RAW: ByByte = ByByte("raw", None);
+        static A: ByByte = ByByte("a", Some(1));
+        static END: ByByte = ByByte("end", Some(b'E'));
+        let all: [&'static dyn FormatDriver; 3] = [&RAW, &END, &A];
+        for len in [2, 511, 512, 65536, 65537, 100_000] {
+            let mut bytes = vec![0; len];
+            bytes[len - 1] = b'E';
+            assert_eq!(probe(&all, &bytes).unwrap(), ("end", false), "{len}");
+            // A head that says something decides alone.
+            bytes[0] = 1;
+            assert_eq!(probe(&all, &bytes).unwrap(), ("a", false), "{len}");
+        }
+        assert_eq!(probe(&all, &[0; 70_000]).unwrap(), ("raw", true));
     }
 
     #[test]

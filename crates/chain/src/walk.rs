@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::FileType;
-use vdkit_block::{Error, FormatDriver, ImageInfo, Result, Storage};
+use vdkit_block::{BackingRef, Error, FormatDriver, ImageInfo, Result, Storage};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
 use crate::options::{BackingChoice, OpenOptions};
@@ -72,7 +72,7 @@ impl Identity {
 #[derive(Debug)]
 enum Next {
     User { path: PathBuf, format: Option<String> },
-    Metadata { namer: Namer, name: String, format: Option<String> },
+    Metadata { namer: Namer, backing: BackingRef },
     End,
 }
 
@@ -104,6 +104,7 @@ impl<'a> Walk<'a> {
         let top = self.depth == 0;
         let writable = (top && self.options.writable) || self.also_written == Some(self.depth);
         let file_options = self.file_options(writable);
+        let mut expected = None;
         let (path, storage, format, namer) = match std::mem::replace(&mut self.next, Next::End) {
             Next::End => return Ok(None),
             Next::User { path, format } => {
@@ -112,10 +113,12 @@ impl<'a> Walk<'a> {
                 let namer = Namer::of_user_path(&path);
                 (path, storage, format, namer)
             }
-            Next::Metadata { namer, name, format } => {
+            Next::Metadata { namer, backing } => {
                 self.check_depth(namer.name())?;
-                let refs = &self.options.refs;
-                let found = reference::open(&namer, Role::Backing, &name, refs, &file_options)?;
+                let (refs, name) = (&self.options.refs, &backing.name);
+                let found = reference::open(&namer, Role::Backing, name, refs, &file_options)?;
+                let format = backing.format.clone();
+                expected = Some((namer, backing));
                 (found.path, found.storage, format, found.namer)
             }
         };
@@ -131,6 +134,9 @@ impl<'a> Walk<'a> {
             }
         };
         let info = driver.describe(&storage, &self.options.limits)?;
+        if let Some((overlay, backing)) = expected {
+            check_identity(&overlay, backing, &path, &info)?;
+        }
         self.next = self.after(&info, &namer);
         self.depth += 1;
         Ok(Some(Found { path, storage, driver, probed, fallback, info, namer }))
@@ -139,9 +145,7 @@ impl<'a> Walk<'a> {
     /// What stands beneath an image.
     fn after(&self, info: &ImageInfo, namer: &Namer) -> Next {
         let metadata = || match info.backing() {
-            Some(backing) => {
-                Next::Metadata { namer: namer.clone(), name: backing.name, format: backing.format }
-            }
+            Some(backing) => Next::Metadata { namer: namer.clone(), backing },
             None => Next::End,
         };
         match &self.options.backing {
@@ -154,24 +158,52 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Opens the file with an image's guest data, where it has one.
-    pub(crate) fn open_data_file(
+    /// Opens the other files with an image's guest data, in the order in which it names them.
+    pub(crate) fn open_files(
         &mut self,
         found: &Found,
         writable: bool,
-    ) -> Result<Option<Arc<dyn Storage>>> {
+    ) -> Result<Vec<Arc<dyn Storage>>> {
         let file_options = self.file_options(writable);
-        let user_named = self.options.data_file.as_ref().filter(|_| self.depth == 1);
-        let storage = match (user_named, &found.info.data_file) {
-            (Some(path), _) => FileStorage::open(path, &file_options)?,
-            (None, Some(name)) => {
-                let refs = &self.options.refs;
-                reference::open(&found.namer, Role::Data, name, refs, &file_options)?.storage
+        let (refs, names) = (&self.options.refs, &found.info.files);
+        self.check_files(found)?;
+        let mut files: Vec<FileStorage> = Vec::with_capacity(names.len());
+        match self.options.data_file.as_ref().filter(|_| self.depth == 1) {
+            Some(path) => files.push(FileStorage::open(path, &file_options)?),
+            None => {
+                for name in names {
+                    let referred =
+                        reference::open(&found.namer, Role::Data, name, refs, &file_options)?;
+                    files.push(referred.storage);
+                }
             }
-            (None, None) => return Ok(None),
-        };
-        self.note(&storage, &found.path)?;
-        Ok(Some(Arc::new(storage)))
+        }
+        files
+            .into_iter()
+            .map(|file| {
+                self.note(&file, &found.path)?;
+                Ok(Arc::new(file) as Arc<dyn Storage>)
+            })
+            .collect()
+    }
+
+    fn check_files(&self, found: &Found) -> Result<()> {
+        let (named, limit) = (found.info.files.len(), self.options.limits.files_max);
+        if named > limit {
+            return Err(Error::Limit {
+                file: found.path.display().to_string(),
+                what: "number of files with its data",
+                found: named as u64,
+                limit: limit as u64,
+            });
+        }
+        if named > 1 && self.depth == 1 && self.options.data_file.is_some() {
+            return Err(Error::Invalid(format!(
+                "{}: has its data in {named} files, and only one file can be named instead",
+                found.path.display()
+            )));
+        }
+        Ok(())
     }
 
     fn file_options(&self, writable: bool) -> FileOptions {
@@ -219,14 +251,33 @@ impl<'a> Walk<'a> {
     }
 }
 
+/// Refuses an image that is not the one, or not as it was, when `overlay` was put on it.
+fn check_identity(
+    overlay: &Namer,
+    backing: BackingRef,
+    path: &Path,
+    found: &ImageInfo,
+) -> Result<()> {
+    match (backing.identity, &found.identity) {
+        (Some(expected), Some(found)) if expected != *found => Err(Error::Parent {
+            file: overlay.name().to_owned(),
+            parent: path.display().to_string(),
+            name: backing.name,
+            expected,
+            found: found.clone(),
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// One image with its files open but not its map: for checks and repairs, which read the metadata
 /// themselves.
 #[derive(Debug)]
 pub struct OpenedImage {
     /// The file with the metadata.
     pub storage: Arc<dyn Storage>,
-    /// The file with the guest data, where that is another one.
-    pub data_file: Option<Arc<dyn Storage>>,
+    /// The other files with its guest data, in the order of [`ImageInfo::files`].
+    pub files: Vec<Arc<dyn Storage>>,
     /// The format's driver.
     pub driver: &'static dyn FormatDriver,
     /// What the image says of itself.
@@ -249,8 +300,8 @@ pub fn open_image(
     if options.writable {
         found.check_written_as_probed()?;
     }
-    let data_file = walk.open_data_file(&found, options.writable)?;
-    Ok(OpenedImage { storage: found.storage, data_file, driver: found.driver, info: found.info })
+    let files = walk.open_files(&found, options.writable)?;
+    Ok(OpenedImage { storage: found.storage, files, driver: found.driver, info: found.info })
 }
 
 /// What the host says of an image's file.

@@ -51,7 +51,7 @@ fn open_layer(path: &Path, format: &str, writable: bool, cache: CacheMode) -> Di
         return support::raw_disk(storage, writable);
     }
     let limits = Limits::default();
-    let image = Qcow2::open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
+    let image = Qcow2::open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
     let info = map::info(image.guest_bytes(), None, None);
     Disk::from_format(image, info, &OpenOptions { writable, cache, ..OpenOptions::default() })
 }

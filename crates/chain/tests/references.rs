@@ -7,9 +7,9 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use support::MapDriver;
-use support::map::{CLUSTER, header};
-use vdkit_block::{Error, ErrorKind, FormatDriver, GuestOffset, RefPolicy, Refusal};
-use vdkit_chain::{BackingChoice, Disk, OpenOptions, Registry, describe_chain};
+use support::map::{CLUSTER, header, header_of};
+use vdkit_block::{Error, ErrorKind, FormatDriver, GuestOffset, Limits, RefPolicy, Refusal};
+use vdkit_chain::{BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image};
 use vdkit_raw::RawDriver;
 
 const SIZE: u64 = 4 * CLUSTER;
@@ -375,6 +375,70 @@ fn data_files_follow_the_same_policy() {
     named("gone");
     let error = place.open(&image, &OpenOptions::default()).unwrap_err().to_string();
     assert!(error.contains("as its data file"), "{error}");
+}
+
+#[test]
+fn several_files_are_opened_in_order_each_once_and_not_too_many() {
+    let place = Place::new();
+    let image = place.path("images/top.map");
+    let named = |names: &str| fs::write(&image, header(SIZE, "", "", names)).unwrap();
+    for name in ["b", "a", "c"] {
+        fs::write(place.path(&format!("images/{name}")), []).unwrap();
+    }
+    named("b\na\nc");
+    let opened = open_image(&registry(), &image, &OpenOptions::read_write()).unwrap();
+    assert_eq!(opened.info.files, ["b", "a", "c"]);
+    let names: Vec<_> = opened.files.iter().map(|file| file.name().to_owned()).collect();
+    let wanted = ["b", "a", "c"].map(|name| place.path("images").join(name));
+    assert_eq!(names, wanted.map(|path| path.display().to_string()));
+    // Locked as the image is.
+    let error = place.open(&place.path("images/c"), &OpenOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
+    drop(opened);
+
+    let limits = Limits { files_max: 2, ..Limits::default() };
+    let error = place.open(&image, &OpenOptions { limits, ..OpenOptions::default() }).unwrap_err();
+    assert!(matches!(error, Error::Limit { found: 3, limit: 2, .. }), "{error}");
+    let other = Some(place.path("images/a"));
+    let error = place.open(&image, &OpenOptions { data_file: other, ..OpenOptions::default() });
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::Usage);
+    named("a\nb\n./a");
+    let error = place.open(&image, &OpenOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    named("a\n../outside/secret.raw");
+    let error = place.open(&image, &OpenOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+}
+
+#[test]
+fn a_parent_that_is_another_one_or_has_changed_is_refused() {
+    let place = Place::new();
+    let write = |name: &str, texts: [&str; 5]| {
+        fs::write(place.path(name), header_of(texts, SIZE)).unwrap();
+    };
+    write("images/lower.map", ["", "", "", "17ab", ""]);
+    let top = place.path("images/top.map");
+    for (noted, fits) in [("17ab", true), ("", true), ("17ac", false)] {
+        write("images/top.map", ["lower.map", "testmap", "", "1", noted]);
+        let opened = place.open(&top, &OpenOptions::default());
+        assert_eq!(opened.is_ok(), fits, "{noted}");
+        let Err(error) = opened else { continue };
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        let text = error.to_string();
+        for part in ["17ab", "17ac", "rebase --unsafe", "lower.map"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let report = describe_chain(&registry(), &top, &OpenOptions::default()).unwrap();
+        assert!(matches!(report.broken, Some(Error::Parent { .. })));
+        // Alone, or on what the user names, it opens.
+        place.open(&top, &OpenOptions::default().backing(BackingChoice::Ignore)).unwrap();
+        let path = place.path("images/lower.map");
+        let named = BackingChoice::Override { path, format: None };
+        place.open(&top, &OpenOptions::default().backing(named)).unwrap();
+    }
+    // A parent without an identity says nothing.
+    write("images/lower.map", ["", "", "", "", ""]);
+    place.open(&top, &OpenOptions::default()).unwrap();
 }
 
 #[test]

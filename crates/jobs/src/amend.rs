@@ -63,7 +63,7 @@ pub fn amend<'a>(
     let mut changed = opened.driver.amend(
         &AmendRequest {
             storage: opened.storage,
-            data_file: opened.data_file,
+            files: opened.files,
             backing: None,
             options,
             limits: opening.limits,

@@ -28,12 +28,7 @@ pub fn check(
 ) -> Result<Checked> {
     let options = OpenOptions { writable: repair != Repair::Nothing, ..options.clone() };
     let image = open_image(registry, path, &options)?;
-    let report = image.driver.check(
-        &image.storage,
-        image.data_file.as_ref(),
-        repair,
-        &options.limits,
-        monitor,
-    )?;
+    let report =
+        image.driver.check(&image.storage, &image.files, repair, &options.limits, monitor)?;
     Ok(Checked { format: image.driver.name(), report })
 }

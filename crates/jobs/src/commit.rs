@@ -4,7 +4,8 @@
 //!   overlay ─┐                                        1  base is made as large as the overlay
 //!   between ─┼─► runs that the base does not answer ─► 2  they are moved into the base
 //!            │                                        3  the base is made durable
-//!   base ◄───┘                                        4  the overlay is emptied
+//!   base ◄───┘                                        4  the overlay is emptied, and told which
+//!                                                        identity the base has now
 //! ```
 //!
 //! Before step 1 the overlay takes over what lies behind the end of a base whose new space would
@@ -15,9 +16,12 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde::Serialize;
-use vdkit_block::{Error, GuestOffset, Monitor, NoProgress, Result, align_down};
+use vdkit_block::{
+    AmendRequest, BackingRef, Error, GuestOffset, Monitor, NoProgress, Options, Result, align_down,
+};
 use vdkit_chain::{
-    ChainLink, Disk, DiskPlace, OpenOptions, Registry, Split, links_down_to, open_split,
+    BackingChoice, ChainLink, Disk, DiskPlace, OpenOptions, Registry, Split, links_down_to,
+    open_image, open_split,
 };
 
 use crate::crew::default_threads;
@@ -95,18 +99,54 @@ pub fn commit(
     above.warnings().chain(base.warnings()).for_each(|warning| monitor.progress.message(warning));
     let (virtual_size, old_base_size) = (above.guest_bytes(), base.guest_bytes());
     let moved = commit_disks(above, &base, empty, options.threads, monitor)?;
+    let base_size = base.guest_bytes();
+    drop(base);
+    if let [top, direct] = &links[..] {
+        note_identity(registry, top, direct, &opening, monitor)?;
+    }
     let (between, path) = (&links[1..links.len() - 1], &links[links.len() - 1].path);
     Ok(CommitReport {
         overlay: overlay.to_owned(),
         base: path.clone(),
         virtual_size,
         old_base_size,
-        base_size: base.guest_bytes(),
+        base_size,
         moved,
         emptied: empty,
         invalidated: between.iter().map(|link| link.path.clone()).collect(),
         seconds: started.elapsed().as_secs_f64(),
     })
+}
+
+/// Tells the overlay which identity its base has now, where it notes that: the base was written, and
+/// the overlay on it shows the same as before. After a crash before this, opening it says how.
+fn note_identity(
+    registry: &Registry,
+    overlay: &ChainLink,
+    base: &ChainLink,
+    opening: &OpenOptions,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    let Some(backing) = overlay.info.backing().filter(|backing| backing.identity.is_some()) else {
+        return Ok(());
+    };
+    let alone = |link: &ChainLink, writable| OpenOptions {
+        writable,
+        ..opening.clone().format(link.info.format).backing(BackingChoice::Ignore)
+    };
+    let identity = open_image(registry, &base.path, &alone(base, false))?.info.identity;
+    if identity.is_none() || identity == backing.identity {
+        return Ok(());
+    }
+    let opened = open_image(registry, &overlay.path, &alone(overlay, true))?;
+    let request = AmendRequest {
+        storage: opened.storage,
+        files: opened.files,
+        backing: Some(Some(BackingRef { identity, ..backing })),
+        options: Options::default(),
+        limits: opening.limits,
+    };
+    opened.driver.amend(&request, monitor).map(drop)
 }
 
 fn wants_emptying(links: &[ChainLink], options: &CommitOptions) -> Result<bool> {
@@ -256,6 +296,7 @@ fn move_all(
         threads: threads.unwrap_or_else(default_threads).max(1),
         detect_zeroes: Some(DETECT_BYTES),
         compress: None,
+        in_order: false,
         write_zeroes: true,
         new: false,
         rate: None,

@@ -30,12 +30,7 @@ pub fn compact(
 ) -> Result<Compacted> {
     let options = OpenOptions { writable: true, ..options.clone() };
     let image = open_image(registry, path, &options)?;
-    let report = image.driver.compact(
-        &image.storage,
-        image.data_file.as_ref(),
-        how,
-        &options.limits,
-        monitor,
-    )?;
+    let report =
+        image.driver.compact(&image.storage, &image.files, how, &options.limits, monitor)?;
     Ok(Compacted { format: image.driver.name(), report })
 }

@@ -15,13 +15,16 @@ pub struct Compressor {
 
 enum Method {
     Deflate(Box<Deflater>),
+    /// Deflate within a zlib stream (RFC 1950).
+    Zlib(Box<Deflater>),
     Zstd(zstd::bulk::Compressor<'static>),
 }
 
 impl std::fmt::Debug for Compressor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self.method {
-            Method::Deflate(_) => "Compressor(zlib)",
+            Method::Deflate(_) => "Compressor(deflate)",
+            Method::Zlib(_) => "Compressor(zlib)",
             Method::Zstd(_) => "Compressor(zstd)",
         })
     }
@@ -49,9 +52,11 @@ impl Compressor {
                     .map_err(|error| Error::Invalid(format!("zstd level {level}: {error}")))?;
                 Method::Zstd(compressor)
             }
-            _ => {
+            codec => {
                 let level = spec.level.unwrap_or(deflate::DEFAULT_LEVEL);
-                Method::Deflate(Box::new(Deflater::new(level)))
+                let deflater = Box::new(Deflater::new(level));
+                let zlib = codec == Codec::Zlib;
+                if zlib { Method::Zlib(deflater) } else { Method::Deflate(deflater) }
             }
         };
         Ok(Self { method })
@@ -64,6 +69,21 @@ impl Compressor {
     pub fn compress(&mut self, unit: &[u8], out: &mut Vec<u8>) -> bool {
         match &mut self.method {
             Method::Deflate(deflater) => deflater.compress(unit, out).is_some(),
+            Method::Zlib(deflater) => {
+                let start = out.len();
+                out.extend(ZLIB_HEADER);
+                if deflater.compress(unit, out).is_none() {
+                    out.truncate(start);
+                    return false;
+                }
+                out.extend(adler32(unit).to_be_bytes());
+                // The header and the checksum may have eaten what was gained.
+                let smaller = out.len() - start < unit.len();
+                if !smaller {
+                    out.truncate(start);
+                }
+                smaller
+            }
             Method::Zstd(compressor) => {
                 let start = out.len();
                 out.resize(start + unit.len().saturating_sub(1), 0);
@@ -76,13 +96,55 @@ impl Compressor {
     }
 }
 
+impl Compressor {
+    /// Appends `unit` as it is in the method's own frame, a little longer than itself: for formats
+    /// that hold nothing but compressed units.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a method that no such format has.
+    pub fn store(&mut self, unit: &[u8], out: &mut Vec<u8>) -> Result<()> {
+        match &self.method {
+            Method::Deflate(_) => deflate::store(unit, out),
+            Method::Zlib(_) => {
+                out.extend(ZLIB_HEADER);
+                deflate::store(unit, out);
+                out.extend(adler32(unit).to_be_bytes());
+            }
+            Method::Zstd(_) => {
+                return Err(Error::Invalid("zstd units are not stored as they are".into()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// RFC 1950, 2.2: deflate with a window of 32 KiB, no preset dictionary, the default level.
+const ZLIB_HEADER: [u8; 2] = [0x78, 0x9c];
+
+/// The checksum of RFC 1950, 8.2.
+fn adler32(bytes: &[u8]) -> u32 {
+    /// So many sums stay below 2^32.
+    const RUN: usize = 5552;
+    const MODULUS: u32 = 65521;
+    let (mut a, mut b) = (1, 0);
+    for run in bytes.chunks(RUN) {
+        for &byte in run {
+            a += u32::from(byte);
+            b += a;
+        }
+        a %= MODULUS;
+        b %= MODULUS;
+    }
+    b << 16 | a
+}
+
 /// The levels of a method.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a method that is only read.
 fn levels(codec: Codec) -> Result<std::ops::RangeInclusive<i32>> {
     match codec {
-        Codec::Deflate => Ok(deflate::LEVELS),
+        Codec::Deflate | Codec::Zlib => Ok(deflate::LEVELS),
         Codec::Zstd => Ok(-7..=22),
         other => Err(Error::Invalid(format!("cannot compress by {other}"))),
     }
@@ -116,6 +178,33 @@ mod tests {
         assert!(!compressor.compress(&random, &mut out));
         assert_eq!(out, before);
         assert!(!compressor.compress(&[], &mut out));
+    }
+
+    #[test]
+    fn zlib_streams_are_read_by_zlib() {
+        use std::io::Read;
+        let inflate = |packed: &[u8]| {
+            let mut out = Vec::new();
+            flate2::read::ZlibDecoder::new(packed).read_to_end(&mut out).unwrap();
+            out
+        };
+        let mut compressor = Compressor::new(spec(Codec::Zlib, None)).unwrap();
+        for len in [1, 2, 65_535, 65_536, 70_000, 1 << 20] {
+            let soft: Vec<u8> = (0..len as u32).map(|i| (i / 3 % 251) as u8).collect();
+            let mut out = vec![9];
+            if compressor.compress(&soft, &mut out) {
+                assert!(out.len() - 1 < len);
+                assert_eq!(inflate(&out[1..]), soft, "{len}");
+            } else {
+                assert!(len < 16 && out == [9], "{len}");
+            }
+            let mut stored = vec![7];
+            compressor.store(&soft, &mut stored).unwrap();
+            assert_eq!(inflate(&stored[1..]), soft, "{len}");
+            // Five bytes a block of 65,535 and the frame.
+            assert!(stored.len() - 1 <= len + 6 + 5 * len.div_ceil(65_535));
+        }
+        assert_eq!(adler32(b"Wikipedia"), 0x11e6_0398);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde::Serialize;
-use vdkit_block::{CompressionSpec, Error, Monitor, Result, Secret};
+use vdkit_block::{Codec, CompressionSpec, Error, Monitor, Result, Secret};
 use vdkit_chain::{Disk, OpenOptions, Registry, same_file};
 
 use crate::bitmap::{BrokenBitmaps, bitmaps_to_copy, copy_bitmaps};
@@ -130,18 +130,17 @@ pub fn convert(
     };
     let format = target.as_ref().map(|t| t.disk.top().name().to_owned());
     let disk = target.as_ref().map(|t| &t.disk);
-    if options.compress.is_some() {
-        check_compress(options, disk)?;
-    }
+    let compress = compression(options, disk)?;
     let bitmaps = match options.bitmaps {
         Some(broken) => bitmaps_to_copy(source, disk, broken, monitor)?,
         None => Vec::new(),
     };
-    let plan = plan_options(options, disk, layers);
+    let plan = plan_options(compress.is_some(), disk, layers);
     let moving = MoveOptions {
         threads,
         detect_zeroes: options.detect_zeroes.map(|step| step as usize),
-        compress: options.compress,
+        compress,
+        in_order: disk.is_some_and(|disk| disk.top().storage().caps().sequential),
         // On what is new, zeroes are there already; but those that must hide a backing image.
         write_zeroes: matches!(options.destination, Destination::Into { .. })
             || layers != usize::MAX
@@ -194,13 +193,23 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-fn check_compress(options: &ConvertOptions, target: Option<&Disk>) -> Result<()> {
-    let Some(spec) = options.compress else { return Ok(()) };
+/// How the target's clusters are compressed: as asked for, or because it holds no others.
+fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option<CompressionSpec>> {
+    let caps = target.map(|target| target.top().caps());
+    let Some(mut spec) = options.compress else {
+        let only = caps.filter(|caps| caps.one_pass).and_then(|caps| caps.packed);
+        return Ok(only.map(|codec| CompressionSpec { codec, level: None }));
+    };
     let Some(target) = target else {
         return Err(Error::Invalid("--compress needs a target that is written".into()));
     };
-    match target.top().caps().packed {
-        Some(codec) if codec == spec.codec => Ok(()),
+    let packed = target.top().caps().packed;
+    if (spec.codec, packed) == (Codec::Deflate, Some(Codec::Zlib)) {
+        // One name for users, two containers.
+        spec.codec = Codec::Zlib;
+    }
+    match packed {
+        Some(codec) if codec == spec.codec => Ok(Some(spec)),
         Some(codec) => Err(Error::Invalid(format!(
             "{}: holds {codec} clusters, not {}; use --compress={codec}",
             target.name(),
@@ -214,7 +223,7 @@ fn check_compress(options: &ConvertOptions, target: Option<&Disk>) -> Result<()>
     }
 }
 
-fn plan_options(options: &ConvertOptions, target: Option<&Disk>, layers: usize) -> PlanOptions {
+fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanOptions {
     if target.is_none() {
         // Nothing is written: whole runs of host files, cut so that all threads have some.
         return PlanOptions {
@@ -234,7 +243,7 @@ fn plan_options(options: &ConvertOptions, target: Option<&Disk>, layers: usize) 
     let shares = !encrypted && caps.is_some_and(|c| c.host_aligned || c.cluster_bytes == 1);
     let block = target
         .map_or(BLOCK_BYTES, |t| u64::from(t.top().storage().caps().block_bytes).max(BLOCK_BYTES));
-    let shares = shares && options.compress.is_none() && layers == usize::MAX && block <= grid;
+    let shares = shares && !compressed && layers == usize::MAX && block <= grid;
     PlanOptions {
         grid,
         chunk: CHUNK_BYTES.max(cluster),

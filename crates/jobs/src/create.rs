@@ -7,11 +7,13 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use vdkit_block::{
-    BackingRef, CreateRequest, Error, FormatDriver, Monitor, Options, RefPolicy, Result, Storage,
+    BackingRef, CreateRequest, Error, FormatDriver, ImageInfo, Monitor, Options, RefPolicy, Result,
+    Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry, describe_chain};
 use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFile, classify};
 
+use crate::new_files::{NewFiles, beside};
 use crate::watched::Watched;
 
 /// Time between two looks at how much is written.
@@ -83,16 +85,15 @@ pub fn create(
         None => None,
     };
     let guest_bytes = image.guest_bytes.or(base.as_ref().and_then(|base| base.guest_bytes));
-    let backing = base.map(|base| base.reference);
     let guest_bytes = if device {
-        create_on_device(image, guest_bytes, backing.clone(), monitor)?
+        create_on_device(image, guest_bytes, base.as_ref(), monitor)?
     } else {
         let guest_bytes = guest_bytes
             .ok_or_else(|| Error::Invalid(format!("{}: a size is needed", image.path.display())))?;
-        create_file(image, guest_bytes, backing.clone(), monitor)?;
+        create_file(image, guest_bytes, base.as_ref(), monitor)?;
         guest_bytes
     };
-    Ok(Created { guest_bytes, backing })
+    Ok(Created { guest_bytes, backing: base.map(|base| base.reference) })
 }
 
 /// An image to stand on, looked at.
@@ -118,10 +119,14 @@ impl NewBacking {
         refs: &RefPolicy,
     ) -> Result<FoundBacking> {
         let path = beside(image, &self.name);
-        let found = |format, guest_bytes| FoundBacking {
+        let found = |format, looked: Option<Looked>| FoundBacking {
             path: path.clone(),
-            reference: BackingRef { name: self.name.clone(), format },
-            guest_bytes,
+            guest_bytes: looked.as_ref().map(|looked| looked.guest_bytes),
+            reference: BackingRef {
+                name: self.name.clone(),
+                format,
+                identity: looked.and_then(|looked| looked.identity),
+            },
         };
         if !self.open {
             return match &self.format {
@@ -137,35 +142,44 @@ impl NewBacking {
             refs: refs.clone(),
             ..OpenOptions::read_only()
         };
-        let (format, probed, guest_bytes) = look_at(registry, &path, &options)?;
-        if probed && format == "raw" {
+        let looked = look_at(registry, &path, &options)?;
+        if looked.probed && looked.format == "raw" {
             return Err(Error::Invalid(format!(
                 "{}: no header says what format it has, and if it is taken for raw without being \
                  told its guest can make it look like another; give its format (raw)",
                 path.display()
             )));
         }
-        Ok(found(Some(format.to_owned()), Some(guest_bytes)))
+        Ok(found(Some(looked.format.to_owned()), Some(looked)))
     }
 }
 
-/// Opens an image to see that it can be read: its format, whether that was probed, and its size. An
-/// encrypted image, or one that stands on one, is not unlocked for that: its headers have to do.
-fn look_at(
-    registry: &Registry,
-    path: &Path,
-    options: &OpenOptions,
-) -> Result<(&'static str, bool, u64)> {
+/// What was seen of an image.
+struct Looked {
+    format: &'static str,
+    probed: bool,
+    guest_bytes: u64,
+    identity: Option<String>,
+}
+
+impl Looked {
+    fn new(info: &ImageInfo, probed: bool, guest_bytes: u64) -> Self {
+        Self { format: info.format, probed, guest_bytes, identity: info.identity.clone() }
+    }
+}
+
+/// Opens an image to see that it can be read. An encrypted image, or one that stands on one, is not unlocked for that: its headers have to do.
+fn look_at(registry: &Registry, path: &Path, options: &OpenOptions) -> Result<Looked> {
     match Disk::open(registry, path, options) {
         Ok(disk) => {
             let top = &disk.layers()[0];
-            Ok((top.info().format, top.probed(), disk.guest_bytes()))
+            Ok(Looked::new(top.info(), top.probed(), disk.guest_bytes()))
         }
         Err(Error::Key { .. }) => {
             let report = describe_chain(registry, path, options)?;
             match (report.links.first(), report.broken) {
                 (_, Some(error)) => Err(error),
-                (Some(top), None) => Ok((top.info.format, top.probed, top.info.virtual_size)),
+                (Some(top), None) => Ok(Looked::new(&top.info, top.probed, top.info.virtual_size)),
                 (None, None) => Err(Error::Invalid(format!("{}: is no image", path.display()))),
             }
         }
@@ -173,59 +187,42 @@ fn look_at(
     }
 }
 
-/// A name in an image's metadata as a path: relative ones count from the image's folder.
-fn beside(image: &Path, name: &str) -> PathBuf {
-    match image.parent() {
-        Some(folder) => folder.join(name),
-        None => PathBuf::from(name),
-    }
-}
-
 fn create_file(
     image: &CreateOptions<'_>,
     guest_bytes: u64,
-    backing: Option<BackingRef>,
+    base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
     let options = FileOptions::read_write();
     let pending = PendingFile::create(image.path, &options)?;
-    let data = new_data_file(image, &options)?;
+    let files = new_files(image, guest_bytes)?;
     let written = Arc::default();
-    let data_storage = data.as_ref().map(|file| watched(file.storage(), monitor, &written));
-    let storage = watched(pending.storage(), monitor, &written);
     let request = CreateRequest {
-        storage,
-        data_file: data_storage,
+        storage: watched(pending.storage(), monitor, &written),
+        files: files.storages().map(|file| watched(file, monitor, &written)).collect(),
         guest_bytes,
         options: image.options.clone(),
-        backing,
+        backing: base.map(|base| base.reference.clone()),
+        backing_bytes: base.and_then(|base| base.guest_bytes),
     };
     make(image, &request, &written, monitor)?;
     drop(request);
     monitor.cancel.check()?;
-    let durable = CommitOptions { sync_file: true, sync_folder: true };
-    // The data first: an image without its data file would be broken.
-    if let Some(data) = data {
-        data.commit(durable)?;
-    }
-    pending.commit(durable)
+    files.commit(Some(pending), CommitOptions { sync_file: true, sync_folder: true })
 }
 
-/// The new file for guest data that the options ask for.
-fn new_data_file(image: &CreateOptions<'_>, options: &FileOptions) -> Result<Option<PendingFile>> {
-    let Some(name) = image.options.text("data_file") else { return Ok(None) };
-    let path = beside(image.path, name);
-    if !image.replace && path.metadata().is_ok_and(|found| found.len() > 0) {
-        return Err(Error::Invalid(format!("{}: is there already", path.display())));
-    }
-    PendingFile::create(&path, options).map(Some)
+/// The other files that the options ask for.
+fn new_files(image: &CreateOptions<'_>, guest_bytes: u64) -> Result<NewFiles> {
+    let options = FileOptions::read_write();
+    let (driver, path) = (image.driver, image.path);
+    NewFiles::create(driver, path, guest_bytes, &image.options, &options, image.replace)
 }
 
 /// A device is written to as it is; a failure leaves it half-made.
 fn create_on_device(
     image: &CreateOptions<'_>,
     guest_bytes: Option<u64>,
-    backing: Option<BackingRef>,
+    base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
     let device = Arc::new(FileStorage::open(image.path, &FileOptions::read_write())?);
@@ -236,17 +233,19 @@ fn create_on_device(
             return Err(Error::Invalid(format!("{}: a size is needed", image.path.display())));
         }
     };
-    let data = new_data_file(image, &FileOptions::read_write())?;
+    let files = new_files(image, guest_bytes)?;
     let written = Arc::default();
-    let data_file = data.as_ref().map(|file| watched(file.storage(), monitor, &written));
-    let storage = watched(&device, monitor, &written);
-    let options = image.options.clone();
-    let request = CreateRequest { storage, data_file, guest_bytes, options, backing };
+    let request = CreateRequest {
+        storage: watched(&device, monitor, &written),
+        files: files.storages().map(|file| watched(file, monitor, &written)).collect(),
+        guest_bytes,
+        options: image.options.clone(),
+        backing: base.map(|base| base.reference.clone()),
+        backing_bytes: base.and_then(|base| base.guest_bytes),
+    };
     make(image, &request, &written, monitor)?;
     drop(request);
-    if let Some(data) = data {
-        data.commit(CommitOptions { sync_file: true, sync_folder: true })?;
-    }
+    files.commit(None, CommitOptions { sync_file: true, sync_folder: true })?;
     device.sync()?;
     Ok(guest_bytes)
 }

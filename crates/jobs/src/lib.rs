@@ -24,6 +24,7 @@ mod keys;
 mod map;
 mod measure;
 mod mover;
+mod new_files;
 mod plan;
 mod queue;
 mod rebase;

@@ -44,6 +44,8 @@ pub(crate) struct MoveOptions {
     pub(crate) detect_zeroes: Option<usize>,
     /// Compress whole clusters.
     pub(crate) compress: Option<CompressionSpec>,
+    /// Write in the order of the disk: the target is a pipe.
+    pub(crate) in_order: bool,
     /// The target may hold something else than zeroes: those must be written.
     pub(crate) write_zeroes: bool,
     /// Nobody has written to the target yet.
@@ -449,27 +451,43 @@ impl<'a> Mover<'a> {
         };
         let cluster = target.top().caps().cluster_bytes;
         if self.options.write_zeroes || cluster == 1 {
+            if self.options.in_order {
+                return self.in_turn(number, || self.write_runs(target, buffers, at));
+            }
             self.in_turn(number, || Ok(()))?;
             return self.write_runs(target, buffers, at);
         }
         let packed = match self.options.compress {
-            Some(spec) => Some(self.pack(buffers, spec, cluster)?),
+            Some(spec) => Some(self.pack(target, buffers, spec, at)?),
             None => None,
         };
         self.find_runs(&buffers.bytes, &mut buffers.runs);
         let mut placed = Vec::new();
-        self.in_turn(number, || self.place(target, buffers, at, cluster, packed, &mut placed))?;
-        for part in placed {
-            self.write_placed(target, buffers, at, part)?;
+        let write = |placed: Vec<Placed<'_>>| {
+            placed.into_iter().try_for_each(|part| self.write_placed(target, buffers, at, part))
+        };
+        if self.options.in_order {
+            return self.in_turn(number, || {
+                self.place(target, buffers, at, cluster, packed, &mut placed)?;
+                write(placed)
+            });
         }
-        Ok(())
+        self.in_turn(number, || self.place(target, buffers, at, cluster, packed, &mut placed))?;
+        write(placed)
     }
 
-    /// Compresses each cluster of the chunk; `lens` says 0 for one that stays plain and
-    /// [`ZERO_CLUSTER`] for one that is zero.
-    fn pack(&self, buffers: &mut Buffers, spec: CompressionSpec, cluster: u64) -> Result<()> {
+    /// Compresses each cluster of the chunk at `at` and puts it into its frame; `lens` says 0 for
+    /// one that stays plain and [`ZERO_CLUSTER`] for one that is zero.
+    fn pack(
+        &self,
+        target: &Disk,
+        buffers: &mut Buffers,
+        spec: CompressionSpec,
+        at: u64,
+    ) -> Result<()> {
         let Buffers { bytes, packed, lens, compressor, .. } = buffers;
-        let cluster = cluster as usize;
+        let (format, caps) = (target.top(), target.top().caps());
+        let (frame, cluster) = (format.packed_frame(), caps.cluster_bytes as usize);
         packed.clear();
         lens.clear();
         let compressor = match compressor {
@@ -478,14 +496,30 @@ impl<'a> Mover<'a> {
         };
         // A short last cluster is compressed whole, with zeroes behind the end of the disk.
         bytes.resize(bytes.len().next_multiple_of(cluster), 0);
-        for unit in bytes.chunks_exact(cluster) {
+        for (index, unit) in bytes.chunks_exact(cluster).enumerate() {
             if is_zero(unit) {
                 lens.push(ZERO_CLUSTER);
                 continue;
             }
-            let before = packed.len();
-            let smaller = compressor.compress(unit, packed);
-            lens.push(if smaller { (packed.len() - before) as u32 } else { 0 });
+            let start = packed.len();
+            let payload = start + frame.head_bytes as usize;
+            packed.resize(payload, 0);
+            let mut smaller = compressor.compress(unit, packed);
+            if !smaller && caps.one_pass {
+                compressor.store(unit, packed)?;
+                smaller = true;
+            }
+            if !smaller {
+                packed.truncate(start);
+                lens.push(0);
+                continue;
+            }
+            let payload_bytes = (packed.len() - payload) as u32;
+            let framed = (packed.len() - start).next_multiple_of(frame.align.max(1) as usize);
+            packed.resize(start + framed, 0);
+            let unit_at = GuestOffset(at + (index * cluster) as u64);
+            format.frame_packed(unit_at, &mut packed[start..], payload_bytes);
+            lens.push(framed as u32);
         }
         Ok(())
     }

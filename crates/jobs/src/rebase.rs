@@ -20,8 +20,8 @@ use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{
-    AmendRequest, BackingRef, Error, FileIndex, GuestOffset, HostOffset, Monitor, Options, Result,
-    Storage, align_down,
+    AmendRequest, BackingRef, Error, GuestOffset, HostOffset, Monitor, Options, Result, Storage,
+    align_down,
 };
 use vdkit_chain::{
     BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
@@ -101,7 +101,7 @@ pub fn rebase(
         let opened = open_image(registry, image, &alone)?;
         let driver = opened.driver;
         let old = opened.info.backing_file.clone();
-        let request = amendment(opened.storage, opened.data_file, found.as_ref(), opening);
+        let request = amendment(opened.storage, opened.files, found.as_ref(), opening);
         driver.amend(&request, monitor)?;
         old
     } else {
@@ -124,11 +124,10 @@ pub fn rebase(
         let old = layer.info().backing_file.clone();
         // The storages stay open, and locked, from the comparison to the switch.
         let storage = disk.top().storage().clone();
-        let data_file = disk.top().file(FileIndex(0)).clone();
-        let data_file = layer.info().data_file.as_ref().map(|_| data_file);
+        let files = disk.top().other_files();
         drop(disk);
         monitor.cancel.check()?;
-        driver.amend(&amendment(storage, data_file, found.as_ref(), opening), monitor)?;
+        driver.amend(&amendment(storage, files, found.as_ref(), opening), monitor)?;
         old
     };
     let reference = found.map(|found| found.reference);
@@ -147,13 +146,13 @@ pub fn rebase(
 
 fn amendment(
     storage: Arc<dyn Storage>,
-    data_file: Option<Arc<dyn Storage>>,
+    files: Vec<Arc<dyn Storage>>,
     found: Option<&FoundBacking>,
     opening: &OpenOptions,
 ) -> AmendRequest {
     let backing: Option<BackingRef> = found.map(|found| found.reference.clone());
     let (backing, options) = (Some(backing), Options::default());
-    AmendRequest { storage, data_file, backing, options, limits: opening.limits }
+    AmendRequest { storage, files, backing, options, limits: opening.limits }
 }
 
 /// Looks at the image to stand on, which must not stand on this one.

@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CacheMode, CreateRequest, Error, FormatDriver, Limits, OpenRequest, Options,
-    Result, Secret, Storage,
+    BackingRef, CacheMode, CreateRequest, Error, ImageInfo, Limits, OpenRequest, Options, Result,
+    Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
+
+use crate::new_files::NewFiles;
 
 /// What a job writes to.
 #[derive(Clone, Debug)]
@@ -44,11 +46,30 @@ pub struct NewImage {
     pub cache: Option<CacheMode>,
 }
 
+impl NewImage {
+    fn request(
+        &self,
+        storage: Arc<dyn Storage>,
+        files: Vec<Arc<dyn Storage>>,
+        guest_bytes: u64,
+        base: Option<&Disk>,
+    ) -> CreateRequest {
+        CreateRequest {
+            storage,
+            files,
+            guest_bytes,
+            options: self.options.clone(),
+            backing: self.backing.clone(),
+            backing_bytes: base.map(Disk::guest_bytes),
+        }
+    }
+}
+
 /// An open target.
 pub(crate) struct Target {
     pub(crate) disk: Disk,
     pending: Option<PendingFile>,
-    data_file: Option<PendingFile>,
+    files: Option<NewFiles>,
     durable: bool,
     /// What opens it, where it is encrypted.
     keys: Vec<Secret>,
@@ -69,45 +90,23 @@ impl Target {
         let cache = new.cache.unwrap_or(fast);
         let file = FileOptions::read_write().cache(cache);
         let pending = PendingFile::create(&new.path, &file)?;
-        let data_file = Self::data_file(new, &file)?;
-        let data = data_file.as_ref().map(|d| d.storage().clone() as Arc<dyn Storage>);
-        let storage: Arc<dyn Storage> = pending.storage().clone();
-        let format = Self::make(driver, storage, data, new, bytes)?;
+        let files = NewFiles::create(driver, &new.path, bytes, &new.options, &file, true)?;
+        let storages = files.storages().map(|file| file.clone() as Arc<dyn Storage>).collect();
+        let request = new.request(pending.storage().clone(), storages, bytes, base.as_ref());
+        let format = driver.create_open(&request, &Limits::default())?;
         let options = OpenOptions { writable: true, cache, ..OpenOptions::default() };
-        let info = driver.describe(format.storage(), &Limits::default())?;
+        let info = if format.caps().one_pass {
+            ImageInfo::new(driver.name(), bytes)
+        } else {
+            driver.describe(format.storage(), &Limits::default())?
+        };
         let mut disk = Disk::from_format(format, info, &options);
         if let Some(base) = base {
             disk = disk.over(base);
         }
         let keys = new.options.key().into_iter().cloned().collect();
         let durable = new.cache.is_some();
-        Ok(Self { disk, pending: Some(pending), data_file, durable, keys })
-    }
-
-    fn make(
-        driver: &dyn FormatDriver,
-        storage: Arc<dyn Storage>,
-        data_file: Option<Arc<dyn Storage>>,
-        new: &NewImage,
-        bytes: u64,
-    ) -> Result<Arc<dyn vdkit_block::Format>> {
-        driver.create(&CreateRequest {
-            storage: storage.clone(),
-            data_file: data_file.clone(),
-            guest_bytes: bytes,
-            options: new.options.clone(),
-            backing: new.backing.clone(),
-        })?;
-        let limits = Limits::default();
-        let request = OpenRequest { storage, data_file, writable: true, limits };
-        driver.open_with_keys(request, &new.options.key().cloned().into_iter().collect::<Vec<_>>())
-    }
-
-    /// The data file that the options name: beside the image unless the name is absolute.
-    fn data_file(new: &NewImage, options: &FileOptions) -> Result<Option<PendingFile>> {
-        let Some(name) = new.options.text("data_file") else { return Ok(None) };
-        let folder = new.path.parent().unwrap_or(Path::new(""));
-        PendingFile::create(folder.join(name), options).map(Some)
+        Ok(Self { disk, pending: Some(pending), files: Some(files), durable, keys })
     }
 
     /// Opens what exists; it must hold `bytes` bytes.
@@ -140,7 +139,7 @@ impl Target {
             )));
         }
         let keys = keys.to_vec();
-        Ok(Self { disk, pending: None, data_file: None, durable: true, keys })
+        Ok(Self { disk, pending: None, files: None, durable: true, keys })
     }
 
     /// The same image, opened anew for reading from the files at hand.
@@ -148,10 +147,10 @@ impl Target {
         let top = &self.disk.layers()[0];
         let driver = registry.driver(top.format().name())?;
         let storage = top.format().storage().clone();
-        let data_file = self.data_file.as_ref().map(|d| d.storage().clone() as Arc<dyn Storage>);
+        let files = top.format().other_files();
         let info = driver.describe(&storage, &Limits::default())?;
         let limits = Limits::default();
-        let request = OpenRequest { storage, data_file, writable: false, limits };
+        let request = OpenRequest { storage, files, writable: false, limits };
         let format = driver.open_with_keys(request, &self.keys)?;
         Ok(Disk::from_format(format, info, &OpenOptions::default()))
     }
@@ -165,11 +164,8 @@ impl Target {
     pub(crate) fn commit(self) -> Result<()> {
         let options = CommitOptions { sync_file: self.durable, sync_folder: self.durable };
         drop(self.disk);
-        if let Some(data) = self.data_file {
-            data.commit(options)?;
-        }
-        match self.pending {
-            Some(pending) => pending.commit(options),
+        match self.files {
+            Some(files) => files.commit(self.pending, options),
             None => Ok(()),
         }
     }

@@ -20,7 +20,7 @@ pub(crate) fn raw_disk(len: u64, data: &[(u64, &[u8])]) -> Disk {
 pub(crate) fn disk_on(driver: &dyn FormatDriver, storage: Arc<dyn Storage>) -> Disk {
     let info = driver.describe(&storage, &Limits::default()).unwrap();
     let writable = storage.caps().writable;
-    let request = OpenRequest { storage, data_file: None, writable, limits: Limits::default() };
+    let request = OpenRequest { storage, files: Vec::new(), writable, limits: Limits::default() };
     let options = OpenOptions { writable, ..OpenOptions::default() };
     Disk::from_format(driver.open(request).unwrap(), info, &options)
 }

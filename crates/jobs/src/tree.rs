@@ -216,11 +216,12 @@ fn images(
     let mut needed: BTreeMap<&Path, Vec<PathBuf>> = BTreeMap::new();
     let mut backings: BTreeMap<&Path, TreeBacking> = BTreeMap::new();
     for (path, link) in found {
-        if let Some(name) = &link.info.data_file
-            && let (Standing::Listed, Some(target)) = look_up(found, path, name, &options.refs)
-            && let Some((listed, _)) = found.get_key_value(&target)
-        {
-            needed.entry(listed).or_default().push(path.clone());
+        for name in &link.info.files {
+            if let (Standing::Listed, Some(target)) = look_up(found, path, name, &options.refs)
+                && let Some((listed, _)) = found.get_key_value(&target)
+            {
+                needed.entry(listed).or_default().push(path.clone());
+            }
         }
         let Some(reference) = link.info.backing() else { continue };
         let (standing, target) = look_up(found, path, &reference.name, &options.refs);

@@ -53,7 +53,7 @@ impl FormatDriver for LuksDriver {
     }
 
     /// Other versions are ours too: better a word about the version than a raw disk.
-    fn probe(&self, head: &[u8], _len: u64) -> Probe {
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
         if head.starts_with(&MAGIC) { Probe::Yes } else { Probe::No }
     }
 
@@ -132,7 +132,7 @@ impl FormatDriver for LuksDriver {
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
-        _data_file: Option<&Arc<dyn Storage>>,
+        _files: &[Arc<dyn Storage>],
         _repair: Repair,
         _limits: &Limits,
         _monitor: &Monitor<'_>,

@@ -102,6 +102,7 @@ impl Format for LuksFormat {
             cluster_bytes: block_bytes.max(SECTOR_BYTES),
             fill_bytes: 1,
             packed: None,
+            one_pass: false,
             cheap_zeroes: false,
             host_aligned: false,
         }

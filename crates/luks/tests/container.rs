@@ -12,6 +12,7 @@ use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyS
 
 /// Little enough for a test; new slots get a thousand iterations.
 const LIMITS: Limits = Limits {
+    files_max: 4,
     table_bytes_max: 1 << 20,
     snapshots_bytes_max: 1 << 20,
     chain_depth_max: 4,
@@ -31,16 +32,17 @@ fn made(guest_bytes: u64, text: &str) -> Result<Arc<MemoryStorage>> {
     options.set_key(Some(secret("first")));
     LuksDriver.create(&CreateRequest {
         storage: storage.clone(),
-        data_file: None,
+        files: Vec::new(),
         guest_bytes,
         options,
         backing: None,
+        backing_bytes: None,
     })?;
     Ok(storage)
 }
 
 fn open(storage: Arc<dyn Storage>, key: &str) -> Result<Arc<dyn Format>> {
-    let request = OpenRequest { storage, data_file: None, writable: false, limits: LIMITS };
+    let request = OpenRequest { storage, files: Vec::new(), writable: false, limits: LIMITS };
     LuksDriver.open_with_keys(request, &[secret(key)])
 }
 
@@ -66,8 +68,12 @@ fn a_container_opens_with_its_key_alone() {
         let error = open(storage.clone(), key).unwrap_err();
         assert!(matches!(error, Error::Key { .. }), "{error}");
     }
-    let request =
-        OpenRequest { storage: storage.clone(), data_file: None, writable: false, limits: LIMITS };
+    let request = OpenRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        writable: false,
+        limits: LIMITS,
+    };
     let error = LuksDriver.open(request).unwrap_err().to_string();
     assert!(error.contains("--key-file"), "{error}");
 }
@@ -76,8 +82,14 @@ fn a_container_opens_with_its_key_alone() {
 fn a_new_container_needs_a_key_and_sensible_options() {
     let storage = Arc::new(MemoryStorage::with_len("image", 0));
     let options = Options::parse("luks", LuksDriver.options(), ["iter-time=0"]).unwrap();
-    let request =
-        CreateRequest { storage, data_file: None, guest_bytes: 512, options, backing: None };
+    let request = CreateRequest {
+        storage,
+        files: Vec::new(),
+        guest_bytes: 512,
+        options,
+        backing: None,
+        backing_bytes: None,
+    };
     assert!(matches!(LuksDriver.create(&request), Err(Error::Key { .. })));
     for text in ["cipher-alg=serpent-256", "ivgen-hash-alg=sha256", "hash-alg=md5"] {
         assert!(made(512, text).is_err(), "{text}");

@@ -129,7 +129,7 @@ fn has_aes_instructions() -> bool {
 
 fn open(storage: &Arc<MemoryStorage>, keys: &[Secret]) -> Arc<dyn Format> {
     let (storage, limits): (Arc<dyn Storage>, _) = (storage.clone(), Limits::default());
-    let request = OpenRequest { storage, data_file: None, writable: true, limits };
+    let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
     LuksDriver.open_with_keys(request, keys).unwrap()
 }
 
@@ -155,10 +155,11 @@ fn nothing_of_a_key_is_left_in_memory() {
     options.set_key(Some(key.clone()));
     let request = CreateRequest {
         storage: storage.clone(),
-        data_file: None,
+        files: Vec::new(),
         guest_bytes: 4096,
         options,
         backing: None,
+        backing_bytes: None,
     };
     LuksDriver.create(&request).unwrap();
     drop(request);

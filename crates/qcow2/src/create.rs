@@ -199,7 +199,7 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
         (Some(luks), Some(key)) => Some(luks.make(storage.name(), key, &Limits::default())?),
         (Some(_), None) => return Err(Error::no_new_key(storage.name())),
     };
-    let data_file = match (&options.data_file, &request.data_file) {
+    let data_file = match (&options.data_file, request.files.first()) {
         (None, _) => None,
         (Some(_), Some(file)) => Some(&**file),
         (Some(name), None) => {

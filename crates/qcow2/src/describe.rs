@@ -45,7 +45,9 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
         corrupt: header.has(incompatible::CORRUPT),
         backing_format: header.backing_name.as_ref().and_then(|_| header.backing_format()),
         // The extension without the feature bit means nothing.
-        data_file: header.has_data_file().then(|| header.data_file_name()).flatten(),
+        identity: None,
+        backing_identity: None,
+        files: header.data_file_name().filter(|_| header.has_data_file()).into_iter().collect(),
         data_file_raw: header.data_file_raw(),
         snapshots: snapshots.snapshots.iter().map(Snapshot::info).collect(),
         bitmaps: match &bitmaps {

@@ -34,7 +34,7 @@ impl FormatDriver for Qcow2Driver {
         true
     }
 
-    fn probe(&self, head: &[u8], _len: u64) -> Probe {
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
         // The magic number of the first qcow is the same, with version 1. Newer versions than we
         // know are ours too: better a word about the version than a raw disk.
         let magic = head.get(..4) == Some(&layout::MAGIC.to_be_bytes());
@@ -52,6 +52,10 @@ impl FormatDriver for Qcow2Driver {
 
     fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
         Ok(Qcow2::open_with_keys(request, keys)?)
+    }
+
+    fn new_files(&self, _: &str, _: u64, options: &Options) -> Result<Vec<String>> {
+        Ok(options.text("data_file").map(str::to_owned).into_iter().collect())
     }
 
     fn create(&self, request: &CreateRequest) -> Result<()> {
@@ -78,23 +82,23 @@ impl FormatDriver for Qcow2Driver {
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
-        data_file: Option<&Arc<dyn Storage>>,
+        files: &[Arc<dyn Storage>],
         repair: Repair,
         limits: &Limits,
         monitor: &Monitor<'_>,
     ) -> Result<CheckReport> {
-        check::check(storage, data_file, repair, limits, monitor)
+        check::check(storage, files.first(), repair, limits, monitor)
     }
 
     fn compact(
         &self,
         storage: &Arc<dyn Storage>,
-        data_file: Option<&Arc<dyn Storage>>,
+        files: &[Arc<dyn Storage>],
         options: CompactOptions,
         limits: &Limits,
         monitor: &Monitor<'_>,
     ) -> Result<CompactReport> {
-        check::compact(storage, data_file, options, limits, monitor)
+        check::compact(storage, files.first(), options, limits, monitor)
     }
 
     fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {

@@ -173,11 +173,11 @@ impl Qcow2 {
             &Limits,
         ) -> Result<Option<vdkit_block::Encryption>>,
     ) -> Result<Arc<Self>> {
-        let OpenRequest { storage, data_file, writable, limits } = request;
+        let OpenRequest { storage, files, writable, limits } = request;
         let mut header = Header::read(&*storage, &limits)?;
         Self::refuse(&header, &*storage, writable)?;
         let encryption = unlock(&header, &storage, writable, &limits)?;
-        let data = match (header.has_data_file(), data_file) {
+        let data = match (header.has_data_file(), files.into_iter().next()) {
             (true, Some(data)) => data,
             (true, None) => {
                 return Err(Error::Invalid(format!(
@@ -211,10 +211,8 @@ impl Qcow2 {
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
         }
-        let backing = header
-            .backing_name
-            .clone()
-            .map(|name| BackingRef { name, format: header.backing_format() });
+        let backing =
+            header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
         Ok(Arc::new(Self {
             geometry,
             data,
@@ -478,6 +476,7 @@ impl Format for Qcow2 {
             writable: self.writable,
             cluster_bytes: self.geometry.cluster_bytes(),
             fill_bytes: self.geometry.subcluster_bytes(),
+            one_pass: false,
             packed: (!self.has_data_file() && self.encryption.is_none())
                 .then_some(self.header.codec()),
             cheap_zeroes: self.header.version() >= 3 && !self.header.data_file_raw(),

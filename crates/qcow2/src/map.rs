@@ -252,14 +252,15 @@ mod tests {
         let options = Options::parse("qcow2", Qcow2Driver.options(), ["cluster_size=512"]).unwrap();
         let request = CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: 1 << 20,
             options,
             backing: None,
+            backing_bytes: None,
         };
         Qcow2Driver.create(&request).unwrap();
         let limits = Limits::default();
-        let request = OpenRequest { storage, data_file: None, writable: true, limits };
+        let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
         let image = Qcow2::open(request).unwrap();
         let span = image.geometry.l2_span();
         for made in [0, 1] {

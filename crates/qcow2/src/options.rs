@@ -288,7 +288,7 @@ fn backing_of(options: &Options, given: Option<&BackingRef>) -> Result<Option<Ba
         }
     };
     match (name, format) {
-        (Some(name), format) => Ok(Some(BackingRef { name, format })),
+        (Some(name), format) => Ok(Some(BackingRef::new(name, format))),
         (None, Some(format)) => invalid(format!(
             "backing_fmt={format} without a backing file; name it with backing_file=NAME"
         )),
@@ -374,7 +374,7 @@ mod tests {
 
     #[test]
     fn the_backing_file_may_be_named_beside_the_options() {
-        let given = BackingRef { name: "base".into(), format: None };
+        let given = BackingRef::new("base", None);
         let make = |text: &str| {
             let options = Options::parse("qcow2", SPECS, [text]).unwrap();
             CreateOptions::new(&options, Some(&given)).map(|o| o.backing.unwrap())

@@ -44,7 +44,7 @@ fn what_qemu_compressed_unpacks_to_what_it_was() {
             qemu::convert((&source, "raw"), (&path, "qcow2"), &["-c", "-o", &options]);
             let storage = Arc::new(FileStorage::open(&path, &FileOptions::read_only()).unwrap());
             let limits = Limits::default();
-            let request = OpenRequest { storage, data_file: None, writable: false, limits };
+            let request = OpenRequest { storage, files: Vec::new(), writable: false, limits };
             let image = Qcow2Driver.open(request).unwrap();
             let (mut at, mut unpacked) = (0, 0);
             while at < image.guest_bytes() {

@@ -51,12 +51,12 @@ fn opens_and_reads_as_zero(path: &Path, text: &str) {
     let storage = open(path);
     let limits = Limits::default();
     let report = Qcow2Driver
-        .check(&storage, None, vdkit_block::Repair::Nothing, &limits, &Default::default())
+        .check(&storage, &[], vdkit_block::Repair::Nothing, &limits, &Default::default())
         .unwrap();
     assert!(report.findings.is_empty(), "{text}: {:?}", report.findings);
     let data_file = options(text).text("data_file").map(|name| open(&path.with_file_name(name)));
-    let image =
-        Qcow2Driver.open(OpenRequest { storage, data_file, writable: false, limits }).unwrap();
+    let files = data_file.into_iter().collect();
+    let image = Qcow2Driver.open(OpenRequest { storage, files, writable: false, limits }).unwrap();
     let mut at = 0;
     while at < image.guest_bytes() {
         let extent = image.resolve(GuestOffset(at), image.guest_bytes() - at).unwrap();
@@ -257,10 +257,11 @@ fn a_preallocated_overlay_with_subclusters_shows_its_backing_file() {
         Qcow2Driver
             .create(&CreateRequest {
                 storage: new_file(&path),
-                data_file: None,
+                files: Vec::new(),
                 guest_bytes: 4 << 20,
                 options: options(&format!("extended_l2=on,preallocation={preallocation}")),
-                backing: Some(BackingRef { name: "base.raw".into(), format: Some("raw".into()) }),
+                backing: Some(BackingRef::new("base.raw", Some("raw".into()))),
+                backing_bytes: None,
             })
             .unwrap();
         assert_described_alike(&path);
@@ -279,10 +280,11 @@ fn a_terabyte_of_metadata_is_a_few_large_writes_in_bounded_memory() {
     Qcow2Driver
         .create(&CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: 1 << 40,
             options: options("preallocation=metadata"),
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     let counts = storage.counts();
@@ -298,7 +300,7 @@ fn a_terabyte_of_metadata_is_a_few_large_writes_in_bounded_memory() {
     // One run from the first guest byte to the last.
     let request = OpenRequest {
         storage: storage.clone(),
-        data_file: None,
+        files: Vec::new(),
         writable: false,
         limits: Limits::default(),
     };
@@ -337,10 +339,11 @@ fn a_small_image_takes_four_writes_and_one_sync_and_is_the_same_each_time() {
         Qcow2Driver
             .create(&CreateRequest {
                 storage: storage.clone(),
-                data_file: None,
+                files: Vec::new(),
                 guest_bytes: 10 << 30,
                 options: options(""),
                 backing: None,
+                backing_bytes: None,
             })
             .unwrap();
         (storage.counts(), memory.to_vec())
@@ -364,18 +367,19 @@ fn stale_bytes_of_a_device_never_show() {
         let storage: Arc<dyn Storage> = Arc::new(device);
         let request = CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: 2 << 20,
             options: options(text),
             backing: None,
+            backing_bytes: None,
         };
         Qcow2Driver.create(&request).unwrap();
         let limits = Limits::default();
         let report = Qcow2Driver
-            .check(&storage, None, vdkit_block::Repair::Nothing, &limits, &Default::default())
+            .check(&storage, &[], vdkit_block::Repair::Nothing, &limits, &Default::default())
             .unwrap();
         assert!(report.findings.is_empty(), "{text}: {:?}", report.findings);
-        let open = OpenRequest { storage, data_file: None, writable: false, limits };
+        let open = OpenRequest { storage, files: Vec::new(), writable: false, limits };
         let image = Qcow2Driver.open(open).unwrap();
         let mut at = 0;
         while at < image.guest_bytes() {
@@ -399,10 +403,11 @@ fn what_was_in_the_file_is_gone() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("old", &bytes));
     let request = CreateRequest {
         storage: storage.clone(),
-        data_file: None,
+        files: Vec::new(),
         guest_bytes: 1 << 20,
         options: options("preallocation=metadata"),
         backing: None,
+        backing_bytes: None,
     };
     Qcow2Driver.create(&request).unwrap();
     let mut all = vec![0; storage.len().unwrap() as usize];
@@ -416,10 +421,11 @@ fn sizes_that_cannot_be_are_refused_with_the_cluster_size_that_can() {
         let storage = Arc::new(MemoryStorage::new("x"));
         let request = CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: size,
             options: options(text),
             backing: None,
+            backing_bytes: None,
         };
         let error = Qcow2Driver.create(&request).unwrap_err();
         assert_eq!(error.kind(), vdkit_block::ErrorKind::Usage);
@@ -449,10 +455,11 @@ fn sizes_that_cannot_be_are_refused_with_the_cluster_size_that_can() {
 fn a_name_that_does_not_fit_is_refused() {
     let request = |bytes: usize, text: &str| CreateRequest {
         storage: Arc::new(MemoryStorage::new("x")),
-        data_file: None,
+        files: Vec::new(),
         guest_bytes: 1 << 20,
         options: options(text),
-        backing: Some(BackingRef { name: "n".repeat(bytes), format: Some("qcow2".into()) }),
+        backing: Some(BackingRef::new("n".repeat(bytes), Some("qcow2".into()))),
+        backing_bytes: None,
     };
     Qcow2Driver.create(&request(1023, "")).unwrap();
     assert!(Qcow2Driver.create(&request(1024, "")).is_err());

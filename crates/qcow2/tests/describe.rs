@@ -124,7 +124,7 @@ fn encrypted_images_are_described_and_not_opened_without_a_key() {
                 if writable { FileOptions::read_write() } else { FileOptions::read_only() };
             let storage = Arc::new(FileStorage::open(&path, &options).unwrap());
             let request =
-                OpenRequest { storage, data_file: None, writable, limits: Limits::default() };
+                OpenRequest { storage, files: Vec::new(), writable, limits: Limits::default() };
             let error = Qcow2Driver.open(request).unwrap_err();
             if method == "aes" && writable {
                 assert!(matches!(error, Error::Unsupported { .. }), "{error}");
@@ -212,10 +212,11 @@ fn the_price_does_not_grow_with_the_image() {
         let shared: Arc<dyn Storage> = storage.clone();
         let request = vdkit_block::CreateRequest {
             storage: shared.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes,
             options: common::options(text),
             backing: None,
+            backing_bytes: None,
         };
         Qcow2Driver.create(&request).unwrap();
         storage.reset();
@@ -246,7 +247,7 @@ fn probing_knows_the_magic_and_newer_versions() {
         (b"".to_vec(), Probe::No),
         (vec![0; 512], Probe::No),
     ] {
-        assert_eq!(Qcow2Driver.probe(&bytes, 1 << 20), wanted, "{bytes:?}");
+        assert_eq!(Qcow2Driver.probe(&bytes, &[], 1 << 20), wanted, "{bytes:?}");
     }
     let future: Arc<dyn Storage> = Arc::new(MemoryStorage::with_len("x", 1 << 20));
     future.write_at(&head(4), HostOffset(0)).unwrap();

@@ -23,10 +23,11 @@ fn image(guest_bytes: u64, text: &str) -> Vec<u8> {
     let memory = Arc::new(MemoryStorage::new("image"));
     let request = CreateRequest {
         storage: memory.clone(),
-        data_file: None,
+        files: Vec::new(),
         guest_bytes,
         options: options(text),
-        backing: Some(BackingRef { name: "base.raw".into(), format: Some("raw".into()) }),
+        backing: Some(BackingRef::new("base.raw", Some("raw".into()))),
+        backing_bytes: None,
     };
     Qcow2Driver.create(&request).unwrap();
     memory.to_vec()
@@ -54,7 +55,7 @@ fn use_all(bytes: &[u8]) {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", bytes));
     let limits = Limits { check_bytes_max: 16 << 20, ..Limits::default() };
     for writable in [false, true] {
-        let request = OpenRequest { storage: storage.clone(), data_file: None, writable, limits };
+        let request = OpenRequest { storage: storage.clone(), files: Vec::new(), writable, limits };
         let Ok(image) = Qcow2Driver.open(request) else { continue };
         let size = image.guest_bytes();
         for at in [0, 4096, size / 2, size.saturating_sub(1)] {
@@ -65,7 +66,7 @@ fn use_all(bytes: &[u8]) {
     }
     let _ = Qcow2Driver.check(
         &storage,
-        None,
+        &[],
         Repair::Nothing,
         &limits,
         &vdkit_block::Monitor::default(),

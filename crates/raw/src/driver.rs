@@ -42,7 +42,7 @@ impl FormatDriver for RawDriver {
         true
     }
 
-    fn probe(&self, _head: &[u8], _len: u64) -> Probe {
+    fn probe(&self, _head: &[u8], _tail: &[u8], _len: u64) -> Probe {
         Probe::Fallback
     }
 
@@ -85,7 +85,7 @@ impl FormatDriver for RawDriver {
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
-        _data_file: Option<&Arc<dyn Storage>>,
+        _files: &[Arc<dyn Storage>],
         _repair: Repair,
         _limits: &Limits,
         _monitor: &Monitor<'_>,
@@ -98,7 +98,7 @@ impl FormatDriver for RawDriver {
     fn compact(
         &self,
         storage: &Arc<dyn Storage>,
-        _data_file: Option<&Arc<dyn Storage>>,
+        _files: &[Arc<dyn Storage>],
         options: CompactOptions,
         _limits: &Limits,
         monitor: &Monitor<'_>,

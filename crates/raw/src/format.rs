@@ -99,6 +99,7 @@ impl Format for RawFormat {
             cluster_bytes,
             fill_bytes: 1,
             packed: None,
+            one_pass: false,
             cheap_zeroes: true,
             host_aligned: true,
         }

@@ -152,10 +152,11 @@ fn create(storage: Arc<dyn Storage>, bytes: u64, options: &[&str]) -> vdkit_bloc
     let options = Options::parse("raw", RawDriver.options(), options.iter().copied())?;
     RawDriver.create(&CreateRequest {
         storage,
-        data_file: None,
+        files: Vec::new(),
         guest_bytes: bytes,
         options,
         backing: None,
+        backing_bytes: None,
     })
 }
 
@@ -194,10 +195,11 @@ fn raw_has_no_place_for_a_backing_file() {
     let error = RawDriver
         .create(&CreateRequest {
             storage: Arc::new(MemoryStorage::new("m")),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: 512,
             options: Options::default(),
-            backing: Some(vdkit_block::BackingRef { name: "b".to_owned(), format: None }),
+            backing: Some(vdkit_block::BackingRef::new("b", None)),
+            backing_bytes: None,
         })
         .unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
@@ -205,14 +207,14 @@ fn raw_has_no_place_for_a_backing_file() {
 
 #[test]
 fn the_driver_answers() {
-    assert_eq!(RawDriver.probe(b"QFI\xfb", 4), Probe::Fallback);
+    assert_eq!(RawDriver.probe(b"QFI\xfb", &[], 4), Probe::Fallback);
     let options = Options::default();
     let measured = RawDriver.measure(1000, &options, 1).unwrap();
     assert_eq!((measured.required, measured.fully_allocated), (1024, 1024));
     assert!(RawDriver.measure(u64::MAX, &options, 0).is_err());
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("m", &[7; 1000]));
     let report = RawDriver
-        .check(&storage, None, Repair::All, &Limits::default(), &Monitor::default())
+        .check(&storage, &[], Repair::All, &Limits::default(), &Monitor::default())
         .unwrap();
     assert_eq!((report.corruptions, report.leaks, report.image_end_offset), (0, 0, 1000));
 }

@@ -152,6 +152,7 @@ impl FileStorage {
             writable: options.writable,
             growable: kind == FileKind::Regular,
             device: kind == FileKind::BlockDevice,
+            sequential: false,
             alignment: direct.as_ref().map_or(1, Direct::alignment),
             block_bytes: block_bytes(&file, kind),
         };

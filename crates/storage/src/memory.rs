@@ -177,6 +177,7 @@ impl Storage for MemoryStorage {
             writable: self.writable,
             growable: self.growable,
             device: false,
+            sequential: false,
             alignment: 1,
             block_bytes: PAGE as u32,
         }

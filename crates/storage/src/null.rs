@@ -56,6 +56,7 @@ impl Storage for NullStorage {
             writable: true,
             growable: false,
             device: false,
+            sequential: false,
             alignment: 1,
             block_bytes: 4096,
         }

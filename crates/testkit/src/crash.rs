@@ -259,6 +259,7 @@ impl Storage for CrashStorage {
             writable: true,
             growable: true,
             device: false,
+            sequential: false,
             alignment: 1,
             block_bytes: 4096,
         }

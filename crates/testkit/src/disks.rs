@@ -18,10 +18,11 @@ pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64, options: &str) -> Disk
     driver
         .create(&CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes,
             options: Options::parse("qcow2", driver.options(), [options]).unwrap(),
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     reopen(storage, true)
@@ -42,6 +43,6 @@ pub fn reopen(storage: Arc<dyn Storage>, writable: bool) -> Disk {
 pub fn reopen_in(cache: CacheMode, storage: Arc<dyn Storage>, writable: bool) -> Disk {
     let (driver, limits) = (Qcow2Driver, Limits::default());
     let info = driver.describe(&storage, &limits).unwrap();
-    let format = driver.open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
+    let format = driver.open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
     Disk::from_format(format, info, &OpenOptions { writable, cache, ..OpenOptions::default() })
 }

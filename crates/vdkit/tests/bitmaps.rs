@@ -288,7 +288,7 @@ fn without_space_for_marks_everything_counts_as_marked() {
 /// Opens an image on a storage.
 fn open(storage: Arc<dyn Storage>, writable: bool) -> Arc<Qcow2> {
     let limits = Limits::default();
-    Qcow2::open(OpenRequest { storage, data_file: None, writable, limits }).expect("opening")
+    Qcow2::open(OpenRequest { storage, files: Vec::new(), writable, limits }).expect("opening")
 }
 
 #[test]

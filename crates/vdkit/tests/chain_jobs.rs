@@ -86,7 +86,7 @@ fn open_one(kind: &Kind, storage: Arc<dyn Storage>, writable: bool) -> Result<Di
     let driver = driver(kind);
     let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
     let info = driver.describe(&storage, &limits)?;
-    let request = OpenRequest { storage, data_file: None, writable, limits };
+    let request = OpenRequest { storage, files: Vec::new(), writable, limits };
     let format = driver.open_with_keys(request, &[key()])?;
     Ok(Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() }))
 }
@@ -149,7 +149,7 @@ impl Stack {
                 let report = driver(kind)
                     .check(
                         &disk.storage(),
-                        None,
+                        &[],
                         Repair::Nothing,
                         &Limits::default(),
                         &Monitor::default(),
@@ -180,14 +180,12 @@ fn rebase(stack: &Stack, onto: bool) -> Result<()> {
     let closed = disk.close();
     copied.and(closed)?;
     drop(disk);
-    let backing = onto.then(|| BackingRef {
-        name: "onto/another".to_owned(),
-        format: Some(stack.kinds[2].format.to_owned()),
-    });
+    let backing =
+        onto.then(|| BackingRef::new("onto/another", Some(stack.kinds[2].format.to_owned())));
     driver(&stack.kinds[0]).amend(
         &AmendRequest {
             storage: stack.disks[0].storage(),
-            data_file: None,
+            files: Vec::new(),
             backing: Some(backing),
             options: Options::default(),
             limits: Limits::default(),
@@ -235,10 +233,8 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
         let image = Arc::new(MemoryStorage::with_len("image", 0));
         let storage: Arc<dyn Storage> = image.clone();
         let below = kinds.get(depth + 1).filter(|_| !kind.bottom);
-        let backing = below.map(|below| BackingRef {
-            name: format!("{}", depth + 1),
-            format: Some(below.format.to_owned()),
-        });
+        let backing = below
+            .map(|below| BackingRef::new(format!("{}", depth + 1), Some(below.format.to_owned())));
         let driver = driver(kind);
         let mut options =
             Options::parse(kind.format, driver.options(), [kind.options]).expect("good options");
@@ -246,10 +242,11 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
         driver
             .create(&CreateRequest {
                 storage: storage.clone(),
-                data_file: None,
+                files: Vec::new(),
                 guest_bytes: kind.bytes,
                 options,
                 backing,
+                backing_bytes: None,
             })
             .expect("creating");
         images.insert(0, image);
@@ -525,7 +522,7 @@ fn amend(stack: &Stack, options: &str) -> Result<()> {
     driver.amend(
         &AmendRequest {
             storage: stack.disks[0].storage(),
-            data_file: None,
+            files: Vec::new(),
             backing: None,
             options: Options::parse("qcow2", driver.options(), [options]).expect("good options"),
             limits: Limits::default(),

@@ -267,6 +267,7 @@ impl Format for MapFormat {
             cluster_bytes: CLUSTER,
             fill_bytes: CLUSTER,
             packed: Some(Codec::Deflate),
+            one_pass: false,
             cheap_zeroes: true,
             host_aligned: true,
         }
@@ -470,16 +471,22 @@ pub fn info(
         cluster_size: Some(CLUSTER),
         backing_file: backing.as_ref().map(|b| b.name.clone()),
         backing_format: backing.and_then(|b| b.format),
-        data_file,
+        files: data_file.iter().flat_map(|names| names.split('\n')).map(str::to_owned).collect(),
         ..ImageInfo::new("testmap", virtual_size)
     }
 }
 
-/// The bytes of a file of the test format: its header, and no clusters.
+/// The bytes of a file of the test format: its header, and no clusters. Several data files are
+/// parted by line breaks.
 pub fn header(guest_bytes: u64, backing: &str, backing_format: &str, data_file: &str) -> Vec<u8> {
+    header_of([backing, backing_format, data_file, "", ""], guest_bytes)
+}
+
+/// As [`header`], with the image's identity and that of what it stands on at the end of the texts.
+pub fn header_of(texts: [&str; 5], guest_bytes: u64) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend(guest_bytes.to_le_bytes());
-    for text in [backing, backing_format, data_file] {
+    for text in texts {
         bytes.extend((text.len() as u16).to_le_bytes());
         bytes.extend(text.as_bytes());
     }
@@ -506,7 +513,9 @@ impl MapDriver {
             (!text.is_empty()).then_some(text)
         };
         let (name, format, data_file) = (text(), text(), text());
-        Ok(info(size, name.map(|name| BackingRef { name, format }), data_file))
+        let (identity, backing_identity) = (text(), text());
+        let info = info(size, name.map(|name| BackingRef::new(name, format)), data_file);
+        Ok(ImageInfo { identity, backing_identity, ..info })
     }
 }
 
@@ -523,7 +532,7 @@ impl FormatDriver for MapDriver {
     fn writes(&self) -> bool {
         true
     }
-    fn probe(&self, head: &[u8], _len: u64) -> Probe {
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
         if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
     }
     fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
@@ -533,7 +542,7 @@ impl FormatDriver for MapDriver {
         let info = Self::parse(&*request.storage)?;
         let mut format = MapFormat::new(request.storage, info.virtual_size, request.writable);
         format.backing = info.backing();
-        if let Some(data) = request.data_file {
+        if let Some(data) = request.files.into_iter().next() {
             format.data = data;
         }
         Ok(Arc::new(format))
@@ -544,7 +553,7 @@ impl FormatDriver for MapDriver {
     fn check(
         &self,
         _storage: &Arc<dyn Storage>,
-        _data_file: Option<&Arc<dyn Storage>>,
+        _files: &[Arc<dyn Storage>],
         _repair: Repair,
         _limits: &Limits,
         _monitor: &Monitor<'_>,

@@ -90,6 +90,7 @@ impl Storage for Memory {
             writable: true,
             growable: true,
             device: false,
+            sequential: false,
             alignment: 1,
             block_bytes: 4096,
         }

@@ -70,6 +70,12 @@ struct InfoAnswer<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     data_file: Option<&'a str>,
     data_file_raw: bool,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    files: &'a [String],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    identity: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backing_identity: Option<&'a str>,
     snapshots: &'a [SnapshotInfo],
     bitmaps: &'a [BitmapInfo],
     properties: serde_json::Map<String, serde_json::Value>,
@@ -93,8 +99,14 @@ impl<'a> From<&'a ChainLink> for InfoAnswer<'a> {
             corrupt_flag: info.corrupt,
             backing_filename: info.backing_file.as_deref(),
             backing_filename_format: info.backing_format.as_deref(),
-            data_file: info.data_file.as_deref(),
+            data_file: match &info.files[..] {
+                [name] => Some(name),
+                _ => None,
+            },
             data_file_raw: info.data_file_raw,
+            files: &info.files,
+            identity: info.identity.as_deref(),
+            backing_identity: info.backing_identity.as_deref(),
             snapshots: &info.snapshots,
             bitmaps: &info.bitmaps,
             properties: info
@@ -171,8 +183,14 @@ fn print_image(link: &ChainLink, out: &mut Output) -> std::io::Result<()> {
     if let Some(name) = &info.backing_file {
         fields.add("backing file", named(name, info.backing_format.as_deref()));
     }
-    if let Some(name) = &info.data_file {
+    for name in &info.files {
         fields.add("data file", named(name, info.data_file_raw.then_some("raw")));
+    }
+    if let Some(identity) = &info.identity {
+        fields.add("identity", identity);
+    }
+    if let Some(identity) = &info.backing_identity {
+        fields.add("stands on identity", identity);
     }
     if info.dirty {
         fields.add("state", "not closed cleanly; it is mended when it is next written");

@@ -84,5 +84,22 @@ impl Deflater {
     }
 }
 
+/// Appends `unit` as a deflate stream of stored blocks (RFC 1951, 3.2.4), which is longer than it.
+pub fn store(unit: &[u8], out: &mut Vec<u8>) {
+    let mut rest = unit;
+    loop {
+        let (block, behind) = rest.split_at(rest.len().min(usize::from(u16::MAX)));
+        let len = block.len() as u16;
+        out.push(u8::from(behind.is_empty()));
+        out.extend(len.to_le_bytes());
+        out.extend((!len).to_le_bytes());
+        out.extend(block);
+        rest = behind;
+        if rest.is_empty() {
+            return;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -61,7 +61,7 @@ impl Patient<'_> {
     /// What the image may still grow by, beside what is free.
     fn look_at_space(&mut self, free: u64) {
         let link = self.link();
-        if link.info.data_file.is_some() {
+        if !link.info.files.is_empty() {
             return;
         }
         let growth = link.info.virtual_size.saturating_sub(link.host.allocated_bytes);

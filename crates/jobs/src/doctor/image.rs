@@ -138,14 +138,14 @@ impl Patient<'_> {
         if self.in_use {
             return Ok(());
         }
-        let OpenedImage { storage, data_file, driver, .. } = opened;
+        let OpenedImage { storage, files, driver, .. } = opened;
         let deadline = Instant::now().checked_add(TIME_MAX);
         let budget = BudgetStorage::new(storage, READS_MAX, METADATA_BYTES_MAX, deadline);
         let limited: Arc<dyn Storage> = budget.clone();
         let limits = Limits { check_bytes_max: MEMORY_MAX, ..Limits::default() };
         // It is over soon, so its own progress would say little.
         let quiet = Monitor { cancel: monitor.cancel.clone(), ..Monitor::default() };
-        let checked = driver.check(&limited, data_file.as_ref(), Repair::Nothing, &limits, &quiet);
+        let checked = driver.check(&limited, &files, Repair::Nothing, &limits, &quiet);
         match checked {
             Ok(_) | Err(_) if budget.exceeded().is_some() => self.not_checked(),
             Ok(report) => {
@@ -219,7 +219,7 @@ impl Patient<'_> {
         let tellable = info.format == "qcow2"
             && !link.host.device
             && info.snapshots.is_empty()
-            && info.data_file.is_none()
+            && info.files.is_empty()
             && report.corruptions == 0
             && cluster > 0;
         if !tellable {

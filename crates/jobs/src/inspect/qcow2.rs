@@ -421,7 +421,7 @@ impl Inspection<'_> {
     /// The format's own check: overlaps, refcounts, flags, snapshots, bitmaps.
     fn check(&mut self, header: &Header, limits: &Limits) -> Result<()> {
         let report =
-            Qcow2Driver.check(&self.storage, None, Repair::Nothing, limits, &Monitor::default())?;
+            Qcow2Driver.check(&self.storage, &[], Repair::Nothing, limits, &Monitor::default())?;
         // Refcounts of an image that was not closed may be behind, in both directions.
         let dirty = header.has(incompatible::DIRTY);
         let damage = report.findings.iter().filter(|f| f.severity == Severity::Corruption);
@@ -458,7 +458,7 @@ impl Inspection<'_> {
         let storage: Arc<dyn vdkit_block::Storage> = self.storage.clone();
         let format = match Qcow2Driver.open(OpenRequest {
             storage,
-            data_file: None,
+            files: Vec::new(),
             writable: false,
             limits: *limits,
         }) {

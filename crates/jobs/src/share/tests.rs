@@ -26,10 +26,11 @@ fn qcow2(storage: Arc<dyn Storage>) -> Disk {
     Qcow2Driver
         .create(&CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: GUEST_BYTES,
             options: Options::parse("qcow2", Qcow2Driver.options(), [""]).unwrap(),
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     disk_on(&Qcow2Driver, storage)
@@ -60,6 +61,7 @@ fn move_all(source: &Source, target: &Disk, grid: u64) -> vdkit_block::Result<Mo
         threads: 2,
         detect_zeroes: Some(4096),
         compress: None,
+        in_order: false,
         write_zeroes: false,
         new: true,
         rate: None,
@@ -82,7 +84,7 @@ fn same(source: &Source, target: &Disk) {
 /// No corruption, no leak.
 fn sound(storage: &Arc<dyn Storage>) {
     let (limits, monitor) = (Limits::default(), Monitor::default());
-    let report = Qcow2Driver.check(storage, None, Repair::Nothing, &limits, &monitor).unwrap();
+    let report = Qcow2Driver.check(storage, &[], Repair::Nothing, &limits, &monitor).unwrap();
     assert_eq!((report.corruptions, report.leaks), (0, 0), "{:#?}", report.findings);
 }
 

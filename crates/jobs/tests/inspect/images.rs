@@ -29,17 +29,18 @@ pub fn qcow2_with(options: &str, guest_bytes: u64, data: &[u8]) -> Vec<u8> {
     Qcow2Driver
         .create(&CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes,
             options,
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     if !data.is_empty() {
         let format = Qcow2Driver
             .open(OpenRequest {
                 storage,
-                data_file: None,
+                files: Vec::new(),
                 writable: true,
                 limits: Limits::default(),
             })

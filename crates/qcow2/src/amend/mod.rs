@@ -82,7 +82,7 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
 fn opening(request: &AmendRequest, writable: bool) -> OpenRequest {
     OpenRequest {
         storage: request.storage.clone(),
-        data_file: request.data_file.clone(),
+        files: request.files.clone(),
         writable,
         limits: request.limits,
     }

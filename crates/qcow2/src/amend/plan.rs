@@ -249,19 +249,15 @@ fn check_sizes(file: &str, snapshot: &Snapshot, guest_bytes: u64) -> Result<()> 
 
 /// What the image shall stand on: as the request says apart, or by its options.
 fn backing(request: &AmendRequest, header: &Header) -> Result<Option<BackingRef>> {
-    let old = header
-        .backing_name
-        .clone()
-        .map(|name| BackingRef { name, format: header.backing_format() });
+    let old =
+        header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
     let options = &request.options;
     let format = options.text("backing_fmt").map(str::to_owned);
     Ok(match (&request.backing, options.text("backing_file"), old) {
         (Some(backing), ..) => backing.clone(),
         (None, Some(""), _) => None,
-        (None, Some(name), _) => Some(BackingRef { name: name.to_owned(), format }),
-        (None, None, Some(old)) => {
-            Some(BackingRef { name: old.name, format: format.or(old.format) })
-        }
+        (None, Some(name), _) => Some(BackingRef::new(name, format)),
+        (None, None, Some(old)) => Some(BackingRef::new(old.name, format.or(old.format))),
         (None, None, None) if format.is_some() => {
             return invalid(
                 request.storage.name(),

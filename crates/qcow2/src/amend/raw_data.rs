@@ -14,7 +14,7 @@ const STEP: u64 = 64 << 20;
 /// Makes the data file hold the disk, byte for byte and not one more. Durable when it returns.
 pub(super) fn make_whole(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<()> {
     let image = super::open(request, false)?;
-    let Some(data) = &request.data_file else {
+    let Some(data) = request.files.first() else {
         // As opening it without one says.
         return Err(Error::Invalid(format!("{}: no data file", request.storage.name())));
     };

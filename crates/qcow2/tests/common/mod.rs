@@ -32,10 +32,11 @@ pub fn create(path: &Path, guest_bytes: u64, text: &str) -> Result<()> {
     let data_file = options.text("data_file").map(|name| new_file(&path.with_file_name(name)));
     Qcow2Driver.create(&CreateRequest {
         storage: new_file(path),
-        data_file,
+        files: data_file.into_iter().collect(),
         guest_bytes,
         options,
         backing: None,
+        backing_bytes: None,
     })
 }
 
@@ -98,7 +99,7 @@ fn assert_specifics_alike(ours: &ImageInfo, data: &Value) {
             "compression-type" => ours.compression.into(),
             "lazy-refcounts" | "refcount-bits" | "extended-l2" => parsed(key),
             "corrupt" => ours.corrupt.into(),
-            "data-file" => ours.data_file.clone().into(),
+            "data-file" => ours.files[0].clone().into(),
             "data-file-raw" => ours.data_file_raw.into(),
             "encrypt" => {
                 assert_eq!(ours.encryption.as_deref(), value["format"].as_str());
@@ -113,7 +114,7 @@ fn assert_specifics_alike(ours: &ImageInfo, data: &Value) {
         assert_eq!(found, *value, "{key}");
     }
     let has = |key: &str| data.get(key).is_some();
-    assert_eq!(ours.data_file.is_some(), has("data-file"));
+    assert_eq!(!ours.files.is_empty(), has("data-file"));
     assert_eq!(ours.bitmaps.is_empty(), !has("bitmaps"));
     assert_eq!(ours.encryption.is_some(), has("encrypt"));
 }

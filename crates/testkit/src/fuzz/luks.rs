@@ -94,7 +94,7 @@ fn describe(storage: &Arc<CountingStorage>, sound: bool) {
 
 fn open(storage: &Arc<CountingStorage>, key: Secret) -> Result<Disk> {
     let request =
-        OpenRequest { storage: storage.clone(), data_file: None, writable: true, limits: LIMITS };
+        OpenRequest { storage: storage.clone(), files: Vec::new(), writable: true, limits: LIMITS };
     let format = LuksDriver.open_with_keys(request, &[key])?;
     let options = OpenOptions { limits: LIMITS, ..OpenOptions::read_write() };
     Ok(Disk::from_format(format, ImageInfo::new("luks", 0), &options))

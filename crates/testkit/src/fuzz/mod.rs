@@ -28,6 +28,7 @@ use vdkit_qcow2::{Qcow2, check};
 const LIMITS: Limits = Limits {
     table_bytes_max: 1 << 20,
     snapshots_bytes_max: 1 << 20,
+    files_max: 4,
     chain_depth_max: 4,
     cache_bytes: 64 << 10,
     packed_bytes_max: 4 << 20,
@@ -57,7 +58,7 @@ fn open(
 ) -> Result<Disk> {
     let request = OpenRequest {
         storage: storage.clone(),
-        data_file: data_file.cloned(),
+        files: data_file.cloned().into_iter().collect(),
         writable,
         limits: LIMITS,
     };

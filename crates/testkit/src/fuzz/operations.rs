@@ -149,12 +149,11 @@ impl Shape {
         let data_file = || -> Arc<dyn Storage> { Arc::new(MemoryStorage::new("data")) };
         let request = CreateRequest {
             storage: storage.clone(),
-            data_file: self.data_file.then(data_file),
+            files: self.data_file.then(data_file).into_iter().collect(),
             guest_bytes: self.guest_bytes,
             options,
-            backing: self
-                .backing
-                .then(|| BackingRef { name: "base".to_owned(), format: Some("raw".to_owned()) }),
+            backing: self.backing.then(|| BackingRef::new("base", Some("raw".to_owned()))),
+            backing_bytes: None,
         };
         Qcow2Driver.create(&request).expect("memory suffices");
         MemoryStorage::clone(&storage)
@@ -554,7 +553,7 @@ impl World {
         let options = CompactOptions { zero_scan: self.writes.is_multiple_of(2) };
         let done = Qcow2Driver.compact(
             &self.storage,
-            self.data_file.as_ref(),
+            self.data_file.as_slice(),
             options,
             &LIMITS,
             &monitor(),

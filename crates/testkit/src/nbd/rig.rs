@@ -105,7 +105,7 @@ impl Rig {
         self.export.close().unwrap();
         let (limits, monitor) = (Limits::default(), Monitor::default());
         let report = vdkit_qcow2::Qcow2Driver
-            .check(&self.storage, None, Repair::Nothing, &limits, &monitor)
+            .check(&self.storage, &[], Repair::Nothing, &limits, &monitor)
             .unwrap();
         assert_eq!((report.leaks, report.corruptions), (0, 0), "{:?}", report.findings);
         self.storage.clone()

@@ -13,10 +13,11 @@ fn image(options: &str, guest_bytes: u64) -> Arc<dyn Storage> {
     driver
         .create(&CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes,
             options: Options::parse("qcow2", driver.options(), [options]).unwrap(),
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     storage
@@ -25,7 +26,7 @@ fn image(options: &str, guest_bytes: u64) -> Arc<dyn Storage> {
 fn open(storage: Arc<dyn Storage>, writable: bool) -> Disk {
     let (driver, limits) = (vdkit::format("qcow2").unwrap(), Limits::default());
     let info = driver.describe(&storage, &limits).unwrap();
-    let format = driver.open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
+    let format = driver.open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
     Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
 }
 
@@ -62,7 +63,7 @@ fn opening_reads_as_often_whatever_the_size() {
             let described = counted(&image, |s| drop(driver.describe(&s, &limits).unwrap()));
             let opened = |writable| {
                 counted(&image, |storage| {
-                    let request = OpenRequest { storage, data_file: None, writable, limits };
+                    let request = OpenRequest { storage, files: Vec::new(), writable, limits };
                     drop(driver.open(request).unwrap());
                 })
             };

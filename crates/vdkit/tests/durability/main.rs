@@ -51,12 +51,11 @@ impl Shape {
         driver
             .create(&CreateRequest {
                 storage: storage.clone(),
-                data_file: None,
+                files: Vec::new(),
                 guest_bytes,
                 options,
-                backing: self
-                    .backing
-                    .map(|_| BackingRef { name: "base".into(), format: Some("raw".into()) }),
+                backing: self.backing.map(|_| BackingRef::new("base", Some("raw".into()))),
+                backing_bytes: None,
             })
             .unwrap();
     }
@@ -109,7 +108,7 @@ impl Shape {
         let open = |name: &str, storage, writable| {
             let driver = vdkit::format(name)?;
             let info = driver.describe(&storage, &limits)?;
-            let request = OpenRequest { storage, data_file: None, writable, limits };
+            let request = OpenRequest { storage, files: Vec::new(), writable, limits };
             let format: Arc<dyn Format> = driver.open(request)?;
             let options = OpenOptions { writable, ..OpenOptions::default() };
             vdkit::Result::Ok(Disk::from_format(format, info, &options))
@@ -126,7 +125,7 @@ impl Shape {
 pub fn compact(storage: &Arc<dyn Storage>) {
     let driver = vdkit::format("qcow2").unwrap();
     let how = CompactOptions { zero_scan: false };
-    driver.compact(storage, None, how, &Limits::default(), &Monitor::default()).unwrap();
+    driver.compact(storage, &[], how, &Limits::default(), &Monitor::default()).unwrap();
 }
 
 /// The whole disk.
@@ -140,7 +139,7 @@ pub fn read_all(disk: &Disk) -> Vec<u8> {
 pub fn audit(storage: &Arc<dyn Storage>, clean: bool, what: &str) {
     let driver = vdkit::format("qcow2").unwrap();
     let report = driver
-        .check(storage, None, Repair::Nothing, &Limits::default(), &Monitor::default())
+        .check(storage, &[], Repair::Nothing, &Limits::default(), &Monitor::default())
         .unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
     assert!(!clean || report.leaks == 0, "{what}: {:#?}", report.findings);

@@ -22,10 +22,11 @@ fn made(cipher: &str) -> Arc<dyn Storage> {
     options.set_key(Some(key()));
     let request = CreateRequest {
         storage: storage.clone(),
-        data_file: None,
+        files: Vec::new(),
         guest_bytes: BYTES,
         options,
         backing: None,
+        backing_bytes: None,
     };
     driver.create(&request).unwrap();
     storage
@@ -33,7 +34,7 @@ fn made(cipher: &str) -> Arc<dyn Storage> {
 
 fn open(storage: Arc<dyn Storage>, writable: bool) -> Result<Disk> {
     let driver = vdkit::format("luks").unwrap();
-    let request = OpenRequest { storage, data_file: None, writable, limits: Limits::default() };
+    let request = OpenRequest { storage, files: Vec::new(), writable, limits: Limits::default() };
     let format = driver.open_with_keys(request, &[key()])?;
     let info = ImageInfo::new(format.name(), format.guest_bytes());
     Ok(Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() }))

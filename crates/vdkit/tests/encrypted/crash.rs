@@ -16,7 +16,7 @@ const STEPS: usize = 24;
 
 fn open(storage: Arc<dyn Storage>, writable: bool) -> Disk {
     let driver = vdkit::format("qcow2").unwrap();
-    let request = OpenRequest { storage, data_file: None, writable, limits: Limits::default() };
+    let request = OpenRequest { storage, files: Vec::new(), writable, limits: Limits::default() };
     let format: Arc<dyn Format> = driver.open_with_keys(request, &[key()]).unwrap();
     let info = ImageInfo::new(format.name(), format.guest_bytes());
     Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
@@ -30,10 +30,11 @@ fn made(driver: &dyn FormatDriver, options: &str) -> Arc<dyn Storage> {
     options.set_key(Some(key()));
     let request = CreateRequest {
         storage: storage.clone(),
-        data_file: None,
+        files: Vec::new(),
         guest_bytes: BYTES as u64,
         options,
         backing: None,
+        backing_bytes: None,
     };
     driver.create(&request).unwrap();
     storage

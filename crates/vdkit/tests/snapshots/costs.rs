@@ -18,15 +18,16 @@ fn full(options: &str) -> Arc<dyn Storage> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let driver = vdkit::format("qcow2").unwrap();
     let options = vdkit::Options::parse("qcow2", driver.options(), [options]).unwrap();
-    let (data_file, backing) = (None, None);
+    let (files, backing) = (Vec::new(), None);
     let storage_of = storage.clone();
     driver
         .create(&vdkit::CreateRequest {
             storage: storage_of,
-            data_file,
+            files,
             guest_bytes: GUEST_BYTES,
             options,
             backing,
+            backing_bytes: None,
         })
         .unwrap();
     storage
@@ -34,7 +35,7 @@ fn full(options: &str) -> Arc<dyn Storage> {
 
 fn open(storage: Arc<dyn Storage>) -> Arc<Qcow2> {
     let limits = Limits::default();
-    Qcow2::open(OpenRequest { storage, data_file: None, writable: true, limits }).unwrap()
+    Qcow2::open(OpenRequest { storage, files: Vec::new(), writable: true, limits }).unwrap()
 }
 
 fn new(name: &str) -> NewSnapshot {
@@ -108,10 +109,11 @@ fn as_many_snapshots_as_there_may_be() {
     driver
         .create(&vdkit::CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: 1 << 20,
             options,
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     let image = open(storage.clone());
@@ -126,7 +128,7 @@ fn as_many_snapshots_as_there_may_be() {
     let limits = Limits::default();
     let check = || {
         let report =
-            driver.check(&storage, None, vdkit::Repair::Nothing, &limits, &monitor).unwrap();
+            driver.check(&storage, &[], vdkit::Repair::Nothing, &limits, &monitor).unwrap();
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{:#?}", report.findings);
     };
     check();

@@ -23,10 +23,11 @@ fn image(options: &str) -> Arc<MemoryStorage> {
     driver
         .create(&vdkit::CreateRequest {
             storage,
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: GUEST_BYTES,
             options,
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     memory
@@ -35,7 +36,7 @@ fn image(options: &str) -> Arc<MemoryStorage> {
 fn open(storage: Arc<dyn Storage>) -> Result<Disk> {
     let limits = Limits::default();
     let format: Arc<dyn Format> =
-        Qcow2::open(OpenRequest { storage, data_file: None, writable: true, limits })?;
+        Qcow2::open(OpenRequest { storage, files: Vec::new(), writable: true, limits })?;
     Ok(rig::disk(format, true))
 }
 

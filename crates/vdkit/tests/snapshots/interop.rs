@@ -20,7 +20,7 @@ pub fn open(path: &Path, writable: bool) -> Disk {
     let storage: Arc<dyn Storage> = Arc::new(FileStorage::open(path, &options).unwrap());
     let limits = Limits::default();
     let format: Arc<dyn Format> =
-        Qcow2::open(OpenRequest { storage, data_file: None, writable, limits }).unwrap();
+        Qcow2::open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
     rig::disk(format, writable)
 }
 

@@ -20,10 +20,11 @@ fn create(text: &str) -> Arc<dyn Storage> {
     driver
         .create(&CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: GUEST_BYTES,
             options: Options::parse("qcow2", driver.options(), [text]).unwrap(),
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     storage
@@ -31,7 +32,7 @@ fn create(text: &str) -> Arc<dyn Storage> {
 
 fn open(storage: &Arc<dyn Storage>) -> Arc<Qcow2> {
     let (storage, limits) = (storage.clone(), Limits::default());
-    Qcow2::open(OpenRequest { storage, data_file: None, writable: true, limits }).unwrap()
+    Qcow2::open(OpenRequest { storage, files: Vec::new(), writable: true, limits }).unwrap()
 }
 
 fn word(storage: &dyn Storage, at: u64) -> u64 {

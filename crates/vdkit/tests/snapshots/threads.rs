@@ -38,16 +38,17 @@ fn a_snapshot_beside_writers_is_one_moment() {
     driver
         .create(&vdkit::CreateRequest {
             storage: storage.clone(),
-            data_file: None,
+            files: Vec::new(),
             guest_bytes: GUEST_BYTES,
             options,
             backing: None,
+            backing_bytes: None,
         })
         .unwrap();
     let limits = Limits::default();
     let format: Arc<dyn Format> = Qcow2::open(OpenRequest {
         storage: storage.clone(),
-        data_file: None,
+        files: Vec::new(),
         writable: true,
         limits,
     })
@@ -125,6 +126,6 @@ fn a_snapshot_beside_writers_is_one_moment() {
     }
     disk.close().unwrap();
     let report =
-        driver.check(&storage, None, vdkit::Repair::Nothing, &limits, &Monitor::default()).unwrap();
+        driver.check(&storage, &[], vdkit::Repair::Nothing, &limits, &Monitor::default()).unwrap();
     assert_eq!((report.corruptions, report.leaks), (0, 0), "{:#?}", report.findings);
 }

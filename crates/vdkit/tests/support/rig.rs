@@ -80,7 +80,7 @@ impl Rig {
     pub fn format(&self, writable: bool) -> Result<Arc<Qcow2>> {
         let request = OpenRequest {
             storage: self.image().storage(),
-            data_file: self.disks.get(1).map(SimDisk::storage),
+            files: self.disks.get(1).map(SimDisk::storage).into_iter().collect(),
             writable,
             limits: self.limits,
         };
@@ -106,7 +106,7 @@ impl Rig {
         let format: Arc<dyn Format> = if self.shape.base_qcow2 {
             Qcow2::open(OpenRequest {
                 storage,
-                data_file: None,
+                files: Vec::new(),
                 writable: false,
                 limits: Limits::default(),
             })

@@ -409,13 +409,12 @@ impl Shape {
         options.set_key(self.keys().pop());
         let request = CreateRequest {
             storage: image.clone(),
-            data_file: outside.then(|| data.clone() as Arc<dyn Storage>),
+            files: outside.then(|| data.clone() as Arc<dyn Storage>).into_iter().collect(),
             guest_bytes: self.guest_bytes(),
             options,
-            backing: (self.base != Base::None).then(|| BackingRef {
-                name: self.base_name().to_owned(),
-                format: Some(self.base_format().to_owned()),
-            }),
+            backing: (self.base != Base::None)
+                .then(|| BackingRef::new(self.base_name(), Some(self.base_format().to_owned()))),
+            backing_bytes: None,
         };
         Qcow2Driver.create(&request).expect("creating");
         save(&image, &dir.join("image.qcow2"));

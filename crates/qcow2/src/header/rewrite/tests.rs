@@ -14,11 +14,11 @@ fn image(options: &str, backing: Option<&str>) -> Arc<MemoryStorage> {
     let driver = Qcow2Driver;
     let request = CreateRequest {
         storage: storage.clone() as Arc<dyn Storage>,
-        data_file: None,
+        files: Vec::new(),
         guest_bytes: 1 << 20,
         options: Options::parse("qcow2", driver.options(), [options]).unwrap(),
-        backing: backing
-            .map(|name| BackingRef { name: name.to_owned(), format: Some("qcow2".to_owned()) }),
+        backing: backing.map(|name| BackingRef::new(name, Some("qcow2".to_owned()))),
+        backing_bytes: None,
     };
     driver.create(&request).unwrap();
     storage
