@@ -39,6 +39,48 @@ fn every_way_between_formats() {
 }
 
 #[test]
+fn bytes_that_nobody_looks_at_are_copied_by_the_kernel() {
+    // Memory shares no blocks and copies within itself; between two file systems nobody does.
+    let memory = Scratch::new_in("/dev/shm");
+    std::fs::File::create(memory.path("disk.raw")).unwrap().set_len((4 << 20) + 512).unwrap();
+    for (offset, len) in [("0", "64K"), ("1M", "1216K"), ("3M", "256K")] {
+        memory.ok(&["write", "-f", "raw", "disk.raw", offset, len, "--pattern", "0x5a"]);
+    }
+    let data = (64 + 1216 + 256) << 10;
+    let elsewhere = Scratch::new();
+    let far = elsewhere.path("far.qcow2").display().to_string();
+    for (source, target, in_kernel) in [
+        ("disk.raw", "a.qcow2", true),
+        ("a.qcow2", "b.raw", true),
+        ("a.qcow2", "c.qcow2", true),
+        ("disk.raw", "d.raw", true),
+        ("disk.raw", &far, false),
+    ] {
+        let arguments = ["--detect-zeros", "off", "--verify", source, target];
+        let moved = &memory.json_of("convert", 0, &arguments)["moved"];
+        let number = |key: &str| moved[key].as_u64().unwrap();
+        let (by, by_others) = match in_kernel {
+            true => (number("kernel-copied"), number("read")),
+            false => (number("read"), number("kernel-copied")),
+        };
+        assert_eq!((by, by_others), (data, 0), "{source} to {target}: {moved}");
+        same(&memory, "disk.raw", target);
+    }
+    // Whoever looks for zeroes reads.
+    let moved = &memory.json_of("convert", 0, &["disk.raw", "e.qcow2"])["moved"];
+    assert_eq!(moved["kernel-copied"], 0, "{moved}");
+    // Into something that is there, whose bytes are of no use.
+    memory.ok(&["write", "c.qcow2", "512K", "3M", "--pattern", "7"]);
+    let into = ["--detect-zeros", "off", "--into", "disk.raw", "c.qcow2"];
+    let moved = &memory.json_of("convert", 0, &into)["moved"];
+    assert_eq!(moved["kernel-copied"].as_u64().unwrap(), data, "{moved}");
+    for target in ["a.qcow2", "c.qcow2"] {
+        same(&memory, "disk.raw", target);
+        peer(&memory.path(""), "qemu-img", &["check", "-q", target]);
+    }
+}
+
+#[test]
 fn options_and_compression_are_handed_on() {
     let scratch = Scratch::new();
     content(&scratch, "disk.raw", 4 << 20);

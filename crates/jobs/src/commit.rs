@@ -288,6 +288,7 @@ fn move_all(
         chunk: CHUNK_BYTES,
         share: shares.then_some(block),
         share_max: SHARE_BYTES_MAX,
+        in_kernel: false,
         zero_max: zero_max(base),
         layers: usize::MAX,
         skip_absent: true,

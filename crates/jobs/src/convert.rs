@@ -231,6 +231,7 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
             chunk: CHUNK_BYTES,
             share: Some(1),
             share_max: SKIM_BYTES,
+            in_kernel: false,
             zero_max: u64::MAX,
             layers,
             skip_absent: false,
@@ -249,6 +250,12 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
         chunk: CHUNK_BYTES.max(cluster),
         share: shares.then_some(block),
         share_max: SHARE_BYTES_MAX.max(cluster),
+        // Bytes that are looked at have to be read. (On local file systems the two take the same
+        // time; see ARCHITECTURE.md.)
+        in_kernel: options.detect_zeroes.is_none()
+            && options.compress.is_none()
+            && !encrypted
+            && target.is_some_and(|t| !t.top().storage().caps().sequential),
         zero_max: target.map_or(u64::MAX, zero_max),
         layers,
         skip_absent: layers != usize::MAX,

@@ -18,14 +18,15 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 use vdkit_block::{
-    CompressionSpec, Error, Fill, GuestOffset, Monitor, PackedReservation, Reservation, Result,
+    CompressionSpec, CopyMethod, Error, Fill, GuestOffset, HostOffset, Monitor, PackedReservation,
+    Reservation, Result, Storage,
 };
 use vdkit_chain::Disk;
 
 use crate::compress::Compressor;
 use crate::plan::{Planner, Work};
 use crate::queue::{Neighbours, Queue};
-use crate::share::{share, share_all};
+use crate::share::{copy_in_kernel, share, share_all};
 use crate::source::Source;
 use crate::turns::Turns;
 use crate::zero::{data_runs, is_zero};
@@ -129,6 +130,8 @@ pub(crate) struct Mover<'a> {
     turns: Turns,
     /// Sharing has worked once.
     shares: AtomicBool,
+    /// The kernel copies nothing from this file to that one.
+    kernel_refuses: AtomicBool,
     failed: Mutex<Option<Error>>,
     stop: AtomicBool,
     started: Instant,
@@ -180,6 +183,7 @@ impl<'a> Mover<'a> {
             queue: Mutex::new(Queue::new(planner)),
             turns: Turns::default(),
             shares: AtomicBool::new(false),
+            kernel_refuses: AtomicBool::new(false),
             failed: Mutex::new(None),
             stop: AtomicBool::new(false),
             started: Instant::now(),
@@ -196,6 +200,7 @@ impl<'a> Mover<'a> {
                 let spawned = self.spawned.load(Ordering::Relaxed);
                 let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
                 let moved = of(&self.moved.read).max(of(&self.moved.written));
+                let moved = moved.max(of(&self.moved.kernel_copied));
                 if spawned >= self.options.threads || moved < ALONE_BYTES {
                     return;
                 }
@@ -266,6 +271,10 @@ impl<'a> Mover<'a> {
             }
             Work::Copy { at, len } => {
                 self.copy(buffers, number, at, len)?;
+                len
+            }
+            Work::CopyInKernel { at, len, storage, offset } => {
+                self.copy_in_kernel(buffers, number, at..at + len, &*storage, offset)?;
                 len
             }
             Work::Share { len, ref storage, offset, .. } if self.target.is_none() => {
@@ -351,7 +360,8 @@ impl<'a> Mover<'a> {
         if let Some(rate) = self.options.rate {
             // What was skipped or shared costs nobody any bandwidth.
             let read = self.moved.read.load(Ordering::Relaxed);
-            let due = Duration::from_secs_f64(read as f64 / rate.max(1) as f64);
+            let copied = self.moved.kernel_copied.load(Ordering::Relaxed);
+            let due = Duration::from_secs_f64((read + copied) as f64 / rate.max(1) as f64);
             let mut left = due.saturating_sub(self.started.elapsed());
             while !left.is_zero() && !self.monitor.cancel.is_cancelled() {
                 let nap = left.min(Duration::from_millis(50));
@@ -474,6 +484,70 @@ impl<'a> Mover<'a> {
         }
         self.in_turn(number, || self.place(target, buffers, at, cluster, packed, &mut placed))?;
         write(placed)
+    }
+
+    /// Has the kernel copy a chunk to its place, which is found in turn. What it does not copy is
+    /// read and written.
+    fn copy_in_kernel(
+        &self,
+        buffers: &mut Buffers,
+        number: u64,
+        guest: Range<u64>,
+        from: &dyn Storage,
+        offset: HostOffset,
+    ) -> Result<()> {
+        let (at, len) = (guest.start, guest.end - guest.start);
+        let target = match self.target {
+            Some(target) if !self.kernel_refuses.load(Ordering::Relaxed) => target,
+            _ => return self.copy(buffers, number, at, len),
+        };
+        // Where every byte has its place already, or perhaps has, nothing is reserved.
+        if self.options.write_zeroes || target.top().caps().fill_bytes == 1 {
+            self.in_turn(number, || Ok(()))?;
+            let copied = copy_in_kernel(target, guest, from, offset)?;
+            add(&self.moved.kernel_copied, copied.bytes);
+            self.kernel_refuses.fetch_or(copied.refused, Ordering::Relaxed);
+            return self.copy_parts(buffers, &copied.left);
+        }
+        let mut placed = Vec::new();
+        self.in_turn(number, || self.place_plain(target, at, 0, len as usize, &mut placed))?;
+        for part in placed {
+            match part {
+                Placed::Plain { space, from: first } => {
+                    self.fill_in_kernel(target, buffers, space, from, offset + first as u64)?;
+                }
+                Placed::Mapped { from: first, to } => {
+                    let part = at + first as u64..at + to as u64;
+                    self.copy_parts(buffers, std::slice::from_ref(&part))?;
+                }
+                Placed::Packed { .. } => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills target space with the bytes of `from` from `offset` on, and publishes it.
+    fn fill_in_kernel(
+        &self,
+        target: &Disk,
+        buffers: &mut Buffers,
+        space: Reservation<'_>,
+        from: &dyn Storage,
+        offset: HostOffset,
+    ) -> Result<()> {
+        let Range { start, end } = space.write;
+        let (to, host) = (target.top().file(space.file), space.host_of(start));
+        let method = CopyMethod::CopyFileRange;
+        let copied = to.copy_from(host, from, offset, end - start, method)?;
+        add(&self.moved.kernel_copied, copied);
+        if copied < end - start {
+            self.kernel_refuses.store(true, Ordering::Relaxed);
+            let rest = start + copied;
+            self.read(buffers, rest, end - rest)?;
+            add(&self.moved.written, end - rest);
+            target.write_reserved(&space, &buffers.bytes, rest)?;
+        }
+        space.publish()
     }
 
     /// Compresses each cluster of the chunk at `at` and puts it into its frame; `lens` says 0 for

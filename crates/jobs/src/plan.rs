@@ -30,6 +30,17 @@ pub enum Work {
         /// Bytes; at most a chunk.
         len: u64,
     },
+    /// Bytes of a host file that the kernel may copy: nobody wants to look at them.
+    CopyInKernel {
+        /// First byte.
+        at: u64,
+        /// Bytes; at most a chunk.
+        len: u64,
+        /// The file.
+        storage: Arc<dyn Storage>,
+        /// Offset in it.
+        offset: HostOffset,
+    },
     /// Whole blocks of a host file.
     Share {
         /// First byte.
@@ -54,6 +65,8 @@ pub struct PlanOptions {
     pub share: Option<u64>,
     /// Largest piece of sharing, a multiple of `grid`.
     pub share_max: u64,
+    /// What is not shared and lies in one piece of a host file may be copied by the kernel.
+    pub in_kernel: bool,
     /// Largest piece of zeroes, a multiple of `grid`.
     pub zero_max: u64,
     /// Ask only so many layers of each source.
@@ -142,6 +155,7 @@ impl<'a> Planner<'a> {
                 Cell::Absent | Cell::Zero => Work::Zero { at, len },
                 Cell::Copy => Work::Copy { at, len },
                 Cell::Share(storage, offset) => Work::Share { at, len, storage, offset },
+                Cell::InKernel(storage, offset) => Work::CopyInKernel { at, len, storage, offset },
             }));
         }
     }
@@ -156,9 +170,12 @@ impl<'a> Planner<'a> {
                 return Ok(Some((kind, end.min(limit))));
             }
             Cell::Share(..) => return Ok(Some((kind, end))),
-            Cell::Copy => {}
+            Cell::InKernel(..) | Cell::Copy => {}
         }
         let limit = align_down(self.at, chunk) + chunk;
+        if matches!(kind, Cell::InKernel(..)) {
+            return Ok(Some((kind, end.min(limit))));
+        }
         while end < limit {
             match self.cells(end)? {
                 Some((Cell::Copy, next)) => end = next,
@@ -189,6 +206,9 @@ impl<'a> Planner<'a> {
             let blocks = align_down(first.end, grid.max(self.options.share.unwrap_or(1)));
             return Ok(Some(match self.alone(first, at) {
                 // A short last block cannot be shared.
+                Cell::Share(storage, offset) if blocks <= at && self.options.in_kernel => {
+                    (Cell::InKernel(storage, offset), end.max(cell_end))
+                }
                 Cell::Share(..) if blocks <= at => (Cell::Copy, whole.max(cell_end)),
                 share @ Cell::Share(..) => {
                     (share, blocks.min(at.saturating_add(self.options.share_max)))
@@ -228,6 +248,7 @@ impl<'a> Planner<'a> {
                     Some(block) if offset.0.is_multiple_of(block) && at.is_multiple_of(block) => {
                         Cell::Share(storage.clone(), offset)
                     }
+                    _ if self.options.in_kernel => Cell::InKernel(storage.clone(), offset),
                     _ => Cell::Copy,
                 }
             }
@@ -319,4 +340,5 @@ enum Cell {
     Zero,
     Copy,
     Share(Arc<dyn Storage>, HostOffset),
+    InKernel(Arc<dyn Storage>, HostOffset),
 }

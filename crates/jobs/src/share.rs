@@ -51,7 +51,20 @@ pub(crate) fn share(
     offset: HostOffset,
 ) -> Result<Shared> {
     // Others may be at work on this disk: no reservation waits for another.
-    share_up_to(1, target, &[guest], from, offset)
+    share_up_to(1, CopyMethod::Reflink, target, &[guest], from, offset)
+}
+
+/// Has the kernel copy what [`share`] would share.
+///
+/// # Errors
+/// As [`share`].
+pub(crate) fn copy_in_kernel(
+    target: &Disk,
+    guest: Range<u64>,
+    from: &dyn Storage,
+    offset: HostOffset,
+) -> Result<Shared> {
+    share_up_to(1, CopyMethod::CopyFileRange, target, &[guest], from, offset)
 }
 
 /// Makes consecutive blocks of `from`, from `offset` on, the target's bytes in ranges of the guest
@@ -67,11 +80,12 @@ pub(crate) fn share_all(
     from: &dyn Storage,
     offset: HostOffset,
 ) -> Result<Shared> {
-    share_up_to(BATCH_SPACES_MAX, target, parts, from, offset)
+    share_up_to(BATCH_SPACES_MAX, CopyMethod::Reflink, target, parts, from, offset)
 }
 
 fn share_up_to(
     most: usize,
+    method: CopyMethod,
     target: &Disk,
     parts: &[Range<u64>],
     from: &dyn Storage,
@@ -79,7 +93,7 @@ fn share_up_to(
 ) -> Result<Shared> {
     // What is shared would be read as ciphertext.
     let mut shared = Shared { refused: target.encryption(0).is_some(), ..Shared::default() };
-    let mut batch = Batch { most, ..Batch::new(target, from) };
+    let mut batch = Batch { most, method, ..Batch::new(target, from) };
     for part in parts {
         let mut at = part.start;
         while at < part.end && !shared.refused {
@@ -103,6 +117,8 @@ struct Batch<'t> {
     from: &'t dyn Storage,
     /// How many spaces may wait.
     most: usize,
+    /// Whether blocks are shared or copied.
+    method: CopyMethod,
     spaces: Vec<(Reservation<'t>, Range<u64>)>,
     /// The target's file, and where the first space is in it.
     file: FileIndex,
@@ -116,8 +132,9 @@ struct Batch<'t> {
 impl<'t> Batch<'t> {
     fn new(target: &'t Disk, from: &'t dyn Storage) -> Self {
         let (host, offset) = (HostOffset(0), HostOffset(0));
-        let (most, spaces, file, len) = (1, Vec::new(), FileIndex::default(), 0);
-        Self { target, from, most, spaces, file, host, offset, len }
+        let (most, method) = (1, CopyMethod::Reflink);
+        let (spaces, file, len) = (Vec::new(), FileIndex::default(), 0);
+        Self { target, from, most, method, spaces, file, host, offset, len }
     }
 
     /// Adds the first part of a range, as far as it is alike, with the blocks at `offset` for it.
@@ -188,7 +205,7 @@ impl<'t> Batch<'t> {
                 return Ok(run);
             }
         };
-        let got = top.file(file).copy_from(host, self.from, offset, run, CopyMethod::Reflink)?;
+        let got = top.file(file).copy_from(host, self.from, offset, run, self.method)?;
         shared.refused = got == 0;
         shared.bytes += got;
         Ok(got)
@@ -204,7 +221,7 @@ impl<'t> Batch<'t> {
         }
         let _guard = self.target.enter();
         let to = self.target.top().file(self.file);
-        let got = to.copy_from(self.host, self.from, self.offset, len, CopyMethod::Reflink)?;
+        let got = to.copy_from(self.host, self.from, self.offset, len, self.method)?;
         if got < len {
             shared.refused = true;
             spaces.iter().for_each(|(_, guest)| shared.leave(guest.clone()));

@@ -29,6 +29,11 @@ impl Scratch {
         Self { dir: tempfile::tempdir().unwrap() }
     }
 
+    /// In a folder of a certain file system.
+    pub fn new_in(parent: &str) -> Self {
+        Self { dir: tempfile::tempdir_in(parent).unwrap() }
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }

@@ -53,6 +53,7 @@ fn move_all(source: &Source, target: &Disk, grid: u64) -> vdkit_block::Result<Mo
         chunk: 1 << 20,
         share: Some(4096),
         share_max: 256 << 20,
+        in_kernel: false,
         zero_max: u64::MAX,
         layers: usize::MAX,
         skip_absent: false,
