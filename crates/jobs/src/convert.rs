@@ -135,7 +135,9 @@ pub fn convert(
         Some(broken) => bitmaps_to_copy(source, disk, broken, monitor)?,
         None => Vec::new(),
     };
-    let plan = plan_options(compress.is_some(), disk, layers);
+    let mut plan = plan_options(compress.is_some(), disk, layers);
+    // Bytes that are looked at have to be read.
+    plan.in_kernel &= options.detect_zeroes.is_none();
     let moving = MoveOptions {
         threads,
         detect_zeroes: options.detect_zeroes.map(|step| step as usize),
@@ -250,10 +252,7 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
         chunk: CHUNK_BYTES.max(cluster),
         share: shares.then_some(block),
         share_max: SHARE_BYTES_MAX.max(cluster),
-        // Bytes that are looked at have to be read. (On local file systems the two take the same
-        // time; see ARCHITECTURE.md.)
-        in_kernel: options.detect_zeroes.is_none()
-            && options.compress.is_none()
+        in_kernel: !compressed
             && !encrypted
             && target.is_some_and(|t| !t.top().storage().caps().sequential),
         zero_max: target.map_or(u64::MAX, zero_max),
