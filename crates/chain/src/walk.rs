@@ -71,7 +71,7 @@ impl Identity {
 /// Where the next image's name comes from.
 #[derive(Debug)]
 enum Next {
-    User { path: PathBuf, format: Option<String> },
+    User { path: PathBuf, format: Option<String>, expected: Option<String> },
     Metadata { namer: Namer, backing: BackingRef },
     End,
 }
@@ -90,7 +90,8 @@ pub(crate) struct Walk<'a> {
 
 impl<'a> Walk<'a> {
     pub(crate) fn new(registry: &'a Registry, path: &Path, options: &'a OpenOptions) -> Self {
-        let next = Next::User { path: path.to_owned(), format: options.format.clone() };
+        let next =
+            Next::User { path: path.to_owned(), format: options.format.clone(), expected: None };
         Self { registry, options, next, depth: 0, also_written: None, seen: Vec::new() }
     }
 
@@ -104,10 +105,11 @@ impl<'a> Walk<'a> {
         let top = self.depth == 0;
         let writable = (top && self.options.writable) || self.also_written == Some(self.depth);
         let file_options = self.file_options(writable);
-        let mut expected = None;
+        let (mut expected, mut wanted) = (None, None);
         let (path, storage, format, namer) = match std::mem::replace(&mut self.next, Next::End) {
             Next::End => return Ok(None),
-            Next::User { path, format } => {
+            Next::User { path, format, expected } => {
+                wanted = expected;
                 self.check_depth(&path.display().to_string())?;
                 let storage = FileStorage::open(&path, &file_options)?;
                 let namer = Namer::of_user_path(&path);
@@ -134,26 +136,36 @@ impl<'a> Walk<'a> {
             }
         };
         let info = driver.describe(&storage, &self.options.limits)?;
+        check_parent_of_nameless(&path, wanted, &info)?;
         if let Some((overlay, backing)) = expected {
             check_identity(&overlay, backing, &path, &info)?;
         }
-        self.next = self.after(&info, &namer);
+        self.next = self.after(&info, &namer)?;
         self.depth += 1;
         Ok(Some(Found { path, storage, driver, probed, fallback, info, namer }))
     }
 
     /// What stands beneath an image.
-    fn after(&self, info: &ImageInfo, namer: &Namer) -> Next {
-        let metadata = || match info.backing() {
-            Some(backing) => Next::Metadata { namer: namer.clone(), backing },
-            None => Next::End,
+    fn after(&self, info: &ImageInfo, namer: &Namer) -> Result<Next> {
+        let metadata = || match (info.backing(), &info.backing_identity) {
+            (Some(backing), _) => Ok(Next::Metadata { namer: namer.clone(), backing }),
+            // What it does not hold must not read as zero.
+            (None, Some(identity)) => Err(Error::unsupported(
+                namer.name(),
+                format!("stands on the disk {identity} and names no file for it"),
+                format!("{} has no place for a name: give the file with --parent", info.format),
+            )),
+            (None, None) => Ok(Next::End),
         };
         match &self.options.backing {
             _ if self.depth > 0 => metadata(),
             BackingChoice::Follow => metadata(),
-            BackingChoice::Ignore => Next::End,
+            BackingChoice::Ignore => Ok(Next::End),
             BackingChoice::Override { path, format } => {
-                Next::User { path: path.clone(), format: format.clone() }
+                // An image that names a file may be put on another one; where it has nothing but an
+                // identity, that one is meant.
+                let expected = info.backing_identity.clone().filter(|_| info.backing().is_none());
+                Ok(Next::User { path: path.clone(), format: format.clone(), expected })
             }
         }
     }
@@ -248,6 +260,23 @@ impl<'a> Walk<'a> {
                 format!("known: {}", self.registry.names()),
             )
         })
+    }
+}
+
+/// Refuses an image that the user gave for one that names nothing but an identity, and that has
+/// another one.
+fn check_parent_of_nameless(
+    path: &Path,
+    expected: Option<String>,
+    found: &ImageInfo,
+) -> Result<()> {
+    match (expected, &found.identity) {
+        (Some(expected), Some(found)) if expected != *found => Err(Error::Invalid(format!(
+            "{}: is the disk {found}, and {expected} is wanted: it was changed since, or another \
+             file is the right one",
+            path.display()
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::{CacheMode, OpenOptions, RefPolicy, parse_size};
+use vdkit::{BackingChoice, CacheMode, OpenOptions, RefPolicy, parse_size};
 
 use crate::progress::{ProgressMode, Reporter};
 
@@ -101,6 +101,26 @@ pub struct SnapshotOption {
     /// Read what this snapshot inside the image holds (an id or a name)
     #[arg(long, value_name = "SNAPSHOT")]
     pub snapshot: Option<String>,
+}
+
+/// What an image stands on.
+#[derive(Args, Clone, Debug, Default)]
+pub struct ParentOption {
+    /// Take FILE for what the image stands on, instead of what it names
+    ///
+    /// For images that name no file (VDI), or the wrong one. FILE's own parent is what it names.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub parent: Option<PathBuf>,
+}
+
+impl ParentOption {
+    /// What is done about the image's own word on it.
+    pub fn choice(&self) -> BackingChoice {
+        match &self.parent {
+            None => BackingChoice::Follow,
+            Some(path) => BackingChoice::Override { path: path.clone(), format: None },
+        }
+    }
 }
 
 /// What is promised about bytes.

@@ -81,6 +81,57 @@ fn bytes_that_nobody_looks_at_are_copied_by_the_kernel() {
 }
 
 #[test]
+fn vdi_images_go_both_ways() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 5 << 20);
+    for (source, target) in
+        [("disk.raw", "a.vdi"), ("a.vdi", "b.raw"), ("a.vdi", "c.qcow2"), ("c.qcow2", "d.vdi")]
+    {
+        scratch.ok(&["convert", "--verify", source, target]);
+        same(&scratch, "disk.raw", target);
+    }
+    scratch.ok(&["convert", "--verify", "-o", "static=on", "disk.raw", "e.vdi"]);
+    same(&scratch, "disk.raw", "e.vdi");
+    for image in ["a.vdi", "d.vdi", "e.vdi"] {
+        peer(&scratch.path(""), "qemu-img", &["check", "-q", image]);
+        scratch.ok(&["check", image]);
+    }
+    let backed = ["create", "f.vdi", "5M", "--backing", "disk.raw", "--backing-format", "raw"];
+    scratch.fails(1, "VDI image with a backing file", &backed);
+}
+
+/// A differencing VDI says whose child it is and not where that is.
+#[test]
+fn a_parent_that_no_name_tells_is_given_by_the_user() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.vdi", "3M"]);
+    scratch.ok(&["write", "base.vdi", "0", "3M", "--pattern", "0x11"]);
+    scratch.ok(&["create", "diff.vdi", "3M"]);
+    scratch.ok(&["write", "diff.vdi", "1M", "1M", "--pattern", "0x22"]);
+    let (base, path) = (std::fs::read(scratch.path("base.vdi")).unwrap(), scratch.path("diff.vdi"));
+    let mut diff = std::fs::read(&path).unwrap();
+    diff[76] = 4;
+    diff[0x1a8..0x1c8].copy_from_slice(&base[0x188..0x1a8]);
+    std::fs::write(&path, &diff).unwrap();
+
+    let answer = scratch.fails(1, "names no file", &["convert", "diff.vdi", "x.raw"]);
+    assert!(answer.stderr.contains("--parent"), "{answer:?}");
+    scratch.ok(&["info", "diff.vdi"]);
+    scratch.ok(&["convert", "--parent", "base.vdi", "diff.vdi", "x.raw"]);
+    let disk = std::fs::read(scratch.path("x.raw")).unwrap();
+    let wanted = [[0x11; 1 << 20], [0x22; 1 << 20], [0x11; 1 << 20]].concat();
+    assert!(disk == wanted, "other bytes");
+    let hex = scratch.ok(&["read", "--hex", "--parent", "base.vdi", "diff.vdi", "2M", "4"]).stdout;
+    assert!(hex.contains("11 11 11 11"), "{hex}");
+    scratch.ok(&["map", "--parent", "base.vdi", "diff.vdi"]);
+
+    // A parent that changed since is not taken.
+    scratch.ok(&["write", "base.vdi", "0", "512", "--pattern", "0x33"]);
+    let words = "is wanted";
+    scratch.fails(2, words, &["convert", "--parent", "base.vdi", "diff.vdi", "y.raw"]);
+}
+
+#[test]
 fn options_and_compression_are_handed_on() {
     let scratch = Scratch::new();
     content(&scratch, "disk.raw", 4 << 20);

@@ -7,8 +7,8 @@ use serde_json::Value;
 /// The house from the ground up: a crate may import what stands before it.
 const LAYERS: &[&[&str]] = &[
     &["vdkit-block"],
-    &["vdkit-luks"],
-    &["vdkit-storage", "vdkit-raw", "vdkit-qcow2"],
+    &["vdkit-luks", "vdkit-blockmap"],
+    &["vdkit-storage", "vdkit-raw", "vdkit-qcow2", "vdkit-vdi"],
     &["vdkit-chain"],
     &["vdkit-jobs", "vdkit-export"],
     &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"],
@@ -17,9 +17,9 @@ const LAYERS: &[&[&str]] = &[
 ];
 
 /// Formats know storages only as the trait that they are handed, so each imports block alone, but
-/// for the encryption that is inside of others too.
-const FORMATS: &[&str] = &["vdkit-raw", "vdkit-qcow2", "vdkit-luks"];
-const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-luks"];
+/// for the encryption that is inside of others too, and what formats of tables of blocks share.
+const FORMATS: &[&str] = &["vdkit-raw", "vdkit-qcow2", "vdkit-luks", "vdkit-vdi"];
+const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-luks", "vdkit-blockmap"];
 
 /// Kept for tests; anybody may have it as a dev-dependency, nobody otherwise.
 const TESTKIT: &str = "vdkit-testkit";

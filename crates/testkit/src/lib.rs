@@ -8,6 +8,7 @@
 //! - [`fuzz`] is what the fuzz targets run.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
 //! - [`guest`] boots a small Linux with given disks.
+//! - [`trials`] are what every writable format must stand.
 //! - [`disks`] makes a disk over such a storage.
 //! - `nbd` (a feature) serves one, and is a client that says what no other would.
 //! - [`Killed`] is a process that does not outlive its test.
@@ -31,6 +32,7 @@ mod peers;
 pub mod qemu;
 mod rng;
 mod sharing;
+pub mod trials;
 
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashImage, CrashStorage};

@@ -30,6 +30,11 @@ fn qcow2_open_read() {
 }
 
 #[test]
+fn format_open() {
+    replay("format_open", fuzz::format_open);
+}
+
+#[test]
 fn luks_open() {
     replay("luks_open", fuzz::luks_open);
 }
@@ -37,6 +42,33 @@ fn luks_open() {
 #[test]
 fn qcow2_ops() {
     replay("qcow2_ops", fuzz::qcow2_ops);
+}
+
+/// Inputs of the corpus with a few bytes changed; `VDKIT_FUZZ_SEEDS` asks for more of them.
+#[test]
+fn format_open_near_the_corpus() {
+    let seeds = std::env::var("VDKIT_FUZZ_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(40);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/format_open");
+    let mut failed = Vec::new();
+    for entry in fs::read_dir(&folder).unwrap() {
+        let path = entry.unwrap().path();
+        let sound = fs::read(&path).unwrap();
+        for seed in 1..=seeds {
+            let mut rng = vdkit_testkit::Rng::new(seed);
+            let mut input = sound.clone();
+            for _ in 0..1 + rng.below(6) {
+                // Headers are at the start and the end.
+                let span = [600, 600, 2100, input.len() as u64][rng.below(4) as usize];
+                let at = rng.below(span.min(input.len() as u64)) as usize;
+                let at = if rng.chance(1, 4) { input.len() - 1 - at } else { at };
+                input[at] = [0, 1, 0x7f, 0x80, 0xff, rng.below(256) as u8][rng.below(6) as usize];
+            }
+            if catch_unwind(|| fuzz::format_open(&input)).is_err() {
+                failed.push((path.clone(), seed));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "failed: {failed:?}");
 }
 
 /// Random operations, other ones for each seed; `VDKIT_FUZZ_SEEDS` asks for more of them.

@@ -5,9 +5,10 @@ use vdkit_chain::Registry;
 use vdkit_luks::LuksDriver;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
+use vdkit_vdi::VdiDriver;
 
 /// Every format that this build knows.
-pub static FORMATS: &[&dyn FormatDriver] = &[&RawDriver, &Qcow2Driver, &LuksDriver];
+pub static FORMATS: &[&dyn FormatDriver] = &[&RawDriver, &Qcow2Driver, &LuksDriver, &VdiDriver];
 
 /// A registry of every format.
 pub fn registry() -> Registry {

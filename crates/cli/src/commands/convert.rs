@@ -14,7 +14,9 @@ use vdkit::{
 };
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, cache_mode, size};
+use crate::arguments::{
+    Force, FormatOptions, Json, ParentOption, ProgressOption, References, cache_mode, size,
+};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::keys::{Keys, TargetKey, key_of_new};
@@ -90,6 +92,8 @@ pub struct ConvertArgs {
     /// Convert what this snapshot inside the source holds (an id or a name)
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
+    #[command(flatten)]
+    parent: ParentOption,
     /// Copy the source's dirty bitmaps too
     #[arg(long, conflicts_with = "snapshot")]
     bitmaps: bool,
@@ -193,6 +197,9 @@ impl Run for ConvertArgs {
         if self.snapshot.is_some() && sources.len() > 1 {
             return Err(Failure::usage("--snapshot is for one source: convert each by itself"));
         }
+        if self.parent.parent.is_some() && sources.len() > 1 {
+            return Err(Failure::usage("--parent is for one source: convert each by itself"));
+        }
         let mut disks = Vec::with_capacity(sources.len());
         for path in sources {
             disks.push(Disk::open(&registry, path, &self.source_options())?);
@@ -246,6 +253,7 @@ impl ConvertArgs {
             refs: self.references.policy(),
             lock: !self.force_share,
             snapshot: self.snapshot.clone(),
+            backing: self.parent.choice(),
             cache: self.src_cache.unwrap_or_default(),
             ..OpenOptions::read_only()
         })

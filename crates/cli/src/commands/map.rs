@@ -7,7 +7,7 @@ use vdkit::jobs::{self, MapRow};
 use vdkit::{Disk, OpenOptions};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Json, Opening, SnapshotOption, size};
+use crate::arguments::{Json, Opening, ParentOption, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::keys::Keys;
 use crate::output::Output;
@@ -50,6 +50,8 @@ pub struct MapArgs {
     #[command(flatten)]
     snapshot: SnapshotOption,
     #[command(flatten)]
+    parent: ParentOption,
+    #[command(flatten)]
     opening: Opening,
     #[command(flatten)]
     keys: Keys,
@@ -63,6 +65,7 @@ impl Run for MapArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let options = OpenOptions {
             snapshot: self.snapshot.snapshot.clone(),
+            backing: self.parent.choice(),
             ..self.keys.apply(self.opening.options())
         };
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;

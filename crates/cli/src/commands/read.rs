@@ -6,7 +6,7 @@ use clap::{Args, ValueHint};
 use vdkit::{Disk, GuestOffset, OpenOptions};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{CacheOption, Opening, SnapshotOption, size};
+use crate::arguments::{CacheOption, Opening, ParentOption, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::hex::HexDump;
 use crate::keys::Keys;
@@ -52,6 +52,8 @@ pub struct ReadArgs {
     #[command(flatten)]
     snapshot: SnapshotOption,
     #[command(flatten)]
+    parent: ParentOption,
+    #[command(flatten)]
     opening: Opening,
     #[command(flatten)]
     keys: Keys,
@@ -63,6 +65,7 @@ impl Run for ReadArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let options = OpenOptions {
             snapshot: self.snapshot.snapshot.clone(),
+            backing: self.parent.choice(),
             ..self.keys.apply(self.opening.options()).cache(self.cache.mode())
         };
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;

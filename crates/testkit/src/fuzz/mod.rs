@@ -3,12 +3,14 @@
 //!
 //! A function here panics where the code under test breaks a promise, and only then.
 
+mod formats;
 mod hostile;
 mod luks;
 #[cfg(feature = "nbd")]
 mod nbd;
 mod operations;
 
+pub use formats::format_open;
 pub use hostile::qcow2_open_read;
 pub use luks::luks_open;
 #[cfg(feature = "nbd")]

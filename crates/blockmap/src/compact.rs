@@ -1,0 +1,296 @@
+//! Closing gaps between blocks, and dropping blocks of zeroes.
+
+use vdkit_block::{
+    CompactOptions, CompactReport, Error, HostOffset, Limits, Monitor, Result, Storage, ZeroMode,
+    is_zero, punch_zeroes,
+};
+
+use crate::geometry::{Geometry, HOLE, Slot};
+use crate::image::Envelope;
+use crate::table::{walk, write_entries};
+
+/// Bytes of one read.
+const PIECE_BYTES: u64 = 1 << 20;
+/// So many blocks are copied between two syncs.
+const MOVES_MAX: usize = 16;
+
+/// Where a block is, and whose it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Placed {
+    pub(crate) start: u64,
+    pub(crate) index: u64,
+}
+
+/// What closing gaps came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Closed {
+    /// Where blocks end now.
+    pub end: u64,
+    /// Blocks that were moved.
+    pub moved: u64,
+}
+
+/// All blocks that the table names, sorted by their place.
+///
+/// # Errors
+/// [`Error::Limit`] for more than memory may be used for; those of the storage.
+pub(crate) fn placed(
+    storage: &dyn Storage,
+    geometry: &Geometry,
+    bytes_max: u64,
+) -> Result<Vec<Placed>> {
+    let mut blocks: Vec<Placed> = Vec::new();
+    walk(storage, geometry, |first, words| {
+        for (n, word) in words.iter().enumerate() {
+            if let Slot::At(start) = geometry.slot(*word) {
+                blocks.push(Placed { start, index: first + n as u64 });
+            }
+        }
+        let found = (blocks.len() * size_of::<Placed>()) as u64;
+        if found > bytes_max {
+            let (file, what) = (storage.name().to_owned(), "memory for the list of blocks");
+            return Err(Error::Limit { file, what, found, limit: bytes_max });
+        }
+        Ok(false)
+    })?;
+    blocks.sort_unstable();
+    Ok(blocks)
+}
+
+/// Moves blocks from the end of the file into gaps between others. A crash at any moment leaves each
+/// block where it was or where it went. The file keeps its length.
+///
+/// # Errors
+/// [`Error::Corrupt`] where blocks overlap or lie outside of the file; those of the storage.
+pub fn close_gaps(
+    storage: &dyn Storage,
+    geometry: &Geometry,
+    monitor: Option<&Monitor<'_>>,
+) -> Result<Closed> {
+    let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
+    judge_places(storage, geometry, &blocks)?;
+    let stride = geometry.stride();
+    let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
+    let mut closed = Closed { end: geometry.first_block, moved: 0 };
+    let (mut next, mut rest) = (0, blocks.len());
+    while next < rest {
+        closed.end = geometry.place(closed.end);
+        if blocks[next].start.saturating_sub(closed.end) < stride {
+            closed.end = blocks[next].start + stride;
+            next += 1;
+            continue;
+        }
+        if let Some(monitor) = monitor {
+            monitor.cancel.check()?;
+            monitor.progress.update(next as u64, rest as u64);
+        }
+        rest -= 1;
+        mover.copy(blocks[rest], closed.end)?;
+        closed.end += stride;
+        closed.moved += 1;
+    }
+    mover.show()?;
+    Ok(closed)
+}
+
+fn judge_places(storage: &dyn Storage, geometry: &Geometry, blocks: &[Placed]) -> Result<()> {
+    let host_bytes = storage.len()?;
+    for block in blocks {
+        geometry.judge(storage.name(), block.index, block.start, host_bytes)?;
+    }
+    let stride = geometry.stride();
+    match blocks.array_windows().find(|[a, b]| b.start - a.start < stride) {
+        None => Ok(()),
+        Some([a, b]) => Err(Error::corrupt(
+            storage.name(),
+            geometry.entry_at(b.index),
+            "block table entry",
+            format!("a block at {:#x}, in that of entry {}", b.start, a.index),
+            "a block of its own; run: vdkit check --repair all",
+        )),
+    }
+}
+
+/// Moves blocks that begin below `below` to `end` and what follows it, and says where blocks end then:
+/// for a table that needs their places. As crash-safe as [`close_gaps`].
+///
+/// # Errors
+/// As [`close_gaps`].
+pub fn move_away(storage: &dyn Storage, geometry: &Geometry, below: u64, end: u64) -> Result<u64> {
+    let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
+    judge_places(storage, geometry, &blocks)?;
+    let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
+    let mut end = end;
+    for block in blocks.into_iter().take_while(|block| block.start < below) {
+        end = geometry.place(end);
+        mover.copy(block, end)?;
+        end += geometry.stride();
+    }
+    mover.show()?;
+    Ok(end)
+}
+
+/// How many blocks begin below an offset.
+///
+/// # Errors
+/// Those of the storage.
+pub fn blocks_below(storage: &dyn Storage, geometry: &Geometry, below: u64) -> Result<u64> {
+    let mut count = 0;
+    walk(storage, geometry, |_, words| {
+        let starts = words.iter().map(|word| geometry.slot(*word));
+        count += starts.filter(|slot| matches!(slot, Slot::At(at) if *at < below)).count() as u64;
+        Ok(false)
+    })?;
+    Ok(count)
+}
+
+/// Copies blocks and changes their entries, in the order that a crash may interrupt.
+pub(crate) struct Mover<'a> {
+    pub(crate) storage: &'a dyn Storage,
+    pub(crate) geometry: &'a Geometry,
+    /// Copies that no entry shows yet: entry and new place.
+    pub(crate) copied: Vec<(u64, u64)>,
+    pub(crate) buf: Vec<u8>,
+}
+
+impl Mover<'_> {
+    /// Copies a block to a free place.
+    pub(crate) fn copy(&mut self, from: Placed, to: u64) -> Result<()> {
+        let stride = self.geometry.stride();
+        self.buf.resize(PIECE_BYTES.min(stride) as usize, 0);
+        let mut done = 0;
+        while done < stride {
+            let piece = &mut self.buf[..PIECE_BYTES.min(stride - done) as usize];
+            self.storage.read_padded(piece, HostOffset(from.start + done))?;
+            let (at, len) = (HostOffset(to + done), piece.len() as u64);
+            if is_zero(piece) {
+                self.storage.write_zeroes(at, len, ZeroMode::MayUnmap)?;
+            } else {
+                self.storage.write_at(piece, at)?;
+            }
+            done += len;
+        }
+        self.copied.push((from.index, to));
+        if self.copied.len() >= MOVES_MAX { self.show() } else { Ok(()) }
+    }
+
+    /// Changes the entries of what was copied. Afterwards the old places are free.
+    pub(crate) fn show(&mut self) -> Result<()> {
+        if self.copied.is_empty() {
+            return Ok(());
+        }
+        self.storage.sync()?;
+        for (index, start) in self.copied.drain(..) {
+            let word = self.geometry.word(start).ok_or_else(|| {
+                Error::Invalid(format!("{}: no block can be at {start:#x}", self.storage.name()))
+            })?;
+            write_entries(self.storage, self.geometry, index, &[word])?;
+        }
+        // Before anything may be written to the old places.
+        self.storage.sync()
+    }
+}
+
+/// Makes an image smaller where it lies. See [`vdkit_block::FormatDriver::compact`].
+///
+/// # Errors
+/// As [`close_gaps`]; [`Error::Interrupted`].
+pub fn compact(
+    storage: &dyn Storage,
+    envelope: &dyn Envelope,
+    geometry: &Geometry,
+    options: CompactOptions,
+    monitor: &Monitor<'_>,
+) -> Result<CompactReport> {
+    let mut report = CompactReport {
+        length_before: storage.len()?,
+        allocated_before: storage.allocated_bytes()?,
+        ..CompactReport::default()
+    };
+    if envelope.all_allocated() {
+        // Every block has its place for good; blocks of zeroes become holes.
+        report.punched_bytes = if options.zero_scan { punch_zeroes(storage, monitor)? } else { 0 };
+    } else {
+        let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
+        judge_places(storage, geometry, &blocks)?;
+        drop(blocks);
+        report.zero_clusters = drop_zeroes(storage, geometry, options, monitor)?;
+        let closed = close_gaps(storage, geometry, Some(monitor))?;
+        report.moved_clusters = closed.moved;
+        envelope.before_map(storage, geometry, closed.end)?;
+        storage.sync()?;
+        envelope.finish(storage, geometry, closed.end)?;
+        storage.sync()?;
+    }
+    report.length_after = storage.len()?;
+    report.allocated_after = storage.allocated_bytes()?;
+    Ok(report)
+}
+
+/// Takes the entries of blocks of zeroes away; durable when it returns. Holes of the file are zeroes
+/// that need not be read.
+fn drop_zeroes(
+    storage: &dyn Storage,
+    geometry: &Geometry,
+    options: CompactOptions,
+    monitor: &Monitor<'_>,
+) -> Result<u64> {
+    let mut buf = vec![0; PIECE_BYTES.min(geometry.block_bytes) as usize];
+    let holes = storage.may_have_holes()?;
+    let mut dropped = 0;
+    let all = geometry.entries;
+    walk(storage, geometry, |first, words| {
+        let before = dropped;
+        for (n, word) in words.iter_mut().enumerate() {
+            let Slot::At(start) = geometry.slot(*word) else { continue };
+            monitor.cancel.check()?;
+            monitor.progress.update(first + n as u64, all);
+            let data = start + geometry.skip;
+            if reads_zero(storage, data, geometry.block_bytes, options, holes, &mut buf)? {
+                // Where something may lie beneath, only the mark says zero.
+                *word = geometry.zero.unwrap_or(HOLE);
+                dropped += 1;
+            }
+        }
+        Ok(dropped > before)
+    })?;
+    if dropped > 0 {
+        // Before their places are used again.
+        storage.sync()?;
+    }
+    Ok(dropped)
+}
+
+fn reads_zero(
+    storage: &dyn Storage,
+    at: u64,
+    len: u64,
+    options: CompactOptions,
+    holes: bool,
+    buf: &mut [u8],
+) -> Result<bool> {
+    let mut done = 0;
+    while done < len {
+        let offset = HostOffset(at + done);
+        let run = if holes {
+            storage.extent_at(offset, len - done)?
+        } else {
+            vdkit_block::StorageExtent { data: true, len: len - done }
+        };
+        if !run.data {
+            done += run.len;
+            continue;
+        }
+        if !options.zero_scan {
+            return Ok(false);
+        }
+        let step = run.len.min(buf.len() as u64);
+        let piece = &mut buf[..step as usize];
+        storage.read_padded(piece, offset)?;
+        if !is_zero(piece) {
+            return Ok(false);
+        }
+        done += step;
+    }
+    Ok(true)
+}

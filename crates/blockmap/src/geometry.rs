@@ -1,0 +1,157 @@
+//! Where the table is, and what an entry of it means.
+
+use vdkit_block::{Error, Result};
+
+/// The table's entry for a block that is not there.
+pub(crate) const HOLE: u32 = u32::MAX;
+
+/// How numbers of the table are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ByteOrder {
+    /// Least significant byte first.
+    Little,
+    /// Most significant byte first.
+    Big,
+}
+
+impl ByteOrder {
+    /// An entry from its bytes.
+    pub fn read(self, bytes: [u8; 4]) -> u32 {
+        match self {
+            Self::Little => u32::from_le_bytes(bytes),
+            Self::Big => u32::from_be_bytes(bytes),
+        }
+    }
+
+    /// An entry's bytes.
+    pub fn bytes(self, word: u32) -> [u8; 4] {
+        match self {
+            Self::Little => word.to_le_bytes(),
+            Self::Big => word.to_be_bytes(),
+        }
+    }
+}
+
+/// What an entry says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// The block is not in this image.
+    Hole,
+    /// The block reads as zero.
+    Zero,
+    /// The host block begins at this offset.
+    At(u64),
+}
+
+/// The table and the blocks of an image. All offsets and lengths in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// How the table's entries are stored.
+    pub order: ByteOrder,
+    /// Host offset of the table.
+    pub table_at: u64,
+    /// Entries of the table.
+    pub entries: u64,
+    /// The host offset that entry 0 stands for.
+    pub base: u64,
+    /// The step of an entry: entry *n* stands for `base + n * unit`.
+    pub unit: u64,
+    /// Bytes of a host block before the guest's: VHD's sector bitmap.
+    pub skip: u64,
+    /// Guest bytes of a block, a power of two.
+    pub block_bytes: u64,
+    /// No host block begins below this offset.
+    pub floor: u64,
+    /// Where the first host block begins in a file that wastes nothing.
+    pub first_block: u64,
+    /// The entry of a block that reads as zero, where the format has one.
+    pub zero: Option<u32>,
+}
+
+impl Geometry {
+    /// Bytes of a host block.
+    pub fn stride(&self) -> u64 {
+        self.skip + self.block_bytes
+    }
+
+    /// Bytes of the table.
+    pub fn table_bytes(&self) -> u64 {
+        self.entries * 4
+    }
+
+    /// Where the table ends.
+    pub fn table_end(&self) -> u64 {
+        self.table_at + self.table_bytes()
+    }
+
+    /// The first place for a block from `start` on (itself one) that is not in the table's way.
+    pub fn place(&self, start: u64) -> u64 {
+        if start >= self.table_end() || start + self.stride() <= self.table_at {
+            return start;
+        }
+        let steps = self.table_end().saturating_sub(self.base).div_ceil(self.unit);
+        self.base + steps * self.unit
+    }
+
+    /// Where a file ends whose blocks end at `end`.
+    pub fn file_end(&self, end: u64) -> u64 {
+        end.max(self.table_end())
+    }
+
+    /// What an entry says. The offset is not judged.
+    pub fn slot(&self, word: u32) -> Slot {
+        match word {
+            HOLE => Slot::Hole,
+            _ if Some(word) == self.zero => Slot::Zero,
+            // At most 2^32 steps of 2^31 bytes from a base below 2^33.
+            _ => Slot::At(self.base + u64::from(word) * self.unit),
+        }
+    }
+
+    /// The entry of a host block that begins at this offset; nothing where the format has none for
+    /// it.
+    pub fn word(&self, start: u64) -> Option<u32> {
+        let steps = start.checked_sub(self.base)?;
+        if !steps.is_multiple_of(self.unit) {
+            return None;
+        }
+        let word = u32::try_from(steps / self.unit).ok()?;
+        (word != HOLE && Some(word) != self.zero).then_some(word)
+    }
+
+    /// Host offset of a table entry.
+    pub fn entry_at(&self, index: u64) -> u64 {
+        self.table_at + index * 4
+    }
+
+    /// Why a host block cannot be where an entry says, in a file of `host_bytes`.
+    pub fn fault(&self, start: u64, host_bytes: u64) -> Option<&'static str> {
+        let table = self.table_at..self.table_end();
+        if start < self.floor {
+            Some("a block behind the headers")
+        } else if start < table.end && table.start < start + self.stride() {
+            Some("a block that does not reach into the table")
+        } else if start + self.skip >= host_bytes {
+            Some("a block within the file")
+        } else {
+            None
+        }
+    }
+
+    /// [`Geometry::fault`] as an error.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`].
+    pub fn judge(&self, file: &str, index: u64, start: u64, host_bytes: u64) -> Result<()> {
+        match self.fault(start, host_bytes) {
+            None => Ok(()),
+            Some(expected) => Err(Error::corrupt(
+                file,
+                self.entry_at(index),
+                "block table entry",
+                format!("a block at {start:#x} of a file of {host_bytes:#x} bytes"),
+                format!("{expected}; run: vdkit check --repair all"),
+            )),
+        }
+    }
+}

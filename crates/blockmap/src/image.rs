@@ -1,0 +1,509 @@
+//! An open image.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex, RwLock};
+use rustc_hash::FxHashMap;
+use vdkit_block::{
+    Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction,
+    Limits, MapCacheStats, Place, Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
+    is_aligned,
+};
+
+use crate::geometry::{Geometry, Slot};
+use crate::table::{Table, walk};
+
+/// How many entries one answer of the map looks at.
+const RUN_ENTRIES_MAX: usize = 1 << 16;
+
+/// What stands around the blocks and their table, and has to be kept right as blocks come and go.
+pub trait Envelope: Send + Sync + fmt::Debug + 'static {
+    /// The format's name.
+    fn name(&self) -> &'static str;
+
+    /// Bytes that stand behind the last block: VHD's footer.
+    fn tail_bytes(&self) -> u64 {
+        0
+    }
+
+    /// The file was made longer, so that blocks may reach to `end`: writes what stands behind them.
+    fn grown(&self, storage: &dyn Storage, end: u64) -> Result<()> {
+        let _ = (storage, end);
+        Ok(())
+    }
+
+    /// A new host block at `start` is about to be shown: writes what stands before its data.
+    fn new_block(&self, storage: &dyn Storage, start: u64) -> Result<()> {
+        let _ = (storage, start);
+        Ok(())
+    }
+
+    /// Data of the host block at `start`, which was there when the image was opened, are about to be
+    /// overwritten.
+    fn before_write(&self, storage: &dyn Storage, start: u64) -> Result<()> {
+        let _ = (storage, start);
+        Ok(())
+    }
+
+    /// Entries of blocks that end at `end` at the latest are about to be written: writes what must
+    /// be durable before them.
+    fn before_map(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()> {
+        let _ = (storage, geometry, end);
+        Ok(())
+    }
+
+    /// The image is closed: blocks end at `end`. Writes what tells so and cuts the file there.
+    fn finish(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()>;
+
+    /// The bytes that the disk has when it shall have `guest_bytes`: formats may round up.
+    ///
+    /// # Errors
+    /// What the format's limits are.
+    fn judge_size(&self, file: &str, guest_bytes: u64) -> Result<u64>;
+
+    /// Whether all blocks have their place in the file (VDI's static images).
+    fn all_allocated(&self) -> bool {
+        false
+    }
+
+    /// Makes room for a table of `entries` in the file, `end` being where blocks end, and copies the
+    /// table there if it moves; nothing refers to it yet. The new entries are made afterwards.
+    /// Answers what the image will be, and where its blocks end.
+    ///
+    /// # Errors
+    /// Where there is no room; those of the storage.
+    fn room_for(
+        &self,
+        storage: &dyn Storage,
+        geometry: &Geometry,
+        entries: u64,
+        end: u64,
+    ) -> Result<(Geometry, u64)>;
+
+    /// Writes the header for this table and size, with blocks that end at `end`, in one sector where
+    /// it can be, and makes it durable.
+    fn resized(
+        &self,
+        storage: &dyn Storage,
+        geometry: &Geometry,
+        guest_bytes: u64,
+        end: u64,
+    ) -> Result<()>;
+
+    /// The guest's bytes are about to change for the first time since the image was opened.
+    fn modified(&self, storage: &dyn Storage) -> Result<()> {
+        let _ = storage;
+        Ok(())
+    }
+}
+
+/// Host blocks that follow each other.
+#[derive(Clone, Copy, Debug)]
+pub struct NewBlocks {
+    /// Offset of the first one.
+    pub start: u64,
+    /// How many.
+    pub count: u64,
+    /// Nothing was written to their data yet: it reads as zero.
+    pub fresh: bool,
+}
+
+/// What an image is opened with.
+#[derive(Debug)]
+pub struct Opening {
+    /// The file.
+    pub storage: Arc<dyn Storage>,
+    /// For writing.
+    pub writable: bool,
+    /// What it may cost.
+    pub limits: Limits,
+    /// Table and blocks, judged.
+    pub geometry: Geometry,
+    /// Bytes of the guest disk.
+    pub guest_bytes: u64,
+    /// It stands on another image, and can only be read.
+    pub has_parent: bool,
+    /// What the user should know.
+    pub warnings: Vec<String>,
+}
+
+/// An image: the map, the allocator and the order of its metadata writes.
+///
+/// Locks, in the order in which they are taken: `flushing`, `state`, then the table's own.
+#[derive(Debug)]
+pub struct BlockImage<E> {
+    pub(crate) envelope: E,
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) writable: bool,
+    /// Changed by resizing only, when no request is in flight.
+    pub(crate) geometry: RwLock<Geometry>,
+    pub(crate) guest_bytes: AtomicU64,
+    /// Where the file ends, for judging entries.
+    pub(crate) host_bytes: AtomicU64,
+    pub(crate) table: Table,
+    in_flight: InFlight,
+    warnings: Vec<String>,
+    pub(crate) state: Mutex<State>,
+    /// A reservation ended.
+    pub(crate) ended: Condvar,
+    /// The number of the last flush request that is done.
+    pub(crate) flushing: Mutex<u64>,
+    pub(crate) flush_requests: AtomicU64,
+    pub(crate) dirty: AtomicBool,
+    /// The envelope was told that the guest's bytes change.
+    modified: AtomicBool,
+}
+
+/// What writers change, under one lock.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) pending: FxHashMap<Ticket, Pending>,
+    pub(crate) next_ticket: u64,
+    /// New blocks begin here.
+    pub(crate) frontier: u64,
+    /// Where published blocks end.
+    pub(crate) used_end: u64,
+    /// Blocks may reach to here without the file being made longer.
+    pub(crate) room_end: u64,
+    /// From here on the file was never written.
+    pub(crate) fresh_from: u64,
+    /// Bytes by which the file grows next time.
+    pub(crate) batch: u64,
+    /// Blocks below the frontier that were reserved and given back.
+    pub(crate) given_back: Vec<u64>,
+    /// The file's length or what stands in it has to be put right when it is closed.
+    pub(crate) unfinished: bool,
+}
+
+/// A reservation that is neither published nor released.
+#[derive(Clone, Debug)]
+pub(crate) struct Pending {
+    /// Numbers of guest blocks.
+    pub(crate) blocks: Range<u64>,
+    pub(crate) space: NewBlocks,
+}
+
+impl<E: Envelope> BlockImage<E> {
+    /// Takes a judged image. For writing it reads the whole table once.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`]; for writing also [`Error::Corrupt`] for an entry that points outside
+    /// of the file, and [`Error::Unsupported`] for an image that stands on another one.
+    pub fn open(envelope: E, opening: Opening) -> Result<Self> {
+        let Opening { storage, writable, limits, geometry, guest_bytes, .. } = opening;
+        if writable && !storage.caps().writable {
+            return Err(Error::ReadOnly { file: storage.name().to_owned() });
+        }
+        let host_bytes = storage.len()?;
+        let mut used_end = geometry.first_block;
+        if writable {
+            if opening.has_parent {
+                return Err(Error::unsupported(
+                    storage.name(),
+                    format!("writing to a {} image that stands on another one", envelope.name()),
+                    "make a qcow2 overlay over it: vdkit create --backing",
+                ));
+            }
+            used_end = end_of_blocks(&*storage, &geometry, host_bytes)?;
+        }
+        let room = host_bytes.saturating_sub(envelope.tail_bytes());
+        let state = State {
+            pending: FxHashMap::default(),
+            next_ticket: 0,
+            frontier: used_end,
+            used_end,
+            room_end: if storage.caps().growable { used_end } else { room },
+            fresh_from: if storage.caps().growable { host_bytes } else { u64::MAX },
+            batch: 0,
+            given_back: Vec::new(),
+            unfinished: false,
+        };
+        Ok(Self {
+            envelope,
+            writable,
+            geometry: RwLock::new(geometry),
+            guest_bytes: AtomicU64::new(guest_bytes),
+            host_bytes: AtomicU64::new(host_bytes),
+            table: Table::new(limits.cache_bytes),
+            in_flight: InFlight::default(),
+            warnings: opening.warnings,
+            state: Mutex::new(state),
+            ended: Condvar::new(),
+            flushing: Mutex::new(0),
+            flush_requests: AtomicU64::new(0),
+            dirty: AtomicBool::new(false),
+            modified: AtomicBool::new(false),
+            storage,
+        })
+    }
+
+    /// What stands around the blocks.
+    pub fn envelope(&self) -> &E {
+        &self.envelope
+    }
+
+    /// The table and blocks as they are now.
+    pub fn geometry(&self) -> Geometry {
+        *self.geometry.read()
+    }
+
+    pub(crate) fn guest_len(&self) -> u64 {
+        self.guest_bytes.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn need_writable(&self) -> Result<()> {
+        if self.writable {
+            return Ok(());
+        }
+        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+    }
+
+    pub(crate) fn in_range(&self, at: GuestOffset, len: u64, action: IoAction) -> Result<()> {
+        match at.0.checked_add(len) {
+            Some(end) if end <= self.guest_len() && len > 0 => Ok(()),
+            _ => Err(Error::io(
+                self.storage.name(),
+                action,
+                at.0,
+                len,
+                std::io::Error::other("the range is not on the disk"),
+            )),
+        }
+    }
+
+    /// Tells the envelope once that the guest's bytes change.
+    fn note_change(&self) -> Result<()> {
+        if self.modified.load(Ordering::Relaxed) || self.modified.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        self.dirty.store(true, Ordering::Release);
+        let done = self.envelope.modified(&*self.storage);
+        if done.is_err() {
+            self.modified.store(false, Ordering::Release);
+        }
+        done
+    }
+
+    /// The entry of a block.
+    ///
+    /// # Errors
+    /// Those of the storage.
+    pub(crate) fn word(&self, block: u64) -> Result<u32> {
+        loop {
+            if let Some(word) = self.table.look(block, |words| words[0]) {
+                return Ok(word);
+            }
+            self.table.load(block, &self.geometry(), &*self.storage)?;
+        }
+    }
+
+    /// The answer of the map from what is kept of the table.
+    fn run(&self, at: GuestOffset, len: u64) -> Option<Result<Extent>> {
+        let geometry = self.geometry();
+        let block_bytes = geometry.block_bytes;
+        let (block, within) = (at.0 / block_bytes, at.0 % block_bytes);
+        self.table.look(block, |words| {
+            let first = geometry.slot(words[0]);
+            let mut run = block_bytes - within;
+            for (n, word) in words.iter().enumerate().skip(1).take(RUN_ENTRIES_MAX) {
+                let follows = match (first, geometry.slot(*word)) {
+                    // A header before each block's data parts them.
+                    (Slot::At(start), Slot::At(next)) => {
+                        geometry.skip == 0 && next == start + n as u64 * geometry.stride()
+                    }
+                    (first, next) => first == next,
+                };
+                if !follows || run >= len {
+                    break;
+                }
+                run += block_bytes;
+            }
+            let len = run.min(len);
+            let place = match first {
+                Slot::Hole => Place::Hole,
+                Slot::Zero => Place::Zero { allocated: false },
+                Slot::At(start) => {
+                    let host_bytes = self.host_bytes.load(Ordering::Acquire);
+                    let last = start + (within + len - 1) / block_bytes * geometry.stride();
+                    let (file, index) = (self.storage.name(), block);
+                    geometry.judge(file, index, start, host_bytes)?;
+                    // All between are within what both are within.
+                    geometry.judge(file, index, last, host_bytes)?;
+                    let offset = HostOffset(start + geometry.skip + within);
+                    Place::Data { file: FileIndex(0), offset, exclusive: true }
+                }
+            };
+            Ok(Extent { len, place })
+        })
+    }
+
+    /// Calls `act` for each run of data in a range.
+    fn each_data(
+        &self,
+        at: GuestOffset,
+        len: u64,
+        mut act: impl FnMut(HostOffset, u64) -> Result<()>,
+    ) -> Result<()> {
+        let _guard = self.in_flight.enter();
+        let mut done = 0;
+        while done < len {
+            let extent = self.resolve(at + done, len - done)?;
+            if let Place::Data { offset, .. } = extent.place {
+                act(offset, extent.len)?;
+            }
+            done += extent.len;
+        }
+        Ok(())
+    }
+}
+
+/// Where the blocks that a table names end.
+fn end_of_blocks(storage: &dyn Storage, geometry: &Geometry, host_bytes: u64) -> Result<u64> {
+    let mut end = geometry.first_block;
+    walk(storage, geometry, |first, words| {
+        for (n, word) in words.iter().enumerate() {
+            if let Slot::At(start) = geometry.slot(*word) {
+                geometry.judge(storage.name(), first + n as u64, start, host_bytes)?;
+                end = end.max(start + geometry.stride());
+            }
+        }
+        Ok(false)
+    })?;
+    Ok(end)
+}
+
+impl<E: Envelope> Format for BlockImage<E> {
+    fn name(&self) -> &'static str {
+        self.envelope.name()
+    }
+
+    fn caps(&self) -> FormatCaps {
+        let geometry = self.geometry();
+        // A boundary of a block for the guest must be one in the file, at least of the file
+        // system's blocks.
+        let host_block = u64::from(self.storage.caps().block_bytes).max(4096);
+        let first = geometry.base % geometry.unit + geometry.skip;
+        let aligned = is_aligned(first, host_block.next_power_of_two())
+            && is_aligned(geometry.stride(), host_block.next_power_of_two());
+        FormatCaps {
+            writable: self.writable,
+            cluster_bytes: geometry.block_bytes,
+            fill_bytes: geometry.block_bytes,
+            packed: None,
+            one_pass: false,
+            cheap_zeroes: true,
+            host_aligned: aligned && geometry.unit == geometry.stride(),
+        }
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_len()
+    }
+
+    fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
+    }
+
+    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        self.in_range(at, len, IoAction::Map)?;
+        loop {
+            if let Some(answer) = self.run(at, len) {
+                return answer;
+            }
+            let geometry = self.geometry();
+            self.table.load(at.0 / geometry.block_bytes, &geometry, &*self.storage)?;
+        }
+    }
+
+    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        self.in_range(at, len, IoAction::Map).ok()?;
+        // Damage is told by `resolve`.
+        self.run(at, len)?.ok()
+    }
+
+    fn map_cache(&self) -> Option<MapCacheStats> {
+        Some(self.table.stats(&self.geometry()))
+    }
+
+    fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.note_change()?;
+        let geometry = self.geometry();
+        if geometry.skip == 0 {
+            return Ok(());
+        }
+        let last = (at.0 + len.max(1) - 1) / geometry.block_bytes;
+        for block in at.0 / geometry.block_bytes..=last {
+            if let Slot::At(start) = geometry.slot(self.word(block)?) {
+                self.envelope.before_write(&*self.storage, start)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
+        self.need_writable()?;
+        self.in_range(at, len, IoAction::Write)?;
+        self.note_change()?;
+        self.reserve_blocks(at, len)
+    }
+
+    /// What has no block reads as zero already; what has one keeps it, and becomes zero there.
+    fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at, len, IoAction::WriteZeroes)?;
+        self.note_change()?;
+        let mode = if may_unmap { ZeroMode::MayUnmap } else { ZeroMode::KeepAllocated };
+        self.each_data(at, len, |offset, len| self.storage.write_zeroes(offset, len, mode))?;
+        Ok(at.0..at.0 + len)
+    }
+
+    /// The file system gets the space back; the blocks keep their places in the file.
+    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.need_writable()?;
+        self.in_range(at, len, IoAction::Discard)?;
+        self.note_change()?;
+        self.each_data(at, len, |offset, len| self.storage.discard(offset, len))
+    }
+
+    fn flush(&self) -> Result<()> {
+        if self.writable { self.flush_grouped() } else { Ok(()) }
+    }
+
+    fn dirty(&self) -> bool {
+        self.dirty.load(Ordering::Acquire)
+    }
+
+    fn close(&self) -> Result<()> {
+        if self.writable { self.close_cleanly() } else { Ok(()) }
+    }
+
+    fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.need_writable()?;
+        self.resize_to(guest_bytes)
+    }
+}
+
+impl<E: Envelope> Reserver for BlockImage<E> {
+    fn publish(&self, ticket: Ticket) -> Result<()> {
+        self.publish_ticket(ticket)
+    }
+
+    fn release(&self, ticket: Ticket) {
+        self.release_ticket(ticket);
+    }
+}

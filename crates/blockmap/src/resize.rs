@@ -1,0 +1,136 @@
+//! Another size of the guest disk.
+
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{HostOffset, Result, ZeroMode};
+
+use crate::compact;
+use crate::geometry::{Geometry, Slot};
+use crate::image::{BlockImage, Envelope, State};
+use crate::table::{read_entries, write_entries, write_holes};
+
+/// Entries of one write.
+const STEP_ENTRIES: u64 = 256 << 10;
+
+impl<E: Envelope> BlockImage<E> {
+    /// As [`vdkit_block::Format::resize`]. The caller sees to it that no request is in flight.
+    pub(crate) fn resize_to(&self, guest_bytes: u64) -> Result<()> {
+        let guest_bytes = self.envelope.judge_size(self.storage.name(), guest_bytes)?;
+        loop {
+            self.flush_grouped()?;
+            let _flushing = self.flushing.lock();
+            let mut state = self.state.lock();
+            while !state.pending.is_empty() {
+                self.ended.wait(&mut state);
+            }
+            if self.table.dirty() {
+                continue;
+            }
+            return self.resize_alone(&mut state, guest_bytes);
+        }
+    }
+
+    fn resize_alone(&self, state: &mut MutexGuard<'_, State>, guest_bytes: u64) -> Result<()> {
+        let (old, geometry) = (self.guest_len(), self.geometry());
+        let entries = guest_bytes.div_ceil(geometry.block_bytes);
+        let (geometry, end) = if guest_bytes > old {
+            self.grow(state, &geometry, guest_bytes, entries)?
+        } else {
+            self.shrink(state.used_end, &geometry, guest_bytes, entries)?
+        };
+        self.envelope.finish(&*self.storage, &geometry, end)?;
+        self.storage.sync()?;
+        *self.geometry.write() = geometry;
+        self.table.forget();
+        self.guest_bytes.store(guest_bytes, Ordering::Release);
+        let host_bytes = self.storage.len()?;
+        self.host_bytes.store(host_bytes, Ordering::Release);
+        state.used_end = end;
+        state.frontier = end;
+        state.given_back.clear();
+        if self.storage.caps().growable {
+            state.room_end = end;
+            state.fresh_from = host_bytes;
+        }
+        state.unfinished = false;
+        Ok(())
+    }
+
+    /// The header first: a crash then leaves a smaller disk, and blocks that nothing names.
+    fn shrink(
+        &self,
+        end: u64,
+        geometry: &Geometry,
+        guest_bytes: u64,
+        entries: u64,
+    ) -> Result<(Geometry, u64)> {
+        let geometry = Geometry { entries: entries.min(geometry.entries), ..*geometry };
+        self.envelope.resized(&*self.storage, &geometry, guest_bytes, end)?;
+        let closed = compact::close_gaps(&*self.storage, &geometry, None)?;
+        Ok((geometry, closed.end))
+    }
+
+    /// The header last: nothing of what is prepared shows before.
+    fn grow(
+        &self,
+        state: &MutexGuard<'_, State>,
+        geometry: &Geometry,
+        guest_bytes: u64,
+        entries: u64,
+    ) -> Result<(Geometry, u64)> {
+        self.zero_behind_the_end(geometry)?;
+        let (mut after, mut end) = (*geometry, state.used_end);
+        if entries > geometry.entries {
+            (after, end) = self.envelope.room_for(&*self.storage, geometry, entries, end)?;
+            after.entries = entries;
+            let more = entries - geometry.entries;
+            write_holes(&*self.storage, &after, geometry.entries, more)?;
+            if self.envelope.all_allocated() {
+                end = self.allocate_all(&after, geometry.entries, end)?;
+            }
+        }
+        self.storage.sync()?;
+        self.envelope.resized(&*self.storage, &after, guest_bytes, end)?;
+        Ok((after, end))
+    }
+
+    /// What is behind the end of the disk in its last block is shown by growing; it shall be zero.
+    fn zero_behind_the_end(&self, geometry: &Geometry) -> Result<()> {
+        let old = self.guest_len();
+        let within = old % geometry.block_bytes;
+        if within == 0 {
+            return Ok(());
+        }
+        let mut word = [0];
+        read_entries(&*self.storage, geometry, old / geometry.block_bytes, &mut word)?;
+        let Slot::At(start) = geometry.slot(word[0]) else { return Ok(()) };
+        let at = HostOffset(start + geometry.skip + within);
+        self.storage.write_zeroes(at, geometry.block_bytes - within, ZeroMode::MayUnmap)
+    }
+
+    /// Gives every new entry its block behind `end`; answers where they end.
+    fn allocate_all(&self, geometry: &Geometry, first: u64, end: u64) -> Result<u64> {
+        let stride = geometry.stride();
+        let last = end + (geometry.entries - first) * stride;
+        let host_bytes = self.storage.len()?;
+        if host_bytes > end {
+            // Whatever was behind the last block must not be the guest's.
+            self.storage.write_zeroes(HostOffset(end), host_bytes - end, ZeroMode::MayUnmap)?;
+        }
+        self.storage.set_len(last + self.envelope.tail_bytes())?;
+        let mut index = first;
+        while index < geometry.entries {
+            let count = STEP_ENTRIES.min(geometry.entries - index);
+            let starts = (0..count).map(|n| end + (index - first + n) * stride);
+            let words: Option<Vec<u32>> = starts.map(|start| geometry.word(start)).collect();
+            let words = words.ok_or_else(|| vdkit_block::Error::NoSpace {
+                file: self.storage.name().to_owned(),
+                what: "the table has no number for the last block".to_owned(),
+            })?;
+            write_entries(&*self.storage, geometry, index, &words)?;
+            index += count;
+        }
+        Ok(last)
+    }
+}

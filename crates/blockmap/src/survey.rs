@@ -1,0 +1,233 @@
+//! Checking a table of blocks, and mending it.
+
+use vdkit_block::{CheckReport, Finding, Limits, Monitor, Repair, Result, Severity, Storage};
+
+use crate::compact::{Mover, Placed, close_gaps, placed};
+use crate::geometry::{Geometry, HOLE, Slot};
+use crate::table::walk;
+
+/// What a survey found, for the envelope's own check.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Surveyed {
+    /// Where blocks end.
+    pub end: u64,
+    /// Blocks that the table names.
+    pub blocks: u64,
+    /// Something was changed that the envelope's numbers must follow.
+    pub changed: bool,
+}
+
+/// What is to be checked, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Job<'a> {
+    /// The file; writable where `repair` says more than nothing.
+    pub storage: &'a dyn Storage,
+    /// The table and blocks, judged.
+    pub geometry: &'a Geometry,
+    /// Bytes that stand behind the last block.
+    pub tail_bytes: u64,
+    /// What may be changed.
+    pub repair: Repair,
+    /// What it may cost.
+    pub limits: &'a Limits,
+    /// Told to stop here.
+    pub monitor: &'a Monitor<'a>,
+}
+
+/// Checks the table against the file, and mends what `repair` says: entries outside of the file and
+/// into metadata lose what they named, of two entries to one block the second gets a copy, gaps are
+/// closed. Durable when it returns.
+///
+/// # Errors
+/// [`vdkit_block::Error::Limit`] for more blocks than memory may be used for; those of the storage.
+pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
+    let Job { storage, geometry, tail_bytes, repair, monitor, .. } = *job;
+    let mending = matches!(repair, Repair::All | Repair::AllForced);
+    report.total_clusters = geometry.entries;
+    let mut surveyed = Surveyed { end: geometry.first_block, ..Surveyed::default() };
+    monitor.cancel.check()?;
+    surveyed.changed |= judge_entries(storage, geometry, mending, report)?;
+    let blocks = sound(job)?;
+    count(geometry, &blocks, report);
+    surveyed.blocks = blocks.len() as u64;
+    monitor.cancel.check()?;
+    let overlaps = overlaps(geometry, &blocks);
+    let mut end = blocks.last().map_or(geometry.first_block, |last| last.start + geometry.stride());
+    let host_bytes = storage.len()?;
+    if end > host_bytes {
+        let repaired = mending && storage.caps().growable;
+        if repaired {
+            storage.set_len(end + tail_bytes)?;
+            surveyed.changed = true;
+        }
+        report.add(Finding {
+            severity: Severity::Corruption,
+            offset: host_bytes,
+            structure: "file",
+            message: format!("ends at {host_bytes:#x}, within the last block, not at {end:#x}"),
+            repaired,
+        });
+    }
+    // A lie about a table must not fill the disk with copies: the blocks at most double.
+    let copies = mending && (overlaps.len() * 2 <= blocks.len() || repair == Repair::AllForced);
+    for (a, b) in overlaps.iter() {
+        report.add(Finding {
+            severity: Severity::Corruption,
+            offset: geometry.entry_at(b.index),
+            structure: "block table entry",
+            message: format!(
+                "entry {} names the block at {:#x}, which overlaps that of entry {} at {:#x}; \
+                 each block belongs to one entry",
+                b.index, b.start, a.index, a.start
+            ),
+            repaired: copies,
+        });
+    }
+    if copies && !overlaps.is_empty() {
+        let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
+        for (_, b) in &overlaps {
+            end = geometry.place(end);
+            mover.copy(*b, end)?;
+            end += geometry.stride();
+        }
+        mover.show()?;
+        surveyed.changed = true;
+    }
+    surveyed.end = end;
+    report.image_end_offset = end;
+    if overlaps.is_empty() || copies {
+        gaps(job, report, &mut surveyed)?;
+    }
+    if surveyed.changed {
+        storage.sync()?;
+    }
+    Ok(surveyed)
+}
+
+/// The blocks of entries that can be.
+fn sound(job: &Job<'_>) -> Result<Vec<Placed>> {
+    let host_bytes = job.storage.len()?;
+    let mut blocks = placed(job.storage, job.geometry, job.limits.check_bytes_max)?;
+    blocks.retain(|block| job.geometry.fault(block.start, host_bytes).is_none());
+    Ok(blocks)
+}
+
+/// Entries that cannot be.
+fn judge_entries(
+    storage: &dyn Storage,
+    geometry: &Geometry,
+    mending: bool,
+    report: &mut CheckReport,
+) -> Result<bool> {
+    let host_bytes = storage.len()?;
+    let mut changed = false;
+    let mut bad = Vec::new();
+    walk(storage, geometry, |first, words| {
+        for (n, word) in words.iter_mut().enumerate() {
+            let Slot::At(start) = geometry.slot(*word) else { continue };
+            let index = first + n as u64;
+            let Some(expected) = geometry.fault(start, host_bytes) else { continue };
+            report.add(Finding {
+                severity: Severity::Corruption,
+                offset: geometry.entry_at(index),
+                structure: "block table entry",
+                message: format!(
+                    "entry {index} names a block at {start:#x} of a file of {host_bytes:#x} bytes; \
+                     expected {expected}"
+                ),
+                repaired: mending,
+            });
+            bad.push(index);
+        }
+        if mending {
+            for index in bad.drain(..) {
+                words[(index - first) as usize] = HOLE;
+                changed = true;
+            }
+            return Ok(changed);
+        }
+        bad.clear();
+        Ok(false)
+    })?;
+    Ok(changed)
+}
+
+fn count(geometry: &Geometry, blocks: &[Placed], report: &mut CheckReport) {
+    report.allocated_clusters = blocks.len() as u64;
+    let follows =
+        |[a, b]: &[Placed; 2]| b.index == a.index + 1 && b.start == a.start + geometry.stride();
+    let runs = blocks.array_windows().filter(|pair| !follows(pair)).count() as u64;
+    report.fragmented_clusters = runs;
+}
+
+/// Blocks that begin within another one's: that one, and this one.
+fn overlaps(geometry: &Geometry, blocks: &[Placed]) -> Vec<(Placed, Placed)> {
+    let mut found = Vec::new();
+    let mut owner: Option<Placed> = None;
+    for block in blocks {
+        match owner {
+            Some(a) if block.start - a.start < geometry.stride() => found.push((a, *block)),
+            _ => owner = Some(*block),
+        }
+    }
+    found
+}
+
+/// The parts of a gap before and behind the table.
+fn without_table(geometry: &Geometry, from: u64, to: u64) -> [(u64, u64); 2] {
+    if geometry.table_end() <= from || to <= geometry.table_at {
+        return [(from, to), (to, to)];
+    }
+    [(from, geometry.table_at), (geometry.place(geometry.table_at), to)]
+}
+
+/// Space between blocks and behind them that nothing refers to.
+fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Result<()> {
+    let Job { storage, geometry, tail_bytes, repair, .. } = *job;
+    let stride = geometry.stride();
+    let blocks = sound(job)?;
+    let mut at = geometry.first_block;
+    let mut leaks: Vec<(u64, u64)> = Vec::new();
+    for block in &blocks {
+        for (from, to) in without_table(geometry, at, block.start) {
+            let free = to.saturating_sub(from) / stride;
+            if free > 0 {
+                leaks.push((from, free));
+            }
+        }
+        at = block.start + stride;
+    }
+    // Nothing is moved in an image whose damage stays.
+    let mending = repair != Repair::Nothing && report.corruptions_left() == 0;
+    if mending && !leaks.is_empty() {
+        surveyed.end = close_gaps(storage, geometry, None)?.end;
+        surveyed.changed = true;
+        report.image_end_offset = surveyed.end;
+    }
+    at = geometry.file_end(at);
+    let behind = storage.len()?.saturating_sub(tail_bytes).saturating_sub(at) / stride;
+    if behind > 0 && storage.caps().growable {
+        leaks.push((at, behind));
+        // The envelope cuts the file.
+        surveyed.changed |= mending;
+    }
+    for (offset, count) in leaks {
+        for n in 0..count {
+            let finding = Finding {
+                severity: Severity::Leak,
+                offset: offset + n * stride,
+                structure: "block",
+                message: "no entry names this block".to_owned(),
+                repaired: mending,
+            };
+            if report.findings.len() < CheckReport::FINDINGS_MAX {
+                report.add(finding);
+            } else {
+                report.leaks += count - n;
+                report.leaks_fixed += if mending { count - n } else { 0 };
+                break;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,207 @@
+//! Reserving blocks for a write and publishing them.
+
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{Error, FileIndex, Fill, GuestOffset, HostOffset, Reservation, Result, Ticket};
+
+use crate::geometry::Slot;
+use crate::image::{BlockImage, Envelope, NewBlocks, Pending, State};
+
+/// A reservation has at most so many bytes.
+const RESERVE_BYTES_MAX: u64 = 64 << 20;
+/// The file grows by so many bytes at first, then by twice as many each time.
+const BATCH_MIN: u64 = 4 << 20;
+const BATCH_MAX: u64 = 64 << 20;
+
+impl<E: Envelope> BlockImage<E> {
+    /// As [`vdkit_block::Format::reserve`].
+    pub(crate) fn reserve_blocks(
+        &self,
+        at: GuestOffset,
+        len: u64,
+    ) -> Result<Option<Reservation<'_>>> {
+        if self.table.crowded() {
+            self.flush_grouped()?;
+        }
+        let block_bytes = self.geometry().block_bytes;
+        let first = at.0 / block_bytes;
+        let last = (at.0 + len - 1) / block_bytes;
+        let mut state = self.state.lock();
+        while state.holds(first) {
+            self.ended.wait(&mut state);
+        }
+        // The disk may have become smaller while we waited.
+        self.in_range(at, len, vdkit_block::IoAction::Write)?;
+        if self.has_place(first)? {
+            return Ok(None);
+        }
+        let most = (RESERVE_BYTES_MAX / block_bytes).max(1);
+        let mut count = 1;
+        while first + count <= last
+            && count < most
+            && !state.holds(first + count)
+            && !self.has_place(first + count)?
+        {
+            count += 1;
+        }
+        let space = self.allocate(&mut state, count)?;
+        Ok(Some(self.hand_out(&mut state, at, len, first, space)))
+    }
+
+    fn has_place(&self, block: u64) -> Result<bool> {
+        Ok(matches!(self.geometry().slot(self.word(block)?), Slot::At(_)))
+    }
+
+    fn hand_out(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        at: GuestOffset,
+        len: u64,
+        first: u64,
+        space: NewBlocks,
+    ) -> Reservation<'_> {
+        let geometry = self.geometry();
+        let block_bytes = geometry.block_bytes;
+        let blocks = first..first + space.count;
+        let guest = first * block_bytes..(blocks.end * block_bytes).min(self.guest_len());
+        let write = at.0..(at.0 + len).min(guest.end);
+        state.next_ticket += 1;
+        let ticket = Ticket(state.next_ticket);
+        state.pending.insert(ticket, Pending { blocks, space });
+        let fill = if space.fresh { Fill::Ready } else { Fill::Zero };
+        let head = if write.start == guest.start { Fill::Ready } else { fill };
+        let tail = if write.end == guest.end { Fill::Ready } else { fill };
+        let host = HostOffset(space.start + geometry.skip);
+        Reservation::new(self, ticket, guest, write, FileIndex(0), host, head, tail)
+            .zeroed(space.fresh)
+            .untouched(space.fresh)
+    }
+
+    /// Host blocks one after the other; perhaps fewer than asked for. Formats with something before
+    /// each block's data get one at a time.
+    pub(crate) fn allocate(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        count: u64,
+    ) -> Result<NewBlocks> {
+        if let Some(start) = state.given_back.pop() {
+            return Ok(NewBlocks { start, count: 1, fresh: false });
+        }
+        let geometry = self.geometry();
+        let stride = geometry.stride();
+        let count = if geometry.skip > 0 { 1 } else { count };
+        let start = geometry.place(state.frontier);
+        let mut count = count;
+        if start < geometry.table_at {
+            count = count.min((geometry.table_at - start) / stride).max(1);
+        }
+        let end = start + count * stride;
+        if geometry.word(end - stride).is_none() {
+            return Err(self.no_space(format!("the table has no number for a block at {start:#x}")));
+        }
+        if geometry.skip == 0 && (end - geometry.base) / stride > geometry.entries {
+            let hint = "run: vdkit check --repair leaks";
+            return Err(self.no_space(format!("the file has blocks that nothing uses; {hint}")));
+        }
+        self.make_room(state, end)?;
+        state.frontier = end;
+        let fresh = start + geometry.skip >= state.fresh_from;
+        Ok(NewBlocks { start, count, fresh })
+    }
+
+    fn no_space(&self, what: String) -> Error {
+        Error::NoSpace { file: self.storage.name().to_owned(), what }
+    }
+
+    /// Makes the file long enough for blocks up to `end`, ahead of need.
+    fn make_room(&self, state: &mut MutexGuard<'_, State>, end: u64) -> Result<()> {
+        if end <= state.room_end {
+            return Ok(());
+        }
+        if !self.storage.caps().growable {
+            return Err(self.no_space(format!("blocks up to {end:#x} on a device")));
+        }
+        let geometry = self.geometry();
+        let stride = geometry.stride();
+        state.batch = (state.batch * 2).clamp(BATCH_MIN, BATCH_MAX);
+        // No more than the whole disk could need.
+        let all = geometry.first_block + geometry.entries * stride;
+        let ahead = (end + state.batch / stride * stride).min(all).max(end);
+        state.unfinished = true;
+        let tail = self.envelope.tail_bytes();
+        if ahead + tail > self.storage.len()? {
+            self.storage.set_len(ahead + tail)?;
+        }
+        self.envelope.grown(&*self.storage, ahead)?;
+        state.room_end = ahead;
+        self.host_bytes.fetch_max(ahead + tail, Ordering::AcqRel);
+        Ok(())
+    }
+
+    pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
+        let Some(pending) = self.state.lock().pending.get(&ticket).cloned() else {
+            return Ok(());
+        };
+        let done = self.show(&pending);
+        let mut state = self.state.lock();
+        state.pending.remove(&ticket);
+        match done {
+            Ok(()) => {
+                let end = pending.space.start + pending.space.count * self.geometry().stride();
+                state.used_end = state.used_end.max(end);
+                state.unfinished = true;
+                self.dirty.store(true, Ordering::Release);
+            }
+            Err(_) => self.give_back(&mut state, pending.space),
+        }
+        drop(state);
+        self.ended.notify_all();
+        done
+    }
+
+    /// Writes what stands before new blocks and changes their entries: of all or of none.
+    fn show(&self, pending: &Pending) -> Result<()> {
+        let geometry = self.geometry();
+        let stride = geometry.stride();
+        let mut words = Vec::with_capacity(pending.space.count as usize);
+        for n in 0..pending.space.count {
+            let start = pending.space.start + n * stride;
+            self.envelope.new_block(&*self.storage, start)?;
+            let word = geometry.word(start);
+            words.push(word.ok_or_else(|| self.no_space(format!("no number for {start:#x}")))?);
+        }
+        // Under the lock, so that a flush knows where blocks end before it sees the entries.
+        let mut state = self.state.lock();
+        while !self.table.set(pending.blocks.start, &words) {
+            for block in pending.blocks.clone() {
+                self.table.load(block, &geometry, &*self.storage)?;
+            }
+        }
+        let end = pending.space.start + pending.space.count * stride;
+        state.used_end = state.used_end.max(end);
+        Ok(())
+    }
+
+    pub(crate) fn release_ticket(&self, ticket: Ticket) {
+        let mut state = self.state.lock();
+        if let Some(pending) = state.pending.remove(&ticket) {
+            self.give_back(&mut state, pending.space);
+        }
+        drop(state);
+        self.ended.notify_all();
+    }
+
+    /// Something may have been written to them, so they are not fresh any more.
+    fn give_back(&self, state: &mut MutexGuard<'_, State>, space: NewBlocks) {
+        let stride = self.geometry().stride();
+        state.given_back.extend((0..space.count).map(|n| space.start + n * stride));
+    }
+}
+
+impl State {
+    /// Whether a reservation holds a guest block.
+    fn holds(&self, block: u64) -> bool {
+        self.pending.values().any(|pending| pending.blocks.contains(&block))
+    }
+}

@@ -1,0 +1,52 @@
+//! The check: the table against the file, and the header's count against the table.
+
+use std::sync::Arc;
+
+use vdkit_block::{CheckReport, Finding, Limits, Monitor, Repair, Result, Severity, Storage};
+use vdkit_blockmap::{Envelope, survey};
+
+use crate::envelope::VdiEnvelope;
+use crate::header::{Header, field};
+
+/// As [`vdkit_block::FormatDriver::check`].
+pub(crate) fn check(
+    storage: &Arc<dyn Storage>,
+    repair: Repair,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<CheckReport> {
+    let storage = &**storage;
+    let header = Header::read(storage)?;
+    // An image of version 0 has its numbers elsewhere, and is only read.
+    let repair = if header.version.0 == 0 { Repair::Nothing } else { repair };
+    let geometry = header.geometry();
+    let mut report = CheckReport::default();
+    let job = survey::Job { storage, geometry: &geometry, tail_bytes: 0, repair, limits, monitor };
+    let surveyed = survey::survey(&job, &mut report)?;
+    let counted = u64::from(header.allocated);
+    let wanted = surveyed.end.saturating_sub(geometry.base).div_ceil(geometry.stride());
+    let mending = match repair {
+        Repair::Nothing => false,
+        Repair::Leaks => counted > wanted && report.corruptions_left() == 0,
+        Repair::All | Repair::AllForced => true,
+    };
+    if counted != wanted && !surveyed.changed {
+        // Too few, and the next block that VirtualBox or QEMU allocates overwrites another one.
+        let too_few = counted < wanted;
+        report.add(Finding {
+            severity: if too_few { Severity::Corruption } else { Severity::Leak },
+            offset: field::ALLOCATED as u64,
+            structure: "header",
+            message: format!("blocks allocated is {counted}, and the table names {wanted}"),
+            repaired: mending,
+        });
+    }
+    if surveyed.changed || (counted != wanted && mending) {
+        let envelope = VdiEnvelope::new(&header);
+        envelope.before_map(storage, &geometry, surveyed.end)?;
+        storage.sync()?;
+        envelope.finish(storage, &geometry, surveyed.end)?;
+        storage.sync()?;
+    }
+    Ok(report)
+}

@@ -1,0 +1,123 @@
+//! Making an image.
+
+use vdkit_block::{CreateRequest, Error, HostOffset, Measured, Options, Result, align_up};
+use vdkit_blockmap::{ByteOrder, Geometry, write_entries, write_holes};
+
+use crate::envelope::ENTRIES_MAX;
+use crate::header::{HEADER_BYTES, MAGIC, Uuid, VERSION, ZERO, field};
+
+/// Bytes of a block: what all programs make, and the only ones that QEMU reads.
+pub(crate) const BLOCK_BYTES: u64 = 1 << 20;
+/// The table follows the header's sector.
+const TABLE_AT: u64 = HEADER_BYTES as u64;
+/// Bytes of the header from its size field on, in version 1.1.
+const HEADER_SIZE: u32 = 400;
+/// At most 64 bytes.
+const TEXT: &[u8] = b"<<< vdkit Virtual Disk Image >>>\n";
+const STEP_ENTRIES: u64 = 64 << 10;
+
+/// Where things are in a new image of so many bytes. Blocks begin at a multiple of their size, so that
+/// blocks of the file system can be shared with them.
+pub(crate) fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
+    let entries = guest_bytes.div_ceil(BLOCK_BYTES);
+    let too_large = || Error::Limit {
+        file: file.to_owned(),
+        what: "size",
+        found: guest_bytes,
+        limit: ENTRIES_MAX * BLOCK_BYTES,
+    };
+    if entries > ENTRIES_MAX {
+        return Err(too_large());
+    }
+    let base = align_up(TABLE_AT + entries * 4, BLOCK_BYTES).ok_or_else(too_large)?;
+    // The offset has 32 bits.
+    u32::try_from(base).map_err(|_| too_large())?;
+    Ok(Geometry {
+        order: ByteOrder::Little,
+        table_at: TABLE_AT,
+        entries,
+        base,
+        unit: BLOCK_BYTES,
+        skip: 0,
+        block_bytes: BLOCK_BYTES,
+        floor: base,
+        first_block: base,
+        zero: Some(ZERO),
+    })
+}
+
+/// As [`vdkit_block::FormatDriver::create`].
+pub(crate) fn create(request: &CreateRequest) -> Result<()> {
+    let storage = &*request.storage;
+    if request.backing.is_some() {
+        return Err(Error::unsupported(
+            storage.name(),
+            "a VDI image with a backing file",
+            "VDI has no place for its name; create a qcow2 image",
+        ));
+    }
+    let guest_bytes = align_up(request.guest_bytes, 512).unwrap_or(u64::MAX);
+    let geometry = layout(storage.name(), guest_bytes)?;
+    let fixed = request.options.switch("static") == Some(true);
+    let end = geometry.base + if fixed { geometry.entries * BLOCK_BYTES } else { 0 };
+    if storage.caps().growable {
+        storage.set_len(end)?;
+    } else if end > storage.len()? {
+        let what = format!("a VDI image of {end} bytes on a device of {}", storage.len()?);
+        return Err(Error::NoSpace { file: storage.name().to_owned(), what });
+    } else if fixed {
+        // What was on the device before must not be the guest's.
+        let len = geometry.entries * BLOCK_BYTES;
+        storage.write_zeroes(HostOffset(geometry.base), len, vdkit_block::ZeroMode::MayUnmap)?;
+    }
+    if fixed {
+        let mut first = 0;
+        while first < geometry.entries {
+            let last = geometry.entries.min(first + STEP_ENTRIES);
+            // Below 2^30.
+            let words: Vec<u32> = (first..last).map(|index| index as u32).collect();
+            write_entries(storage, &geometry, first, &words)?;
+            first = last;
+        }
+    } else {
+        write_holes(storage, &geometry, 0, geometry.entries)?;
+    }
+    storage.write_at(&header(storage.name(), &geometry, guest_bytes, fixed)?, HostOffset(0))
+}
+
+fn header(
+    file: &str,
+    geometry: &Geometry,
+    guest_bytes: u64,
+    fixed: bool,
+) -> Result<[u8; HEADER_BYTES]> {
+    let mut header = [0; HEADER_BYTES];
+    let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, TEXT);
+    put(field::MAGIC, &MAGIC.to_le_bytes());
+    put(field::VERSION, &VERSION.to_le_bytes());
+    put(field::SIZE, &HEADER_SIZE.to_le_bytes());
+    put(field::TYPE, &(if fixed { 2_u32 } else { 1 }).to_le_bytes());
+    put(field::TABLE, &(geometry.table_at as u32).to_le_bytes());
+    put(field::DATA, &(geometry.base as u32).to_le_bytes());
+    put(field::SECTOR_BYTES, &512_u32.to_le_bytes());
+    put(field::DISK_BYTES, &guest_bytes.to_le_bytes());
+    put(field::BLOCK_BYTES, &(geometry.block_bytes as u32).to_le_bytes());
+    put(field::ENTRIES, &(geometry.entries as u32).to_le_bytes());
+    let allocated = if fixed { geometry.entries as u32 } else { 0 };
+    put(field::ALLOCATED, &allocated.to_le_bytes());
+    put(field::UUID, &Uuid::random(file)?.0);
+    put(field::UUID_MODIFY, &Uuid::random(file)?.0);
+    Ok(header)
+}
+
+/// As [`vdkit_block::FormatDriver::measure`].
+pub(crate) fn measure(guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
+    let geometry = layout("vdi", guest_bytes)?;
+    let fully_allocated = geometry.base + geometry.entries * BLOCK_BYTES;
+    let required = match options.switch("static") {
+        Some(true) => fully_allocated,
+        _ => geometry.base + data_blocks.min(geometry.entries) * BLOCK_BYTES,
+    };
+    Ok(Measured { required, fully_allocated })
+}

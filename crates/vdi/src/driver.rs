@@ -1,0 +1,136 @@
+//! VDI's front door.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, CompactOptions, CompactReport, CreateRequest, Error, Format, FormatDriver,
+    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe,
+    Repair, Result, Storage,
+};
+use vdkit_blockmap::{BlockImage, Opening, compact};
+
+use crate::envelope::VdiEnvelope;
+use crate::header::{Header, is_vdi};
+use crate::{check, create};
+
+const OPTIONS: &[OptionSpec] = &[OptionSpec {
+    key: "static",
+    kind: OptionKind::Switch,
+    default: "off",
+    help: "on: every block has its place in the file from the start",
+}];
+
+/// VDI images.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct VdiDriver;
+
+impl FormatDriver for VdiDriver {
+    fn name(&self) -> &'static str {
+        "vdi"
+    }
+
+    fn description(&self) -> &'static str {
+        "VirtualBox's disk images: dynamic and static; differencing ones for reading"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        OPTIONS
+    }
+
+    fn writes(&self) -> bool {
+        true
+    }
+
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
+        if is_vdi(head) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
+        let header = Header::read(&**storage)?;
+        let mut info = ImageInfo::new(self.name(), header.disk_bytes);
+        info.cluster_size = Some(header.block_bytes.into());
+        info.identity = Some(format!("{} {}", header.uuid, header.uuid_modify));
+        if header.has_parent() {
+            // VDI names its parent by nothing else.
+            info.backing_identity = Some(format!("{} {}", header.uuid_link, header.uuid_parent));
+        }
+        let (major, minor) = header.version;
+        let mut add = |key: &str, value: String| info.properties.push((key.to_owned(), value));
+        add("version", format!("{major}.{minor}"));
+        add("image-type", header.image_type.name().to_owned());
+        add("blocks", header.entries.to_string());
+        add("blocks-allocated", header.allocated.to_string());
+        add("uuid", header.uuid.to_string());
+        add("uuid-modify", header.uuid_modify.to_string());
+        if header.has_parent() {
+            add("parent-uuid", header.uuid_link.to_string());
+            add("parent-uuid-modify", header.uuid_parent.to_string());
+        }
+        Ok(info)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        let OpenRequest { storage, writable, limits, .. } = request;
+        let header = Header::read(&*storage)?;
+        if writable && header.version.0 == 0 {
+            return Err(Error::unsupported(
+                storage.name(),
+                "writing to a VDI image of version 0",
+                "convert it to a new image",
+            ));
+        }
+        let opening = Opening {
+            writable,
+            limits,
+            geometry: header.geometry(),
+            guest_bytes: header.disk_bytes,
+            has_parent: header.has_parent(),
+            warnings: Vec::new(),
+            storage,
+        };
+        Ok(Arc::new(BlockImage::open(VdiEnvelope::new(&header), opening)?))
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        create::create(request)
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        check::check(storage, repair, limits, monitor)
+    }
+
+    fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        options: CompactOptions,
+        _limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        let header = Header::read(&**storage)?;
+        if header.version.0 == 0 {
+            return Err(Error::unsupported(
+                storage.name(),
+                "compacting a VDI image of version 0",
+                "convert it to a new image, which has no free space in it",
+            ));
+        }
+        let envelope = VdiEnvelope::new(&header);
+        compact::compact(&**storage, &envelope, &header.geometry(), options, monitor)
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(create::BLOCK_BYTES)
+    }
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
+        create::measure(guest_bytes, options, data_blocks)
+    }
+}

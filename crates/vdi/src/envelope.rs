@@ -1,0 +1,163 @@
+//! What stands around the blocks: the header, and its count of blocks.
+
+use parking_lot::Mutex;
+use vdkit_block::{Error, HostOffset, Result, Storage, align_up};
+use vdkit_blockmap::{Envelope, Geometry, Slot, compact, read_entries, write_entries};
+
+use crate::header::{HEADER_BYTES, Header, ImageType, Uuid, field};
+
+/// The most blocks that QEMU opens: their table stays below 4 GiB.
+pub(crate) const ENTRIES_MAX: u64 = 0x3fff_ffff;
+/// Entries copied at once.
+const STEP_ENTRIES: u64 = 64 << 10;
+
+/// The header of an open image.
+#[derive(Debug)]
+pub(crate) struct VdiEnvelope {
+    image_type: ImageType,
+    /// The count of blocks that is on disk.
+    allocated: Mutex<u64>,
+}
+
+impl VdiEnvelope {
+    pub(crate) fn new(header: &Header) -> Self {
+        Self { image_type: header.image_type, allocated: Mutex::new(header.allocated.into()) }
+    }
+}
+
+/// So many blocks end at `end`.
+fn blocks_to(geometry: &Geometry, end: u64) -> u64 {
+    end.saturating_sub(geometry.base).div_ceil(geometry.stride())
+}
+
+/// A number as the header stores it.
+fn number(file: &str, what: &str, value: u64) -> Result<[u8; 4]> {
+    let fits = u32::try_from(value).map(u32::to_le_bytes);
+    fits.map_err(|_| Error::NoSpace {
+        file: file.to_owned(),
+        what: format!("a VDI header has 32 bits for {what}, which would be {value:#x}"),
+    })
+}
+
+impl Envelope for VdiEnvelope {
+    fn name(&self) -> &'static str {
+        "vdi"
+    }
+
+    fn all_allocated(&self) -> bool {
+        self.image_type == ImageType::Static
+    }
+
+    /// Others put a new block behind as many as are counted, so the count is durable first.
+    fn before_map(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()> {
+        let count = blocks_to(geometry, end);
+        let mut allocated = self.allocated.lock();
+        if *allocated == count {
+            return Ok(());
+        }
+        let bytes = number(storage.name(), "the number of blocks", count)?;
+        storage.write_at(&bytes, HostOffset(field::ALLOCATED as u64))?;
+        *allocated = count;
+        Ok(())
+    }
+
+    fn finish(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()> {
+        self.before_map(storage, geometry, end)?;
+        let end = geometry.file_end(end);
+        if storage.caps().growable && storage.len()? != end {
+            // The count that says what is cut off is durable before it is.
+            storage.sync()?;
+            storage.set_len(end)?;
+        }
+        Ok(())
+    }
+
+    fn judge_size(&self, file: &str, guest_bytes: u64) -> Result<u64> {
+        // In blocks of 1 MiB; those of other images may be larger, which does no harm here.
+        let limit = ENTRIES_MAX << 20;
+        align_up(guest_bytes, 512).filter(|bytes| *bytes <= limit).ok_or_else(|| Error::Limit {
+            file: file.to_owned(),
+            what: "size",
+            found: guest_bytes,
+            limit,
+        })
+    }
+
+    /// In place up to the first block. Beyond, the first blocks go to the end, and the new table
+    /// takes their places: a header that counts blocks from behind it switches over.
+    fn room_for(
+        &self,
+        storage: &dyn Storage,
+        geometry: &Geometry,
+        entries: u64,
+        end: u64,
+    ) -> Result<(Geometry, u64)> {
+        let file = storage.name();
+        let bytes = entries * 4;
+        number(file, "the number of blocks", entries)?;
+        if geometry.table_at < geometry.base && geometry.table_at + bytes <= geometry.base {
+            return Ok((*geometry, end));
+        }
+        let stride = geometry.stride();
+        let places = bytes.div_ceil(stride);
+        let base = geometry.base + places * stride;
+        number(file, "the offset of the blocks", base)?;
+        let start = end.max(base);
+        let away = compact::blocks_below(storage, geometry, base)?;
+        self.before_map(storage, geometry, start + away * stride)?;
+        let end = compact::move_away(storage, geometry, base, start)?;
+        let after =
+            Geometry { table_at: geometry.base, base, floor: base, first_block: base, ..*geometry };
+        copy_table(storage, geometry, &after)?;
+        Ok((after, end))
+    }
+
+    fn resized(
+        &self,
+        storage: &dyn Storage,
+        geometry: &Geometry,
+        guest_bytes: u64,
+        end: u64,
+    ) -> Result<()> {
+        let file = storage.name();
+        let mut header = [0; HEADER_BYTES];
+        storage.read_at(&mut header, HostOffset(0))?;
+        let count = blocks_to(geometry, end);
+        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
+        put(field::TABLE, &number(file, "the offset of the table", geometry.table_at)?);
+        put(field::DATA, &number(file, "the offset of the blocks", geometry.base)?);
+        put(field::DISK_BYTES, &guest_bytes.to_le_bytes());
+        put(field::ENTRIES, &number(file, "the number of blocks", geometry.entries)?);
+        put(field::ALLOCATED, &number(file, "the number of blocks", count)?);
+        storage.write_at(&header, HostOffset(0))?;
+        storage.sync()?;
+        *self.allocated.lock() = count;
+        Ok(())
+    }
+
+    /// Children know their parent by this UUID; it changes with the parent's data.
+    fn modified(&self, storage: &dyn Storage) -> Result<()> {
+        let uuid = Uuid::random(storage.name())?;
+        storage.write_at(&uuid.0, HostOffset(field::UUID_MODIFY as u64))
+    }
+}
+
+/// Copies the entries to another table whose blocks count from another offset.
+fn copy_table(storage: &dyn Storage, from: &Geometry, to: &Geometry) -> Result<()> {
+    let mut first = 0;
+    while first < from.entries {
+        let mut words = vec![0; STEP_ENTRIES.min(from.entries - first) as usize];
+        read_entries(storage, from, first, &mut words)?;
+        for (n, word) in words.iter_mut().enumerate() {
+            let Slot::At(start) = from.slot(*word) else { continue };
+            *word = to.word(start).ok_or_else(|| {
+                let (at, found) = (from.entry_at(first + n as u64), format!("{start:#x}"));
+                let expected = "a block behind the new table";
+                Error::corrupt(storage.name(), at, "block table entry", found, expected)
+            })?;
+        }
+        write_entries(storage, to, first, &words)?;
+        first += words.len() as u64;
+    }
+    Ok(())
+}

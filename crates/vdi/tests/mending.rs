@@ -1,0 +1,196 @@
+//! The check finds each kind of damage, a repair mends it, and compaction loses nothing.
+
+mod support;
+
+use std::sync::Arc;
+
+use support::{DYNAMIC, Shared, content, copy_of, entry, field, found, get, put, written};
+use vdkit_block::{CompactOptions, FormatDriver, GuestOffset, Limits, Monitor, Repair};
+use vdkit_testkit::CrashStorage;
+use vdkit_vdi::VdiDriver;
+
+fn mended(storage: &Shared) {
+    found(storage, Repair::All);
+    assert_eq!(found(storage, Repair::Nothing), (0, 0));
+    let end = u64::from(get(storage, field::DATA));
+    let blocks = u64::from(get(storage, field::ALLOCATED));
+    assert_eq!(storage.len().unwrap(), end + (blocks << 20));
+}
+
+#[test]
+fn a_count_that_is_too_small_is_damage_and_one_that_is_too_large_a_leak() {
+    let storage = written();
+    assert_eq!(found(&storage, Repair::Nothing), (0, 0));
+    put(&storage, field::ALLOCATED, 3);
+    assert_eq!(found(&storage, Repair::Nothing), (1, 0));
+    assert_eq!(found(&storage, Repair::Leaks), (1, 0));
+    assert_eq!(get(&storage, field::ALLOCATED), 3);
+    mended(&storage);
+    put(&storage, field::ALLOCATED, 6);
+    assert_eq!(found(&storage, Repair::Leaks), (0, 1));
+    assert_eq!(get(&storage, field::ALLOCATED), 4);
+}
+
+#[test]
+fn the_second_of_two_entries_to_a_block_gets_a_copy() {
+    let storage = written();
+    let before = content(&storage);
+    put(&storage, entry(&storage, 3), get(&storage, entry(&storage, 1)));
+    assert_eq!(found(&storage, Repair::Nothing).0, 1);
+    mended(&storage);
+    let after = content(&storage);
+    assert_eq!(after[1 << 20..2 << 20], before[1 << 20..2 << 20]);
+    assert_eq!(after[3 << 20..4 << 20], before[1 << 20..2 << 20]);
+    assert_eq!(after[5 << 20..], before[5 << 20..]);
+    let disk = DYNAMIC.open(&storage, true).unwrap();
+    disk.write_at(&[9; 512], GuestOffset(3 << 20)).unwrap();
+    disk.close().unwrap();
+    assert_eq!(content(&storage)[1 << 20..2 << 20], before[1 << 20..2 << 20]);
+}
+
+#[test]
+fn an_entry_beyond_the_end_is_told_and_taken_away() {
+    let storage = written();
+    let before = content(&storage);
+    put(&storage, entry(&storage, 4), 77);
+    assert_eq!(found(&storage, Repair::Nothing).0, 1);
+    let disk = DYNAMIC.open(&storage, false).unwrap();
+    let error = disk.read_at(&mut [0; 10], GuestOffset(4 << 20)).unwrap_err().to_string();
+    assert!(error.contains("within the file") && error.contains("vdkit check"), "{error}");
+    let error = DYNAMIC.open(&storage, true).unwrap_err().to_string();
+    assert!(error.contains("block table entry"), "{error}");
+    mended(&storage);
+    assert_eq!(content(&storage), before);
+}
+
+#[test]
+fn a_gap_is_a_leak_that_a_repair_closes() {
+    let storage = written();
+    let before = content(&storage);
+    // The block at the second place is lost.
+    put(&storage, entry(&storage, 1), u32::MAX);
+    assert_eq!(found(&storage, Repair::Nothing), (0, 1));
+    assert_eq!(found(&storage, Repair::Leaks), (0, 1));
+    mended(&storage);
+    let after = content(&storage);
+    assert_eq!(after[2 << 20..], before[2 << 20..]);
+    assert_eq!(get(&storage, field::ALLOCATED), 3);
+}
+
+#[test]
+fn a_file_that_ends_within_a_block_is_made_whole() {
+    let storage = written();
+    let before = content(&storage);
+    storage.set_len(storage.len().unwrap() - 200_000).unwrap();
+    assert_eq!(found(&storage, Repair::Nothing), (1, 0));
+    mended(&storage);
+    // The end of the last block was zero.
+    assert_eq!(content(&storage), before);
+}
+
+fn compact(storage: &Shared, zero_scan: bool) -> vdkit_block::CompactReport {
+    let options = CompactOptions { zero_scan };
+    let (limits, monitor) = (Limits::default(), Monitor::default());
+    VdiDriver.compact(storage, &[], options, &limits, &monitor).unwrap()
+}
+
+#[test]
+fn compaction_drops_blocks_of_zeroes_and_moves_the_rest_together() {
+    let storage = written();
+    let disk = DYNAMIC.open(&storage, true).unwrap();
+    disk.write_zeroes(GuestOffset(1 << 20), 1 << 20, false).unwrap();
+    disk.discard(GuestOffset(5 << 20), 1 << 20).unwrap();
+    disk.close().unwrap();
+    let before = content(&storage);
+    let report = compact(&storage, true);
+    assert_eq!((report.zero_clusters, report.moved_clusters), (2, 2));
+    assert_eq!(report.length_before - report.length_after, 2 << 20);
+    assert_eq!(content(&storage), before);
+    assert_eq!(found(&storage, Repair::Nothing), (0, 0));
+    assert_eq!(compact(&storage, true).moved_clusters, 0);
+}
+
+#[test]
+fn a_power_cut_while_compacting_loses_nothing() {
+    let storage = written();
+    let disk = DYNAMIC.open(&storage, true).unwrap();
+    disk.write_zeroes(GuestOffset(5 << 20), 1 << 20, false).unwrap();
+    disk.write_zeroes(GuestOffset(1 << 20), 1 << 20, false).unwrap();
+    disk.close().unwrap();
+    let before = content(&storage);
+    let crash = CrashStorage::holding(&*storage);
+    compact(&(crash.clone() as Shared), true);
+    let mut rng = vdkit_testkit::Rng::new(4);
+    let mut cuts = 0;
+    crash.for_each_crash(|ops, image| {
+        for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
+            let storage: Shared = Arc::new(survivor);
+            let report = found(&storage, Repair::Nothing);
+            assert_eq!(report.0, 0, "after {ops} changes");
+            assert!(content(&storage) == before, "after {ops} changes");
+            found(&storage, Repair::Leaks);
+            assert_eq!(found(&storage, Repair::Nothing), (0, 0), "after {ops} changes");
+            assert!(content(&storage) == before, "mended after {ops} changes");
+            cuts += 1;
+        }
+    });
+    assert!(cuts > 15, "{cuts}");
+}
+
+/// The first blocks move to the end, the table takes their places, the header switches.
+#[test]
+fn a_power_cut_while_the_table_grows_loses_nothing() {
+    let storage = written();
+    // A table that ends right before the blocks, as QEMU's do.
+    let data_at = get(&storage, field::DATA);
+    let room = data_at - 512;
+    let before = content(&storage);
+    let crash = CrashStorage::holding(&*storage);
+    let disk = DYNAMIC.open(&(crash.clone() as Shared), true).unwrap();
+    let large = u64::from(room / 4 + 1) << 20;
+    disk.top().resize(large).unwrap();
+    disk.close().unwrap();
+    let mut rng = vdkit_testkit::Rng::new(5);
+    let (mut old, mut new) = (0, 0);
+    crash.for_each_crash(|ops, image| {
+        for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
+            let storage: Shared = Arc::new(survivor);
+            assert_eq!(found(&storage, Repair::Nothing).0, 0, "after {ops} changes");
+            let disk = DYNAMIC.open(&storage, false).unwrap();
+            let size = disk.guest_bytes();
+            assert!(size == before.len() as u64 || size == large, "{size}");
+            let mut bytes = vec![0; before.len()];
+            disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+            assert!(bytes == before, "after {ops} changes");
+            if size == large { new += 1 } else { old += 1 }
+        }
+    });
+    assert!(old > 5 && new > 0, "{old} {new}");
+    let whole: Shared = Arc::new(crash.crash_now().everything());
+    assert_eq!(found(&whole, Repair::Nothing), (0, 0));
+    assert_eq!(get(&whole, field::DATA), data_at + (1 << 20));
+}
+
+#[test]
+fn repairing_at_random_always_ends_in_a_sound_image() {
+    let sound = written();
+    let mut rng = vdkit_testkit::Rng::new(21);
+    for round in 0..60 {
+        let storage = copy_of(&sound);
+        for _ in 0..1 + rng.below(4) {
+            let block = rng.below(8);
+            let word = [0, 1, 2, 3, 4, 9, 0xffff_fffe, u32::MAX][rng.below(8) as usize];
+            put(&storage, entry(&storage, block), word);
+        }
+        if rng.chance(1, 3) {
+            put(&storage, field::ALLOCATED, rng.below(9) as u32);
+        }
+        found(&storage, Repair::All);
+        assert_eq!(found(&storage, Repair::Nothing), (0, 0), "round {round}");
+        let disk = DYNAMIC.open(&storage, true).unwrap();
+        disk.write_at(&vec![3; 8 << 20], GuestOffset(0)).unwrap();
+        disk.close().unwrap();
+        assert_eq!(found(&storage, Repair::Nothing), (0, 0), "round {round}");
+        assert!(content(&storage).iter().all(|byte| *byte == 3), "round {round}");
+    }
+}

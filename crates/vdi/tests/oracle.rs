@@ -1,0 +1,64 @@
+//! QEMU as the other reader and writer.
+
+use vdkit_testkit::trials::{Oracle, Trial};
+use vdkit_testkit::{qemu, require_peer};
+use vdkit_vdi::VdiDriver;
+
+const DYNAMIC: Oracle = Oracle {
+    trial: Trial {
+        driver: &VdiDriver,
+        options: "",
+        guest_bytes: (23 << 20) + 512 * 3,
+        write_bytes_max: 1 << 20,
+        resizes: true,
+    },
+    format: "vdi",
+    options: &[],
+    checks: true,
+};
+const STATIC: Oracle = Oracle {
+    trial: Trial { options: "static=on", ..DYNAMIC.trial },
+    options: &["static=on"],
+    ..DYNAMIC
+};
+
+#[test]
+fn qemu_and_we_write_to_the_same_images_in_turn() {
+    if !require_peer("qemu-img") || !require_peer("qemu-io") {
+        return;
+    }
+    DYNAMIC.by_turns(3);
+    STATIC.by_turns(2);
+}
+
+/// QEMU's tables end right before the blocks, so that these move.
+#[test]
+fn qemu_reads_what_was_resized_here() {
+    if !require_peer("qemu-img") || !require_peer("qemu-io") {
+        return;
+    }
+    DYNAMIC.resized(&[150 << 20, 20 << 20, 400 << 20, 1 << 20, 3 << 20]);
+    STATIC.resized(&[30 << 20, 200 << 20, 5 << 20, 6 << 20]);
+}
+
+#[test]
+fn qemu_sees_the_sizes_that_were_asked_for() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    for bytes in [0, 512, 1 << 20, (1 << 20) + 512, 1 << 40, 200 << 40] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        let file = vdkit_storage::FileStorage::open(
+            &path,
+            &vdkit_storage::FileOptions {
+                create: vdkit_storage::CreateMode::New,
+                ..vdkit_storage::FileOptions::read_write()
+            },
+        )
+        .unwrap();
+        Trial { guest_bytes: bytes, ..DYNAMIC.trial }.create(&(std::sync::Arc::new(file) as _));
+        assert_eq!(qemu::info(&path, "vdi")["virtual-size"], bytes, "{bytes}");
+        assert!(qemu::check(&path, "vdi", None).clean(), "{bytes}");
+    }
+}
