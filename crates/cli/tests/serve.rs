@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -371,90 +371,6 @@ fn a_kill_loses_nothing_that_was_flushed() {
         // The dead server's socket is in nobody's way.
         assert!(scratch.path("s.sock").exists());
     }
-}
-
-/// Certificates of an authority of our own, made with openssl.
-fn certificates(scratch: &Scratch) -> bool {
-    let dir = folder(scratch);
-    if Command::new("openssl").arg("version").output().is_err() {
-        assert!(std::env::var_os("CI").is_none(), "openssl is missing: apt-get install openssl");
-        eprintln!("SKIPPED: openssl is not installed");
-        return false;
-    }
-    std::fs::create_dir(scratch.path("pki")).unwrap();
-    let script = r#"
-        set -e
-        cd pki
-        openssl req -x509 -newkey rsa:2048 -nodes -keyout ca-key.pem -out ca-cert.pem -days 2 -subj /CN=ca \
-            -addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign
-        for who in server client; do
-            openssl req -newkey rsa:2048 -nodes -keyout $who-key.pem -out $who.csr -subj /CN=localhost
-            printf 'subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\nkeyUsage=digitalSignature,keyEncipherment\n' > $who.ext
-            openssl x509 -req -in $who.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -out $who-cert.pem -days 2 -extfile $who.ext
-        done
-    "#;
-    peer(&dir, "bash", &["-c", script]);
-    true
-}
-
-#[test]
-fn tls_is_spoken_and_insisted_on() {
-    let scratch = Scratch::new();
-    if !certificates(&scratch) {
-        return;
-    }
-    let dir = folder(&scratch);
-    scratch.ok(&["create", "a.qcow2", "64M"]);
-    let mut child = scratch
-        .command(&["serve", "a.qcow2", "--nbd", "tcp:127.0.0.1:0", "--tls", "pki"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    let port = line.trim().trim_end_matches('/').rsplit(':').next().unwrap().to_owned();
-    let through_tls = |commands: &[&str]| {
-        let image = format!(
-            "driver=raw,file.driver=nbd,file.host=127.0.0.1,file.port={port},file.tls-creds=tls0,file.tls-hostname=localhost"
-        );
-        let mut arguments = vec![
-            "--object",
-            "tls-creds-x509,id=tls0,dir=pki,endpoint=client",
-            "--image-opts",
-            &image,
-        ];
-        for command in commands {
-            arguments.extend(["-c", command]);
-        }
-        output(&dir, "qemu-io", &arguments)
-    };
-    let read = through_tls(&["write -P 6 1M 4M", "read -P 6 1M 4M", "flush", "read -P 0 16M 8M"]);
-    assert!(!read.contains("failed"), "{read}");
-    // Without TLS, or without a certificate, nobody gets in.
-    let plain = Command::new("qemu-io")
-        .args(["-f", "raw", &format!("nbd://127.0.0.1:{port}"), "-c", "read 0 512"])
-        .output()
-        .unwrap();
-    assert!(!plain.status.success());
-    std::fs::remove_file(scratch.path("pki/client-cert.pem")).unwrap();
-    std::fs::remove_file(scratch.path("pki/client-key.pem")).unwrap();
-    let unknown = Command::new("qemu-io")
-        .current_dir(&dir)
-        .args(["--object", "tls-creds-x509,id=tls0,dir=pki,endpoint=client", "--image-opts"])
-        .arg(format!(
-            "driver=raw,file.driver=nbd,file.host=127.0.0.1,file.port={port},file.tls-creds=tls0,file.tls-hostname=localhost"
-        ))
-        .args(["-c", "read 0 512"])
-        .output()
-        .unwrap();
-    assert!(!unknown.status.success());
-    // Noise in place of TLS harms nobody.
-    let mut noise = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
-    noise.write_all(&[0x16; 500]).unwrap();
-    drop(noise);
-    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(0));
-    check(&scratch, "a.qcow2");
 }
 
 /// A file system of a few MiB, in memory; gone at the end.

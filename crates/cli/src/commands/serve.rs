@@ -76,9 +76,10 @@ pub struct ServeArgs {
     /// Let clients ask what this dirty bitmap has marked (repeatable)
     #[arg(long, value_name = "NAME")]
     bitmap: Vec<String>,
-    /// Clients must use TLS, with server-cert.pem and server-key.pem of DIR
+    /// Clients must use TLS, with server-cert.pem and server-key.pem of DIR, or keys.psk
     ///
-    /// Where DIR holds ca-cert.pem too, clients must show a certificate of that authority.
+    /// Where DIR holds ca-cert.pem too, clients must show a certificate of that authority. keys.psk
+    /// holds keys that both sides know, a line a client, as psktool writes them.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     tls: Option<PathBuf>,
     /// Listen for `vdkit ctl` at this Unix socket

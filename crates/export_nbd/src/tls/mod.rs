@@ -1,21 +1,22 @@
-//! TLS around a connection.
+//! TLS around a connection: with certificates, or with keys that both sides know already.
 //!
-//! The files are named as QEMU and nbdkit name them, in one folder: `server-cert.pem`,
-//! `server-key.pem`, and `ca-cert.pem`, whose presence means that clients must show a certificate
-//! of that authority.
+//! The files are named as QEMU names them, in one folder: `server-cert.pem`, `server-key.pem`, and
+//! `ca-cert.pem`, whose presence means that clients must show a certificate of that authority; or
+//! `keys.psk` alone.
+
+mod certificates;
+mod psk;
+mod wires;
 
 use std::fmt;
-use std::io::{self, Read, Write};
+use std::io;
 use std::net::Shutdown;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig, ServerConnection};
+use rustls::ServerConfig;
 
 use crate::channel::Channel;
 
@@ -24,49 +25,51 @@ const RECEIVE_BYTES: usize = 32 << 10;
 /// Plaintext that is encrypted in one go, so that sending takes bounded memory.
 const SEND_BYTES: usize = 256 << 10;
 
+const CERTIFICATE: &str = "server-cert.pem";
+const PRIVATE_KEY: &str = "server-key.pem";
+const CA_CERTIFICATE: &str = "ca-cert.pem";
+const KEYS: &str = "keys.psk";
+
 /// What a server needs to speak TLS.
 #[derive(Clone, Debug)]
-pub struct Tls(Arc<ServerConfig>);
+pub struct Tls(Kind);
+
+#[derive(Clone, Debug)]
+enum Kind {
+    Certificates(Arc<ServerConfig>),
+    Keys(Arc<psk::Keys>),
+}
 
 fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
 }
 
 impl Tls {
-    /// Reads the folder's certificates and key.
+    /// Reads the folder's certificates and key, or its keys.
     ///
     /// # Errors
-    /// `InvalidInput` for what is missing or is no PEM, naming the file.
+    /// `InvalidInput` for what is missing or ill-formed, naming the file, and for a folder with
+    /// both.
     pub fn from_folder(folder: &Path) -> io::Result<Self> {
-        let certificates = |name: &str| -> io::Result<Vec<CertificateDer<'static>>> {
-            let path = folder.join(name);
-            let found: Result<Vec<_>, _> =
-                CertificateDer::pem_file_iter(&path).map_err(|error| bad(&path, error))?.collect();
-            let found = found.map_err(|error| bad(&path, error))?;
-            if found.is_empty() { Err(bad(&path, "holds no certificate")) } else { Ok(found) }
-        };
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let chain = certificates("server-cert.pem")?;
-        let key_path = folder.join("server-key.pem");
-        let key = PrivateKeyDer::from_pem_file(&key_path).map_err(|error| bad(&key_path, error))?;
-        let builder = ServerConfig::builder_with_provider(provider.clone())
-            .with_safe_default_protocol_versions()
-            .map_err(|error| bad(folder, error))?;
-        let ca = folder.join("ca-cert.pem");
-        let builder = if ca.try_exists()? {
-            let mut roots = RootCertStore::empty();
-            for certificate in certificates("ca-cert.pem")? {
-                roots.add(certificate).map_err(|error| bad(&ca, error))?;
-            }
-            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
-                .build()
-                .map_err(|error| bad(&ca, error))?;
-            builder.with_client_cert_verifier(verifier)
-        } else {
-            builder.with_no_client_auth()
-        };
-        let config = builder.with_single_cert(chain, key).map_err(|error| bad(&key_path, error))?;
-        Ok(Self(Arc::new(config)))
+        let keys = folder.join(KEYS);
+        if !keys.try_exists()? {
+            return Ok(Self(Kind::Certificates(certificates::load(folder)?)));
+        }
+        if folder.join(CERTIFICATE).try_exists()? {
+            let why = format!(
+                "there is {CERTIFICATE} beside it, and a server asks for the one or for the other; \
+                 move one of them to another folder"
+            );
+            return Err(bad(&keys, why));
+        }
+        Ok(Self(Kind::Keys(psk::load(&keys)?)))
+    }
+
+    fn session(&self) -> io::Result<Box<dyn Session>> {
+        Ok(match &self.0 {
+            Kind::Certificates(config) => Box::new(certificates::session(config)?),
+            Kind::Keys(keys) => Box::new(psk::PskSession::new(keys)?),
+        })
     }
 
     /// Speaks TLS on a connection from now on; the peer has until `until`.
@@ -74,11 +77,9 @@ impl Tls {
     /// # Errors
     /// What the socket says; `InvalidData` where the peer's TLS is not acceptable; `TimedOut`.
     pub fn accept(&self, socket: Arc<dyn Channel>, until: Instant) -> io::Result<TlsChannel> {
-        let mut session = ServerConnection::new(self.0.clone()).map_err(invalid)?;
-        session.set_buffer_limit(None);
         let channel = TlsChannel {
             socket,
-            session: Mutex::new(session),
+            session: Mutex::new(self.session()?),
             received: Mutex::new(Received { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 }),
             sending: Mutex::new(Vec::new()),
         };
@@ -108,8 +109,41 @@ impl Tls {
     }
 }
 
-fn invalid(error: rustls::Error) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, error)
+/// The state of one side of a connection, between plaintext and ciphertext. No method waits.
+trait Session: Send {
+    /// Nothing can be read or written yet.
+    fn is_handshaking(&self) -> bool;
+
+    /// Takes ciphertext of the peer; returns how much of it, which may be none while there is
+    /// plaintext to be read.
+    ///
+    /// # Errors
+    /// `InvalidData` where it is not acceptable.
+    fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize>;
+
+    /// Whether there is ciphertext for the peer.
+    fn has_output(&self) -> bool;
+
+    /// Adds that to `out`.
+    ///
+    /// # Errors
+    /// None that is known.
+    fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()>;
+
+    /// Plaintext; none at its end.
+    ///
+    /// # Errors
+    /// `WouldBlock` where there is none yet; `UnexpectedEof` where the peer ended without a word.
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize>;
+
+    /// Encrypts all of the bytes.
+    ///
+    /// # Errors
+    /// A session that has failed.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()>;
+
+    /// Encrypts the word that nothing more will be sent.
+    fn say_goodbye(&mut self);
 }
 
 /// Ciphertext that the session has not taken yet: `buf[start..end]`.
@@ -123,7 +157,7 @@ struct Received {
 pub struct TlsChannel {
     socket: Arc<dyn Channel>,
     /// Never held while waiting for the socket to give.
-    session: Mutex<ServerConnection>,
+    session: Mutex<Box<dyn Session>>,
     /// Ciphertext, of whoever receives.
     received: Mutex<Received>,
     /// Ciphertext, of whoever sends: records go out in the order in which they were made.
@@ -148,12 +182,7 @@ impl TlsChannel {
                 return Ok(false);
             }
         }
-        let mut rest = &buf[*start..*end];
-        let before = rest.len();
-        let mut session = self.session.lock();
-        session.read_tls(&mut rest)?;
-        *start += before - rest.len();
-        session.process_new_packets().map_err(invalid)?;
+        *start += self.session.lock().take_in(&buf[*start..*end])?;
         Ok(true)
     }
 
@@ -165,12 +194,7 @@ impl TlsChannel {
 
     fn push_held(&self, out: &mut Vec<u8>) -> io::Result<()> {
         out.clear();
-        {
-            let mut session = self.session.lock();
-            while session.wants_write() {
-                session.write_tls(out)?;
-            }
-        }
+        self.session.lock().give_out(out)?;
         if out.is_empty() { Ok(()) } else { self.socket.send(out) }
     }
 }
@@ -180,7 +204,7 @@ impl Channel for TlsChannel {
         loop {
             let wants_write = {
                 let mut session = self.session.lock();
-                match session.reader().read(buf) {
+                match session.read(buf) {
                     Ok(got) => return Ok(got),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     // The peer closed without saying so: no request was cut, as requests have
@@ -188,7 +212,7 @@ impl Channel for TlsChannel {
                     Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
                     Err(error) => return Err(error),
                 }
-                session.wants_write()
+                session.has_output()
             };
             if wants_write {
                 self.push()?;
@@ -202,7 +226,7 @@ impl Channel for TlsChannel {
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
         let mut out = self.sending.lock();
         for piece in bytes.chunks(SEND_BYTES) {
-            self.session.lock().writer().write_all(piece)?;
+            self.session.lock().write(piece)?;
             self.push_held(&mut out)?;
         }
         Ok(())
@@ -214,7 +238,7 @@ impl Channel for TlsChannel {
 
     fn shutdown(&self, how: Shutdown) {
         if how != Shutdown::Read {
-            self.session.lock().send_close_notify();
+            self.session.lock().say_goodbye();
             // Without waiting for whoever is sending: the socket ends all the same.
             if let Some(mut out) = self.sending.try_lock() {
                 let _ = self.push_held(&mut out);

@@ -1,0 +1,171 @@
+//! `vdkit serve --tls`, with certificates and with pre-shared keys.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+
+use common::{Scratch, peer};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// A server on a port of its own, killed at the end.
+struct Served {
+    child: Child,
+    port: String,
+}
+
+impl Served {
+    fn start(scratch: &Scratch, tls: &str) -> Self {
+        let arguments = ["serve", "a.qcow2", "--nbd", "tcp:127.0.0.1:0", "--tls", tls];
+        let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let port = line.trim().trim_end_matches('/').rsplit(':').next().unwrap().to_owned();
+        Self { child, port }
+    }
+
+    /// qemu-io through TLS with these credentials.
+    fn qemu_io(&self, scratch: &Scratch, credentials: &str, commands: &[&str]) -> Output {
+        let image = format!(
+            "driver=raw,file.driver=nbd,file.host=127.0.0.1,file.port={},file.tls-creds=tls0,\
+             file.tls-hostname=localhost",
+            self.port
+        );
+        let mut qemu_io = Command::new("qemu-io");
+        qemu_io.current_dir(folder(scratch)).args(["--object", credentials]);
+        qemu_io.args(["--image-opts", &image]);
+        for command in commands {
+            qemu_io.args(["-c", command]);
+        }
+        qemu_io.output().unwrap()
+    }
+
+    /// Writes and reads through TLS, in requests far larger than a record.
+    fn works(&self, scratch: &Scratch, credentials: &str) {
+        let commands = ["write -P 6 1M 4M", "read -P 6 1M 4M", "flush", "read -P 0 16M 8M"];
+        let done = self.qemu_io(scratch, credentials, &commands);
+        let text = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success() && !text.contains("failed"), "{done:?}");
+    }
+
+    fn refuses(&self, scratch: &Scratch, credentials: &str) {
+        let done = self.qemu_io(scratch, credentials, &["read 0 512"]);
+        assert!(!done.status.success(), "{credentials}: {done:?}");
+    }
+
+    /// Nobody gets in without TLS, and noise in place of it harms nobody.
+    fn insists(&self) {
+        let plain = Command::new("qemu-io")
+            .args(["-f", "raw", &format!("nbd://127.0.0.1:{}", self.port), "-c", "read 0 512"])
+            .output()
+            .unwrap();
+        assert!(!plain.status.success(), "{plain:?}");
+        let mut noise = std::net::TcpStream::connect(format!("127.0.0.1:{}", self.port)).unwrap();
+        noise.write_all(&[0x16; 500]).unwrap();
+    }
+
+    /// Ends it as a user does; the image is sound.
+    fn end(mut self, scratch: &Scratch) {
+        kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
+        assert_eq!(self.child.wait().unwrap().code(), Some(0));
+        peer(&folder(scratch), "qemu-img", &["check", "-q", "a.qcow2"]);
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn folder(scratch: &Scratch) -> PathBuf {
+    scratch.path("x").parent().unwrap().to_owned()
+}
+
+/// Certificates of an authority of our own, made with openssl.
+fn certificates(scratch: &Scratch) -> bool {
+    let dir = folder(scratch);
+    if Command::new("openssl").arg("version").output().is_err() {
+        assert!(std::env::var_os("CI").is_none(), "openssl is missing: apt-get install openssl");
+        eprintln!("SKIPPED: openssl is not installed");
+        return false;
+    }
+    std::fs::create_dir(scratch.path("pki")).unwrap();
+    let script = r#"
+        set -e
+        cd pki
+        openssl req -x509 -newkey rsa:2048 -nodes -keyout ca-key.pem -out ca-cert.pem -days 2 -subj /CN=ca \
+            -addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign
+        for who in server client; do
+            openssl req -newkey rsa:2048 -nodes -keyout $who-key.pem -out $who.csr -subj /CN=localhost
+            printf 'subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\nkeyUsage=digitalSignature,keyEncipherment\n' > $who.ext
+            openssl x509 -req -in $who.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial -out $who-cert.pem -days 2 -extfile $who.ext
+        done
+    "#;
+    peer(&dir, "bash", &["-c", script]);
+    true
+}
+
+#[test]
+fn certificates_are_shown_and_asked_for() {
+    let scratch = Scratch::new();
+    if !certificates(&scratch) {
+        return;
+    }
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let served = Served::start(&scratch, "pki");
+    let credentials = "tls-creds-x509,id=tls0,dir=pki,endpoint=client";
+    served.works(&scratch, credentials);
+    served.insists();
+    std::fs::remove_file(scratch.path("pki/client-cert.pem")).unwrap();
+    std::fs::remove_file(scratch.path("pki/client-key.pem")).unwrap();
+    served.refuses(&scratch, credentials);
+    served.end(&scratch);
+}
+
+const KEY: &str = "6ff1a0c3b8d14e92a7305dbe4c8f1726f0e1d2c3b4a5968778695a4b3c2d1e0f";
+
+fn keys(scratch: &Scratch, folder: &str, text: &str) {
+    std::fs::create_dir_all(scratch.path(folder)).unwrap();
+    scratch.write(&format!("{folder}/keys.psk"), text.as_bytes());
+}
+
+#[test]
+fn a_key_that_both_sides_know_opens_the_door() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let other = KEY.replace("6f", "70");
+    keys(&scratch, "psk", &format!("# two clients\nalice:{other}\nbob:{KEY}\n"));
+    keys(&scratch, "wrong", &format!("bob:{other}\nmallory:{KEY}\n"));
+    let served = Served::start(&scratch, "psk");
+    let credentials = |dir: &str, who: &str| {
+        format!("tls-creds-psk,id=tls0,dir={dir},endpoint=client,username={who}")
+    };
+    served.works(&scratch, &credentials("psk", "bob"));
+    served.works(&scratch, &credentials("psk", "alice"));
+    // Another client library, which speaks through another way into GnuTLS.
+    let file = scratch.path("psk/keys.psk").display().to_string();
+    let uri = format!("nbds://bob@127.0.0.1:{}/?tls-psk-file={file}", served.port);
+    let told = peer(&folder(&scratch), "nbdinfo", &[&uri]);
+    let told = String::from_utf8_lossy(&told.stdout).into_owned();
+    assert!(told.contains("with TLS") && told.contains("67108864"), "{told}");
+    served.refuses(&scratch, &credentials("wrong", "bob"));
+    served.refuses(&scratch, &credentials("wrong", "mallory"));
+    served.insists();
+    served.works(&scratch, &credentials("psk", "bob"));
+    served.end(&scratch);
+}
+
+#[test]
+fn keys_that_cannot_be_used_are_named_and_not_told() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    keys(&scratch, "psk", &format!("bob:{KEY}\nbob:{KEY}\n"));
+    let serve = ["serve", "a.qcow2", "--nbd", "unix:s", "--tls", "psk"];
+    let answer = scratch.fails(1, "psk/keys.psk: line 2", &serve);
+    assert!(!answer.stderr.contains(&KEY[..8]), "{answer:?}");
+    scratch.write("psk/server-cert.pem", b"");
+    scratch.fails(1, "another folder", &serve);
+}

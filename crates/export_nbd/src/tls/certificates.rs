@@ -1,0 +1,93 @@
+//! TLS with certificates, by rustls.
+
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, ServerConfig, ServerConnection};
+
+use super::{CA_CERTIFICATE, CERTIFICATE, PRIVATE_KEY, Session, bad};
+
+/// Reads the folder's certificates and key.
+pub(super) fn load(folder: &Path) -> io::Result<Arc<ServerConfig>> {
+    let certificates = |name: &str| -> io::Result<Vec<CertificateDer<'static>>> {
+        let path = folder.join(name);
+        let found: Result<Vec<_>, _> =
+            CertificateDer::pem_file_iter(&path).map_err(|error| bad(&path, error))?.collect();
+        let found = found.map_err(|error| bad(&path, error))?;
+        if found.is_empty() { Err(bad(&path, "holds no certificate")) } else { Ok(found) }
+    };
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let chain = certificates(CERTIFICATE)?;
+    let key_path = folder.join(PRIVATE_KEY);
+    let key = PrivateKeyDer::from_pem_file(&key_path).map_err(|error| bad(&key_path, error))?;
+    let builder = ServerConfig::builder_with_provider(provider.clone())
+        .with_safe_default_protocol_versions()
+        .map_err(|error| bad(folder, error))?;
+    let ca = folder.join(CA_CERTIFICATE);
+    let builder = if ca.try_exists()? {
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(CA_CERTIFICATE)? {
+            roots.add(certificate).map_err(|error| bad(&ca, error))?;
+        }
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+            .build()
+            .map_err(|error| bad(&ca, error))?;
+        builder.with_client_cert_verifier(verifier)
+    } else {
+        builder.with_no_client_auth()
+    };
+    let config = builder.with_single_cert(chain, key).map_err(|error| bad(&key_path, error))?;
+    Ok(Arc::new(config))
+}
+
+/// A connection that begins.
+pub(super) fn session(config: &Arc<ServerConfig>) -> io::Result<ServerConnection> {
+    let mut session = ServerConnection::new(config.clone()).map_err(invalid)?;
+    session.set_buffer_limit(None);
+    Ok(session)
+}
+
+fn invalid(error: rustls::Error) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+impl Session for ServerConnection {
+    fn is_handshaking(&self) -> bool {
+        (**self).is_handshaking()
+    }
+
+    /// Takes no more while there is plaintext that nobody has read.
+    fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
+        let mut rest = ciphertext;
+        self.read_tls(&mut rest)?;
+        self.process_new_packets().map_err(invalid)?;
+        Ok(ciphertext.len() - rest.len())
+    }
+
+    fn has_output(&self) -> bool {
+        self.wants_write()
+    }
+
+    fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()> {
+        while self.wants_write() {
+            self.write_tls(out)?;
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.reader().read(buf)
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.writer().write_all(bytes)
+    }
+
+    fn say_goodbye(&mut self) {
+        self.send_close_notify();
+    }
+}
