@@ -19,8 +19,10 @@
 //!   it reached the storage first.
 //!
 //! A sync that did not return promises nothing. Allocating changes only the length.
+//!
+//! Several storages can lose their power at one moment: those on one [`CrashClock`].
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use vdkit_block::{
@@ -34,6 +36,43 @@ use crate::rng::Rng;
 
 /// The longest length.
 const LEN_MAX: u64 = i64::MAX as u64;
+
+/// Numbers the changes and syncs of several storages in one order.
+#[derive(Clone, Debug, Default)]
+pub struct CrashClock(Arc<Mutex<Ticks>>);
+
+#[derive(Debug, Default)]
+struct Ticks {
+    storages: usize,
+    /// Whose turn each change or sync was.
+    all: Vec<usize>,
+}
+
+impl CrashClock {
+    /// A clock without storages: see [`CrashStorage::on`].
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Changes and syncs of all its storages so far.
+    pub fn now(&self) -> usize {
+        self.0.lock().all.len()
+    }
+
+    fn join(&self) -> usize {
+        let mut ticks = self.0.lock();
+        ticks.storages += 1;
+        ticks.storages - 1
+    }
+
+    fn tick(&self, storage: usize) {
+        self.0.lock().all.push(storage);
+    }
+
+    fn ops_of(&self, storage: usize, at: usize) -> usize {
+        self.0.lock().all[..at].iter().filter(|other| **other == storage).count()
+    }
+}
 
 #[derive(Debug)]
 struct State {
@@ -55,18 +94,28 @@ pub struct CrashStorage {
     cache: CacheMode,
     initial: CrashImage,
     state: Mutex<State>,
+    clock: CrashClock,
+    /// Its number on the clock.
+    index: usize,
+    /// Whoever opens it again gets the same.
+    itself: Weak<Self>,
 }
 
 impl CrashStorage {
     /// An empty storage that can grow.
     pub fn new() -> Arc<Self> {
-        Self::with(Sectors::new(), 0, CacheMode::Writeback)
+        Self::on(&CrashClock::new())
+    }
+
+    /// An empty storage that can grow, on a clock that others are on too.
+    pub fn on(clock: &CrashClock) -> Arc<Self> {
+        Self::with(Sectors::new(), 0, CacheMode::Writeback, clock)
     }
 
     /// An empty storage as one that was opened in a cache mode: where it says so each change is
     /// durable when it returns, and with [`CacheMode::Unsafe`] nothing ever is.
     pub fn in_mode(cache: CacheMode) -> Arc<Self> {
-        Self::with(Sectors::new(), 0, cache)
+        Self::with(Sectors::new(), 0, cache, &CrashClock::new())
     }
 
     /// A storage that holds, durably, what `source` holds.
@@ -89,12 +138,12 @@ impl CrashStorage {
             }
             at = end;
         }
-        Self::with(sectors, len, CacheMode::Writeback)
+        Self::with(sectors, len, CacheMode::Writeback, &CrashClock::new())
     }
 
-    fn with(sectors: Sectors, len: u64, cache: CacheMode) -> Arc<Self> {
+    fn with(sectors: Sectors, len: u64, cache: CacheMode, clock: &CrashClock) -> Arc<Self> {
         let initial = CrashImage::new(&sectors, len);
-        Arc::new(Self {
+        Arc::new_cyclic(|itself| Self {
             name: "crash".to_owned(),
             cache,
             initial: initial.clone(),
@@ -106,6 +155,9 @@ impl CrashStorage {
                 next: 1,
                 now: initial,
             }),
+            clock: clock.clone(),
+            index: clock.join(),
+            itself: itself.clone(),
         })
     }
 
@@ -118,6 +170,14 @@ impl CrashStorage {
     /// A crash right now.
     pub fn crash_now(&self) -> CrashImage {
         self.state.lock().now.clone()
+    }
+
+    /// A crash after the first `at` changes and syncs of all storages on its clock.
+    ///
+    /// # Panics
+    /// Where there were not so many.
+    pub fn crash_at_tick(&self, at: usize) -> CrashImage {
+        self.crash_at(self.clock.ops_of(self.index, at))
     }
 
     /// A crash right after the first `ops` changes and syncs: a change has reached the storage,
@@ -166,12 +226,19 @@ impl CrashStorage {
             change.id = state.next;
             state.next += 1;
             let id = change.id;
-            state.record(Event::Changed(Arc::new(change)), true);
+            self.record(&mut state, Event::Changed(Arc::new(change)));
             id
         };
         std::thread::yield_now();
-        self.state.lock().record(Event::Returned(id), false);
+        self.state.lock().record(Event::Returned(id));
         if self.cache.write_durable() { self.sync() } else { Ok(()) }
+    }
+
+    /// Records what ends an operation.
+    fn record(&self, state: &mut State, event: Event) {
+        state.record(event);
+        state.points.push(state.events.len());
+        self.clock.tick(self.index);
     }
 
     fn end_of(&self, action: IoAction, offset: HostOffset, len: u64) -> Result<u64> {
@@ -190,12 +257,9 @@ fn sector_of(bytes: [u8; SECTOR as usize]) -> Sector {
 }
 
 impl State {
-    fn record(&mut self, event: Event, point: bool) {
+    fn record(&mut self, event: Event) {
         self.now.apply(&event);
         self.events.push(event);
-        if point {
-            self.points.push(self.events.len());
-        }
     }
 
     /// The length that a change up to `end` has to settle, if any. That is also one which another
@@ -346,11 +410,11 @@ impl Storage for CrashStorage {
             let mut state = self.state.lock();
             let sync = state.next;
             state.next += 1;
-            state.record(Event::SyncBegan(sync), false);
+            state.record(Event::SyncBegan(sync));
             sync
         };
         std::thread::yield_now();
-        self.state.lock().record(Event::SyncReturned(sync), true);
+        self.record(&mut self.state.lock(), Event::SyncReturned(sync));
         Ok(())
     }
 
@@ -400,6 +464,11 @@ impl Storage for CrashStorage {
     fn allocated_bytes(&self) -> Result<u64> {
         let state = self.state.lock();
         Ok(state.live.values().filter(|sector| sector.is_some()).count() as u64 * SECTOR)
+    }
+
+    fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
+        // Whoever calls holds it, so it is there.
+        self.itself.upgrade().map(|itself| itself as Arc<dyn Storage>).ok_or(Error::Interrupted)
     }
 }
 

@@ -161,11 +161,11 @@ fn a_sync_covers_only_what_returned_before_it_began() {
     let sectors = state.lock().write(0, 512, &[1; 512]);
     let change = Arc::new(Change { id: 1, sectors, new_len: None, cut: false });
     state.lock().next = 2;
-    state.lock().record(Event::Changed(change), true);
+    storage.record(&mut state.lock(), Event::Changed(change));
     // … while one that returned is synced.
     write(&storage, 512, 2, 512);
     storage.sync().unwrap();
-    state.lock().record(Event::Returned(1), false);
+    state.lock().record(Event::Returned(1));
     let durable = storage.crash_now().only_durable();
     assert_eq!((byte(&durable, 0), byte(&durable, 512)), (0, 2));
     storage.sync().unwrap();
@@ -179,7 +179,7 @@ fn a_synced_change_is_not_lost_to_an_older_one_that_was_still_under_way() {
     let sectors = state.lock().write(0, 100, &[1; 100]);
     let change = Arc::new(Change { id: 1, sectors, new_len: None, cut: false });
     state.lock().next = 2;
-    state.lock().record(Event::Changed(change), true);
+    storage.record(&mut state.lock(), Event::Changed(change));
     write(&storage, 100, 2, 100);
     storage.sync().unwrap();
     let seen = outcomes(&storage, |ops, s| (ops == 3, byte(s, 0), byte(s, 100)));
@@ -196,7 +196,7 @@ fn synced_bytes_lie_within_the_length_even_where_another_thread_made_it() {
         state.lock().len = 4096;
         let change = Arc::new(Change { id: 1, sectors: vec![], new_len: Some(4096), cut: false });
         state.lock().next = 2;
-        state.lock().record(Event::Changed(change), true);
+        storage.record(&mut state.lock(), Event::Changed(change));
         match how {
             0 => write(&storage, 512, 2, 512),
             1 => storage.allocate(HostOffset(0), 4096).unwrap(),
@@ -273,4 +273,20 @@ fn it_reads_back_like_memory() {
         at += extent.len;
     }
     assert_eq!(at, len);
+}
+
+#[test]
+fn storages_on_one_clock_lose_their_power_together() {
+    let clock = CrashClock::new();
+    let (a, b) = (CrashStorage::on(&clock), CrashStorage::on(&clock));
+    write(&a, 0, 1, 512);
+    write(&b, 0, 2, 512);
+    b.sync().unwrap();
+    write(&a, 0, 3, 512);
+    assert_eq!(clock.now(), 4);
+    let held = |storage: &CrashStorage, at| byte(&storage.crash_at_tick(at).everything(), 0);
+    assert_eq!([0, 1, 2, 3, 4].map(|at| held(&a, at)), [0, 1, 1, 1, 3]);
+    assert_eq!([0, 1, 2, 3, 4].map(|at| held(&b, at)), [0, 0, 2, 2, 2]);
+    let durable = |at| byte(&b.crash_at_tick(at).only_durable(), 0);
+    assert_eq!((durable(2), durable(3)), (0, 2));
 }

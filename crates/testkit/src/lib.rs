@@ -35,7 +35,7 @@ mod sharing;
 pub mod trials;
 
 pub use counting::{CountingStorage, Counts, LoggedOp};
-pub use crash::{CrashImage, CrashStorage};
+pub use crash::{CrashClock, CrashImage, CrashStorage};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
 pub use killed::Killed;
 pub use machine::Machine;

@@ -1,6 +1,7 @@
 //! Images exchanged under guests that write all the time, held against what the guests know.
 
 mod guests;
+mod power_cut;
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};

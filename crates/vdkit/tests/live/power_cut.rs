@@ -1,0 +1,251 @@
+//! A commit under a guest that writes, and a power cut at any moment of it: whichever of the unsynced
+//! sectors of both files survive, the overlay on its base holds all that was flushed; and once the
+//! commit was answered, so does the base alone.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use vdkit::export::{Export, ExportOptions, Images};
+use vdkit::live::LiveImages;
+use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, Repair};
+use vdkit_block::{BackingRef, CreateRequest, FormatDriver, Limits, OpenRequest, Storage};
+use vdkit_testkit::{CrashClock, CrashStorage, Rng};
+
+const BLOCK: u64 = 4096;
+const SECTOR: usize = 512;
+const BLOCKS: u64 = 160;
+/// Not a multiple of any cluster size.
+const DISK_BYTES: u64 = BLOCKS * BLOCK;
+/// Moments that are looked at, and survivors of each.
+const MOMENTS: usize = 60;
+const SURVIVORS: usize = 3;
+
+/// What the guest did, and when by the clock of both files.
+enum Event {
+    /// A block filled with a version, begun at this moment.
+    Write { block: u64, version: u32, begun: usize },
+    /// A flush was answered at this moment; it began after so many events.
+    Flush { answered: usize, covers: usize },
+}
+
+/// The bytes of a version of a block: each sector tells which it is of.
+fn bytes_of(block: u64, version: u32) -> Vec<u8> {
+    let mut word = [0; 16];
+    if version > 0 {
+        word[..8].copy_from_slice(&block.to_le_bytes());
+        word[8..12].copy_from_slice(&version.to_le_bytes());
+        word[12..].copy_from_slice(b"ver\0");
+    }
+    word.repeat(BLOCK as usize / word.len())
+}
+
+struct Case {
+    base: (&'static str, &'static str),
+    base_bytes: u64,
+    overlay: &'static str,
+}
+
+struct Stage {
+    clock: CrashClock,
+    base: Arc<CrashStorage>,
+    overlay: Arc<CrashStorage>,
+    case: Case,
+    /// The version of each block.
+    versions: Vec<u32>,
+    next: u32,
+    events: Vec<Event>,
+}
+
+fn driver(format: &str) -> &'static dyn FormatDriver {
+    vdkit::format(format).unwrap()
+}
+
+fn make(format: &str, options: &str, storage: Arc<dyn Storage>, bytes: u64, base: Option<&str>) {
+    let driver = driver(format);
+    let options = options.split(',').filter(|option| !option.is_empty());
+    driver
+        .create(&CreateRequest {
+            storage,
+            files: Vec::new(),
+            guest_bytes: bytes,
+            options: Options::parse(format, driver.options(), options).unwrap(),
+            backing: base.map(|format| BackingRef::new("base", Some(format.to_owned()))),
+            backing_bytes: None,
+        })
+        .unwrap();
+}
+
+fn open(format: &str, storage: Arc<dyn Storage>, writable: bool) -> Disk {
+    let (driver, limits) = (driver(format), Limits::default());
+    let info = driver.describe(&storage, &limits).unwrap();
+    let format = driver.open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
+    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
+}
+
+impl Stage {
+    /// A base and an overlay, both with something in them.
+    fn new(case: Case, rng: &mut Rng) -> Self {
+        let clock = CrashClock::new();
+        let (base, overlay) = (CrashStorage::on(&clock), CrashStorage::on(&clock));
+        let (format, options) = case.base;
+        make(format, options, base.clone(), case.base_bytes, None);
+        make("qcow2", case.overlay, overlay.clone(), DISK_BYTES, Some(format));
+        let versions = vec![0; BLOCKS as usize];
+        let mut stage = Self { clock, base, overlay, case, versions, next: 1, events: Vec::new() };
+        let disk = open(format, stage.base.clone(), true);
+        stage.fill(&disk, stage.case.base_bytes / BLOCK, rng);
+        disk.close().unwrap();
+        let disk = stage.chain(true);
+        stage.fill(&disk, BLOCKS, rng);
+        for _ in 0..6 {
+            // Zeroes of the overlay hide what the base has.
+            let block = rng.below(BLOCKS);
+            disk.write_zeroes(GuestOffset(block * BLOCK), BLOCK, true).unwrap();
+            stage.versions[block as usize] = 0;
+        }
+        disk.close().unwrap();
+        stage
+    }
+
+    fn fill(&mut self, disk: &Disk, blocks: u64, rng: &mut Rng) {
+        for _ in 0..blocks / 3 {
+            let block = rng.below(blocks);
+            disk.write_at(&bytes_of(block, self.next), GuestOffset(block * BLOCK)).unwrap();
+            self.versions[block as usize] = self.next;
+            self.next += 1;
+        }
+    }
+
+    fn chain(&self, writable: bool) -> Disk {
+        let base = open(self.case.base.0, self.base.clone(), false);
+        open("qcow2", self.overlay.clone(), writable).over(base)
+    }
+
+    /// One write of the guest, and perhaps a flush.
+    fn step(&mut self, export: &Export, rng: &mut Rng) {
+        let (block, version) = (rng.below(BLOCKS), self.next);
+        self.next += 1;
+        self.events.push(Event::Write { block, version, begun: self.clock.now() });
+        export.write(&bytes_of(block, version), block * BLOCK, false).unwrap();
+        if rng.chance(1, 6) {
+            let covers = self.events.len();
+            export.flush().unwrap();
+            self.events.push(Event::Flush { answered: self.clock.now(), covers });
+        }
+    }
+
+    /// The versions that a block may have after a crash at a moment: what was flushed, and later.
+    fn allowed(&self, moment: usize) -> Vec<Vec<u32>> {
+        let mut allowed: Vec<Vec<u32>> = self.versions.iter().map(|v| vec![*v]).collect();
+        let flushed = self.events.iter().filter_map(|event| match event {
+            Event::Flush { answered, covers } if *answered <= moment => Some(*covers),
+            _ => None,
+        });
+        let flushed = flushed.max().unwrap_or(0);
+        for (index, event) in self.events.iter().enumerate() {
+            let Event::Write { block, version, begun } = event else { continue };
+            let versions = &mut allowed[*block as usize];
+            if index < flushed {
+                *versions = vec![*version];
+            } else if *begun <= moment {
+                versions.push(*version);
+            }
+        }
+        allowed
+    }
+}
+
+/// Every sector is one of a version that its block may have.
+fn assert_holds(disk: &Disk, allowed: &[Vec<u32>], what: &str) {
+    let mut found = vec![0xee; BLOCK as usize];
+    for (block, versions) in allowed.iter().enumerate() {
+        disk.read_at(&mut found, GuestOffset(block as u64 * BLOCK)).unwrap();
+        for (sector, bytes) in found.chunks(SECTOR).enumerate() {
+            let fits =
+                versions.iter().any(|version| bytes_of(block as u64, *version)[..SECTOR] == *bytes);
+            let seen = &bytes[..16];
+            assert!(fits, "{what}: block {block}, sector {sector}: {seen:x?}, not {versions:?}");
+        }
+    }
+}
+
+fn assert_not_corrupt(format: &str, storage: &Arc<dyn Storage>, what: &str) {
+    let (limits, monitor) = (Limits::default(), Monitor::default());
+    let report = driver(format).check(storage, &[], Repair::Nothing, &limits, &monitor).unwrap();
+    assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
+}
+
+#[test]
+fn what_was_flushed_survives_a_cut_in_a_commit() {
+    for number in 0..6 {
+        let mut rng = Rng::from_env(number);
+        let case = Case {
+            base: [("raw", ""), ("qcow2", "cluster_size=4K"), ("qcow2", "")][number as usize % 3],
+            base_bytes: if number < 3 { DISK_BYTES } else { DISK_BYTES / 2 },
+            overlay: ["cluster_size=8K", "", "cluster_size=16K,lazy_refcounts=on"]
+                [number as usize / 2],
+        };
+        let name = format!("case {number}, seed {}", rng.seed());
+        let mut stage = Stage::new(case, &mut rng);
+        let export = Export::new(stage.chain(true), ExportOptions::default());
+        let began = stage.clock.now();
+        let live = LiveImages::new(vdkit::registry(), OpenOptions::read_write());
+        let (under_way, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        let committed = std::thread::scope(|scope| {
+            let (stage, rng) = (&mut stage, &mut rng);
+            let (export, under_way, over) = (&export, &under_way, &over);
+            let clock = stage.clock.clone();
+            scope.spawn(move || {
+                while !over.load(Ordering::Relaxed) {
+                    stage.step(export, rng);
+                    under_way.store(true, Ordering::Relaxed);
+                    // The commit is to come to its end.
+                    std::thread::yield_now();
+                }
+                for _ in 0..40 {
+                    stage.step(export, rng);
+                }
+            });
+            while !under_way.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            let done = live.commit(export, true);
+            let at = clock.now();
+            over.store(true, Ordering::Relaxed);
+            done.map(|_| at)
+        });
+        let committed = committed.unwrap();
+        let end = stage.clock.now();
+        // Around the moment when the images are exchanged more than elsewhere.
+        let mut moments: Vec<usize> =
+            (0..MOMENTS).map(|_| rng.within(began as u64..end as u64) as usize).collect();
+        moments.extend((committed.saturating_sub(15)..=(committed + 5)).filter(|at| *at <= end));
+        moments.push(end);
+        for moment in moments.into_iter().filter(|moment| *moment >= began) {
+            let allowed = stage.allowed(moment);
+            let (lower, upper) =
+                (stage.base.crash_at_tick(moment), stage.overlay.crash_at_tick(moment));
+            for survivor in 0..SURVIVORS {
+                let what = format!(
+                    "{name}, moment {moment} of {began}..{committed}..{end}, survivor {survivor}"
+                );
+                let base: Arc<dyn Storage> = Arc::new(lower.survivor(&mut rng));
+                let overlay: Arc<dyn Storage> = Arc::new(upper.survivor(&mut rng));
+                let format = stage.case.base.0;
+                assert_not_corrupt("qcow2", &overlay, &what);
+                if format == "qcow2" {
+                    assert_not_corrupt(format, &base, &what);
+                }
+                let disk = open("qcow2", overlay, false).over(open(format, base.clone(), false));
+                assert_holds(&disk, &allowed, &format!("{what}: the overlay"));
+                if moment >= committed {
+                    assert_holds(
+                        &open(format, base, false),
+                        &allowed,
+                        &format!("{what}: the base"),
+                    );
+                }
+            }
+        }
+    }
+}
