@@ -184,7 +184,14 @@ fn a_guest_on_vhost_user() {
     served.kill();
     std::fs::copy(scratch.path("disk.qcow2"), scratch.path("killed.qcow2")).unwrap();
     // Nobody else may have written to it meanwhile, and nobody has: the guest's disk stands still.
-    let served = Served::start(&scratch, &vhost);
+    let served = Served::start(&scratch, &[&vhost[..], &["--control", "c.sock"]].concat());
+    // Its images are exchanged while it writes: an overlay comes, and goes into the image beneath.
+    guest.wait_for("synced 18.", PATIENCE);
+    scratch.ok(&["ctl", "c.sock", "snapshot-external", "over.qcow2"]);
+    guest.wait_for("synced 22.", PATIENCE);
+    let done = scratch.json_of("ctl", 0, &["c.sock", "commit"]);
+    assert_eq!(done["filename"], "disk.qcow2");
+    assert!(done["moved-bytes"].as_u64().unwrap() > 0, "{done}");
     let log = guest.end(PATIENCE);
     assert!(log.contains("synced 29."), "{log}");
     served.end();

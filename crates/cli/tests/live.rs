@@ -3,10 +3,12 @@
 mod common;
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use common::{Scratch, peer};
+use vdkit_testkit::require_fuse;
 
 const URI: &str = "nbd+unix:///?socket=s.sock";
 
@@ -51,11 +53,14 @@ fn io(scratch: &Scratch, commands: &[&str]) {
 
 /// fio over NBD: random writes, each verified after all are done.
 fn fio(scratch: &Scratch, seconds: u32) -> Command {
+    fio_on(scratch, seconds, &["--ioengine=nbd", &format!("--uri={URI}")])
+}
+
+/// The same on another way to the disk.
+fn fio_on(scratch: &Scratch, seconds: u32, way: &[&str]) -> Command {
     let mut command = Command::new("fio");
     command.current_dir(folder(scratch)).stdin(Stdio::null()).stdout(Stdio::piped()).args([
         "--name=v",
-        "--ioengine=nbd",
-        &format!("--uri={URI}"),
         "--rw=randwrite",
         "--bssplit=4k/60:12k/30:100k/10",
         "--iodepth=8",
@@ -66,6 +71,7 @@ fn fio(scratch: &Scratch, seconds: u32) -> Command {
         "--time_based",
         &format!("--runtime={seconds}"),
     ]);
+    command.args(way);
     command
 }
 
@@ -212,6 +218,47 @@ fn a_guest_goes_on_through_commits() {
             peer(&folder(&scratch), "qemu-img", &both);
         }
     }
+}
+
+#[test]
+fn a_plain_file_goes_on_over_new_overlays_and_commits() {
+    if !require_fuse() {
+        return;
+    }
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "64M"]);
+    let all = ["serve", "base.qcow2", "--fuse", "disk.raw", "--control", "c.sock"];
+    let mut child = scratch.command(&all).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("serving"), "{line}");
+    let service = Service(child);
+    // The mounted file stays open, and is what the guest knows as its disk.
+    let disk = std::fs::File::options().read(true).write(true).open(scratch.path("disk.raw"));
+    let disk = disk.unwrap();
+    disk.write_all_at(&[9; 65536], 63 << 20).unwrap();
+    disk.sync_all().unwrap();
+    let way = ["--ioengine=libaio", "--filename=disk.raw", "--allow_file_create=0"];
+    let client = fio_on(&scratch, 4, &way).spawn().unwrap();
+    for round in 0..3 {
+        let overlay = format!("{round}.qcow2");
+        std::thread::sleep(std::time::Duration::from_millis(400));
+        scratch.ok(&["ctl", "c.sock", "snapshot-external", &overlay]);
+        std::thread::sleep(std::time::Duration::from_millis(400));
+        let done = scratch.json_of("ctl", 0, &["c.sock", "commit", "--force"]);
+        assert_eq!(done["filename"], "base.qcow2");
+    }
+    scratch.ok(&["ctl", "c.sock", "snapshot-external", "last.qcow2"]);
+    verified(client);
+    let mut bytes = [0; 65536];
+    disk.read_exact_at(&mut bytes, 63 << 20).unwrap();
+    assert!(bytes == [9; 65536]);
+    drop(disk);
+    service.quit(&scratch);
+    for image in ["base.qcow2", "last.qcow2"] {
+        check(&scratch, image);
+    }
+    peer(&folder(&scratch), "qemu-io", &["-r", "-c", "read -P 9 63M 64k", "last.qcow2"]);
 }
 
 #[test]
