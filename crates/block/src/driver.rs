@@ -511,6 +511,11 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// The name that users type, such as `qcow2`.
     fn name(&self) -> &'static str;
 
+    /// Other names that users may type for it.
+    fn aliases(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// One line for lists.
     fn description(&self) -> &'static str;
 

@@ -214,7 +214,10 @@ pub fn compact(
         let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
         judge_places(storage, geometry, &blocks)?;
         drop(blocks);
-        report.zero_clusters = drop_zeroes(storage, geometry, options, monitor)?;
+        // Where something lies beneath, only a mark says zero.
+        if geometry.zero.is_some() || !envelope.over_parent() {
+            report.zero_clusters = drop_zeroes(storage, geometry, options, monitor)?;
+        }
         let closed = close_gaps(storage, geometry, Some(monitor))?;
         report.moved_clusters = closed.moved;
         envelope.before_map(storage, geometry, closed.end)?;
@@ -247,7 +250,6 @@ fn drop_zeroes(
             monitor.progress.update(first + n as u64, all);
             let data = start + geometry.skip;
             if reads_zero(storage, data, geometry.block_bytes, options, holes, &mut buf)? {
-                // Where something may lie beneath, only the mark says zero.
                 *word = geometry.zero.unwrap_or(HOLE);
                 dropped += 1;
             }

@@ -2,11 +2,16 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::Result;
+use vdkit_block::{HostOffset, Result, Storage};
 
 use crate::compact;
 use crate::image::{BlockImage, Envelope};
+use crate::sectors::SectorMaps;
 use crate::table::write_pages;
+
+fn write_bitmaps(storage: &dyn Storage, bitmaps: &[(u64, Vec<u8>)]) -> Result<()> {
+    bitmaps.iter().try_for_each(|(start, bytes)| storage.write_at(bytes, HostOffset(*start)))
+}
 
 impl<E: Envelope> BlockImage<E> {
     /// One flush for all who asked before it began.
@@ -24,12 +29,13 @@ impl<E: Envelope> BlockImage<E> {
 
     fn flush_now(&self) -> Result<()> {
         let geometry = self.geometry();
-        let (changed, end) = {
+        let (changed, bitmaps, end) = {
             let state = self.state.lock();
             self.dirty.store(false, Ordering::Release);
-            (self.table.take_changed(), state.used_end)
+            let bitmaps = self.sectors.as_ref().map(SectorMaps::take_changed).unwrap_or_default();
+            (self.table.take_changed(), bitmaps, state.used_end)
         };
-        if changed.is_empty() {
+        if changed.is_empty() && bitmaps.is_empty() {
             return self.storage.sync();
         }
         let done = self
@@ -38,8 +44,12 @@ impl<E: Envelope> BlockImage<E> {
             // The blocks' data, the file's length, and what the envelope wrote.
             .and_then(|()| self.storage.sync())
             .and_then(|()| write_pages(&*self.storage, &geometry, &changed))
+            .and_then(|()| write_bitmaps(&*self.storage, &bitmaps))
             .and_then(|()| self.storage.sync());
         self.table.written(done.is_ok());
+        if let Some(sectors) = &self.sectors {
+            sectors.written(done.is_ok());
+        }
         if done.is_err() {
             self.dirty.store(true, Ordering::Release);
         }
@@ -51,7 +61,11 @@ impl<E: Envelope> BlockImage<E> {
         self.flush_grouped()?;
         let _flushing = self.flushing.lock();
         let mut state = self.state.lock();
-        if !state.unfinished || !state.pending.is_empty() || self.table.dirty() {
+        if !state.unfinished
+            || !state.pending.is_empty()
+            || self.table.dirty()
+            || self.sectors.as_ref().is_some_and(SectorMaps::dirty)
+        {
             return Ok(());
         }
         let geometry = self.geometry();

@@ -14,6 +14,7 @@ use vdkit_block::{
 };
 
 use crate::geometry::{Geometry, Slot};
+use crate::sectors::SectorMaps;
 use crate::table::{Table, walk};
 
 /// How many entries one answer of the map looks at.
@@ -66,6 +67,11 @@ pub trait Envelope: Send + Sync + fmt::Debug + 'static {
 
     /// Whether all blocks have their place in the file (VDI's static images).
     fn all_allocated(&self) -> bool {
+        false
+    }
+
+    /// Whether something lies beneath that a block which is not here shows.
+    fn over_parent(&self) -> bool {
         false
     }
 
@@ -124,8 +130,11 @@ pub struct Opening {
     pub geometry: Geometry,
     /// Bytes of the guest disk.
     pub guest_bytes: u64,
-    /// It stands on another image, and can only be read.
+    /// It stands on another image.
     pub has_parent: bool,
+    /// Each block has a bitmap of the sectors that are in it, which says where the parent shows
+    /// ([`Geometry::skip`]). An image over a parent without that can only be read.
+    pub sector_maps: bool,
     /// What the user should know.
     pub warnings: Vec<String>,
 }
@@ -146,6 +155,8 @@ pub struct BlockImage<E> {
     pub(crate) table: Table,
     in_flight: InFlight,
     warnings: Vec<String>,
+    /// Which sectors are in the blocks; nothing where all are.
+    pub(crate) sectors: Option<SectorMaps>,
     pub(crate) state: Mutex<State>,
     /// A reservation ended.
     pub(crate) ended: Condvar,
@@ -184,6 +195,8 @@ pub(crate) struct Pending {
     /// Numbers of guest blocks.
     pub(crate) blocks: Range<u64>,
     pub(crate) space: NewBlocks,
+    /// Bytes within the one block, which has its place already, that will be in the image.
+    pub(crate) patch: Option<Range<u64>>,
 }
 
 impl<E: Envelope> BlockImage<E> {
@@ -200,7 +213,7 @@ impl<E: Envelope> BlockImage<E> {
         let host_bytes = storage.len()?;
         let mut used_end = geometry.first_block;
         if writable {
-            if opening.has_parent {
+            if opening.has_parent && !opening.sector_maps {
                 return Err(Error::unsupported(
                     storage.name(),
                     format!("writing to a {} image that stands on another one", envelope.name()),
@@ -230,6 +243,7 @@ impl<E: Envelope> BlockImage<E> {
             table: Table::new(limits.cache_bytes),
             in_flight: InFlight::default(),
             warnings: opening.warnings,
+            sectors: (opening.has_parent && opening.sector_maps).then(SectorMaps::default),
             state: Mutex::new(state),
             ended: Condvar::new(),
             flushing: Mutex::new(0),
@@ -340,6 +354,29 @@ impl<E: Envelope> BlockImage<E> {
         })
     }
 
+    /// A run as far as all of its sectors are in the image, or none; nothing where the block's bitmap is
+    /// not kept.
+    fn by_sectors(&self, at: GuestOffset, run: Extent) -> Option<Extent> {
+        let (Some(sectors), Place::Data { offset, .. }) = (&self.sectors, run.place) else {
+            return Some(run);
+        };
+        let geometry = self.geometry();
+        let within = at.0 % geometry.block_bytes;
+        let start = offset.0 - within - geometry.skip;
+        let (present, len) = sectors.run(start, within, run.len)?;
+        Some(Extent { len, place: if present { run.place } else { Place::Hole } })
+    }
+
+    /// Reads the bitmap of the block of a guest offset, where there are such.
+    pub(crate) fn load_sectors(&self, at: GuestOffset) -> Result<()> {
+        let geometry = self.geometry();
+        let slot = geometry.slot(self.word(at.0 / geometry.block_bytes)?);
+        match (&self.sectors, slot) {
+            (Some(sectors), Slot::At(start)) => sectors.load(&*self.storage, start, geometry.skip),
+            _ => Ok(()),
+        }
+    }
+
     /// Calls `act` for each run of data in a range.
     fn each_data(
         &self,
@@ -391,10 +428,10 @@ impl<E: Envelope> Format for BlockImage<E> {
         FormatCaps {
             writable: self.writable,
             cluster_bytes: geometry.block_bytes,
-            fill_bytes: geometry.block_bytes,
+            fill_bytes: if self.sectors.is_some() { 512 } else { geometry.block_bytes },
             packed: None,
             one_pass: false,
-            cheap_zeroes: true,
+            cheap_zeroes: self.sectors.is_none(),
             host_aligned: aligned && geometry.unit == geometry.stride(),
         }
     }
@@ -423,7 +460,11 @@ impl<E: Envelope> Format for BlockImage<E> {
         self.in_range(at, len, IoAction::Map)?;
         loop {
             if let Some(answer) = self.run(at, len) {
-                return answer;
+                match self.by_sectors(at, answer?) {
+                    Some(run) => return Ok(run),
+                    None => self.load_sectors(at)?,
+                }
+                continue;
             }
             let geometry = self.geometry();
             self.table.load(at.0 / geometry.block_bytes, &geometry, &*self.storage)?;
@@ -433,7 +474,7 @@ impl<E: Envelope> Format for BlockImage<E> {
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
         self.in_range(at, len, IoAction::Map).ok()?;
         // Damage is told by `resolve`.
-        self.run(at, len)?.ok()
+        self.by_sectors(at, self.run(at, len)?.ok()?)
     }
 
     fn map_cache(&self) -> Option<MapCacheStats> {
@@ -443,7 +484,7 @@ impl<E: Envelope> Format for BlockImage<E> {
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.note_change()?;
         let geometry = self.geometry();
-        if geometry.skip == 0 {
+        if geometry.skip == 0 || self.sectors.is_some() {
             return Ok(());
         }
         let last = (at.0 + len.max(1) - 1) / geometry.block_bytes;
@@ -462,10 +503,14 @@ impl<E: Envelope> Format for BlockImage<E> {
         self.reserve_blocks(at, len)
     }
 
-    /// What has no block reads as zero already; what has one keeps it, and becomes zero there.
+    /// What has no block reads as zero already; what has one keeps it, and becomes zero there. Over a
+    /// parent that is no help: the caller writes the zeroes.
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<Range<u64>> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::WriteZeroes)?;
+        if self.sectors.is_some() {
+            return Ok(at.0..at.0);
+        }
         self.note_change()?;
         let mode = if may_unmap { ZeroMode::MayUnmap } else { ZeroMode::KeepAllocated };
         self.each_data(at, len, |offset, len| self.storage.write_zeroes(offset, len, mode))?;

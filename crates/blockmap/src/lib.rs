@@ -28,6 +28,7 @@ mod flush;
 mod geometry;
 mod image;
 mod resize;
+mod sectors;
 pub mod survey;
 mod table;
 mod write;

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
-use vdkit_block::{HostOffset, Result, ZeroMode};
+use vdkit_block::{Error, HostOffset, Result, ZeroMode};
 
 use crate::compact;
 use crate::geometry::{Geometry, Slot};
@@ -16,6 +16,13 @@ const STEP_ENTRIES: u64 = 256 << 10;
 impl<E: Envelope> BlockImage<E> {
     /// As [`vdkit_block::Format::resize`]. The caller sees to it that no request is in flight.
     pub(crate) fn resize_to(&self, guest_bytes: u64) -> Result<()> {
+        if self.sectors.is_some() {
+            return Err(Error::unsupported(
+                self.storage.name(),
+                "another size of an image that stands on another one",
+                "convert it to a new image",
+            ));
+        }
         let guest_bytes = self.envelope.judge_size(self.storage.name(), guest_bytes)?;
         loop {
             self.flush_grouped()?;
@@ -124,7 +131,7 @@ impl<E: Envelope> BlockImage<E> {
             let count = STEP_ENTRIES.min(geometry.entries - index);
             let starts = (0..count).map(|n| end + (index - first + n) * stride);
             let words: Option<Vec<u32>> = starts.map(|start| geometry.word(start)).collect();
-            let words = words.ok_or_else(|| vdkit_block::Error::NoSpace {
+            let words = words.ok_or_else(|| Error::NoSpace {
                 file: self.storage.name().to_owned(),
                 what: "the table has no number for the last block".to_owned(),
             })?;

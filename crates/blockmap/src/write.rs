@@ -3,11 +3,15 @@
 use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
-use vdkit_block::{Error, FileIndex, Fill, GuestOffset, HostOffset, Reservation, Result, Ticket};
+use vdkit_block::{
+    Error, FileIndex, Fill, GuestOffset, HostOffset, Reservation, Result, Ticket, align_down,
+    align_up,
+};
 
 use crate::geometry::Slot;
 use crate::image::{BlockImage, Envelope, NewBlocks, Pending, State};
 
+const SECTOR: u64 = 512;
 /// A reservation has at most so many bytes.
 const RESERVE_BYTES_MAX: u64 = 64 << 20;
 /// The file grows by so many bytes at first, then by twice as many each time.
@@ -33,6 +37,9 @@ impl<E: Envelope> BlockImage<E> {
         }
         // The disk may have become smaller while we waited.
         self.in_range(at, len, vdkit_block::IoAction::Write)?;
+        if self.sectors.is_some() {
+            return self.reserve_sectors(state, at, len);
+        }
         if self.has_place(first)? {
             return Ok(None);
         }
@@ -47,6 +54,43 @@ impl<E: Envelope> BlockImage<E> {
         }
         let space = self.allocate(&mut state, count)?;
         Ok(Some(self.hand_out(&mut state, at, len, first, space)))
+    }
+
+    /// Over a parent a block gets its place first, with nothing in it; then sectors of it are
+    /// reserved, in which the caller's bytes and what surrounds them come into the image.
+    fn reserve_sectors(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        at: GuestOffset,
+        len: u64,
+    ) -> Result<Option<Reservation<'_>>> {
+        let geometry = self.geometry();
+        let block = at.0 / geometry.block_bytes;
+        let Slot::At(start) = geometry.slot(self.word(block)?) else {
+            let space = self.allocate(&mut state, 1)?;
+            let pending = Pending { blocks: block..block + 1, space, patch: None };
+            let ticket = state.pend(pending);
+            drop(state);
+            self.publish_ticket(ticket)?;
+            // The map has changed: resolve again.
+            return Ok(None);
+        };
+        let within = at.0 % geometry.block_bytes;
+        let most = len.min(geometry.block_bytes - within);
+        self.load_sectors(at)?;
+        let run = self.sectors.as_ref().and_then(|sectors| sectors.run(start, within, most));
+        let Some((false, len)) = run else { return Ok(None) };
+        let first = align_down(at.0, SECTOR);
+        let end = align_up(at.0 + len, SECTOR).unwrap_or(u64::MAX).min(self.guest_len());
+        let patch = first % geometry.block_bytes..first % geometry.block_bytes + (end - first);
+        let host = HostOffset(start + geometry.skip + patch.start);
+        let space = NewBlocks { start, count: 0, fresh: false };
+        let ticket = state.pend(Pending { blocks: block..block + 1, space, patch: Some(patch) });
+        let write = at.0..at.0 + len;
+        let side = |whole: bool| if whole { Fill::Ready } else { Fill::Copy };
+        let (head, tail) = (side(write.start == first), side(write.end == end));
+        let file = FileIndex(0);
+        Ok(Some(Reservation::new(self, ticket, first..end, write, file, host, head, tail)))
     }
 
     fn has_place(&self, block: u64) -> Result<bool> {
@@ -66,9 +110,7 @@ impl<E: Envelope> BlockImage<E> {
         let blocks = first..first + space.count;
         let guest = first * block_bytes..(blocks.end * block_bytes).min(self.guest_len());
         let write = at.0..(at.0 + len).min(guest.end);
-        state.next_ticket += 1;
-        let ticket = Ticket(state.next_ticket);
-        state.pending.insert(ticket, Pending { blocks, space });
+        let ticket = state.pend(Pending { blocks, space, patch: None });
         let fill = if space.fresh { Fill::Ready } else { Fill::Zero };
         let head = if write.start == guest.start { Fill::Ready } else { fill };
         let tail = if write.end == guest.end { Fill::Ready } else { fill };
@@ -162,6 +204,12 @@ impl<E: Envelope> BlockImage<E> {
 
     /// Writes what stands before new blocks and changes their entries: of all or of none.
     fn show(&self, pending: &Pending) -> Result<()> {
+        if let (Some(patch), Some(sectors)) = (&pending.patch, &self.sectors) {
+            while !sectors.mark(pending.space.start, patch.clone()) {
+                sectors.load(&*self.storage, pending.space.start, self.geometry().skip)?;
+            }
+            return Ok(());
+        }
         let geometry = self.geometry();
         let stride = geometry.stride();
         let mut words = Vec::with_capacity(pending.space.count as usize);
@@ -200,6 +248,14 @@ impl<E: Envelope> BlockImage<E> {
 }
 
 impl State {
+    /// Keeps a reservation until it is published or released.
+    fn pend(&mut self, pending: Pending) -> Ticket {
+        self.next_ticket += 1;
+        let ticket = Ticket(self.next_ticket);
+        self.pending.insert(ticket, pending);
+        ticket
+    }
+
     /// Whether a reservation holds a guest block.
     fn holds(&self, block: u64) -> bool {
         self.pending.values().any(|pending| pending.blocks.contains(&block))

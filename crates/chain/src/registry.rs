@@ -33,9 +33,9 @@ impl Registry {
         self.drivers.iter().copied()
     }
 
-    /// The driver of a format.
+    /// The driver of a format, by its name or another one for it.
     pub fn find(&self, name: &str) -> Option<&'static dyn FormatDriver> {
-        self.drivers().find(|driver| driver.name() == name)
+        self.drivers().find(|driver| driver.name() == name || driver.aliases().contains(&name))
     }
 
     /// The driver of a format that a user named.

@@ -100,6 +100,60 @@ fn vdi_images_go_both_ways() {
     scratch.fails(1, "VDI image with a backing file", &backed);
 }
 
+#[test]
+fn vhd_images_go_both_ways() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 5 << 20);
+    for (source, target) in
+        [("disk.raw", "a.vhd"), ("a.vhd", "b.raw"), ("a.vhd", "c.qcow2"), ("c.qcow2", "d.vhd")]
+    {
+        scratch.ok(&["convert", "--verify", "-o", "", source, target]);
+    }
+    // Rounded up to whole cylinders: as much as QEMU makes of it, and zero behind the end.
+    let size = |name: &str| scratch.json_of("info", 0, &[name])["virtual-size"].as_u64().unwrap();
+    peer(&scratch.path(""), "qemu-img", &["convert", "-O", "vpc", "disk.raw", "q.vhd"]);
+    assert_eq!(size("a.vhd"), size("q.vhd"));
+    for image in ["a.vhd", "b.raw", "c.qcow2", "d.vhd"] {
+        assert_eq!(size(image), size("a.vhd"), "{image}");
+        same(&scratch, "q.vhd", image);
+    }
+    for (options, name) in [("force_size=on", "e.vhd"), ("force_size=on,subformat=fixed", "f.vhd")]
+    {
+        scratch.ok(&["convert", "--verify", "-O", "vpc", "-o", options, "disk.raw", name]);
+        assert_eq!(size(name), 5 << 20);
+        peer(
+            &scratch.path(""),
+            "qemu-img",
+            &["compare", "-q", "-f", "vpc", "-F", "raw", name, "disk.raw"],
+        );
+        scratch.ok(&["check", name]);
+        // Known by its footer, and neither taken for raw nor read with it.
+        scratch.ok(&["convert", "--verify", name, "g.raw"]);
+        same(&scratch, "disk.raw", "g.raw");
+        scratch.ok(&["write", name, "1M", "64K", "--pattern", "0x5a"]);
+        std::fs::remove_file(scratch.path("g.raw")).unwrap();
+    }
+}
+
+/// A child of a VHD says whose it is and where that is; a parent that was exchanged is not taken.
+#[test]
+fn vhd_overlays_know_their_parents() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.vhd", "8M", "-o", "force_size=on"]);
+    scratch.ok(&["write", "base.vhd", "0", "8M", "--pattern", "0x11"]);
+    scratch.ok(&["create", "top.vhd", "--backing", "base.vhd", "--backing-format", "vpc"]);
+    scratch.ok(&["write", "top.vhd", "1000", "3M", "--pattern", "0x22"]);
+    scratch.ok(&["check", "top.vhd"]);
+    scratch.ok(&["convert", "--verify", "top.vhd", "flat.raw"]);
+    let mut wanted = vec![0x11; 8 << 20];
+    wanted[1000..1000 + (3 << 20)].fill(0x22);
+    assert!(std::fs::read(scratch.path("flat.raw")).unwrap() == wanted, "other bytes");
+    let chain = scratch.ok(&["info", "--chain", "top.vhd"]).stdout;
+    assert!(chain.contains("base.vhd"), "{chain}");
+    scratch.ok(&["create", "--force", "base.vhd", "8M", "-o", "force_size=on"]);
+    scratch.fails(4, "stands on a disk with the identity", &["convert", "top.vhd", "x.raw"]);
+}
+
 /// A differencing VDI says whose child it is and not where that is.
 #[test]
 fn a_parent_that_no_name_tells_is_given_by_the_user() {

@@ -127,10 +127,21 @@ fn purposes_choose_the_format_or_say_why_not() {
         let json = scratch.json_of("create", 0, &["--for", purpose, purpose, "1G"]);
         assert_eq!(json["format"], format, "{purpose}");
     }
-    for (purpose, format) in [("azure", "vhd"), ("vmware", "vmdk"), ("hyperv", "vhdx")] {
+    for (purpose, format) in [("vmware", "vmdk"), ("hyperv", "vhdx")] {
         let words = format!("needs the {format} format, which this version does not write");
         scratch.fails(1, &words, &["create", "--for", purpose, "disk", "1G"]);
     }
+    for (format, name) in [(None, "a"), (Some("vhd"), "b.vhd"), (Some("vpc"), "c.vhd")] {
+        let format = format.map(|format| ["-f", format]).unwrap_or(["--progress", "none"]);
+        let json =
+            scratch.json_of("create", 0, &[&["--for", "azure", name, "3M"][..], &format].concat());
+        assert_eq!((&json["format"], &json["virtual-size"]), (&"vpc".into(), &(3 << 20).into()));
+        let info = scratch.json_of("info", 0, &[name]);
+        assert_eq!(info["actual-size"].as_u64().map(|bytes| bytes < 64 << 10), Some(true));
+        let bytes = std::fs::read(scratch.path(name)).unwrap();
+        assert_eq!((bytes.len(), &bytes[3 << 20..][..8]), ((3 << 20) + 512, &b"conectix"[..]));
+    }
+    scratch.fails(2, "whole MiB", &["create", "--for", "azure", "disk.vhd", "3000K"]);
     scratch.fails(2, "whole GiB", &["create", "--for", "gcp", "disk.raw", "1M"]);
     scratch.fails(2, "kvm takes qcow2", &["create", "--for", "kvm", "-f", "raw", "disk", "1G"]);
 }

@@ -85,6 +85,7 @@ impl FormatDriver for VdiDriver {
             geometry: header.geometry(),
             guest_bytes: header.disk_bytes,
             has_parent: header.has_parent(),
+            sector_maps: false,
             warnings: Vec::new(),
             storage,
         };

@@ -113,3 +113,4 @@ pub mod live;
 mod registry;
 
 pub use registry::{FORMATS, format, registry};
+pub use vdkit_vhd::azure_faults;

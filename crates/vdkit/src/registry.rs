@@ -6,9 +6,11 @@ use vdkit_luks::LuksDriver;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_vdi::VdiDriver;
+use vdkit_vhd::VhdDriver;
 
 /// Every format that this build knows.
-pub static FORMATS: &[&dyn FormatDriver] = &[&RawDriver, &Qcow2Driver, &LuksDriver, &VdiDriver];
+pub static FORMATS: &[&dyn FormatDriver] =
+    &[&RawDriver, &Qcow2Driver, &LuksDriver, &VdiDriver, &VhdDriver];
 
 /// A registry of every format.
 pub fn registry() -> Registry {

@@ -108,6 +108,14 @@ impl Purpose {
         }
     }
 
+    /// What it asks of the format; the user's own options come after these.
+    fn options(self) -> &'static [&'static str] {
+        match self {
+            Self::Azure => &["subformat=fixed,force_size=on"],
+            _ => &[],
+        }
+    }
+
     /// What it asks of the size.
     fn check_size(self, bytes: u64) -> Result<(), Failure> {
         const GIB: u64 = 1 << 30;
@@ -117,8 +125,19 @@ impl Purpose {
                 bytes_long(bytes)
             )));
         }
+        if self == Self::Azure && !bytes.is_multiple_of(1 << 20) {
+            return Err(Failure::usage(format!(
+                "azure takes disks of whole MiB, not {}",
+                bytes_long(bytes)
+            )));
+        }
         Ok(())
     }
+}
+
+/// Whether two names are one format's.
+fn names_one(a: &str, b: &str) -> bool {
+    vdkit::format(a).is_ok_and(|a| vdkit::format(b).is_ok_and(|b| a.name() == b.name()))
 }
 
 /// The answer, in JSON.
@@ -140,7 +159,8 @@ impl CreateArgs {
             return super::target_driver(self.format.as_deref(), &self.image);
         };
         let wanted = purpose.format();
-        if let Some(format) = self.format.as_deref().filter(|&format| format != wanted) {
+        let other = |format: &&str| *format != wanted && !names_one(format, wanted);
+        if let Some(format) = self.format.as_deref().filter(other) {
             let name = purpose.name();
             return Err(Failure::usage(format!("{name} takes {wanted} images, not {format}")));
         }
@@ -173,7 +193,9 @@ impl Run for CreateArgs {
 
     fn run(self, session: &mut Session) -> Outcome {
         let driver = self.driver()?;
-        let texts = self.options.options.iter().map(String::as_str);
+        let own = self.options.options.iter().map(String::as_str);
+        let texts =
+            self.made_for.map(Purpose::options).unwrap_or_default().iter().copied().chain(own);
         let mut options = Options::parse(driver.name(), driver.options(), texts)?;
         key_of_new(driver, &mut options, self.key.key())?;
         let backing = self.new_backing(&options)?;

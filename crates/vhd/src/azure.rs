@@ -1,0 +1,73 @@
+//! What Azure refuses. Source: "Prepare a Windows VHD or VHDX to upload to Azure" and "Information for
+//! community supported and non-endorsed distributions" in Microsoft's documentation.
+
+use vdkit_block::{Finding, Result, Severity, Storage};
+
+use crate::footer::{DiskType, FOOTER_BYTES, SECTOR, SECTORS_MAX};
+use crate::locate::Footers;
+
+/// Azure's disks are whole MiB.
+pub const AZURE_UNIT: u64 = 1 << 20;
+
+/// What Azure would refuse about an image; nothing where it takes it: a fixed VHD whose disk is
+/// whole MiB, with its footer right behind it.
+///
+/// # Errors
+/// Those of the storage.
+pub fn azure_faults(storage: &dyn Storage) -> Result<Vec<Finding>> {
+    let mut faults = Vec::new();
+    let mut add = |offset: u64, structure: &'static str, message: String| {
+        let severity = Severity::Corruption;
+        faults.push(Finding { severity, offset, structure, message, repaired: false });
+    };
+    let len = storage.len()?;
+    let footers = Footers::read(storage)?;
+    let footer = match &footers.back {
+        Ok(footer) => footer,
+        Err(no) => {
+            let message = format!("found {}, expected {}", no.found, no.expected);
+            add(footers.back_at + no.at as u64, "footer", message);
+            return Ok(faults);
+        }
+    };
+    let at = footers.back_at;
+    if footer.disk_type != DiskType::Fixed {
+        let message = format!(
+            "the image is {}; Azure takes fixed ones: vdkit convert -O vpc -o \
+             subformat=fixed,force_size=on",
+            footer.disk_type.name()
+        );
+        add(at + 60, "disk type", message);
+        return Ok(faults);
+    }
+    let size = footer.current_size();
+    if !size.is_multiple_of(AZURE_UNIT) || size == 0 {
+        let whole = size.next_multiple_of(AZURE_UNIT).max(AZURE_UNIT);
+        let message =
+            format!("the disk has {size} bytes, not whole MiB; run: vdkit resize IMAGE {whole}");
+        add(at + 48, "current size", message);
+    }
+    if footer.disk_bytes() != size {
+        let message = format!(
+            "its creator '{}' means {} bytes by the geometry, and Azure takes the {size} of the \
+             size field",
+            footer.creator(),
+            footer.disk_bytes()
+        );
+        add(at + 56, "disk geometry", message);
+    }
+    if size > SECTORS_MAX * SECTOR {
+        add(at + 48, "current size", format!("{size} bytes are more than 2040 GiB"));
+    }
+    if size.checked_add(FOOTER_BYTES as u64) != Some(len) {
+        let message = format!("the file has {len} bytes, not those of the disk ({size}) and 512");
+        add(at + 48, "file", message);
+    }
+    if footer.version() != 0x0001_0000 {
+        add(at + 12, "file format version", format!("{:#x}, not 1.0", footer.version()));
+    }
+    if footer.data_offset() != u64::MAX {
+        add(at + 16, "data offset", format!("{:#x}, not none", footer.data_offset()));
+    }
+    Ok(faults)
+}

@@ -1,0 +1,137 @@
+//! The check: footers, dynamic header, and the table against the file.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, Error, Finding, HostOffset, Limits, Monitor, Repair, Result, Severity, Storage,
+};
+use vdkit_blockmap::{Envelope, survey};
+
+use crate::envelope::VhdEnvelope;
+use crate::fixed;
+use crate::footer::{DiskType, FOOTER_BYTES, Footer};
+use crate::header::DynamicHeader;
+use crate::locate::Footers;
+
+/// As [`vdkit_block::FormatDriver::check`].
+pub(crate) fn check(
+    storage: &Arc<dyn Storage>,
+    repair: Repair,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<CheckReport> {
+    let storage = &**storage;
+    let footers = Footers::read(storage)?;
+    let footer = footers.best(storage.name())?;
+    if footer.disk_type == DiskType::Fixed {
+        return check_fixed(storage, &footers, footer, repair);
+    }
+    check_dynamic(storage, &footers, footer, repair, limits, monitor)
+}
+
+fn damage(offset: u64, structure: &'static str, message: String, repaired: bool) -> Finding {
+    Finding { severity: Severity::Corruption, offset, structure, message, repaired }
+}
+
+fn check_fixed(
+    storage: &dyn Storage,
+    footers: &Footers,
+    footer: &Footer,
+    repair: Repair,
+) -> Result<CheckReport> {
+    let disk = footer.disk_bytes();
+    fixed::judge_size(storage.name(), disk, footers.back_at)?;
+    let mut report = CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() };
+    let wanted = footer.current_size().max(disk).div_ceil(512) * 512;
+    let free = footers.back_at.saturating_sub(wanted);
+    // On a device the footer is at its end.
+    if free > 0 && storage.caps().growable {
+        let repaired = repair != Repair::Nothing;
+        report.add(Finding {
+            severity: Severity::Leak,
+            offset: wanted,
+            structure: "file",
+            message: format!("{free} bytes between the disk and its footer"),
+            repaired,
+        });
+        if repaired {
+            storage.write_at(footer.bytes(), HostOffset(wanted))?;
+            storage.sync()?;
+            storage.set_len(wanted + FOOTER_BYTES as u64)?;
+            storage.sync()?;
+            report.image_end_offset = storage.len()?;
+        }
+    }
+    Ok(report)
+}
+
+fn check_dynamic(
+    storage: &dyn Storage,
+    footers: &Footers,
+    footer: &Footer,
+    repair: Repair,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<CheckReport> {
+    let mending = matches!(repair, Repair::All | Repair::AllForced);
+    let mut header = DynamicHeader::read(storage, footer.data_offset())?;
+    let geometry = header.geometry();
+    judge_capacity(storage.name(), footer, &header)?;
+    let mut report = CheckReport::default();
+    let front = judge_front(footers, mending, &mut report);
+    let back = judge_back(footers, repair != Repair::Nothing, &mut report);
+    if !header.sound {
+        let message = "the checksum of the dynamic header is wrong".to_owned();
+        report.add(damage(header.at + 36, "dynamic header", message, mending));
+        if mending {
+            header = header.summed();
+            storage.write_at(header.bytes(), HostOffset(header.at))?;
+        }
+    }
+    if mending && front {
+        storage.write_at(footer.bytes(), HostOffset(0))?;
+        storage.sync()?;
+    }
+    let tail_bytes = FOOTER_BYTES as u64;
+    let job = survey::Job { storage, geometry: &geometry, tail_bytes, repair, limits, monitor };
+    let surveyed = survey::survey(&job, &mut report)?;
+    if surveyed.changed || (back && repair != Repair::Nothing) {
+        let over_parent = footer.disk_type == DiskType::Differencing;
+        let envelope = VhdEnvelope::new(footer.clone(), header, over_parent);
+        envelope.finish(storage, &geometry, surveyed.end)?;
+        storage.sync()?;
+    }
+    Ok(report)
+}
+
+/// The table must have an entry for each block of the disk.
+pub(crate) fn judge_capacity(file: &str, footer: &Footer, header: &DynamicHeader) -> Result<()> {
+    let capacity = header.entries().saturating_mul(header.block_bytes());
+    if footer.disk_bytes() <= capacity {
+        return Ok(());
+    }
+    let found = format!("{} bytes in {} blocks", footer.disk_bytes(), header.entries());
+    Err(Error::corrupt(file, header.at + 28, "table entries", found, "a block for each byte"))
+}
+
+/// Whether the copy at the start has to be written.
+fn judge_front(footers: &Footers, mending: bool, report: &mut CheckReport) -> bool {
+    let Err(no) = &footers.front else { return false };
+    let message = format!("the footer's copy at the start: {}, expected {}", no.found, no.expected);
+    report.add(damage(no.at as u64, "footer", message, mending));
+    true
+}
+
+/// Whether the footer at the end has to be written.
+fn judge_back(footers: &Footers, mending: bool, report: &mut CheckReport) -> bool {
+    let message = match (&footers.front, &footers.back) {
+        (_, Err(no)) => format!("at the end of the file: {}, expected {}", no.found, no.expected),
+        (Ok(front), Ok(back)) if front != back => "differs from its copy at the start".to_owned(),
+        _ => return false,
+    };
+    // A crash while the file grows leaves this, and the next writer mends it.
+    let severity = Severity::Leak;
+    let offset = footers.back_at;
+    report.add(Finding { severity, offset, structure: "footer", message, repaired: mending });
+    true
+}

@@ -1,0 +1,133 @@
+//! Making an image.
+
+use vdkit_block::{
+    BackingRef, CreateRequest, Error, HostOffset, Measured, Options, Result, Storage, ZeroMode,
+};
+use vdkit_blockmap::write_holes;
+
+use crate::footer::{DiskGeometry, DiskType, FOOTER_BYTES, Footer, SECTOR, Uuid, size_of};
+use crate::header::{DynamicHeader, HEADER_BYTES, Locator};
+use crate::parent;
+
+/// Bytes of a block: what all programs make.
+pub(crate) const BLOCK_BYTES: u64 = 2 << 20;
+const TABLE_AT: u64 = (FOOTER_BYTES + HEADER_BYTES) as u64;
+
+/// Whether these options make a fixed image.
+pub(crate) fn fixed(options: &Options) -> bool {
+    options.text("subformat") == Some("fixed")
+}
+
+/// The size and geometry that these options make.
+pub(crate) fn size(file: &str, guest_bytes: u64, options: &Options) -> Result<(u64, DiskGeometry)> {
+    size_of(file, guest_bytes, options.switch("force_size") == Some(true))
+}
+
+/// As [`vdkit_block::FormatDriver::create`].
+pub(crate) fn create(request: &CreateRequest) -> Result<()> {
+    let storage = &*request.storage;
+    let (guest_bytes, geometry) = match (&request.backing, request.backing_bytes) {
+        // A child has its parent's size, which the parent's maker has rounded already.
+        (Some(_), Some(bytes)) if bytes == request.guest_bytes => {
+            size_of(storage.name(), bytes, true)?
+        }
+        _ => size(storage.name(), request.guest_bytes, &request.options)?,
+    };
+    match (&request.backing, fixed(&request.options)) {
+        (Some(_), true) => Err(Error::Invalid(
+            "a fixed VHD cannot stand on another image: leave out subformat=fixed".to_owned(),
+        )),
+        (None, true) => create_fixed(storage, guest_bytes, geometry),
+        (backing, false) => create_dynamic(storage, guest_bytes, geometry, backing.as_ref()),
+    }
+}
+
+fn create_fixed(storage: &dyn Storage, guest_bytes: u64, geometry: DiskGeometry) -> Result<()> {
+    let footer = Footer::new(storage.name(), DiskType::Fixed, guest_bytes, geometry)?;
+    make_room(storage, guest_bytes + FOOTER_BYTES as u64)?;
+    if !storage.caps().growable && guest_bytes > 0 {
+        // What was on the device before must not be the guest's.
+        storage.write_zeroes(HostOffset(0), guest_bytes, ZeroMode::MayUnmap)?;
+    }
+    // On a device it stands behind the disk, not at the device's end: nobody else would find it.
+    storage.write_at(footer.bytes(), HostOffset(end_of(storage, guest_bytes)?))
+}
+
+/// Where the footer goes: behind the disk, or at the end of a device.
+fn end_of(storage: &dyn Storage, guest_bytes: u64) -> Result<u64> {
+    if storage.caps().growable {
+        return Ok(guest_bytes);
+    }
+    Ok(storage.len()?.saturating_sub(FOOTER_BYTES as u64))
+}
+
+fn make_room(storage: &dyn Storage, len: u64) -> Result<()> {
+    if storage.caps().growable {
+        return storage.set_len(len);
+    }
+    let found = storage.len()?;
+    if len <= found {
+        return Ok(());
+    }
+    let what = format!("a VHD of {len} bytes on a device of {found}");
+    Err(Error::NoSpace { file: storage.name().to_owned(), what })
+}
+
+fn create_dynamic(
+    storage: &dyn Storage,
+    guest_bytes: u64,
+    geometry: DiskGeometry,
+    backing: Option<&BackingRef>,
+) -> Result<()> {
+    let file = storage.name();
+    let disk_type = if backing.is_some() { DiskType::Differencing } else { DiskType::Dynamic };
+    let footer = Footer::new(file, disk_type, guest_bytes, geometry)?;
+    // At most 2^21, as the size has a limit.
+    let entries = guest_bytes.div_ceil(BLOCK_BYTES) as u32;
+    let mut header = DynamicHeader::new(TABLE_AT, entries, BLOCK_BYTES as u32);
+    let table_end = (TABLE_AT + u64::from(entries) * 4).next_multiple_of(SECTOR);
+    let mut end = table_end;
+    if let Some(backing) = backing {
+        let (parent, name) = (identity(file, backing)?, &backing.name);
+        let (platform, bytes) = parent::stored(name);
+        let locator = Locator { platform, len: bytes.len() as u32, at: table_end };
+        header = header.over(parent, 0, &parent::file_name(name), &[locator]);
+        end = table_end + (bytes.len() as u64).next_multiple_of(SECTOR);
+        make_room(storage, end + FOOTER_BYTES as u64)?;
+        storage.write_at(&bytes, HostOffset(table_end))?;
+    }
+    make_room(storage, end + FOOTER_BYTES as u64)?;
+    let table = header.geometry();
+    // Whole sectors of it, as others read them.
+    let padded = (table_end - TABLE_AT) / 4;
+    write_holes(storage, &table, 0, padded)?;
+    storage.write_at(header.bytes(), HostOffset(header.at))?;
+    storage.write_at(footer.bytes(), HostOffset(end_of(storage, end)?))?;
+    storage.write_at(footer.bytes(), HostOffset(0))
+}
+
+fn identity(file: &str, backing: &BackingRef) -> Result<Uuid> {
+    let found = backing.identity.as_deref().and_then(Uuid::parse);
+    let vhd = backing.format.as_deref().is_none_or(|format| matches!(format, "vpc" | "vhd"));
+    found.filter(|_| vhd).ok_or_else(|| {
+        Error::unsupported(
+            file,
+            format!("a VHD on '{}', which is not known to be a VHD", backing.name),
+            "a VHD knows its parent by that one's unique ID; create a qcow2 image, or convert the \
+             parent first",
+        )
+    })
+}
+
+/// As [`vdkit_block::FormatDriver::measure`].
+pub(crate) fn measure(guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
+    let (guest_bytes, _) = size("vpc", guest_bytes, options)?;
+    if fixed(options) {
+        let bytes = guest_bytes + FOOTER_BYTES as u64;
+        return Ok(Measured { required: bytes, fully_allocated: bytes });
+    }
+    let blocks = guest_bytes.div_ceil(BLOCK_BYTES);
+    let around = (TABLE_AT + blocks * 4).next_multiple_of(SECTOR) + FOOTER_BYTES as u64;
+    let with = |blocks: u64| around + blocks * (BLOCK_BYTES + SECTOR);
+    Ok(Measured { required: with(data_blocks.min(blocks)), fully_allocated: with(blocks) })
+}

@@ -1,0 +1,178 @@
+//! What stands around the blocks: the footer behind them, its copy and the dynamic header before, and a
+//! bitmap of sectors before each block.
+
+use parking_lot::Mutex;
+use rustc_hash::FxHashSet;
+use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_blockmap::{Envelope, Geometry, read_entries, write_entries};
+
+use crate::footer::{FOOTER_BYTES, Footer, SECTOR, size_of};
+use crate::header::DynamicHeader;
+
+/// Entries copied at once.
+const STEP_ENTRIES: u64 = 64 << 10;
+/// So many blocks are remembered whose bitmaps are known to be full.
+const FULL_MAX: usize = 1 << 20;
+
+/// Footer and dynamic header of an open image.
+#[derive(Debug)]
+pub(crate) struct VhdEnvelope {
+    parts: Mutex<Parts>,
+    /// Over a parent, new blocks begin with no sector.
+    over_parent: bool,
+    bitmap_bytes: usize,
+    /// Blocks whose bitmaps are full.
+    full: Mutex<FxHashSet<u64>>,
+}
+
+#[derive(Debug)]
+struct Parts {
+    footer: Footer,
+    header: DynamicHeader,
+}
+
+impl VhdEnvelope {
+    pub(crate) fn new(footer: Footer, header: DynamicHeader, over_parent: bool) -> Self {
+        Self {
+            bitmap_bytes: header.bitmap_bytes() as usize,
+            parts: Mutex::new(Parts { footer, header }),
+            over_parent,
+            full: Mutex::default(),
+        }
+    }
+
+    fn footer(&self) -> Footer {
+        self.parts.lock().footer.clone()
+    }
+}
+
+impl Envelope for VhdEnvelope {
+    fn name(&self) -> &'static str {
+        "vpc"
+    }
+
+    fn over_parent(&self) -> bool {
+        self.over_parent
+    }
+
+    fn tail_bytes(&self) -> u64 {
+        FOOTER_BYTES as u64
+    }
+
+    /// The copy at the start stands untouched, so that a crash leaves one whatever becomes of this.
+    fn grown(&self, storage: &dyn Storage, end: u64) -> Result<()> {
+        storage.write_at(self.footer().bytes(), HostOffset(end))
+    }
+
+    fn new_block(&self, storage: &dyn Storage, start: u64) -> Result<()> {
+        let byte = if self.over_parent { 0 } else { 0xff };
+        storage.write_at(&vec![byte; self.bitmap_bytes], HostOffset(start))?;
+        self.full.lock().insert(start);
+        Ok(())
+    }
+
+    /// Makers that heed the bitmaps of dynamic images read zeroes where a bit is missing.
+    fn before_write(&self, storage: &dyn Storage, start: u64) -> Result<()> {
+        if self.full.lock().contains(&start) {
+            return Ok(());
+        }
+        let mut bitmap = vec![0; self.bitmap_bytes];
+        storage.read_at(&mut bitmap, HostOffset(start))?;
+        if bitmap.iter().any(|byte| *byte != 0xff) {
+            bitmap.fill(0xff);
+            storage.write_at(&bitmap, HostOffset(start))?;
+        }
+        let mut full = self.full.lock();
+        if full.len() >= FULL_MAX {
+            full.clear();
+        }
+        full.insert(start);
+        Ok(())
+    }
+
+    fn finish(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()> {
+        self.full.lock().clear();
+        let end = geometry.file_end(end).next_multiple_of(SECTOR);
+        let len = end + FOOTER_BYTES as u64;
+        self.grown(storage, end)?;
+        if storage.caps().growable && storage.len()? != len {
+            // There is a footer where the file will end before it ends there.
+            storage.sync()?;
+            storage.set_len(len)?;
+        }
+        Ok(())
+    }
+
+    fn judge_size(&self, file: &str, guest_bytes: u64) -> Result<u64> {
+        let exact = !self.footer().sized_by_geometry();
+        Ok(size_of(file, guest_bytes, exact)?.0)
+    }
+
+    /// In place where nothing follows the table at once, else behind the last block.
+    fn room_for(
+        &self,
+        storage: &dyn Storage,
+        geometry: &Geometry,
+        entries: u64,
+        end: u64,
+    ) -> Result<(Geometry, u64)> {
+        let room = geometry.table_end().next_multiple_of(SECTOR) - geometry.table_at;
+        if entries * 4 <= room {
+            return Ok((*geometry, end));
+        }
+        let table_at = geometry.file_end(end).next_multiple_of(SECTOR);
+        let table_end = (table_at + entries * 4).next_multiple_of(SECTOR);
+        if storage.caps().growable {
+            storage.set_len(table_end + FOOTER_BYTES as u64)?;
+        } else if table_end + FOOTER_BYTES as u64 > storage.len()? {
+            let what = format!("a table of {entries} entries on a device");
+            return Err(Error::NoSpace { file: storage.name().to_owned(), what });
+        }
+        self.grown(storage, table_end)?;
+        let after = Geometry { table_at, ..*geometry };
+        let mut first = 0;
+        while first < geometry.entries {
+            let mut words = vec![0; STEP_ENTRIES.min(geometry.entries - first) as usize];
+            read_entries(storage, geometry, first, &mut words)?;
+            write_entries(storage, &after, first, &words)?;
+            first += words.len() as u64;
+        }
+        Ok((after, table_end))
+    }
+
+    /// The table always has an entry for each block of the disk: it grows before the disk, and
+    /// shrinks after it.
+    fn resized(
+        &self,
+        storage: &dyn Storage,
+        geometry: &Geometry,
+        guest_bytes: u64,
+        end: u64,
+    ) -> Result<()> {
+        let file = storage.name();
+        let mut parts = self.parts.lock();
+        let (bytes, chs) = size_of(file, guest_bytes, !parts.footer.sized_by_geometry())?;
+        let footer = parts.footer.clone().sized(bytes, chs);
+        let entries = u32::try_from(geometry.entries).map_err(|_| Error::NoSpace {
+            file: file.to_owned(),
+            what: "a VHD table has at most 2^32 entries".to_owned(),
+        })?;
+        let header = parts.header.clone().with_table(geometry.table_at, entries);
+        let grows = header.entries() >= parts.header.entries();
+        if grows {
+            storage.write_at(header.bytes(), HostOffset(header.at))?;
+            storage.sync()?;
+        }
+        let end = geometry.file_end(end).next_multiple_of(SECTOR);
+        storage.write_at(footer.bytes(), HostOffset(end))?;
+        storage.sync()?;
+        storage.write_at(footer.bytes(), HostOffset(0))?;
+        storage.sync()?;
+        if !grows {
+            storage.write_at(header.bytes(), HostOffset(header.at))?;
+            storage.sync()?;
+        }
+        *parts = Parts { footer, header };
+        Ok(())
+    }
+}

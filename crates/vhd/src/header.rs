@@ -1,0 +1,231 @@
+//! The dynamic header: where the table of blocks is, and what the image stands on. Offsets are those of
+//! `docs/formats/vpc.md`.
+
+use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_blockmap::{ByteOrder, Geometry};
+
+use crate::footer::{NO_OFFSET, SECTOR, Uuid, be32, be64, checksum};
+
+/// Bytes of the dynamic header.
+pub(crate) const HEADER_BYTES: usize = 1024;
+pub(crate) const COOKIE: &[u8; 8] = b"cxsparse";
+/// Bytes of a path that a locator may have.
+const LOCATOR_BYTES_MAX: u32 = 64 << 10;
+
+/// Where fields are.
+pub(crate) mod field {
+    pub const DATA_OFFSET: usize = 8;
+    pub const TABLE: usize = 16;
+    pub const VERSION: usize = 24;
+    pub const ENTRIES: usize = 28;
+    pub const BLOCK_BYTES: usize = 32;
+    pub const CHECKSUM: usize = 36;
+    pub const PARENT_UUID: usize = 40;
+    pub const PARENT_TIME: usize = 56;
+    pub const PARENT_NAME: usize = 64;
+    pub const PARENT_NAME_END: usize = 576;
+    pub const LOCATORS: usize = 576;
+}
+
+/// Where a name of the parent is stored, and for which platform.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Locator {
+    pub(crate) platform: [u8; 4],
+    pub(crate) len: u32,
+    pub(crate) at: u64,
+}
+
+/// A judged dynamic header. Its bytes are kept: what we do not know stays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DynamicHeader {
+    bytes: [u8; HEADER_BYTES],
+    /// Host offset of this header.
+    pub(crate) at: u64,
+    /// Its sum is right.
+    pub(crate) sound: bool,
+}
+
+impl DynamicHeader {
+    /// Reads the header at an offset that the footer names.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], but not for a wrong sum alone; [`Error::Unsupported`]; those of the
+    /// storage.
+    pub(crate) fn read(storage: &dyn Storage, at: u64) -> Result<Self> {
+        let file = storage.name();
+        let host_bytes = storage.len()?;
+        let corrupt = |offset: usize, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, at.saturating_add(offset as u64), what, found, expected))
+        };
+        if at.checked_add(HEADER_BYTES as u64).is_none_or(|end| end > host_bytes) {
+            let found = format!("an offset of {at:#x}");
+            return corrupt(0, "dynamic header", found, "a header within the file");
+        }
+        let mut bytes = [0; HEADER_BYTES];
+        storage.read_at(&mut bytes, HostOffset(at))?;
+        if !bytes.starts_with(COOKIE) {
+            let found = "another cookie".to_owned();
+            return corrupt(0, "dynamic header", found, "'cxsparse'");
+        }
+        let sound = be32(&bytes, field::CHECKSUM) == checksum(&bytes, field::CHECKSUM);
+        let header = Self { bytes, at, sound };
+        let block_bytes = header.block_bytes();
+        if !block_bytes.is_power_of_two() || block_bytes < SECTOR {
+            let found = format!("{block_bytes} bytes");
+            return corrupt(field::BLOCK_BYTES, "block size", found, "a power of two from 512 on");
+        }
+        let end = header.table_at().checked_add(header.entries() * 4);
+        if header.table_at() < SECTOR || end.is_none_or(|end| end > host_bytes) {
+            let found = format!("{} entries at {:#x}", header.entries(), header.table_at());
+            return corrupt(field::TABLE, "block allocation table", found, "a table in the file");
+        }
+        Ok(header)
+    }
+
+    /// [`Error::Corrupt`] where the sum is wrong.
+    pub(crate) fn judge_sum(&self, file: &str) -> Result<()> {
+        if self.sound {
+            return Ok(());
+        }
+        let at = self.at + field::CHECKSUM as u64;
+        let found = format!("{:#x}", be32(&self.bytes, field::CHECKSUM));
+        let expected = "the sum of the dynamic header; run: vdkit check --repair all";
+        Err(Error::corrupt(file, at, "checksum", found, expected))
+    }
+
+    /// A new image's, at byte 512.
+    pub(crate) fn new(table_at: u64, entries: u32, block_bytes: u32) -> Self {
+        let mut header = Self { bytes: [0; HEADER_BYTES], at: SECTOR, sound: true };
+        header.put(0, COOKIE);
+        header.put(field::DATA_OFFSET, &NO_OFFSET.to_be_bytes());
+        header.put(field::VERSION, &0x0001_0000_u32.to_be_bytes());
+        header.put(field::BLOCK_BYTES, &block_bytes.to_be_bytes());
+        header.with_table(table_at, entries)
+    }
+
+    /// The same with another table.
+    pub(crate) fn with_table(mut self, table_at: u64, entries: u32) -> Self {
+        self.put(field::TABLE, &table_at.to_be_bytes());
+        self.put(field::ENTRIES, &entries.to_be_bytes());
+        self.summed()
+    }
+
+    /// The same over a parent; `name` is a file name, the locators are stored where they say.
+    pub(crate) fn over(mut self, uuid: Uuid, time: u32, name: &str, locators: &[Locator]) -> Self {
+        self.put(field::PARENT_UUID, &uuid.0);
+        self.put(field::PARENT_TIME, &time.to_be_bytes());
+        let room = (field::PARENT_NAME_END - field::PARENT_NAME) / 2;
+        for (n, unit) in name.encode_utf16().take(room).enumerate() {
+            self.put(field::PARENT_NAME + n * 2, &unit.to_be_bytes());
+        }
+        for (n, locator) in locators.iter().take(8).enumerate() {
+            let at = field::LOCATORS + n * 24;
+            self.put(at, &locator.platform);
+            // In bytes, as Windows has it; the specification says sectors.
+            self.put(at + 4, &locator.len.next_multiple_of(512).to_be_bytes());
+            self.put(at + 8, &locator.len.to_be_bytes());
+            self.put(at + 16, &locator.at.to_be_bytes());
+        }
+        self.summed()
+    }
+
+    /// The same with the right sum.
+    pub(crate) fn summed(mut self) -> Self {
+        let sum = checksum(&self.bytes, field::CHECKSUM);
+        self.put(field::CHECKSUM, &sum.to_be_bytes());
+        self.sound = true;
+        self
+    }
+
+    fn put(&mut self, at: usize, bytes: &[u8]) {
+        self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> &[u8; HEADER_BYTES] {
+        &self.bytes
+    }
+
+    /// Host offset of the table.
+    pub(crate) fn table_at(&self) -> u64 {
+        be64(&self.bytes, field::TABLE)
+    }
+
+    /// Entries of the table.
+    pub(crate) fn entries(&self) -> u64 {
+        be32(&self.bytes, field::ENTRIES).into()
+    }
+
+    /// Guest bytes of a block.
+    pub(crate) fn block_bytes(&self) -> u64 {
+        be32(&self.bytes, field::BLOCK_BYTES).into()
+    }
+
+    /// Bytes of the bitmap of sectors before each block: whole sectors.
+    pub(crate) fn bitmap_bytes(&self) -> u64 {
+        (self.block_bytes() / SECTOR).div_ceil(8).next_multiple_of(SECTOR)
+    }
+
+    /// The unique ID of what it stands on.
+    pub(crate) fn parent_uuid(&self) -> Uuid {
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&self.bytes[field::PARENT_UUID..field::PARENT_UUID + 16]);
+        Uuid(bytes)
+    }
+
+    /// When that was last changed before this image was put on it, in seconds since 2000.
+    pub(crate) fn parent_time(&self) -> u32 {
+        be32(&self.bytes, field::PARENT_TIME)
+    }
+
+    /// Its name, without a path in most images.
+    pub(crate) fn parent_name(&self) -> String {
+        let bytes = &self.bytes[field::PARENT_NAME..field::PARENT_NAME_END];
+        let units = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_be_bytes(*pair));
+        let units: Vec<u16> = units.take_while(|unit| *unit != 0).collect();
+        String::from_utf16_lossy(&units)
+    }
+
+    /// Where names of the parent are stored.
+    pub(crate) fn locators(&self) -> Vec<Locator> {
+        let entries = self.bytes[field::LOCATORS..field::LOCATORS + 8 * 24].chunks_exact(24);
+        entries
+            .filter(|entry| entry[..4] != [0; 4])
+            .map(|entry| {
+                let mut platform = [0; 4];
+                platform.copy_from_slice(&entry[..4]);
+                Locator { platform, len: be32(entry, 8), at: be64(entry, 16) }
+            })
+            .filter(|locator| locator.len <= LOCATOR_BYTES_MAX)
+            .collect()
+    }
+
+    /// The table and the blocks.
+    pub(crate) fn geometry(&self) -> Geometry {
+        let table_end = self.table_at() + self.entries() * 4;
+        let headers_end = (self.at + HEADER_BYTES as u64).max(2 * SECTOR);
+        Geometry {
+            order: ByteOrder::Big,
+            table_at: self.table_at(),
+            entries: self.entries(),
+            base: 0,
+            unit: SECTOR,
+            skip: self.bitmap_bytes(),
+            block_bytes: self.block_bytes(),
+            floor: headers_end,
+            // The locators' data lie between, in images over a parent.
+            first_block: self.data_end().max(table_end).next_multiple_of(SECTOR),
+            zero: None,
+        }
+    }
+
+    /// Where the headers and the names of the parent end.
+    fn data_end(&self) -> u64 {
+        let names = self.locators();
+        let ends =
+            names.iter().filter_map(|l| l.at.checked_add(l.len.next_multiple_of(512).into()));
+        // Names are near the start; what lies further is not what new blocks must be kept from.
+        let ends = ends.filter(|end| *end < 1 << 20);
+        ends.max().unwrap_or(0).max(self.at + HEADER_BYTES as u64)
+    }
+}

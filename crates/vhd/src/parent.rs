@@ -1,0 +1,118 @@
+//! The name of the image that a differencing one stands on.
+
+use vdkit_block::{HostOffset, Result, Storage};
+
+use crate::header::DynamicHeader;
+
+/// A relative Windows path, UTF-16.
+pub(crate) const RELATIVE: [u8; 4] = *b"W2ru";
+/// An absolute one.
+const ABSOLUTE: [u8; 4] = *b"W2ku";
+/// A file URL, UTF-8.
+pub(crate) const URL: [u8; 4] = *b"MacX";
+
+/// The name as a path of this system: the relative one, else a file URL, else the file's name without
+/// the folders of a system that is not this one.
+///
+/// # Errors
+/// Those of the storage.
+pub(crate) fn name(storage: &dyn Storage, header: &DynamicHeader) -> Result<String> {
+    let locators = header.locators();
+    for platform in [RELATIVE, URL, ABSOLUTE] {
+        for locator in locators.iter().filter(|locator| locator.platform == platform) {
+            let mut bytes = vec![0; locator.len as usize];
+            let got = storage.read_up_to(&mut bytes, HostOffset(locator.at))?;
+            bytes.truncate(got);
+            let name = if platform == URL { from_url(&bytes) } else { from_utf16(&bytes) };
+            let name = match platform {
+                RELATIVE => relative(&name),
+                ABSOLUTE => last(&name),
+                _ => name,
+            };
+            if !name.is_empty() {
+                return Ok(name);
+            }
+        }
+    }
+    Ok(last(&header.parent_name()))
+}
+
+/// Windows writes little-endian; a path has a backslash or a dot, which tells the other order.
+fn from_utf16(bytes: &[u8]) -> String {
+    let pairs = bytes.as_chunks::<2>().0;
+    let big = pairs.iter().filter(|pair| pair[0] == 0).count() * 2 > pairs.len();
+    let unit = |pair: &[u8; 2]| {
+        if big { u16::from_be_bytes(*pair) } else { u16::from_le_bytes(*pair) }
+    };
+    let units: Vec<u16> = pairs.iter().map(unit).take_while(|unit| *unit != 0).collect();
+    String::from_utf16_lossy(&units)
+}
+
+fn from_url(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    let text = text.trim_end_matches('\0');
+    let Some(path) = text.strip_prefix("file://") else { return text.to_owned() };
+    let path = path.strip_prefix("localhost").unwrap_or(path);
+    let mut out = Vec::new();
+    let mut rest = path.as_bytes();
+    while let Some((byte, behind)) = rest.split_first() {
+        let escaped = (*byte == b'%')
+            .then(|| behind.get(..2))
+            .flatten()
+            .and_then(|hex| std::str::from_utf8(hex).ok())
+            .and_then(|hex| u8::from_str_radix(hex, 16).ok());
+        out.push(escaped.unwrap_or(*byte));
+        rest = if escaped.is_some() { &behind[2..] } else { behind };
+    }
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+fn relative(name: &str) -> String {
+    let name = name.replace('\\', "/");
+    name.strip_prefix("./").unwrap_or(&name).to_owned()
+}
+
+fn last(name: &str) -> String {
+    name.rsplit(['\\', '/']).next().unwrap_or_default().to_owned()
+}
+
+/// How a name is stored: the platform and the bytes.
+pub(crate) fn stored(name: &str) -> ([u8; 4], Vec<u8>) {
+    if name.starts_with('/') {
+        let mut url = "file://".to_owned();
+        for byte in name.bytes() {
+            match byte {
+                b'/' | b'.' | b'-' | b'_' | b'~' => url.push(char::from(byte)),
+                byte if byte.is_ascii_alphanumeric() => url.push(char::from(byte)),
+                byte => url.push_str(&format!("%{byte:02X}")),
+            }
+        }
+        return (URL, url.into_bytes());
+    }
+    let name = format!(".\\{}", name.strip_prefix("./").unwrap_or(name).replace('/', "\\"));
+    (RELATIVE, name.encode_utf16().flat_map(u16::to_le_bytes).collect())
+}
+
+/// The file's name alone, as the header has it.
+pub(crate) fn file_name(name: &str) -> String {
+    last(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_come_back() {
+        for name in ["base.vhd", "sub/base.vhd", "../base.vhd"] {
+            let (platform, bytes) = stored(name);
+            assert_eq!(platform, RELATIVE);
+            assert_eq!(relative(&from_utf16(&bytes)), name);
+        }
+        let (platform, bytes) = stored("/srv/ä b/base.vhd");
+        assert_eq!(platform, URL);
+        assert_eq!(from_url(&bytes), "/srv/ä b/base.vhd");
+        assert_eq!(last("C:\\disks\\base.vhd"), "base.vhd");
+        assert_eq!(from_url(b"file://localhost/x%2"), "/x%2");
+    }
+}

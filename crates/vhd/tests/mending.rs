@@ -1,0 +1,210 @@
+//! The check finds each kind of damage, a repair mends it, and compaction loses nothing; what Azure
+//! would refuse.
+
+mod support;
+
+use std::sync::Arc;
+
+use support::{
+    BLOCKS, DYNAMIC, FIXED, HEADER, STRIDE, Shared, TABLE, content, copy_of, found, get, put, sum,
+    written,
+};
+use vdkit_block::{
+    CompactOptions, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Probe, Repair,
+};
+use vdkit_testkit::{CrashStorage, Rng};
+use vdkit_vhd::{VhdDriver, azure_faults};
+
+fn mended(storage: &Shared) {
+    found(storage, Repair::All);
+    assert_eq!(found(storage, Repair::Nothing), (0, 0));
+}
+
+#[test]
+fn either_footer_is_made_from_the_other() {
+    let sound = written();
+    let before = content(&sound);
+    let end = sound.len().unwrap() - 512;
+    for at in [0, 40, end, end + 66] {
+        let storage = copy_of(&sound);
+        storage.write_at(&[0x99; 3], HostOffset(at)).unwrap();
+        assert!(content(&storage) == before, "{at}");
+        let disk = DYNAMIC.open(&storage, false).unwrap();
+        assert_eq!(disk.warnings().count(), 1, "{at}");
+        assert_ne!(found(&storage, Repair::Nothing), (0, 0), "{at}");
+        mended(&storage);
+        assert!(content(&storage) == before, "{at}");
+        let (mut front, mut back) = ([0; 512], [0; 512]);
+        storage.read_at(&mut front, HostOffset(0)).unwrap();
+        storage.read_at(&mut back, HostOffset(end)).unwrap();
+        assert_eq!(front, back);
+    }
+    let storage = copy_of(&sound);
+    storage.write_at(&[0; 512], HostOffset(0)).unwrap();
+    storage.write_at(&[0; 512], HostOffset(end)).unwrap();
+    assert!(DYNAMIC.open(&storage, false).unwrap_err().to_string().contains("footer"));
+}
+
+#[test]
+fn a_wrong_sum_of_the_dynamic_header_is_told_and_mended() {
+    let storage = written();
+    let before = content(&storage);
+    put(&storage, HEADER + 36, 7);
+    let error = DYNAMIC.open(&storage, false).unwrap_err().to_string();
+    assert!(error.contains("checksum") && error.contains("vdkit check"), "{error}");
+    assert_eq!(found(&storage, Repair::Nothing), (1, 0));
+    mended(&storage);
+    assert!(content(&storage) == before);
+}
+
+#[test]
+fn the_second_of_two_entries_to_a_block_gets_a_copy() {
+    let storage = written();
+    let before = content(&storage);
+    put(&storage, TABLE + 3 * 4, get(&storage, TABLE + 4));
+    assert_eq!(found(&storage, Repair::Nothing).0, 1);
+    mended(&storage);
+    let after = content(&storage);
+    assert_eq!(after[2 << 20..4 << 20], before[2 << 20..4 << 20]);
+    assert_eq!(after[6 << 20..8 << 20], before[2 << 20..4 << 20]);
+    // Overlapping by a part is the same damage.
+    put(&storage, TABLE + 4 * 4, get(&storage, TABLE + 4) + 9);
+    assert_eq!(found(&storage, Repair::Nothing).0, 1);
+    mended(&storage);
+    assert_eq!(content(&storage)[2 << 20..8 << 20], after[2 << 20..8 << 20]);
+}
+
+#[test]
+fn entries_outside_of_the_file_and_into_headers_are_taken_away() {
+    for word in [0, 1, 3, 0x7fff_ffff, 0xffff_fffe] {
+        let storage = written();
+        let before = content(&storage);
+        put(&storage, TABLE + 4 * 4, word);
+        assert_eq!(found(&storage, Repair::Nothing).0, 1, "{word:#x}");
+        assert!(DYNAMIC.open(&storage, true).is_err(), "{word:#x}");
+        mended(&storage);
+        assert!(content(&storage) == before, "{word:#x}");
+    }
+}
+
+#[test]
+fn gaps_and_space_behind_are_leaks() {
+    let storage = written();
+    put(&storage, TABLE + 4, u32::MAX);
+    assert_eq!(found(&storage, Repair::Nothing), (0, 1));
+    let before = content(&storage);
+    assert_eq!(found(&storage, Repair::Leaks), (0, 1));
+    assert_eq!(found(&storage, Repair::Nothing), (0, 0));
+    assert!(content(&storage) == before);
+    assert_eq!(storage.len().unwrap(), BLOCKS + 3 * STRIDE + 512);
+}
+
+#[test]
+fn compaction_drops_blocks_of_zeroes_and_moves_the_rest_together() {
+    let storage = written();
+    let disk = DYNAMIC.open(&storage, true).unwrap();
+    disk.write_zeroes(GuestOffset(2 << 20), 2 << 20, false).unwrap();
+    disk.discard(GuestOffset(10 << 20), 2 << 20).unwrap();
+    disk.close().unwrap();
+    let before = content(&storage);
+    let crash = CrashStorage::holding(&*storage);
+    let options = CompactOptions { zero_scan: true };
+    let (limits, monitor) = (Limits::default(), Monitor::default());
+    let compacted: Shared = crash.clone();
+    let report = VhdDriver.compact(&compacted, &[], options, &limits, &monitor).unwrap();
+    assert_eq!((report.zero_clusters, report.moved_clusters), (2, 2));
+    assert_eq!(report.length_after, BLOCKS + 2 * STRIDE + 512);
+    assert!(content(&compacted) == before);
+    assert_eq!(found(&compacted, Repair::Nothing), (0, 0));
+    let mut rng = Rng::new(4);
+    crash.for_each_crash(|ops, image| {
+        for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
+            let storage: Shared = Arc::new(survivor);
+            assert_eq!(found(&storage, Repair::Nothing).0, 0, "after {ops} changes");
+            assert!(content(&storage) == before, "after {ops} changes");
+            found(&storage, Repair::All);
+            assert_eq!(found(&storage, Repair::Nothing), (0, 0), "after {ops} changes");
+            assert!(content(&storage) == before, "mended after {ops} changes");
+        }
+    });
+}
+
+#[test]
+fn a_power_cut_while_the_size_changes_leaves_one_of_both() {
+    let storage = written();
+    let before = content(&storage);
+    for (large, trial) in [(4 << 30, DYNAMIC), (40 << 20, DYNAMIC)] {
+        let crash = CrashStorage::holding(&*storage);
+        let disk = trial.open(&(crash.clone() as Shared), true).unwrap();
+        disk.top().resize(large).unwrap();
+        disk.close().unwrap();
+        let mut rng = Rng::new(5);
+        crash.for_each_crash(|ops, image| {
+            for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
+                let storage: Shared = Arc::new(survivor);
+                assert_eq!(found(&storage, Repair::Nothing).0, 0, "after {ops} changes");
+                let disk = trial.open(&storage, false).unwrap();
+                let size = disk.guest_bytes();
+                assert!(size == before.len() as u64 || size == large, "{size}");
+                let mut bytes = vec![0; before.len()];
+                disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+                assert!(bytes == before, "after {ops} changes");
+            }
+        });
+    }
+}
+
+/// A footer at the end is enough: neither a fixed image nor a damaged one is taken for raw.
+#[test]
+fn images_are_known_by_either_footer() {
+    let probe = |storage: &Shared| {
+        let len = storage.len().unwrap();
+        let mut bytes = vec![0; len as usize];
+        storage.read_at(&mut bytes, HostOffset(0)).unwrap();
+        let head = &bytes[..bytes.len().min(64 << 10)];
+        VhdDriver.probe(head, &bytes[bytes.len().saturating_sub(512)..], len)
+    };
+    let fixed: Shared = Arc::new(FIXED.image());
+    assert_eq!(probe(&fixed), Probe::Yes);
+    let dynamic = written();
+    assert_eq!(probe(&dynamic), Probe::Yes);
+    dynamic.write_at(&[0; 512], HostOffset(0)).unwrap();
+    assert_eq!(probe(&dynamic), Probe::Yes);
+    fixed.write_at(&[1], HostOffset(fixed.len().unwrap() - 1)).unwrap();
+    assert_eq!(probe(&fixed), Probe::No);
+    // A disk that begins with a footer of its own is a disk.
+    let nested: Shared = Arc::new(FIXED.image());
+    let mut footer = [0; 512];
+    nested.read_at(&mut footer, HostOffset(2 << 20)).unwrap();
+    nested.write_at(&footer, HostOffset(0)).unwrap();
+    assert_eq!(FIXED.open(&nested, false).unwrap().guest_bytes(), 2 << 20);
+}
+
+#[test]
+fn azure_takes_fixed_images_of_whole_mib_and_says_what_it_refuses() {
+    let good: Shared = Arc::new(FIXED.image());
+    assert!(azure_faults(&*good).unwrap().is_empty());
+    let told = |storage: &Shared| {
+        let faults = azure_faults(&**storage).unwrap();
+        faults.iter().map(|fault| format!("{}: {}", fault.structure, fault.message)).collect()
+    };
+    let told = |storage: &Shared| -> String {
+        let all: Vec<String> = told(storage);
+        all.join("\n")
+    };
+    assert!(told(&written()).contains("is dynamic"));
+    let odd: Shared =
+        Arc::new(vdkit_testkit::trials::Trial { guest_bytes: (2 << 20) + 512, ..FIXED }.image());
+    assert!(told(&odd).contains("vdkit resize IMAGE 3145728"), "{}", told(&odd));
+    let long = copy_of(&good);
+    let mut footer = [0; 512];
+    long.read_at(&mut footer, HostOffset(2 << 20)).unwrap();
+    long.write_at(&footer, HostOffset(3 << 20)).unwrap();
+    assert!(told(&long).contains("the file has"), "{}", told(&long));
+    let raw: Shared = Arc::new(vdkit_storage::MemoryStorage::with_len("raw", 1 << 20));
+    assert!(told(&raw).contains("footer"));
+    let old = copy_of(&good);
+    put(&old, (2 << 20) + 12, 0x0002_0000);
+    sum(&old, 2 << 20, 512, 64);
+    assert!(told(&old).contains("version"), "{}", told(&old));
+}

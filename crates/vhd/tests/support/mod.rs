@@ -1,0 +1,99 @@
+//! Images in memory, and their bytes.
+
+// Each test uses some of it.
+#![allow(dead_code)]
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    BackingRef, CreateRequest, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Options,
+    Repair, Storage,
+};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::trials::Trial;
+use vdkit_vhd::VhdDriver;
+
+pub const DYNAMIC: Trial = Trial {
+    driver: &VhdDriver,
+    options: "force_size=on",
+    guest_bytes: 16 << 20,
+    write_bytes_max: 1 << 20,
+    resizes: true,
+};
+pub const FIXED: Trial =
+    Trial { options: "force_size=on,subformat=fixed", guest_bytes: 2 << 20, ..DYNAMIC };
+
+pub type Shared = Arc<dyn Storage>;
+
+/// Where the dynamic header, the table and the first block of our images are.
+pub const HEADER: u64 = 512;
+pub const TABLE: u64 = 1536;
+pub const BLOCKS: u64 = 2048;
+pub const STRIDE: u64 = (2 << 20) + 512;
+
+/// An image with blocks 5, 1, 6 and 2 written, in this order.
+pub fn written() -> Shared {
+    let storage: Shared = Arc::new(DYNAMIC.image());
+    let disk = DYNAMIC.open(&storage, true).unwrap();
+    for block in [5, 1, 6, 2] {
+        let bytes = vec![block as u8 + 1; 700_000];
+        disk.write_at(&bytes, GuestOffset((block << 21) + 1000)).unwrap();
+    }
+    disk.close().unwrap();
+    storage
+}
+
+pub fn put(storage: &Shared, at: u64, word: u32) {
+    storage.write_at(&word.to_be_bytes(), HostOffset(at)).unwrap();
+}
+
+pub fn get(storage: &Shared, at: u64) -> u32 {
+    let mut bytes = [0; 4];
+    storage.read_at(&mut bytes, HostOffset(at)).unwrap();
+    u32::from_be_bytes(bytes)
+}
+
+/// Puts the right sum into a structure of `len` bytes.
+pub fn sum(storage: &Shared, at: u64, len: usize, field: u64) {
+    put(storage, at + field, 0);
+    let mut bytes = vec![0; len];
+    storage.read_at(&mut bytes, HostOffset(at)).unwrap();
+    put(storage, at + field, !bytes.iter().map(|byte| u32::from(*byte)).sum::<u32>());
+}
+
+pub fn content(storage: &Shared) -> Vec<u8> {
+    let disk = DYNAMIC.open(storage, false).unwrap();
+    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
+    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+    bytes
+}
+
+/// Damage and leaks that a check finds.
+pub fn found(storage: &Shared, repair: Repair) -> (u64, u64) {
+    let (limits, monitor) = (Limits::default(), Monitor::default());
+    let report = VhdDriver.check(storage, &[], repair, &limits, &monitor).unwrap();
+    (report.corruptions, report.leaks)
+}
+
+pub fn copy_of(storage: &Shared) -> Shared {
+    let mut bytes = vec![0; storage.len().unwrap() as usize];
+    storage.read_at(&mut bytes, HostOffset(0)).unwrap();
+    Arc::new(MemoryStorage::from_bytes("copy", &bytes))
+}
+
+/// Makes an image over another one.
+pub fn create_over(storage: &Shared, base: &Shared, name: &str) -> vdkit_block::Result<()> {
+    let info = VhdDriver.describe(base, &Limits::default())?;
+    VhdDriver.create(&CreateRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        guest_bytes: info.virtual_size,
+        options: Options::default(),
+        backing: Some(BackingRef {
+            name: name.to_owned(),
+            format: Some("vpc".to_owned()),
+            identity: info.identity,
+        }),
+        backing_bytes: Some(info.virtual_size),
+    })
+}
