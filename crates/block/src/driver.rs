@@ -564,6 +564,13 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// [`Error::Key`] where the image shall be encrypted and [`Options::key`] is not set.
     fn create(&self, request: &CreateRequest) -> Result<()>;
 
+    /// Whether a new image with these options can be written to a pipe: from its first byte to its
+    /// last, without ever going back.
+    fn writes_in_order(&self, options: &Options) -> bool {
+        let _ = options;
+        false
+    }
+
     /// [`FormatDriver::create`], and the new image open for writing. A format that is written from
     /// its start to its end in one pass ([`FormatCaps::one_pass`](crate::FormatCaps::one_pass))
     /// does both here without reading anything back, since the storage may be a pipe.

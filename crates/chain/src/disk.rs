@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 use vdkit_block::{
     CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits,
-    MapCacheStats, Monitor, OpenRequest, Result,
+    MapCacheStats, Monitor, OpenRequest, Result, Storage,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -131,8 +131,25 @@ impl Disk {
         path: impl AsRef<Path>,
         options: &OpenOptions,
     ) -> Result<Self> {
+        Self::open_walk(Walk::new(registry, path.as_ref(), options), options)
+    }
+
+    /// [`Disk::open`] of an image whose bytes the caller has at hand, for reading. What it names is
+    /// opened only beneath the folders that the policy allows: it lies in none itself.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub fn open_storage(
+        registry: &Registry,
+        storage: Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Self> {
+        let options = OpenOptions { writable: false, ..options.clone() };
+        Self::open_walk(Walk::of_storage(registry, storage, &options), &options)
+    }
+
+    fn open_walk(mut walk: Walk<'_>, options: &OpenOptions) -> Result<Self> {
         let mut layers = Vec::new();
-        let mut walk = Walk::new(registry, path.as_ref(), options);
         while let Some(found) = walk.step()? {
             let writable = options.writable && layers.is_empty();
             if writable {

@@ -57,6 +57,12 @@ impl Namer {
         &self.name
     }
 
+    /// An image that lies in no folder: a stream, a part of an archive. What it names may lie only
+    /// where the user allows it; relative names start in the current folder.
+    pub(crate) fn nowhere(name: &str) -> Self {
+        Self { name: name.to_owned(), folder: PathBuf::new(), own: Vec::new() }
+    }
+
     /// An image that the user named.
     pub(crate) fn of_user_path(path: &Path) -> Self {
         let folder = folder_of(path);

@@ -72,6 +72,19 @@ impl Registry {
         self.decide(storage.name(), judged)
     }
 
+    /// [`Registry::probe`] for bytes at hand: the first ones, the last ones (or none of them, where
+    /// they are not known yet) and their number. `name` is for messages.
+    ///
+    /// # Errors
+    /// As [`Registry::probe`].
+    pub fn probe_bytes(&self, name: &str, head: &[u8], tail: &[u8], len: u64) -> Result<Probed> {
+        let mut judged = self.judge(head, &[], len);
+        if judged.certain.is_empty() {
+            judged = self.judge(head, tail, len);
+        }
+        self.decide(name, judged)
+    }
+
     fn judge(&self, head: &[u8], tail: &[u8], len: u64) -> Judged {
         let mut judged = Judged::default();
         for driver in self.drivers() {

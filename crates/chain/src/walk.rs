@@ -71,8 +71,20 @@ impl Identity {
 /// Where the next image's name comes from.
 #[derive(Debug)]
 enum Next {
-    User { path: PathBuf, format: Option<String>, expected: Option<String> },
-    Metadata { namer: Namer, backing: BackingRef },
+    /// A storage that the caller opened.
+    Given {
+        storage: Arc<dyn Storage>,
+        format: Option<String>,
+    },
+    User {
+        path: PathBuf,
+        format: Option<String>,
+        expected: Option<String>,
+    },
+    Metadata {
+        namer: Namer,
+        backing: BackingRef,
+    },
     End,
 }
 
@@ -95,6 +107,16 @@ impl<'a> Walk<'a> {
         Self { registry, options, next, depth: 0, also_written: None, seen: Vec::new() }
     }
 
+    /// A walk that begins at a storage that the caller opened.
+    pub(crate) fn of_storage(
+        registry: &'a Registry,
+        storage: Arc<dyn Storage>,
+        options: &'a OpenOptions,
+    ) -> Self {
+        let next = Next::Given { storage, format: options.format.clone() };
+        Self { registry, options, next, depth: 0, also_written: None, seen: Vec::new() }
+    }
+
     /// Opens the image at this depth for writing too.
     pub(crate) fn also_writing(self, depth: usize) -> Self {
         Self { also_written: Some(depth), ..self }
@@ -106,12 +128,21 @@ impl<'a> Walk<'a> {
         let writable = (top && self.options.writable) || self.also_written == Some(self.depth);
         let file_options = self.file_options(writable);
         let (mut expected, mut wanted) = (None, None);
+        let file = |walk: &mut Self, storage: FileStorage, path: &Path| {
+            walk.note(&storage, path)?;
+            Ok::<_, Error>(Arc::new(storage) as Arc<dyn Storage>)
+        };
         let (path, storage, format, namer) = match std::mem::replace(&mut self.next, Next::End) {
             Next::End => return Ok(None),
+            Next::Given { storage, format } => {
+                let path = PathBuf::from(storage.name());
+                let namer = Namer::nowhere(storage.name());
+                (path, storage, format, namer)
+            }
             Next::User { path, format, expected } => {
                 wanted = expected;
                 self.check_depth(&path.display().to_string())?;
-                let storage = FileStorage::open(&path, &file_options)?;
+                let storage = file(self, FileStorage::open(&path, &file_options)?, &path)?;
                 let namer = Namer::of_user_path(&path);
                 (path, storage, format, namer)
             }
@@ -121,11 +152,10 @@ impl<'a> Walk<'a> {
                 let found = reference::open(&namer, Role::Backing, name, refs, &file_options)?;
                 let format = backing.format.clone();
                 expected = Some((namer, backing));
-                (found.path, found.storage, format, found.namer)
+                let storage = file(self, found.storage, &found.path)?;
+                (found.path, storage, format, found.namer)
             }
         };
-        self.note(&storage, &path)?;
-        let storage: Arc<dyn Storage> = Arc::new(storage);
         let probed = format.is_none();
         let (driver, fallback) = match format {
             Some(name) if top => (self.registry.driver(&name)?, false),

@@ -20,6 +20,7 @@ pub mod failure;
 mod fuse;
 pub mod guard;
 pub mod hex;
+mod incoming;
 mod keys;
 pub mod output;
 pub mod progress;

@@ -9,7 +9,7 @@ const LAYERS: &[&[&str]] = &[
     &["vdkit-block"],
     &["vdkit-luks", "vdkit-blockmap"],
     &["vdkit-storage", "vdkit-raw", "vdkit-qcow2", "vdkit-vdi", "vdkit-vhd"],
-    &["vdkit-chain"],
+    &["vdkit-chain", "vdkit-stream"],
     &["vdkit-jobs", "vdkit-export"],
     &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"],
     &["vdkit"],

@@ -111,61 +111,90 @@ pub fn convert(
     monitor: &Monitor<'_>,
 ) -> Result<ConvertReport> {
     let started = Instant::now();
-    let threads = options.threads.unwrap_or_else(cores).max(1);
     let bytes = source.bytes();
     let base = Base::open(registry, source, options)?;
     let (layers, base_disk) = match base {
         Some(base) => (base.layers, base.disk),
         None => (usize::MAX, None),
     };
-    let target = match &options.destination {
-        Destination::Null => None,
-        Destination::New(new) => Some(Target::create(registry, new, bytes, base_disk)?),
-        Destination::Into { path, format, cache } => {
-            let (format, keys) = (format.as_deref(), &options.keys);
-            let target = Target::open(registry, path, format, *cache, bytes, keys)?;
-            target.disk.warnings().for_each(|warning| monitor.progress.message(warning));
-            Some(target)
-        }
-    };
-    let format = target.as_ref().map(|t| t.disk.top().name().to_owned());
+    let target = Target::of(registry, options, bytes, base_disk)?;
     let disk = target.as_ref().map(|t| &t.disk);
-    let compress = compression(options, disk)?;
+    if let (Some(disk), Destination::Into { .. }) = (disk, &options.destination) {
+        disk.warnings().for_each(|warning| monitor.progress.message(warning));
+    }
+    let format = disk.map(|disk| disk.top().name().to_owned());
+    let moving = Moving::new(options, disk, layers)?;
     let bitmaps = match options.bitmaps {
         Some(broken) => bitmaps_to_copy(source, disk, broken, monitor)?,
         None => Vec::new(),
     };
-    let mut plan = plan_options(compress.is_some(), disk, layers);
-    // Bytes that are looked at have to be read.
-    plan.in_kernel &= options.detect_zeroes.is_none();
-    let moving = MoveOptions {
-        threads,
-        detect_zeroes: options.detect_zeroes.map(|step| step as usize),
-        compress,
-        in_order: disk.is_some_and(|disk| disk.top().storage().caps().sequential),
-        // On what is new, zeroes are there already; but those that must hide a backing image.
-        write_zeroes: matches!(options.destination, Destination::Into { .. })
-            || layers != usize::MAX
-            || disk.is_some_and(|disk| !disk.top().new_reads_zero()),
-        new: matches!(options.destination, Destination::New(_)),
-        rate: options.rate,
-    };
-    let mover = Mover::new(source, disk, Planner::new(source, plan), moving, monitor);
-    mover.run()?;
-    let moved = mover.moved.report();
-    drop(mover);
+    let moved = moving.run(source, disk, 0, monitor)?;
     if let (Some(target), [from]) = (disk, source.disks()) {
         copy_bitmaps(from, target, &bitmaps)?;
     }
+    let threads = moving.threads();
     let verified = finish(registry, source, target, options, threads, monitor)?;
-    Ok(ConvertReport {
-        virtual_size: bytes,
-        format,
-        moved,
-        verified,
-        threads,
-        seconds: started.elapsed().as_secs_f64(),
-    })
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(ConvertReport { virtual_size: bytes, format, moved, verified, threads, seconds })
+}
+
+/// How bytes are moved to one target, planned and done.
+pub(crate) struct Moving {
+    plan: PlanOptions,
+    options: MoveOptions,
+}
+
+impl Moving {
+    /// To this target, from the first `layers` of the source.
+    pub(crate) fn new(
+        options: &ConvertOptions,
+        target: Option<&Disk>,
+        layers: usize,
+    ) -> Result<Self> {
+        let compress = compression(options, target)?;
+        let mut plan = plan_options(compress.is_some(), target, layers);
+        // Bytes that are looked at have to be read.
+        plan.in_kernel &= options.detect_zeroes.is_none();
+        let options = MoveOptions {
+            threads: options.threads.unwrap_or_else(cores).max(1),
+            detect_zeroes: options.detect_zeroes.map(|step| step as usize),
+            compress,
+            in_order: target.is_some_and(|disk| disk.top().storage().caps().sequential),
+            // On what is new, zeroes are there already; but those that must hide a backing image.
+            write_zeroes: matches!(options.destination, Destination::Into { .. })
+                || layers != usize::MAX
+                || target.is_some_and(|disk| !disk.top().new_reads_zero()),
+            new: matches!(options.destination, Destination::New(_) | Destination::Pipe { .. }),
+            rate: options.rate,
+        };
+        Ok(Self { plan, options })
+    }
+
+    /// From a source whose bytes can only be read, each once.
+    pub(crate) fn of_stream(mut self) -> Self {
+        self.plan.share = None;
+        self.plan.in_kernel = false;
+        self
+    }
+
+    /// Threads that can work.
+    pub(crate) fn threads(&self) -> usize {
+        self.options.threads
+    }
+
+    /// Moves what lies behind the first `from` bytes of the source.
+    pub(crate) fn run(
+        &self,
+        source: &Source,
+        target: Option<&Disk>,
+        from: u64,
+        monitor: &Monitor<'_>,
+    ) -> Result<MovedBytes> {
+        let planner = Planner::from(source, self.plan, from)?;
+        let mover = Mover::new(source, target, planner, self.options, monitor);
+        mover.run()?;
+        Ok(mover.moved.report())
+    }
 }
 
 fn finish(

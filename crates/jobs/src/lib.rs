@@ -19,6 +19,7 @@ mod deflate;
 mod dependents;
 mod doctor;
 mod holes;
+mod incoming;
 pub mod inspect;
 mod keys;
 mod map;
@@ -56,6 +57,7 @@ pub use dependents::{Dependents, dependents, refuse_dependents};
 pub use doctor::{
     DoctorCode, DoctorFinding, DoctorImage, DoctorOptions, DoctorReport, DoctorSeverity, doctor,
 };
+pub use incoming::{Incoming, RawStream, convert_stream, receive};
 pub use keys::{KeysAfter, ListedKeys, add_key, change_key, list_keys, remove_key};
 pub use map::{Map, MapRow, map};
 pub use measure::{MeasureReport, measure, measure_empty};

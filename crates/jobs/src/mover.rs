@@ -90,6 +90,22 @@ pub struct MovedBytes {
     pub compressed_bytes: u64,
 }
 
+impl MovedBytes {
+    /// Both together.
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self {
+            read: self.read + other.read,
+            written: self.written + other.written,
+            reflinked: self.reflinked + other.reflinked,
+            kernel_copied: self.kernel_copied + other.kernel_copied,
+            zero_known: self.zero_known + other.zero_known,
+            zero_found: self.zero_found + other.zero_found,
+            clusters_compressed: self.clusters_compressed + other.clusters_compressed,
+            compressed_bytes: self.compressed_bytes + other.compressed_bytes,
+        }
+    }
+}
+
 impl Moved {
     pub(crate) fn report(&self) -> MovedBytes {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -455,6 +471,11 @@ impl<'a> Mover<'a> {
     /// Reads a chunk, finds its place in turn, and writes it.
     fn copy(&self, buffers: &mut Buffers, number: u64, at: u64, len: u64) -> Result<()> {
         self.read(buffers, at, len)?;
+        if let Some(end) = self.source.end_of_stream() {
+            // What lies behind it is nothing that could be written.
+            let end = end.next_multiple_of(512).saturating_sub(at).min(len);
+            buffers.bytes.truncate(end as usize);
+        }
         let Some(target) = self.target else {
             // Nothing is placed, so nothing has an order.
             return Ok(());

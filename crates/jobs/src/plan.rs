@@ -127,6 +127,24 @@ impl<'a> Planner<'a> {
         }
     }
 
+    /// A plan for what lies behind the first `from` bytes of a source, which is one disk.
+    ///
+    /// # Errors
+    /// What the source's maps return.
+    pub fn from(source: &'a Source, options: PlanOptions, from: u64) -> Result<Self> {
+        let mut planner = Self::new(source, options);
+        let bytes = source.bytes();
+        if let ([disk], 1..) = (source.disks(), from) {
+            planner.disk = 1;
+            (planner.found, planner.at) = (from.min(bytes), from.min(bytes));
+            if from < bytes {
+                let extents = disk.extents_of(options.layers, GuestOffset(from), bytes - from)?;
+                planner.extents = Some((0, extents));
+            }
+        }
+        Ok(planner)
+    }
+
     /// No more sharing: it does not work here.
     pub fn stop_sharing(&mut self) {
         self.options.share = None;

@@ -1,7 +1,10 @@
 //! What a job reads: one disk, or several that are pieces of one.
 
+use std::sync::Arc;
+
 use vdkit_block::{GuestOffset, Result};
 use vdkit_chain::Disk;
+use vdkit_stream::InPipe;
 
 /// Disks laid end to end.
 #[derive(Debug)]
@@ -9,6 +12,8 @@ pub struct Source {
     disks: Vec<Disk>,
     /// Where each begins, and at last where all end.
     starts: Vec<u64>,
+    /// The stream that its bytes come from: it may end before.
+    pipe: Option<Arc<InPipe>>,
 }
 
 impl Source {
@@ -20,7 +25,17 @@ impl Source {
             end = end.saturating_add(disk.guest_bytes());
             starts.push(end);
         }
-        Self { disks, starts }
+        Self { disks, starts, pipe: None }
+    }
+
+    /// A disk whose bytes come from a stream.
+    pub(crate) fn of_stream(disk: Disk, pipe: Arc<InPipe>) -> Self {
+        Self { pipe: Some(pipe), ..Self::new(vec![disk]) }
+    }
+
+    /// Where it turned out to end, if it is a stream that has ended.
+    pub(crate) fn end_of_stream(&self) -> Option<u64> {
+        self.pipe.as_ref().and_then(|pipe| pipe.end())
     }
 
     /// Bytes of all of them.

@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CacheMode, CreateRequest, Error, ImageInfo, Limits, OpenRequest, Options, Result,
-    Secret, Storage,
+    BackingRef, CacheMode, CreateRequest, Error, FormatDriver, ImageInfo, Limits, OpenRequest,
+    Options, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
+use vdkit_stream::OutPipe;
 
+use crate::convert::ConvertOptions;
 use crate::new_files::NewFiles;
 
 /// What a job writes to.
@@ -19,6 +21,15 @@ pub enum Destination {
     Null,
     /// A new image, which takes its name when it is finished.
     New(NewImage),
+    /// A new image that leaves through a pipe while it is made.
+    Pipe {
+        /// Where its bytes go.
+        pipe: Arc<OutPipe>,
+        /// The format's name.
+        format: String,
+        /// The format's options.
+        options: Options,
+    },
     /// An image, raw file or device that exists.
     Into {
         /// The file.
@@ -69,6 +80,7 @@ impl NewImage {
 pub(crate) struct Target {
     pub(crate) disk: Disk,
     pending: Option<PendingFile>,
+    pipe: Option<Arc<OutPipe>>,
     files: Option<NewFiles>,
     durable: bool,
     /// What opens it, where it is encrypted.
@@ -76,6 +88,61 @@ pub(crate) struct Target {
 }
 
 impl Target {
+    /// Makes or opens what a conversion goes to, for a disk of `bytes` bytes; none for `null:`.
+    pub(crate) fn of(
+        registry: &Registry,
+        options: &ConvertOptions,
+        bytes: u64,
+        base: Option<Disk>,
+    ) -> Result<Option<Self>> {
+        match &options.destination {
+            Destination::Null => Ok(None),
+            Destination::New(new) => Self::create(registry, new, bytes, base).map(Some),
+            Destination::Pipe { pipe, format, options } => {
+                Self::create_on_pipe(registry, pipe, format, options, bytes).map(Some)
+            }
+            Destination::Into { path, format, cache } => {
+                let (format, keys) = (format.as_deref(), &options.keys);
+                Self::open(registry, path, format, *cache, bytes, keys).map(Some)
+            }
+        }
+    }
+
+    fn create_on_pipe(
+        registry: &Registry,
+        pipe: &Arc<OutPipe>,
+        format: &str,
+        options: &Options,
+        guest_bytes: u64,
+    ) -> Result<Self> {
+        let driver = registry.driver(format)?;
+        if !driver.writes_in_order(options) {
+            let able = registry.drivers().filter(|driver| driver.writes_in_order(options));
+            let able: Vec<_> = able.map(FormatDriver::name).collect();
+            return Err(Error::unsupported(
+                pipe.name(),
+                format!(
+                    "a {format} image with these options cannot be written to a pipe, since its \
+                         metadata change while it grows"
+                ),
+                format!("name a file instead; to a pipe go: {}", able.join(", ")),
+            ));
+        }
+        let request = CreateRequest {
+            storage: pipe.clone(),
+            files: Vec::new(),
+            guest_bytes,
+            options: options.clone(),
+            backing: None,
+            backing_bytes: None,
+        };
+        let format = driver.create_open(&request, &Limits::default())?;
+        let info = ImageInfo::new(driver.name(), guest_bytes);
+        let disk = Disk::from_format(format, info, &OpenOptions::read_write());
+        let (pipe, keys) = (Some(pipe.clone()), Vec::new());
+        Ok(Self { disk, pending: None, pipe, files: None, durable: false, keys })
+    }
+
     /// Makes a new image of `bytes` bytes, open for writing.
     pub(crate) fn create(
         registry: &Registry,
@@ -106,7 +173,7 @@ impl Target {
         }
         let keys = new.options.key().into_iter().cloned().collect();
         let durable = new.cache.is_some();
-        Ok(Self { disk, pending: Some(pending), files: Some(files), durable, keys })
+        Ok(Self { disk, pending: Some(pending), pipe: None, files: Some(files), durable, keys })
     }
 
     /// Opens what exists; it must hold `bytes` bytes.
@@ -139,7 +206,7 @@ impl Target {
             )));
         }
         let keys = keys.to_vec();
-        Ok(Self { disk, pending: None, files: None, durable: true, keys })
+        Ok(Self { disk, pending: None, pipe: None, files: None, durable: true, keys })
     }
 
     /// The same image, opened anew for reading from the files at hand.
@@ -164,6 +231,9 @@ impl Target {
     pub(crate) fn commit(self) -> Result<()> {
         let options = CommitOptions { sync_file: self.durable, sync_folder: self.durable };
         drop(self.disk);
+        if let Some(pipe) = self.pipe {
+            return pipe.finish().map(drop);
+        }
         match self.files {
             Some(files) => files.commit(self.pending, options),
             None => Ok(()),

@@ -54,6 +54,10 @@ impl FormatDriver for RawDriver {
         Ok(Arc::new(RawFormat::new(request.storage, request.writable)?))
     }
 
+    fn writes_in_order(&self, options: &Options) -> bool {
+        options.text("preallocation").is_none_or(|mode| mode == "off")
+    }
+
     fn create(&self, request: &CreateRequest) -> Result<()> {
         let storage = &*request.storage;
         if request.backing.is_some() {

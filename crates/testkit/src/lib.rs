@@ -23,6 +23,7 @@ mod faulty;
 pub mod fs;
 pub mod fuzz;
 pub mod guest;
+pub mod http;
 mod killed;
 mod machine;
 #[cfg(feature = "nbd")]

@@ -108,6 +108,7 @@ pub use vdkit_export_nbd as nbd;
 pub use vdkit_export_vhost as vhost_user;
 pub use vdkit_jobs as jobs;
 pub use vdkit_storage as storage;
+pub use vdkit_stream as stream;
 
 pub mod live;
 mod registry;

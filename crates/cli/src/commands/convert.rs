@@ -1,15 +1,20 @@
 //! `vdkit convert`: one disk from one format to another.
 
+use std::fs::File;
+use std::io::IsTerminal;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::{Args, ValueHint};
 use vdkit::jobs::convert::Backing;
 use vdkit::jobs::{
-    self, BrokenBitmaps, ConvertOptions, CreateOptions, Destination, FoundBacking, NewBacking,
-    NewImage, Source,
+    self, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions, Destination, FoundBacking,
+    Incoming, NewBacking, NewImage, Source, convert_stream,
 };
+use vdkit::stream::{Checksum, OutPipe};
 use vdkit::{
-    BackingChoice, CacheMode, CancelToken, Codec, CompressionSpec, Disk, FormatDriver, Monitor,
+    BackingChoice, CacheMode, CancelToken, Codec, CompressionSpec, FormatDriver, Monitor,
     OpenOptions, Options, Registry, Secret,
 };
 
@@ -19,6 +24,7 @@ use crate::arguments::{
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
+use crate::incoming::{Opening, STANDARD, spool_folder};
 use crate::keys::{Keys, TargetKey, key_of_new};
 use crate::session::Session;
 
@@ -32,9 +38,13 @@ Copies what the guest sees of SOURCE (through its backing chain) into a new imag
 cheapest way there is: blocks are shared where the file system can, regions without data are \
 skipped, and zeroes are not stored. Several sources are pieces of one disk, one after the other.
 
+SOURCE may also be '-' (standard input), an http:// or https:// URL, and any of them packed by gzip, \
+xz or zstd: that is told from the content, unless -f raw says that the bytes are the disk's. What has to be read here and there is spooled into a \
+file without a name (where TMPDIR says, else beside the target); a raw disk never is.
+
 TARGET is a new file (put in place only when it is complete), a block device, an existing file with \
---into, or 'null:', which reads everything that is needed and writes nothing. Its format is -O, or \
-what its name ends in, or raw.",
+--into, '-' (standard output, for formats that can be written in order), or 'null:', which reads \
+everything that is needed and writes nothing. Its format is -O, or what its name ends in, or raw.",
     examples: "
 vdkit convert disk.raw disk.qcow2
 vdkit convert disk.qcow2 -O raw /dev/vg0/guest     onto a block device
@@ -45,6 +55,9 @@ vdkit convert top.qcow2 flat.qcow2 --backing base.qcow2
                                                    all that lies above base.qcow2
 vdkit convert --snapshot golden disk.qcow2 old.raw  what a snapshot inside it holds
 vdkit convert disk.qcow2 null:                     how fast can it be read?
+vdkit convert https://example.com/cloud.img.xz disk.qcow2 --checksum sha256:…
+ssh host cat /dev/vg0/guest | vdkit convert - disk.qcow2
+vdkit convert disk.qcow2 -O raw - | zstd > disk.raw.zst
 ",
     augment: augment::<ConvertArgs>,
     run: run::<ConvertArgs>,
@@ -55,8 +68,8 @@ vdkit convert disk.qcow2 null:                     how fast can it be read?
 #[command(override_usage = "vdkit convert [OPTIONS] SOURCE... TARGET")]
 pub struct ConvertArgs {
     // One list, so that options may stand between the names.
-    /// The image to convert (or several: the pieces of one disk in their order), and where to: a
-    /// new file, a block device, or null:
+    /// The image to convert (or several: the pieces of one disk in their order; a file, an URL, or -),
+    /// and where to: a new file, a block device, -, or null:
     #[arg(value_name = "SOURCE... TARGET", required = true, num_args = 1.., value_hint = ValueHint::FilePath)]
     images: Vec<PathBuf>,
     /// Format of the sources; without it their headers are probed
@@ -100,6 +113,9 @@ pub struct ConvertArgs {
     /// Leave out bitmaps that cannot be trusted, instead of failing
     #[arg(long, requires = "bitmaps")]
     skip_broken_bitmaps: bool,
+    /// What the source's file must have, as it is (packed, if it is): sha256:HEX, sha512:HEX or sha1:HEX
+    #[arg(long, value_name = "METHOD:HEX")]
+    checksum: Option<Checksum>,
     /// Read the target back and compare it with the sources
     #[arg(long)]
     verify: bool,
@@ -200,15 +216,71 @@ impl Run for ConvertArgs {
         if self.parent.parent.is_some() && sources.len() > 1 {
             return Err(Failure::usage("--parent is for one source: convert each by itself"));
         }
+        if self.checksum.is_some() && sources.len() > 1 {
+            return Err(Failure::usage("--checksum is for one source: check each by itself"));
+        }
+        if target == Path::new(STANDARD) {
+            self.refuse_options_of_files()?;
+        }
+        let cancel = session.cancel_on_signal()?;
+        let progress = self.progress.reporter("convert");
+        let monitor = Monitor { cancel, progress: &progress };
+        let converted = self.convert(&registry, sources, target, &monitor);
+        progress.finish();
+        let report = converted?;
+        if self.json.json {
+            session.out.json(&report)?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+impl ConvertArgs {
+    fn convert(
+        &self,
+        registry: &Registry,
+        sources: &[PathBuf],
+        target: &Path,
+        monitor: &Monitor<'_>,
+    ) -> Result<ConvertReport, Failure> {
+        let spool = spool_folder(target);
+        let opening = Opening {
+            registry,
+            options: &self.source_options(),
+            checksum: self.checksum.as_ref(),
+            spool: &spool,
+        };
         let mut disks = Vec::with_capacity(sources.len());
+        // An image on a device needs to know its size before it is made.
+        let sized = super::is_device(target)
+            && !self.into
+            && self.target_format.as_deref().is_some_and(|format| format != "raw");
+        let alone = sources.len() == 1;
         for path in sources {
-            disks.push(Disk::open(&registry, path, &self.source_options())?);
+            match opening.open(path, monitor)? {
+                Incoming::Disk(disk) => disks.push(*disk),
+                Incoming::Raw(raw) if alone && !sized => {
+                    let options = self.job(registry, target, 0, &monitor.cancel)?;
+                    return Ok(convert_stream(registry, raw, &spool, &options, monitor)?);
+                }
+                Incoming::Raw(raw) => disks.push(raw.into_disk(registry, &spool, monitor)?),
+            }
         }
         let source = Source::new(disks);
-        let cancel = session.cancel_on_signal()?;
+        let options = self.job(registry, target, source.bytes(), &monitor.cancel)?;
+        Ok(jobs::convert(registry, &source, &options, monitor)?)
+    }
+
+    fn job(
+        &self,
+        registry: &Registry,
+        target: &Path,
+        source_bytes: u64,
+        cancel: &CancelToken,
+    ) -> Result<ConvertOptions, Failure> {
         let Goal { destination, compress, backing } =
-            self.goal(&registry, target, source.bytes(), &cancel)?;
-        let options = ConvertOptions {
+            self.goal(registry, target, source_bytes, cancel)?;
+        Ok(ConvertOptions {
             compress,
             threads: self.threads.map(usize::from),
             detect_zeroes: match self.detect_zeros {
@@ -226,16 +298,29 @@ impl Run for ConvertArgs {
             },
             keys: self.target_keys(),
             ..ConvertOptions::new(destination)
-        };
-        let progress = self.progress.reporter("convert");
-        let monitor = Monitor { cancel, progress: &progress };
-        let converted = jobs::convert(&registry, &source, &options, &monitor);
-        progress.finish();
-        let report = converted?;
-        if self.json.json {
-            session.out.json(&report)?;
+        })
+    }
+
+    /// Standard output takes bytes and nothing else.
+    fn refuse_options_of_files(&self) -> Result<(), Failure> {
+        let given = [
+            ("--json", self.json.json),
+            ("--into", self.into),
+            ("--backing", self.backing.is_some()),
+            ("--verify", self.verify),
+            ("--cache", self.cache.is_some()),
+            ("--bitmaps", self.bitmaps),
+        ];
+        if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
+            let why = "standard output is a stream of the image's bytes";
+            return Err(Failure::usage(format!("{name} has no meaning here: {why}")));
         }
-        Ok(Exit::Done)
+        if std::io::stdout().is_terminal() {
+            return Err(Failure::usage(
+                "standard output is a terminal, which is no place for a disk",
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -294,6 +379,15 @@ impl ConvertArgs {
         key_of_new(driver, &mut options, self.target_key.key())?;
         let compress = self.compress.map(|wanted| compression_of(wanted, driver, &mut options));
         let compress = compress.transpose()?;
+        if target == Path::new(STANDARD) {
+            let file = std::io::stdout().as_fd().try_clone_to_owned().map_err(|error| {
+                Failure::failed(format!("standard output cannot be written: {error}"))
+            })?;
+            let pipe = Arc::new(OutPipe::new(STANDARD, File::from(file)));
+            let format = driver.name().to_owned();
+            let destination = Destination::Pipe { pipe, format, options };
+            return Ok(Goal { destination, compress, backing: None });
+        }
         if device {
             self.create_on_device(registry, target, driver, options, source_bytes, cancel)?;
             let destination = self.existing(target, Some(driver.name().to_owned()));

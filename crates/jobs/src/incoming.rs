@@ -1,0 +1,286 @@
+//! Converting what comes as a stream: a pipe, a packed file, a server without ranges.
+//!
+//! ```text
+//!   stream ─► first bytes: which format?
+//!      raw: read once, in order, while it comes      any other: spooled, then an image as others
+//!        length unknown: the target grows in steps ──► at the end it gets the stream's length
+//! ```
+//!
+//! What must be read twice (`--verify`), or goes into a format whose size cannot change, is spooled
+//! too.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use vdkit_block::{Error, Monitor, Options, Progress, Result};
+use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_stream::{ByteStream, InPipe, spool};
+
+use crate::convert::{ConvertOptions, ConvertReport, Moving, convert};
+use crate::mover::MovedBytes;
+use crate::source::Source;
+use crate::target::{Destination, Target};
+
+/// Bytes that drivers may judge a stream by.
+const HEAD_BYTES: usize = 64 << 10;
+/// The format that a stream has where nothing says otherwise, and needs no spooling.
+const RAW: &str = "raw";
+/// Bytes of a target whose length is not known yet; it doubles as it fills, up to the largest step.
+const STEP_FIRST: u64 = 64 << 20;
+const STEP_MAX: u64 = 1 << 30;
+/// A disk's length is a multiple of this.
+const SECTOR: u64 = 512;
+
+/// A stream that was looked at.
+#[derive(Debug)]
+pub enum Incoming {
+    /// An image that had to be spooled.
+    Disk(Box<Disk>),
+    /// A raw disk, to be read as it comes.
+    Raw(RawStream),
+}
+
+/// A raw disk that comes as a stream.
+#[derive(Debug)]
+pub struct RawStream {
+    stream: ByteStream,
+    /// Its first bytes, where nobody said that it is raw.
+    head: Option<Vec<u8>>,
+}
+
+/// Tells a stream's format from its first bytes, unless `options` name it, and spools it into a file
+/// without a name in `folder` unless it is raw.
+///
+/// # Errors
+/// What reading, spooling and opening return.
+pub fn receive(
+    registry: &Registry,
+    mut stream: ByteStream,
+    folder: &Path,
+    options: &OpenOptions,
+    monitor: &Monitor<'_>,
+) -> Result<Incoming> {
+    let raw = match options.format.as_deref() {
+        Some(name) => (name == RAW).then_some(None),
+        None => {
+            let head = stream.peek(HEAD_BYTES)?;
+            let len = if head.len() < HEAD_BYTES { head.len() as u64 } else { u64::MAX };
+            let tail = if len == u64::MAX { &[] } else { &head[head.len().saturating_sub(512)..] };
+            let probed = registry.probe_bytes(stream.name(), &head, tail, len)?;
+            (probed.fallback && probed.driver.name() == RAW).then_some(Some(head))
+        }
+    };
+    match raw {
+        Some(head) => Ok(Incoming::Raw(RawStream { stream, head })),
+        None => {
+            let storage = spool(stream, folder, monitor)?;
+            Ok(Incoming::Disk(Box::new(Disk::open_storage(registry, storage, options)?)))
+        }
+    }
+}
+
+impl RawStream {
+    /// Spools it after all.
+    ///
+    /// # Errors
+    /// What spooling and opening return.
+    pub fn into_disk(
+        self,
+        registry: &Registry,
+        folder: &Path,
+        monitor: &Monitor<'_>,
+    ) -> Result<Disk> {
+        let storage = spool(self.stream, folder, monitor)?;
+        // What its end says counts, unless somebody said that it is raw.
+        let format = self.head.is_none().then(|| RAW.to_owned());
+        let options = OpenOptions { format, ..OpenOptions::read_only() };
+        Disk::open_storage(registry, storage, &options)
+    }
+}
+
+/// Converts a raw disk as it comes. `folder` is where it is spooled if that cannot be.
+///
+/// # Errors
+/// As [`convert`]; [`Error::Unsupported`] where the stream's end says that it was no raw disk.
+pub fn convert_stream(
+    registry: &Registry,
+    raw: RawStream,
+    folder: &Path,
+    options: &ConvertOptions,
+    monitor: &Monitor<'_>,
+) -> Result<ConvertReport> {
+    let started = Instant::now();
+    let len = raw.stream.known_len().map(|len| len.next_multiple_of(SECTOR));
+    let Some(target) = Receiver::open(registry, len, options)? else {
+        let source = Source::new(vec![raw.into_disk(registry, folder, monitor)?]);
+        return convert(registry, &source, options, monitor);
+    };
+    let RawStream { stream, head } = raw;
+    let name = stream.name().to_owned();
+    let pipe = Arc::new(InPipe::new(stream));
+    let disk = target.disk();
+    let moving = Moving::new(options, disk, usize::MAX)?.of_stream();
+    let mut moved = MovedBytes::default();
+    let mut from = 0;
+    let bytes = loop {
+        monitor.cancel.check()?;
+        let end = target.end_of_step(from)?;
+        let source = window(registry, &pipe, end)?;
+        let shifted = Shifted { inner: monitor.progress, by: from };
+        let part = Monitor { cancel: monitor.cancel.clone(), progress: &shifted };
+        moved = moved.plus(moving.run(&source, disk, from, &part)?);
+        if let Some(bytes) = pipe.end() {
+            break bytes;
+        }
+        from = end;
+        if target.fixed.is_some() {
+            if pipe.at_end()? {
+                break from;
+            }
+            return Err(Error::Invalid(format!(
+                "{name}: goes on after the {end} bytes of {}",
+                disk.map_or("its announced length", Disk::name)
+            )));
+        }
+    };
+    look_at_end(registry, &name, head, &pipe, bytes)?;
+    let bytes = bytes.next_multiple_of(SECTOR);
+    let format = disk.map(|disk| disk.top().name().to_owned());
+    target.finish(bytes)?;
+    let seconds = started.elapsed().as_secs_f64();
+    let (threads, verified) = (moving.threads(), None);
+    Ok(ConvertReport { virtual_size: bytes, format, moved, verified, threads, seconds })
+}
+
+/// What takes a stream as it comes.
+struct Receiver {
+    /// None for `null:`.
+    target: Option<Target>,
+    /// Its bytes, where they cannot change.
+    fixed: Option<u64>,
+}
+
+impl Receiver {
+    /// Opens the target for a stream of `len` bytes, where that is known; nothing where the stream
+    /// has to be spooled for it.
+    fn open(
+        registry: &Registry,
+        len: Option<u64>,
+        options: &ConvertOptions,
+    ) -> Result<Option<Self>> {
+        if options.verify || options.backing.is_some() || options.bitmaps.is_some() {
+            return Ok(None);
+        }
+        let given = match &options.destination {
+            Destination::Null | Destination::Into { .. } => None,
+            Destination::New(new) => Some((&new.format, &new.options)),
+            Destination::Pipe { format, options, .. } => Some((format, options)),
+        };
+        let preallocated = |(_, options): (&String, &Options)| {
+            options.text("preallocation").is_some_and(|mode| mode != "off")
+        };
+        if len.is_none() && given.is_some_and(preallocated) {
+            return Ok(None);
+        }
+        let first = match given {
+            Some(_) => len.unwrap_or(STEP_FIRST),
+            None => len.unwrap_or(0),
+        };
+        let target = Target::of(registry, options, first, None)?;
+        let fixed = match (&options.destination, &target) {
+            (Destination::Into { .. }, Some(target)) => len.or(Some(target.disk.guest_bytes())),
+            _ => len,
+        };
+        if let (Some(target), None) = (&target, fixed)
+            && !grows(&target.disk)?
+        {
+            return Ok(None);
+        }
+        Ok(Some(Self { target, fixed }))
+    }
+
+    fn disk(&self) -> Option<&Disk> {
+        self.target.as_ref().map(|target| &target.disk)
+    }
+
+    /// Up to where the next step goes; the target has that room then.
+    fn end_of_step(&self, from: u64) -> Result<u64> {
+        let Some(fixed) = self.fixed else {
+            let end = from + from.clamp(STEP_FIRST, STEP_MAX);
+            if let Some(disk) = self.disk().filter(|disk| disk.guest_bytes() < end) {
+                disk.resize(end)?;
+            }
+            return Ok(end);
+        };
+        Ok(fixed)
+    }
+
+    /// Gives the target its length and its name.
+    fn finish(self, bytes: u64) -> Result<()> {
+        let Some(target) = self.target else { return Ok(()) };
+        if self.fixed.is_none() {
+            target.disk.resize(bytes)?;
+        }
+        target.close()?;
+        target.commit()
+    }
+}
+
+/// Whether a new target's size can change at no cost: found out by changing it.
+fn grows(disk: &Disk) -> Result<bool> {
+    if disk.top().caps().one_pass || !disk.top().new_reads_zero() {
+        return Ok(false);
+    }
+    match disk.resize(2 * STEP_FIRST) {
+        Ok(()) => Ok(true),
+        Err(Error::Unsupported { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The stream as a disk of `len` bytes.
+fn window(registry: &Registry, pipe: &Arc<InPipe>, len: u64) -> Result<Source> {
+    let options = OpenOptions::read_only().format(RAW);
+    let disk = Disk::open_storage(registry, pipe.window(len), &options)?;
+    Ok(Source::of_stream(disk, pipe.clone()))
+}
+
+/// Refuses what went by as raw where its end says that it is something else.
+fn look_at_end(
+    registry: &Registry,
+    name: &str,
+    head: Option<Vec<u8>>,
+    pipe: &InPipe,
+    bytes: u64,
+) -> Result<()> {
+    let Some(head) = head else { return Ok(()) };
+    let probed = registry.probe_bytes(name, &head, &pipe.tail(), bytes)?;
+    if probed.fallback {
+        return Ok(());
+    }
+    let format = probed.driver.name();
+    Err(Error::unsupported(
+        name,
+        format!("its end says that it is a {format} image, which was not known before it was read"),
+        format!(
+            "name the format with '-f {format}' (it is spooled then), or '-f raw' if it is raw"
+        ),
+    ))
+}
+
+/// Progress of a part of a job.
+struct Shifted<'a> {
+    inner: &'a dyn Progress,
+    by: u64,
+}
+
+impl Progress for Shifted<'_> {
+    fn update(&self, done: u64, total: u64) {
+        self.inner.update(self.by + done, total);
+    }
+
+    fn message(&self, text: &str) {
+        self.inner.message(text);
+    }
+}

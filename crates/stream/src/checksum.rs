@@ -1,0 +1,170 @@
+//! Bytes that must have a known hash.
+
+use std::fmt;
+use std::io::{self, Read};
+use std::str::FromStr;
+
+use sha1::Sha1;
+use sha2::{Digest, Sha256, Sha512};
+use vdkit_block::{Error, Result};
+
+/// A hash that bytes must have, written `sha256:HEX`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checksum {
+    method: Method,
+    digest: Vec<u8>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Method {
+    Sha1,
+    Sha256,
+    Sha512,
+}
+
+impl Method {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Sha1 => "sha1",
+            Self::Sha256 => "sha256",
+            Self::Sha512 => "sha512",
+        }
+    }
+
+    fn digest_bytes(self) -> usize {
+        match self {
+            Self::Sha1 => 20,
+            Self::Sha256 => 32,
+            Self::Sha512 => 64,
+        }
+    }
+}
+
+impl FromStr for Checksum {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let bad = |why: &str| Error::Invalid(format!("checksum '{text}': {why}"));
+        let (name, hex) = text
+            .split_once(':')
+            .ok_or_else(|| bad("is not of the form METHOD:HEX, as in sha256:0123…"))?;
+        let known = [Method::Sha1, Method::Sha256, Method::Sha512];
+        let method = known
+            .into_iter()
+            .find(|method| method.name().eq_ignore_ascii_case(name))
+            .ok_or_else(|| bad("methods are sha256, sha512 and sha1"))?;
+        let wanted = 2 * method.digest_bytes();
+        if hex.len() != wanted || !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(bad(&format!("{} has {wanted} hexadecimal digits", method.name())));
+        }
+        let digit = |byte: u8| (byte as char).to_digit(16).unwrap_or(0) as u8;
+        let digest = hex.as_bytes().chunks_exact(2).map(|d| digit(d[0]) << 4 | digit(d[1]));
+        Ok(Self { method, digest: digest.collect() })
+    }
+}
+
+impl fmt::Display for Checksum {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.method.name(), hex(&self.digest))
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+enum Hasher {
+    Sha1(Sha1),
+    Sha256(Sha256),
+    Sha512(Sha512),
+}
+
+impl Hasher {
+    fn new(method: Method) -> Self {
+        match method {
+            Method::Sha1 => Self::Sha1(Sha1::new()),
+            Method::Sha256 => Self::Sha256(Sha256::new()),
+            Method::Sha512 => Self::Sha512(Sha512::new()),
+        }
+    }
+
+    fn update(&mut self, bytes: &[u8]) {
+        match self {
+            Self::Sha1(hasher) => hasher.update(bytes),
+            Self::Sha256(hasher) => hasher.update(bytes),
+            Self::Sha512(hasher) => hasher.update(bytes),
+        }
+    }
+
+    fn finish(self) -> Vec<u8> {
+        match self {
+            Self::Sha1(hasher) => hasher.finalize().to_vec(),
+            Self::Sha256(hasher) => hasher.finalize().to_vec(),
+            Self::Sha512(hasher) => hasher.finalize().to_vec(),
+        }
+    }
+}
+
+/// Passes bytes on; where they end, their hash must be the expected one, or reading the end fails.
+pub struct Checked<R> {
+    inner: R,
+    expected: Checksum,
+    hasher: Option<Hasher>,
+}
+
+impl<R> Checked<R> {
+    /// These bytes, which must have this hash.
+    pub fn new(inner: R, expected: Checksum) -> Self {
+        let hasher = Some(Hasher::new(expected.method));
+        Self { inner, expected, hasher }
+    }
+}
+
+impl<R: Read> Read for Checked<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let got = self.inner.read(buf)?;
+        if got > 0 || buf.is_empty() {
+            if let Some(hasher) = &mut self.hasher {
+                hasher.update(&buf[..got]);
+            }
+            return Ok(got);
+        }
+        let Some(hasher) = self.hasher.take() else { return Ok(0) };
+        let found = hasher.finish();
+        if found == self.expected.digest {
+            return Ok(0);
+        }
+        let method = self.expected.method.name();
+        Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("the checksum is {method}:{}, expected {}", hex(&found), self.expected),
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ABC: &str = "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+
+    #[test]
+    fn the_end_is_reached_only_with_the_right_hash() {
+        let read = |text: &str, bytes: &[u8]| {
+            let mut out = Vec::new();
+            Checked::new(bytes, text.parse().unwrap()).read_to_end(&mut out).map(|_| out)
+        };
+        assert_eq!(read(ABC, b"abc").unwrap(), b"abc");
+        assert_eq!(read("SHA1:a9993e364706816aba3e25717850c26c9cd0d89d", b"abc").unwrap(), b"abc");
+        let error = read(ABC, b"abd").unwrap_err().to_string();
+        assert!(error.contains("sha256:a52d") && error.contains(ABC), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_checksum_is_said() {
+        for text in ["abc", "md5:00", "sha256:00", &ABC.replace('b', "g"), "sha1:"] {
+            assert!(text.parse::<Checksum>().is_err(), "{text}");
+        }
+        assert_eq!(ABC.parse::<Checksum>().unwrap().to_string(), ABC);
+    }
+}

@@ -1,0 +1,589 @@
+//! Images on HTTP servers: in place by ranges, or as a stream.
+//!
+//! ```text
+//!   read_up_to ─► block in the cache? ──────────────────────────────► bytes
+//!                   │ no: being fetched? ─► wait
+//!                   └─ no: fetch it here     GET Range: bytes=FROM-TO
+//!                                            broken off ─► again from where it broke off
+//!   reads that go on where others ended ─► the next blocks are asked for by other threads
+//! ```
+//!
+//! Source: RFC 9110, sections 8.8 (validators), 13.1 (preconditions), 14 (range requests).
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use ureq::http::{HeaderMap, Response, StatusCode};
+use ureq::tls::{RootCerts, TlsConfig};
+use ureq::{Agent, Body};
+use vdkit_block::{
+    CancelToken, Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+};
+
+use crate::unpack::ByteStream;
+
+/// Bytes of one range request.
+const BLOCK_BYTES: u64 = 4 << 20;
+/// Blocks that are asked for before somebody reads them.
+const AHEAD: u64 = 6;
+/// Blocks in memory: those ahead, those that several threads are reading, and some behind.
+const BLOCKS_MAX: usize = 16;
+/// A server that sends nothing for so long is taken for gone.
+const SILENCE: Duration = Duration::from_secs(30);
+/// How long is tried again in vain, without a byte coming in, before giving up.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The same before anything was heard of the server: the name may be wrong.
+const PATIENCE_AT_FIRST: Duration = Duration::from_secs(3);
+/// The first pause between two attempts; each is twice as long as the one before.
+const PAUSE_MIN: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+/// Whether a name that the user gave is an URL of a kind that can be opened.
+pub fn is_url(name: &str) -> bool {
+    let scheme = name.split_once("://").map_or("", |(scheme, _)| scheme);
+    scheme.eq_ignore_ascii_case("http") || scheme.eq_ignore_ascii_case("https")
+}
+
+/// What is behind an URL.
+#[derive(Debug)]
+pub enum Remote {
+    /// The server gives any part of it.
+    Ranges(Arc<HttpStorage>),
+    /// The server sends it as a whole only.
+    Whole(ByteStream),
+}
+
+/// Opens an URL that the user named. (One that an image's metadata names is never opened.)
+///
+/// # Errors
+/// [`Error::File`] where the server cannot be reached, or answers that it has no such thing.
+pub fn open_url(url: &str, cancel: &CancelToken) -> Result<Remote> {
+    let client = Client::new(url, cancel);
+    let mut tries = Tries::new(&client, PATIENCE_AT_FIRST);
+    loop {
+        let response = match client.get(Some((0, BLOCK_BYTES - 1)), None) {
+            Ok(response) => response,
+            Err(failure) => {
+                tries.again(failure)?;
+                continue;
+            }
+        };
+        let version = Version::of(response.headers());
+        if response.status() != StatusCode::PARTIAL_CONTENT {
+            let len = content_length(response.headers());
+            let reader = CancellableBody { body: response.into_body(), cancel: cancel.clone() };
+            let stream = ByteStream::new(url, WholeBody::new(reader, len));
+            return Ok(Remote::Whole(match len {
+                Some(len) => stream.with_len(len),
+                None => stream,
+            }));
+        }
+        let Some((0, _, Some(len))) = content_range(response.headers()) else {
+            return Err(client.fail("answers a range request without saying how long the file is"));
+        };
+        return Ok(Remote::Ranges(Arc::new(HttpStorage::new(client, version, len))));
+    }
+}
+
+/// What goes wrong with a request.
+enum Failure {
+    /// Another attempt may go well.
+    Passing(String),
+    /// None will.
+    Lasting(String),
+    Cancelled,
+}
+
+/// One resource on one server.
+#[derive(Clone)]
+struct Client {
+    url: String,
+    agent: Agent,
+    cancel: CancelToken,
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client").field("url", &self.url).finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    fn new(url: &str, cancel: &CancelToken) -> Self {
+        let tls = TlsConfig::builder()
+            .root_certs(RootCerts::PlatformVerifier)
+            .unversioned_rustls_crypto_provider(Arc::new(
+                rustls::crypto::aws_lc_rs::default_provider(),
+            ))
+            .build();
+        let config = Agent::config_builder()
+            .tls_config(tls)
+            .user_agent(concat!("vdkit/", env!("CARGO_PKG_VERSION")))
+            // A packed answer would have other offsets.
+            .accept_encoding("identity")
+            .http_status_as_error(false)
+            .timeout_connect(Some(SILENCE))
+            .timeout_recv_response(Some(SILENCE))
+            .timeout_per_read(Some(SILENCE))
+            .max_idle_connections_per_host(AHEAD as usize + 2)
+            .build();
+        Self { url: url.to_owned(), agent: config.into(), cancel: cancel.clone() }
+    }
+
+    fn fail(&self, why: &str) -> Error {
+        Error::File {
+            file: self.url.clone(),
+            action: IoAction::Open,
+            source: io::Error::other(format!("the server {why}")),
+        }
+    }
+
+    /// An answer that carries what was asked for, or all of it.
+    fn get(
+        &self,
+        range: Option<(u64, u64)>,
+        version: Option<&Version>,
+    ) -> Result<Response<Body>, Failure> {
+        if self.cancel.is_cancelled() {
+            return Err(Failure::Cancelled);
+        }
+        let mut request = self.agent.get(&self.url);
+        if let Some((first, last)) = range {
+            request = request.header("Range", format!("bytes={first}-{last}"));
+        }
+        if let Some(tag) = version.and_then(|version| version.strong_tag()) {
+            request = request.header("If-Match", tag);
+        }
+        let response = request.call().map_err(failure_of)?;
+        let status = response.status();
+        match status.as_u16() {
+            200 | 206 => Ok(response),
+            412 => Err(Failure::Lasting(CHANGED.to_owned())),
+            408 | 425 | 429 | 500 | 502 | 503 | 504 => {
+                Err(Failure::Passing(format!("answers {status}")))
+            }
+            _ => Err(Failure::Lasting(format!("answers {status}"))),
+        }
+    }
+}
+
+const CHANGED: &str = "has another file there now than when it was opened; start again";
+
+fn failure_of(error: ureq::Error) -> Failure {
+    match error {
+        ureq::Error::BadUri(_)
+        | ureq::Error::HostNotFound
+        | ureq::Error::InvalidProxyUrl
+        | ureq::Error::TooManyRedirects
+        | ureq::Error::Rustls(_)
+        | ureq::Error::Tls(_) => Failure::Lasting(format!("cannot be asked: {error}")),
+        other => Failure::Passing(format!("cannot be asked: {other}")),
+    }
+}
+
+/// Attempts at one thing, with pauses.
+struct Tries<'a> {
+    client: &'a Client,
+    patience: Duration,
+    pause: Duration,
+    since: Instant,
+}
+
+impl<'a> Tries<'a> {
+    fn new(client: &'a Client, patience: Duration) -> Self {
+        Self { client, patience, pause: PAUSE_MIN, since: Instant::now() }
+    }
+
+    /// Bytes came in: all is well.
+    fn progress(&mut self) {
+        self.pause = PAUSE_MIN;
+        self.since = Instant::now();
+    }
+
+    /// Waits before another attempt, where there is one.
+    fn again(&mut self, failure: Failure) -> Result<()> {
+        let why = match failure {
+            Failure::Cancelled => return Err(Error::Interrupted),
+            Failure::Lasting(why) => return Err(self.client.fail(&why)),
+            Failure::Passing(why) => why,
+        };
+        if self.since.elapsed() + self.pause > self.patience {
+            return Err(self.client.fail(&why));
+        }
+        let until = Instant::now() + self.pause;
+        while Instant::now() < until {
+            self.client.cancel.check()?;
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.pause = (self.pause * 2).min(PAUSE_MAX);
+        Ok(())
+    }
+}
+
+/// What tells a file from a later one under the same name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Version {
+    tag: Option<String>,
+    modified: Option<String>,
+}
+
+impl Version {
+    fn of(headers: &HeaderMap) -> Self {
+        let text = |name: &str| headers.get(name)?.to_str().ok().map(str::to_owned);
+        Self { tag: text("etag"), modified: text("last-modified") }
+    }
+
+    /// A tag that promises the same bytes.
+    fn strong_tag(&self) -> Option<&str> {
+        self.tag.as_deref().filter(|tag| !tag.starts_with("W/"))
+    }
+}
+
+fn content_length(headers: &HeaderMap) -> Option<u64> {
+    headers.get("content-length")?.to_str().ok()?.trim().parse().ok()
+}
+
+/// First byte, last byte and length of the whole, of `bytes 0-99/1000`.
+fn content_range(headers: &HeaderMap) -> Option<(u64, u64, Option<u64>)> {
+    let text = headers.get("content-range")?.to_str().ok()?;
+    let (range, len) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    Some((first.trim().parse().ok()?, last.trim().parse().ok()?, len.trim().parse().ok()))
+}
+
+/// An answer's body, with an error where it ends before it should.
+struct WholeBody<R> {
+    inner: R,
+    left: Option<u64>,
+}
+
+impl<R> WholeBody<R> {
+    fn new(inner: R, left: Option<u64>) -> Self {
+        Self { inner, left }
+    }
+}
+
+impl<R: Read> Read for WholeBody<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let broken = |why: &str| {
+            let text = format!(
+                "the connection broke off ({why}), and this server cannot go on from there, since it \
+                 knows no ranges; start again"
+            );
+            io::Error::new(io::ErrorKind::UnexpectedEof, text)
+        };
+        let got = match self.inner.read(buf) {
+            Ok(got) => got,
+            // What was cancelled is no fault of the server.
+            Err(error) if error.get_ref().is_some_and(|inner| inner.is::<Error>()) => {
+                return Err(error);
+            }
+            Err(error) => return Err(broken(&error.to_string())),
+        };
+        if let Some(left) = &mut self.left {
+            if got == 0 && *left > 0 && !buf.is_empty() {
+                return Err(broken(&format!("{left} bytes before the end")));
+            }
+            *left = left.saturating_sub(got as u64);
+        }
+        Ok(got)
+    }
+}
+
+struct CancellableBody {
+    body: Body,
+    cancel: CancelToken,
+}
+
+impl Read for CancellableBody {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        if self.cancel.is_cancelled() {
+            return Err(io::Error::other(Error::Interrupted));
+        }
+        self.body.as_reader().read(buf)
+    }
+}
+
+/// What is known of a block.
+#[derive(Clone, Debug)]
+enum Block {
+    /// A thread is at it.
+    Fetching,
+    Ready(Arc<Vec<u8>>),
+    /// For whoever asks first; then it is tried anew.
+    Failed(String),
+}
+
+#[derive(Debug, Default)]
+struct Cache {
+    blocks: HashMap<u64, Block>,
+    /// Those that are ready, the one used last at the end.
+    used: VecDeque<u64>,
+    /// To be fetched by helpers.
+    wanted: VecDeque<u64>,
+    /// The block read last, and how many reads before went on from block to block.
+    last: u64,
+    streak: u32,
+    helpers: u64,
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct Shared {
+    client: Client,
+    version: Version,
+    len: u64,
+    cache: Mutex<Cache>,
+    changed: Condvar,
+}
+
+/// A file on a server that gives any part of it, for reading.
+#[derive(Debug)]
+pub struct HttpStorage {
+    shared: Arc<Shared>,
+}
+
+impl HttpStorage {
+    fn new(client: Client, version: Version, len: u64) -> Self {
+        let (cache, changed) = (Mutex::default(), Condvar::new());
+        Self { shared: Arc::new(Shared { client, version, len, cache, changed }) }
+    }
+
+    fn read_only<T>(&self) -> Result<T> {
+        Err(Error::ReadOnly { file: self.shared.client.url.clone() })
+    }
+}
+
+impl Drop for HttpStorage {
+    fn drop(&mut self) {
+        self.shared.cache.lock().closed = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Shared {
+    fn block_bytes(&self, block: u64) -> u64 {
+        BLOCK_BYTES.min(self.len - block * BLOCK_BYTES)
+    }
+
+    /// The bytes of a block, fetched here unless somebody is at it.
+    fn block(self: &Arc<Self>, block: u64) -> Result<Arc<Vec<u8>>> {
+        let mut cache = self.cache.lock();
+        self.look_ahead(&mut cache, block);
+        loop {
+            match cache.blocks.get(&block).cloned() {
+                Some(Block::Ready(bytes)) => {
+                    cache.used.retain(|used| *used != block);
+                    cache.used.push_back(block);
+                    return Ok(bytes);
+                }
+                Some(Block::Fetching) => self.changed.wait(&mut cache),
+                Some(Block::Failed(why)) => {
+                    cache.blocks.remove(&block);
+                    let source = io::Error::other(why);
+                    let at = block * BLOCK_BYTES;
+                    let len = self.block_bytes(block);
+                    return Err(Error::io(&self.client.url, IoAction::Read, at, len, source));
+                }
+                None => {
+                    cache.wanted.retain(|wanted| *wanted != block);
+                    cache.blocks.insert(block, Block::Fetching);
+                    drop(cache);
+                    self.fetch_into_cache(block);
+                    cache = self.cache.lock();
+                }
+            }
+        }
+    }
+
+    /// Has the next blocks fetched where reads go on from block to block.
+    fn look_ahead(self: &Arc<Self>, cache: &mut Cache, block: u64) {
+        if block == cache.last {
+            return;
+        }
+        cache.streak = if block == cache.last + 1 { cache.streak + 1 } else { 0 };
+        cache.last = block;
+        if cache.streak == 0 {
+            cache.wanted.clear();
+            return;
+        }
+        let end = self.len.div_ceil(BLOCK_BYTES);
+        for next in block + 1..end.min(block + 1 + AHEAD) {
+            if !cache.blocks.contains_key(&next) && !cache.wanted.contains(&next) {
+                cache.wanted.push_back(next);
+            }
+        }
+        while cache.helpers < AHEAD.min(cache.wanted.len() as u64) {
+            cache.helpers += 1;
+            let shared = self.clone();
+            std::thread::spawn(move || shared.help());
+        }
+        self.changed.notify_all();
+    }
+
+    /// Fetches what is wanted, until nothing is read any more.
+    fn help(&self) {
+        let mut cache = self.cache.lock();
+        while !cache.closed {
+            let Some(block) = cache.wanted.pop_front() else {
+                self.changed.wait(&mut cache);
+                continue;
+            };
+            if cache.blocks.contains_key(&block) {
+                continue;
+            }
+            cache.blocks.insert(block, Block::Fetching);
+            drop(cache);
+            self.fetch_into_cache(block);
+            cache = self.cache.lock();
+        }
+    }
+
+    fn fetch_into_cache(&self, block: u64) {
+        let fetched = self.fetch(block);
+        let mut cache = self.cache.lock();
+        match fetched {
+            Ok(bytes) => {
+                cache.blocks.insert(block, Block::Ready(Arc::new(bytes)));
+                cache.used.push_back(block);
+                while cache.used.len() > BLOCKS_MAX {
+                    if let Some(old) = cache.used.pop_front() {
+                        cache.blocks.remove(&old);
+                    }
+                }
+            }
+            Err(error) => {
+                cache.blocks.insert(block, Block::Failed(error.to_string()));
+            }
+        }
+        drop(cache);
+        self.changed.notify_all();
+    }
+
+    /// A block from the server, however often the connection breaks off.
+    fn fetch(&self, block: u64) -> Result<Vec<u8>> {
+        let (start, len) = (block * BLOCK_BYTES, self.block_bytes(block));
+        let mut bytes = Vec::with_capacity(len as usize);
+        let mut tries = Tries::new(&self.client, PATIENCE);
+        while (bytes.len() as u64) < len {
+            let before = bytes.len();
+            let done = self.fetch_rest(start, len, &mut bytes);
+            if bytes.len() > before {
+                tries.progress();
+            }
+            if let Err(failure) = done {
+                tries.again(failure)?;
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// One request for what is missing of a block.
+    fn fetch_rest(&self, start: u64, len: u64, bytes: &mut Vec<u8>) -> Result<(), Failure> {
+        let (first, last) = (start + bytes.len() as u64, start + len - 1);
+        let mut response = self.client.get(Some((first, last)), Some(&self.version))?;
+        let lasting = |why: &str| Err(Failure::Lasting(why.to_owned()));
+        if response.status() != StatusCode::PARTIAL_CONTENT
+            || Version::of(response.headers()) != self.version
+        {
+            return lasting(CHANGED);
+        }
+        match content_range(response.headers()) {
+            Some((from, _, whole)) if from == first && whole.is_none_or(|w| w == self.len) => {}
+            _ => return lasting("sends another range than it was asked for"),
+        }
+        let mut reader = response.body_mut().as_reader().take(last + 1 - first);
+        let mut piece = [0; 64 << 10];
+        loop {
+            if self.client.cancel.is_cancelled() {
+                return Err(Failure::Cancelled);
+            }
+            match reader.read(&mut piece) {
+                Ok(0) if (bytes.len() as u64) < len => {
+                    return Err(Failure::Passing("broke off in the middle".to_owned()));
+                }
+                Ok(0) => return Ok(()),
+                Ok(got) => bytes.extend_from_slice(&piece[..got]),
+                Err(error) => return Err(Failure::Passing(format!("broke off: {error}"))),
+            }
+        }
+    }
+}
+
+impl Storage for HttpStorage {
+    fn name(&self) -> &str {
+        &self.shared.client.url
+    }
+
+    fn caps(&self) -> StorageCaps {
+        StorageCaps {
+            writable: false,
+            growable: false,
+            device: false,
+            sequential: false,
+            alignment: 1,
+            block_bytes: 4096,
+        }
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.shared.len)
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let there = self.shared.len.saturating_sub(offset.0).min(buf.len() as u64) as usize;
+        let mut done = 0;
+        while done < there {
+            let at = offset.0 + done as u64;
+            let bytes = self.shared.block(at / BLOCK_BYTES)?;
+            let within = (at % BLOCK_BYTES) as usize;
+            let run = (there - done).min(bytes.len() - within);
+            buf[done..done + run].copy_from_slice(&bytes[within..within + run]);
+            done += run;
+        }
+        Ok(there)
+    }
+
+    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
+        self.read_only()
+    }
+
+    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
+        self.read_only()
+    }
+
+    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
+        self.read_only()
+    }
+
+    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
+        self.read_only()
+    }
+
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn set_len(&self, _: u64) -> Result<()> {
+        self.read_only()
+    }
+
+    fn may_have_holes(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn extent_at(&self, _: HostOffset, len: u64) -> Result<StorageExtent> {
+        Ok(StorageExtent { data: true, len })
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        Ok(self.shared.len)
+    }
+}
+
+#[cfg(test)]
+mod tests;

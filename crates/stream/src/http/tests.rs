@@ -1,0 +1,106 @@
+use vdkit_testkit::http::{HttpFaults, HttpServer};
+
+use super::*;
+
+fn bytes(len: usize) -> Vec<u8> {
+    (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 13) as u8).collect()
+}
+
+fn ranges(server: &HttpServer) -> Arc<HttpStorage> {
+    match open_url(server.url(), &CancelToken::default()).unwrap() {
+        Remote::Ranges(storage) => storage,
+        Remote::Whole(_) => panic!("the server knows ranges"),
+    }
+}
+
+#[test]
+fn urls_are_told_from_names() {
+    for url in ["http://h/x", "HTTPS://h/x", "https://h:8/x?y"] {
+        assert!(is_url(url), "{url}");
+    }
+    for name in ["http", "http:/x", "ftp://h/x", "nbd://h", "/http://x", "disk.raw", ""] {
+        assert!(!is_url(name), "{name}");
+    }
+}
+
+#[test]
+fn any_part_is_read_in_place() {
+    let all = bytes(11 << 20);
+    let server = HttpServer::start(all.clone(), HttpFaults::default());
+    let storage = ranges(&server);
+    assert_eq!(storage.len().unwrap(), all.len() as u64);
+    let mut buf = vec![0; 1 << 20];
+    for at in [10 << 20, 0, (4 << 20) - 500_000, (11 << 20) - 100, 12 << 20] {
+        let got = storage.read_up_to(&mut buf, HostOffset(at as u64)).unwrap();
+        let wanted = all.get(at..).unwrap_or_default();
+        assert!(buf[..got] == wanted[..wanted.len().min(1 << 20)], "{at}");
+    }
+    // The probe and three blocks, each once.
+    assert_eq!(server.requests(), 4);
+}
+
+#[test]
+fn connections_that_break_off_are_resumed() {
+    let all = bytes(20 << 20);
+    let faults = HttpFaults { cut_after: Some(1_000_001), busy: 2, ..HttpFaults::default() };
+    let server = HttpServer::start(all.clone(), faults);
+    let storage = ranges(&server);
+    let read: Vec<u8> = std::thread::scope(|scope| {
+        let half = |start: usize| {
+            let storage = &storage;
+            move || {
+                let mut out = vec![0; 10 << 20];
+                for (index, piece) in out.chunks_mut(512 << 10).enumerate() {
+                    let at = start + index * (512 << 10);
+                    storage.read_at(piece, HostOffset(at as u64)).unwrap();
+                }
+                out
+            }
+        };
+        let (a, b) = (scope.spawn(half(0)), scope.spawn(half(10 << 20)));
+        [a.join().unwrap(), b.join().unwrap()].concat()
+    });
+    assert!(read == all);
+    assert!(server.requests() > 20, "each block needs five answers");
+}
+
+#[test]
+fn a_file_that_changes_meanwhile_is_noticed() {
+    let faults = HttpFaults { changes_at: Some(2), ..HttpFaults::default() };
+    let server = HttpServer::start(bytes(9 << 20), faults);
+    let storage = ranges(&server);
+    let mut buf = [0; 100];
+    storage.read_at(&mut buf, HostOffset(0)).unwrap();
+    let error = storage.read_at(&mut buf, HostOffset(8 << 20)).unwrap_err().to_string();
+    assert!(error.contains("another file"), "{error}");
+}
+
+#[test]
+fn a_server_without_ranges_is_streamed() {
+    let all = bytes(3 << 20);
+    let faults = HttpFaults { no_ranges: true, ..HttpFaults::default() };
+    let server = HttpServer::start(all.clone(), faults.clone());
+    let Remote::Whole(mut stream) = open_url(server.url(), &CancelToken::default()).unwrap() else {
+        panic!("the server knows no ranges");
+    };
+    assert_eq!(stream.known_len(), Some(all.len() as u64));
+    let mut read = vec![0; 4 << 20];
+    let got = stream.read_full(&mut read).unwrap();
+    assert!(read[..got] == all);
+    let server = HttpServer::start(all, HttpFaults { cut_after: Some(1 << 20), ..faults });
+    let Remote::Whole(mut stream) = open_url(server.url(), &CancelToken::default()).unwrap() else {
+        panic!("the server knows no ranges");
+    };
+    assert!(stream.read_full(&mut read).is_err(), "half of it is not all of it");
+}
+
+#[test]
+fn a_server_that_is_not_there_is_said_soon() {
+    let started = Instant::now();
+    let error = open_url("http://127.0.0.1:1/", &CancelToken::default()).unwrap_err().to_string();
+    assert!(error.contains("127.0.0.1:1") && error.contains("cannot be asked"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(10));
+    let cancel = CancelToken::default();
+    cancel.cancel();
+    assert!(matches!(open_url("http://127.0.0.1:1/", &cancel), Err(Error::Interrupted)));
+}

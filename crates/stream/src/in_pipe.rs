@@ -1,0 +1,260 @@
+//! A stream as a storage that is read once, in order, by any number of threads.
+
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+use vdkit_block::{
+    Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+};
+
+use crate::unpack::ByteStream;
+
+/// Bytes at the end that are kept: a format may tell itself by them.
+const TAIL_BYTES: usize = 512;
+
+#[derive(Debug)]
+struct State {
+    stream: ByteStream,
+    position: u64,
+    /// The stream's end was reached at `position`.
+    ended: bool,
+    failed: bool,
+    tail: Vec<u8>,
+}
+
+impl State {
+    /// Keeps the last bytes of what was read.
+    fn keep_tail(&mut self, read: &[u8]) {
+        if read.len() >= TAIL_BYTES {
+            self.tail.clear();
+            self.tail.extend(&read[read.len() - TAIL_BYTES..]);
+        } else {
+            self.tail.extend(read);
+            let surplus = self.tail.len().saturating_sub(TAIL_BYTES);
+            self.tail.drain(..surplus);
+        }
+    }
+}
+
+/// A stream of which every byte is read once. A read waits until all bytes before it are read;
+/// asking for a byte a second time is an error. It is as long as it was said to be, whatever comes:
+/// bytes behind the stream's end are not there.
+#[derive(Debug)]
+pub struct InPipe {
+    name: String,
+    state: Mutex<State>,
+    moved: Condvar,
+}
+
+impl InPipe {
+    /// This stream.
+    pub fn new(stream: ByteStream) -> Self {
+        let name = stream.name().to_owned();
+        let state = State { stream, position: 0, ended: false, failed: false, tail: Vec::new() };
+        Self { name, state: Mutex::new(state), moved: Condvar::new() }
+    }
+
+    /// How many bytes there are, where the stream has ended.
+    pub fn end(&self) -> Option<u64> {
+        let state = self.state.lock();
+        state.ended.then_some(state.position)
+    }
+
+    /// Whether the stream ends where it was read up to.
+    ///
+    /// # Errors
+    /// What reading returns.
+    pub fn at_end(&self) -> Result<bool> {
+        let mut state = self.state.lock();
+        if state.ended {
+            return Ok(true);
+        }
+        let mut byte = [0];
+        let ended = state.stream.read_full(&mut byte)? == 0;
+        state.ended = ended;
+        if !ended {
+            // It is lost, and must not be missed by whoever goes on.
+            state.failed = true;
+        }
+        Ok(ended)
+    }
+
+    /// The last bytes that were read, up to 512.
+    pub fn tail(&self) -> Vec<u8> {
+        self.state.lock().tail.clone()
+    }
+
+    /// This stream as a storage of `len` bytes.
+    pub fn window(self: &Arc<Self>, len: u64) -> Arc<dyn Storage> {
+        Arc::new(Window { pipe: self.clone(), len })
+    }
+
+    fn read(&self, buf: &mut [u8], offset: u64) -> Result<usize> {
+        let mut state = self.state.lock();
+        while state.position < offset && !state.ended && !state.failed {
+            self.moved.wait(&mut state);
+        }
+        let fail = |why: &str| {
+            let source = std::io::Error::other(why.to_owned());
+            Err(Error::io(&self.name, IoAction::Read, offset, buf.len() as u64, source))
+        };
+        if state.failed {
+            return fail("an earlier read of this stream failed");
+        }
+        if offset < state.position {
+            return fail("the bytes of a stream can be read only once, in their order");
+        }
+        if state.ended {
+            return Ok(0);
+        }
+        let read = state.stream.read_full(buf);
+        match &read {
+            Ok(got) => {
+                state.position += *got as u64;
+                state.ended = *got < buf.len();
+                state.keep_tail(&buf[..*got]);
+            }
+            Err(_) => state.failed = true,
+        }
+        drop(state);
+        self.moved.notify_all();
+        read
+    }
+}
+
+/// See [`InPipe::window`].
+#[derive(Debug)]
+struct Window {
+    pipe: Arc<InPipe>,
+    len: u64,
+}
+
+impl Window {
+    fn read_only<T>(&self) -> Result<T> {
+        Err(Error::ReadOnly { file: self.pipe.name.clone() })
+    }
+}
+
+impl Storage for Window {
+    fn name(&self) -> &str {
+        &self.pipe.name
+    }
+
+    fn caps(&self) -> StorageCaps {
+        StorageCaps {
+            writable: false,
+            growable: false,
+            device: false,
+            sequential: true,
+            alignment: 1,
+            block_bytes: 4096,
+        }
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.len)
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let there = self.len.saturating_sub(offset.0).min(buf.len() as u64) as usize;
+        self.pipe.read(&mut buf[..there], offset.0)
+    }
+
+    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
+        self.read_only()
+    }
+
+    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
+        self.read_only()
+    }
+
+    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
+        self.read_only()
+    }
+
+    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
+        self.read_only()
+    }
+
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn set_len(&self, _: u64) -> Result<()> {
+        self.read_only()
+    }
+
+    fn may_have_holes(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn extent_at(&self, _: HostOffset, len: u64) -> Result<StorageExtent> {
+        Ok(StorageExtent { data: true, len })
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        Ok(self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Cursor;
+
+    use super::*;
+
+    fn pipe(bytes: Vec<u8>) -> Arc<InPipe> {
+        Arc::new(InPipe::new(ByteStream::new("pipe", Cursor::new(bytes))))
+    }
+
+    #[test]
+    fn threads_get_their_pieces_in_any_order_of_asking() {
+        let bytes: Vec<u8> = (0..100_000u32).map(|i| ((i * 7) >> 3) as u8).collect();
+        let pipe = pipe(bytes.clone());
+        let window = pipe.window(1 << 20);
+        std::thread::scope(|scope| {
+            for first in (0..4u64).rev() {
+                let (window, bytes) = (&window, &bytes);
+                scope.spawn(move || {
+                    for piece in (first..26).step_by(4) {
+                        let at = piece * 4096;
+                        let mut buf = [0; 4096];
+                        let got = window.read_up_to(&mut buf, HostOffset(at)).unwrap();
+                        let wanted = bytes.get(at as usize..).unwrap_or_default();
+                        assert_eq!(&buf[..got], &wanted[..wanted.len().min(4096)]);
+                    }
+                });
+            }
+        });
+        assert_eq!(pipe.end(), Some(100_000));
+        assert_eq!(pipe.tail(), bytes[100_000 - 512..]);
+    }
+
+    #[test]
+    fn a_byte_is_read_once() {
+        let window = pipe(vec![1; 1000]).window(1000);
+        let mut buf = [0; 100];
+        window.read_at(&mut buf, HostOffset(0)).unwrap();
+        let error = window.read_at(&mut buf, HostOffset(50)).unwrap_err().to_string();
+        assert!(error.contains("only once"), "{error}");
+    }
+
+    /// Who waits for bytes that never come is told.
+    #[test]
+    fn a_failure_wakes_who_waits() {
+        struct Broken;
+        impl std::io::Read for Broken {
+            fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
+                std::thread::sleep(std::time::Duration::from_millis(50));
+                Err(std::io::Error::other("broken"))
+            }
+        }
+        let pipe = Arc::new(InPipe::new(ByteStream::new("pipe", Broken)));
+        std::thread::scope(|scope| {
+            let later = pipe.window(1000);
+            let waits = scope.spawn(move || later.read_up_to(&mut [0; 10], HostOffset(100)));
+            assert!(pipe.window(1000).read_up_to(&mut [0; 100], HostOffset(0)).is_err());
+            assert!(waits.join().unwrap().is_err());
+        });
+    }
+}

@@ -1,0 +1,54 @@
+//! Standard input, or another pipe, in a way that can be cancelled.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use vdkit_block::{CancelToken, Error};
+
+/// Time between two looks at the cancel token.
+const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
+/// A pipe that is read.
+#[derive(Debug)]
+pub struct Stdin {
+    file: File,
+    cancel: CancelToken,
+}
+
+impl Stdin {
+    /// Reads this process's standard input.
+    ///
+    /// # Errors
+    /// Where it is closed.
+    pub fn open(cancel: CancelToken) -> io::Result<Self> {
+        Ok(Self { file: File::from(io::stdin().as_fd().try_clone_to_owned()?), cancel })
+    }
+
+    /// Reads from this file, which may be a pipe.
+    pub fn from_file(file: File, cancel: CancelToken) -> Self {
+        Self { file, cancel }
+    }
+}
+
+impl Read for Stdin {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        loop {
+            if self.cancel.is_cancelled() {
+                return Err(io::Error::other(Error::Interrupted));
+            }
+            let mut fds = [PollFd::new(&self.file, PollFlags::IN)];
+            match poll(&mut fds, Some(&TICK)) {
+                Ok(0) | Err(Errno::INTR) => continue,
+                Ok(_) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+            match self.file.read(buf) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => return other,
+            }
+        }
+    }
+}

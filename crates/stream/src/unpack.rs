@@ -1,0 +1,251 @@
+//! Streams that are unpacked as they are read, told by their content.
+
+use std::fmt;
+use std::io::{self, BufReader, Cursor, Read};
+use std::sync::Arc;
+
+use flate2::read::MultiGzDecoder;
+use liblzma::read::XzDecoder;
+use liblzma::stream::{CONCATENATED, Stream};
+use vdkit_block::{Error, HostOffset, IoAction, Result, Storage};
+
+use crate::checksum::{Checked, Checksum};
+
+/// Bytes that are read at once from what is packed.
+const BUFFER_BYTES: usize = 256 << 10;
+/// Memory that an xz stream may ask for: `xz -9` takes 65 MiB.
+const XZ_MEMORY_MAX: u64 = 1 << 30;
+/// The largest window of a zstd frame, as a power of two: `zstd --ultra --long=31`.
+const ZSTD_WINDOW_LOG_MAX: u32 = 31;
+
+/// How a file is packed as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// RFC 1952.
+    Gzip,
+    /// The .xz format, 1.2.
+    Xz,
+    /// RFC 8878.
+    Zstd,
+}
+
+impl Packing {
+    /// Bytes that [`Packing::of`] wants to see.
+    pub const HEAD_BYTES: usize = 6;
+
+    /// What the first bytes of a file say.
+    pub fn of(head: &[u8]) -> Option<Self> {
+        match head {
+            // The method is 8 always, and the flags' upper three bits are 0.
+            [0x1f, 0x8b, 8, flags, ..] if flags & 0xe0 == 0 => Some(Self::Gzip),
+            [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => Some(Self::Xz),
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => Some(Self::Zstd),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Packing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Gzip => "gzip",
+            Self::Xz => "xz",
+            Self::Zstd => "zstd",
+        })
+    }
+}
+
+/// Bytes that are read once, from the first to the last.
+pub struct ByteStream {
+    name: String,
+    reader: Box<dyn Read + Send>,
+    /// How many there are, where that is known before.
+    len: Option<u64>,
+    at: u64,
+}
+
+impl fmt::Debug for ByteStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ByteStream").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl ByteStream {
+    /// These bytes; `name` is for messages.
+    pub fn new(name: impl Into<String>, reader: impl Read + Send + 'static) -> Self {
+        Self { name: name.into(), reader: Box::new(reader), len: None, at: 0 }
+    }
+
+    /// These bytes, of which there are `len`.
+    pub fn with_len(self, len: u64) -> Self {
+        Self { len: Some(len), ..self }
+    }
+
+    /// These bytes, which must have this hash: else their end cannot be read.
+    pub fn checked(self, checksum: Checksum) -> Self {
+        Self { reader: Box::new(Checked::new(self.reader, checksum)), ..self }
+    }
+
+    /// The name, for messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// How many bytes there are, where that is known.
+    pub fn known_len(&self) -> Option<u64> {
+        self.len
+    }
+
+    /// Looks at the first bytes (fewer where the stream ends): they are still to be read.
+    ///
+    /// # Errors
+    /// What reading returns.
+    pub fn peek(&mut self, bytes: usize) -> Result<Vec<u8>> {
+        debug_assert_eq!(self.at, 0);
+        let mut head = vec![0; bytes];
+        let got = self.read_full(&mut head)?;
+        head.truncate(got);
+        self.at = 0;
+        let rest = std::mem::replace(&mut self.reader, Box::new(io::empty()));
+        self.reader = Box::new(Cursor::new(head.clone()).chain(rest));
+        Ok(head)
+    }
+
+    /// Reads until `buf` is full or the stream ends.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::Corrupt`] for what cannot be unpacked.
+    pub fn read_full(&mut self, buf: &mut [u8]) -> Result<usize> {
+        let mut done = 0;
+        while done < buf.len() {
+            match self.reader.read(&mut buf[done..]) {
+                Ok(0) => break,
+                Ok(got) => done += got,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // What was cancelled beneath.
+                Err(error)
+                    if error
+                        .get_ref()
+                        .and_then(|inner| inner.downcast_ref::<Error>())
+                        .is_some_and(|inner| matches!(inner, Error::Interrupted)) =>
+                {
+                    return Err(Error::Interrupted);
+                }
+                Err(error) => {
+                    let (at, len) = (self.at + done as u64, (buf.len() - done) as u64);
+                    return Err(Error::io(&self.name, IoAction::Read, at, len, error));
+                }
+            }
+        }
+        self.at += done as u64;
+        Ok(done)
+    }
+
+    /// This stream unpacked, once, where its first bytes say that it is packed; and how it was.
+    ///
+    /// # Errors
+    /// What reading returns.
+    pub fn unpack(mut self) -> Result<(Self, Option<Packing>)> {
+        let head = self.peek(Packing::HEAD_BYTES)?;
+        let Some(packing) = Packing::of(&head) else { return Ok((self, None)) };
+        let packed = BufReader::with_capacity(BUFFER_BYTES, self.reader);
+        let fail = |error: io::Error| Error::io(&self.name, IoAction::Read, 0, 0, error);
+        let reader: Box<dyn Read + Send> = match packing {
+            Packing::Gzip => Box::new(MultiGzDecoder::new(packed)),
+            Packing::Xz => {
+                let stream = Stream::new_stream_decoder(XZ_MEMORY_MAX, CONCATENATED)
+                    .map_err(|error| fail(error.into()))?;
+                Box::new(XzDecoder::new_stream(packed, stream))
+            }
+            Packing::Zstd => {
+                let mut decoder = zstd::Decoder::with_buffer(packed).map_err(fail)?;
+                decoder.window_log_max(ZSTD_WINDOW_LOG_MAX).map_err(fail)?;
+                Box::new(decoder)
+            }
+        };
+        Ok((Self { name: self.name, reader, len: None, at: 0 }, Some(packing)))
+    }
+}
+
+/// A storage's bytes in their order.
+#[derive(Debug)]
+pub struct StorageReader {
+    storage: Arc<dyn Storage>,
+    at: u64,
+}
+
+impl StorageReader {
+    /// All of a storage.
+    pub fn new(storage: Arc<dyn Storage>) -> Self {
+        Self { storage, at: 0 }
+    }
+}
+
+impl Read for StorageReader {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let got = self.storage.read_up_to(buf, HostOffset(self.at)).map_err(io::Error::other)?;
+        self.at += got as u64;
+        Ok(got)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn soft() -> Vec<u8> {
+        (0..700_000u32).map(|i| (i / 5 % 251) as u8).collect()
+    }
+
+    fn packed(packing: Packing, bytes: &[u8]) -> Vec<u8> {
+        match packing {
+            Packing::Gzip => {
+                let mut out = flate2::write::GzEncoder::new(Vec::new(), Default::default());
+                out.write_all(bytes).unwrap();
+                out.finish().unwrap()
+            }
+            Packing::Xz => {
+                let mut out = liblzma::write::XzEncoder::new(Vec::new(), 6);
+                out.write_all(bytes).unwrap();
+                out.finish().unwrap()
+            }
+            Packing::Zstd => {
+                let mut out = zstd::Encoder::new(Vec::new(), 3).unwrap();
+                out.include_checksum(true).unwrap();
+                out.write_all(bytes).unwrap();
+                out.finish().unwrap()
+            }
+        }
+    }
+
+    fn unpacked(bytes: Vec<u8>) -> Result<(Vec<u8>, Option<Packing>)> {
+        let (mut stream, packing) = ByteStream::new("s", Cursor::new(bytes)).unpack()?;
+        let mut out = vec![0; 4 << 20];
+        let got = stream.read_full(&mut out)?;
+        out.truncate(got);
+        Ok((out, packing))
+    }
+
+    #[test]
+    fn packed_streams_are_told_by_their_content() {
+        let soft = soft();
+        for packing in [Packing::Gzip, Packing::Xz, Packing::Zstd] {
+            let one = packed(packing, &soft);
+            assert_eq!(unpacked(one.clone()).unwrap(), (soft.clone(), Some(packing)));
+            // What several runs of a packer made, one behind the other, is one file.
+            let two = [one.clone(), packed(packing, b"end")].concat();
+            let both = [&soft[..], b"end"].concat();
+            assert_eq!(unpacked(two).unwrap(), (both, Some(packing)));
+            let cut = one[..one.len() - 3].to_vec();
+            assert!(unpacked(cut).is_err(), "{packing}");
+            let mut damaged = one;
+            let middle = damaged.len() / 2;
+            damaged[middle] ^= 0x55;
+            assert!(unpacked(damaged).is_err(), "{packing}");
+        }
+        assert_eq!(unpacked(soft.clone()).unwrap(), (soft, None));
+        assert_eq!(unpacked(Vec::new()).unwrap(), (Vec::new(), None));
+    }
+}
