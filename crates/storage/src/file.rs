@@ -286,10 +286,21 @@ impl FileStorage {
 
     /// Writes all of `buf`, which fits the alignment where that matters.
     pub(crate) fn write_raw(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
+        self.write_in_pieces(buf, offset, self.bulk.piece_bytes())
+    }
+
+    /// [`Self::write_raw`] with at most so many bytes a system call.
+    pub(crate) fn write_in_pieces(
+        &self,
+        buf: &[u8],
+        offset: u64,
+        piece: usize,
+    ) -> Result<(), Errno> {
         let flags = self.write_flags();
         let mut done = 0;
         while done < buf.len() {
-            let rest = [io::IoSlice::new(&buf[done..])];
+            let end = buf.len().min(done.saturating_add(piece));
+            let rest = [io::IoSlice::new(&buf[done..end])];
             match rustix::io::pwritev2(&self.file, &rest, offset + done as u64, flags) {
                 Ok(0) => return Err(Errno::IO),
                 Ok(n) => done += n,
