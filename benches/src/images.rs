@@ -37,7 +37,10 @@ pub fn raw(options: &Options, scratch: &Scratch, content: Content) -> Result<Pat
     Ok(raw)
 }
 
-/// The classic images that were asked for: raw and qcow2 of each content.
+/// The formats besides raw in which there is each content.
+const FORMATS: [&str; 2] = ["qcow2", "vmdk"];
+
+/// The classic images that were asked for: raw, qcow2 and vmdk of each content.
 pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
     let mut images = Vec::new();
     for content in [Content::Sparse, Content::Full] {
@@ -46,16 +49,21 @@ pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
         }
         let name = content.name();
         let raw = raw(options, scratch, content)?;
-        let qcow2 = scratch.file(&format!("{name}.qcow2"));
-        if !qcow2.exists() {
-            Program::new(&options.qemu_img)
-                .args(["convert", "-f", "raw", "-O", "qcow2"])
-                .args([&raw, &qcow2])
-                .run()
-                .context("qemu-img convert")?;
+        for format in FORMATS {
+            if !options.wants_format(format) {
+                continue;
+            }
+            let path = scratch.file(&format!("{name}.{format}"));
+            if !path.exists() {
+                Program::new(&options.qemu_img)
+                    .args(["convert", "-f", "raw", "-O", format])
+                    .args([&raw, &path])
+                    .run()
+                    .context("qemu-img convert")?;
+            }
+            images.push(Image { content: name, format, path });
         }
         images.push(Image { content: name, format: "raw", path: raw });
-        images.push(Image { content: name, format: "qcow2", path: qcow2 });
     }
     if options.wants(Content::Metadata) {
         let path = scratch.file("metadata.qcow2");

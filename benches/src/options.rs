@@ -277,6 +277,12 @@ impl Options {
         self.job.as_ref().is_none_or(|wanted| job.contains(wanted.as_str()))
     }
 
+    /// Whether some wanted job may read images of this format.
+    pub fn wants_format(&self, format: &str) -> bool {
+        let targets = ["null", "raw", "qcow2", "vmdk"];
+        targets.iter().any(|target| self.wants_job(&format!("{format}→{target}")))
+    }
+
     /// Timed rounds of a cell in this group.
     pub fn runs(&self, group: Group) -> usize {
         self.runs.unwrap_or(match (self.quick, group) {

@@ -18,10 +18,14 @@ const QEMU_FLAGS: [(&str, &[&str]); 4] = [
     ("qemu-img -t none -T none", &["-t", "none", "-T", "none"]),
 ];
 
-/// raw→qcow2, qcow2→raw, qcow2→qcow2 of every classic image.
+/// From raw, qcow2 and vmdk to one another, of every classic image.
 pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
     for image in images::classic(options, scratch)? {
-        let targets: &[&str] = if image.format == "raw" { &["qcow2"] } else { &["raw", "qcow2"] };
+        let targets: &[&str] = match image.format {
+            "raw" => &["qcow2", "vmdk"],
+            "qcow2" => &["raw", "qcow2", "vmdk"],
+            _ => &["raw", "qcow2"],
+        };
         for &format in targets {
             let name = CellName {
                 group: Group::File,
@@ -88,7 +92,7 @@ pub fn proof(
             .args(["compare", "-q", "-f", image.format, "-F", format])
             .args([&image.path, target]),
     ];
-    if format == "qcow2" {
+    if format != "raw" {
         proof.push(Program::new(&options.qemu_img).args(["check", "-q"]).arg(target));
     }
     proof

@@ -404,3 +404,38 @@ fn progress_as_json_ends_at_the_whole() {
     assert_eq!((&last["done"], &last["total"]), (&(4 << 20).into(), &(4 << 20).into()));
     assert_eq!(scratch.ok(&["convert", "disk.raw", "out.raw"]).stderr, "");
 }
+
+#[test]
+fn vmdk_images_go_both_ways() {
+    let scratch = Scratch::new();
+    std::fs::File::create(scratch.path("disk.raw")).unwrap().set_len((5 << 20) + 512).unwrap();
+    for (offset, len) in [("0", "64K"), ("1M", "1216K"), ("5M", "512")] {
+        scratch.ok(&["write", "-f", "raw", "disk.raw", offset, len, "--pattern", "0x5a"]);
+    }
+    for subformat in [
+        "monolithicSparse",
+        "monolithicFlat",
+        "twoGbMaxExtentSparse",
+        "twoGbMaxExtentFlat",
+        "streamOptimized",
+    ] {
+        let option = format!("subformat={subformat}");
+        for pair in [["disk.raw", "a.vmdk"], ["a.vmdk", "b.qcow2"], ["b.qcow2", "c.vmdk"]] {
+            let to_vmdk = pair[1].ends_with("vmdk");
+            let options = if to_vmdk { &["-o", &option][..] } else { &[] };
+            scratch.ok(&[&["convert", "--verify"], options, &pair[..]].concat());
+            same(&scratch, "disk.raw", pair[1]);
+        }
+        peer(&scratch.path(""), "qemu-img", &["check", "-q", "c.vmdk"]);
+        scratch.ok(&["check", "c.vmdk"]);
+        scratch.ok(&["amend", "-o", "adapter_type=lsilogic,hwversion=10", "c.vmdk"]);
+        let json = scratch.json_of("info", 0, &["c.vmdk"]);
+        assert_eq!(json["properties"]["create-type"], subformat, "{json}");
+        assert_eq!(json["properties"]["adapter-type"], "lsilogic", "{json}");
+        for name in scratch.names() {
+            if name != "disk.raw" {
+                std::fs::remove_file(scratch.path(&name)).unwrap();
+            }
+        }
+    }
+}

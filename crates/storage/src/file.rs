@@ -137,6 +137,12 @@ impl FileStorage {
         Self::build(file, kind, name, options)
     }
 
+    /// The same file under another name, for messages.
+    pub(crate) fn named(mut self, name: String) -> Self {
+        self.name = name;
+        self
+    }
+
     fn build(file: File, kind: FileKind, name: String, options: &FileOptions) -> Result<Self> {
         open::set_flags(&name, &file, options.cache)?;
         let direct = if options.cache.direct() {

@@ -204,7 +204,7 @@ fn create_beside(target: &Path, options: &FileOptions) -> Result<(PathBuf, FileS
                 return Err(file_error(&target.display().to_string(), action, source));
             }
             Err(other) => return Err(other),
-            Ok(storage) => return Ok((path, storage)),
+            Ok(storage) => return Ok((path, storage.named(target.display().to_string()))),
         }
     }
 }

@@ -41,6 +41,6 @@ pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
 pub use killed::Killed;
 pub use machine::Machine;
 pub use pairs::{Choice, pairwise};
-pub use peers::{require_fuse, require_peer, require_root};
+pub use peers::{require_fuse, require_peer, require_python, require_root};
 pub use rng::Rng;
 pub use sharing::{NoShare, SharingStorage};

@@ -56,6 +56,17 @@ pub fn require_peer(program: &str) -> bool {
     missing(&format!("{program} is not installed"), &format!("apt-get install {package}"))
 }
 
+/// As [`require_peer`], for a module of Python 3, and the package on PyPI that brings it.
+pub fn require_python(module: &str, package: &str) -> bool {
+    let test = format!("import {module}");
+    let found = std::process::Command::new("python3").args(["-c", &test]).output();
+    if found.is_ok_and(|output| output.status.success()) {
+        return true;
+    }
+    let what = format!("Python has no module {module}");
+    missing(&what, &format!("python3 -m pip install {package}"))
+}
+
 /// As [`require_peer`], for the right to mount file systems and to attach loop devices.
 ///
 /// # Panics

@@ -7,10 +7,11 @@ use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_vdi::VdiDriver;
 use vdkit_vhd::VhdDriver;
+use vdkit_vmdk::VmdkDriver;
 
 /// Every format that this build knows.
 pub static FORMATS: &[&dyn FormatDriver] =
-    &[&RawDriver, &Qcow2Driver, &LuksDriver, &VdiDriver, &VhdDriver];
+    &[&RawDriver, &Qcow2Driver, &LuksDriver, &VdiDriver, &VhdDriver, &VmdkDriver];
 
 /// A registry of every format.
 pub fn registry() -> Registry {

@@ -10,12 +10,13 @@ use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_vdi::VdiDriver;
 use vdkit_vhd::VhdDriver;
+use vdkit_vmdk::VmdkDriver;
 
 use super::LIMITS;
 use crate::CountingStorage;
 
 /// The formats, by the input's first byte.
-const DRIVERS: &[&dyn FormatDriver] = &[&VdiDriver, &VhdDriver];
+const DRIVERS: &[&dyn FormatDriver] = &[&VdiDriver, &VhdDriver, &VmdkDriver];
 /// The next two bytes are the length of the file in these units; 0 is that of the input.
 const LEN_UNIT: u64 = 64 << 10;
 /// Runs looked at in one image.

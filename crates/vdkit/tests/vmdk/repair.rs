@@ -1,0 +1,178 @@
+//! Damage that a check finds, and what a repair makes of it.
+
+use std::sync::Arc;
+
+use vdkit::storage::MemoryStorage;
+use vdkit::{GuestOffset, HostOffset, Limits, Repair, Severity, Storage};
+use vdkit_vmdk::header::field;
+
+use super::{GUEST_BYTES, Shape, USUAL, audit, check, read_all};
+
+const SHAPE: Shape = Shape { grain: 4096, ..USUAL };
+
+/// An image with data here and there, what it holds, and where its directories are.
+fn filled() -> (Arc<MemoryStorage>, Vec<u8>) {
+    let memory = SHAPE.image();
+    let disk = SHAPE.open(memory.clone()).unwrap();
+    let mut model = vec![0; GUEST_BYTES as usize];
+    for number in 0..20u64 {
+        let at = number * 150_016;
+        let bytes = vec![number as u8 + 1; 9000];
+        disk.write_at(&bytes, GuestOffset(at)).unwrap();
+        model[at as usize..at as usize + 9000].copy_from_slice(&bytes);
+    }
+    disk.close().unwrap();
+    (memory, model)
+}
+
+fn word(memory: &MemoryStorage, at: u64) -> u32 {
+    let mut bytes = [0; 4];
+    memory.read_at(&mut bytes, HostOffset(at)).unwrap();
+    u32::from_le_bytes(bytes)
+}
+
+fn put(memory: &MemoryStorage, at: u64, value: u32) {
+    memory.write_at(&value.to_le_bytes(), HostOffset(at)).unwrap();
+}
+
+struct Places {
+    directory: u64,
+    redundant: u64,
+    table: u64,
+    copy: u64,
+}
+
+fn places(memory: &MemoryStorage) -> Places {
+    let header = SHAPE.header();
+    let (directory, redundant) = (header.directory * 512, header.redundant_directory * 512);
+    let table = u64::from(word(memory, directory)) * 512;
+    let copy = u64::from(word(memory, redundant)) * 512;
+    Places { directory, redundant, table, copy }
+}
+
+/// Mends damage and holds what came of it.
+fn mend(memory: &Arc<MemoryStorage>, model: &[u8], corruptions: bool, what: &str) {
+    let storage: Arc<dyn Storage> = memory.clone();
+    let before = memory.to_vec();
+    let found = check(&storage, Repair::Nothing).unwrap();
+    assert_eq!(memory.to_vec(), before, "{what}: looking changes nothing");
+    assert_eq!(found.corruptions > 0, corruptions, "{what}: {:#?}", found.findings);
+    assert!(found.corruptions + found.leaks > 0, "{what}: not found");
+    let mended = check(&storage, Repair::All).unwrap();
+    assert_eq!(
+        mended.corruptions_left() + mended.leaks_left(),
+        0,
+        "{what}: {:#?}",
+        mended.findings
+    );
+    audit(&storage, true, &format!("{what}, mended"));
+    let disk = SHAPE.open(storage).unwrap();
+    assert!(read_all(&disk) == model, "{what}: content");
+}
+
+#[test]
+fn a_damaged_directory_comes_back_from_its_copy() {
+    for value in [0, 1, 0xffff_fff0] {
+        let (memory, model) = filled();
+        let p = places(&memory);
+        put(&memory, p.directory, value);
+        // A reader takes the other directory; a writer refuses.
+        let storage: Arc<dyn Storage> = memory.clone();
+        if value > 1 {
+            let disk = super::open("vmdk", storage.clone(), &[], false, Limits::default()).unwrap();
+            assert!(read_all(&disk) == model, "{value:#x}");
+            assert!(disk.warnings().any(|warning| warning.contains("redundant")), "{value:#x}");
+            let error = SHAPE.open(storage).unwrap_err().to_string();
+            assert!(error.contains("--repair"), "{error}");
+        }
+        mend(&memory, &model, true, &format!("directory entry {value:#x}"));
+        let (memory, model) = filled();
+        put(&memory, places(&memory).redundant, value);
+        mend(&memory, &model, true, &format!("redundant directory entry {value:#x}"));
+    }
+}
+
+#[test]
+fn a_damaged_table_comes_back_from_its_copy() {
+    for value in [2, 0x00ff_ffff] {
+        let (memory, model) = filled();
+        let p = places(&memory);
+        put(&memory, p.table, value);
+        let storage: Arc<dyn Storage> = memory.clone();
+        if value != 2 {
+            let disk = super::open("vmdk", storage.clone(), &[], false, Limits::default()).unwrap();
+            assert!(read_all(&disk) == model, "{value:#x}");
+        }
+        mend(&memory, &model, true, &format!("table entry {value:#x}"));
+    }
+    let (memory, model) = filled();
+    put(&memory, places(&memory).copy, 0);
+    mend(&memory, &model, true, "an entry of the copy");
+}
+
+#[test]
+fn two_entries_with_one_grain_get_one_each() {
+    let (memory, mut model) = filled();
+    let p = places(&memory);
+    let grain = word(&memory, p.table);
+    for table in [p.table, p.copy] {
+        put(&memory, table + 4 * 100, grain);
+    }
+    // Both show the same bytes, before and after.
+    let first: Vec<u8> = model[..4096].to_vec();
+    model[100 * 4096..101 * 4096].copy_from_slice(&first);
+    mend(&memory, &model, true, "one grain twice");
+}
+
+#[test]
+fn bytes_without_an_entry_are_given_back() {
+    let (memory, mut model) = filled();
+    let p = places(&memory);
+    for table in [p.table, p.copy] {
+        put(&memory, table, 0);
+    }
+    model[..4096].fill(0);
+    mend(&memory, &model, false, "a grain without an entry");
+}
+
+/// After a crash the copies may be behind: no damage, and mended with the leaks.
+#[test]
+fn copies_that_are_behind_after_a_crash_are_no_damage() {
+    let (memory, model) = filled();
+    let p = places(&memory);
+    put(&memory, p.copy, 0);
+    memory.write_at(&[1], HostOffset(field::UNCLEAN)).unwrap();
+    let storage: Arc<dyn Storage> = memory.clone();
+    let report = check(&storage, Repair::Leaks).unwrap();
+    assert!(report.corruptions == 0 && report.leaks == 2, "{:#?}", report.findings);
+    assert!(report.findings.iter().all(|f| f.severity == Severity::Leak && f.repaired));
+    audit(&storage, true, "mended");
+    assert!(read_all(&SHAPE.open(storage).unwrap()) == model);
+}
+
+/// Who opens such an image for writing brings the copies in line, and closes it cleanly.
+#[test]
+fn opening_for_writing_after_a_crash_mends_the_copies() {
+    let (memory, mut model) = filled();
+    let p = places(&memory);
+    put(&memory, p.copy + 8, 0);
+    put(&memory, p.copy + 400, 99);
+    memory.write_at(&[1], HostOffset(field::UNCLEAN)).unwrap();
+    let storage: Arc<dyn Storage> = memory.clone();
+    let disk = SHAPE.open(storage.clone()).unwrap();
+    assert_eq!(disk.warnings().count(), 0);
+    disk.write_at(&[0x44; 512], GuestOffset(0)).unwrap();
+    model[..512].fill(0x44);
+    disk.close().unwrap();
+    audit(&storage, true, "closed");
+    assert!(read_all(&SHAPE.open(storage.clone()).unwrap()) == model);
+    // What cannot be judged keeps its mark.
+    put(&memory, p.table, 0x00ff_ffff);
+    memory.write_at(&[1], HostOffset(field::UNCLEAN)).unwrap();
+    let disk = SHAPE.open(storage).unwrap();
+    assert!(disk.warnings().any(|warning| warning.contains("not closed cleanly")));
+    disk.close().unwrap();
+    let mut mark = [0];
+    memory.read_at(&mut mark, HostOffset(field::UNCLEAN)).unwrap();
+    assert_eq!(mark, [1]);
+}

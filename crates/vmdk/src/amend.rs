@@ -1,0 +1,122 @@
+//! Changing fields of the descriptor where it stands.
+
+use vdkit_block::{AmendRequest, Error, HostOffset, Result};
+
+use crate::descriptor::{Descriptor, ExtentType, NO_PARENT};
+use crate::options::{ADAPTER_TYPE, HWVERSION, SPECS, SUBFORMAT, TOOLSVERSION, check_name};
+use crate::source::{Placed, Source};
+
+/// As [`vdkit_block::FormatDriver::amend`].
+pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
+    let storage = &request.storage;
+    let file = storage.name();
+    let source = Source::read(storage, &request.limits)?;
+    let Some(placed) = source.placed else {
+        return Err(Error::unsupported(
+            file,
+            "changing fields of an extent without a descriptor",
+            "name the disk's descriptor instead of one of its extents",
+        ));
+    };
+    refuse_others(request, &placed.descriptor)?;
+    let mut descriptor = placed.descriptor.clone();
+    let mut changed = Vec::new();
+    for (key, field) in [
+        (ADAPTER_TYPE, "ddb.adapterType"),
+        (HWVERSION, "ddb.virtualHWVersion"),
+        (TOOLSVERSION, "ddb.toolsVersion"),
+    ] {
+        if let Some(value) = request.options.text(key)
+            && descriptor.field(field) != Some(value)
+        {
+            set(&mut descriptor, field, Some(value), file)?;
+            changed.push(key.to_owned());
+        }
+    }
+    if let Some(backing) = &request.backing {
+        let (name, cid) = match backing {
+            None => (None, NO_PARENT),
+            Some(backing) => {
+                check_name(&backing.name)?;
+                let flat = |kind| matches!(kind, ExtentType::Flat | ExtentType::Zero);
+                if descriptor.extents.iter().all(|e| flat(e.kind)) && !descriptor.extents.is_empty()
+                {
+                    return Err(Error::unsupported(
+                        file,
+                        "a parent of a disk whose extents have no holes",
+                        "convert it to monolithicSparse",
+                    ));
+                }
+                let id = backing.identity.as_deref();
+                let id = id.and_then(|id| u32::from_str_radix(id, 16).ok()).ok_or_else(|| {
+                    Error::unsupported(
+                        file,
+                        format!("a parent ('{}') that is no VMDK image", backing.name),
+                        "a VMDK stands on a VMDK; convert the parent, or the image to qcow2",
+                    )
+                })?;
+                (Some(backing.name.as_str()), id)
+            }
+        };
+        if (descriptor.parent(), descriptor.parent_cid) != (name, cid) {
+            set(&mut descriptor, "parentCID", Some(&format!("{cid:08x}")), file)?;
+            set(&mut descriptor, "parentFileNameHint", name, file)?;
+            changed.push("backing_file".to_owned());
+        }
+    }
+    if !changed.is_empty() {
+        write(request, &placed, descriptor.text())?;
+    }
+    Ok(changed)
+}
+
+/// Refuses options that are part of what the image is.
+fn refuse_others(request: &AmendRequest, descriptor: &Descriptor) -> Result<()> {
+    for spec in SPECS {
+        let Some(value) = request.options.text(spec.key) else { continue };
+        let same = spec.key == SUBFORMAT && descriptor.create_type == value;
+        if same || [ADAPTER_TYPE, HWVERSION, TOOLSVERSION].contains(&spec.key) {
+            continue;
+        }
+        return Err(Error::unsupported(
+            request.storage.name(),
+            format!("changing {} of a VMDK image in place", spec.key),
+            "convert it to a new image that has it",
+        ));
+    }
+    Ok(())
+}
+
+fn set(descriptor: &mut Descriptor, field: &str, value: Option<&str>, file: &str) -> Result<()> {
+    let text = descriptor.with_field(field, value);
+    *descriptor = Descriptor::parse(text.as_bytes(), 0, file)?;
+    Ok(())
+}
+
+/// Writes the new text over the old one.
+fn write(request: &AmendRequest, placed: &Placed, text: &str) -> Result<()> {
+    let storage = &request.storage;
+    let mut bytes = text.as_bytes().to_vec();
+    match placed.room {
+        Some(room) if bytes.len() as u64 > room => {
+            return Err(Error::unsupported(
+                storage.name(),
+                format!("a descriptor of {} bytes in {room} that are kept for it", bytes.len()),
+                "convert it to a new image",
+            ));
+        }
+        // What is left of a longer text would be read as a part of it.
+        Some(_) => {
+            let before = placed.descriptor.text().len();
+            bytes.resize(bytes.len().max(before), 0);
+            storage.write_at(&bytes, HostOffset(placed.at))?;
+        }
+        None => {
+            storage.write_at(&bytes, HostOffset(placed.at))?;
+            if storage.len()? > bytes.len() as u64 {
+                storage.set_len(bytes.len() as u64)?;
+            }
+        }
+    }
+    storage.sync()
+}

@@ -1,0 +1,187 @@
+//! Checking an image against the specification, and mending it.
+//!
+//! What is mended: a damaged grain directory, table or entry from its copy, and the copy from it; an
+//! entry that names no grain becomes a hole; of two entries that name one grain, the second gets
+//! a copy of its bytes; space that nothing refers to becomes a hole or is cut off; a short flat file
+//! gets its length; the mark of an unclean end is taken away once tables and copies agree.
+
+mod grains;
+mod sparse;
+mod used;
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, Error, Finding, HostOffset, Limits, Monitor, Repair, Result, Severity, Storage,
+};
+
+use crate::descriptor::{ExtentType, NO_PARENT};
+use crate::header::{DIRECTORY_AT_END, SECTOR, SparseHeader};
+use crate::source::{AnyHeader, Source, any_header};
+
+/// What a check of one image carries along.
+pub(crate) struct Checking<'a, 'b> {
+    pub(crate) repair: Repair,
+    pub(crate) limits: &'a Limits,
+    pub(crate) monitor: &'a Monitor<'b>,
+    pub(crate) report: CheckReport,
+    /// Tables looked at so far, and in all.
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+}
+
+impl Checking<'_, '_> {
+    /// Whether damage is to be mended.
+    pub(crate) fn mends(&self) -> bool {
+        matches!(self.repair, Repair::All | Repair::AllForced)
+    }
+
+    pub(crate) fn add(
+        &mut self,
+        severity: Severity,
+        offset: u64,
+        structure: &'static str,
+        message: String,
+        repaired: bool,
+    ) {
+        self.report.add(Finding { severity, offset, structure, message, repaired });
+    }
+
+    /// Damage; `mended` where it was.
+    pub(crate) fn damage(&mut self, at: u64, what: &'static str, message: String, mended: bool) {
+        self.add(Severity::Corruption, at, what, message, mended);
+    }
+}
+
+/// Checks an image and mends it as far as `repair` says; `files` are those that its descriptor
+/// names, in that order.
+///
+/// # Errors
+/// A header or a descriptor that cannot be understood; [`Error::Limit`]; I/O.
+pub fn check(
+    storage: &Arc<dyn Storage>,
+    files: &[Arc<dyn Storage>],
+    repair: Repair,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<CheckReport> {
+    let source = Source::read(storage, limits)?;
+    let report = CheckReport::default();
+    let mut checking = Checking { repair, limits, monitor, report, done: 0, total: 0 };
+    check_descriptor(&mut checking, &source);
+    if let Some(header) = &source.header {
+        if let AnyHeader::Hosted(header) = header {
+            check_footer(&mut checking, storage, header)?;
+        }
+        sparse::check(&mut checking, storage, header, header.sectors())?;
+        return Ok(checking.report);
+    }
+    let names = source.files();
+    if names.len() != files.len() {
+        return Err(Error::Invalid(format!(
+            "{}: its data is in {} other files, and {} were opened",
+            storage.name(),
+            names.len(),
+            files.len()
+        )));
+    }
+    let Some(placed) = &source.placed else { return Ok(checking.report) };
+    for line in &placed.descriptor.extents {
+        let file = names.iter().position(|name| *name == line.name).and_then(|i| files.get(i));
+        let (Some(file), true) = (file, line.sectors > 0) else { continue };
+        if line.kind == ExtentType::Flat {
+            check_flat(&mut checking, file, line.offset, line.sectors)?;
+            continue;
+        }
+        let mut head = [0; SECTOR as usize];
+        let got = file.read_up_to(&mut head, HostOffset(0))?;
+        match any_header(&**file, &head, got, limits)? {
+            Some(header) if header.sectors() >= line.sectors => {
+                sparse::check(&mut checking, file, &header, line.sectors)?;
+            }
+            Some(header) => {
+                let message = format!(
+                    "{}: has {} sectors, expected {} as the descriptor says",
+                    file.name(),
+                    header.sectors(),
+                    line.sectors
+                );
+                checking.damage(12, "capacity", message, false);
+            }
+            None => {
+                let message = format!("{}: no sparse extent header", file.name());
+                checking.damage(0, "magic number", message, false);
+            }
+        }
+    }
+    Ok(checking.report)
+}
+
+/// What the descriptor says of the disk's parent and of itself.
+fn check_descriptor(checking: &mut Checking<'_, '_>, source: &Source) {
+    let Some(placed) = &source.placed else { return };
+    let (descriptor, at) = (&placed.descriptor, placed.at);
+    match (descriptor.parent(), descriptor.parent_cid) {
+        (None, NO_PARENT) => {}
+        (Some(_), NO_PARENT) => {
+            let message = "parentFileNameHint with parentCID ffffffff, expected the parent's CID";
+            checking.damage(at, "descriptor", message.to_owned(), false);
+        }
+        (None, cid) => {
+            let message = format!("parentCID {cid:08x} without parentFileNameHint");
+            checking.damage(at, "descriptor", message, false);
+        }
+        (Some(_), _) => {}
+    }
+    if let (Some(header), [line]) = (&source.header, &descriptor.extents[..])
+        && line.sectors != header.sectors()
+    {
+        let message = format!(
+            "an extent of {} sectors, expected {} as the header says",
+            line.sectors,
+            header.sectors()
+        );
+        checking.damage(at, "extent line", message, false);
+    }
+}
+
+/// A stream's first header must say what its footer says.
+fn check_footer(
+    checking: &mut Checking<'_, '_>,
+    storage: &Arc<dyn Storage>,
+    footer: &SparseHeader,
+) -> Result<()> {
+    let mut head = [0; SECTOR as usize];
+    storage.read_padded(&mut head, HostOffset(0))?;
+    let first = SparseHeader::parse(&head, 0, storage.name(), checking.limits)?;
+    let moved = SparseHeader { directory: footer.directory, ..first.clone() };
+    if first.directory == DIRECTORY_AT_END && moved != *footer {
+        let at = storage.len()?.saturating_sub(2 * SECTOR);
+        let message = "another header than the first, expected the same but for the directory";
+        checking.damage(at, "footer", message.to_owned(), false);
+    }
+    Ok(())
+}
+
+/// A flat extent's file must be long enough.
+fn check_flat(
+    checking: &mut Checking<'_, '_>,
+    file: &Arc<dyn Storage>,
+    offset: u64,
+    sectors: u64,
+) -> Result<()> {
+    checking.report.total_clusters += sectors;
+    checking.report.allocated_clusters += sectors;
+    let (len, wanted) = (file.len()?, (offset.saturating_add(sectors)).saturating_mul(SECTOR));
+    checking.report.image_end_offset = checking.report.image_end_offset.max(wanted);
+    if len < wanted {
+        let mend = checking.mends() && file.caps().growable && wanted <= i64::MAX as u64;
+        if mend {
+            file.set_len(wanted)?;
+            file.sync()?;
+        }
+        let message = format!("{}: {len} bytes, expected {wanted} at least", file.name());
+        checking.damage(len, "flat extent", message, mend);
+    }
+    Ok(())
+}

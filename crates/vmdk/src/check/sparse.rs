@@ -1,0 +1,415 @@
+//! One sparse extent: directories and tables.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use vdkit_block::{HostOffset, Repair, Result, Severity, Storage};
+
+use super::Checking;
+use super::used::Used;
+use crate::header::{SECTOR, SparseHeader, field, flag};
+use crate::source::AnyHeader;
+use crate::sparse::{Entry, Flavor, Sparse};
+
+/// What one table index has in a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    None,
+    /// First sector.
+    At(u64),
+    Bad,
+}
+
+/// One directory as it was read.
+struct Directory {
+    /// Host offset.
+    at: u64,
+    words: Vec<u64>,
+    changed: bool,
+}
+
+/// A sparse extent under check.
+pub(super) struct Extent<'a> {
+    pub(super) storage: &'a Arc<dyn Storage>,
+    pub(super) sparse: Sparse,
+    /// Sectors of the disk in it.
+    pub(super) sectors: u64,
+    /// Bytes of the file.
+    pub(super) len: u64,
+    pub(super) used: Used,
+    /// Of those, what is metadata.
+    pub(super) metadata: Used,
+    /// Grains may be moved, tables written.
+    pub(super) writable: bool,
+    /// Where new grains and tables go.
+    pub(super) end: u64,
+    /// It was not closed cleanly: copies may be behind.
+    pub(super) unclean: bool,
+    /// Host offset of the grain before.
+    pub(super) previous: Option<u64>,
+    primary: Directory,
+    copy: Option<Directory>,
+}
+
+/// Checks a sparse extent of which `sectors` belong to the disk.
+pub(super) fn check(
+    checking: &mut Checking<'_, '_>,
+    storage: &Arc<dyn Storage>,
+    header: &AnyHeader,
+    sectors: u64,
+) -> Result<()> {
+    let mut extent = Extent::new(checking, storage, header, sectors)?;
+    let tables = (sectors * SECTOR).div_ceil(extent.sparse.table_span());
+    checking.total += tables;
+    checking.report.total_clusters += (sectors * SECTOR).div_ceil(extent.sparse.grain_bytes);
+    let mut sectors_of = Vec::with_capacity(tables as usize);
+    for index in 0..tables {
+        let (primary, copy) = extent.places(checking, index)?;
+        sectors_of.push((primary.unwrap_or(0) as u32, copy.unwrap_or(0) as u32));
+    }
+    extent.write_directories()?;
+    extent.metadata = extent.used.clone();
+    let before = checking.report.corruptions_left();
+    for (index, (primary, copy)) in (0..).zip(sectors_of) {
+        checking.monitor.cancel.check()?;
+        checking.done += 1;
+        checking.monitor.progress.update(checking.done, checking.total);
+        let table = |sector: u32| (sector != 0).then_some(u64::from(sector));
+        extent.check_table(checking, index, table(primary), table(copy))?;
+    }
+    extent.check_leaks(checking)?;
+    let settled = before == checking.report.corruptions_left();
+    if extent.unclean {
+        let mended = extent.writable && checking.repair != Repair::Nothing && settled;
+        if mended {
+            storage.sync()?;
+            storage.write_at(&[0], HostOffset(field::UNCLEAN))?;
+        }
+        let message = "the mark of an image that was not closed, expected 0".to_owned();
+        checking.add(Severity::Leak, field::UNCLEAN, "uncleanShutdown", message, mended);
+    }
+    if extent.writable && checking.repair != Repair::Nothing {
+        storage.sync()?;
+    }
+    Ok(())
+}
+
+impl<'a> Extent<'a> {
+    fn new(
+        checking: &mut Checking<'_, '_>,
+        storage: &'a Arc<dyn Storage>,
+        header: &AnyHeader,
+        sectors: u64,
+    ) -> Result<Self> {
+        let len = storage.len()?;
+        let (flavor, entries, table_entries) = match header {
+            AnyHeader::Hosted(h) => {
+                let zero_grain = h.has(flag::ZERO_GRAIN);
+                let flavor = if h.is_compressed() {
+                    Flavor::Stream { zero_grain, markers: h.has(flag::MARKERS) }
+                } else {
+                    Flavor::Hosted { zero_grain }
+                };
+                (flavor, h.directory_entries(), u64::from(h.table_entries))
+            }
+            AnyHeader::Cowd(h) => (Flavor::Cowd, h.directory_entries, 4096),
+            AnyHeader::Se(h) => {
+                let flavor = Flavor::Se { tables: h.tables, grains: h.grains };
+                (flavor, h.directory_entries, h.table_sectors * SECTOR / 8)
+            }
+        };
+        let hosted = match header {
+            AnyHeader::Hosted(h) => Some(h),
+            _ => None,
+        };
+        let sector = match header {
+            AnyHeader::Hosted(h) => h.directory,
+            AnyHeader::Cowd(h) => h.directory,
+            AnyHeader::Se(h) => h.directory,
+        };
+        let entry_bytes = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
+        let plain = matches!(flavor, Flavor::Hosted { .. });
+        let copy_at =
+            hosted.filter(|h| plain && h.has(flag::REDUNDANT) && h.redundant_directory != 0);
+        let copy_at = copy_at.map(|h| h.redundant_directory.saturating_mul(SECTOR));
+        let writable = plain
+            && storage.caps().writable
+            && storage.caps().growable
+            && hosted.is_some_and(|h| h.version < 3);
+        let sparse = Sparse {
+            flavor,
+            file: vdkit_block::FileIndex(0),
+            grain_bytes: header.grain_bytes(),
+            table_entries,
+            directory_at: sector.saturating_mul(SECTOR),
+            directory: Default::default(),
+            redundant_at: copy_at,
+            redundant: Default::default(),
+            metadata: Default::default(),
+            front: Vec::new(),
+            entry_bytes,
+        };
+        let mut extent = Self {
+            storage,
+            sectors,
+            len,
+            used: Used::default(),
+            metadata: Used::default(),
+            writable,
+            end: len.next_multiple_of(sparse.grain_bytes),
+            unclean: hosted.is_some_and(|h| h.unclean),
+            previous: None,
+            primary: Directory { at: sparse.directory_at, words: Vec::new(), changed: false },
+            copy: None,
+            sparse,
+        };
+        extent.read_directories(checking, hosted, entries, copy_at)?;
+        Ok(extent)
+    }
+
+    /// Reads both directories and notes the places of what is at the front.
+    fn read_directories(
+        &mut self,
+        checking: &mut Checking<'_, '_>,
+        header: Option<&SparseHeader>,
+        entries: u64,
+        copy_at: Option<u64>,
+    ) -> Result<()> {
+        self.note(checking, 0..SECTOR, "header")?;
+        if let Some(header) = header
+            && header.descriptor != 0
+        {
+            let at = header.descriptor.saturating_mul(SECTOR).min(self.len);
+            let end = at.saturating_add(header.descriptor_sectors.saturating_mul(SECTOR));
+            self.note(checking, at..end.min(self.len), "descriptor")?;
+        }
+        self.primary = self.read_directory(checking, self.sparse.directory_at, entries)?;
+        if let Some(at) = copy_at {
+            self.copy = Some(self.read_directory(checking, at, entries)?);
+        }
+        Ok(())
+    }
+
+    fn read_directory(
+        &mut self,
+        checking: &mut Checking<'_, '_>,
+        at: u64,
+        entries: u64,
+    ) -> Result<Directory> {
+        let bytes = entries * self.sparse.entry_bytes;
+        let inside = at != 0 && at.checked_add(bytes).is_some_and(|end| end <= self.len);
+        if !inside {
+            let message = format!("{bytes} bytes at {at:#x}, expected a place within the file");
+            checking.damage(at, "grain directory", message, false);
+            // All of its entries are bad; nothing is written there.
+            self.writable = false;
+            return Ok(Directory { at, words: vec![u64::MAX; entries as usize], changed: false });
+        }
+        self.note(checking, at..at + bytes, "grain directory")?;
+        let mut raw = vec![0; bytes as usize];
+        self.storage.read_at(&mut raw, HostOffset(at))?;
+        let words = if self.sparse.entry_bytes == 8 {
+            raw.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect()
+        } else {
+            raw.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b).into()).collect()
+        };
+        Ok(Directory { at, words, changed: false })
+    }
+
+    /// Takes a place in the file for metadata; another structure there is damage.
+    fn note(
+        &mut self,
+        checking: &mut Checking<'_, '_>,
+        bytes: Range<u64>,
+        what: &'static str,
+    ) -> Result<()> {
+        let sectors = bytes.start / SECTOR..bytes.end.div_ceil(SECTOR);
+        let limit = checking.limits.check_bytes_max;
+        if !sectors.is_empty() && self.used.add(sectors, limit, self.storage.name())? {
+            let message = "a place that another structure has too, expected one of its own";
+            checking.damage(bytes.start, what, message.to_owned(), false);
+        }
+        Ok(())
+    }
+
+    /// What a directory entry says, and whether that can be.
+    fn place(&self, word: u64) -> Place {
+        let sector = match self.sparse.flavor {
+            _ if word == 0 => return Place::None,
+            Flavor::Se { tables, .. } => {
+                if word >> 32 != 0x1000_0000 {
+                    return Place::Bad;
+                }
+                (word & 0xffff_ffff) * (self.sparse.table_bytes() / SECTOR) + tables
+            }
+            _ => word,
+        };
+        let end =
+            sector.checked_mul(SECTOR).and_then(|at| at.checked_add(self.sparse.table_bytes()));
+        let table = self.sparse.table_bytes().div_ceil(SECTOR);
+        match end {
+            Some(end) if end <= self.len && (1..=u64::from(u32::MAX)).contains(&sector) => {
+                if self.used.any(sector..sector + table) { Place::Bad } else { Place::At(sector) }
+            }
+            _ => Place::Bad,
+        }
+    }
+
+    /// The places of a table and its copy, mended where that is wanted.
+    fn places(
+        &mut self,
+        checking: &mut Checking<'_, '_>,
+        index: u64,
+    ) -> Result<(Option<u64>, Option<u64>)> {
+        let primary = self.place(self.primary.words[index as usize]);
+        self.take(checking, primary)?;
+        let Some(copy) = &self.copy else {
+            if primary == Place::Bad {
+                self.bad_entry(checking, index, false);
+            }
+            return Ok((at(primary), None));
+        };
+        let copy = self.place(copy.words[index as usize]);
+        self.take(checking, copy)?;
+        let (mut primary_at, mut copy_at) = (at(primary), at(copy));
+        // After a crash one of the two may be there and the other not yet; the first one counts.
+        let behind = self.unclean && (primary == Place::None || copy == Place::None);
+        let mends =
+            self.writable && (checking.mends() || (behind && checking.repair == Repair::Leaks));
+        match (primary_at, copy_at) {
+            (Some(_), Some(_)) => {}
+            (None, None) if (primary, copy) == (Place::None, Place::None) => {}
+            (None, None) => self.bad_entry(checking, index, false),
+            (None, Some(from)) if behind => {
+                if mends {
+                    let zeroes = vec![0; self.sparse.table_bytes() as usize];
+                    self.storage.write_at(&zeroes, HostOffset(from * SECTOR))?;
+                    self.set_copy(index, 0);
+                    copy_at = None;
+                }
+                self.lacking(checking, index, "a table that the grain directory has not", mends);
+            }
+            (None, Some(from)) => {
+                if mends {
+                    let new = self.new_table(checking, from)?;
+                    primary_at = Some(new);
+                    self.primary.words[index as usize] = new;
+                    self.primary.changed = true;
+                }
+                self.bad_entry(checking, index, mends);
+            }
+            (Some(from), None) => {
+                if mends {
+                    let new = self.new_table(checking, from)?;
+                    copy_at = Some(new);
+                    self.set_copy(index, new);
+                }
+                let what = "no table within the file, where the grain directory has one";
+                if behind {
+                    self.lacking(checking, index, what, mends);
+                } else {
+                    let at = self.copy_entry(index);
+                    let structure = "redundant grain directory entry";
+                    checking.damage(at, structure, what.to_owned(), mends);
+                }
+            }
+        }
+        if behind && primary_at.is_none() {
+            return Ok((None, None));
+        }
+        // Without its own table, a reader takes the copy.
+        Ok((primary_at.or(copy_at), copy_at))
+    }
+
+    /// The redundant directory is behind.
+    fn lacking(&self, checking: &mut Checking<'_, '_>, index: u64, what: &str, mended: bool) {
+        let at = self.copy_entry(index);
+        let structure = "redundant grain directory entry";
+        checking.add(Severity::Leak, at, structure, what.to_owned(), mended);
+    }
+
+    fn copy_entry(&self, index: u64) -> u64 {
+        let start = self.copy.as_ref().map_or(0, |directory| directory.at);
+        start.saturating_add(index * self.sparse.entry_bytes)
+    }
+
+    fn set_copy(&mut self, index: u64, sector: u64) {
+        if let Some(directory) = &mut self.copy {
+            directory.words[index as usize] = sector;
+            directory.changed = true;
+        }
+    }
+
+    fn take(&mut self, checking: &mut Checking<'_, '_>, place: Place) -> Result<()> {
+        match place {
+            Place::At(sector) => {
+                let start = sector * SECTOR;
+                self.note(checking, start..start + self.sparse.table_bytes(), "grain table")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn bad_entry(&self, checking: &mut Checking<'_, '_>, index: u64, mended: bool) {
+        let at = self.primary.at.saturating_add(index * self.sparse.entry_bytes);
+        let word = self.primary.words[index as usize];
+        let found = if mended { "an entry".to_owned() } else { format!("{word:#x}") };
+        let message = format!("{found} that names no place for a grain table of its own");
+        checking.damage(at, "grain directory entry", message, mended);
+    }
+
+    /// A copy of a table at the end of the file.
+    fn new_table(&mut self, checking: &mut Checking<'_, '_>, from: u64) -> Result<u64> {
+        let bytes = self.sparse.table_bytes();
+        let mut raw = vec![0; bytes as usize];
+        self.storage.read_at(&mut raw, HostOffset(from * SECTOR))?;
+        let at = self.take_grains(checking, bytes)?;
+        self.storage.write_at(&raw, HostOffset(at))?;
+        Ok(at / SECTOR)
+    }
+
+    /// Space of whole grains at the end of the file.
+    pub(super) fn take_grains(
+        &mut self,
+        checking: &mut Checking<'_, '_>,
+        bytes: u64,
+    ) -> Result<u64> {
+        let at = self.end;
+        let bytes = bytes.next_multiple_of(self.sparse.grain_bytes);
+        if at + bytes > crate::space::HOST_BYTES_MAX {
+            return Err(vdkit_block::Error::NoSpace {
+                file: self.storage.name().to_owned(),
+                what: "an extent's file ends within 2 TiB".to_owned(),
+            });
+        }
+        self.end += bytes;
+        self.storage.set_len(self.end)?;
+        self.len = self.end;
+        self.note(checking, at..at + bytes, "grain")?;
+        Ok(at)
+    }
+
+    /// Mended directories, after what they name.
+    fn write_directories(&mut self) -> Result<()> {
+        let directories = std::iter::once(&self.primary).chain(&self.copy);
+        for directory in directories.filter(|d| d.changed) {
+            self.storage.sync()?;
+            let raw: Vec<u8> =
+                directory.words.iter().flat_map(|&w| (w as u32).to_le_bytes()).collect();
+            self.storage.write_at(&raw, HostOffset(directory.at))?;
+        }
+        Ok(())
+    }
+
+    /// What a word of a table says; nothing where it breaks a rule.
+    pub(super) fn entry(&self, word: u64) -> Option<Entry> {
+        self.sparse.entry(word, self.len)
+    }
+}
+
+fn at(place: Place) -> Option<u64> {
+    match place {
+        Place::At(sector) => Some(sector),
+        _ => None,
+    }
+}

@@ -1,0 +1,60 @@
+//! What an image says of itself.
+
+use std::sync::Arc;
+
+use vdkit_block::{ImageInfo, Limits, Result, Storage};
+
+use crate::descriptor::NO_PARENT;
+use crate::header::flag;
+use crate::source::{AnyHeader, Source};
+
+/// As [`vdkit_block::FormatDriver::describe`].
+pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
+    let source = Source::read(storage, limits)?;
+    let mut info = ImageInfo::new("vmdk", source.guest_bytes(storage.name())?);
+    info.files = source.files();
+    let mut properties: Vec<(String, String)> = Vec::new();
+    let mut property = |key: &str, value: String| properties.push((key.to_owned(), value));
+    if let Some(placed) = &source.placed {
+        let descriptor = &placed.descriptor;
+        info.identity = Some(format!("{:08x}", descriptor.cid));
+        info.backing_file = descriptor.parent().map(str::to_owned);
+        if info.backing_file.is_some() {
+            info.backing_format = Some("vmdk".to_owned());
+            info.backing_identity = Some(format!("{:08x}", descriptor.parent_cid));
+        }
+        property("create-type", descriptor.create_type.clone());
+        property("cid", format!("{:08x}", descriptor.cid));
+        if descriptor.parent_cid != NO_PARENT {
+            property("parent-cid", format!("{:08x}", descriptor.parent_cid));
+        }
+        for (field, key) in
+            [("ddb.adapterType", "adapter-type"), ("ddb.virtualHWVersion", "hwversion")]
+        {
+            if let Some(value) = descriptor.field(field) {
+                property(key, value.to_owned());
+            }
+        }
+        if source.header.is_none() {
+            property("extents", descriptor.extents.len().to_string());
+        }
+    }
+    if let Some(header) = &source.header {
+        info.cluster_size = Some(header.grain_bytes());
+        let kind = match header {
+            AnyHeader::Hosted(_) => "hosted",
+            AnyHeader::Cowd(_) => "cowd",
+            AnyHeader::Se(_) => "sesparse",
+        };
+        property("extent-format", kind.to_owned());
+    }
+    if let Some(AnyHeader::Hosted(header)) = &source.header {
+        info.dirty = header.unclean;
+        info.compression = header.is_compressed().then_some("zlib");
+        property("header-version", header.version.to_string());
+        property("zeroed-grain", header.has(flag::ZERO_GRAIN).to_string());
+        property("redundant-directory", header.has(flag::REDUNDANT).to_string());
+    }
+    info.properties = properties;
+    Ok(info)
+}

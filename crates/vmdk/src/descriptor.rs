@@ -1,0 +1,365 @@
+//! The descriptor: the text that says what a disk is made of.
+//!
+//! It is changed field by field where it stands; what vdkit does not know stays as it is.
+//! Source: VMware, "Virtual Disk Format 5.0", "The Descriptor File".
+
+use vdkit_block::{Error, Result};
+
+/// `parentCID` of a disk without a parent.
+pub const NO_PARENT: u32 = 0xffff_ffff;
+/// Longest descriptor that is read, as by QEMU.
+pub const DESCRIPTOR_BYTES_MAX: u64 = (1 << 20) - 1;
+/// Most extents of one disk: 8 TiB in pieces of 2 GiB.
+pub const EXTENTS_MAX: usize = 4096;
+
+/// How an extent's bytes are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExtentType {
+    /// Plain bytes in a file (`FLAT`, `VMFS`).
+    Flat,
+    /// A sparse extent: hosted or COWD, as its own header says (`SPARSE`, `VMFSSPARSE`).
+    Sparse,
+    /// A space-efficient sparse extent (`SESPARSE`).
+    SeSparse,
+    /// No bytes at all: zeroes (`ZERO`).
+    Zero,
+}
+
+/// What may be done with an extent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// `RW`
+    ReadWrite,
+    /// `RDONLY`
+    ReadOnly,
+    /// `NOACCESS`
+    None,
+}
+
+/// One extent, as its line says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExtentLine {
+    /// What may be done with it.
+    pub access: Access,
+    /// Sectors.
+    pub sectors: u64,
+    /// How it is stored.
+    pub kind: ExtentType,
+    /// The file; empty for [`ExtentType::Zero`].
+    pub name: String,
+    /// First sector within the file.
+    pub offset: u64,
+}
+
+/// A parsed descriptor, with its text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Descriptor {
+    text: String,
+    /// Content id.
+    pub cid: u32,
+    /// Content id that the parent must have, or [`NO_PARENT`].
+    pub parent_cid: u32,
+    /// `createType`
+    pub create_type: String,
+    /// `parentFileNameHint`
+    pub parent_hint: Option<String>,
+    /// The extents, in the disk's order.
+    pub extents: Vec<ExtentLine>,
+}
+
+impl Descriptor {
+    /// Reads a descriptor: text up to the first zero byte. Its first byte lies at `base` in `file`.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] for lines that cannot be understood; [`Error::Unsupported`] for kinds of
+    /// extents that have no reader.
+    pub fn parse(bytes: &[u8], base: u64, file: &str) -> Result<Self> {
+        let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
+        // Names in other encodings are bytes that no file here has; all else is ASCII.
+        let text = match std::str::from_utf8(&bytes[..end]) {
+            Ok(text) => text.to_owned(),
+            // Byte by byte (Latin-1), so that offsets stay what they are.
+            Err(_) => {
+                return Err(Error::unsupported(
+                    file,
+                    "a descriptor that is not UTF-8",
+                    "write its file names in UTF-8",
+                ));
+            }
+        };
+        let mut parsed = Self {
+            text: String::new(),
+            cid: 0,
+            parent_cid: NO_PARENT,
+            create_type: String::new(),
+            parent_hint: None,
+            extents: Vec::new(),
+        };
+        let (mut cid, mut version) = (None, None);
+        for line in text.split('\n') {
+            let at = base + (line.as_ptr() as usize - text.as_ptr() as usize) as u64;
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            if let Some(extent) = extent_line(line, at, file)? {
+                if parsed.extents.len() == EXTENTS_MAX {
+                    return Err(Error::Limit {
+                        file: file.to_owned(),
+                        what: "number of extents",
+                        found: EXTENTS_MAX as u64 + 1,
+                        limit: EXTENTS_MAX as u64,
+                    });
+                }
+                parsed.extents.push(extent);
+                continue;
+            }
+            let Some((key, value)) = line.split_once('=') else { continue };
+            let (key, value) = (key.trim(), unquoted(value));
+            let hex = || {
+                u32::from_str_radix(value, 16).map_err(|_| {
+                    let found = clip(line);
+                    Error::corrupt(file, at, "descriptor", found, "a content id of hex digits")
+                })
+            };
+            match key.to_ascii_lowercase().as_str() {
+                "version" => version = Some((value.to_owned(), at)),
+                "cid" => cid = Some(hex()?),
+                "parentcid" => parsed.parent_cid = hex()?,
+                "createtype" => parsed.create_type = value.to_owned(),
+                "parentfilenamehint" => parsed.parent_hint = Some(value.to_owned()),
+                _ => {}
+            }
+        }
+        if let Some((version, at)) = version
+            && !["1", "2", "3"].contains(&version.as_str())
+        {
+            return Err(Error::corrupt(file, at, "descriptor version", version, "1, 2 or 3"));
+        }
+        let missing = |what: &str| {
+            Error::corrupt(file, base, "descriptor", format!("no {what}"), format!("a {what}"))
+        };
+        parsed.cid = cid.ok_or_else(|| missing("CID"))?;
+        if parsed.create_type.is_empty() {
+            return Err(missing("createType"));
+        }
+        parsed.text = text;
+        Ok(parsed)
+    }
+
+    /// The text, as it stands.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The parent's name, where there is a parent.
+    pub fn parent(&self) -> Option<&str> {
+        self.parent_hint.as_deref().filter(|name| !name.is_empty())
+    }
+
+    /// The value of a field, without its quotes.
+    pub fn field(&self, key: &str) -> Option<&str> {
+        let (_, value) = self.find(key)?;
+        Some(unquoted(value))
+    }
+
+    /// Where the line of a field begins in the text, and the rest of it behind the `=`.
+    fn find(&self, key: &str) -> Option<(usize, &str)> {
+        let mut at = 0;
+        for line in self.text.split_inclusive('\n') {
+            if let Some((name, value)) = line.split_once('=')
+                && name.trim().eq_ignore_ascii_case(key)
+            {
+                return Some((at, value));
+            }
+            at += line.len();
+        }
+        None
+    }
+
+    /// The text with another value of a field, in quotes where it had them or is new; nothing
+    /// removes the line. New fields of the data base come last, others before the first blank line
+    /// or comment behind the header.
+    pub fn with_field(&self, key: &str, value: Option<&str>) -> String {
+        let text = &self.text;
+        if let Some((start, rest)) = self.find(key) {
+            let end = text[start..].find('\n').map_or(text.len(), |n| start + n + 1);
+            let Some(value) = value else { return format!("{}{}", &text[..start], &text[end..]) };
+            let head = &text[start..start + text[start..].find('=').unwrap_or(0) + 1];
+            let space = &rest[..rest.len() - rest.trim_start_matches([' ', '\t']).len()];
+            let line_end = &text[start..end];
+            let line_end = &line_end[line_end.trim_end_matches(['\r', '\n']).len()..];
+            let quoted = rest.trim_start().starts_with('"');
+            let value = if quoted { format!("\"{value}\"") } else { value.to_owned() };
+            return format!("{}{head}{space}{value}{line_end}{}", &text[..start], &text[end..]);
+        }
+        let Some(value) = value else { return text.clone() };
+        if key.to_ascii_lowercase().starts_with("ddb.") {
+            let gap = if text.ends_with('\n') || text.is_empty() { "" } else { "\n" };
+            return format!("{text}{gap}{key} = \"{value}\"\n");
+        }
+        let after = self
+            .find("createType")
+            .map_or(0, |(start, _)| text[start..].find('\n').map_or(text.len(), |n| start + n + 1));
+        format!("{}{key}=\"{value}\"\n{}", &text[..after], &text[after..])
+    }
+
+    /// The bytes of the content id's digits within the text. A new id of as many digits changes no
+    /// other byte, and as a rule one sector.
+    pub fn cid_digits(&self) -> Option<std::ops::Range<usize>> {
+        let (start, rest) = self.find("CID")?;
+        let value = start + self.text[start..].find('=')? + 1;
+        let skipped = rest.len() - rest.trim_start().len();
+        let digits = rest.trim_start().bytes().take_while(u8::is_ascii_hexdigit).count();
+        (digits > 0).then(|| value + skipped..value + skipped + digits)
+    }
+}
+
+/// A new content id of so many hex digits, none of those with a meaning.
+///
+/// # Errors
+/// [`Error::File`] where the system has no random numbers.
+pub fn new_cid(digits: usize, file: &str) -> Result<u32> {
+    let digits = digits.clamp(1, 8) as u32;
+    loop {
+        let random = getrandom::u32().map_err(|error| Error::File {
+            file: file.to_owned(),
+            action: vdkit_block::IoAction::Open,
+            source: std::io::Error::other(format!("no random numbers: {error}")),
+        })?;
+        let cid = (u64::from(random) & ((1 << (4 * digits)) - 1)) as u32;
+        // As many digits without leading zeroes, since some writers have none.
+        let short = digits < 8 && digits > 1 && cid >> (4 * (digits - 1)) == 0;
+        if !short && cid < 0xffff_fffe && cid != 0 {
+            return Ok(cid);
+        }
+    }
+}
+
+fn unquoted(value: &str) -> &str {
+    let value = value.trim();
+    value.strip_prefix('"').map_or(value, |inner| inner.split('"').next().unwrap_or(inner))
+}
+
+fn clip(line: &str) -> String {
+    line.chars().take(80).collect()
+}
+
+/// An extent, where the line begins with an access mode.
+fn extent_line(line: &str, at: u64, file: &str) -> Result<Option<ExtentLine>> {
+    let (words, rest) = line.split_once('"').map_or((line, None), |(w, r)| (w, Some(r)));
+    let mut words = words.split_ascii_whitespace();
+    let access = match words.next() {
+        Some("RW") => Access::ReadWrite,
+        Some("RDONLY") => Access::ReadOnly,
+        Some("NOACCESS") => Access::None,
+        _ => return Ok(None),
+    };
+    let fault = |expected: &str| Error::corrupt(file, at, "extent line", clip(line), expected);
+    let sectors = words.next().and_then(|word| word.parse::<u64>().ok());
+    let sectors = sectors.filter(|&n| n <= i64::MAX as u64 / 512);
+    let sectors = sectors.ok_or_else(|| fault("a number of sectors behind the access mode"))?;
+    let word = words.next().ok_or_else(|| fault("a type behind the number of sectors"))?;
+    let kind = match word {
+        "FLAT" | "VMFS" => ExtentType::Flat,
+        "SPARSE" | "VMFSSPARSE" => ExtentType::Sparse,
+        "SESPARSE" => ExtentType::SeSparse,
+        "ZERO" => ExtentType::Zero,
+        other => {
+            return Err(Error::unsupported(
+                file,
+                format!("an extent of type {}", clip(other)),
+                "extents of types FLAT, SPARSE, ZERO, VMFS, VMFSSPARSE and SESPARSE are read",
+            ));
+        }
+    };
+    let (name, offset) = match (kind, rest) {
+        (ExtentType::Zero, _) => (String::new(), 0),
+        (_, None) => return Err(fault("a file name in quotes")),
+        (_, Some(rest)) => {
+            let (name, behind) =
+                rest.split_once('"').ok_or_else(|| fault("a file name in quotes"))?;
+            let number = behind.split_ascii_whitespace().next();
+            let offset = number.map(|word| word.parse::<u64>().ok());
+            let offset = offset.unwrap_or(Some(0)).filter(|&n| n <= i64::MAX as u64 / 512);
+            let offset = offset.ok_or_else(|| fault("a first sector behind the file name"))?;
+            (name.to_owned(), offset)
+        }
+    };
+    if kind != ExtentType::Zero && (name.is_empty() || name.contains('\0')) {
+        return Err(fault("a file name in quotes"));
+    }
+    Ok(Some(ExtentLine { access, sectors, kind, name, offset }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "# Disk DescriptorFile\nversion=1\nCID=7b2f3c1\nparentCID=ffffffff\n\
+        createType=\"twoGbMaxExtentSparse\"\n\n# Extent description\nRW 4194304 SPARSE \"a b-s001.vmdk\"\n\
+        RDONLY 63 FLAT \"b.vmdk\" 17\r\nNOACCESS 8 ZERO\n\n#DDB\nddb.adapterType = \"ide\"\n";
+
+    fn parse(text: &str) -> Result<Descriptor> {
+        Descriptor::parse(text.as_bytes(), 0, "x")
+    }
+
+    #[test]
+    fn lines_become_fields_and_extents() {
+        let d = parse(TEXT).unwrap();
+        assert_eq!((d.cid, d.parent_cid, d.parent()), (0x7b2_f3c1, NO_PARENT, None));
+        assert_eq!(d.extents.len(), 3);
+        assert_eq!(d.extents[0].name, "a b-s001.vmdk");
+        assert_eq!((d.extents[1].offset, d.extents[1].access), (17, Access::ReadOnly));
+        assert_eq!((d.extents[2].kind, d.extents[2].sectors), (ExtentType::Zero, 8));
+        assert_eq!(d.field("ddb.adaptertype"), Some("ide"));
+        // What stands behind a zero byte is not text.
+        assert_eq!(parse(&format!("{TEXT}\0RW x")).unwrap(), d);
+    }
+
+    #[test]
+    fn changes_leave_all_else() {
+        let d = parse(TEXT).unwrap();
+        let changed = d.with_field("ddb.adapterType", Some("lsilogic"));
+        assert_eq!(changed, TEXT.replace("\"ide\"", "\"lsilogic\""));
+        let added = d.with_field("ddb.virtualHWVersion", Some("7"));
+        assert_eq!(added, format!("{TEXT}ddb.virtualHWVersion = \"7\"\n"));
+        let parent = d.with_field("parentFileNameHint", Some("p.vmdk"));
+        assert_eq!(parse(&parent).unwrap().parent(), Some("p.vmdk"));
+        assert_eq!(parse(&parent).unwrap().with_field("parentFileNameHint", None), TEXT);
+        assert_eq!(d.with_field("CID", Some("1")), TEXT.replace("7b2f3c1", "1"));
+        assert_eq!(&TEXT[d.cid_digits().unwrap()], "7b2f3c1");
+    }
+
+    #[test]
+    fn broken_lines_are_named() {
+        for (from, to) in [
+            ("CID=7b2f3c1\n", ""),
+            ("CID=7b", "CID=xy"),
+            ("createType", "created"),
+            ("RW 4194304", "RW many"),
+            ("4194304 SPARSE", "99999999999999999999 SPARSE"),
+            ("\"b.vmdk\" 17", "b.vmdk"),
+            ("\"b.vmdk\" 17", "\"b.vmdk\" x"),
+            ("version=1", "version=9"),
+        ] {
+            let text = TEXT.replace(from, to);
+            assert!(matches!(parse(&text), Err(Error::Corrupt(_))), "{to}");
+        }
+        let strange = TEXT.replace("SPARSE", "VMFSRDM");
+        assert!(matches!(parse(&strange), Err(Error::Unsupported { .. })));
+    }
+
+    #[test]
+    fn new_ids_have_as_many_digits() {
+        for digits in 1..=8 {
+            for _ in 0..100 {
+                let cid = new_cid(digits, "x").unwrap();
+                assert!(
+                    cid != 0 && cid < 0xffff_fffe && format!("{cid:x}").len() == digits
+                        || digits == 8
+                );
+            }
+        }
+    }
+}

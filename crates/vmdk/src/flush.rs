@@ -1,0 +1,333 @@
+//! Making metadata durable in an order that is consistent at each moment.
+//!
+//! | first group | then, behind a barrier | after that barrier |
+//! |---|---|---|
+//! | guest data, the files' lengths, the unclean mark, the content id | grain tables, their copies, grain directories | grains that lost their entry may be given out again |
+//!
+//! The barrier is left out where nothing in the second group depends on the first: the grains lie
+//! within a length that is durable and read as zero until their data is, and marks and id are
+//! there since an earlier flush.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use vdkit_block::{HostOffset, Result, Storage};
+
+use crate::header::{SECTOR, field};
+use crate::image::{Freed, Meta, Vmdk};
+use crate::tables::Key;
+use crate::write::SECTOR_ENTRIES;
+
+/// Changed metadata as it was at one moment.
+struct Copies {
+    /// File, host offset and bytes, neighbours joined.
+    writes: Vec<(u16, u64, Vec<u8>)>,
+    tables: Vec<(Key, u64)>,
+    directories: Vec<(u32, u32)>,
+    /// Extents whose header is to be marked as unclean.
+    marks: Vec<u32>,
+    /// By extent: the length that the first barrier makes durable.
+    lengths: Vec<u64>,
+    unlinked: Vec<Freed>,
+    barrier: bool,
+}
+
+impl Vmdk {
+    /// Flushes; callers that come while another flush runs share the next one.
+    pub(crate) fn flush_grouped(&self) -> Result<()> {
+        let mine = self.flush_requests.fetch_add(1, Ordering::SeqCst) + 1;
+        let mut state = self.flushing.lock();
+        if state.completed >= mine {
+            return Ok(());
+        }
+        // Everyone who asked up to now has finished their writes: this flush serves them too.
+        let serves = self.flush_requests.load(Ordering::SeqCst);
+        self.flush_once()?;
+        state.completed = serves;
+        Ok(())
+    }
+
+    /// Flushes where changed chunks fill half of the cache, since they cannot be dropped.
+    pub(crate) fn relieve_cache(&self) -> Result<()> {
+        if self.meta.lock().dirty_tables.len() > self.tables.capacity() / 2 {
+            self.flush_grouped()?;
+        }
+        Ok(())
+    }
+
+    /// One flush; the caller holds `flushing`.
+    fn flush_once(&self) -> Result<()> {
+        let copies = {
+            let mut meta = self.meta.lock();
+            self.copy_dirty(&mut meta)?
+        };
+        let result = self.write_copies(&copies);
+        let mut meta = self.meta.lock();
+        match &result {
+            Ok(()) => self.flushed(&mut meta, copies),
+            Err(_) => self.flush_failed(&mut meta, copies),
+        }
+        drop(meta);
+        self.ended.notify_all();
+        if result.is_ok() {
+            self.recycle();
+        }
+        result
+    }
+
+    fn copy_dirty(&self, meta: &mut Meta) -> Result<Copies> {
+        let tables: Vec<(Key, u64)> = meta.dirty_tables.iter().map(|(&k, &b)| (k, b)).collect();
+        let mut writes = Vec::new();
+        for &(key, bits) in &tables {
+            self.copy_tables(key, bits, &mut writes)?;
+        }
+        let directories: Vec<(u32, u32)> = meta.dirty_directories.iter().copied().collect();
+        for &(index, sector) in &directories {
+            self.copy_directory(index, sector, &mut writes);
+        }
+        let id = !writes.is_empty() && self.cid.change(&*self.storage)?;
+        // Nothing failed: from here on this flush owns them.
+        self.dirty.store(false, Ordering::SeqCst);
+        meta.dirty_tables.clear();
+        meta.dirty_directories.clear();
+        let mut changed: Vec<u32> =
+            tables.iter().map(|(key, _)| key.0).chain(directories.iter().map(|d| d.0)).collect();
+        changed.dedup();
+        changed.sort_unstable();
+        changed.dedup();
+        let marks: Vec<u32> =
+            changed.iter().copied().filter(|&i| !meta.space[i as usize].unclean).collect();
+        let barrier = meta.data_first || meta.length_first || !marks.is_empty() || id;
+        (meta.data_first, meta.length_first) = (false, false);
+        Ok(Copies {
+            writes: joined(writes),
+            tables,
+            directories,
+            marks,
+            lengths: meta.space.iter().map(|space| space.end).collect(),
+            unlinked: std::mem::take(&mut meta.unlinked),
+            barrier,
+        })
+    }
+
+    /// The changed sectors of a chunk's tables and of their copies.
+    fn copy_tables(
+        &self,
+        key: Key,
+        bits: u64,
+        writes: &mut Vec<(u16, u64, Vec<u8>)>,
+    ) -> Result<()> {
+        let Some(sparse) = self.piece(key.0).sparse() else { return Ok(()) };
+        let pieces = sparse.table_entries.div_ceil(SECTOR_ENTRIES);
+        let tables = sparse.chunk_tables();
+        let mut copy = |words: &[u64]| {
+            for bit in (0..64).filter(|bit| bits >> bit & 1 != 0) {
+                let (table, piece) = (bit / pieces, bit % pieces);
+                let first = piece * SECTOR_ENTRIES;
+                let last = (first + SECTOR_ENTRIES).min(sparse.table_entries);
+                let start = (table * sparse.table_entries) as usize;
+                let words = &words[start + first as usize..start + last as usize];
+                let bytes: Vec<u8> =
+                    words.iter().flat_map(|&word| (word as u32).to_le_bytes()).collect();
+                let number = key.1 * tables + table;
+                let places = [sparse.table(number), sparse.redundant_table(number)];
+                for sector in places.into_iter().flatten() {
+                    let at = (sector + piece) * SECTOR;
+                    writes.push((sparse.file.0, at, bytes.clone()));
+                }
+            }
+        };
+        while self.tables.with(key, &mut copy).is_none() {
+            self.load(key)?;
+        }
+        Ok(())
+    }
+
+    /// A changed sector of a directory and of its copy.
+    fn copy_directory(&self, index: u32, sector: u32, writes: &mut Vec<(u16, u64, Vec<u8>)>) {
+        let Some(sparse) = self.piece(index).sparse() else { return };
+        let mut copy = |directory: &[u32], at: u64| {
+            let first = sector as usize * 128;
+            let last = (first + 128).min(directory.len());
+            let bytes = directory[first..last].iter().flat_map(|s| s.to_le_bytes()).collect();
+            writes.push((sparse.file.0, at + u64::from(sector) * SECTOR, bytes));
+        };
+        copy(&sparse.directory.read(), sparse.directory_at);
+        if let Some(at) = sparse.redundant_at {
+            copy(&sparse.redundant.read(), at);
+        }
+    }
+
+    fn write_copies(&self, copies: &Copies) -> Result<()> {
+        for &index in &copies.marks {
+            self.write_mark(index, true)?;
+        }
+        if copies.barrier && !copies.writes.is_empty() {
+            self.sync_all()?;
+        }
+        for (file, at, bytes) in &copies.writes {
+            self.files[usize::from(*file)].write_at(bytes, HostOffset(*at))?;
+        }
+        self.sync_all()
+    }
+
+    /// Makes everything durable that was written since the image was opened.
+    fn sync_all(&self) -> Result<()> {
+        let own = self.files.iter().any(|file| Arc::ptr_eq(file, &self.storage));
+        if !own {
+            self.storage.sync()?;
+        }
+        for (file, touched) in self.files.iter().zip(&self.touched) {
+            if touched.load(Ordering::Acquire) || Arc::ptr_eq(file, &self.storage) {
+                file.sync()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the unclean mark of an extent's header.
+    fn write_mark(&self, index: u32, unclean: bool) -> Result<()> {
+        let Some(sparse) = self.piece(index).sparse() else { return Ok(()) };
+        self.touch(sparse.file);
+        let storage: &dyn Storage = &**self.file_of(sparse.file);
+        storage.write_at(&[u8::from(unclean)], HostOffset(field::UNCLEAN))
+    }
+
+    fn flushed(&self, meta: &mut Meta, copies: Copies) {
+        for (key, _) in copies.tables {
+            if !meta.dirty_tables.contains_key(&key) {
+                self.tables.unpin(key);
+            }
+        }
+        for index in copies.marks {
+            meta.space[index as usize].unclean = true;
+        }
+        for (space, length) in meta.space.iter_mut().zip(copies.lengths) {
+            space.durable = space.durable.max(length);
+        }
+        self.cid.settled();
+        meta.released.extend(copies.unlinked);
+    }
+
+    fn flush_failed(&self, meta: &mut Meta, copies: Copies) {
+        for (key, bits) in copies.tables {
+            *meta.dirty_tables.entry(key).or_default() |= bits;
+        }
+        meta.dirty_directories.extend(copies.directories);
+        let later = std::mem::replace(&mut meta.unlinked, copies.unlinked);
+        meta.unlinked.extend(later);
+        (meta.data_first, meta.length_first) = (true, true);
+        self.dirty.store(true, Ordering::Release);
+    }
+
+    /// Gives grains that nothing refers to any more back to the file system, and then into use. Not
+    /// the other way round: a late hole would erase a new owner's data.
+    fn recycle(&self) {
+        let mut ready = Vec::new();
+        {
+            let mut meta = self.meta.lock();
+            meta.released.retain(|freed| {
+                let passed = self.in_flight.passed(freed.stamp);
+                if passed {
+                    ready.push(*freed);
+                }
+                !passed
+            });
+        }
+        for freed in &ready {
+            if let Some(sparse) = self.piece(freed.extent).sparse() {
+                // Only a hint: the space is ours either way.
+                let _ = self.file_of(sparse.file).discard(HostOffset(freed.host), freed.bytes);
+            }
+        }
+        let mut meta = self.meta.lock();
+        for freed in ready {
+            meta.space[freed.extent as usize].give_back(freed.host, freed.bytes);
+        }
+    }
+
+    /// As [`vdkit_block::Format::close`].
+    pub(crate) fn close_cleanly(&self) -> Result<()> {
+        let mut state = self.flushing.lock();
+        let serves = self.flush_requests.load(Ordering::SeqCst);
+        if self.dirty.load(Ordering::Acquire) {
+            self.flush_once()?;
+        }
+        self.recycle();
+        for index in 0..self.extents.len() as u32 {
+            self.close_extent(index)?;
+        }
+        self.flush_once()?;
+        state.completed = serves;
+        self.clear_marks()
+    }
+
+    /// Cuts what is reserved ahead off an extent's file, and gives unused grains back.
+    fn close_extent(&self, index: u32) -> Result<()> {
+        let piece = self.piece(index);
+        let Some(sparse) = piece.sparse().filter(|_| piece.writable) else { return Ok(()) };
+        let mut meta = self.meta.lock();
+        let space = &mut meta.space[index as usize];
+        let storage = self.file_of(sparse.file);
+        let growable = storage.caps().growable;
+        if growable {
+            space.trim();
+        }
+        for &(host, bytes) in &space.free {
+            // A reservation that was dropped may have left bytes there.
+            let _ = storage.discard(HostOffset(host), bytes);
+        }
+        let (end, len) = (space.frontier, storage.len()?);
+        if !growable || !(len > end || (space.grown && len < end)) {
+            return Ok(());
+        }
+        storage.set_len(end)?;
+        self.touch(sparse.file);
+        (space.end, space.durable) = (end, space.durable.min(end));
+        Ok(())
+    }
+
+    fn clear_marks(&self) -> Result<()> {
+        let mut any = false;
+        for index in 0..self.extents.len() as u32 {
+            let mut meta = self.meta.lock();
+            let Some(space) = meta.space.get_mut(index as usize) else { continue };
+            // Who found the mark leaves it: nobody has checked the copies since.
+            if space.unclean && !space.unclean_before {
+                space.unclean = false;
+                drop(meta);
+                self.write_mark(index, false)?;
+                any = true;
+            }
+        }
+        if any { self.sync_all() } else { Ok(()) }
+    }
+}
+
+/// Writes in the order of file and offset, neighbours as one.
+fn joined(mut writes: Vec<(u16, u64, Vec<u8>)>) -> Vec<(u16, u64, Vec<u8>)> {
+    writes.sort_by_key(|(file, at, _)| (*file, *at));
+    let mut out: Vec<(u16, u64, Vec<u8>)> = Vec::with_capacity(writes.len());
+    for (file, at, bytes) in writes {
+        match out.last_mut() {
+            Some((f, a, sofar)) if *f == file && *a + sofar.len() as u64 == at => {
+                sofar.extend_from_slice(&bytes);
+            }
+            _ => out.push((file, at, bytes)),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_become_one_write() {
+        let write = |file, at, len: usize| (file, at, vec![at as u8; len]);
+        let out = joined(vec![write(0, 8, 4), write(1, 4, 4), write(0, 0, 4), write(0, 4, 4)]);
+        let shape: Vec<_> = out.iter().map(|(f, a, b)| (*f, *a, b.len())).collect();
+        assert_eq!(shape, [(0, 0, 12), (1, 4, 4)]);
+    }
+}

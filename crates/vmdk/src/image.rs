@@ -1,0 +1,347 @@
+//! An open image.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+use rustc_hash::FxHashMap;
+use vdkit_block::{
+    BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, MapCacheStats,
+    Packed, Reservation, Reserver, Result, Storage, Ticket,
+};
+
+use crate::cid::ContentId;
+use crate::sparse::Sparse;
+use crate::tables::{Key, Tables};
+use crate::write::Pending;
+
+/// A VMDK image: the map over its extents, the grains that it hands out, the order of its writes.
+///
+/// Locks, in the order in which they are taken: `flushing`, `meta`, then those of the table cache,
+/// of an extent's directories, or of the content id. Guest data never moves under any of them.
+#[derive(Debug)]
+pub struct Vmdk {
+    /// The descriptor's file, or the one extent.
+    pub(crate) storage: Arc<dyn Storage>,
+    /// Where the extents are; `storage` itself where it is the one extent.
+    pub(crate) files: Vec<Arc<dyn Storage>>,
+    /// Written to since the image was opened; asked for at each sync.
+    pub(crate) touched: Vec<AtomicBool>,
+    /// In the order of the disk, without gaps.
+    pub(crate) extents: Vec<Piece>,
+    pub(crate) guest_bytes: u64,
+    pub(crate) writable: bool,
+    pub(crate) backing: Option<BackingRef>,
+    pub(crate) warnings: Vec<String>,
+    pub(crate) tables: Tables,
+    pub(crate) in_flight: InFlight,
+    pub(crate) meta: Mutex<Meta>,
+    /// A reservation or a flush ended.
+    pub(crate) ended: Condvar,
+    pub(crate) flushing: Mutex<FlushState>,
+    pub(crate) flush_requests: AtomicU64,
+    pub(crate) dirty: AtomicBool,
+    pub(crate) cid: ContentId,
+    /// Largest grain; the file system's block where there is none.
+    pub(crate) cluster_bytes: u64,
+}
+
+/// One extent within the disk.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    /// First guest byte.
+    pub(crate) start: u64,
+    /// Guest bytes.
+    pub(crate) len: u64,
+    /// It may be written (`RW`, and a kind that can be).
+    pub(crate) writable: bool,
+    pub(crate) kind: Kind,
+    /// Where the file of a sparse extent ends, reserved grains included.
+    pub(crate) limit: AtomicU64,
+}
+
+#[derive(Debug)]
+pub(crate) enum Kind {
+    Flat(Flat),
+    Zero,
+    Sparse(Sparse),
+}
+
+/// Plain bytes in a file.
+#[derive(Debug)]
+pub(crate) struct Flat {
+    pub(crate) file: FileIndex,
+    /// Host offset of the first byte.
+    pub(crate) at: u64,
+    /// A run of data (in host bytes) that the file system named; as in raw images, only data is
+    /// remembered.
+    pub(crate) known_data: Mutex<Range<u64>>,
+    pub(crate) has_holes: AtomicBool,
+}
+
+impl Piece {
+    pub(crate) fn end(&self) -> u64 {
+        self.start + self.len
+    }
+
+    pub(crate) fn sparse(&self) -> Option<&Sparse> {
+        match &self.kind {
+            Kind::Sparse(sparse) => Some(sparse),
+            _ => None,
+        }
+    }
+}
+
+/// What writers change, under one lock.
+#[derive(Debug, Default)]
+pub(crate) struct Meta {
+    /// By extent.
+    pub(crate) space: Vec<crate::space::Space>,
+    pub(crate) pending: FxHashMap<Ticket, Pending>,
+    pub(crate) next_ticket: u64,
+    /// Changed sectors of each chunk of tables, one bit each.
+    pub(crate) dirty_tables: BTreeMap<Key, u64>,
+    /// Changed sectors of directories: extent and sector within the directory.
+    pub(crate) dirty_directories: BTreeSet<(u32, u32)>,
+    /// Guest data must be durable before the tables that show it.
+    pub(crate) data_first: bool,
+    /// The longer files must be.
+    pub(crate) length_first: bool,
+    /// Grains that are gone from the map in memory, not yet on disk.
+    pub(crate) unlinked: Vec<Freed>,
+    /// Gone on disk too; they wait for requests in flight.
+    pub(crate) released: Vec<Freed>,
+}
+
+/// Grains that lost their entry.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Freed {
+    pub(crate) extent: u32,
+    /// Host offset in bytes.
+    pub(crate) host: u64,
+    pub(crate) bytes: u64,
+    /// When, for [`InFlight::passed`].
+    pub(crate) stamp: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct FlushState {
+    /// Flush requests up to this number are done.
+    pub(crate) completed: u64,
+}
+
+impl Vmdk {
+    /// The extent that holds a guest offset, which must be on the disk.
+    pub(crate) fn extent_of(&self, at: u64) -> (u32, &Piece) {
+        let index = self.extents.partition_point(|piece| piece.end() <= at);
+        (index as u32, &self.extents[index])
+    }
+
+    pub(crate) fn piece(&self, index: u32) -> &Piece {
+        &self.extents[index as usize]
+    }
+
+    pub(crate) fn file_of(&self, index: FileIndex) -> &Arc<dyn Storage> {
+        self.files.get(usize::from(index.0)).unwrap_or(&self.storage)
+    }
+
+    pub(crate) fn touch(&self, index: FileIndex) {
+        if let Some(touched) = self.touched.get(usize::from(index.0)) {
+            touched.store(true, Ordering::Release);
+        }
+    }
+
+    pub(crate) fn need_writable(&self) -> Result<()> {
+        if self.writable {
+            return Ok(());
+        }
+        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+    }
+
+    pub(crate) fn in_range(&self, at: GuestOffset, len: u64) -> Result<()> {
+        match at.0.checked_add(len) {
+            Some(end) if end <= self.guest_bytes && len > 0 => Ok(()),
+            _ => Err(Error::Invalid(format!(
+                "{}: {len} bytes at {at} are not on the disk of {} bytes",
+                self.storage.name(),
+                self.guest_bytes
+            ))),
+        }
+    }
+
+    /// The error for a write to an extent that cannot be written.
+    pub(crate) fn refuse(&self, piece: &Piece) -> Error {
+        let what = match &piece.kind {
+            Kind::Zero => "writing to an extent of type ZERO",
+            Kind::Sparse(sparse) if sparse.is_packed() => "writing to a stream-optimized extent",
+            Kind::Sparse(_) => "writing to an extent of this kind",
+            Kind::Flat(_) => "writing to an extent that is not RW",
+        };
+        let hint = "convert the image to monolithicSparse or qcow2 and write there";
+        Error::unsupported(self.storage.name(), what, hint)
+    }
+}
+
+impl Format for Vmdk {
+    fn name(&self) -> &'static str {
+        "vmdk"
+    }
+
+    fn caps(&self) -> FormatCaps {
+        let flat = self.extents.iter().all(|piece| matches!(piece.kind, Kind::Flat(_)));
+        let aligned = self.extents.iter().all(|piece| match &piece.kind {
+            Kind::Sparse(sparse) => {
+                !sparse.is_packed() && piece.start.is_multiple_of(sparse.grain_bytes)
+            }
+            _ => true,
+        });
+        let cheap = |piece: &Piece| match &piece.kind {
+            Kind::Sparse(sparse) => self.backing.is_none() || sparse.has_zero_grains(),
+            _ => true,
+        };
+        FormatCaps {
+            writable: self.writable,
+            cluster_bytes: self.cluster_bytes,
+            fill_bytes: if flat { 1 } else { self.cluster_bytes },
+            packed: None,
+            one_pass: false,
+            cheap_zeroes: self.extents.iter().all(cheap),
+            host_aligned: aligned,
+        }
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes
+    }
+
+    fn backing(&self) -> Option<&BackingRef> {
+        self.backing.as_ref()
+    }
+
+    fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn file(&self, index: FileIndex) -> &Arc<dyn Storage> {
+        self.file_of(index)
+    }
+
+    fn file_count(&self) -> u16 {
+        self.files.len() as u16
+    }
+
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
+    }
+
+    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        self.in_range(at, len)?;
+        self.map(at, len, true)
+    }
+
+    fn resolve_for_io(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        self.in_range(at, len)?;
+        self.map(at, len, false)
+    }
+
+    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        self.in_range(at, len).ok()?;
+        self.map_cached(at, len)
+    }
+
+    fn map_cache(&self) -> Option<MapCacheStats> {
+        let of = |piece: &Piece| {
+            piece.sparse().map_or(0, |s| piece.len.div_ceil(s.grain_bytes).saturating_mul(8))
+        };
+        let map_bytes = self.extents.iter().fold(0u64, |sum, piece| sum.saturating_add(of(piece)));
+        (map_bytes > 0).then(|| MapCacheStats { map_bytes, ..self.tables.stats() })
+    }
+
+    fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
+        let _ = len;
+        let (_, piece) = self.extent_of(at.0);
+        match &piece.kind {
+            Kind::Flat(flat) => self.touch(flat.file),
+            Kind::Sparse(sparse) => self.touch(sparse.file),
+            Kind::Zero => {}
+        }
+        // Before the bytes change, and for good: a child must never trust a parent that changed.
+        self.cid.change_durably(&*self.storage)
+    }
+
+    fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
+        self.unpack_grain(packed, packed_bytes, out)
+    }
+
+    fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
+        self.need_writable()?;
+        self.in_range(at, len)?;
+        self.reserve_grains(at, len)
+    }
+
+    fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at, len)?;
+        let _guard = self.in_flight.enter();
+        self.zero_range(at.0..at.0 + len, may_unmap)
+    }
+
+    fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at, len)?;
+        let _guard = self.in_flight.enter();
+        self.zero_range_for_good(at.0..at.0 + len)
+    }
+
+    fn empty(&self) -> Result<()> {
+        self.need_writable()?;
+        self.empty_map()
+    }
+
+    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.need_writable()?;
+        self.in_range(at, len)?;
+        let _guard = self.in_flight.enter();
+        self.discard_range(at.0..at.0 + len)
+    }
+
+    fn flush(&self) -> Result<()> {
+        if self.writable { self.flush_grouped() } else { Ok(()) }
+    }
+
+    fn dirty(&self) -> bool {
+        self.dirty.load(Ordering::Acquire)
+    }
+
+    fn close(&self) -> Result<()> {
+        if self.writable { self.close_cleanly() } else { Ok(()) }
+    }
+
+    fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.need_writable()?;
+        if guest_bytes == self.guest_bytes {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            self.storage.name(),
+            "changing the size of a VMDK image in place",
+            "convert it to qcow2 or raw, resize that, and convert it back",
+        ))
+    }
+}
+
+impl Reserver for Vmdk {
+    fn publish(&self, ticket: Ticket) -> Result<()> {
+        self.publish_ticket(ticket)
+    }
+
+    fn release(&self, ticket: Ticket) {
+        self.release_ticket(ticket);
+    }
+}

@@ -1,0 +1,351 @@
+//! Finding where guest bytes are.
+
+use std::sync::atomic::Ordering;
+
+use vdkit_block::{Codec, Error, Extent, GuestOffset, HostOffset, Packed, Place, Result};
+
+use crate::header::SECTOR;
+use crate::image::{Flat, Kind, Piece, Vmdk};
+use crate::sparse::{Entry, Flavor, Sparse};
+use crate::tables::{CHUNK_BYTES, Key};
+
+/// Chunks of tables that one question reads at most: a full disk of any size would otherwise be
+/// walked to its end.
+const LOADS_MAX: u32 = 16;
+/// Tables of a chunk at most.
+const CHUNK_TABLES_MAX: u64 = 16;
+
+/// What one look at a chunk gave.
+enum Look {
+    /// A run from the asked offset on; it may go on behind the chunk when `open`.
+    Run { extent: Extent, open: bool },
+    /// The entry breaks a rule.
+    Fault(u64),
+}
+
+impl Sparse {
+    /// Tables that one chunk holds.
+    pub(crate) fn chunk_tables(&self) -> u64 {
+        (CHUNK_BYTES / self.table_bytes()).clamp(1, CHUNK_TABLES_MAX)
+    }
+
+    /// Entries of a chunk.
+    pub(crate) fn chunk_entries(&self) -> u64 {
+        self.chunk_tables() * self.table_entries
+    }
+}
+
+impl Vmdk {
+    /// As [`vdkit_block::Format::resolve`]; `holes` asks the file system where flat extents have
+    /// some.
+    pub(crate) fn map(&self, at: GuestOffset, len: u64, holes: bool) -> Result<Extent> {
+        let mut found: Option<Extent> = None;
+        let (mut done, mut loads) = (0, 0);
+        while done < len {
+            let here = at.0 + done;
+            let (index, piece) = self.extent_of(here);
+            let rest = (piece.end() - here).min(len - done);
+            let (next, open) = match &piece.kind {
+                Kind::Zero => (Extent { len: rest, place: Place::Zero { allocated: false } }, true),
+                Kind::Flat(flat) if holes => (self.flat_run(piece, flat, here, rest)?, true),
+                Kind::Flat(flat) => (flat_extent(piece, flat, here, rest), true),
+                Kind::Sparse(sparse) => {
+                    match self.sparse_run(index, piece, sparse, here, rest, &mut loads) {
+                        Ok(run) => run,
+                        // What came before it can be used without it.
+                        Err(_) if found.is_some() => break,
+                        Err(error) => return Err(error),
+                    }
+                }
+            };
+            found = match found {
+                None => Some(next),
+                Some(sofar) => match sofar.merge(next) {
+                    Some(joined) => Some(joined),
+                    None => break,
+                },
+            };
+            done = found.map_or(0, |f| f.len);
+            if !open || loads >= LOADS_MAX {
+                break;
+            }
+        }
+        Ok(found.unwrap_or(Extent { len, place: Place::Hole }))
+    }
+
+    /// As [`vdkit_block::Format::resolve_cached`]: one extent, one chunk.
+    pub(crate) fn map_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        let (index, piece) = self.extent_of(at.0);
+        let rest = (piece.end() - at.0).min(len);
+        match &piece.kind {
+            Kind::Zero => Some(Extent { len: rest, place: Place::Zero { allocated: false } }),
+            Kind::Flat(flat) => Some(flat_extent(piece, flat, at.0, rest)),
+            Kind::Sparse(sparse) => {
+                let inside = at.0 - piece.start;
+                if let Some(run) = self.absent_run(sparse, inside, rest) {
+                    return Some(Extent { len: run, place: Place::Hole });
+                }
+                let key = (index, inside / sparse.table_span() / sparse.chunk_tables());
+                let look = |words: &[u64]| self.look(piece, sparse, words, inside, rest);
+                match self.tables.with(key, look)? {
+                    Look::Run { extent, .. } => self.guard(piece, sparse, extent).ok(),
+                    Look::Fault(_) => None,
+                }
+            }
+        }
+    }
+
+    /// The run from `here` in a sparse extent, within one chunk or over absent tables.
+    fn sparse_run(
+        &self,
+        index: u32,
+        piece: &Piece,
+        sparse: &Sparse,
+        here: u64,
+        rest: u64,
+        loads: &mut u32,
+    ) -> Result<(Extent, bool)> {
+        let inside = here - piece.start;
+        if let Some(run) = self.absent_run(sparse, inside, rest) {
+            return Ok((Extent { len: run, place: Place::Hole }, true));
+        }
+        let key = (index, inside / sparse.table_span() / sparse.chunk_tables());
+        let look = loop {
+            let look = |words: &[u64]| self.look(piece, sparse, words, inside, rest);
+            match self.tables.with(key, look) {
+                Some(look) => break look,
+                None => {
+                    *loads += 1;
+                    self.load(key)?;
+                }
+            }
+        };
+        match look {
+            Look::Run { extent, open } => Ok((self.guard(piece, sparse, extent)?, open)),
+            Look::Fault(word) => Err(self.entry_fault(piece, sparse, inside, word)),
+        }
+    }
+
+    /// Bytes from `inside` for which there is no table; nothing where there is one.
+    fn absent_run(&self, sparse: &Sparse, inside: u64, rest: u64) -> Option<u64> {
+        let span = sparse.table_span();
+        let directory = sparse.directory.read();
+        let (first, last) = (inside / span, (inside + rest - 1) / span);
+        let absent = |index: &u64| directory.get(*index as usize).is_none_or(|&sector| sector == 0);
+        if !absent(&first) {
+            return None;
+        }
+        let end = (first + 1..=last).find(|index| !absent(index)).unwrap_or(last + 1);
+        Some((end * span - inside).min(rest))
+    }
+
+    /// The longest run from `inside` within one chunk, at most `rest` bytes.
+    fn look(&self, piece: &Piece, sparse: &Sparse, words: &[u64], inside: u64, rest: u64) -> Look {
+        let grain = sparse.grain_bytes;
+        let limit = piece.limit.load(Ordering::Acquire);
+        let first = ((inside / grain) % sparse.chunk_entries()) as usize;
+        let skip = inside % grain;
+        let Some(entry) = sparse.entry(words[first], limit) else {
+            return Look::Fault(words[first]);
+        };
+        if let (Entry::At(host), true) = (entry, sparse.is_packed()) {
+            let len = (grain - skip).min(rest);
+            let place = Place::Packed(packed_place(sparse, words, first, host, skip, limit));
+            return Look::Run { extent: Extent { len, place }, open: false };
+        }
+        let most = (skip + rest).div_ceil(grain) as usize;
+        let end = words.len().min(first + most);
+        let step = grain / SECTOR;
+        let flat = !matches!(sparse.flavor, Flavor::Se { .. });
+        let mut at = first + 1;
+        while at < end {
+            let follows = match entry {
+                Entry::Hole => words[at] == 0,
+                Entry::Zero => sparse.entry(words[at], limit) == Some(Entry::Zero),
+                // Plain sector numbers: the next one, without decoding it.
+                Entry::At(host) if flat => {
+                    words[at] == words[at - 1] + step && host + (at - first) as u64 * grain < limit
+                }
+                Entry::At(host) => {
+                    let next = host + (at - first) as u64 * grain;
+                    sparse.entry(words[at], limit) == Some(Entry::At(next))
+                }
+            };
+            if !follows {
+                break;
+            }
+            at += 1;
+        }
+        let len = ((at - first) as u64 * grain - skip).min(rest);
+        let place = match entry {
+            Entry::Hole => Place::Hole,
+            Entry::Zero => Place::Zero { allocated: false },
+            Entry::At(host) => Place::Data {
+                file: sparse.file,
+                offset: HostOffset(host + skip),
+                exclusive: piece.writable,
+            },
+        };
+        Look::Run { extent: Extent { len, place }, open: at == words.len() }
+    }
+
+    /// An image whose tables send guest bytes to its own metadata must not be written through it.
+    fn guard(&self, piece: &Piece, sparse: &Sparse, extent: Extent) -> Result<Extent> {
+        let Place::Data { offset, exclusive: true, .. } = extent.place else { return Ok(extent) };
+        let bytes = offset.0..offset.0 + extent.len;
+        if !self.writable || !sparse.overlaps_metadata(&bytes) {
+            return Ok(extent);
+        }
+        Err(Error::corrupt(
+            self.file_of(sparse.file).name(),
+            offset.0,
+            "grain",
+            format!("metadata that a grain of the extent at {:#x} overlaps", piece.start),
+            "grains in places of their own; run: vdkit check --repair all",
+        ))
+    }
+
+    pub(crate) fn entry_fault(
+        &self,
+        piece: &Piece,
+        sparse: &Sparse,
+        inside: u64,
+        word: u64,
+    ) -> Error {
+        let table = inside / sparse.table_span();
+        let index = inside / sparse.grain_bytes % sparse.table_entries;
+        let at = sparse.table(table).unwrap_or(0) * SECTOR + index * sparse.entry_bytes;
+        let expected = if piece.writable {
+            "0 or the sector of a grain within the file; run: vdkit check --repair all"
+        } else {
+            "0 or the sector of a grain within the file"
+        };
+        let file = self.file_of(sparse.file).name();
+        Error::corrupt(file, at, "grain table entry", format!("{word:#x}"), expected)
+    }
+
+    /// Brings a chunk into the cache.
+    pub(crate) fn load(&self, key: Key) -> Result<()> {
+        self.tables.load(key, || self.read_chunk(key))
+    }
+
+    fn read_chunk(&self, key: Key) -> Result<Vec<u64>> {
+        let piece = self.piece(key.0);
+        let Some(sparse) = piece.sparse() else { unreachable!("only sparse extents have tables") };
+        let count = sparse.chunk_tables();
+        let sectors: Vec<u64> =
+            (0..count).map(|i| sparse.table(key.1 * count + i).unwrap_or(0)).collect();
+        let mut words = vec![0; sparse.chunk_entries() as usize];
+        self.read_tables(sparse, &sectors, &mut words)?;
+        if self.writable || sparse.redundant.read().is_empty() {
+            return Ok(words);
+        }
+        // A reader takes the copy where a table is damaged.
+        let limit = piece.limit.load(Ordering::Acquire);
+        let entries = sparse.table_entries as usize;
+        let sound = |words: &[u64]| words.iter().all(|&word| sparse.entry(word, limit).is_some());
+        for (i, table) in words.chunks_exact_mut(entries).enumerate() {
+            if sound(table) {
+                continue;
+            }
+            if let Some(copy) = sparse.redundant_table(key.1 * count + i as u64) {
+                let mut other = vec![0; entries];
+                self.read_tables(sparse, &[copy], &mut other)?;
+                if sound(&other) {
+                    table.copy_from_slice(&other);
+                }
+            }
+        }
+        Ok(words)
+    }
+
+    /// Reads tables, those that lie side by side with one request; absent ones stay zero.
+    pub(crate) fn read_tables(
+        &self,
+        sparse: &Sparse,
+        sectors: &[u64],
+        words: &mut [u64],
+    ) -> Result<()> {
+        let storage = self.file_of(sparse.file);
+        let (bytes, entries) = (sparse.table_bytes(), sparse.table_entries as usize);
+        let step = if bytes.is_multiple_of(SECTOR) { bytes / SECTOR } else { u64::MAX };
+        let mut first = 0;
+        while first < sectors.len() {
+            if sectors[first] == 0 {
+                first += 1;
+                continue;
+            }
+            let mut end = first + 1;
+            while end < sectors.len() && Some(sectors[end]) == sectors[end - 1].checked_add(step) {
+                end += 1;
+            }
+            let mut raw = vec![0; (end - first) * bytes as usize];
+            storage.read_padded(&mut raw, HostOffset(sectors[first] * SECTOR))?;
+            let target = &mut words[first * entries..end * entries];
+            if sparse.entry_bytes == 8 {
+                for (word, raw) in target.iter_mut().zip(raw.as_chunks::<8>().0) {
+                    *word = u64::from_le_bytes(*raw);
+                }
+            } else {
+                for (word, raw) in target.iter_mut().zip(raw.as_chunks::<4>().0) {
+                    *word = u32::from_le_bytes(*raw).into();
+                }
+            }
+            first = end;
+        }
+        Ok(())
+    }
+
+    /// A flat extent's run, with the file system's word on holes.
+    fn flat_run(&self, piece: &Piece, flat: &Flat, here: u64, rest: u64) -> Result<Extent> {
+        let host = flat.at + (here - piece.start);
+        let known = flat.known_data.lock().clone();
+        if known.contains(&host) {
+            return Ok(flat_extent(piece, flat, here, rest.min(known.end - host)));
+        }
+        let storage = self.file_of(flat.file);
+        let end = flat.at + piece.len;
+        if !flat.has_holes.load(Ordering::Relaxed) {
+            if !storage.may_have_holes()? {
+                *flat.known_data.lock() = flat.at..end;
+                return Ok(flat_extent(piece, flat, here, rest));
+            }
+            flat.has_holes.store(true, Ordering::Relaxed);
+        }
+        let run = storage.extent_at(HostOffset(host), end - host)?;
+        if run.data {
+            *flat.known_data.lock() = host..host + run.len;
+            return Ok(flat_extent(piece, flat, here, rest.min(run.len)));
+        }
+        Ok(Extent { len: rest.min(run.len), place: Place::Zero { allocated: false } })
+    }
+}
+
+fn flat_extent(piece: &Piece, flat: &Flat, here: u64, len: u64) -> Extent {
+    let offset = HostOffset(flat.at + (here - piece.start));
+    Extent { len, place: Place::Data { file: flat.file, offset, exclusive: piece.writable } }
+}
+
+/// A compressed grain's place. Its length stands in its marker; the next grain in the file bounds it
+/// as a rule.
+fn packed_place(
+    sparse: &Sparse,
+    words: &[u64],
+    index: usize,
+    host: u64,
+    skip: u64,
+    limit: u64,
+) -> Packed {
+    // What is not compressible becomes longer, by less than this.
+    let longest = 2 * sparse.grain_bytes;
+    let next = words[index + 1..].iter().find(|&&word| word > 1).map_or(0, |&word| word * SECTOR);
+    let bound = if next > host { next - host } else { longest };
+    Packed {
+        file: sparse.file,
+        offset: HostOffset(host),
+        len: bound.min(longest).min(limit - host) as u32,
+        codec: Codec::Zlib,
+        unpacked_len: sparse.grain_bytes as u32,
+        skip: skip as u32,
+    }
+}

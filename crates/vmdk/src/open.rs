@@ -1,0 +1,467 @@
+//! Opening: from headers and directories to an image that can be asked.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+use parking_lot::{Condvar, Mutex, RwLock};
+use vdkit_block::{
+    BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Result, Storage,
+};
+
+use crate::cid::ContentId;
+use crate::descriptor::{Access, ExtentLine, ExtentType, NO_PARENT};
+use crate::header::{SECTOR, SparseHeader, flag};
+use crate::image::{Flat, FlushState, Kind, Meta, Piece, Vmdk};
+use crate::mend::mend_copies;
+use crate::source::{AnyHeader, Source, any_header};
+use crate::space::Space;
+use crate::sparse::{Flavor, Sparse, check_directory};
+use crate::tables::Tables;
+
+/// Bytes of all grain directories of one disk.
+const DIRECTORIES_BYTES_MAX: u64 = 16 << 20;
+
+/// What opening extents needs and gathers.
+struct Opening<'a> {
+    request: &'a OpenRequest,
+    files: Vec<Arc<dyn Storage>>,
+    extents: Vec<Piece>,
+    space: Vec<Space>,
+    warnings: Vec<String>,
+    at: u64,
+    directory_bytes: u64,
+    /// Files that extents have had so far, and whether those were sparse.
+    taken: Vec<(FileIndex, bool)>,
+}
+
+impl Vmdk {
+    /// Opens an image: reads its descriptor, and of each sparse extent the header and the grain
+    /// directories.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] and [`Error::Unsupported`] for what headers and descriptor break;
+    /// [`Error::Invalid`] where not all files were opened that the descriptor names;
+    /// [`Error::ReadOnly`]; I/O.
+    pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
+        let storage = request.storage.clone();
+        let file = storage.name().to_owned();
+        if request.writable && !storage.caps().writable {
+            return Err(Error::ReadOnly { file });
+        }
+        let source = Source::read(&storage, &request.limits)?;
+        let guest_bytes = source.guest_bytes(&file)?;
+        let names = source.files();
+        if names.len() != request.files.len() {
+            return Err(Error::Invalid(format!(
+                "{file}: its data is in {} other files, and {} were opened",
+                names.len(),
+                request.files.len()
+            )));
+        }
+        let files =
+            if source.header.is_some() { vec![storage.clone()] } else { request.files.clone() };
+        let mut opening = Opening {
+            request: &request,
+            files,
+            extents: Vec::new(),
+            space: Vec::new(),
+            warnings: Vec::new(),
+            at: 0,
+            directory_bytes: 0,
+            taken: Vec::new(),
+        };
+        match (&source.header, &source.placed) {
+            (Some(header), _) => opening.sparse(header, FileIndex(0), None)?,
+            (None, Some(placed)) => {
+                let index: BTreeMap<&str, u16> =
+                    names.iter().map(String::as_str).zip(0..).collect();
+                for line in &placed.descriptor.extents {
+                    opening.line(line, FileIndex(index.get(&*line.name).copied().unwrap_or(0)))?;
+                }
+            }
+            (None, None) => {}
+        }
+        opening.finish(source, guest_bytes)
+    }
+}
+
+impl Opening<'_> {
+    fn limits(&self) -> &Limits {
+        &self.request.limits
+    }
+
+    /// An extent that the descriptor names.
+    fn line(&mut self, line: &ExtentLine, index: FileIndex) -> Result<()> {
+        let len = line.sectors * SECTOR;
+        if len == 0 {
+            return Ok(());
+        }
+        if line.access == Access::None {
+            return Err(Error::unsupported(
+                self.request.storage.name(),
+                format!("the extent '{}', which it says may not be read (NOACCESS)", line.name),
+                "change NOACCESS to RDONLY in the descriptor if that is wrong",
+            ));
+        }
+        let writable = self.request.writable && line.access == Access::ReadWrite;
+        if line.kind != ExtentType::Zero {
+            self.take_file(line, index)?;
+        }
+        let storage = self.files.get(usize::from(index.0)).cloned();
+        match (line.kind, storage) {
+            (ExtentType::Zero, _) => self.push(len, false, Kind::Zero, 0, Space::default()),
+            (ExtentType::Flat, Some(storage)) => {
+                let at = line.offset * SECTOR;
+                if at.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
+                    return Err(Error::corrupt(
+                        self.request.storage.name(),
+                        0,
+                        "extent line",
+                        format!("sector {} of '{}'", line.offset, line.name),
+                        "an extent that ends within 2^63 bytes",
+                    ));
+                }
+                let writable = writable && storage.caps().writable;
+                let (known_data, has_holes) = (Mutex::default(), AtomicBool::new(false));
+                let flat = Flat { file: index, at, known_data, has_holes };
+                self.push(len, writable, Kind::Flat(flat), 0, Space::default());
+            }
+            (ExtentType::Sparse | ExtentType::SeSparse, Some(storage)) => {
+                let mut head = [0; SECTOR as usize];
+                let got = storage.read_up_to(&mut head, HostOffset(0))?;
+                let header = any_header(&*storage, &head, got, self.limits())?;
+                let Some(header) = header else {
+                    return Err(Error::corrupt(
+                        storage.name(),
+                        0,
+                        "magic number",
+                        format!("{:02x?}", &head[..4]),
+                        "that of a sparse extent",
+                    ));
+                };
+                self.sparse(&header, index, Some(line))?;
+            }
+            (_, None) => {
+                return Err(Error::Invalid(format!(
+                    "{}: the extent '{}' was not opened",
+                    self.request.storage.name(),
+                    line.name
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Plain bytes of one file may be in several extents; a sparse extent has its file to itself.
+    fn take_file(&mut self, line: &ExtentLine, index: FileIndex) -> Result<()> {
+        let sparse = line.kind != ExtentType::Flat;
+        if self.taken.iter().any(|&(other, s)| other == index && (sparse || s)) {
+            return Err(Error::corrupt(
+                self.request.storage.name(),
+                0,
+                "extent line",
+                format!("'{}' once more", line.name),
+                "a sparse extent's file in one line alone",
+            ));
+        }
+        // (Few lines name a file twice: the list stays as short as the files are many.)
+        if self.taken.last() != Some(&(index, sparse)) {
+            self.taken.push((index, sparse));
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, len: u64, writable: bool, kind: Kind, limit: u64, space: Space) {
+        let (start, limit) = (self.at, AtomicU64::new(limit));
+        self.extents.push(Piece { start, len, writable, kind, limit });
+        self.space.push(space);
+        self.at += len;
+    }
+
+    /// A sparse extent; `line` says how much of it belongs to the disk where a descriptor does.
+    fn sparse(
+        &mut self,
+        header: &AnyHeader,
+        index: FileIndex,
+        line: Option<&ExtentLine>,
+    ) -> Result<()> {
+        let storage = self.files[usize::from(index.0)].clone();
+        let sectors = line.map_or(header.sectors(), |line| line.sectors);
+        if header.sectors() < sectors {
+            let found = format!("{} sectors", header.sectors());
+            let expected = format!("{sectors}, as its descriptor says");
+            return Err(Error::corrupt(storage.name(), 12, "capacity", found, expected));
+        }
+        if sectors == 0 {
+            return Ok(());
+        }
+        let len = storage.len()?;
+        let wanted = self.request.writable
+            && line.is_none_or(|line| line.access == Access::ReadWrite)
+            && storage.caps().writable;
+        let writable = wanted && can_write(header);
+        let sparse = match header {
+            AnyHeader::Hosted(header) => self.hosted(header, &storage, index, len, writable)?,
+            AnyHeader::Cowd(h) => {
+                let (at, entries) = (h.directory * SECTOR, h.directory_entries);
+                let directory =
+                    self.directory(&Flavor::Cowd, &storage, at, entries, 4 * 4096, len)?;
+                plain(Flavor::Cowd, index, header.grain_bytes(), 4096, at, directory)
+            }
+            AnyHeader::Se(h) => {
+                let flavor = Flavor::Se { tables: h.tables, grains: h.grains };
+                let table = h.table_sectors * SECTOR;
+                let at = h.directory.saturating_mul(SECTOR);
+                let directory =
+                    self.directory(&flavor, &storage, at, h.directory_entries, table, len)?;
+                plain(flavor, index, header.grain_bytes(), table / 8, at, directory)
+            }
+        };
+        let marked = matches!(header, AnyHeader::Hosted(header) if header.unclean);
+        let unclean = marked && !(writable && mend_copies(&sparse, &*storage, len)?);
+        if unclean {
+            self.warnings.push(format!(
+                "{}: was not closed cleanly; 'vdkit check' tells whether its tables and their \
+                 copies agree",
+                storage.name()
+            ));
+        }
+        let space = if writable {
+            Space { unclean: marked, ..Space::new(len, sparse.grain_bytes, unclean) }
+        } else {
+            Space::default()
+        };
+        self.push(sectors * SECTOR, writable, Kind::Sparse(sparse), len, space);
+        Ok(())
+    }
+
+    fn hosted(
+        &mut self,
+        header: &SparseHeader,
+        storage: &Arc<dyn Storage>,
+        index: FileIndex,
+        len: u64,
+        writable: bool,
+    ) -> Result<Sparse> {
+        let file = storage.name();
+        let zero_grain = header.has(flag::ZERO_GRAIN);
+        let flavor = if header.is_compressed() {
+            Flavor::Stream { zero_grain, markers: header.has(flag::MARKERS) }
+        } else {
+            Flavor::Hosted { zero_grain }
+        };
+        let table_bytes = u64::from(header.table_entries) * 4;
+        let entries = header.directory_entries();
+        let at = header.directory.saturating_mul(SECTOR);
+        let copy = (header.has(flag::REDUNDANT) && header.redundant_directory != 0)
+            .then(|| header.redundant_directory.saturating_mul(SECTOR));
+        let primary = self.directory(&flavor, storage, at, entries, table_bytes, len);
+        let keeps_copy = matches!(flavor, Flavor::Hosted { .. });
+        let second = copy
+            .filter(|_| keeps_copy)
+            .map(|at| (at, self.directory(&flavor, storage, at, entries, table_bytes, len)));
+        let mend = |error: Error| match error {
+            Error::Corrupt(mut fault) if writable => {
+                fault.expected.push_str("; run: vdkit check --repair all");
+                Error::Corrupt(fault)
+            }
+            other => other,
+        };
+        let (directory_at, directory, redundant_at, redundant) = match (primary, second) {
+            (Ok(directory), None) => (at, directory, None, Vec::new()),
+            (Ok(directory), Some((copy_at, Ok(copy)))) => (at, directory, Some(copy_at), copy),
+            (Ok(directory), Some((_, Err(error)))) if !writable => {
+                self.warnings.push(format!("{error}; the redundant grain directory is not used"));
+                (at, directory, None, Vec::new())
+            }
+            (Err(error), Some((copy_at, Ok(copy)))) if !writable => {
+                self.warnings.push(format!("{error}; the redundant grain directory is used"));
+                (copy_at, copy, None, Vec::new())
+            }
+            (Err(error), _) | (_, Some((_, Err(error)))) => return Err(mend(error)),
+        };
+        let bytes = entries * 4;
+        let descriptor = header.descriptor.saturating_mul(SECTOR);
+        let text = header.descriptor_sectors.saturating_mul(SECTOR);
+        let mut front = vec![
+            0..SECTOR,
+            descriptor..descriptor.saturating_add(text),
+            at..at.saturating_add(bytes),
+        ];
+        front.extend(redundant_at.map(|at| at..at.saturating_add(bytes)));
+        let sparse = Sparse {
+            redundant_at,
+            redundant: RwLock::new(redundant),
+            front,
+            ..plain(
+                flavor,
+                index,
+                header.grain_bytes(),
+                header.table_entries.into(),
+                directory_at,
+                directory,
+            )
+        };
+        if writable {
+            note_metadata(&sparse, file)?;
+        }
+        Ok(sparse)
+    }
+
+    /// Reads a grain directory.
+    fn directory(
+        &mut self,
+        flavor: &Flavor,
+        storage: &Arc<dyn Storage>,
+        at: u64,
+        entries: u64,
+        table_bytes: u64,
+        len: u64,
+    ) -> Result<Vec<u32>> {
+        let entry = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
+        let bytes = entries * entry;
+        self.directory_bytes += entries * 4;
+        if self.directory_bytes > 2 * DIRECTORIES_BYTES_MAX {
+            return Err(Error::Limit {
+                file: self.request.storage.name().to_owned(),
+                what: "size of all grain directories",
+                found: self.directory_bytes,
+                limit: 2 * DIRECTORIES_BYTES_MAX,
+            });
+        }
+        if at == 0 || at.checked_add(bytes).is_none_or(|end| end > len) {
+            let (found, expected) =
+                (format!("{bytes} bytes at {at:#x}"), "a place within the file");
+            return Err(Error::corrupt(storage.name(), at, "grain directory", found, expected));
+        }
+        let mut raw = vec![0; bytes as usize];
+        storage.read_at(&mut raw, HostOffset(at))?;
+        let words: Vec<u64> = if entry == 8 {
+            raw.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect()
+        } else {
+            raw.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b).into()).collect()
+        };
+        drop(raw);
+        check_directory(flavor, &words, table_bytes, at, len, storage.name())
+    }
+
+    fn finish(self, source: Source, guest_bytes: u64) -> Result<Arc<Vmdk>> {
+        let Opening { request, files, extents, space, mut warnings, .. } = self;
+        let storage = request.storage.clone();
+        let writable = request.writable;
+        let descriptor = source.placed.as_ref().map(|placed| &placed.descriptor);
+        let backing = descriptor.and_then(|d| {
+            Some(BackingRef {
+                name: d.parent()?.to_owned(),
+                format: Some("vmdk".to_owned()),
+                identity: Some(format!("{:08x}", d.parent_cid)),
+            })
+        });
+        if backing.is_none() && descriptor.is_some_and(|d| d.parent_cid != NO_PARENT) {
+            warnings.push(format!(
+                "{}: stands on a disk that it does not name (parentCID without \
+                 parentFileNameHint): what is there reads as zero; 'vdkit rebase --unsafe' tells \
+                 where it is",
+                storage.name()
+            ));
+        }
+        let cid = match source.placed.as_ref().filter(|_| writable) {
+            Some(placed) => ContentId::of(&placed.descriptor, placed.at),
+            None => ContentId::default(),
+        };
+        let grains = extents.iter().filter_map(|piece| piece.sparse().map(|s| s.grain_bytes)).max();
+        let block = || {
+            let caps = files.first().unwrap_or(&storage).caps();
+            u64::from(caps.block_bytes.max(1))
+        };
+        let cluster_bytes = grains.unwrap_or_else(block);
+        let words = extents.iter().filter_map(|p| p.sparse().map(Sparse::chunk_entries)).max();
+        let image = Vmdk {
+            touched: files.iter().map(|_| AtomicBool::new(false)).collect(),
+            tables: Tables::new(request.limits.cache_bytes, words.unwrap_or(1)),
+            meta: Mutex::new(Meta { space, ..Meta::default() }),
+            storage,
+            files,
+            extents,
+            guest_bytes,
+            writable,
+            backing,
+            warnings,
+            in_flight: InFlight::default(),
+            ended: Condvar::new(),
+            flushing: Mutex::new(FlushState::default()),
+            flush_requests: AtomicU64::new(0),
+            dirty: AtomicBool::new(false),
+            cid,
+            cluster_bytes,
+        };
+        if writable
+            && let Some(first) = image.extents.first()
+            && image.extents.iter().all(|piece| !piece.writable)
+        {
+            return Err(image.refuse(first));
+        }
+        Ok(Arc::new(image))
+    }
+}
+
+/// Whether extents with such a header can be written in place. Version 3 without compression has a
+/// record of changes beside it, which would become wrong.
+fn can_write(header: &AnyHeader) -> bool {
+    matches!(header, AnyHeader::Hosted(header) if !header.is_compressed() && header.version < 3)
+}
+
+fn plain(
+    flavor: Flavor,
+    file: FileIndex,
+    grain_bytes: u64,
+    table_entries: u64,
+    directory_at: u64,
+    directory: Vec<u32>,
+) -> Sparse {
+    let entry_bytes = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
+    Sparse {
+        flavor,
+        file,
+        grain_bytes,
+        table_entries,
+        directory_at,
+        directory: RwLock::new(directory),
+        redundant_at: None,
+        redundant: RwLock::default(),
+        metadata: RwLock::default(),
+        front: Vec::new(),
+        entry_bytes,
+    }
+}
+
+/// Notes where the tables are; each must have its place to itself.
+fn note_metadata(sparse: &Sparse, file: &str) -> Result<()> {
+    let mut sectors: Vec<u32> = sparse.directory.read().clone();
+    sectors.extend_from_slice(&sparse.redundant.read());
+    sectors.retain(|&sector| sector != 0);
+    sectors.sort_unstable();
+    let table = sparse.table_bytes().div_ceil(SECTOR);
+    let place = |sector: u32| -> Range<u64> {
+        let start = u64::from(sector);
+        start * SECTOR..(start + table) * SECTOR
+    };
+    let twice = sectors.array_windows().find(|[a, b]| u64::from(b - a) < table).map(|[_, b]| *b);
+    let over = sectors.iter().copied().find(|&sector| {
+        let place = place(sector);
+        sparse.front.iter().any(|r| r.start < place.end && place.start < r.end)
+    });
+    if let Some(sector) = twice.or(over) {
+        return Err(Error::corrupt(
+            file,
+            place(sector).start,
+            "grain table",
+            "other metadata in the same place",
+            "each table in a place of its own; run: vdkit check --repair all",
+        ));
+    }
+    *sparse.metadata.write() = sectors;
+    Ok(())
+}

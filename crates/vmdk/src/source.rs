@@ -1,0 +1,219 @@
+//! What an image's own file says: which descriptor, which header, which other files.
+
+use std::sync::Arc;
+
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+
+use crate::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, ExtentType};
+use crate::foreign::{COWD_MAGIC, Cowd, SE_MAGIC, SeSparse};
+use crate::header::{DIRECTORY_AT_END, MAGIC, SECTOR, SparseHeader};
+
+/// Marker type of the footer.
+const MARKER_FOOTER: u32 = 3;
+
+/// A sparse extent's header, of whichever kind.
+#[derive(Clone, Debug)]
+pub(crate) enum AnyHeader {
+    Hosted(SparseHeader),
+    Cowd(Cowd),
+    Se(SeSparse),
+}
+
+impl AnyHeader {
+    /// Sectors of the extent.
+    pub(crate) fn sectors(&self) -> u64 {
+        match self {
+            Self::Hosted(header) => header.capacity,
+            Self::Cowd(header) => header.sectors,
+            Self::Se(header) => header.sectors,
+        }
+    }
+
+    /// Bytes of a grain.
+    pub(crate) fn grain_bytes(&self) -> u64 {
+        SECTOR
+            * match self {
+                Self::Hosted(header) => header.grain_sectors,
+                Self::Cowd(header) => header.grain_sectors,
+                Self::Se(header) => header.grain_sectors,
+            }
+    }
+}
+
+/// The descriptor and where it stands.
+#[derive(Clone, Debug)]
+pub(crate) struct Placed {
+    pub(crate) descriptor: Descriptor,
+    /// Byte offset in the image's own file.
+    pub(crate) at: u64,
+    /// Bytes that it may take; nothing where it is a file of its own.
+    pub(crate) room: Option<u64>,
+}
+
+/// What an image's own file says.
+#[derive(Clone, Debug)]
+pub(crate) struct Source {
+    /// Nothing in an extent that is opened by itself.
+    pub(crate) placed: Option<Placed>,
+    /// The file is a sparse extent itself; nothing for a descriptor whose extents are elsewhere.
+    pub(crate) header: Option<AnyHeader>,
+}
+
+impl Source {
+    /// Reads headers and descriptor: four reads at most, of 1 MiB together.
+    ///
+    /// # Errors
+    /// What the headers and the descriptor are refused for; I/O.
+    pub(crate) fn read(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Self> {
+        let mut head = [0; SECTOR as usize];
+        let got = storage.read_up_to(&mut head, HostOffset(0))?;
+        if let Some(header) = any_header(&**storage, &head, got, limits)? {
+            let placed = match &header {
+                AnyHeader::Hosted(header) => embedded(&**storage, header)?,
+                _ => None,
+            };
+            return Ok(Self { placed, header: Some(header) });
+        }
+        let len = storage.len()?;
+        if len > DESCRIPTOR_BYTES_MAX {
+            return Err(Error::Limit {
+                file: storage.name().to_owned(),
+                what: "length of the descriptor",
+                found: len,
+                limit: DESCRIPTOR_BYTES_MAX,
+            });
+        }
+        let mut text = vec![0; len as usize];
+        storage.read_padded(&mut text, HostOffset(0))?;
+        let descriptor = Descriptor::parse(&text, 0, storage.name())?;
+        Ok(Self { placed: Some(Placed { descriptor, at: 0, room: None }), header: None })
+    }
+
+    /// The other files that the descriptor names, each once, in the order of the extents.
+    pub(crate) fn files(&self) -> Vec<String> {
+        let Some(placed) = self.placed.as_ref().filter(|_| self.header.is_none()) else {
+            return Vec::new();
+        };
+        let mut names: Vec<String> = Vec::new();
+        let mut seen = rustc_hash::FxHashSet::default();
+        for extent in &placed.descriptor.extents {
+            if extent.kind != ExtentType::Zero && seen.insert(extent.name.as_str()) {
+                names.push(extent.name.clone());
+            }
+        }
+        names
+    }
+
+    /// Bytes of the guest disk.
+    pub(crate) fn guest_bytes(&self, file: &str) -> Result<u64> {
+        let sectors = match (&self.header, &self.placed) {
+            (Some(header), _) => Some(header.sectors()),
+            (None, Some(placed)) => {
+                let mut extents = placed.descriptor.extents.iter();
+                extents.try_fold(0u64, |sum, extent| sum.checked_add(extent.sectors))
+            }
+            (None, None) => Some(0),
+        };
+        sectors.filter(|&n| n <= i64::MAX as u64 / SECTOR).map(|n| n * SECTOR).ok_or_else(|| {
+            Error::corrupt(file, 0, "extents", "more than 2^63 bytes together", "less")
+        })
+    }
+}
+
+/// The header of a sparse extent whose first sector (`got` bytes of it) is `head`; nothing where no
+/// magic number is there.
+///
+/// # Errors
+/// As [`Source::read`].
+pub(crate) fn any_header(
+    storage: &dyn Storage,
+    head: &[u8; SECTOR as usize],
+    got: usize,
+    limits: &Limits,
+) -> Result<Option<AnyHeader>> {
+    let file = storage.name();
+    let known = head.starts_with(MAGIC)
+        || head.starts_with(COWD_MAGIC)
+        || head[..8] == SE_MAGIC.to_le_bytes();
+    if !known {
+        return Ok(None);
+    }
+    if (got as u64) < SECTOR {
+        let found = format!("{got} bytes");
+        return Err(Error::corrupt(file, 0, "sparse extent header", found, "512 bytes"));
+    }
+    Ok(Some(if head.starts_with(MAGIC) {
+        let header = SparseHeader::parse(head, 0, file, limits)?;
+        AnyHeader::Hosted(if header.directory == DIRECTORY_AT_END {
+            footer(storage, limits)?
+        } else {
+            header
+        })
+    } else if head.starts_with(COWD_MAGIC) {
+        AnyHeader::Cowd(Cowd::parse(head, file, limits)?)
+    } else {
+        let header = SeSparse::parse(head, file, limits)?;
+        let mut volatile = [0; SECTOR as usize];
+        let at = header.volatile.saturating_mul(SECTOR).min(i64::MAX as u64);
+        storage.read_padded(&mut volatile, HostOffset(at))?;
+        header.check_volatile(&volatile, file)?;
+        AnyHeader::Se(header)
+    }))
+}
+
+/// The true header of a stream: before its end mark, behind the footer's mark.
+fn footer(storage: &dyn Storage, limits: &Limits) -> Result<SparseHeader> {
+    let file = storage.name();
+    let len = storage.len()?;
+    let start = (len / SECTOR * SECTOR).saturating_sub(3 * SECTOR);
+    let mut bytes = [0; 3 * SECTOR as usize];
+    storage.read_padded(&mut bytes, HostOffset(start))?;
+    let marker = u32::from_le_bytes([bytes[12], bytes[13], bytes[14], bytes[15]]);
+    let missing = |found: &str| {
+        Error::corrupt(
+            file,
+            start,
+            "footer",
+            found,
+            "a footer and an end mark: the stream was cut off; ask for it again",
+        )
+    };
+    if bytes[8..12] != [0; 4] || marker != MARKER_FOOTER || !bytes[512..].starts_with(MAGIC) {
+        return Err(missing("something else"));
+    }
+    if bytes[1024..1040] != [0; 16] {
+        return Err(missing("no end mark"));
+    }
+    let mut sector = [0; SECTOR as usize];
+    sector.copy_from_slice(&bytes[512..1024]);
+    let header = SparseHeader::parse(&sector, start + SECTOR, file, limits)?;
+    if header.directory == DIRECTORY_AT_END {
+        return Err(missing("a footer without the grain directory's place"));
+    }
+    Ok(header)
+}
+
+fn embedded(storage: &dyn Storage, header: &SparseHeader) -> Result<Option<Placed>> {
+    if header.descriptor == 0 || header.descriptor_sectors == 0 {
+        return Ok(None);
+    }
+    let file = storage.name();
+    let (at, room) = (
+        header.descriptor.saturating_mul(SECTOR),
+        header.descriptor_sectors.saturating_mul(SECTOR),
+    );
+    let len = storage.len()?;
+    if at >= len {
+        let (found, field) =
+            (format!("sector {}", header.descriptor), crate::header::field::DESCRIPTOR);
+        return Err(Error::corrupt(file, field, "descriptor", found, "a place within the file"));
+    }
+    let mut text = vec![0; room.min(DESCRIPTOR_BYTES_MAX).min(len - at) as usize];
+    storage.read_padded(&mut text, HostOffset(at))?;
+    if text.first().is_none_or(|&b| b == 0) {
+        // Extents of split disks may have the space and nothing in it.
+        return Ok(None);
+    }
+    let descriptor = Descriptor::parse(&text, at, file)?;
+    Ok(Some(Placed { descriptor, at, room: Some(text.len() as u64) }))
+}

@@ -1,0 +1,289 @@
+//! Finding host space for grains: given up ones first, then a longer file.
+//!
+//! The file grows in batches, before anything refers to what is new. The length must be durable
+//! before a table entry is (an entry beyond the end would be given out again by whoever opens the
+//! image next), and a batch that is durable serves many flushes. What a crash leaves of it is a
+//! file that is too long, with holes at its end.
+
+use std::sync::atomic::Ordering;
+
+use vdkit_block::{Error, HostOffset, Result, Storage};
+
+use crate::header::SECTOR;
+use crate::image::{Meta, Piece, Vmdk};
+use crate::sparse::Sparse;
+
+/// The first batch, and the largest.
+const BATCH_BYTES: u64 = 1 << 20;
+const BATCH_BYTES_MAX: u64 = 64 << 20;
+/// Sectors are numbered in 32 bits.
+pub(crate) const HOST_BYTES_MAX: u64 = (u32::MAX as u64) * SECTOR;
+
+/// The free space of one extent's file.
+#[derive(Debug, Default)]
+pub(crate) struct Space {
+    /// No grain from here on is in use; a multiple of the grain.
+    pub(crate) frontier: u64,
+    /// Bytes of the file, reserved ones included.
+    pub(crate) end: u64,
+    /// So many of them are known to be durable.
+    pub(crate) durable: u64,
+    /// Bytes of the next batch.
+    pub(crate) batch: u64,
+    /// Free grains below the frontier: host offset and bytes, sorted, neighbours joined.
+    pub(crate) free: Vec<(u64, u64)>,
+    /// The unclean mark was there when the image was opened.
+    pub(crate) unclean_before: bool,
+    /// It stands in the header now.
+    pub(crate) unclean: bool,
+    /// The length has to be set when the image is closed.
+    pub(crate) grown: bool,
+}
+
+/// Grains for a write.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Run {
+    pub(crate) host: u64,
+    pub(crate) bytes: u64,
+    /// They lie behind the file's former end: they read as zero.
+    pub(crate) fresh: bool,
+}
+
+impl Space {
+    pub(crate) fn new(len: u64, grain: u64, unclean: bool) -> Self {
+        let frontier = len.next_multiple_of(grain);
+        Self {
+            frontier,
+            end: len,
+            durable: len,
+            batch: BATCH_BYTES,
+            free: Vec::new(),
+            unclean_before: unclean,
+            unclean,
+            grown: false,
+        }
+    }
+
+    /// Puts grains back.
+    pub(crate) fn give_back(&mut self, host: u64, bytes: u64) {
+        let at = self.free.partition_point(|&(start, _)| start < host);
+        self.free.insert(at, (host, bytes));
+        if at + 1 < self.free.len() && host + bytes == self.free[at + 1].0 {
+            self.free[at].1 += self.free[at + 1].1;
+            self.free.remove(at + 1);
+        }
+        if at > 0 && self.free[at - 1].0 + self.free[at - 1].1 == host {
+            self.free[at - 1].1 += self.free[at].1;
+            self.free.remove(at);
+        }
+    }
+
+    /// Takes so many bytes in one piece from what is free, or up to so many where nothing else is
+    /// to be had.
+    fn take_free(&mut self, bytes: u64, less: bool) -> Option<Run> {
+        let whole = self.free.iter().position(|&(_, has)| has >= bytes);
+        let longest = || (0..self.free.len()).max_by_key(|&i| self.free[i].1);
+        let at = whole.or_else(|| if less { longest() } else { None })?;
+        let (host, has) = self.free[at];
+        let taken = bytes.min(has);
+        if taken == has {
+            self.free.remove(at);
+        } else {
+            self.free[at] = (host + taken, has - taken);
+        }
+        Some(Run { host, bytes: taken, fresh: false })
+    }
+
+    /// Lowers the frontier over free grains at its end.
+    pub(crate) fn trim(&mut self) {
+        while let Some(&(host, bytes)) = self.free.last()
+            && host + bytes == self.frontier
+        {
+            self.frontier = host;
+            self.free.pop();
+        }
+    }
+}
+
+impl Vmdk {
+    /// Takes up to `count` contiguous grains of an extent.
+    pub(crate) fn allocate(&self, meta: &mut Meta, index: u32, count: u64) -> Result<Run> {
+        let piece = self.piece(index);
+        let Some(sparse) = piece.sparse() else { unreachable!("flat extents have their space") };
+        let bytes = count * sparse.grain_bytes;
+        self.reclaim(meta);
+        let space = &mut meta.space[index as usize];
+        if let Some(run) = space.take_free(bytes, false) {
+            return Ok(run);
+        }
+        let storage = self.file_of(sparse.file);
+        match grow(space, piece, sparse, &**storage, bytes) {
+            Ok(run) => Ok(run),
+            // In pieces rather than not at all.
+            Err(error) => space.take_free(bytes, true).ok_or(error),
+        }
+    }
+
+    /// Makes sure that tables `first..=last` of an extent exist, to be changed.
+    pub(crate) fn make_tables(
+        &self,
+        meta: &mut Meta,
+        index: u32,
+        first: u64,
+        last: u64,
+    ) -> Result<()> {
+        let piece = self.piece(index);
+        let Some(sparse) = piece.sparse() else { unreachable!("only sparse extents have tables") };
+        let copies = if sparse.redundant_at.is_some() { 2 } else { 1 };
+        let absent = |table| {
+            sparse.table(table).is_none()
+                || (copies == 2 && sparse.redundant_table(table).is_none())
+        };
+        let mut table = first;
+        while table <= last {
+            if !absent(table) {
+                table += 1;
+                continue;
+            }
+            // Tables for the neighbours that have none either fill up the grain.
+            let bytes = sparse.table_bytes().next_multiple_of(SECTOR);
+            let grains = (copies * bytes).div_ceil(sparse.grain_bytes);
+            let storage = self.file_of(sparse.file);
+            let space = &mut meta.space[index as usize];
+            let run = grow(space, piece, sparse, &**storage, grains * sparse.grain_bytes)?;
+            let room = run.bytes / (copies * bytes);
+            if room == 0 {
+                return Err(Error::NoSpace {
+                    file: storage.name().to_owned(),
+                    what: "a grain table must begin within the first 2 TiB of its file".to_owned(),
+                });
+            }
+            let tables = sparse.directory.read().len() as u64;
+            let mut at = run.host;
+            let end = tables.min(table + room);
+            for table in (table..end).take_while(|&t| absent(t)) {
+                self.link_table(
+                    meta,
+                    index,
+                    sparse,
+                    table,
+                    at,
+                    (copies == 2).then_some(at + bytes),
+                );
+                at += copies * bytes;
+            }
+            let space = &meta.space[index as usize];
+            meta.length_first |= run.host + run.bytes > space.durable;
+            table += 1;
+        }
+        Ok(())
+    }
+
+    fn link_table(
+        &self,
+        meta: &mut Meta,
+        index: u32,
+        sparse: &Sparse,
+        table: u64,
+        at: u64,
+        copy: Option<u64>,
+    ) {
+        let mut metadata = sparse.metadata.write();
+        let mut link = |directory: &mut Vec<u32>, at: u64| {
+            // An image of another program may lack one of the two.
+            if directory[table as usize] == 0 {
+                directory[table as usize] = (at / SECTOR) as u32;
+                let sector = (at / SECTOR) as u32;
+                let place = metadata.partition_point(|&s| s < sector);
+                metadata.insert(place, sector);
+            }
+        };
+        // The copy first: a reader that sees the table may not miss it.
+        if let Some(copy) = copy {
+            link(&mut sparse.redundant.write(), copy);
+        }
+        link(&mut sparse.directory.write(), at);
+        meta.dirty_directories.insert((index, (table * 4 / SECTOR) as u32));
+        // The copy of a table that was there already has nothing in it yet.
+        self.mark_table(meta, index, sparse, table);
+        self.touch(sparse.file);
+        self.dirty.store(true, Ordering::Release);
+    }
+
+    /// Puts freed grains back into use once nobody can be reading them.
+    pub(crate) fn reclaim(&self, meta: &mut Meta) {
+        let mut waiting = Vec::new();
+        for freed in std::mem::take(&mut meta.released) {
+            if self.in_flight.passed(freed.stamp) {
+                meta.space[freed.extent as usize].give_back(freed.host, freed.bytes);
+            } else {
+                waiting.push(freed);
+            }
+        }
+        meta.released = waiting;
+    }
+}
+
+/// Takes bytes behind the frontier, making the file longer where they are not reserved yet.
+fn grow(
+    space: &mut Space,
+    piece: &Piece,
+    sparse: &Sparse,
+    storage: &dyn Storage,
+    bytes: u64,
+) -> Result<Run> {
+    let host = space.frontier;
+    let full =
+        |what: &str| Err(Error::NoSpace { file: storage.name().to_owned(), what: what.to_owned() });
+    let grain = sparse.grain_bytes;
+    let bytes = bytes.min(HOST_BYTES_MAX.saturating_sub(host) / grain * grain);
+    if bytes == 0 {
+        return full("a grain must begin within the first 2 TiB of its file");
+    }
+    let needed = host + bytes;
+    if needed > space.end {
+        if !storage.caps().growable {
+            return full("the device is too small for more grains");
+        }
+        let batch = space.batch.max(bytes).next_multiple_of(grain);
+        let end = (host + batch).min(HOST_BYTES_MAX / grain * grain).max(needed);
+        if storage.volatile() {
+            storage.expect_len(end)?;
+        } else {
+            storage.set_len(end)?;
+        }
+        (space.end, space.grown) = (end, true);
+        space.batch = (space.batch * 2).min(BATCH_BYTES_MAX);
+    }
+    space.frontier = needed;
+    piece.limit.fetch_max(needed, Ordering::AcqRel);
+    // What an earlier end of the file cut off in the middle of a grain is beneath the frontier.
+    Ok(Run { host, bytes, fresh: true })
+}
+
+/// The place of a run as an offset.
+pub(crate) fn offset(run: &Run) -> HostOffset {
+    HostOffset(run.host)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn free_runs_join_and_the_frontier_falls_over_them() {
+        let mut space = Space::new(1000, 512, false);
+        assert_eq!(space.frontier, 1024);
+        space.frontier = 8192;
+        for (host, bytes) in [(1024, 512), (2048, 512), (1536, 512), (7168, 512), (7680, 512)] {
+            space.give_back(host, bytes);
+        }
+        assert_eq!(space.free, [(1024, 1536), (7168, 1024)]);
+        let run = space.take_free(1024, false).unwrap();
+        assert_eq!((run.host, run.bytes, run.fresh), (1024, 1024, false));
+        assert!(space.take_free(4096, false).is_none());
+        space.trim();
+        assert_eq!((space.frontier, space.free.len()), (7168, 1));
+        assert_eq!(space.take_free(4096, true).unwrap().bytes, 512);
+    }
+}

@@ -1,0 +1,245 @@
+//! One sparse extent: its directory, and what its table entries mean.
+
+use std::ops::Range;
+
+use parking_lot::RwLock;
+use vdkit_block::{Error, FileIndex, Result};
+
+use crate::header::SECTOR;
+
+/// seSparse: what the upper bits of a directory entry must be.
+const SE_TABLE: u64 = 1 << 60;
+
+/// How tables and grains are named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Flavor {
+    /// Hosted, with plain grains.
+    Hosted {
+        /// An entry of 1 is a grain of zeroes.
+        zero_grain: bool,
+    },
+    /// Hosted, with compressed grains.
+    Stream {
+        /// As for hosted ones.
+        zero_grain: bool,
+        /// A marker with the compressed length stands before each.
+        markers: bool,
+    },
+    /// COWD (vmfsSparse).
+    Cowd,
+    /// seSparse.
+    Se {
+        /// First sector of the grain tables.
+        tables: u64,
+        /// First sector of the grains.
+        grains: u64,
+    },
+}
+
+/// What a table entry says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Entry {
+    /// Not here.
+    Hole,
+    /// Zeroes.
+    Zero,
+    /// Host offset in bytes of the grain, or of its marker.
+    At(u64),
+}
+
+/// A sparse extent.
+#[derive(Debug)]
+pub(crate) struct Sparse {
+    pub(crate) flavor: Flavor,
+    pub(crate) file: FileIndex,
+    pub(crate) grain_bytes: u64,
+    /// Entries of a grain table.
+    pub(crate) table_entries: u64,
+    /// Host offset of the directory.
+    pub(crate) directory_at: u64,
+    /// First sector of each table, or 0.
+    pub(crate) directory: RwLock<Vec<u32>>,
+    /// Host offset of the redundant directory, where it is kept up.
+    pub(crate) redundant_at: Option<u64>,
+    /// First sectors of the redundant tables, or 0; empty without.
+    pub(crate) redundant: RwLock<Vec<u32>>,
+    /// First sectors of all tables and of what else is metadata, sorted; empty when read-only.
+    pub(crate) metadata: RwLock<Vec<u32>>,
+    /// Bytes of the header, the descriptor and the directories at the front.
+    pub(crate) front: Vec<Range<u64>>,
+    /// Bytes of one entry.
+    pub(crate) entry_bytes: u64,
+}
+
+impl Sparse {
+    /// Bytes of a grain table.
+    pub(crate) fn table_bytes(&self) -> u64 {
+        self.table_entries * self.entry_bytes
+    }
+
+    /// Guest bytes that one table maps.
+    pub(crate) fn table_span(&self) -> u64 {
+        self.table_entries * self.grain_bytes
+    }
+
+    pub(crate) fn is_packed(&self) -> bool {
+        matches!(self.flavor, Flavor::Stream { .. })
+    }
+
+    /// Whether a grain of zeroes has an entry of its own.
+    pub(crate) fn has_zero_grains(&self) -> bool {
+        match self.flavor {
+            Flavor::Hosted { zero_grain } | Flavor::Stream { zero_grain, .. } => zero_grain,
+            Flavor::Cowd => false,
+            Flavor::Se { .. } => true,
+        }
+    }
+
+    /// Sector of a table, or nothing where there is none.
+    pub(crate) fn table(&self, index: u64) -> Option<u64> {
+        let sector = self.directory.read().get(index as usize).copied().unwrap_or(0);
+        (sector != 0).then_some(u64::from(sector))
+    }
+
+    /// Sector of a redundant table.
+    pub(crate) fn redundant_table(&self, index: u64) -> Option<u64> {
+        let sector = self.redundant.read().get(index as usize).copied().unwrap_or(0);
+        (sector != 0).then_some(u64::from(sector))
+    }
+
+    /// What a table's word says; `limit` is where the file ends. Nothing: it breaks a rule.
+    pub(crate) fn entry(&self, word: u64, limit: u64) -> Option<Entry> {
+        let sector = match self.flavor {
+            Flavor::Se { grains, .. } => match word >> 60 {
+                0 if word == 0 => return Some(Entry::Hole),
+                // Unmapped by the guest, or zero: both hide the parent.
+                1 | 2 => return Some(Entry::Zero),
+                3 => {
+                    let index =
+                        (word & 0x0fff_0000_0000_0000) >> 48 | (word & 0xffff_ffff_ffff) << 12;
+                    let grain = self.grain_bytes / SECTOR;
+                    index.checked_mul(grain)?.checked_add(grains)?
+                }
+                _ => return None,
+            },
+            _ if word == 0 => return Some(Entry::Hole),
+            Flavor::Hosted { zero_grain } | Flavor::Stream { zero_grain, .. }
+                if zero_grain && word == 1 =>
+            {
+                return Some(Entry::Zero);
+            }
+            _ => word,
+        };
+        let host = sector.checked_mul(SECTOR)?;
+        // The header's sector holds no grain.
+        (sector > 0 && host < limit).then_some(Entry::At(host))
+    }
+
+    /// The word of a grain at a host offset (hosted extents).
+    pub(crate) fn word_at(host: u64) -> u64 {
+        host / SECTOR
+    }
+
+    /// Metadata that some host bytes overlap.
+    pub(crate) fn overlaps_metadata(&self, bytes: &Range<u64>) -> bool {
+        if self.front.iter().any(|r| r.start < bytes.end && bytes.start < r.end) {
+            return true;
+        }
+        let metadata = self.metadata.read();
+        let table = self.table_bytes().div_ceil(SECTOR);
+        let first = (bytes.start / SECTOR + 1).saturating_sub(table);
+        let at = metadata.partition_point(|&s| u64::from(s) < first);
+        metadata.get(at).is_some_and(|&s| u64::from(s) * SECTOR < bytes.end)
+    }
+}
+
+/// Decodes directory entries and checks that each table lies within the file.
+///
+/// `words` are the raw entries, `len` the file's bytes.
+pub(crate) fn check_directory(
+    flavor: &Flavor,
+    words: &[u64],
+    table_bytes: u64,
+    at: u64,
+    len: u64,
+    file: &str,
+) -> Result<Vec<u32>> {
+    let entry_bytes = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
+    let fault = |index: usize, word: u64, expected: &str| {
+        let at = at + index as u64 * entry_bytes;
+        Error::corrupt(file, at, "grain directory entry", format!("{word:#x}"), expected)
+    };
+    let mut sectors = Vec::with_capacity(words.len());
+    for (index, &word) in words.iter().enumerate() {
+        let sector = match flavor {
+            _ if word == 0 => 0,
+            Flavor::Hosted { zero_grain: true } | Flavor::Stream { zero_grain: true, .. }
+                if word == 1 =>
+            {
+                return Err(fault(index, word, "a grain table (zeroed tables are not known)"));
+            }
+            Flavor::Se { tables, .. } => {
+                if word >> 32 != SE_TABLE >> 32 {
+                    return Err(fault(index, word, "0, or 0x10000000 in the upper half"));
+                }
+                (word & 0xffff_ffff) * (table_bytes / SECTOR) + tables
+            }
+            _ => word,
+        };
+        let end = sector.checked_mul(SECTOR).and_then(|at| at.checked_add(table_bytes));
+        if sector > u64::from(u32::MAX) || end.is_none_or(|end| end > len) {
+            return Err(fault(index, word, "a grain table within the file"));
+        }
+        sectors.push(sector as u32);
+    }
+    Ok(sectors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sparse(flavor: Flavor) -> Sparse {
+        Sparse {
+            flavor,
+            file: FileIndex(0),
+            grain_bytes: 4096,
+            table_entries: 512,
+            directory_at: 512,
+            directory: RwLock::default(),
+            redundant_at: None,
+            redundant: RwLock::default(),
+            metadata: RwLock::new(vec![10, 14, 30]),
+            front: vec![0..1024, 0..0],
+            entry_bytes: 4,
+        }
+    }
+
+    #[test]
+    fn words_mean_what_the_flavor_says() {
+        let hosted = sparse(Flavor::Hosted { zero_grain: false });
+        assert_eq!(hosted.entry(0, 1 << 20), Some(Entry::Hole));
+        assert_eq!(hosted.entry(1, 1 << 20), Some(Entry::At(512)));
+        assert_eq!(hosted.entry(2048, 1 << 20), None);
+        assert_eq!(hosted.entry(2047, 1 << 20), Some(Entry::At(2047 * 512)));
+        let zeroing = sparse(Flavor::Hosted { zero_grain: true });
+        assert_eq!(zeroing.entry(1, 1 << 20), Some(Entry::Zero));
+        let se = sparse(Flavor::Se { tables: 8, grains: 16 });
+        assert_eq!(se.entry(1, 1 << 20), None);
+        assert_eq!(se.entry(1 << 60, 1 << 20), Some(Entry::Zero));
+        assert_eq!(se.entry(2 << 60, 1 << 20), Some(Entry::Zero));
+        // The low bits of the index stand above its high ones.
+        assert_eq!(se.entry(3 << 60 | 2 << 48, 1 << 20), Some(Entry::At((16 + 16) * 512)));
+        assert_eq!(se.entry(3 << 60 | 1, u64::MAX), Some(Entry::At((16 + (8 << 12)) * 512)));
+        assert_eq!(se.entry(4 << 60, 1 << 20), None);
+    }
+
+    #[test]
+    fn metadata_is_found_from_both_sides() {
+        let s = sparse(Flavor::Hosted { zero_grain: false });
+        let at =
+            |sectors: Range<u64>| s.overlaps_metadata(&(sectors.start * 512..sectors.end * 512));
+        assert!(at(1..2) && at(13..14) && at(17..18) && at(10..11) && at(5..40) && at(33..34));
+        assert!(!at(2..10) && !at(18..30) && !at(34..100));
+    }
+}

@@ -1,0 +1,325 @@
+//! Writing a stream-optimized image from its start to its end, as ESX and OVF tools read it.
+//!
+//! ```text
+//!   header, directory at the end │ descriptor │ grains of table 0 │ mark, table 0 │ grains of …
+//!   … │ mark, last table │ mark, grain directory │ mark, footer (the header again) │ end mark
+//! ```
+//!
+//! Each grain stands behind a marker with its disk address, in ascending order; all is padded to
+//! sectors. Nothing is read back and nothing written twice, so the target may be a pipe.
+//! Source: VMware, "Virtual Disk Format 5.0", "Stream-Optimized Compressed Sparse Extents".
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use vdkit_block::{
+    Codec, CreateRequest, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset,
+    InFlight, Limits, PackedFrame, PackedReservation, Place, Reservation, Reserver, Result,
+    Storage, Ticket,
+};
+
+use crate::create::{GRAIN_SECTORS, descriptor, descriptor_sectors};
+use crate::header::{DIRECTORY_AT_END, SECTOR, SparseHeader, TABLE_ENTRIES, flag};
+use crate::options::{NewVmdk, whole_sectors};
+use crate::space::HOST_BYTES_MAX;
+use crate::unpack::MARKER_BYTES;
+
+/// Bytes of a grain.
+const GRAIN_BYTES: u64 = GRAIN_SECTORS * SECTOR;
+
+/// Kinds of markers before metadata.
+mod mark {
+    pub(super) const END: u32 = 0;
+    pub(super) const TABLE: u32 = 1;
+    pub(super) const DIRECTORY: u32 = 2;
+    pub(super) const FOOTER: u32 = 3;
+}
+
+/// A stream that is being written.
+#[derive(Debug)]
+pub struct StreamWriter {
+    storage: Arc<dyn Storage>,
+    guest_bytes: u64,
+    header: SparseHeader,
+    in_flight: InFlight,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Where the next byte goes.
+    at: u64,
+    /// No grain below this may come any more.
+    next_grain: u64,
+    /// The table that grains are gathered for, and its entries.
+    table: u64,
+    entries: Vec<u32>,
+    /// First sectors of the tables that were written.
+    directory: Vec<u32>,
+    next_ticket: u64,
+    /// Grains that were promised and given up: the stream cannot be completed.
+    broken: bool,
+    closed: bool,
+}
+
+impl StreamWriter {
+    /// Writes header and descriptor of a new stream.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] and [`Error::Unsupported`] for options that cannot be; I/O.
+    pub fn begin(request: &CreateRequest, limits: &Limits) -> Result<Arc<Self>> {
+        let storage = request.storage.clone();
+        let new = NewVmdk::new(&request.options)?;
+        if request.backing.is_some() {
+            return Err(Error::unsupported(
+                storage.name(),
+                "a streamOptimized image with a backing file",
+                "leave out --backing, or create a monolithicSparse image",
+            ));
+        }
+        let guest_bytes = whole_sectors(request.guest_bytes, storage.name())?;
+        let text = descriptor(request, &new, guest_bytes)?;
+        let descriptor_sectors = descriptor_sectors(Some(&text));
+        let header = SparseHeader {
+            version: 3,
+            flags: flag::LINE_ENDS | flag::COMPRESSED | flag::MARKERS,
+            capacity: guest_bytes / SECTOR,
+            grain_sectors: GRAIN_SECTORS,
+            descriptor: 1,
+            descriptor_sectors,
+            table_entries: TABLE_ENTRIES,
+            redundant_directory: 0,
+            directory: DIRECTORY_AT_END,
+            overhead: (1 + descriptor_sectors).next_multiple_of(GRAIN_SECTORS),
+            unclean: false,
+            compression: 1,
+        };
+        let found = header.directory_bytes();
+        if found > limits.table_bytes_max {
+            let (file, what) = (storage.name().to_owned(), "size of the grain directory");
+            return Err(Error::Limit { file, what, found, limit: limits.table_bytes_max });
+        }
+        let start = header.overhead * SECTOR;
+        let mut front = header.encode().to_vec();
+        front.extend(text.as_bytes());
+        front.resize(start as usize, 0);
+        storage.write_at(&front, HostOffset(0))?;
+        let state = State {
+            at: start,
+            next_grain: 0,
+            table: 0,
+            entries: vec![0; TABLE_ENTRIES as usize],
+            directory: vec![0; header.directory_entries() as usize],
+            next_ticket: 0,
+            broken: false,
+            closed: false,
+        };
+        let state = Mutex::new(state);
+        Ok(Arc::new(Self { storage, guest_bytes, header, in_flight: InFlight::default(), state }))
+    }
+
+    fn write(&self, state: &mut State, bytes: &[u8]) -> Result<()> {
+        self.room(state, bytes.len() as u64)?;
+        self.storage.write_at(bytes, HostOffset(state.at))?;
+        state.at += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn room(&self, state: &State, bytes: u64) -> Result<()> {
+        if state.at.checked_add(bytes).is_some_and(|end| end <= HOST_BYTES_MAX) {
+            return Ok(());
+        }
+        Err(Error::NoSpace {
+            file: self.storage.name().to_owned(),
+            what: "a stream ends within 2 TiB".to_owned(),
+        })
+    }
+
+    /// Writes the table of the grains so far, and begins another one.
+    fn end_table(&self, state: &mut State, next: u64) -> Result<()> {
+        if state.entries.iter().any(|&entry| entry != 0) {
+            let mut bytes = marker(u64::from(TABLE_ENTRIES) * 4 / SECTOR, mark::TABLE);
+            bytes.extend(state.entries.iter().flat_map(|entry| entry.to_le_bytes()));
+            state.directory[state.table as usize] = ((state.at + SECTOR) / SECTOR) as u32;
+            self.write(state, &bytes)?;
+            state.entries.fill(0);
+        }
+        state.table = next;
+        Ok(())
+    }
+
+    fn finish(&self, state: &mut State) -> Result<()> {
+        self.end_table(state, 0)?;
+        let mut raw: Vec<u8> = state.directory.iter().flat_map(|s| s.to_le_bytes()).collect();
+        raw.resize(raw.len().next_multiple_of(SECTOR as usize), 0);
+        let mut bytes = marker(raw.len() as u64 / SECTOR, mark::DIRECTORY);
+        bytes.extend(raw);
+        let directory = (state.at + SECTOR) / SECTOR;
+        bytes.extend(marker(1, mark::FOOTER));
+        bytes.extend(SparseHeader { directory, ..self.header.clone() }.encode());
+        bytes.extend(marker(0, mark::END));
+        self.write(state, &bytes)
+    }
+
+    fn backwards(&self, at: GuestOffset) -> Error {
+        Error::unsupported(
+            self.storage.name(),
+            format!("writing at guest offset {at} of a stream that is beyond it"),
+            "a streamOptimized image is written in one pass, in the order of the disk",
+        )
+    }
+}
+
+/// The sector before so many sectors of metadata.
+fn marker(sectors: u64, kind: u32) -> Vec<u8> {
+    let mut bytes = sectors.to_le_bytes().to_vec();
+    bytes.extend([0; 4]);
+    bytes.extend(kind.to_le_bytes());
+    bytes.resize(SECTOR as usize, 0);
+    bytes
+}
+
+impl Format for StreamWriter {
+    fn name(&self) -> &'static str {
+        "vmdk"
+    }
+
+    fn caps(&self) -> FormatCaps {
+        FormatCaps {
+            writable: true,
+            cluster_bytes: GRAIN_BYTES,
+            fill_bytes: GRAIN_BYTES,
+            packed: Some(Codec::Zlib),
+            one_pass: true,
+            cheap_zeroes: true,
+            host_aligned: false,
+        }
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes
+    }
+
+    fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
+    }
+
+    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        if at.0 < self.state.lock().next_grain * GRAIN_BYTES {
+            return Err(self.backwards(at));
+        }
+        Ok(Extent { len, place: Place::Hole })
+    }
+
+    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        self.resolve(at, len).ok()
+    }
+
+    fn reserve(&self, at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
+        Err(self.backwards(at))
+    }
+
+    fn packed_frame(&self) -> PackedFrame {
+        PackedFrame { head_bytes: MARKER_BYTES as u32, align: SECTOR as u32 }
+    }
+
+    fn frame_packed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
+        framed[..8].copy_from_slice(&(at.0 / SECTOR).to_le_bytes());
+        framed[8..MARKER_BYTES].copy_from_slice(&payload_bytes.to_le_bytes());
+    }
+
+    fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
+        let grain = at.0 / GRAIN_BYTES;
+        let mut state = self.state.lock();
+        if grain < state.next_grain || state.closed {
+            return Err(self.backwards(at));
+        }
+        let fits = at.0.is_multiple_of(GRAIN_BYTES)
+            && !lens.is_empty()
+            && lens.iter().all(|&len| len > MARKER_BYTES as u32 && len.is_multiple_of(512))
+            && grain + lens.len() as u64 <= self.guest_bytes.div_ceil(GRAIN_BYTES);
+        if !fits {
+            return Err(Error::Invalid(format!(
+                "{}: compressed grains at guest offset {at} must be whole, framed and on the disk",
+                self.storage.name()
+            )));
+        }
+        let entries = u64::from(TABLE_ENTRIES);
+        let (table, first) = (grain / entries, grain % entries);
+        if table != state.table {
+            self.end_table(&mut state, table)?;
+        }
+        let units = lens.len().min((entries - first) as usize);
+        let total: u64 = lens[..units].iter().map(|&len| u64::from(len)).sum();
+        self.room(&state, total)?;
+        let host = HostOffset(state.at);
+        for (index, &len) in (first as usize..).zip(&lens[..units]) {
+            state.entries[index] = (state.at / SECTOR) as u32;
+            state.at += u64::from(len);
+        }
+        state.next_grain = grain + units as u64;
+        let ticket = Ticket(state.next_ticket);
+        state.next_ticket += 1;
+        Ok(PackedReservation::new(self, ticket, FileIndex(0), host, units))
+    }
+
+    fn zero(&self, at: GuestOffset, len: u64, _may_unmap: bool) -> Result<Range<u64>> {
+        // What is not written reads as zero.
+        self.resolve(at, len).map(|_| at.0..at.0 + len)
+    }
+
+    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.resolve(at, len).map(|_| ())
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.storage.sync()
+    }
+
+    fn dirty(&self) -> bool {
+        !self.state.lock().closed
+    }
+
+    fn close(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.closed {
+            return Ok(());
+        }
+        if state.broken {
+            return Err(Error::Invalid(format!(
+                "{}: a part of the stream was not written, so it cannot be completed",
+                self.storage.name()
+            )));
+        }
+        self.finish(&mut state)?;
+        state.closed = true;
+        self.storage.sync()
+    }
+
+    fn resize(&self, _guest_bytes: u64) -> Result<()> {
+        Err(Error::unsupported(
+            self.storage.name(),
+            "changing the size of a stream",
+            "its size stands in the header that was written first",
+        ))
+    }
+}
+
+impl Reserver for StreamWriter {
+    fn publish(&self, _ticket: Ticket) -> Result<()> {
+        Ok(())
+    }
+
+    fn release(&self, _ticket: Ticket) {
+        self.state.lock().broken = true;
+    }
+}

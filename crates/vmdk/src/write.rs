@@ -1,0 +1,275 @@
+//! Reserving grains for a write and publishing them.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{Fill, GuestOffset, Reservation, Result, Ticket, align_down};
+
+use crate::image::{Freed, Kind, Meta, Piece, Vmdk};
+use crate::space::{self, Run};
+use crate::sparse::{Entry, Sparse};
+use crate::tables::Key;
+
+/// Entries of one sector of a table, the unit in which tables are written.
+pub(crate) const SECTOR_ENTRIES: u64 = 128;
+
+/// A reservation that is neither published nor released.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    pub(crate) extent: u32,
+    /// Guest bytes of its grains; the last one may reach beyond the extent.
+    pub(crate) grains: Range<u64>,
+    run: Run,
+    /// The data must be durable before the entry that shows it.
+    data_first: bool,
+}
+
+impl Vmdk {
+    /// As [`vdkit_block::Format::reserve`], for a range on the disk.
+    pub(crate) fn reserve_grains(
+        &self,
+        at: GuestOffset,
+        len: u64,
+    ) -> Result<Option<Reservation<'_>>> {
+        let (index, piece) = self.extent_of(at.0);
+        if !piece.writable {
+            return Err(self.refuse(piece));
+        }
+        let Kind::Sparse(sparse) = &piece.kind else { return Ok(None) };
+        self.relieve_cache()?;
+        let mut meta = self.meta.lock();
+        let end = self.claim(&mut meta, piece, sparse, at.0, at.0 + len);
+        let grain = sparse.grain_bytes;
+        let start = piece.start + align_down(at.0 - piece.start, grain);
+        let first = self.entry_at(index, piece, sparse, start)?;
+        if matches!(first, Entry::At(_)) {
+            return Ok(None);
+        }
+        let (mut last, mut grains_end) = (first, start + grain);
+        let mut hides = self.hides_data(first);
+        while grains_end < end {
+            let next = self.entry_at(index, piece, sparse, grains_end)?;
+            if matches!(next, Entry::At(_)) {
+                break;
+            }
+            hides |= self.hides_data(next);
+            (last, grains_end) = (next, grains_end + grain);
+        }
+        let span = sparse.table_span();
+        let tables = (start - piece.start) / span..=(grains_end - 1 - piece.start) / span;
+        self.make_tables(&mut meta, index, *tables.start(), *tables.end())?;
+        let run = self.allocate(&mut meta, index, (grains_end - start) / grain)?;
+        if start + run.bytes < grains_end {
+            // Fewer than planned: the last one is then written whole.
+            (last, grains_end) = (Entry::Zero, start + run.bytes);
+        }
+        let write = at.0..end.min(grains_end);
+        // The rest of a grain that reaches beyond its extent is nobody's.
+        let guest = start..grains_end.min(piece.end());
+        let head = if write.start == guest.start { Fill::Ready } else { self.fill(first, run) };
+        let tail = if write.end == guest.end { Fill::Ready } else { self.fill(last, run) };
+        let data_first = hides || !run.fresh || head == Fill::Copy || tail == Fill::Copy;
+        let ticket = Ticket(meta.next_ticket);
+        meta.next_ticket += 1;
+        let pending = Pending { extent: index, grains: start..grains_end, run, data_first };
+        meta.pending.insert(ticket, pending);
+        drop(meta);
+        self.touch(sparse.file);
+        let host = space::offset(&run);
+        let reserved = Reservation::new(self, ticket, guest, write, sparse.file, host, head, tail);
+        Ok(Some(reserved.zeroed(run.fresh).untouched(run.fresh)))
+    }
+
+    /// Whether the guest can read something else than zeroes where a grain has no data of its own.
+    fn hides_data(&self, entry: Entry) -> bool {
+        entry == Entry::Hole && self.backing.is_some()
+    }
+
+    fn fill(&self, entry: Entry, run: Run) -> Fill {
+        match entry {
+            Entry::Hole if self.backing.is_some() => Fill::Copy,
+            _ if run.fresh => Fill::Ready,
+            _ => Fill::Zero,
+        }
+    }
+
+    /// Waits until no other reservation holds the grain of `at`; returns the end up to which none
+    /// holds the following ones, within the extent.
+    fn claim(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        piece: &Piece,
+        sparse: &Sparse,
+        at: u64,
+        end: u64,
+    ) -> u64 {
+        let start = piece.start + align_down(at - piece.start, sparse.grain_bytes);
+        let end = end.min(piece.end());
+        loop {
+            let held = meta.pending.values().filter(|p| self.piece(p.extent).start == piece.start);
+            let held = held.map(|p| &p.grains).filter(|r| r.end > start && r.start < end);
+            match held.map(|r| r.start).min() {
+                None => return end,
+                Some(other) if other > at => return end.min(other),
+                Some(_) => self.ended.wait(meta),
+            }
+        }
+    }
+
+    /// Waits until no reservation overlaps a range of the disk.
+    pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, range: &Range<u64>) {
+        while meta.pending.values().any(|p| {
+            // A grain that reaches beyond its extent holds nothing of the next one.
+            let end = p.grains.end.min(self.piece(p.extent).end());
+            p.grains.start < range.end && range.start < end
+        }) {
+            self.ended.wait(meta);
+        }
+    }
+
+    /// The chunk and the index within it of a guest offset of an extent.
+    pub(crate) fn slot(&self, index: u32, piece: &Piece, sparse: &Sparse, at: u64) -> (Key, usize) {
+        let grain = (at - piece.start) / sparse.grain_bytes;
+        let entries = sparse.chunk_entries();
+        ((index, grain / entries), (grain % entries) as usize)
+    }
+
+    /// The table entry of a guest offset.
+    pub(crate) fn entry_at(
+        &self,
+        index: u32,
+        piece: &Piece,
+        sparse: &Sparse,
+        at: u64,
+    ) -> Result<Entry> {
+        let inside = at - piece.start;
+        if sparse.table(inside / sparse.table_span()).is_none() {
+            return Ok(Entry::Hole);
+        }
+        let (key, slot) = self.slot(index, piece, sparse, at);
+        let word = loop {
+            match self.tables.with(key, |words| words[slot]) {
+                Some(word) => break word,
+                None => self.load(key)?,
+            }
+        };
+        let limit = piece.limit.load(Ordering::Acquire);
+        sparse.entry(word, limit).ok_or_else(|| self.entry_fault(piece, sparse, inside, word))
+    }
+
+    /// As [`vdkit_block::Reserver::publish`].
+    pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let Some(pending) = meta.pending.remove(&ticket) else {
+            unreachable!("a ticket lives until it is published or released");
+        };
+        let result = self.link(&mut meta, &pending);
+        drop(meta);
+        self.ended.notify_all();
+        result
+    }
+
+    fn link(&self, meta: &mut Meta, pending: &Pending) -> Result<()> {
+        let piece = self.piece(pending.extent);
+        let Some(sparse) = piece.sparse() else { unreachable!("reserved in a sparse extent") };
+        let run = pending.run;
+        let end_of_run = run.host + run.bytes;
+        meta.data_first |= pending.data_first;
+        meta.length_first |= end_of_run > meta.space[pending.extent as usize].durable;
+        let start = pending.grains.start;
+        self.change_entries(meta, pending.extent, piece, sparse, &pending.grains, |at, _| {
+            Some(Sparse::word_at(run.host + (at - start)))
+        })
+    }
+
+    /// As [`vdkit_block::Reserver::release`].
+    pub(crate) fn release_ticket(&self, ticket: Ticket) {
+        let mut meta = self.meta.lock();
+        if let Some(pending) = meta.pending.remove(&ticket) {
+            // The caller may have written there.
+            let Run { host, bytes, .. } = pending.run;
+            meta.space[pending.extent as usize].give_back(host, bytes);
+        }
+        drop(meta);
+        self.ended.notify_all();
+    }
+
+    /// Changes the entries of a range of whole grains of one extent, whose tables exist. `new` gets
+    /// the guest offset and the old entry, and returns the new word, or nothing where it stays.
+    pub(crate) fn change_entries(
+        &self,
+        meta: &mut Meta,
+        index: u32,
+        piece: &Piece,
+        sparse: &Sparse,
+        grains: &Range<u64>,
+        mut new: impl FnMut(u64, Entry) -> Option<u64>,
+    ) -> Result<()> {
+        let grain = sparse.grain_bytes;
+        let limit = piece.limit.load(Ordering::Acquire);
+        let stamp = self.in_flight.stamp();
+        let mut at = grains.start;
+        while at < grains.end {
+            let (key, slot) = self.slot(index, piece, sparse, at);
+            let count = ((grains.end - at).div_ceil(grain) as usize)
+                .min(sparse.chunk_entries() as usize - slot);
+            let mut fault = None;
+            let mut freed = Vec::new();
+            let bits = loop {
+                let changed = self.tables.change(key, |words| {
+                    let mut bits = 0;
+                    for (n, word) in words[slot..slot + count].iter_mut().enumerate() {
+                        let Some(old) = sparse.entry(*word, limit) else {
+                            fault = Some((at + n as u64 * grain, *word));
+                            break;
+                        };
+                        let Some(next) = new(at + n as u64 * grain, old) else { continue };
+                        if next == *word {
+                            continue;
+                        }
+                        *word = next;
+                        bits |= 1 << piece_of(sparse, slot + n);
+                        if let Entry::At(host) = old {
+                            freed.push(Freed { extent: index, host, bytes: grain, stamp });
+                        }
+                    }
+                    bits
+                });
+                match changed {
+                    Some(bits) => break bits,
+                    None => self.load(key)?,
+                }
+            };
+            if bits != 0 {
+                *meta.dirty_tables.entry(key).or_default() |= bits;
+                self.touch(sparse.file);
+                self.dirty.store(true, Ordering::Release);
+            }
+            meta.unlinked.append(&mut freed);
+            if let Some((at, word)) = fault {
+                return Err(self.entry_fault(piece, sparse, at - piece.start, word));
+            }
+            at += count as u64 * grain;
+        }
+        Ok(())
+    }
+
+    /// Marks all of a table as changed.
+    pub(crate) fn mark_table(&self, meta: &mut Meta, index: u32, sparse: &Sparse, table: u64) {
+        let tables = sparse.chunk_tables();
+        let key = (index, table / tables);
+        // A chunk that is not cached is read from disk when it is written, which is as good.
+        let pieces = sparse.table_entries.div_ceil(SECTOR_ENTRIES);
+        let first = table % tables * pieces;
+        let bits = (first..first + pieces).fold(0, |bits, bit| bits | 1 << bit);
+        *meta.dirty_tables.entry(key).or_default() |= bits;
+        let _ = self.tables.change(key, |_| bits);
+    }
+}
+
+/// The bit of a slot of a chunk: the sector of its table.
+fn piece_of(sparse: &Sparse, slot: usize) -> u64 {
+    let (table, entry) = (slot as u64 / sparse.table_entries, slot as u64 % sparse.table_entries);
+    table * sparse.table_entries.div_ceil(SECTOR_ENTRIES) + entry / SECTOR_ENTRIES
+}

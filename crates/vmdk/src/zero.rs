@@ -1,0 +1,237 @@
+//! Zeroing and giving up grains.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{HostOffset, Result, ZeroMode};
+
+use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
+use crate::sparse::{Entry, Sparse};
+
+/// What becomes of grains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Goal {
+    /// They read as zero now.
+    Zero { may_unmap: bool },
+    /// They read as zero whatever is beneath.
+    ZeroForGood,
+    /// They are not here.
+    Hole,
+}
+
+impl Vmdk {
+    /// As [`vdkit_block::Format::zero`].
+    pub(crate) fn zero_range(&self, range: Range<u64>, may_unmap: bool) -> Result<Range<u64>> {
+        self.over_extents(range, Goal::Zero { may_unmap })
+    }
+
+    /// As [`vdkit_block::Format::zero_for_good`].
+    pub(crate) fn zero_range_for_good(&self, range: Range<u64>) -> Result<Range<u64>> {
+        self.over_extents(range, Goal::ZeroForGood)
+    }
+
+    /// As [`vdkit_block::Format::discard`].
+    pub(crate) fn discard_range(&self, range: Range<u64>) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let (index, piece) = self.extent_of(at);
+            let end = piece.end().min(range.end);
+            match &piece.kind {
+                Kind::Flat(flat) if piece.writable => {
+                    self.cid.change_durably(&*self.storage)?;
+                    self.touch(flat.file);
+                    let host = HostOffset(flat.at + (at - piece.start));
+                    self.file_of(flat.file).discard(host, end - at)?;
+                    *flat.known_data.lock() = 0..0;
+                }
+                Kind::Sparse(sparse) if piece.writable => {
+                    self.zero_grains(
+                        index,
+                        piece,
+                        sparse,
+                        at..end,
+                        Goal::Zero { may_unmap: true },
+                    )?;
+                }
+                _ => {}
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// As [`vdkit_block::Format::empty`].
+    pub(crate) fn empty_map(&self) -> Result<()> {
+        for (index, piece) in self.extents.iter().enumerate() {
+            let Kind::Sparse(sparse) = &piece.kind else { return Err(self.refuse(piece)) };
+            if !piece.writable {
+                return Err(self.refuse(piece));
+            }
+            let step = sparse.chunk_entries() * sparse.grain_bytes;
+            let mut at = piece.start;
+            while at < piece.end() {
+                let end = at.saturating_add(step).min(piece.end());
+                self.relieve_cache()?;
+                self.zero_grains(index as u32, piece, sparse, at..end, Goal::Hole)?;
+                at = end;
+            }
+        }
+        self.flush_grouped()
+    }
+
+    /// The part of a range that was done, in one piece.
+    fn over_extents(&self, range: Range<u64>, goal: Goal) -> Result<Range<u64>> {
+        let mut done: Option<Range<u64>> = None;
+        let mut at = range.start;
+        while at < range.end {
+            let (index, piece) = self.extent_of(at);
+            let end = piece.end().min(range.end);
+            let part = match &piece.kind {
+                _ if !piece.writable => at..at,
+                Kind::Flat(flat) => self.zero_flat(piece, flat, at..end, goal)?,
+                Kind::Sparse(sparse) => {
+                    self.relieve_cache()?;
+                    self.zero_grains(index, piece, sparse, at..end, goal)?
+                }
+                Kind::Zero => at..end,
+            };
+            if !part.is_empty() {
+                match &mut done {
+                    None => done = Some(part.clone()),
+                    Some(done) if done.end == part.start => done.end = part.end,
+                    Some(_) => break,
+                }
+            }
+            if part.end < end && done.is_some() {
+                break;
+            }
+            at = end;
+        }
+        Ok(done.unwrap_or(range.start..range.start))
+    }
+
+    fn zero_flat(
+        &self,
+        piece: &Piece,
+        flat: &Flat,
+        part: Range<u64>,
+        goal: Goal,
+    ) -> Result<Range<u64>> {
+        self.cid.change_durably(&*self.storage)?;
+        self.touch(flat.file);
+        let mode = match goal {
+            Goal::Zero { may_unmap: false } => ZeroMode::KeepAllocated,
+            _ => ZeroMode::MayUnmap,
+        };
+        let host = HostOffset(flat.at + (part.start - piece.start));
+        self.file_of(flat.file).write_zeroes(host, part.end - part.start, mode)?;
+        *flat.known_data.lock() = 0..0;
+        Ok(part)
+    }
+
+    /// Changes the whole grains within a part of an extent; returns them.
+    fn zero_grains(
+        &self,
+        index: u32,
+        piece: &Piece,
+        sparse: &Sparse,
+        part: Range<u64>,
+        goal: Goal,
+    ) -> Result<Range<u64>> {
+        let grain = sparse.grain_bytes;
+        let start = piece.start + (part.start - piece.start).next_multiple_of(grain);
+        // The extent's end counts as a grain's.
+        let end = if part.end == piece.end() {
+            part.end
+        } else {
+            piece.start + (part.end - piece.start) / grain * grain
+        };
+        let nothing = part.start..part.start;
+        if start >= end {
+            return Ok(nothing);
+        }
+        let based = self.backing.is_some();
+        let marks = sparse.has_zero_grains();
+        let possible = match goal {
+            Goal::Hole => true,
+            Goal::ZeroForGood => marks,
+            Goal::Zero { .. } => marks || !based,
+        };
+        if !possible {
+            return Ok(nothing);
+        }
+        let mut meta = self.meta.lock();
+        self.wait_free(&mut meta, &(start..end));
+        if goal == (Goal::Zero { may_unmap: false })
+            && self.has_grains(index, piece, sparse, start, end)?
+        {
+            // The space is to stay: there is no entry for that, so zeroes are written.
+            return Ok(nothing);
+        }
+        let word = match goal {
+            Goal::Hole => 0,
+            Goal::ZeroForGood => 1,
+            Goal::Zero { .. } => u64::from(marks && based),
+        };
+        self.set_words(&mut meta, index, piece, sparse, start..end, word)?;
+        Ok(start..end)
+    }
+
+    /// Whether some grain of a range has space.
+    fn has_grains(
+        &self,
+        index: u32,
+        piece: &Piece,
+        sparse: &Sparse,
+        start: u64,
+        end: u64,
+    ) -> Result<bool> {
+        let mut at = start;
+        while at < end {
+            let inside = at - piece.start;
+            let step = if sparse.table(inside / sparse.table_span()).is_none() {
+                sparse.table_span() - inside % sparse.table_span()
+            } else if let Entry::At(_) = self.entry_at(index, piece, sparse, at)? {
+                return Ok(true);
+            } else {
+                sparse.grain_bytes
+            };
+            at += step;
+        }
+        Ok(false)
+    }
+
+    /// Gives grains an entry that is 0 or 1, table by table.
+    fn set_words(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        index: u32,
+        piece: &Piece,
+        sparse: &Sparse,
+        grains: Range<u64>,
+        word: u64,
+    ) -> Result<()> {
+        let span = sparse.table_span();
+        let mut at = grains.start;
+        while at < grains.end {
+            let table = (at - piece.start) / span;
+            let end = (piece.start + (table + 1) * span).min(grains.end);
+            if sparse.table(table).is_none() {
+                if word == 0 {
+                    at = end;
+                    continue;
+                }
+                self.make_tables(meta, index, table, table)?;
+            }
+            self.change_entries(meta, index, piece, sparse, &(at..end), |_, old| match old {
+                // No backing: a hole is as good as zeroes.
+                Entry::Zero if word == 0 && self.backing.is_none() => None,
+                _ => Some(word),
+            })?;
+            at = end;
+        }
+        self.dirty.store(true, Ordering::Release);
+        Ok(())
+    }
+}
