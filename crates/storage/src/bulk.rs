@@ -228,4 +228,36 @@ mod tests {
         let failed = file.write_new(&vec![1; 2 << 20], HostOffset(0)).unwrap_err();
         assert!(failed.to_string().contains("space"), "{failed}");
     }
+
+    /// System calls of this thread that wrote, so far.
+    fn writes() -> u64 {
+        let counts = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+        let line = counts.lines().find_map(|line| line.strip_prefix("syscw: ")).unwrap();
+        line.parse().unwrap()
+    }
+
+    #[test]
+    fn pieces_are_small_on_ext4_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        for (cache, on_ext4) in
+            [(CacheMode::Writeback, (64, 16)), (CacheMode::Writethrough, (1, 1))]
+        {
+            let options = FileOptions::read_write().cache(cache);
+            let file = FileStorage::create(folder.path().join("pieces"), &options).unwrap();
+            let of = |act: &dyn Fn()| {
+                let before = writes();
+                act();
+                writes() - before
+            };
+            let buf = vec![7; 1 << 20];
+            let found = (
+                of(&|| file.write_at(&buf, HostOffset(0)).unwrap()),
+                of(&|| file.write_new(&buf, HostOffset(1 << 20)).unwrap()),
+            );
+            let ext = FileSystem::of(&std::fs::File::open(folder.path()).unwrap());
+            let wanted = if ext == FileSystem::Ext { on_ext4 } else { (1, 1) };
+            assert_eq!(found, wanted, "{cache:?} on {ext:?}");
+            std::fs::remove_file(folder.path().join("pieces")).unwrap();
+        }
+    }
 }
