@@ -38,9 +38,9 @@ pub fn raw(options: &Options, scratch: &Scratch, content: Content) -> Result<Pat
 }
 
 /// The formats besides raw in which there is each content.
-const FORMATS: [&str; 2] = ["qcow2", "vmdk"];
+const FORMATS: [&str; 3] = ["qcow2", "vmdk", "vhdx"];
 
-/// The classic images that were asked for: raw, qcow2 and vmdk of each content.
+/// The classic images that were asked for: raw, qcow2, vmdk and vhdx of each content.
 pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
     let mut images = Vec::new();
     for content in [Content::Sparse, Content::Full] {

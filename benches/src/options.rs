@@ -279,7 +279,7 @@ impl Options {
 
     /// Whether some wanted job may read images of this format.
     pub fn wants_format(&self, format: &str) -> bool {
-        let targets = ["null", "raw", "qcow2", "vmdk"];
+        let targets = ["null", "raw", "qcow2", "vmdk", "vhdx"];
         targets.iter().any(|target| self.wants_job(&format!("{format}→{target}")))
     }
 

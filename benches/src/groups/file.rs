@@ -18,12 +18,12 @@ const QEMU_FLAGS: [(&str, &[&str]); 4] = [
     ("qemu-img -t none -T none", &["-t", "none", "-T", "none"]),
 ];
 
-/// From raw, qcow2 and vmdk to one another, of every classic image.
+/// From raw, qcow2, vmdk and vhdx to one another, of every classic image.
 pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
     for image in images::classic(options, scratch)? {
         let targets: &[&str] = match image.format {
-            "raw" => &["qcow2", "vmdk"],
-            "qcow2" => &["raw", "qcow2", "vmdk"],
+            "raw" => &["qcow2", "vmdk", "vhdx"],
+            "qcow2" => &["raw", "qcow2", "vmdk", "vhdx"],
             _ => &["raw", "qcow2"],
         };
         for &format in targets {

@@ -310,6 +310,11 @@ fn check_parent_of_nameless(
     }
 }
 
+/// Whether an identity is the expected one, or one of several (a VHDX may name two).
+fn is_one_of(found: &str, expected: &str) -> bool {
+    expected.split(" or ").any(|one| one == found)
+}
+
 /// Refuses an image that is not the one, or not as it was, when `overlay` was put on it.
 fn check_identity(
     overlay: &Namer,
@@ -318,7 +323,7 @@ fn check_identity(
     found: &ImageInfo,
 ) -> Result<()> {
     match (backing.identity, &found.identity) {
-        (Some(expected), Some(found)) if expected != *found => Err(Error::Parent {
+        (Some(expected), Some(found)) if !is_one_of(found, &expected) => Err(Error::Parent {
             file: overlay.name().to_owned(),
             parent: path.display().to_string(),
             name: backing.name,

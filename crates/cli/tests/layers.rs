@@ -8,7 +8,15 @@ use serde_json::Value;
 const LAYERS: &[&[&str]] = &[
     &["vdkit-block"],
     &["vdkit-luks", "vdkit-blockmap"],
-    &["vdkit-storage", "vdkit-raw", "vdkit-qcow2", "vdkit-vdi", "vdkit-vhd", "vdkit-vmdk"],
+    &[
+        "vdkit-storage",
+        "vdkit-raw",
+        "vdkit-qcow2",
+        "vdkit-vdi",
+        "vdkit-vhd",
+        "vdkit-vhdx",
+        "vdkit-vmdk",
+    ],
     &["vdkit-chain", "vdkit-stream"],
     &["vdkit-jobs", "vdkit-export"],
     &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"],
@@ -18,8 +26,15 @@ const LAYERS: &[&[&str]] = &[
 
 /// Formats know storages only as the trait that they are handed, so each imports block alone, but
 /// for the encryption that is inside of others too, and what formats of tables of blocks share.
-const FORMATS: &[&str] =
-    &["vdkit-raw", "vdkit-qcow2", "vdkit-luks", "vdkit-vdi", "vdkit-vhd", "vdkit-vmdk"];
+const FORMATS: &[&str] = &[
+    "vdkit-raw",
+    "vdkit-qcow2",
+    "vdkit-luks",
+    "vdkit-vdi",
+    "vdkit-vhd",
+    "vdkit-vhdx",
+    "vdkit-vmdk",
+];
 const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-luks", "vdkit-blockmap"];
 
 /// Kept for tests; anybody may have it as a dev-dependency, nobody otherwise.

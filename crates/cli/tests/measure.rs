@@ -63,7 +63,7 @@ fn the_command_line_is_checked() {
     scratch.write("a.raw", &[0; 512]);
     scratch.fails(2, "required", &["measure", "-O", "qcow2"]);
     scratch.fails(2, "cannot be used", &["measure", "--size", "1G", "a.raw"]);
-    scratch.fails(2, "'vhdx'", &["measure", "--size", "1G", "-O", "vhdx"]);
+    scratch.fails(2, "'qed'", &["measure", "--size", "1G", "-O", "qed"]);
     scratch.fails(2, "'x'", &["measure", "--size", "1G", "-O", "qcow2", "-o", "x=1"]);
     scratch.fails(1, "no-such", &["measure", "no-such"]);
 }

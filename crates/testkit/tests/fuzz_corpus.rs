@@ -35,6 +35,11 @@ fn format_open() {
 }
 
 #[test]
+fn vhdx_open() {
+    replay("vhdx_open", fuzz::vhdx_open);
+}
+
+#[test]
 fn luks_open() {
     replay("luks_open", fuzz::luks_open);
 }
@@ -42,6 +47,35 @@ fn luks_open() {
 #[test]
 fn qcow2_ops() {
     replay("qcow2_ops", fuzz::qcow2_ops);
+}
+
+/// Random changes where the structures of a VHDX are, checksums right or wrong.
+#[test]
+fn vhdx_open_at_random() {
+    let seeds = std::env::var("VDKIT_FUZZ_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(40);
+    let places = [64 << 10, 128 << 10, 192 << 10, 1 << 20, (1 << 20) + 8192, 2 << 20];
+    let more = [(2 << 20) + (64 << 10), 3 << 20, (3 << 20) + 65536, 4 << 20];
+    let mut failed = Vec::new();
+    for seed in 1..=seeds * 10 {
+        let mut rng = vdkit_testkit::Rng::new(seed);
+        let mut input = vec![rng.below(3) as u8, rng.below(8) as u8];
+        for _ in 0..1 + rng.below(4) {
+            let place = places.iter().chain(&more).nth(rng.below(10) as usize).unwrap();
+            let at: u64 = place + rng.below(30) * 4;
+            let mut bytes = vec![0; 1 + rng.below(8) as usize];
+            match rng.below(3) {
+                0 => bytes.fill(0xff),
+                1 => bytes[0] = 1 << rng.below(8),
+                _ => rng.fill(&mut bytes),
+            }
+            input.extend([(at >> 16) as u8, (at >> 8) as u8, at as u8, bytes.len() as u8]);
+            input.extend(bytes);
+        }
+        if catch_unwind(|| fuzz::vhdx_open(&input)).is_err() {
+            failed.push(seed);
+        }
+    }
+    assert!(failed.is_empty(), "failed with seeds {failed:?}");
 }
 
 /// Inputs of the corpus with a few bytes changed; `VDKIT_FUZZ_SEEDS` asks for more of them.

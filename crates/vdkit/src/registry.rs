@@ -7,11 +7,12 @@ use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_vdi::VdiDriver;
 use vdkit_vhd::VhdDriver;
+use vdkit_vhdx::VhdxDriver;
 use vdkit_vmdk::VmdkDriver;
 
 /// Every format that this build knows.
 pub static FORMATS: &[&dyn FormatDriver] =
-    &[&RawDriver, &Qcow2Driver, &LuksDriver, &VdiDriver, &VhdDriver, &VmdkDriver];
+    &[&RawDriver, &Qcow2Driver, &LuksDriver, &VdiDriver, &VhdDriver, &VhdxDriver, &VmdkDriver];
 
 /// A registry of every format.
 pub fn registry() -> Registry {

@@ -1,0 +1,116 @@
+//! VHDX images through the command: every way to and from them, their parents, and blocks that file
+//! systems share.
+
+mod common;
+
+use common::{Scratch, peer};
+
+fn content(scratch: &Scratch, name: &str, bytes: u64) {
+    std::fs::File::create(scratch.path(name)).unwrap().set_len(bytes).unwrap();
+    for (offset, len, pattern) in [("0", "64K", "1"), ("1M", "100000", "0x5a"), ("9M", "7", "9")] {
+        scratch.ok(&["write", "-f", "raw", name, offset, len, "--pattern", pattern]);
+    }
+}
+
+#[test]
+fn images_go_both_ways() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", (20 << 20) + 4096);
+    for (source, target, options) in [
+        ("disk.raw", "a.vhdx", "subformat=dynamic"),
+        ("a.vhdx", "b.qcow2", "cluster_size=64K"),
+        ("b.qcow2", "c.vhdx", "subformat=fixed"),
+        ("c.vhdx", "d.raw", "preallocation=off"),
+        ("c.vhdx", "e.vhdx", "block_size=1M,log_size=2M,block_state_zero=off"),
+    ] {
+        scratch.ok(&["convert", "--verify", "-o", options, source, target]);
+        peer(&scratch.path(""), "qemu-img", &["compare", "-q", "disk.raw", target]);
+        scratch.ok(&["check", target]);
+    }
+    scratch.ok(&["convert", "--verify", "-o", "logical_sector_size=4096", "a.vhdx", "f.vhdx"]);
+    let same = ["compare", "a.vhdx", "f.vhdx"];
+    scratch.ok(&same);
+    for image in ["a.vhdx", "c.vhdx", "e.vhdx"] {
+        peer(&scratch.path(""), "qemu-img", &["check", "-q", image]);
+    }
+    let measured = scratch.json_of("measure", 0, &["disk.raw", "-O", "vhdx"]);
+    let length = std::fs::metadata(scratch.path("a.vhdx")).unwrap().len();
+    assert_eq!(measured["required"], length, "{measured}");
+    scratch.ok(&["resize", "a.vhdx", "+44M"]);
+    scratch.ok(&["write", "a.vhdx", "60M", "1M", "--pattern", "3"]);
+    scratch.ok(&["check", "a.vhdx"]);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "a.vhdx"]);
+}
+
+#[test]
+fn a_child_is_tied_to_its_parent() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.vhdx", "12M"]);
+    scratch.ok(&["write", "base.vhdx", "0", "4M", "--pattern", "0x11"]);
+    scratch.ok(&["create", "child.vhdx", "--backing", "base.vhdx"]);
+    let info = scratch.json_of("info", 0, &["child.vhdx"]).to_string();
+    assert!(info.contains("differencing") && info.contains("base.vhdx"), "{info}");
+    scratch.ok(&["write", "child.vhdx", "1000", "100", "--pattern", "0x22"]);
+    let read = |image: &str| scratch.ok(&["read", image, "0", "4M"]).bytes;
+    let mut wanted = vec![0x11; 4 << 20];
+    wanted[1000..1100].fill(0x22);
+    assert!(read("child.vhdx") == wanted);
+    scratch.ok(&["convert", "--verify", "child.vhdx", "flat.vhdx"]);
+    assert!(read("flat.vhdx") == wanted);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "flat.vhdx"]);
+    scratch.ok(&["check", "child.vhdx"]);
+
+    // Committed, and then on its own.
+    scratch.ok(&["commit", "child.vhdx"]);
+    assert!(read("base.vhdx") == wanted && read("child.vhdx") == wanted);
+    scratch.ok(&["write", "child.vhdx", "2M", "10", "--pattern", "0x33"]);
+    wanted[2 << 20..(2 << 20) + 10].fill(0x33);
+    scratch.ok(&["rebase", "child.vhdx", "--no-backing"]);
+    std::fs::rename(scratch.path("base.vhdx"), scratch.path("gone.vhdx")).unwrap();
+    assert!(read("child.vhdx") == wanted);
+    peer(&scratch.path(""), "qemu-img", &["check", "-q", "child.vhdx"]);
+    scratch.ok(&["check", "child.vhdx"]);
+
+    // A parent that was written since is not taken.
+    scratch.ok(&["create", "second.vhdx", "--backing", "gone.vhdx"]);
+    scratch.ok(&["write", "--force", "gone.vhdx", "0", "512", "--pattern", "0x44"]);
+    scratch.fails(4, "identity", &["read", "second.vhdx", "0", "4M"]);
+    scratch.ok(&["rebase", "--unsafe", "second.vhdx", "--backing", "gone.vhdx"]);
+    scratch.ok(&["read", "second.vhdx", "0", "4M"]);
+    let raw = ["create", "x.vhdx", "--backing", "disk.raw", "--backing-format", "raw"];
+    content(&scratch, "disk.raw", 10 << 20);
+    scratch.fails(1, "must be a vhdx image", &raw);
+}
+
+/// Nothing but blocks of metadata is written where the file system shares.
+#[test]
+fn blocks_are_shared_with_images_of_other_formats() {
+    for kind in ["xfs", "btrfs"] {
+        let Some(disk) = vdkit_testkit::fs::mounted(kind, 512 << 20) else { return };
+        let scratch = Scratch::new();
+        let path = |name: &str| disk.path().join(name).display().to_string();
+        let raw = path("disk.raw");
+        scratch.ok(&["create", &raw, "64M"]);
+        for block in 0..64 {
+            let (at, byte) = (format!("{block}M"), (block + 1).to_string());
+            scratch.ok(&["write", "-f", "raw", &raw, &at, "1M", "--pattern", &byte]);
+        }
+        let wanted = scratch.ok(&["read", "-f", "raw", &raw, "0"]).bytes;
+        for (source, target, options) in [
+            ("disk.raw", "a.vhdx", "subformat=dynamic"),
+            ("disk.raw", "b.vhdx", "subformat=fixed"),
+            ("disk.raw", "c.vhdx", "block_size=1M"),
+            ("a.vhdx", "d.raw", "preallocation=off"),
+            ("a.vhdx", "e.qcow2", "cluster_size=64K"),
+            ("e.qcow2", "f.vhdx", "block_size=32M"),
+        ] {
+            let (source, target) = (path(source), path(target));
+            let arguments = ["-o", options, &source, &target];
+            let json = scratch.json_of("convert", 0, &arguments);
+            let moved = json["moved"]["reflinked"].as_u64().unwrap();
+            assert_eq!(moved, 64 << 20, "{kind}: {source} to {target}: {json}");
+            assert!(scratch.ok(&["read", &target, "0"]).bytes == wanted, "{target}");
+            scratch.ok(&["check", &target]);
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! What an image stands on, changed in place: the parent locator is rewritten, added or removed.
+//! Everything goes through the log; a crash leaves the old or the new state.
+
+use vdkit_block::{
+    AmendRequest, BackingRef, Error, HostOffset, Monitor, OpenRequest, Place, Result, ZeroMode,
+};
+
+use crate::guid::Guid;
+use crate::image::Vhdx;
+use crate::layout::{BAT_REGION, BatEntry, Geometry, METADATA_REGION, State};
+use crate::map::Look;
+use crate::metadata::{self, LocatorPlace};
+use crate::parent::ParentLocator;
+use crate::regions::Region;
+
+/// As [`vdkit_block::FormatDriver::amend`].
+pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
+    let storage = &request.storage;
+    if !request.options.is_empty() {
+        return Err(Error::unsupported(
+            storage.name(),
+            "changing options of a vhdx image in place",
+            "convert it to a new image that has them",
+        ));
+    }
+    let Some(backing) = &request.backing else { return Ok(Vec::new()) };
+    let image = Vhdx::open(OpenRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        writable: true,
+        limits: request.limits,
+    })?;
+    let changed = match backing {
+        Some(backing) => image.set_parent(backing)?,
+        None if image.geometry.has_parent => {
+            image.stand_alone(monitor)?;
+            true
+        }
+        None => false,
+    };
+    image.close_cleanly()?;
+    Ok(if changed { vec!["backing".to_owned()] } else { Vec::new() })
+}
+
+impl Vhdx {
+    fn set_parent(&self, backing: &BackingRef) -> Result<bool> {
+        let file = self.storage.name();
+        if self.fixed {
+            return Err(Error::unsupported(
+                file,
+                "a fixed vhdx image on another one",
+                "convert it to a dynamic one first",
+            ));
+        }
+        if backing.format.as_deref().is_some_and(|format| format != "vhdx") {
+            return Err(Error::unsupported(
+                file,
+                format!("a vhdx image on a {} image", backing.format.as_deref().unwrap_or("")),
+                "its parent must be a vhdx image; convert it to qcow2 instead",
+            ));
+        }
+        let locator = ParentLocator::new(file, backing)?;
+        if self.metadata.parent.as_ref() == Some(&locator) {
+            return Ok(false);
+        }
+        let region = self.region(METADATA_REGION)?;
+        let table = self.region(BAT_REGION)?;
+        let geometry = Geometry { has_parent: true, ..self.geometry };
+        if geometry.bat_region_bytes(self.guest_len()) > table.bytes {
+            return Err(Error::unsupported(
+                file,
+                "sector bitmaps in a block allocation table without room for them",
+                "convert it to a new image that stands on the other one",
+            ));
+        }
+        let bytes = locator.encode();
+        let place = self.metadata.place_locator(&region, bytes.len() as u64);
+        let Some(LocatorPlace { offset, entry, count }) = place else {
+            return Err(Error::unsupported(
+                file,
+                "another parent locator in a metadata region without room for it",
+                "convert it to a new image",
+            ));
+        };
+        self.begin_metadata_session()?;
+        self.put_metadata(offset, &bytes)?;
+        let item = metadata::locator_entry(offset - region.offset, bytes.len() as u64);
+        self.put_metadata(entry, &item)?;
+        self.put_metadata(region.offset + 10, &count.to_le_bytes())?;
+        self.put_flags(metadata::HAS_PARENT)?;
+        self.flush_grouped()?;
+        Ok(true)
+    }
+
+    fn put_flags(&self, flags: u32) -> Result<()> {
+        match self.metadata.flags_offset() {
+            Some(offset) => self.put_metadata(offset, &flags.to_le_bytes()),
+            None => Ok(()),
+        }
+    }
+
+    fn region(&self, guid: Guid) -> Result<Region> {
+        let state = self.flushing.lock();
+        let found = state.regions.iter().find(|region| region.guid == guid).copied();
+        found.ok_or_else(|| Error::Invalid(format!("{}: has no {guid}", self.storage.name())))
+    }
+
+    /// Makes a differencing image a dynamic one. What is beneath reads as zero where this image has
+    /// nothing, as far as the caller knows.
+    fn stand_alone(&self, monitor: &Monitor<'_>) -> Result<()> {
+        self.begin_metadata_session()?;
+        let blocks = self.geometry.blocks(self.guest_len());
+        for block in 0..blocks {
+            monitor.cancel.check()?;
+            self.relieve()?;
+            let entry = self.payload(block)?;
+            let index = self.geometry.payload_index(block);
+            match self.state_of(block, entry)? {
+                State::NotPresent => self.set_entry(index, BatEntry::ZERO)?,
+                State::PartiallyPresent => {
+                    self.complete(block)?;
+                    self.meta.lock().data_first = true;
+                    self.set_entry(index, BatEntry::present(entry.host()))?;
+                }
+                _ => {}
+            }
+        }
+        // No block is partial any more, on disk too, before their bitmaps go.
+        self.flush_grouped()?;
+        self.free_bitmaps(&(0..blocks))?;
+        self.flush_grouped()?;
+        let region = self.region(METADATA_REGION)?;
+        if let Some((entry, last, count)) = self.metadata.without_locator(&region) {
+            let mut moved = [0; 32];
+            self.storage.read_at(&mut moved, HostOffset(last))?;
+            self.put_metadata(entry, &moved)?;
+            self.put_metadata(last, &[0; 32])?;
+            self.put_metadata(region.offset + 10, &count.to_le_bytes())?;
+        }
+        self.put_flags(0)?;
+        self.flush_grouped()
+    }
+
+    /// Makes the sectors of a partial block that it does not have zero in its space.
+    fn complete(&self, block: u64) -> Result<()> {
+        let start = block << self.geometry.block_bits;
+        let end = (start + self.geometry.block_bytes()).min(self.guest_len());
+        let host = self.payload(block)?.host();
+        let mut at = start;
+        while at < end {
+            let Some(extent) = self.extent_in_block(at, end - at, Look::Load)? else { break };
+            if extent.place == Place::Hole {
+                let offset = HostOffset(host + (at - start));
+                self.storage.write_zeroes(offset, extent.len, ZeroMode::MayUnmap)?;
+            }
+            at += extent.len;
+        }
+        Ok(())
+    }
+}

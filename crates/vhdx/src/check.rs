@@ -1,0 +1,439 @@
+//! Consistency check and repair.
+//!
+//! A check reads the file as it is once its log is replayed and looks at every structure and every entry by
+//! itself; each finding names the section of [MS-VHDX] whose rule is broken. The file's space is
+//! noted by the MiB, so that blocks which overlap are found.
+//!
+//! What is found leaked is space that nothing refers to and that takes room on the host; a
+//! structure of which there are two and one is damaged is told as a leak too, since nothing is lost
+//! by it.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, Error, Finding, HostOffset, Limits, Monitor, OpenRequest, Repair, Result,
+    Severity, Storage, ZeroMode,
+};
+
+use crate::header::Header;
+use crate::image::{Parts, Vhdx};
+use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PRESENT, REGION_OFFSETS, State, TABLE_BYTES};
+
+/// Bytes of the table that are read at once.
+const STEP_BYTES: u64 = MIB;
+
+/// Checks an image, and mends it as far as `repair` says.
+///
+/// A repair replays the log, writes the damaged one of two headers or region tables anew, clears
+/// what reserved fields hold, gives leaked space back, and makes blocks zero whose space lies
+/// outside of the file. Only [`Repair::AllForced`] makes those zero whose space is another
+/// structure's: the data there may be theirs.
+///
+/// # Errors
+/// What opening an image returns for damage that leaves nothing to look at; [`Error::Limit`]; I/O.
+pub(crate) fn check(
+    storage: &Arc<dyn Storage>,
+    repair: Repair,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<CheckReport> {
+    if repair == Repair::Nothing {
+        let parts = Parts::read(storage, false, limits)?;
+        if parts.log_entries > 0 {
+            monitor.progress.message(&format!(
+                "the image was not closed cleanly: {} entries of its log are taken as replayed",
+                parts.log_entries
+            ));
+        }
+        return Ok(Survey::take(&parts, limits, monitor)?.report);
+    }
+    let parts = Parts::read(storage, true, limits)?;
+    let found = Survey::take(&parts, limits, monitor)?;
+    mend_copies(storage, &parts)?;
+    if repair != Repair::Leaks && !found.bad.is_empty() {
+        mend_entries(storage, &found, repair, limits)?;
+    }
+    let mut report = found.report;
+    // Read anew, as others will: what is told as mended is gone.
+    let survey = |parts: &Parts| Ok::<_, Error>(Survey::take(parts, limits, monitor)?.into_left());
+    let mut parts = Parts::read(storage, false, limits)?;
+    let (mut left, leaked) = survey(&parts)?;
+    // What looks leaked may be what a damaged entry pointed to.
+    if left.corruptions == 0 {
+        for (from, to) in leaked {
+            storage.write_zeroes(HostOffset(from), to - from, ZeroMode::MayUnmap)?;
+        }
+        cut(storage, left.image_end_offset, parts.metadata.fixed)?;
+        parts = Parts::read(storage, false, limits)?;
+        left = survey(&parts)?.0;
+    }
+    storage.sync()?;
+    for finding in &mut report.findings {
+        finding.repaired = !left.findings.iter().any(|other| other.offset == finding.offset);
+    }
+    report.corruptions_fixed = report.corruptions.saturating_sub(left.corruptions);
+    report.leaks_fixed = report.leaks.saturating_sub(left.leaks);
+    report.image_end_offset = left.image_end_offset;
+    Ok(report)
+}
+
+/// A block's entry that is to become another.
+#[derive(Clone, Copy, Debug)]
+struct BadEntry {
+    index: u64,
+    new: BatEntry,
+    forced: bool,
+}
+
+/// One walk over an image.
+struct Survey<'a> {
+    parts: &'a Parts,
+    report: CheckReport,
+    used: Used,
+    bad: Vec<BadEntry>,
+    /// Ranges of the file that nothing refers to and that hold data.
+    leaked: Vec<(u64, u64)>,
+    file_bytes: u64,
+}
+
+impl<'a> Survey<'a> {
+    /// The report, and what is leaked.
+    fn into_left(self) -> (CheckReport, Vec<(u64, u64)>) {
+        (self.report, self.leaked)
+    }
+
+    fn take(parts: &'a Parts, limits: &Limits, monitor: &Monitor<'_>) -> Result<Self> {
+        let file_bytes = parts.storage.len()?;
+        let mut new = Self {
+            parts,
+            report: CheckReport::default(),
+            used: Used::new(parts.storage.name(), file_bytes, limits)?,
+            bad: Vec::new(),
+            leaked: Vec::new(),
+            file_bytes,
+        };
+        new.structures();
+        new.items();
+        new.table(monitor)?;
+        new.gaps(monitor)?;
+        Ok(new)
+    }
+
+    fn add(&mut self, severity: Severity, offset: u64, structure: &'static str, message: String) {
+        self.report.add(Finding { severity, offset, structure, message, repaired: false });
+    }
+
+    /// Headers, region tables, and the places of regions.
+    fn structures(&mut self) {
+        let header: Header = self.parts.headers.current;
+        if !self.parts.headers.spare_sound {
+            let at = self.parts.headers.spare_offset();
+            let text = "is damaged: no signature or a wrong CRC-32C; the other header holds \
+                        [2.2.2]";
+            self.add(Severity::Leak, at, "header", text.to_owned());
+        }
+        if let Some(slot) = self.parts.regions.damaged {
+            let text = "is damaged or says something else than the other one [2.2.3]";
+            self.add(Severity::Leak, REGION_OFFSETS[slot], "region table", text.to_owned());
+        }
+        let mut places = vec![(0, MIB), (header.log_offset, header.log_offset + header.log_bytes)];
+        places.extend(self.parts.regions.all.iter().map(|r| (r.offset, r.end())));
+        for (from, to) in places {
+            self.used.take(from, to);
+            if to > self.file_bytes && from != to {
+                let text = format!(
+                    "ends at {to:#x}, behind the file's end at {:#x} [2.1]",
+                    self.file_bytes
+                );
+                self.add(Severity::Corruption, from, "region", text);
+            }
+            self.report.image_end_offset = self.report.image_end_offset.max(to);
+        }
+    }
+
+    /// Items of the metadata region.
+    fn items(&mut self) {
+        let parts = self.parts;
+        let metadata = &parts.metadata;
+        let mut sorted: Vec<_> = metadata.items.iter().filter(|item| item.bytes > 0).collect();
+        sorted.sort_by_key(|item| item.offset);
+        for pair in sorted.windows(2) {
+            if pair[0].offset + pair[0].bytes > pair[1].offset {
+                let text = format!("{} overlaps {} [2.6.1.2]", pair[1].id, pair[0].id);
+                self.add(Severity::Corruption, pair[1].entry, "metadata table entry", text);
+            }
+        }
+        for item in metadata.items.iter().filter(|item| item.flags & !7 != 0) {
+            let text = format!("reserved flags {:#x} are set [2.6.1.2]", item.flags & !7);
+            self.add(Severity::Corruption, item.entry + 24, "metadata table entry", text);
+        }
+        if metadata.reserved_parameters != 0 {
+            let text =
+                format!("reserved flags {:#x} are set [2.6.2.1]", metadata.reserved_parameters);
+            let at = metadata.flags_offset().unwrap_or(parts.regions.metadata.offset);
+            self.add(Severity::Corruption, at, "file parameters", text);
+        }
+    }
+
+    /// The block allocation table, and the blocks that it names.
+    fn table(&mut self, monitor: &Monitor<'_>) -> Result<()> {
+        let parts = self.parts;
+        let geometry = parts.metadata.geometry;
+        let entries = geometry.bat_entries(parts.metadata.guest_bytes);
+        let chunk = (1 << geometry.chunk_bits()) + 1;
+        self.report.total_clusters = geometry.blocks(parts.metadata.guest_bytes);
+        let mut walk = Walk::default();
+        let mut first = 0;
+        while first < entries {
+            monitor.cancel.check()?;
+            monitor.progress.update(first, entries);
+            let count = (entries - first).min(STEP_BYTES / 8);
+            let mut bytes = vec![0; count as usize * 8];
+            let at = parts.regions.bat.offset + first * 8;
+            parts.storage.read_padded(&mut bytes, HostOffset(at))?;
+            for (offset, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
+                let index = first + offset as u64;
+                let entry = BatEntry(u64::from_le_bytes(*word));
+                if (index + 1).is_multiple_of(chunk) {
+                    self.bitmap_entry(index, entry, &mut walk);
+                } else {
+                    self.payload_entry(index, index - index / chunk, entry, &mut walk);
+                }
+            }
+            first += count;
+        }
+        monitor.progress.update(entries, entries);
+        Ok(())
+    }
+
+    fn bad(&mut self, index: u64, entry: BatEntry, new: BatEntry, forced: bool, rule: &str) {
+        let at = self.parts.regions.bat.offset + index * 8;
+        let text = format!("{:#018x}: {rule}", entry.0);
+        self.add(Severity::Corruption, at, "block allocation table entry", text);
+        self.bad.push(BadEntry { index, new, forced });
+    }
+
+    fn payload_entry(&mut self, index: u64, block: u64, entry: BatEntry, walk: &mut Walk) {
+        let geometry = self.parts.metadata.geometry;
+        let start = block << geometry.block_bits;
+        if start >= self.parts.metadata.guest_bytes {
+            return; // of a last chunk that is not whole: means nothing
+        }
+        let zero = BatEntry::ZERO;
+        let host = BatEntry(entry.host());
+        let Some(state) = entry.state() else {
+            // Where there is space, it is more likely the block's own than nobody's.
+            let end = entry.host().saturating_add(geometry.block_bytes());
+            let there = entry.host() > 0 && end <= self.file_bytes;
+            let there = there && !self.used.take(entry.host(), end);
+            let new = if there { BatEntry::present(entry.host()) } else { zero };
+            return self.bad(index, entry, new, false, "a reserved state [2.5.1.1]");
+        };
+        if state == State::PartiallyPresent && !geometry.has_parent {
+            let full = BatEntry(host.0 | PRESENT);
+            let rule = "partially present without a parent [2.5.1.1]";
+            self.bad(index, entry, full, false, rule);
+        } else if entry.reserved() != 0 {
+            let new = BatEntry(host.0 | entry.state_bits());
+            self.bad(index, entry, new, false, "reserved bits are set [2.5.1]");
+        } else if matches!(state, State::NotPresent | State::Zero) && entry.host() != 0 {
+            let new = BatEntry(entry.state_bits());
+            let rule = "an offset where the state has none [2.5.1.1]";
+            self.bad(index, entry, new, false, rule);
+        }
+        walk.partial |= state == State::PartiallyPresent;
+        if !entry.has_data() {
+            // An offset that states without data may keep [2.5.1.1] is nobody else's.
+            if matches!(state, State::Undefined | State::Unmapped) && entry.host() != 0 {
+                let end = entry.host().saturating_add(geometry.block_bytes());
+                self.used.take(entry.host(), end);
+                let seen = self.report.image_end_offset;
+                self.report.image_end_offset = seen.max(end.min(self.file_bytes));
+            }
+            return;
+        }
+        let bytes = geometry.block_bytes();
+        let needed = bytes.min(self.parts.metadata.guest_bytes - start);
+        let (host, end) = (entry.host(), entry.host().saturating_add(bytes));
+        if host.saturating_add(needed) > self.file_bytes {
+            let rule = "a block behind the file's end [2.5.1]";
+            return self.bad(index, entry, zero, false, rule);
+        }
+        if self.used.take(host, end) {
+            let rule = "a block over another one, or over headers, log or regions [2.5.1]";
+            return self.bad(index, entry, zero, true, rule);
+        }
+        self.report.allocated_clusters += 1;
+        self.report.fragmented_clusters += u64::from(walk.next.is_some_and(|next| next != host));
+        walk.next = Some(end);
+        self.report.image_end_offset = self.report.image_end_offset.max(end.min(self.file_bytes));
+    }
+
+    fn bitmap_entry(&mut self, index: u64, entry: BatEntry, walk: &mut Walk) {
+        let partial = std::mem::take(&mut walk.partial);
+        let has_parent = self.parts.metadata.geometry.has_parent;
+        let none = BatEntry::NOT_PRESENT;
+        match entry.state_bits() {
+            PRESENT if has_parent => {
+                let (host, end) = (entry.host(), entry.host().saturating_add(BITMAP_BYTES));
+                if entry.reserved() != 0 {
+                    let new = BatEntry(entry.0 & !entry.reserved());
+                    self.bad(index, entry, new, false, "reserved bits are set [2.5.1]");
+                }
+                if end > self.file_bytes {
+                    let rule = "a sector bitmap behind the file's end [2.5.1]";
+                    self.bad(index, entry, none, partial, rule);
+                } else if self.used.take(host, end) {
+                    let rule = "a sector bitmap over another block or structure [2.5.1]";
+                    self.bad(index, entry, none, true, rule);
+                } else {
+                    let end_offset = self.report.image_end_offset;
+                    self.report.image_end_offset = end_offset.max(end);
+                }
+            }
+            PRESENT => {
+                let rule = "a sector bitmap in an image without a parent [2.5.1.2]";
+                self.bad(index, entry, none, false, rule);
+            }
+            0 if partial => {
+                let at = self.parts.regions.bat.offset + index * 8;
+                let text = "no sector bitmap for partial blocks [2.5.1.2]".to_owned();
+                self.add(Severity::Corruption, at, "block allocation table entry", text);
+            }
+            0 if entry.0 == 0 => {}
+            0 => self.bad(index, entry, none, false, "bits in an absent sector bitmap [2.5.1.2]"),
+            _ => self.bad(index, entry, none, partial, "a reserved state [2.5.1.2]"),
+        }
+    }
+
+    /// Space that nothing refers to and that holds data.
+    fn gaps(&mut self, monitor: &Monitor<'_>) -> Result<()> {
+        let storage = &self.parts.storage;
+        if !storage.caps().growable {
+            return Ok(()); // the rest of a device is nobody's
+        }
+        let mut at = MIB;
+        let mut found = Vec::new();
+        while let Some((from, to)) = self.used.next_gap(at, self.file_bytes) {
+            monitor.cancel.check()?;
+            let mut here = from;
+            while here < to {
+                let extent = storage.extent_at(HostOffset(here), to - here)?;
+                let len = extent.len.min(to - here).max(1);
+                if extent.data {
+                    found.push((here, here + len));
+                }
+                here += len;
+            }
+            at = to;
+        }
+        for (from, to) in found {
+            let text = format!("{} bytes that nothing refers to [2.5]", to - from);
+            self.add(Severity::Leak, from, "space", text);
+            self.leaked.push((from, to));
+        }
+        Ok(())
+    }
+}
+
+/// What entries say to those behind them.
+#[derive(Debug, Default)]
+struct Walk {
+    /// A block of this chunk is partial.
+    partial: bool,
+    /// Where the block behind the last one would follow it.
+    next: Option<u64>,
+}
+
+/// Which MiB of the file are in use.
+struct Used {
+    bits: Vec<u64>,
+}
+
+impl Used {
+    fn new(file: &str, file_bytes: u64, limits: &Limits) -> Result<Self> {
+        let words = file_bytes.div_ceil(MIB).div_ceil(64);
+        if words * 8 > limits.check_bytes_max {
+            return Err(Error::Limit {
+                file: file.to_owned(),
+                what: "memory for the check in bytes",
+                found: words * 8,
+                limit: limits.check_bytes_max,
+            });
+        }
+        Ok(Self { bits: vec![0; words as usize] })
+    }
+
+    /// Marks a range, as far as it lies within the file; whether a part of it was marked already.
+    fn take(&mut self, from: u64, to: u64) -> bool {
+        let last = (self.bits.len() as u64 * 64).min(to.div_ceil(MIB));
+        let mut seen = false;
+        for bit in from / MIB..last {
+            let (word, mask) = ((bit / 64) as usize, 1 << (bit % 64));
+            seen |= self.bits[word] & mask != 0;
+            self.bits[word] |= mask;
+        }
+        seen
+    }
+
+    /// The first range from `at` on that is not in use, before `end`.
+    fn next_gap(&self, at: u64, end: u64) -> Option<(u64, u64)> {
+        let is_used = |bit: u64| self.bits[(bit / 64) as usize] >> (bit % 64) & 1 != 0;
+        let bits = end.div_ceil(MIB);
+        let mut first = at.div_ceil(MIB);
+        while first < bits && is_used(first) {
+            first += 1;
+        }
+        let mut last = first;
+        while last < bits && !is_used(last) {
+            last += 1;
+        }
+        (first < last).then(|| (first * MIB, (last * MIB).min(end)))
+    }
+}
+
+/// Writes the damaged one of two headers or region tables anew.
+fn mend_copies(storage: &Arc<dyn Storage>, parts: &Parts) -> Result<()> {
+    if !parts.headers.spare_sound {
+        let mut headers = parts.headers;
+        headers.update(&**storage, headers.current)?;
+        storage.sync()?;
+    }
+    if let Some(slot) = parts.regions.damaged {
+        let mut table = vec![0; TABLE_BYTES as usize];
+        storage.read_padded(&mut table, HostOffset(REGION_OFFSETS[1 - slot]))?;
+        storage.write_at(&table, HostOffset(REGION_OFFSETS[slot]))?;
+        storage.sync()?;
+    }
+    Ok(())
+}
+
+/// Gives entries that break a rule another value, through the log.
+fn mend_entries(
+    storage: &Arc<dyn Storage>,
+    found: &Survey<'_>,
+    repair: Repair,
+    limits: &Limits,
+) -> Result<()> {
+    let image = Vhdx::open(OpenRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        writable: true,
+        limits: *limits,
+    })?;
+    image.begin_session()?;
+    for bad in found.bad.iter().filter(|bad| !bad.forced || repair == Repair::AllForced) {
+        image.relieve()?;
+        image.set_entry(bad.index, bad.new)?;
+    }
+    image.close_cleanly()
+}
+
+/// Cuts off what is behind the last structure.
+fn cut(storage: &Arc<dyn Storage>, end: u64, fixed: bool) -> Result<()> {
+    let end = end.next_multiple_of(MIB);
+    if !fixed && storage.caps().growable && storage.len()? > end {
+        storage.set_len(end)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,47 @@
+//! What an image says of itself.
+
+use std::sync::Arc;
+
+use vdkit_block::{ImageInfo, Limits, Result, Storage};
+
+use crate::image::Parts;
+
+/// Describes an image by five reads: headers, the log where there is one, two region tables, and
+/// the metadata table with its items; by six more where the items are elsewhere. All are of
+/// bounded length.
+///
+/// # Errors
+/// As [`crate::Vhdx::open`].
+pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
+    let parts = Parts::read(storage, false, limits)?;
+    let (metadata, header) = (&parts.metadata, &parts.headers.current);
+    let subformat = match (metadata.geometry.has_parent, metadata.fixed) {
+        (true, _) => "differencing",
+        (false, true) => "fixed",
+        (false, false) => "dynamic",
+    };
+    let properties = [
+        ("subformat", subformat.to_owned()),
+        ("logical-sector-size", metadata.geometry.sector_bytes().to_string()),
+        ("physical-sector-size", metadata.physical_sector_bytes.to_string()),
+        ("log-size", header.log_bytes.to_string()),
+        ("disk-id", metadata.disk_id.to_string()),
+    ];
+    let mut properties: Vec<(String, String)> =
+        properties.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+    if parts.log_entries > 0 {
+        properties.push(("log-entries-to-replay".to_owned(), parts.log_entries.to_string()));
+    }
+    let backing = parts.backing()?;
+    let mut info = ImageInfo::new("vhdx", metadata.guest_bytes);
+    info.cluster_size = Some(metadata.geometry.block_bytes());
+    info.dirty = parts.log_entries > 0;
+    info.identity = Some(header.data_write.to_string());
+    if let Some(backing) = backing {
+        info.backing_file = Some(backing.name);
+        info.backing_format = backing.format;
+        info.backing_identity = backing.identity;
+    }
+    info.properties = properties;
+    Ok(info)
+}

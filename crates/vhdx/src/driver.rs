@@ -1,0 +1,79 @@
+//! VHDX's front door.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    AmendRequest, CheckReport, CreateRequest, Format, FormatDriver, ImageInfo, Limits, Measured,
+    Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
+};
+
+use crate::image::Vhdx;
+use crate::layout::FILE_SIGNATURE;
+use crate::options::{NewImage, SPECS};
+use crate::{amend, check, create, describe};
+
+/// VHDX images: fixed, dynamic and differencing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct VhdxDriver;
+
+impl FormatDriver for VhdxDriver {
+    fn name(&self) -> &'static str {
+        "vhdx"
+    }
+
+    fn description(&self) -> &'static str {
+        "Hyper-V's format: fixed, dynamic or on a parent, its metadata kept by a log"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
+    }
+
+    fn writes(&self) -> bool {
+        true
+    }
+
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
+        if head.starts_with(FILE_SIGNATURE) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
+        describe::describe(storage, limits)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        Ok(Vhdx::open(request)?)
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        create::create(request)
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        check::check(storage, repair, limits, monitor)
+    }
+
+    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        amend::amend(request, monitor)
+    }
+
+    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
+        Ok(NewImage::new(options, 0, false)?.geometry.block_bytes())
+    }
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
+        let new = NewImage::new(options, guest_bytes, false)?;
+        let all = new.all_blocks_bytes();
+        let fully_allocated = new.data_offset() + all;
+        let blocks = data_clusters.saturating_mul(new.geometry.block_bytes()).min(all);
+        let required = if new.fixed { fully_allocated } else { new.data_offset() + blocks };
+        Ok(Measured { required, fully_allocated })
+    }
+}

@@ -1,0 +1,257 @@
+//! Making metadata durable in an order that is consistent at each moment.
+//!
+//! | when | what | syncs |
+//! |---|---|---|
+//! | before the first change since opening | a header with new GUIDs | 1 |
+//! | a flush, where guest data or the file's new length must come before the map | those | 1 |
+//! | a flush, where the log is not in use yet or is full | an empty entry, then a header with the log's new GUID | 1, as the one before, and 1 more |
+//! | a flush with changes of metadata | one entry of the log, with all changed pages | 1 |
+//! | after that | the pages in their place | none |
+//! | a flush without changes of metadata | guest data | 1 |
+//! | closing | pages, then a header without the log's GUID | 2 |
+//!
+//! So a flush after any number of allocating writes costs one sync where they went to space that
+//! was durable and read as zero, else two; and one more each time that the log is full.
+//!
+//! Pages in their place may be lost in a crash: the log has them, until a header gives it another
+//! GUID, and before that comes a sync.
+
+use std::sync::atomic::Ordering;
+
+use vdkit_block::{HostOffset, Result, ZeroMode};
+
+use crate::guid::Guid;
+use crate::header::Header;
+use crate::image::{FlushState, Vhdx};
+use crate::log::entry::LoggedPage;
+use crate::log::pages_max;
+
+/// Dirty metadata as it was at one moment.
+struct Copies {
+    pages: Vec<LoggedPage>,
+    /// So many blocks were given up, which these pages no longer show.
+    unlinked: usize,
+    data_first: bool,
+    file_bytes: u64,
+}
+
+impl Vhdx {
+    /// Sees to it that the headers tell of this session before anything else is changed.
+    pub(crate) fn begin_session(&self) -> Result<()> {
+        self.begin(true)
+    }
+
+    /// As [`Vhdx::begin_session`], for a session that changes nothing that the guest reads.
+    pub(crate) fn begin_metadata_session(&self) -> Result<()> {
+        self.begin(false)
+    }
+
+    fn begin(&self, data: bool) -> Result<()> {
+        if self.session.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.need_writable()?;
+        let mut state = self.flushing.lock();
+        if self.session.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let now = state.headers.current;
+        let next = Header {
+            file_write: Guid::random()?,
+            data_write: if data { Guid::random()? } else { now.data_write },
+            log: Guid::ZERO,
+            ..now
+        };
+        state.headers.update(&*self.storage, next)?;
+        self.session.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Flushes; callers that come while another flush runs share the next one.
+    pub(crate) fn flush_grouped(&self) -> Result<()> {
+        let mine = self.flush_requests.fetch_add(1, Ordering::SeqCst) + 1;
+        let mut state = self.flushing.lock();
+        if state.completed >= mine {
+            return Ok(());
+        }
+        // Everyone who asked up to now has finished their writes: this flush serves them too.
+        let serves = self.flush_requests.load(Ordering::SeqCst);
+        self.flush_once(&mut state)?;
+        state.completed = serves;
+        Ok(())
+    }
+
+    /// One flush.
+    pub(crate) fn flush_once(&self, state: &mut FlushState) -> Result<()> {
+        let copies = {
+            let mut meta = self.meta.lock();
+            self.check_spoiled(&meta)?;
+            self.dirty.store(false, Ordering::SeqCst);
+            Copies {
+                pages: self.pages.begin_write(),
+                unlinked: meta.unlinked.len(),
+                data_first: std::mem::take(&mut meta.data_first),
+                file_bytes: self.file_bytes.load(Ordering::Acquire),
+            }
+        };
+        let result = self.write_copies(state, &copies);
+        let mut meta = self.meta.lock();
+        match result {
+            Ok(()) => {
+                self.pages.written();
+                let gone: Vec<_> = meta.unlinked.drain(..copies.unlinked).collect();
+                meta.released.extend(gone);
+            }
+            Err(_) => {
+                self.pages.failed();
+                meta.data_first = true;
+                self.dirty.store(true, Ordering::Release);
+            }
+        }
+        drop(meta);
+        if result.is_ok() {
+            self.recycle()?;
+        }
+        result
+    }
+
+    fn write_copies(&self, state: &mut FlushState, copies: &Copies) -> Result<()> {
+        self.apply_late(state)?;
+        if copies.pages.is_empty() {
+            return self.barrier(state, copies.file_bytes);
+        }
+        let mut synced = false;
+        let most = pages_max(&state.headers.current).max(1) as usize;
+        for pages in self.in_order(&copies.pages, most) {
+            if !state.log.has_room(pages.len(), &state.headers.current) {
+                state.log.restart(&mut state.headers, &*self.storage, state.durable_bytes)?;
+                state.durable_bytes = copies.file_bytes;
+                synced = true;
+            }
+            if !synced && (copies.data_first || state.durable_bytes < copies.file_bytes) {
+                self.barrier(state, copies.file_bytes)?;
+            }
+            synced = true;
+            let header = state.headers.current;
+            state.log.append(&*self.storage, &header, state.durable_bytes, &pages)?;
+            state.headers.synced();
+            state.durable_bytes = copies.file_bytes;
+            state.unapplied = pages;
+            self.apply_late(state)?;
+        }
+        Ok(())
+    }
+
+    /// Changes these pages, through a log that is emptied first.
+    pub(crate) fn log_alone(&self, state: &mut FlushState, pages: &[LoggedPage]) -> Result<()> {
+        let file_bytes = self.file_bytes.load(Ordering::Acquire);
+        self.apply_late(state)?;
+        state.log.restart(&mut state.headers, &*self.storage, state.durable_bytes)?;
+        state.durable_bytes = file_bytes;
+        let header = state.headers.current;
+        state.log.append(&*self.storage, &header, file_bytes, pages)?;
+        state.headers.synced();
+        state.unapplied = pages.to_vec();
+        self.apply_late(state)
+    }
+
+    /// Entries of at most so many pages: pages of the block allocation table last, as what they
+    /// show must be there. One entry is enough as long as [`Vhdx::relieve`] is called in time.
+    fn in_order(&self, pages: &[LoggedPage], most: usize) -> Vec<Vec<LoggedPage>> {
+        let table = self.entry_offset(0);
+        let end = self.entry_offset(self.geometry.bat_entries(self.guest_len()));
+        let mut pages = pages.to_vec();
+        if pages.len() > most {
+            pages.sort_by_key(|(at, _)| (table..end).contains(at));
+        }
+        pages.chunks(most).map(<[_]>::to_vec).collect()
+    }
+
+    /// Writes pages that the log has to their place.
+    fn apply_late(&self, state: &mut FlushState) -> Result<()> {
+        for (at, page) in &state.unapplied {
+            self.storage.write_at(&page[..], HostOffset(*at))?;
+        }
+        state.unapplied.clear();
+        Ok(())
+    }
+
+    fn barrier(&self, state: &mut FlushState, file_bytes: u64) -> Result<()> {
+        self.storage.sync()?;
+        state.headers.synced();
+        state.durable_bytes = state.durable_bytes.max(file_bytes);
+        Ok(())
+    }
+
+    /// Flushes when dirty pages would soon not fit into one entry of the log.
+    pub(crate) fn relieve(&self) -> Result<()> {
+        if self.pages.dirty() > 100 { self.flush_grouped() } else { Ok(()) }
+    }
+
+    /// Gives blocks back that nothing shows or uses any more: to the file system, and to the
+    /// allocator, which may hand them out again. Not before: a late hole would erase a new owner's
+    /// data.
+    pub(crate) fn recycle(&self) -> Result<()> {
+        let mut meta = self.meta.lock();
+        if meta.released.is_empty() {
+            return Ok(());
+        }
+        if meta.space.is_none() && !self.finds_gaps() {
+            self.space(&mut meta)?;
+        }
+        let (ready, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut meta.released)
+            .into_iter()
+            .partition(|freed| self.in_flight.passed(freed.stamp));
+        meta.released = waiting;
+        meta.freed |= !ready.is_empty();
+        for freed in ready {
+            let (host, bytes) = (HostOffset(freed.host), freed.bytes);
+            let zero = self.storage.write_zeroes(host, bytes, ZeroMode::MayUnmap).is_ok();
+            // An allocator that does not exist yet will find the gap.
+            if let Some(space) = &mut meta.space {
+                space.give(freed.host, freed.bytes, zero);
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`vdkit_block::Format::close`].
+    pub(crate) fn close_cleanly(&self) -> Result<()> {
+        let mut state = self.flushing.lock();
+        let serves = self.flush_requests.load(Ordering::SeqCst);
+        self.flush_once(&mut state)?;
+        if self.session.load(Ordering::Acquire) {
+            // What the log has is in its place now: durable, before the log goes.
+            let file_bytes = self.file_bytes.load(Ordering::Acquire);
+            self.barrier(&mut state, file_bytes)?;
+            let FlushState { headers, log, .. } = &mut *state;
+            log.close(headers, &*self.storage)?;
+            self.session.store(false, Ordering::Release);
+            self.cut(&mut state)?;
+            self.storage.sync()?;
+            state.headers.synced();
+        }
+        state.completed = serves;
+        Ok(())
+    }
+
+    /// Cuts off what is free at the file's end. No entry of the log may count any more: it would
+    /// say that the file was longer.
+    fn cut(&self, state: &mut FlushState) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let in_use = !meta.released.is_empty() || !meta.pending.is_empty();
+        if std::mem::take(&mut meta.freed) && !in_use && !self.fixed {
+            // Where nothing was allocated, it is not known yet what is free at the end.
+            self.space(&mut meta)?;
+        }
+        let Some(space) = meta.space.as_mut().filter(|_| !in_use) else { return Ok(()) };
+        let end = space.end();
+        if self.storage.caps().growable && end < self.storage.len()? {
+            self.storage.set_len(end)?;
+            space.cut(end);
+            self.file_bytes.store(end, Ordering::Release);
+            state.durable_bytes = 0;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,204 @@
+//! The two headers [2.2.2]: which one holds, and how it is changed.
+//!
+//! A change goes to the header that does not hold, with a higher sequence number, and is made
+//! durable; then that one holds. The other follows with the same content, so that damage to one
+//! of them loses nothing.
+
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+
+use crate::fields::{is_sealed, put, seal, u16_at, u32_at, u64_at};
+use crate::guid::Guid;
+use crate::layout::{FILE_BYTES_MAX, FILE_SIGNATURE, HEADER_OFFSETS, MIB, PAGE_BYTES};
+
+const SIGNATURE: &[u8; 4] = b"head";
+
+/// What a header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) sequence: u64,
+    /// Changes before the first change of the file.
+    pub(crate) file_write: Guid,
+    /// Changes before the first change of what the guest reads: children are tied to it.
+    pub(crate) data_write: Guid,
+    /// Entries of the log with this GUID count; zero: none.
+    pub(crate) log: Guid,
+    pub(crate) log_version: u16,
+    pub(crate) version: u16,
+    pub(crate) log_bytes: u64,
+    pub(crate) log_offset: u64,
+}
+
+impl Header {
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        is_sealed(bytes, SIGNATURE).then(|| Self {
+            sequence: u64_at(bytes, 8),
+            file_write: Guid::at(bytes, 16),
+            data_write: Guid::at(bytes, 32),
+            log: Guid::at(bytes, 48),
+            log_version: u16_at(bytes, 64),
+            version: u16_at(bytes, 66),
+            log_bytes: u32_at(bytes, 68).into(),
+            log_offset: u64_at(bytes, 72),
+        })
+    }
+
+    /// The 4 KiB of the header.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![0; PAGE_BYTES as usize];
+        put(&mut bytes, 0, SIGNATURE);
+        put(&mut bytes, 8, &self.sequence.to_le_bytes());
+        put(&mut bytes, 16, &self.file_write.0);
+        put(&mut bytes, 32, &self.data_write.0);
+        put(&mut bytes, 48, &self.log.0);
+        put(&mut bytes, 64, &self.log_version.to_le_bytes());
+        put(&mut bytes, 66, &self.version.to_le_bytes());
+        put(&mut bytes, 68, &(self.log_bytes as u32).to_le_bytes());
+        put(&mut bytes, 72, &self.log_offset.to_le_bytes());
+        seal(&mut bytes);
+        bytes
+    }
+
+    fn validate(&self, storage: &dyn Storage, at: u64, limits: &Limits) -> Result<()> {
+        let file = storage.name();
+        if self.version != 1 {
+            return Err(Error::unsupported(
+                file,
+                format!("VHDX version {} [2.2.2]", self.version),
+                "only version 1 is known",
+            ));
+        }
+        if self.log_version != 0 && self.log != Guid::ZERO {
+            return Err(Error::unsupported(
+                file,
+                format!("a log of version {} that must be replayed [2.2.2]", self.log_version),
+                "only version 0 is known; open the image once with the program that wrote it",
+            ));
+        }
+        if self.log_bytes > limits.table_bytes_max {
+            let (file, what) = (file.to_owned(), "length of the log in bytes");
+            let (found, limit) = (self.log_bytes, limits.table_bytes_max);
+            return Err(Error::Limit { file, what, found, limit });
+        }
+        let aligned = self.log_bytes.is_multiple_of(MIB) && self.log_offset.is_multiple_of(MIB);
+        if !aligned || self.log_offset < MIB || self.log_offset > FILE_BYTES_MAX {
+            return Err(Error::corrupt(
+                file,
+                at + 68,
+                "header",
+                format!("a log of {:#x} bytes at {:#x}", self.log_bytes, self.log_offset),
+                "multiples of 1 MiB behind the first one [2.2.2]",
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Both headers, and which one holds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Headers {
+    pub(crate) current: Header,
+    slot: usize,
+    /// The other header is sound, if perhaps older: that is what a crash between two writes leaves.
+    pub(crate) spare_sound: bool,
+    /// Both are durable. (Otherwise the older of the two must not be written over yet.)
+    settled: bool,
+}
+
+impl Headers {
+    /// Reads both.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] where neither is sound, or both claim to hold and differ;
+    /// [`Error::Unsupported`] for a version that is not known; [`Error::Limit`] for a log that is
+    /// too long; I/O.
+    pub(crate) fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        // In one piece, though not much of it is used: one read, and not three.
+        let mut bytes = vec![0; (HEADER_OFFSETS[1] + PAGE_BYTES) as usize];
+        storage.read_padded(&mut bytes, HostOffset(0))?;
+        if !bytes.starts_with(FILE_SIGNATURE) {
+            return Err(Error::corrupt(
+                storage.name(),
+                0,
+                "file type identifier",
+                format!("{:02x?}", &bytes[..8]),
+                "\"vhdxfile\" [2.2.1]",
+            ));
+        }
+        let at = |offset: u64| &bytes[offset as usize..(offset + PAGE_BYTES) as usize];
+        let found = HEADER_OFFSETS.map(|offset| Header::parse(at(offset)));
+        let slot = match found {
+            [Some(first), Some(second)] if first.sequence == second.sequence => {
+                // Some writers leave two that are the same, which is as good as one.
+                if first != second {
+                    return Err(Error::corrupt(
+                        storage.name(),
+                        HEADER_OFFSETS[1],
+                        "header",
+                        format!("sequence number {} in two that differ", first.sequence),
+                        "one header with the highest sequence number [2.2.2]",
+                    ));
+                }
+                0
+            }
+            [Some(first), Some(second)] => usize::from(second.sequence > first.sequence),
+            [Some(_), None] => 0,
+            [None, Some(_)] => 1,
+            [None, None] => {
+                return Err(Error::corrupt(
+                    storage.name(),
+                    HEADER_OFFSETS[0],
+                    "header",
+                    "no sound one, here or at 0x20000",
+                    "a signature and a CRC-32C [2.2.2]",
+                ));
+            }
+        };
+        let current = found[slot].expect("chosen because it is there");
+        current.validate(storage, HEADER_OFFSETS[slot], limits)?;
+        let spare_sound = found[1 - slot].is_some();
+        Ok(Self { current, slot, spare_sound, settled: true })
+    }
+
+    /// Which of the two offsets the header that does not hold has.
+    pub(crate) fn spare_offset(&self) -> u64 {
+        HEADER_OFFSETS[1 - self.slot]
+    }
+
+    /// The storage was synced since the last [`Headers::update`].
+    pub(crate) fn synced(&mut self) {
+        self.settled = true;
+    }
+
+    /// Makes `next` hold, whatever its sequence number; one sync where there was one since the last
+    /// update. The other header follows, and is durable with the next sync. After an error nobody
+    /// knows which one holds.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where sequence numbers are used up; I/O.
+    pub(crate) fn update(&mut self, storage: &dyn Storage, next: Header) -> Result<()> {
+        let first = self.current.sequence.checked_add(1).filter(|n| *n < u64::MAX);
+        let Some(sequence) = first else {
+            return Err(Error::Invalid(format!(
+                "{}: sequence numbers of its headers are used up; convert it to a new image",
+                storage.name()
+            )));
+        };
+        if !self.settled {
+            storage.sync()?;
+        }
+        let next = Header { sequence, ..next };
+        storage.write_at(&next.encode(), HostOffset(self.spare_offset()))?;
+        storage.sync()?;
+        self.slot = 1 - self.slot;
+        self.current = next;
+        self.spare_sound = false;
+        self.settled = false;
+        let again = Header { sequence: sequence + 1, ..next };
+        storage.write_at(&again.encode(), HostOffset(self.spare_offset()))?;
+        // It may be lost in a crash, after which the first one holds: they say the same.
+        self.slot = 1 - self.slot;
+        self.current = again;
+        self.spare_sound = true;
+        Ok(())
+    }
+}

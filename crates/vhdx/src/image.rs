@@ -1,0 +1,398 @@
+//! An open image.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex, RwLock};
+use rustc_hash::FxHashMap;
+use vdkit_block::{
+    BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, IoAction,
+    Limits, MapCacheStats, OpenRequest, Reservation, Reserver, Result, Storage, Ticket,
+};
+
+use crate::guid::Guid;
+use crate::header::{Header, Headers};
+use crate::layout::{FILE_BYTES_MAX, Geometry};
+use crate::log::entry::LoggedPage;
+use crate::log::{self, LogWriter, Replayed};
+use crate::metadata::{self, Metadata};
+use crate::pages::Pages;
+use crate::regions::{Region, Regions};
+use crate::space::Space;
+use crate::write::{Pending, PendingBlock};
+
+/// Guest bytes that the caller may take for a unit: any power of two up to 1 MiB would do, since
+/// blocks lie at multiples of 1 MiB. Sharing works in such units.
+const UNIT_BYTES: u64 = 64 << 10;
+
+/// What the structures before the block allocation table say, with the log taken into account.
+#[derive(Debug)]
+pub(crate) struct Parts {
+    /// The file as it reads once the log is replayed.
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) headers: Headers,
+    pub(crate) regions: Regions,
+    pub(crate) metadata: Metadata,
+    /// Entries of the log that were replayed, in the file or in memory.
+    pub(crate) log_entries: usize,
+}
+
+impl Parts {
+    /// Reads headers, log, region tables and metadata. `writable` replays the log to the file;
+    /// otherwise it is replayed in memory.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], [`Error::Unsupported`], [`Error::Limit`]; I/O.
+    pub(crate) fn read(
+        storage: &Arc<dyn Storage>,
+        writable: bool,
+        limits: &Limits,
+    ) -> Result<Self> {
+        let mut headers = Headers::read(&**storage, limits)?;
+        let mut replayed = storage.clone();
+        let mut log_entries = 0;
+        if let Some(sequence) = log::find(&**storage, &headers.current)? {
+            log_entries = sequence.len();
+            if writable {
+                // Before anything else changes [2.2.2.1].
+                let next = Header { file_write: Guid::random()?, ..headers.current };
+                headers.update(&**storage, next)?;
+                sequence.replay(&**storage)?;
+                headers.synced();
+                // Only now: interrupted before, the replay is done again.
+                headers.update(&**storage, Header { log: Guid::ZERO, ..headers.current })?;
+            } else {
+                replayed = Arc::new(Replayed::new(storage.clone(), &sequence)?);
+            }
+        }
+        let regions = Regions::read(&*replayed, &headers.current)?;
+        let metadata = metadata::read(&*replayed, &regions.metadata)?;
+        let (entries, room) =
+            (metadata.geometry.bat_entries(metadata.guest_bytes), regions.bat.bytes / 8);
+        if entries > room {
+            return Err(Error::corrupt(
+                storage.name(),
+                regions.bat.offset,
+                "block allocation table",
+                format!("room for {room} entries"),
+                format!("{entries} for {} bytes of disk [2.5]", metadata.guest_bytes),
+            ));
+        }
+        Ok(Self { storage: replayed, headers, regions, metadata, log_entries })
+    }
+
+    /// What stands beneath, as its metadata names it.
+    pub(crate) fn backing(&self) -> Result<Option<BackingRef>> {
+        let Some(parent) = &self.metadata.parent else { return Ok(None) };
+        let Some(name) = parent.name() else {
+            return Err(Error::corrupt(
+                self.storage.name(),
+                self.metadata.locator_offset().unwrap_or(self.regions.metadata.offset),
+                "parent locator",
+                "no path",
+                "relative_path, volume_path or absolute_win32_path [2.6.2.6.3]",
+            ));
+        };
+        let identity = parent.identity();
+        Ok(Some(BackingRef { name, format: Some("vhdx".to_owned()), identity }))
+    }
+}
+
+/// A VHDX image: the map, the allocator, and the order of its metadata writes.
+///
+/// Locks, in the order in which they are taken: `flushing`, `meta`, then that of `pages`. Guest
+/// data never moves under any of them; space that must become zero before it can be given out
+/// does, under `meta`.
+#[derive(Debug)]
+pub struct Vhdx {
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) geometry: Geometry,
+    pub(crate) fixed: bool,
+    pub(crate) writable: bool,
+    pub(crate) guest_bytes: AtomicU64,
+    pub(crate) metadata: Metadata,
+    backing: Option<BackingRef>,
+    pub(crate) pages: Pages,
+    /// Where the block allocation table is; moved by resizing alone.
+    pub(crate) bat_offset: AtomicU64,
+    /// What no payload block may lie in: start and end. The first 1 MiB, the log, regions.
+    pub(crate) taken: RwLock<Vec<(u64, u64)>>,
+    /// Length of the file, as far as blocks may lie in it.
+    pub(crate) file_bytes: AtomicU64,
+    pub(crate) in_flight: InFlight,
+    pub(crate) meta: Mutex<Meta>,
+    /// A reservation ended.
+    pub(crate) ended: Condvar,
+    pub(crate) flushing: Mutex<FlushState>,
+    pub(crate) flush_requests: AtomicU64,
+    /// The headers say that this session writes.
+    pub(crate) session: AtomicBool,
+    pub(crate) dirty: AtomicBool,
+    warnings: Vec<String>,
+}
+
+/// What writers change, under one lock.
+#[derive(Debug)]
+pub(crate) struct Meta {
+    pub(crate) space: Option<Space>,
+    pub(crate) pending: FxHashMap<u64, Pending>,
+    /// Guest blocks that got space which at least one reservation holds.
+    pub(crate) blocks: FxHashMap<u64, PendingBlock>,
+    pub(crate) next_ticket: u64,
+    /// Guest data must be durable before the map that shows it.
+    pub(crate) data_first: bool,
+    /// Blocks that the map in memory does not show any more, but the one on disk may.
+    pub(crate) unlinked: Vec<Freed>,
+    /// Blocks that neither shows; requests in flight may still use them.
+    pub(crate) released: Vec<Freed>,
+    /// Space was given back since the file was cut last.
+    pub(crate) freed: bool,
+    /// Space that the guest was promised reads as zero could not be made so.
+    pub(crate) spoiled: bool,
+}
+
+/// Space of a block that was given up.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Freed {
+    pub(crate) host: u64,
+    pub(crate) bytes: u64,
+    pub(crate) stamp: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct FlushState {
+    pub(crate) headers: Headers,
+    pub(crate) log: LogWriter,
+    /// As the region table lists them.
+    pub(crate) regions: Vec<Region>,
+    /// Durable in the log, and perhaps not yet in their place.
+    pub(crate) unapplied: Vec<LoggedPage>,
+    /// The file's length that is durable.
+    pub(crate) durable_bytes: u64,
+    /// Flush requests up to this number are done.
+    pub(crate) completed: u64,
+}
+
+impl Vhdx {
+    /// Opens an image. For writing, the log is replayed first.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`], [`Error::Unsupported`] and [`Error::Limit`] for what an image may not
+    /// be; [`Error::ReadOnly`]; I/O.
+    pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
+        let OpenRequest { storage, writable, limits, .. } = request;
+        if writable && !storage.caps().writable {
+            return Err(Error::ReadOnly { file: storage.name().to_owned() });
+        }
+        let parts = Parts::read(&storage, writable, &limits)?;
+        let mut warnings = Vec::new();
+        if writable && parts.log_entries > 0 {
+            warnings.push(format!(
+                "{}: was not closed cleanly; {} entries of its log were replayed",
+                storage.name(),
+                parts.log_entries
+            ));
+        }
+        if writable && parts.headers.current.log_bytes == 0 {
+            return Err(Error::unsupported(
+                storage.name(),
+                "writing to an image without a log [2.2.2]",
+                "convert it to a new image",
+            ));
+        }
+        let backing = parts.backing()?;
+        let Parts { storage, headers, regions, metadata, .. } = parts;
+        let header = headers.current;
+        let mut taken =
+            vec![(0, 1 << 20), (header.log_offset, header.log_offset + header.log_bytes)];
+        taken.extend(regions.all.iter().map(|region| (region.offset, region.end())));
+        taken.sort_unstable();
+        let file_bytes = storage.len()?.min(FILE_BYTES_MAX);
+        let bat_offset = regions.bat.offset;
+        Ok(Arc::new(Self {
+            geometry: metadata.geometry,
+            fixed: metadata.fixed,
+            writable,
+            guest_bytes: AtomicU64::new(metadata.guest_bytes),
+            metadata,
+            backing,
+            pages: Pages::new(limits.cache_bytes),
+            bat_offset: AtomicU64::new(bat_offset),
+            taken: RwLock::new(taken),
+            file_bytes: AtomicU64::new(file_bytes),
+            in_flight: InFlight::default(),
+            meta: Mutex::new(Meta {
+                space: None,
+                pending: FxHashMap::default(),
+                blocks: FxHashMap::default(),
+                next_ticket: 0,
+                data_first: false,
+                unlinked: Vec::new(),
+                released: Vec::new(),
+                freed: false,
+                spoiled: false,
+            }),
+            ended: Condvar::new(),
+            flushing: Mutex::new(FlushState {
+                headers,
+                log: LogWriter::closed(),
+                regions: regions.all,
+                unapplied: Vec::new(),
+                durable_bytes: 0,
+                completed: 0,
+            }),
+            flush_requests: AtomicU64::new(0),
+            session: AtomicBool::new(false),
+            dirty: AtomicBool::new(false),
+            warnings,
+            storage,
+        }))
+    }
+
+    pub(crate) fn guest_len(&self) -> u64 {
+        self.guest_bytes.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn need_writable(&self) -> Result<()> {
+        if self.writable {
+            return Ok(());
+        }
+        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+    }
+
+    pub(crate) fn in_range(&self, at: u64, len: u64, action: IoAction) -> Result<()> {
+        if at.checked_add(len).is_some_and(|end| end <= self.guest_len()) {
+            return Ok(());
+        }
+        let source = std::io::Error::other("past the end of the disk");
+        Err(Error::io(self.storage.name(), action, at, len, source))
+    }
+}
+
+impl Format for Vhdx {
+    fn name(&self) -> &'static str {
+        "vhdx"
+    }
+
+    fn caps(&self) -> FormatCaps {
+        FormatCaps {
+            writable: self.writable,
+            cluster_bytes: UNIT_BYTES,
+            // A new block reads as zero, so a write need not be widened to a block.
+            fill_bytes: self.geometry.sector_bytes(),
+            packed: None,
+            one_pass: false,
+            cheap_zeroes: !self.fixed,
+            host_aligned: true,
+        }
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_len()
+    }
+
+    fn backing(&self) -> Option<&BackingRef> {
+        self.backing.as_ref()
+    }
+
+    fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
+    }
+
+    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        self.in_range(at.0, len, IoAction::Map)?;
+        self.map_loading(at.0, len)
+    }
+
+    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
+        self.in_range(at.0, len, IoAction::Map).ok()?;
+        self.map_cached(at.0, len).ok().flatten()
+    }
+
+    fn map_cache(&self) -> Option<MapCacheStats> {
+        Some(self.pages.stats(self.geometry.bat_entries(self.guest_len()) * 8))
+    }
+
+    fn note_write(&self, _at: GuestOffset, _len: u64) -> Result<()> {
+        self.begin_session()
+    }
+
+    fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
+        self.need_writable()?;
+        self.in_range(at.0, len, IoAction::Write)?;
+        self.begin_session()?;
+        self.reserve_range(at.0, len)
+    }
+
+    fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at.0, len, IoAction::WriteZeroes)?;
+        if !may_unmap || self.fixed {
+            return Ok(at.0..at.0);
+        }
+        self.zero_blocks(at.0, len)
+    }
+
+    fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at.0, len, IoAction::WriteZeroes)?;
+        if self.fixed {
+            return Ok(at.0..at.0);
+        }
+        self.zero_blocks(at.0, len)
+    }
+
+    fn empty(&self) -> Result<()> {
+        self.need_writable()?;
+        self.empty_all()
+    }
+
+    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.need_writable()?;
+        self.in_range(at.0, len, IoAction::Discard)?;
+        self.discard_range(at.0, len)
+    }
+
+    fn flush(&self) -> Result<()> {
+        if self.writable { self.flush_grouped() } else { Ok(()) }
+    }
+
+    fn dirty(&self) -> bool {
+        self.dirty.load(Ordering::Acquire)
+    }
+
+    fn close(&self) -> Result<()> {
+        if self.writable { self.close_cleanly() } else { Ok(()) }
+    }
+
+    fn resize(&self, guest_bytes: u64) -> Result<()> {
+        self.resize_over(guest_bytes, 0)
+    }
+
+    fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
+        self.need_writable()?;
+        self.resize_to(guest_bytes, beneath)
+    }
+}
+
+impl Reserver for Vhdx {
+    fn publish(&self, ticket: Ticket) -> Result<()> {
+        self.publish_ticket(ticket)
+    }
+
+    fn release(&self, ticket: Ticket) {
+        self.release_ticket(ticket);
+    }
+}

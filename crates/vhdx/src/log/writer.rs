@@ -1,0 +1,120 @@
+//! Writing entries.
+
+use vdkit_block::{HostOffset, Result, Storage, align_down, align_up};
+
+use super::entry::{self, LoggedPage};
+use crate::guid::Guid;
+use crate::header::{Header, Headers};
+use crate::layout::{MIB, PAGE_BYTES};
+
+/// Where the next entry goes.
+#[derive(Debug)]
+pub(crate) struct LogWriter {
+    /// The GUID of the header that holds; nothing where entries cannot be written: no header says
+    /// so yet, or one may say so or not.
+    guid: Option<Guid>,
+    /// A header may name a log.
+    used: bool,
+    next: u64,
+    sequence: u64,
+}
+
+/// Bytes of the log for entries with changes.
+fn room(header: &Header) -> u64 {
+    header.log_bytes.saturating_sub(PAGE_BYTES)
+}
+
+/// Pages that one entry can hold.
+pub(crate) fn pages_max(header: &Header) -> u64 {
+    entry::pages_max(room(header))
+}
+
+impl LogWriter {
+    /// A log that is not in use.
+    pub(crate) fn closed() -> Self {
+        Self { guid: None, used: false, next: 0, sequence: 1 }
+    }
+
+    /// Whether an entry of so many pages can be written without [`LogWriter::restart`].
+    pub(crate) fn has_room(&self, pages: usize, header: &Header) -> bool {
+        self.guid.is_some() && self.next + entry::entry_bytes(pages as u64) <= room(header)
+    }
+
+    /// Empties the log by a new GUID; two syncs, the first of which makes everything durable in
+    /// its place that was written before. `file_bytes` is the length that the file had before that.
+    ///
+    /// # Errors
+    /// I/O; entries cannot be written then until this succeeds.
+    pub(crate) fn restart(
+        &mut self,
+        headers: &mut Headers,
+        storage: &dyn Storage,
+        file_bytes: u64,
+    ) -> Result<()> {
+        self.guid = None;
+        self.used = true;
+        let log = Guid::random()?;
+        let header = headers.current;
+        let at = room(&header);
+        // Where no entry of the log as it still is can be.
+        self.write(storage, &header, log, at, at, file_bytes, &[])?;
+        storage.sync()?;
+        headers.synced();
+        headers.update(storage, Header { log, log_version: 0, ..header })?;
+        self.sequence += 1;
+        self.guid = Some(log);
+        self.next = 0;
+        Ok(())
+    }
+
+    /// Ends the use of the log, if it was used. Everything that its entries changed must be durable in its place.
+    ///
+    /// # Errors
+    /// I/O.
+    pub(crate) fn close(&mut self, headers: &mut Headers, storage: &dyn Storage) -> Result<()> {
+        self.guid = None;
+        if self.used {
+            headers.update(storage, Header { log: Guid::ZERO, ..headers.current })?;
+            self.used = false;
+        }
+        Ok(())
+    }
+
+    /// Writes an entry, for which there is room, and makes it durable. After an error it may be
+    /// there or not; the next one takes its place. `file_bytes` is a durable length of the file.
+    ///
+    /// # Errors
+    /// I/O.
+    pub(crate) fn append(
+        &mut self,
+        storage: &dyn Storage,
+        header: &Header,
+        file_bytes: u64,
+        pages: &[LoggedPage],
+    ) -> Result<()> {
+        let guid = self.guid.expect("room was asked for");
+        // All entries since the first sector belong to the sequence.
+        self.write(storage, header, guid, self.next, 0, file_bytes, pages)?;
+        storage.sync()?;
+        self.next += entry::entry_bytes(pages.len() as u64);
+        self.sequence += 1;
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn write(
+        &self,
+        storage: &dyn Storage,
+        header: &Header,
+        guid: Guid,
+        at: u64,
+        tail: u64,
+        file_bytes: u64,
+        pages: &[LoggedPage],
+    ) -> Result<()> {
+        let flushed = align_down(file_bytes, MIB);
+        let last = align_up(file_bytes, MIB).unwrap_or(flushed);
+        let bytes = entry::encode(guid, self.sequence, tail, (flushed, last), pages);
+        storage.write_at(&bytes, HostOffset(header.log_offset + at))
+    }
+}

@@ -1,0 +1,352 @@
+//! The metadata region [2.6]: a table, and the items that it names.
+
+use vdkit_block::{Error, HostOffset, Result, Storage};
+
+use crate::fields::{put, u16_at, u32_at, u64_at};
+use crate::guid::Guid;
+use crate::layout::{
+    BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, GUEST_BYTES_MAX, Geometry, MIB, PAGE_BYTES, TABLE_BYTES,
+};
+use crate::parent::ParentLocator;
+use crate::regions::Region;
+
+const SIGNATURE: &[u8; 8] = b"metadata";
+/// The most entries that the table may have [2.6.1.1].
+const ENTRIES_MAX: u16 = 2047;
+/// The longest item [2.6.1.2].
+const ITEM_BYTES_MAX: u64 = MIB;
+
+/// Known items [2.6.2].
+const FILE_PARAMETERS: Guid =
+    Guid::new(0xcaa1_6737, 0xfa36, 0x4d43, *b"\xb3\xb6\x33\xf0\xaa\x44\xe7\x6b");
+const DISK_SIZE: Guid =
+    Guid::new(0x2fa5_4224, 0xcd1b, 0x4876, *b"\xb2\x11\x5d\xbe\xd8\x3b\xf4\xb8");
+const DISK_ID: Guid = Guid::new(0xbeca_12ab, 0xb2e6, 0x4523, *b"\x93\xef\xc3\x09\xe0\x00\xc7\x46");
+const LOGICAL_SECTOR: Guid =
+    Guid::new(0x8141_bf1d, 0xa96f, 0x4709, *b"\xba\x47\xf2\x33\xa8\xfa\xab\x5f");
+const PHYSICAL_SECTOR: Guid =
+    Guid::new(0xcda3_48c7, 0x445d, 0x4471, *b"\x9c\xc9\xe9\x88\x52\x51\xc5\x56");
+const PARENT_LOCATOR: Guid =
+    Guid::new(0xa8d3_5f2d, 0xb30b, 0x454d, *b"\xab\xf7\xd3\xd8\x48\x34\xab\x0c");
+const KNOWN: [(Guid, &str); 6] = [
+    (FILE_PARAMETERS, "file parameters [2.6.2.1]"),
+    (DISK_SIZE, "virtual disk size [2.6.2.2]"),
+    (DISK_ID, "virtual disk ID [2.6.2.3]"),
+    (LOGICAL_SECTOR, "logical sector size [2.6.2.4]"),
+    (PHYSICAL_SECTOR, "physical sector size [2.6.2.5]"),
+    (PARENT_LOCATOR, "parent locator [2.6.2.6]"),
+];
+
+/// Flags of an entry: belongs to the user, describes the disk rather than the file, must be known.
+const IS_USER: u32 = 1;
+const IS_DISK: u32 = 2;
+const IS_REQUIRED: u32 = 4;
+/// Flags of the file parameters.
+const LEAVE_ALLOCATED: u32 = 1;
+pub(crate) const HAS_PARENT: u32 = 2;
+
+/// One entry of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Item {
+    pub(crate) id: Guid,
+    /// Where the item is in the file.
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+    pub(crate) flags: u32,
+    /// Where the entry is in the file.
+    pub(crate) entry: u64,
+}
+
+/// What the items say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Metadata {
+    pub(crate) geometry: Geometry,
+    /// Blocks are there from the beginning and stay: a fixed image.
+    pub(crate) fixed: bool,
+    pub(crate) guest_bytes: u64,
+    pub(crate) disk_id: Guid,
+    pub(crate) physical_sector_bytes: u32,
+    pub(crate) parent: Option<ParentLocator>,
+    pub(crate) items: Vec<Item>,
+    /// Reserved bits of the file parameters that are set.
+    pub(crate) reserved_parameters: u32,
+}
+
+/// Reads the table and the known items.
+///
+/// # Errors
+/// [`Error::Corrupt`] for what breaks the specification; [`Error::Unsupported`] for a required item
+/// that is not known; I/O.
+pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
+    // With the items, which most writers put right behind the table.
+    let mut head = vec![0; (TABLE_BYTES + PAGE_BYTES) as usize];
+    storage.read_padded(&mut head, HostOffset(region.offset))?;
+    let items = read_table(storage, region, &head)?;
+    let reader = Reader { storage, region, items: &items, head: &head };
+    let parameters = reader.item(FILE_PARAMETERS, 8)?;
+    let (block, flags) = (u32_at(&parameters, 0), u32_at(&parameters, 4));
+    let blocks = BLOCK_BYTES_MIN..=BLOCK_BYTES_MAX;
+    if !block.is_power_of_two() || !blocks.contains(&u64::from(block)) {
+        let expected = "a power of two from 1 MiB to 256 MiB [2.6.2.1]";
+        return Err(reader.fault(FILE_PARAMETERS, format!("blocks of {block} bytes"), expected));
+    }
+    let logical = u32_at(&reader.item(LOGICAL_SECTOR, 4)?, 0);
+    let physical = u32_at(&reader.item(PHYSICAL_SECTOR, 4)?, 0);
+    for (id, bytes, section) in
+        [(LOGICAL_SECTOR, logical, "[2.6.2.4]"), (PHYSICAL_SECTOR, physical, "[2.6.2.5]")]
+    {
+        if bytes != 512 && bytes != 4096 {
+            let expected = format!("512 or 4096 {section}");
+            return Err(reader.fault(id, format!("sectors of {bytes} bytes"), &expected));
+        }
+    }
+    let guest_bytes = u64_at(&reader.item(DISK_SIZE, 8)?, 0);
+    if guest_bytes > GUEST_BYTES_MAX || !guest_bytes.is_multiple_of(logical.into()) {
+        let expected = "a multiple of the logical sector size, 64 TiB at most [2.6.2.2]";
+        return Err(reader.fault(DISK_SIZE, format!("{guest_bytes} bytes"), expected));
+    }
+    let disk_id = Guid::at(&reader.item(DISK_ID, 16)?, 0);
+    let has_parent = flags & HAS_PARENT != 0;
+    let parent = match has_parent {
+        false => None,
+        true => {
+            let item = reader.find(PARENT_LOCATOR)?;
+            let bytes = reader.content(&item)?;
+            Some(ParentLocator::parse(&bytes).map_err(|(found, expected)| {
+                Error::corrupt(storage.name(), item.offset, "parent locator", found, expected)
+            })?)
+        }
+    };
+    let geometry = Geometry {
+        block_bits: block.trailing_zeros(),
+        sector_bits: logical.trailing_zeros(),
+        has_parent,
+    };
+    Ok(Metadata {
+        geometry,
+        fixed: flags & LEAVE_ALLOCATED != 0 && !has_parent,
+        guest_bytes,
+        disk_id,
+        physical_sector_bytes: physical,
+        parent,
+        reserved_parameters: flags & !(LEAVE_ALLOCATED | HAS_PARENT),
+        items,
+    })
+}
+
+fn read_table(storage: &dyn Storage, region: &Region, table: &[u8]) -> Result<Vec<Item>> {
+    let file = storage.name();
+    let count = u16_at(table, 10);
+    if !table.starts_with(SIGNATURE) || count > ENTRIES_MAX || region.bytes < MIB {
+        return Err(Error::corrupt(
+            file,
+            region.offset,
+            "metadata table",
+            format!("{:02x?}, {count} entries, {:#x} bytes", &table[..8], region.bytes),
+            "its signature, 2047 entries at most, 1 MiB at least [2.6.1.1]",
+        ));
+    }
+    let mut items: Vec<Item> = Vec::with_capacity(count.into());
+    for index in 0..usize::from(count) {
+        let at = 32 + 32 * index;
+        let entry = region.offset + at as u64;
+        let (offset, bytes) =
+            (u64::from(u32_at(table, at + 16)), u64::from(u32_at(table, at + 20)));
+        let (id, flags) = (Guid::at(table, at), u32_at(table, at + 24));
+        let within = bytes == 0 && offset == 0
+            || offset >= TABLE_BYTES && bytes <= ITEM_BYTES_MAX && offset + bytes <= region.bytes;
+        if !within {
+            return Err(Error::corrupt(
+                file,
+                entry,
+                "metadata table entry",
+                format!("{bytes:#x} bytes at {offset:#x} in the region"),
+                "1 MiB at most, behind the table and within the region [2.6.1.2]",
+            ));
+        }
+        let known = KNOWN.iter().any(|(known, _)| *known == id) && flags & IS_USER == 0;
+        if !known && flags & IS_REQUIRED != 0 {
+            return Err(Error::unsupported(
+                file,
+                format!("a required metadata item that is not known: {id} [2.6.1.2]"),
+                "convert the image with the program that wrote it",
+            ));
+        }
+        let item = Item { id, offset: region.offset + offset, bytes, flags, entry };
+        if known && items.iter().any(|other| other.id == id && other.flags & IS_USER == 0) {
+            return Err(Error::corrupt(
+                file,
+                entry,
+                "metadata table entry",
+                format!("a second {}", name_of(id)),
+                "each item once [2.6.1.2]",
+            ));
+        }
+        items.push(item);
+    }
+    Ok(items)
+}
+
+fn name_of(id: Guid) -> &'static str {
+    KNOWN.iter().find(|(known, _)| *known == id).map_or("item", |(_, name)| name)
+}
+
+struct Reader<'a> {
+    storage: &'a dyn Storage,
+    region: &'a Region,
+    items: &'a [Item],
+    /// The beginning of the region.
+    head: &'a [u8],
+}
+
+impl Reader<'_> {
+    fn content(&self, item: &Item) -> Result<Vec<u8>> {
+        let from = (item.offset - self.region.offset) as usize;
+        if let Some(bytes) = self.head.get(from..from + item.bytes as usize) {
+            return Ok(bytes.to_vec());
+        }
+        let mut bytes = vec![0; item.bytes as usize];
+        self.storage.read_padded(&mut bytes, HostOffset(item.offset))?;
+        Ok(bytes)
+    }
+
+    fn find(&self, id: Guid) -> Result<Item> {
+        let found = self.items.iter().find(|item| item.id == id && item.flags & IS_USER == 0);
+        found.copied().ok_or_else(|| {
+            Error::corrupt(
+                self.storage.name(),
+                self.region.offset,
+                "metadata table",
+                format!("no {}", name_of(id)),
+                "all items that the specification requires [2.6.2]",
+            )
+        })
+    }
+
+    fn item(&self, id: Guid, bytes: usize) -> Result<Vec<u8>> {
+        let item = self.find(id)?;
+        if item.bytes != bytes as u64 {
+            let found = format!("{} bytes of the {}", item.bytes, name_of(id));
+            return Err(self.fault(id, found, &format!("{bytes} bytes [2.6.2]")));
+        }
+        self.content(&item)
+    }
+
+    fn fault(&self, id: Guid, found: String, expected: &str) -> Error {
+        let at = self.find(id).map_or(self.region.offset, |item| item.offset);
+        Error::corrupt(self.storage.name(), at, "metadata item", found, expected)
+    }
+}
+
+impl Metadata {
+    /// Where the size of the disk stands.
+    pub(crate) fn size_offset(&self) -> Option<u64> {
+        Some(self.system_item(DISK_SIZE)?.offset)
+    }
+
+    /// Where the flags of the file parameters stand.
+    pub(crate) fn flags_offset(&self) -> Option<u64> {
+        Some(self.system_item(FILE_PARAMETERS)?.offset + 4)
+    }
+
+    fn system_item(&self, id: Guid) -> Option<&Item> {
+        self.items.iter().find(|item| item.id == id && item.flags & IS_USER == 0)
+    }
+
+    /// Where the parent locator stands, if there is one.
+    pub(crate) fn locator_offset(&self) -> Option<u64> {
+        Some(self.system_item(PARENT_LOCATOR)?.offset)
+    }
+
+    /// Where a parent locator of so many bytes can go: behind all other items, or where it is.
+    pub(crate) fn place_locator(&self, region: &Region, bytes: u64) -> Option<LocatorPlace> {
+        let old = self.system_item(PARENT_LOCATOR);
+        let count = self.items.len() as u16;
+        let (entry, count) = match old {
+            Some(item) => (item.entry, count),
+            None => (region.offset + 32 + 32 * u64::from(count), count + 1),
+        };
+        let others = self.items.iter().filter(|item| item.id != PARENT_LOCATOR);
+        let end = others.map(|item| item.offset + item.bytes).max()?;
+        let offset = end.max(region.offset + TABLE_BYTES).next_multiple_of(16);
+        let fits =
+            offset + bytes <= region.end() && bytes <= ITEM_BYTES_MAX && count <= ENTRIES_MAX;
+        fits.then_some(LocatorPlace { offset, entry, count })
+    }
+
+    /// How the table loses its parent locator: its entry takes over the last one, at another offset of the file,
+    /// and so many are left.
+    pub(crate) fn without_locator(&self, region: &Region) -> Option<(u64, u64, u16)> {
+        let item = self.system_item(PARENT_LOCATOR)?;
+        let left = self.items.len() as u64 - 1;
+        Some((item.entry, region.offset + 32 + 32 * left, left as u16))
+    }
+}
+
+/// Where a parent locator goes, all in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LocatorPlace {
+    /// The item.
+    pub(crate) offset: u64,
+    /// Its entry in the table.
+    pub(crate) entry: u64,
+    /// Entries of the table then.
+    pub(crate) count: u16,
+}
+
+/// The entry of a parent locator at an offset in its region.
+pub(crate) fn locator_entry(offset: u64, bytes: u64) -> [u8; 32] {
+    let mut entry = [0; 32];
+    put(&mut entry, 0, &PARENT_LOCATOR.0);
+    put(&mut entry, 16, &(offset as u32).to_le_bytes());
+    put(&mut entry, 20, &(bytes as u32).to_le_bytes());
+    put(&mut entry, 24, &IS_REQUIRED.to_le_bytes());
+    entry
+}
+
+/// What a new image's items shall say.
+#[derive(Clone, Debug)]
+pub(crate) struct NewMetadata {
+    pub(crate) geometry: Geometry,
+    pub(crate) fixed: bool,
+    pub(crate) guest_bytes: u64,
+    pub(crate) parent: Option<ParentLocator>,
+}
+
+impl NewMetadata {
+    /// The head of a metadata region, with all items: 64 KiB of table and what follows.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        let flags = if self.fixed { LEAVE_ALLOCATED } else { 0 }
+            | if self.parent.is_some() { HAS_PARENT } else { 0 };
+        let mut parameters = (self.geometry.block_bytes() as u32).to_le_bytes().to_vec();
+        parameters.extend(flags.to_le_bytes());
+        let sector = (self.geometry.sector_bytes() as u32).to_le_bytes().to_vec();
+        let disk = IS_REQUIRED | IS_DISK;
+        let mut items = vec![
+            (FILE_PARAMETERS, IS_REQUIRED, parameters),
+            (DISK_SIZE, disk, self.guest_bytes.to_le_bytes().to_vec()),
+            (DISK_ID, disk, Guid::random()?.0.to_vec()),
+            (LOGICAL_SECTOR, disk, sector),
+            // Disks of today have physical sectors of 4 KiB, and guests align to them.
+            (PHYSICAL_SECTOR, disk, 4096u32.to_le_bytes().to_vec()),
+        ];
+        if let Some(parent) = &self.parent {
+            items.push((PARENT_LOCATOR, IS_REQUIRED, parent.encode()));
+        }
+        let mut bytes = vec![0; TABLE_BYTES as usize];
+        put(&mut bytes, 0, SIGNATURE);
+        put(&mut bytes, 10, &(items.len() as u16).to_le_bytes());
+        for (index, (id, flags, content)) in items.iter().enumerate() {
+            let at = 32 + 32 * index;
+            let offset = bytes.len() as u32;
+            put(&mut bytes, at, &id.0);
+            put(&mut bytes, at + 16, &offset.to_le_bytes());
+            put(&mut bytes, at + 20, &(content.len() as u32).to_le_bytes());
+            put(&mut bytes, at + 24, &flags.to_le_bytes());
+            bytes.extend_from_slice(content);
+            // Aligned, so that no number lies across two pages.
+            bytes.resize(bytes.len().next_multiple_of(16), 0);
+        }
+        Ok(bytes)
+    }
+}

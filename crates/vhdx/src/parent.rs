@@ -1,0 +1,209 @@
+//! The parent locator [2.6.2.6]: pairs of UTF-16 texts that say what a differencing image stands
+//! on.
+
+use vdkit_block::{BackingRef, Error, Result};
+
+use crate::fields::{put, u16_at, u32_at};
+use crate::guid::Guid;
+
+/// The only type of locator that there is.
+const VHDX_LOCATOR: Guid =
+    Guid::new(0xb04a_efb7, 0xd19e, 0x4a81, *b"\xb7\x89\x25\xb8\xe9\x44\x59\x13");
+const LINKAGE: &str = "parent_linkage";
+const LINKAGE2: &str = "parent_linkage2";
+const RELATIVE: &str = "relative_path";
+const VOLUME: &str = "volume_path";
+const ABSOLUTE: &str = "absolute_win32_path";
+
+/// What a locator says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ParentLocator {
+    /// Keys and values, in the file's order.
+    pub(crate) pairs: Vec<(String, String)>,
+}
+
+fn utf16(bytes: &[u8]) -> String {
+    let (units, _) = bytes.as_chunks::<2>();
+    let units: Vec<u16> = units.iter().map(|unit| u16::from_le_bytes(*unit)).collect();
+    String::from_utf16_lossy(&units)
+}
+
+impl ParentLocator {
+    /// Reads an item.
+    ///
+    /// # Errors
+    /// What was found and what was expected.
+    pub(crate) fn parse(bytes: &[u8]) -> std::result::Result<Self, (String, String)> {
+        if bytes.len() < 20 {
+            return Err((format!("{} bytes", bytes.len()), "20 at least [2.6.2.6.1]".into()));
+        }
+        let (kind, count) = (Guid::at(bytes, 0), usize::from(u16_at(bytes, 18)));
+        if kind != VHDX_LOCATOR {
+            return Err((format!("type {kind}"), format!("type {VHDX_LOCATOR} [2.6.2.6.1]")));
+        }
+        if bytes.len() < 20 + 12 * count {
+            let expected = "entries within the item [2.6.2.6.2]";
+            return Err((format!("{count} entries in {} bytes", bytes.len()), expected.into()));
+        }
+        let mut pairs: Vec<(String, String)> = Vec::new();
+        for index in 0..count {
+            let at = 20 + 12 * index;
+            let text = |offset: u32, len: u16| {
+                let (from, len) = (offset as usize, usize::from(len));
+                bytes.get(from..from.saturating_add(len)).map(utf16).ok_or_else(|| {
+                    let expected = "texts within the item [2.6.2.6.2]";
+                    (format!("{len} bytes of text at {from:#x}"), expected.to_owned())
+                })
+            };
+            let key = text(u32_at(bytes, at), u16_at(bytes, at + 8))?;
+            let value = text(u32_at(bytes, at + 4), u16_at(bytes, at + 10))?;
+            if pairs.iter().any(|(known, _)| *known == key) {
+                let expected = "each key once [2.6.2.6.2]";
+                return Err((format!("a second '{}'", key.escape_debug()), expected.into()));
+            }
+            pairs.push((key, value));
+        }
+        let locator = Self { pairs };
+        match locator.linkage() {
+            Some(_) => Ok(locator),
+            None => Err((format!("no {LINKAGE}"), "the parent's GUID [2.6.2.6.3]".into())),
+        }
+    }
+
+    fn value(&self, key: &str) -> Option<&str> {
+        self.pairs.iter().find(|(known, _)| known == key).map(|(_, value)| value.as_str())
+    }
+
+    /// The data-write GUID that the parent must have.
+    pub(crate) fn linkage(&self) -> Option<Guid> {
+        Guid::parse(self.value(LINKAGE)?)
+    }
+
+    /// Another one that it may have instead.
+    pub(crate) fn linkage2(&self) -> Option<Guid> {
+        Guid::parse(self.value(LINKAGE2)?)
+    }
+
+    /// The identities of which the parent must have one.
+    pub(crate) fn identity(&self) -> Option<String> {
+        let first = self.linkage()?.to_string();
+        Some(match self.linkage2() {
+            Some(second) => format!("{first} or {second}"),
+            None => first,
+        })
+    }
+
+    /// The parent's name: the relative one, or what else there is, with slashes.
+    pub(crate) fn name(&self) -> Option<String> {
+        let (key, value) = [RELATIVE, ABSOLUTE, VOLUME]
+            .iter()
+            .find_map(|key| Some((*key, self.value(key)?)))
+            .filter(|(_, value)| !value.is_empty())?;
+        let name = value.replace('\\', "/");
+        if key == RELATIVE {
+            return Some(name.strip_prefix("./").unwrap_or(&name).to_owned());
+        }
+        Some(name.strip_prefix("//?/").unwrap_or(&name).to_owned())
+    }
+
+    /// A locator for a parent.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that is too long or that no locator can hold, and where the
+    /// parent's identity is not given.
+    pub(crate) fn new(file: &str, backing: &BackingRef) -> Result<Self> {
+        let linkage = backing.identity.as_deref().and_then(Guid::parse);
+        let Some(linkage) = linkage else {
+            return Err(Error::Invalid(format!(
+                "{file}: a differencing VHDX is tied to its parent by the parent's GUID, and '{}' \
+                 has none or was not opened",
+                backing.name
+            )));
+        };
+        if backing.name.contains('\\') {
+            return Err(Error::Invalid(format!(
+                "{file}: the parent's name '{}' has a backslash, which separates folders in a \
+                 VHDX",
+                backing.name
+            )));
+        }
+        let mut name = backing.name.replace('/', "\\");
+        // An absolute name too: an absolute Win32 path needs a drive, which there is none of here.
+        if !["\\", ".\\", "..\\"].iter().any(|start| name.starts_with(start)) {
+            name.insert_str(0, ".\\");
+        }
+        if name.encode_utf16().count() > 0x7fff {
+            return Err(Error::Invalid(format!("{file}: the parent's name is too long")));
+        }
+        let pairs =
+            vec![(LINKAGE.to_owned(), format!("{{{linkage}}}")), (RELATIVE.to_owned(), name)];
+        Ok(Self { pairs })
+    }
+
+    /// The item.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![0; 20 + 12 * self.pairs.len()];
+        put(&mut bytes, 0, &VHDX_LOCATOR.0);
+        put(&mut bytes, 18, &(self.pairs.len() as u16).to_le_bytes());
+        for (index, (key, value)) in self.pairs.iter().enumerate() {
+            let at = 20 + 12 * index;
+            for (field, text) in [(0, key), (1, value)] {
+                let offset = bytes.len() as u32;
+                bytes.extend(text.encode_utf16().flat_map(u16::to_le_bytes));
+                let len = bytes.len() as u32 - offset;
+                put(&mut bytes, at + 4 * field, &offset.to_le_bytes());
+                put(&mut bytes, at + 8 + 2 * field, &(len as u16).to_le_bytes());
+            }
+        }
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn backing(name: &str) -> BackingRef {
+        let identity = Some("01234567-89ab-cdef-0123-456789abcdef".to_owned());
+        BackingRef { name: name.to_owned(), format: None, identity }
+    }
+
+    #[test]
+    fn names_come_back() {
+        for name in ["base.vhdx", "../disks/base.vhdx", "sub/bäse.vhdx", "/disks/base.vhdx"] {
+            let locator = ParentLocator::new("child", &backing(name)).unwrap();
+            let read = ParentLocator::parse(&locator.encode()).unwrap();
+            assert_eq!(read, locator);
+            assert_eq!(read.name().as_deref(), Some(name));
+            assert_eq!(read.linkage().unwrap().to_string(), backing(name).identity.unwrap());
+        }
+        assert!(ParentLocator::new("child", &backing("a\\b")).is_err());
+        assert!(ParentLocator::new("child", &BackingRef::new("base.vhdx", None)).is_err());
+    }
+
+    #[test]
+    fn paths_of_windows_become_names() {
+        let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        let linkage = pair(LINKAGE, "{01234567-89ab-cdef-0123-456789abcdef}");
+        let name = |pairs: Vec<_>| ParentLocator { pairs }.name();
+        let absolute = pair(ABSOLUTE, "\\\\?\\C:\\disks\\base.vhdx");
+        assert_eq!(name(vec![absolute.clone()]).as_deref(), Some("C:/disks/base.vhdx"));
+        let relative = pair(RELATIVE, ".\\base.vhdx");
+        assert_eq!(name(vec![linkage.clone(), absolute, relative]).as_deref(), Some("base.vhdx"));
+        assert_eq!(name(vec![linkage]), None);
+    }
+
+    #[test]
+    fn damage_is_told() {
+        let good = ParentLocator::new("child", &backing("base.vhdx")).unwrap().encode();
+        for len in 0..good.len() {
+            assert!(ParentLocator::parse(&good[..len]).is_err(), "{len}");
+        }
+        for at in 0..20 + 24 {
+            let mut bad = good.clone();
+            bad[at] ^= 0xff;
+            // Nothing but an error or another text.
+            let _ = ParentLocator::parse(&bad);
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! Another size of the disk.
+//!
+//! New entries are durable before the size that shows them, and the size is before entries go that
+//! it no longer shows. The size stands in the metadata region and changes through the log. A
+//! table that becomes too long for its region moves: its copy is complete and durable before one
+//! entry of the log changes both region tables.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+
+use crate::image::{FlushState, Meta, Vhdx};
+use crate::layout::{
+    BAT_REGION, BatEntry, GUEST_BYTES_MAX, MIB, PAGE_BYTES, REGION_OFFSETS, State,
+};
+use crate::log::entry::LoggedPage;
+use crate::regions::{self, Region};
+
+const PAGE: usize = PAGE_BYTES as usize;
+/// Entries that are written between two flushes.
+const STEP_BLOCKS: u64 = 32 << 10;
+
+impl Vhdx {
+    /// As [`vdkit_block::Format::resize_over`].
+    pub(crate) fn resize_to(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
+        let sector = self.geometry.sector_bytes();
+        let new = guest_bytes.checked_next_multiple_of(sector).filter(|n| *n <= GUEST_BYTES_MAX);
+        let Some(new) = new else {
+            return Err(Error::Limit {
+                file: self.storage.name().to_owned(),
+                what: "size of the disk",
+                found: guest_bytes,
+                limit: GUEST_BYTES_MAX,
+            });
+        };
+        let old = self.guest_len();
+        if new == old {
+            return Ok(());
+        }
+        self.begin_session()?;
+        // Before `flushing` is taken, which whoever holds a reservation may need to go on.
+        let mut meta = self.meta.lock();
+        while !meta.pending.is_empty() {
+            self.ended.wait(&mut meta);
+        }
+        drop(meta);
+        let mut state = self.flushing.lock();
+        self.flush_once(&mut state)?;
+        if new > old {
+            self.grow(&mut state, old, new, beneath)
+        } else {
+            self.shrink(&mut state, old, new)
+        }
+    }
+
+    fn grow(&self, state: &mut FlushState, old: u64, new: u64, beneath: u64) -> Result<()> {
+        let needed = self.geometry.bat_region_bytes(new);
+        let region = state.regions.iter().find(|region| region.guid == BAT_REGION).copied();
+        if let Some(region) = region
+            && needed > region.bytes
+        {
+            self.move_table(state, region, needed)?;
+        }
+        self.own_tail(old, new, beneath)?;
+        let blocks = self.geometry.blocks(old)..self.geometry.blocks(new);
+        let mut first = blocks.start;
+        while first < blocks.end {
+            let last = (first + STEP_BLOCKS).min(blocks.end);
+            self.new_entries(&mut self.meta.lock(), first..last)?;
+            self.flush_once(state)?;
+            first = last;
+        }
+        self.flush_once(state)?;
+        self.write_size(state, old, new)
+    }
+
+    /// Entries of blocks that are new: zero, whatever is beneath, or there, in a fixed image.
+    fn new_entries(&self, meta: &mut MutexGuard<'_, Meta>, blocks: Range<u64>) -> Result<()> {
+        let mut block = blocks.start;
+        while block < blocks.end {
+            if !self.fixed {
+                self.set_entry(self.geometry.payload_index(block), BatEntry::ZERO)?;
+                self.clear_bitmap_entry(block, blocks.start)?;
+                block += 1;
+                continue;
+            }
+            let unit = self.geometry.block_bytes();
+            let taken = self.space(meta)?.take(&*self.storage, unit, blocks.end - block)?;
+            self.note_file_bytes()?;
+            meta.data_first |= !taken.fresh;
+            for index in 0..taken.count {
+                let entry = BatEntry::present(taken.at + index * unit);
+                self.set_entry(self.geometry.payload_index(block + index), entry)?;
+                self.clear_bitmap_entry(block + index, blocks.start)?;
+            }
+            block += taken.count;
+        }
+        Ok(())
+    }
+
+    /// What stands in the entry of a sector bitmap all of whose blocks are new means nothing.
+    fn clear_bitmap_entry(&self, block: u64, first_new: u64) -> Result<()> {
+        let chunk = 1 << self.geometry.chunk_bits();
+        if block.is_multiple_of(chunk) && block >= first_new {
+            self.set_entry(self.geometry.bitmap_index(block), BatEntry::NOT_PRESENT)?;
+        }
+        Ok(())
+    }
+
+    /// Makes what lies behind the old end in the old last block read as zero, also where what is
+    /// beneath is longer.
+    fn own_tail(&self, old: u64, new: u64, beneath: u64) -> Result<()> {
+        let bytes = self.geometry.block_bytes();
+        if old.is_multiple_of(bytes) {
+            return Ok(());
+        }
+        let block = self.geometry.block_of(old);
+        let start = block << self.geometry.block_bits;
+        let entry = self.payload(block)?;
+        let state = self.state_of(block, entry)?;
+        if state == State::NotPresent && self.geometry.has_parent && beneath > old {
+            return Err(Error::unsupported(
+                self.storage.name(),
+                "growing over a parent that is longer than the last block is known of",
+                "make the disk as long as its parent first, or convert it",
+            ));
+        }
+        if !entry.has_data() {
+            return Ok(());
+        }
+        // Other writers leave a fixed image's last block short.
+        if entry.host() + bytes > self.file_bytes.load(Ordering::Acquire) {
+            self.storage.set_len(entry.host() + bytes)?;
+            self.note_file_bytes()?;
+        }
+        let host = HostOffset(entry.host() + (old - start));
+        self.storage.write_zeroes(host, start + bytes - old, ZeroMode::MayUnmap)?;
+        let mut meta = self.meta.lock();
+        meta.data_first = true;
+        if state == State::PartiallyPresent {
+            self.fill_sectors(block, &(old..new.min(start + bytes)), true)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the size, durably, and takes it over.
+    fn write_size(&self, state: &mut FlushState, old: u64, new: u64) -> Result<()> {
+        self.put_size(new)?;
+        if let Err(error) = self.flush_once(state) {
+            // Not in memory, so not on disk either, by a later flush.
+            let _ = self.put_size(old);
+            return Err(error);
+        }
+        self.guest_bytes.store(new, Ordering::Release);
+        Ok(())
+    }
+
+    fn put_size(&self, bytes: u64) -> Result<()> {
+        match self.metadata.size_offset() {
+            Some(offset) => self.put_metadata(offset, &bytes.to_le_bytes()),
+            None => Ok(()),
+        }
+    }
+
+    /// Changes bytes of the metadata region, in memory: they go through the log as entries do.
+    pub(crate) fn put_metadata(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut done = 0;
+        while done < bytes.len() {
+            let at = offset + done as u64;
+            let from = (at % PAGE_BYTES) as usize;
+            let part = (PAGE - from).min(bytes.len() - done);
+            self.pages.change(at & !(PAGE_BYTES - 1), &*self.storage, |page| {
+                page[from..from + part].copy_from_slice(&bytes[done..done + part]);
+            })?;
+            done += part;
+        }
+        self.dirty.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    fn shrink(&self, state: &mut FlushState, old: u64, new: u64) -> Result<()> {
+        self.write_size(state, old, new)?;
+        let blocks = self.geometry.blocks(new)..self.geometry.blocks(old);
+        let mut first = blocks.start;
+        while first < blocks.end {
+            let last = (first + STEP_BLOCKS).min(blocks.end);
+            let mut meta = self.meta.lock();
+            for block in first..last {
+                let index = self.geometry.payload_index(block);
+                let entry = self.entry(index)?;
+                if entry.has_data() && self.is_within_file(entry.host()) {
+                    self.unlink(&mut meta, entry.host(), self.geometry.block_bytes());
+                }
+                if entry != BatEntry::NOT_PRESENT {
+                    self.set_entry(index, BatEntry::NOT_PRESENT)?;
+                }
+            }
+            drop(meta);
+            self.flush_once(state)?;
+            first = last;
+        }
+        Ok(())
+    }
+
+    /// Whether a block at an offset lies where blocks may.
+    fn is_within_file(&self, host: u64) -> bool {
+        let end = host.saturating_add(self.geometry.block_bytes());
+        end <= self.file_bytes.load(Ordering::Acquire)
+            && !self.taken.read().iter().any(|(from, to)| host < *to && *from < end)
+    }
+
+    /// Moves the block allocation table to a longer region.
+    fn move_table(&self, state: &mut FlushState, old: Region, bytes: u64) -> Result<()> {
+        let taken = self.space(&mut self.meta.lock())?.take(&*self.storage, bytes, 1)?;
+        self.note_file_bytes()?;
+        self.copy_table(old, taken.at)?;
+        let mut regions = state.regions.clone();
+        for region in &mut regions {
+            if region.guid == BAT_REGION {
+                (region.offset, region.bytes) = (taken.at, bytes);
+            }
+        }
+        // No entry of the log may be for the old table from here on: its space is going to be
+        // used for something else.
+        self.log_alone(state, &both_tables(&regions))?;
+        state.regions = regions;
+        self.pages.clear();
+        self.bat_offset.store(taken.at, Ordering::Release);
+        let mut taken_ranges = self.taken.write();
+        taken_ranges.retain(|range| *range != (old.offset, old.end()));
+        taken_ranges.push((taken.at, taken.at + bytes));
+        drop(taken_ranges);
+        if let Some(space) = &mut self.meta.lock().space {
+            space.give(old.offset, old.bytes, false);
+        }
+        Ok(())
+    }
+
+    fn copy_table(&self, old: Region, to: u64) -> Result<()> {
+        let mut buffer = vec![0; MIB as usize];
+        let mut done = 0;
+        while done < old.bytes {
+            self.storage.read_padded(&mut buffer, HostOffset(old.offset + done))?;
+            self.storage.write_at(&buffer, HostOffset(to + done))?;
+            done += MIB;
+        }
+        Ok(())
+    }
+}
+
+/// The pages of both region tables.
+fn both_tables(regions: &[Region]) -> Vec<LoggedPage> {
+    let table = regions::encode(regions);
+    let mut pages = Vec::new();
+    for offset in REGION_OFFSETS {
+        for (index, bytes) in table.chunks(PAGE).enumerate() {
+            let mut page = Box::new([0; PAGE]);
+            page.copy_from_slice(bytes);
+            pages.push((offset + (index * PAGE) as u64, page));
+        }
+    }
+    pages
+}

@@ -1,0 +1,205 @@
+//! Space in the file, in multiples of 1 MiB: what is free, and where the file grows.
+//!
+//! The format keeps no list of free space. What lies between blocks is found by reading the block
+//! allocation table when the first block is needed, where the table is small; else new blocks go
+//! to the file's end, and to what was freed since the image was opened.
+
+use std::collections::BTreeMap;
+
+use vdkit_block::{Error, HostOffset, Result, Storage, ZeroMode};
+
+use crate::layout::{FILE_BYTES_MAX, MIB};
+
+/// The file grows by this much more than is needed, at first and at most: its length must be
+/// durable before a block beyond the old end is shown.
+const AHEAD_MIN: u64 = 4 * MIB;
+const AHEAD_MAX: u64 = 64 * MIB;
+/// Free runs that are looked at for one that is long enough.
+const RUNS_MAX: usize = 256;
+
+/// A free run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Run {
+    bytes: u64,
+    /// It reads as zero.
+    zero: bool,
+}
+
+/// Space that was taken. It reads as zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Taken {
+    /// Where it is.
+    pub(crate) at: u64,
+    /// For how many units.
+    pub(crate) count: u64,
+    /// Nothing was ever there, so that it reads as zero after a crash too.
+    pub(crate) fresh: bool,
+}
+
+/// What is free.
+#[derive(Debug)]
+pub(crate) struct Space {
+    free: BTreeMap<u64, Run>,
+    /// Nothing is in use from here on.
+    frontier: u64,
+    /// What lies behind the frontier reads as zero.
+    fresh_zero: bool,
+    ahead: u64,
+}
+
+impl Space {
+    /// Space of a file of which these ranges are in use (sorted, perhaps overlapping). With
+    /// `gaps`, what lies between and behind them is free; else only what the file does not have yet.
+    pub(crate) fn new(used: &[(u64, u64)], gaps: bool, file_bytes: u64, growable: bool) -> Self {
+        let mut free = BTreeMap::new();
+        let mut end = 0;
+        // What begins behind the file's end is damage, and not there.
+        for (from, to) in used.iter().filter(|(from, _)| *from < file_bytes.max(MIB)) {
+            let to = to.min(&FILE_BYTES_MAX);
+            let from_whole = from & !(MIB - 1);
+            if gaps && from_whole > end {
+                free.insert(end, Run { bytes: from_whole - end, zero: false });
+            }
+            end = end.max(to.next_multiple_of(MIB));
+        }
+        let file_end = file_bytes.next_multiple_of(MIB);
+        if growable && file_end > end {
+            if gaps {
+                free.insert(end, Run { bytes: file_end - end, zero: false });
+            }
+            end = file_end;
+        }
+        Self { free, frontier: end, fresh_zero: growable, ahead: AHEAD_MIN }
+    }
+
+    /// Where the file can end.
+    pub(crate) fn end(&self) -> u64 {
+        let mut end = self.frontier;
+        for (at, run) in self.free.iter().rev() {
+            if at + run.bytes != end {
+                break;
+            }
+            end = *at;
+        }
+        end
+    }
+
+    /// The file was cut there.
+    pub(crate) fn cut(&mut self, end: u64) {
+        self.free.split_off(&end);
+        self.frontier = end;
+    }
+
+    /// Space for up to `count` units of `unit` bytes each. Makes the file long enough.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`] on a device; I/O.
+    pub(crate) fn take(&mut self, storage: &dyn Storage, unit: u64, count: u64) -> Result<Taken> {
+        let fits = self.free.iter().take(RUNS_MAX).find(|(_, run)| run.bytes >= unit);
+        if let Some((&at, &run)) = fits {
+            let got = (run.bytes / unit).min(count);
+            let bytes = got * unit;
+            if !run.zero {
+                storage.write_zeroes(HostOffset(at), bytes, ZeroMode::MayUnmap)?;
+            }
+            self.free.remove(&at);
+            if run.bytes > bytes {
+                self.free.insert(at + bytes, Run { bytes: run.bytes - bytes, zero: run.zero });
+            }
+            return Ok(Taken { at, count: got, fresh: false });
+        }
+        let at = self.frontier;
+        let bytes = unit.saturating_mul(count);
+        let end = at.checked_add(bytes).filter(|end| *end <= FILE_BYTES_MAX);
+        let Some(end) = end else { return Err(no_space(storage, bytes)) };
+        let len = storage.len()?;
+        if end > len {
+            if !storage.caps().growable {
+                let room = len.saturating_sub(at) / unit;
+                if room == 0 {
+                    return Err(no_space(storage, unit));
+                }
+                return self.take(storage, unit, room);
+            }
+            storage.set_len(end + self.ahead)?;
+            self.ahead = (2 * self.ahead).min(AHEAD_MAX);
+        }
+        if !self.fresh_zero {
+            storage.write_zeroes(HostOffset(at), bytes, ZeroMode::MayUnmap)?;
+        }
+        self.frontier = end;
+        Ok(Taken { at, count, fresh: self.fresh_zero })
+    }
+
+    /// Takes space back.
+    pub(crate) fn give(&mut self, at: u64, bytes: u64, zero: bool) {
+        let (mut at, mut bytes) = (at, bytes);
+        if let Some((before, run)) = self.free.range(..at).next_back()
+            && before + run.bytes == at
+            && run.zero == zero
+        {
+            (at, bytes) = (*before, run.bytes + bytes);
+        }
+        let end = at + bytes;
+        if let Some(run) = self.free.get(&end).copied()
+            && run.zero == zero
+        {
+            self.free.remove(&end);
+            bytes += run.bytes;
+        }
+        self.free.insert(at, Run { bytes, zero });
+    }
+}
+
+fn no_space(storage: &dyn Storage, bytes: u64) -> Error {
+    Error::NoSpace {
+        file: storage.name().to_owned(),
+        what: format!("{bytes} bytes for blocks of the image"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vdkit_storage::MemoryStorage;
+
+    use super::*;
+
+    fn take(space: &mut Space, storage: &MemoryStorage, unit: u64, count: u64) -> (u64, u64) {
+        let taken = space.take(storage, unit, count).unwrap();
+        (taken.at, taken.count)
+    }
+
+    #[test]
+    fn gaps_are_used_first_and_read_as_zero() {
+        let storage = MemoryStorage::with_len("m", 10 * MIB);
+        storage.write_at(&[1; 4096], HostOffset(5 * MIB)).unwrap();
+        let used = [(0, 4 * MIB), (6 * MIB, 8 * MIB), (7 * MIB, 8 * MIB)];
+        let mut space = Space::new(&used, true, 10 * MIB, true);
+        assert_eq!(space.end(), 8 * MIB);
+        assert_eq!(take(&mut space, &storage, 2 * MIB, 3), (4 * MIB, 1));
+        let mut bytes = [9; 4096];
+        storage.read_at(&mut bytes, HostOffset(5 * MIB)).unwrap();
+        assert_eq!(bytes, [0; 4096]);
+        assert_eq!(take(&mut space, &storage, 2 * MIB, 3), (8 * MIB, 1));
+        assert_eq!(take(&mut space, &storage, 2 * MIB, 3), (10 * MIB, 3));
+        assert!(storage.len().unwrap() >= 16 * MIB);
+        space.give(10 * MIB, 2 * MIB, true);
+        space.give(14 * MIB, 2 * MIB, true);
+        assert_eq!(space.end(), 14 * MIB);
+        space.give(12 * MIB, 2 * MIB, true);
+        assert_eq!(space.end(), 10 * MIB);
+        assert_eq!(take(&mut space, &storage, MIB, 9), (10 * MIB, 6));
+    }
+
+    #[test]
+    fn a_device_has_an_end_and_old_bytes() {
+        let storage = MemoryStorage::with_len("m", 6 * MIB).fixed_len();
+        storage.write_at(&[1; 4096], HostOffset(4 * MIB)).unwrap();
+        let mut space = Space::new(&[(0, 4 * MIB)], true, 6 * MIB, false);
+        assert_eq!(take(&mut space, &storage, MIB, 9), (4 * MIB, 2));
+        let mut bytes = [9; 4096];
+        storage.read_at(&mut bytes, HostOffset(4 * MIB)).unwrap();
+        assert_eq!(bytes, [0; 4096]);
+        assert!(matches!(space.take(&storage, MIB, 1), Err(Error::NoSpace { .. })));
+    }
+}

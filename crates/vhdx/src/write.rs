@@ -1,0 +1,431 @@
+//! Reserving host space for a write and publishing it.
+//!
+//! A new block reads as zero before anything is written to it, so a reservation is as long as the
+//! write and no longer, and several may share a block: the first one that is published shows the
+//! block, and what the others have not written yet reads as zero, as before. In a differencing
+//! image reservations are made of sectors, and a published one shows its own sectors alone.
+
+use std::ops::Range;
+
+use parking_lot::MutexGuard;
+use vdkit_block::{
+    Error, FileIndex, Fill, HostOffset, IoAction, Place, Reservation, Result, Ticket, ZeroMode,
+    align_down,
+};
+
+use crate::image::{Freed, Meta, Vhdx};
+use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
+use crate::map::{Look, fill_bits};
+use crate::space::Space;
+
+/// Tables of so many bytes are read to find free space between blocks.
+const BAT_BYTES_READ_MAX: u64 = 1 << 20;
+/// One reservation holds at most so many bytes.
+const RESERVATION_BYTES_MAX: u64 = 4 << 30;
+
+/// A reservation that is neither published nor released.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    /// What it covers, in bytes; whole sectors where `copies`.
+    guest: Range<u64>,
+    /// What of it others must wait for.
+    copies: bool,
+    /// Its new blocks; none where the space is that of a partial block.
+    blocks: Range<u64>,
+}
+
+/// A block with new space that at least one reservation holds.
+#[derive(Debug)]
+pub(crate) struct PendingBlock {
+    host: u64,
+    holders: u32,
+    /// The map shows it.
+    published: bool,
+    fresh: bool,
+}
+
+/// What can be done about a write now.
+enum Attempt<'a> {
+    InPlace,
+    Wait,
+    Reserved(Reservation<'a>),
+}
+
+/// A range of a partial or a new block that is about to be reserved.
+struct Plan {
+    write: Range<u64>,
+    /// Of the block at `write.start`.
+    block_host: u64,
+    blocks: Range<u64>,
+    /// What is not written shows what the image stands on.
+    copies: bool,
+    zeroed: bool,
+    fresh: bool,
+}
+
+impl Vhdx {
+    /// As [`vdkit_block::Format::reserve`].
+    pub(crate) fn reserve_range(&self, at: u64, len: u64) -> Result<Option<Reservation<'_>>> {
+        self.relieve()?;
+        let mut meta = self.meta.lock();
+        loop {
+            // The disk may have become smaller while we waited.
+            self.in_range(at, len, IoAction::Write)?;
+            self.check_spoiled(&meta)?;
+            match self.attempt(&mut meta, at, len.min(RESERVATION_BYTES_MAX))? {
+                Attempt::InPlace => return Ok(None),
+                Attempt::Reserved(reservation) => return Ok(Some(reservation)),
+                Attempt::Wait => self.ended.wait(&mut meta),
+            }
+        }
+    }
+
+    pub(crate) fn check_spoiled(&self, meta: &Meta) -> Result<()> {
+        if !meta.spoiled {
+            return Ok(());
+        }
+        let source = std::io::Error::other("space of a failed write could not be made zero again");
+        Err(Error::io(self.storage.name(), IoAction::WriteZeroes, 0, 0, source))
+    }
+
+    fn attempt(&self, meta: &mut Meta, at: u64, len: u64) -> Result<Attempt<'_>> {
+        let block = self.geometry.block_of(at);
+        let entry = self.payload(block)?;
+        let state = self.state_of(block, entry)?;
+        let plan = match state {
+            State::FullyPresent => return Ok(Attempt::InPlace),
+            State::PartiallyPresent => {
+                let extent = self.extent_in_block(at, len, Look::Load)?;
+                let Some(extent) = extent.filter(|e| e.place == Place::Hole) else {
+                    return Ok(Attempt::InPlace);
+                };
+                Plan {
+                    write: at..at + extent.len,
+                    block_host: entry.host(),
+                    blocks: block..block,
+                    copies: true,
+                    zeroed: false,
+                    fresh: false,
+                }
+            }
+            _ => {
+                let copies = self.copies(state);
+                let Some(write) = self.free_part(meta, at..at + len, copies) else {
+                    return Ok(Attempt::Wait);
+                };
+                self.plan_new(meta, block, write, copies)?
+            }
+        };
+        let Some(write) = self.free_part(meta, plan.write.clone(), plan.copies) else {
+            return Ok(Attempt::Wait);
+        };
+        Ok(Attempt::Reserved(self.hand_out(meta, Plan { write, ..plan })))
+    }
+
+    /// Whether what is not written to a new block in this state must be what lies beneath.
+    fn copies(&self, state: State) -> bool {
+        state == State::NotPresent && self.geometry.has_parent
+    }
+
+    /// The first part of a write whose sectors no other reservation holds; nothing where that is
+    /// none of it.
+    fn free_part(&self, meta: &Meta, write: Range<u64>, copies: bool) -> Option<Range<u64>> {
+        if !copies {
+            return Some(write);
+        }
+        let start = align_down(write.start, self.geometry.sector_bytes());
+        let held = meta.pending.values().filter(|p| p.copies).map(|p| &p.guest);
+        let nearest = held.filter(|r| r.end > start && r.start < write.end).map(|r| r.start).min();
+        match nearest {
+            None => Some(write),
+            Some(other) if other > write.start => Some(write.start..other),
+            Some(_) => None,
+        }
+    }
+
+    /// New space for a write that begins in a block without any.
+    fn plan_new(
+        &self,
+        meta: &mut Meta,
+        block: u64,
+        write: Range<u64>,
+        copies: bool,
+    ) -> Result<Plan> {
+        let (bits, block_bytes) = (self.geometry.block_bits, self.geometry.block_bytes());
+        if let Some(held) = meta.blocks.get(&block) {
+            let end = write.end.min((block + 1) << bits);
+            return Ok(Plan {
+                write: write.start..end,
+                block_host: held.host,
+                blocks: block..block + 1,
+                copies,
+                zeroed: !copies,
+                fresh: held.fresh,
+            });
+        }
+        let mut last = block + 1;
+        while last << bits < write.end && !meta.blocks.contains_key(&last) {
+            let entry = self.payload(last)?;
+            let state = self.state_of(last, entry)?;
+            if entry.has_data() || self.copies(state) != copies {
+                break;
+            }
+            last += 1;
+        }
+        if copies {
+            self.need_bitmaps(meta, block..last)?;
+        }
+        let space = self.space(meta)?;
+        let taken = space.take(&*self.storage, block_bytes, last - block)?;
+        self.note_file_bytes()?;
+        Ok(Plan {
+            write: write.start..write.end.min((block + taken.count) << bits),
+            block_host: taken.at,
+            blocks: block..block + taken.count,
+            copies,
+            zeroed: true,
+            fresh: taken.fresh,
+        })
+    }
+
+    /// Sees to sector bitmaps for the chunks of the first and the last of these blocks: those in
+    /// between are written whole.
+    fn need_bitmaps(&self, meta: &mut Meta, blocks: Range<u64>) -> Result<()> {
+        for block in [blocks.start, blocks.end - 1] {
+            let index = self.geometry.bitmap_index(block);
+            if self.entry(index)?.state_bits() == PRESENT {
+                continue;
+            }
+            let taken = self.space(meta)?.take(&*self.storage, BITMAP_BYTES, 1)?;
+            self.note_file_bytes()?;
+            meta.data_first |= !taken.fresh;
+            self.set_entry(index, BatEntry(taken.at | PRESENT))?;
+        }
+        Ok(())
+    }
+
+    fn hand_out(&self, meta: &mut Meta, plan: Plan) -> Reservation<'_> {
+        let sector = self.geometry.sector_bytes();
+        let (block, write) = (self.geometry.block_of(plan.write.start), plan.write);
+        let guest = match plan.copies {
+            // The disk is made of whole sectors.
+            true => align_down(write.start, sector)..write.end.next_multiple_of(sector),
+            false => write.clone(),
+        };
+        let fill = |ready: bool| if ready { Fill::Ready } else { Fill::Copy };
+        let (head, tail) = (fill(guest.start == write.start), fill(guest.end == write.end));
+        let new = plan.blocks.start..plan.blocks.end;
+        for held in new.clone() {
+            let host = plan.block_host + ((held - block) << self.geometry.block_bits);
+            let first = PendingBlock { host, holders: 0, published: false, fresh: plan.fresh };
+            meta.blocks.entry(held).or_insert(first).holders += 1;
+        }
+        let ticket = Ticket(meta.next_ticket);
+        meta.next_ticket += 1;
+        let host = plan.block_host + (guest.start - (block << self.geometry.block_bits));
+        let pending = Pending { guest: guest.clone(), copies: plan.copies, blocks: new };
+        meta.pending.insert(ticket.0, pending);
+        Reservation::new(self, ticket, guest, write, FileIndex(0), HostOffset(host), head, tail)
+            .zeroed(plan.zeroed)
+            .untouched(plan.fresh)
+    }
+
+    /// As [`vdkit_block::Reserver::publish`].
+    pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let Some(pending) = meta.pending.remove(&ticket.0) else {
+            unreachable!("a ticket lives until it is published or released")
+        };
+        let result = self.show(&mut meta, &pending);
+        self.let_go(&mut meta, &pending);
+        drop(meta);
+        self.ended.notify_all();
+        result
+    }
+
+    /// Lets the map show what was reserved.
+    fn show(&self, meta: &mut Meta, pending: &Pending) -> Result<()> {
+        if pending.copies {
+            meta.data_first = true;
+        }
+        if pending.blocks.is_empty() {
+            return self.set_sectors(self.geometry.block_of(pending.guest.start), &pending.guest);
+        }
+        for block in pending.blocks.clone() {
+            let index = self.geometry.payload_index(block);
+            let Some(held) = meta.blocks.get_mut(&block) else {
+                unreachable!("a reservation holds its blocks")
+            };
+            let start = block << self.geometry.block_bits;
+            let end = (start + self.geometry.block_bytes()).min(self.guest_len());
+            let whole = pending.guest.start <= start && end <= pending.guest.end;
+            if pending.copies && !whole {
+                let part = pending.guest.start.max(start)..pending.guest.end.min(end);
+                if !held.published {
+                    self.fill_sectors(block, &(start..start + self.geometry.block_bytes()), false)?;
+                }
+                self.fill_sectors(block, &part, true)?;
+                if !held.published {
+                    self.set_entry(index, BatEntry::partial(held.host))?;
+                }
+            } else if !held.published {
+                self.set_entry(index, BatEntry::present(held.host))?;
+            }
+            held.published = true;
+            meta.data_first |= !held.fresh;
+        }
+        Ok(())
+    }
+
+    fn set_sectors(&self, block: u64, guest: &Range<u64>) -> Result<()> {
+        self.fill_sectors(block, guest, true)
+    }
+
+    /// Sets or clears the bits of sectors that lie in one block.
+    pub(crate) fn fill_sectors(&self, block: u64, guest: &Range<u64>, value: bool) -> Result<()> {
+        let Some(host) = self.bitmap_host(block, Look::Load)? else { return Ok(()) };
+        let bits = self.geometry.sector_bits;
+        let mut bit = self.geometry.bitmap_bit(guest.start);
+        let end = bit + ((guest.end - guest.start) >> bits);
+        let page_bits = PAGE_BYTES * 8;
+        while bit < end {
+            let next = ((bit / page_bits + 1) * page_bits).min(end);
+            let page = host + bit / page_bits * PAGE_BYTES;
+            let (from, to) = (bit % page_bits, bit % page_bits + (next - bit));
+            self.pages.change(page, &*self.storage, |bytes| {
+                fill_bits(bytes, from as usize, to as usize, value);
+            })?;
+            bit = next;
+        }
+        self.dirty.store(true, std::sync::atomic::Ordering::Release);
+        Ok(())
+    }
+
+    /// As [`vdkit_block::Reserver::release`].
+    pub(crate) fn release_ticket(&self, ticket: Ticket) {
+        let mut meta = self.meta.lock();
+        if let Some(pending) = meta.pending.remove(&ticket.0) {
+            if !pending.copies {
+                self.wipe(&mut meta, &pending);
+            }
+            self.let_go(&mut meta, &pending);
+        }
+        drop(meta);
+        self.ended.notify_all();
+    }
+
+    /// Of the space of a reservation that failed, makes zero again what another one shows or may
+    /// show: bytes may have been written to it.
+    fn wipe(&self, meta: &mut Meta, pending: &Pending) {
+        for block in pending.blocks.clone() {
+            let Some(held) = meta.blocks.get(&block) else { continue };
+            if !held.published && held.holders == 1 {
+                continue;
+            }
+            let start = block << self.geometry.block_bits;
+            let part = pending.guest.start.max(start)
+                ..pending.guest.end.min(start + self.geometry.block_bytes());
+            let host = HostOffset(held.host + (part.start - start));
+            let wiped = self.storage.write_zeroes(host, part.end - part.start, ZeroMode::MayUnmap);
+            meta.spoiled |= wiped.is_err();
+        }
+    }
+
+    /// Ends a reservation's hold on its blocks. Those that nobody shows or holds are free.
+    fn let_go(&self, meta: &mut Meta, pending: &Pending) {
+        for block in pending.blocks.clone() {
+            let Some(held) = meta.blocks.get_mut(&block) else { continue };
+            held.holders -= 1;
+            if held.holders > 0 {
+                continue;
+            }
+            let (host, published) = (held.host, held.published);
+            meta.blocks.remove(&block);
+            if let (false, Some(space)) = (published, &mut meta.space) {
+                space.give(host, self.geometry.block_bytes(), false);
+            }
+        }
+    }
+
+    /// Waits until no reservation holds any of these guest blocks.
+    pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, blocks: &Range<u64>) {
+        let bits = self.geometry.block_bits;
+        let held =
+            |p: &Pending| p.guest.start < blocks.end << bits && blocks.start << bits < p.guest.end;
+        while meta.pending.values().any(held) {
+            self.ended.wait(meta);
+        }
+    }
+
+    /// Notes that a block's space is no longer shown.
+    pub(crate) fn unlink(&self, meta: &mut Meta, host: u64, bytes: u64) {
+        meta.unlinked.push(Freed { host, bytes, stamp: self.in_flight.stamp() });
+    }
+
+    /// The allocator; made when it is needed first.
+    pub(crate) fn space<'m>(&self, meta: &'m mut Meta) -> Result<&'m mut Space> {
+        if meta.space.is_none() {
+            let mut used = self.taken.read().clone();
+            let freed = meta.unlinked.iter().chain(&meta.released);
+            used.extend(freed.map(|freed| (freed.host, freed.host + freed.bytes)));
+            let growable = self.storage.caps().growable;
+            let gaps = self.finds_gaps();
+            if gaps || !growable {
+                self.used_blocks(gaps, &mut used)?;
+            }
+            used.sort_unstable();
+            let file_bytes = self.storage.len()?;
+            meta.space = Some(Space::new(&used, gaps, file_bytes, growable));
+        }
+        match &mut meta.space {
+            Some(space) => Ok(space),
+            None => unreachable!("made above"),
+        }
+    }
+
+    /// Whether free space between blocks is looked for.
+    pub(crate) fn finds_gaps(&self) -> bool {
+        self.geometry.bat_entries(self.guest_len()) * 8 <= BAT_BYTES_READ_MAX
+    }
+
+    /// Reads the block allocation table as it is in the file. With `each`, adds each block; else only
+    /// the last one.
+    fn used_blocks(&self, each: bool, used: &mut Vec<(u64, u64)>) -> Result<()> {
+        let entries = self.geometry.bat_entries(self.guest_len());
+        // Payload entries behind it, in a last chunk that is not whole, mean nothing.
+        let end = self.geometry.payload_index(self.geometry.blocks(self.guest_len()).max(1) - 1);
+        let chunk = (1 << self.geometry.chunk_bits()) + 1;
+        let mut last = (0, 0);
+        let mut buffer = vec![0; 64 << 10];
+        let mut index = 0;
+        while index < entries {
+            let count = (entries - index).min(buffer.len() as u64 / 8);
+            let bytes = &mut buffer[..count as usize * 8];
+            self.storage.read_padded(bytes, HostOffset(self.entry_offset(index)))?;
+            for word in bytes.as_chunks::<8>().0 {
+                let is_bitmap = (index + 1).is_multiple_of(chunk);
+                let means = is_bitmap || index <= end;
+                let host = if means { BatEntry(u64::from_le_bytes(*word)).host() } else { 0 };
+                let len = if is_bitmap { BITMAP_BYTES } else { self.geometry.block_bytes() };
+                let range = (host, host.saturating_add(len));
+                if host > 0 && each {
+                    used.push(range);
+                } else if range.1 > last.1 {
+                    last = range;
+                }
+                index += 1;
+            }
+        }
+        if !each {
+            used.push(last);
+        }
+        Ok(())
+    }
+
+    /// Takes note of the file's length after it may have grown.
+    pub(crate) fn note_file_bytes(&self) -> Result<()> {
+        let bytes = self.storage.len()?;
+        self.file_bytes.store(bytes, std::sync::atomic::Ordering::Release);
+        Ok(())
+    }
+}

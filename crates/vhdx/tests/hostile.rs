@@ -1,0 +1,237 @@
+//! Images that lie: each is refused with a clear error, or read, quickly and in little memory.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use common::{MIB, create, disk_of, open_format, parent_ref};
+use vdkit_block::{Error, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair, Storage};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::Rng;
+use vdkit_vhdx::VhdxDriver;
+
+fn image(options: &str, child: bool) -> MemoryStorage {
+    let memory = Arc::new(MemoryStorage::new("image"));
+    let storage: Arc<dyn Storage> = memory.clone();
+    create(&storage, 6 * MIB, options, child.then(parent_ref));
+    let disk = disk_of(open_format(&storage, true).expect("opening"), true);
+    disk.write_at(&vec![7; 2 << 20], GuestOffset(MIB - 1000)).expect("writing");
+    disk.flush().expect("flushing");
+    // Not closed: the log has entries.
+    drop(disk);
+    MemoryStorage::clone(&memory)
+}
+
+/// Puts a structure's CRC-32C right again.
+fn seal(storage: &MemoryStorage, at: u64, len: usize) {
+    let mut bytes = vec![0; len];
+    storage.read_at(&mut bytes, HostOffset(at)).expect("reading");
+    bytes[4..8].fill(0);
+    let sum = crc32c::crc32c(&bytes);
+    storage.write_at(&sum.to_le_bytes(), HostOffset(at + 4)).expect("writing");
+}
+
+/// Everything that can be done with an image is tried; nothing may take long. Returns the error of
+/// opening it.
+fn try_all(content: &MemoryStorage) -> Option<Error> {
+    let started = Instant::now();
+    let fresh = || -> Arc<dyn Storage> { Arc::new(content.clone()) };
+    let limits = Limits { check_bytes_max: 16 << 20, ..Limits::default() };
+    let _ = VhdxDriver.describe(&fresh(), &limits);
+    let error = match open_format(&fresh(), false) {
+        Ok(format) => {
+            let disk = disk_of(format, false);
+            let size = disk.guest_bytes();
+            for at in [0, MIB, size / 2, size.saturating_sub(5000)] {
+                let mut bytes = vec![0; 5000.min(size.saturating_sub(at)) as usize];
+                let _ = disk.read_at(&mut bytes, GuestOffset(at.min(size)));
+            }
+            None
+        }
+        Err(error) => Some(error),
+    };
+    let monitor = Monitor::default();
+    let small = error.is_none();
+    if small {
+        for repair in [Repair::Nothing, Repair::All, Repair::AllForced] {
+            let _ = VhdxDriver.check(&fresh(), &[], repair, &limits, &monitor);
+        }
+    }
+    let storage = fresh();
+    if let Ok(format) = open_format(&storage, true) {
+        let disk = disk_of(format, true);
+        let size = disk.guest_bytes();
+        for at in [0, size / 2, size.saturating_sub(600)] {
+            let len = 600.min(size.saturating_sub(at)) as usize;
+            let _ = disk.write_at(&vec![1; len], GuestOffset(at.min(size)));
+        }
+        let _ = disk.flush();
+        let _ = disk.close();
+    }
+    let took = started.elapsed();
+    assert!(took.as_secs() < 10, "took {took:?}");
+    error
+}
+
+/// Each 4 and 8 bytes of a structure become what no number should be.
+fn each_field(content: &MemoryStorage, at: u64, fields: std::ops::Range<u64>, sealed: usize) {
+    let values =
+        [0, 1, 511, 4095, 1 << 20, u64::from(u32::MAX), 1 << 40, u64::MAX - 4095, u64::MAX];
+    for field in fields.step_by(4) {
+        for value in values {
+            for len in [4, 8] {
+                let storage = content.clone();
+                let bytes = &u64::to_le_bytes(value)[..len];
+                storage.write_at(bytes, HostOffset(at + field)).expect("damage");
+                if sealed > 0 {
+                    seal(&storage, at, sealed);
+                }
+                try_all(&storage);
+            }
+        }
+    }
+}
+
+#[test]
+fn each_field_of_the_headers() {
+    let content = image("block_size=1M", false);
+    // The first alone, then the second, so that either holds.
+    for at in [64 << 10, 128 << 10] {
+        each_field(&content, at, 8..80, 4096);
+    }
+}
+
+#[test]
+fn each_field_of_the_region_table() {
+    each_field(&image("block_size=1M", false), 192 << 10, 8..80, 64 << 10);
+}
+
+#[test]
+fn each_field_of_the_metadata() {
+    let content = image("block_size=1M", true);
+    each_field(&content, 2 * MIB, 8..240, 0);
+    each_field(&content, 2 * MIB + (64 << 10), 0..200, 0);
+}
+
+#[test]
+fn each_field_of_the_table_and_the_log() {
+    let content = image("block_size=1M", true);
+    // Without the log, which would put the table right.
+    let closed = content.clone();
+    let storage: Arc<dyn Storage> = Arc::new(closed.clone());
+    drop(storage);
+    each_field(&closed, MIB, 8..128, 8192);
+    let storage: Arc<dyn Storage> = Arc::new(content.clone());
+    drop(open_format(&storage, true).expect("replaying"));
+    let mut replayed = vec![0; storage.len().expect("length") as usize];
+    storage.read_at(&mut replayed, HostOffset(0)).expect("reading");
+    let replayed = MemoryStorage::from_bytes("image", &replayed);
+    each_field(&replayed, 3 * MIB, 0..48, 0);
+    each_field(&replayed, 3 * MIB + (8192 * 8), 0..8, 0);
+}
+
+#[test]
+fn random_bytes_anywhere() {
+    let content = image("block_size=1M", true);
+    let mut rng = Rng::new(1);
+    for _ in 0..150 {
+        let storage = content.clone();
+        for _ in 0..1 + rng.below(6) {
+            let at = match rng.below(4) {
+                0 => rng.below(320 << 10),
+                1 => MIB + rng.below(32 << 10),
+                2 => 2 * MIB + rng.below(66 << 10),
+                _ => 3 * MIB + rng.below(100),
+            };
+            let mut bytes = [0; 8];
+            rng.fill(&mut bytes);
+            storage.write_at(&bytes, HostOffset(at)).expect("damage");
+        }
+        for (at, len) in [(64 << 10, 4096), (128 << 10, 4096), (192 << 10, 64 << 10)] {
+            seal(&storage, at, len);
+        }
+        try_all(&storage);
+    }
+}
+
+/// Cut short anywhere: an error that names the file, or what is left of it.
+#[test]
+fn a_file_that_ends_early() {
+    let content = image("block_size=1M", false);
+    let len = content.len().expect("length");
+    for end in [0, 1, 8, 4096, 64 << 10, 200 << 10, MIB, 2 * MIB, 3 * MIB, 4 * MIB, len - 1] {
+        let storage = content.clone();
+        storage.set_len(end).expect("cutting");
+        if let Some(error) = try_all(&storage) {
+            assert!(error.to_string().contains("image"), "{error}");
+        }
+    }
+}
+
+/// What is done to an image.
+type Damage<'a> = Box<dyn Fn(&MemoryStorage) + 'a>;
+
+fn refusal(damage: impl FnOnce(&MemoryStorage)) -> String {
+    let memory = Arc::new(MemoryStorage::new("image"));
+    let storage: Arc<dyn Storage> = memory.clone();
+    create(&storage, 6 * MIB, "block_size=1M", None);
+    let storage = MemoryStorage::clone(&memory);
+    damage(&storage);
+    try_all(&storage).expect("refused").to_string()
+}
+
+#[test]
+fn refusals_say_what_is_wrong() {
+    let put = |storage: &MemoryStorage, at: u64, bytes: &[u8]| {
+        storage.write_at(bytes, HostOffset(at)).expect("damage");
+    };
+    let regions = 192 << 10;
+    let metadata = 2 * MIB;
+    let items = metadata + (64 << 10);
+    let cases: [(&str, Damage<'_>); 9] = [
+        ("[2.2.1]", Box::new(|s| put(s, 0, b"whatever"))),
+        (
+            "a required region that is not known",
+            Box::new(|s| {
+                put(s, regions + 8, &3u32.to_le_bytes());
+                put(s, regions + 16 + 64, &[5; 16]);
+                put(s, regions + 16 + 64 + 16, &(16 * MIB).to_le_bytes());
+                put(s, regions + 16 + 64 + 24, &(MIB as u32).to_le_bytes());
+                put(s, regions + 16 + 64 + 28, &1u32.to_le_bytes());
+                seal(s, regions, 64 << 10);
+            }),
+        ),
+        (
+            "a required metadata item that is not known",
+            Box::new(|s| put(s, metadata + 32 + 32 * 4, &[5; 16])),
+        ),
+        ("[2.6.2.1]", Box::new(|s| put(s, items, &(3 * MIB as u32).to_le_bytes()))),
+        ("[2.6.2.2]", Box::new(|s| put(s, items + 16, &(65u64 << 40).to_le_bytes()))),
+        ("[2.6.2.4]", Box::new(|s| put(s, items + 48, &1024u32.to_le_bytes()))),
+        ("[2.5]", Box::new(|s| put(s, items + 16, &(60u64 << 40).to_le_bytes()))),
+        (
+            "version 2",
+            Box::new(|s| {
+                for at in [64 << 10, 128 << 10] {
+                    put(s, at + 66, &2u16.to_le_bytes());
+                    seal(s, at, 4096);
+                }
+            }),
+        ),
+        (
+            "log of version 1",
+            Box::new(|s| {
+                for at in [64 << 10, 128 << 10] {
+                    put(s, at + 48, &[5; 16]);
+                    put(s, at + 64, &1u16.to_le_bytes());
+                    seal(s, at, 4096);
+                }
+            }),
+        ),
+    ];
+    for (says, damage) in cases {
+        let text = refusal(damage);
+        assert!(text.contains(says), "'{text}' should say '{says}'");
+    }
+}

@@ -1,0 +1,266 @@
+//! The power fails at any storage operation of a random run, and once more while what is left is
+//! replayed. Whatever subset of the unsynced sectors and lengths survives: the image opens, is sound,
+//! and holds all that was flushed.
+
+mod common;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use common::{Kind, Op, SECTOR, apply, for_seeds, open_format, random_op, same, save, sound};
+use vdkit_block::{GuestOffset, Storage};
+use vdkit_chain::Disk;
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::{CrashImage, CrashStorage, Rng, qemu, require_peer};
+
+/// An operation that was done, and what the sectors held afterwards that it may have changed.
+struct Done {
+    op: Op,
+    begin: usize,
+    end: usize,
+    size: (u64, u64),
+    touched: Vec<(usize, Vec<u8>)>,
+}
+
+impl Done {
+    fn flushes(&self) -> bool {
+        matches!(self.op, Op::Flush | Op::Reopen | Op::Abandon)
+    }
+}
+
+struct Run {
+    crash: Arc<CrashStorage>,
+    first: Vec<u8>,
+    done: Vec<Done>,
+}
+
+fn sectors(guest: &[u8], from: u64, to: u64) -> Vec<(usize, Vec<u8>)> {
+    let last = to.div_ceil(SECTOR as u64) as usize;
+    (from as usize / SECTOR..last)
+        .map(|n| {
+            let mut bytes = guest[n * SECTOR..((n + 1) * SECTOR).min(guest.len())].to_vec();
+            bytes.resize(SECTOR, 0);
+            (n, bytes)
+        })
+        .collect()
+}
+
+impl Run {
+    fn record(kind: &Kind, rng: &mut Rng) -> Self {
+        let made: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+        kind.create(&made);
+        let crash = CrashStorage::holding(&*made);
+        let storage: Arc<dyn Storage> = crash.clone();
+        let mut guest = kind.guest();
+        let first = guest.clone();
+        let mut disk = kind.open(&storage, true).expect("opening");
+        let mut done = Vec::new();
+        for id in 0..8 + rng.below(14) {
+            let size = guest.len() as u64;
+            let op = random_op(rng, size, true);
+            let begin = crash.ops();
+            let mut touched = Vec::new();
+            match op {
+                Op::Reopen | Op::Abandon => {
+                    if op == Op::Reopen { disk.close() } else { disk.flush() }.expect("flushing");
+                    drop(disk);
+                    let end = crash.ops();
+                    done.push(Done { op, begin, end, size: (size, size), touched });
+                    disk = kind.open(&storage, true).expect("opening again");
+                    continue;
+                }
+                op => {
+                    if let Err(error) = apply(&disk, &mut guest, op, id + 1) {
+                        panic!("{op:x?}: {error}");
+                    }
+                }
+            }
+            let now = guest.len() as u64;
+            match op {
+                Op::Write { at, len } | Op::Zero { at, len, .. } | Op::Discard { at, len } => {
+                    touched = sectors(&guest, at, at + len);
+                }
+                Op::Resize { .. } if now > size => touched = sectors(&guest, size, now),
+                _ => {}
+            }
+            done.push(Done { op, begin, end: crash.ops(), size: (size, now), touched });
+        }
+        Self { crash, first, done }
+    }
+
+    fn expect(&self, moment: usize) -> Expected<'_> {
+        let mut expected = Expected {
+            first: &self.first,
+            durable: HashMap::new(),
+            since: HashMap::new(),
+            sizes: vec![self.first.len() as u64],
+        };
+        let mut current: HashMap<usize, Vec<u8>> = HashMap::new();
+        for done in self.done.iter().take_while(|done| done.begin <= moment) {
+            let resizes = matches!(done.op, Op::Resize { .. });
+            for (sector, bytes) in &done.touched {
+                expected.since.entry(*sector).or_default().push(bytes.clone());
+                current.insert(*sector, bytes.clone());
+            }
+            let returned = done.end <= moment;
+            expected.sizes =
+                if returned { vec![done.size.1] } else { vec![done.size.0, done.size.1] };
+            if returned && done.flushes() {
+                expected.durable.clone_from(&current);
+                expected.since.clear();
+            }
+            if returned && resizes {
+                for (sector, bytes) in &done.touched {
+                    expected.durable.insert(*sector, bytes.clone());
+                    expected.since.remove(sector);
+                }
+            }
+        }
+        expected
+    }
+}
+
+struct Expected<'a> {
+    first: &'a [u8],
+    durable: HashMap<usize, Vec<u8>>,
+    since: HashMap<usize, Vec<Vec<u8>>>,
+    sizes: Vec<u64>,
+}
+
+impl Expected<'_> {
+    /// Reads all of a survivor and returns what the guest sees.
+    fn check(&self, disk: &Disk) -> Vec<u8> {
+        let size = disk.guest_bytes();
+        assert!(self.sizes.contains(&size), "size {size:#x}, expected one of {:x?}", self.sizes);
+        let mut seen = vec![0; size as usize];
+        disk.read_at(&mut seen, GuestOffset(0)).expect("a survivor can be read");
+        for (sector, found) in seen.chunks(SECTOR).enumerate() {
+            let durable = match self.durable.get(&sector) {
+                Some(bytes) => found == bytes,
+                None => {
+                    let start = sector * SECTOR;
+                    let first = self.first.get(start..start + SECTOR);
+                    first.is_none_or(|first| found == first)
+                }
+            };
+            let since = self.since.get(&sector);
+            let allowed = durable || since.is_some_and(|all| all.iter().any(|b| found == b));
+            assert!(
+                allowed,
+                "sector at {:#x} holds {:02x?}.., not what was flushed, nor any of {} since",
+                sector * SECTOR,
+                &found[..8],
+                since.map_or(0, Vec::len),
+            );
+        }
+        seen
+    }
+}
+
+fn survivors(cut: &CrashImage, rng: &mut Rng) -> Vec<MemoryStorage> {
+    let mut all = vec![cut.only_durable(), cut.everything(), cut.survivor(rng), cut.survivor(rng)];
+    let extreme = rng.below(2 + 2 * cut.unsynced() as u64) as usize;
+    all.extend(cut.extremes().nth(extreme).map(|(_, survivor)| survivor));
+    all
+}
+
+fn try_survivor(kind: &Kind, expected: &Expected<'_>, content: MemoryStorage, rng: &mut Rng) {
+    let storage: Arc<dyn Storage> = Arc::new(content.clone());
+    let before = content.len().expect("a length");
+    let mut guest = expected.check(&kind.open(&storage, false).expect("a survivor opens"));
+    sound(&storage, true, "the survivor");
+    assert_eq!(storage.len().expect("a length"), before, "reading changes nothing");
+    if rng.chance(1, 4) {
+        cut_while_replaying(kind, &content, &guest, rng);
+    }
+    // QEMU reads neither children nor sectors of 4 KiB.
+    let qemu_reads = kind.parent.is_none() && !kind.options.contains("4096");
+    if rng.chance(1, 25) && qemu_reads {
+        replayed_by_qemu(&content, &guest);
+    }
+    if rng.chance(1, 4) {
+        let disk = kind.open(&storage, true).expect("a survivor opens for writing");
+        same(&disk, &guest, "replayed");
+        for id in 0..5 {
+            let op = random_op(rng, guest.len() as u64, true);
+            if !matches!(op, Op::Reopen | Op::Abandon) {
+                apply(&disk, &mut guest, op, 1000 + id).expect("writing on");
+            }
+        }
+        same(&disk, &guest, "written on");
+        disk.close().expect("closing a survivor");
+        drop(disk);
+        sound(&storage, true, "a survivor that was closed");
+        same(&kind.open(&storage, false).expect("opening"), &guest, "closed");
+    }
+}
+
+/// The replay itself is cut: it is done again, with the same result.
+fn cut_while_replaying(kind: &Kind, content: &MemoryStorage, guest: &[u8], rng: &mut Rng) {
+    let crash = CrashStorage::holding(content);
+    let storage: Arc<dyn Storage> = crash.clone();
+    drop(open_format(&storage, true).expect("replaying"));
+    for moment in 0..=crash.ops() {
+        let cut = crash.crash_at(moment);
+        for survivor in [cut.only_durable(), cut.everything(), cut.survivor(rng)] {
+            let storage: Arc<dyn Storage> = Arc::new(survivor);
+            same(&kind.open(&storage, false).expect("opening"), guest, "replayed half-way");
+            same(&kind.open(&storage, true).expect("opening"), guest, "replayed again");
+        }
+    }
+}
+
+/// QEMU replays the log with the same result.
+fn replayed_by_qemu(content: &MemoryStorage, guest: &[u8]) {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a scratch folder");
+    let (image, raw) = (folder.path().join("image.vhdx"), folder.path().join("guest.raw"));
+    save(content, &image);
+    std::fs::write(&raw, guest).expect("a scratch file");
+    let checked = qemu::check(&image, "vhdx", Some("all"));
+    assert_eq!(checked.code, 0, "qemu-img check -r all: {}", checked.text);
+    assert!(qemu::same((&image, "vhdx"), (&raw, "raw")), "replayed by QEMU");
+    let storage: Arc<dyn Storage> =
+        Arc::new(MemoryStorage::from_bytes("image", &std::fs::read(&image).expect("reading")));
+    sound(&storage, true, "replayed by QEMU");
+}
+
+fn case(kind: &Kind, seed: u64) {
+    let mut rng = Rng::new(seed);
+    let run = Run::record(kind, &mut rng);
+    let all = run.crash.ops();
+    let mut moments: Vec<usize> = (0..16).map(|_| rng.below(all as u64 + 1) as usize).collect();
+    // Around flushes, closing, opening and resizing the order matters.
+    let edges = run.done.iter().filter(|d| d.flushes() || matches!(d.op, Op::Resize { .. }));
+    let inside: Vec<usize> =
+        edges.flat_map(|d| d.begin..=d.end + 8).filter(|m| *m <= all).collect();
+    if !inside.is_empty() {
+        moments.extend((0..24).map(|_| inside[rng.below(inside.len() as u64) as usize]));
+    }
+    moments.sort_unstable();
+    moments.dedup();
+    for moment in moments {
+        let cut = run.crash.crash_at(moment);
+        let expected = run.expect(moment);
+        for survivor in survivors(&cut, &mut rng) {
+            let look = std::panic::AssertUnwindSafe(|| {
+                try_survivor(kind, &expected, survivor, &mut rng);
+            });
+            if let Err(panic) = std::panic::catch_unwind(look) {
+                eprintln!("{kind:?}\npower cut at {moment} of {all}");
+                for done in run.done.iter().take_while(|done| done.begin <= moment) {
+                    eprintln!("  {:4}..{:<4} {:x?}", done.begin, done.end, done.op);
+                }
+                std::panic::resume_unwind(panic);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_kind_survives_a_power_cut() {
+    let kinds = Kind::all();
+    for_seeds(4, |seed| case(&kinds[seed as usize % kinds.len()], seed));
+}
