@@ -42,6 +42,8 @@ pub struct ConvertOptions {
     pub backing: Option<Backing>,
     /// Copy the source's dirty bitmaps, and what to do with those that cannot be trusted.
     pub bitmaps: Option<BrokenBitmaps>,
+    /// A new target's disk gets a multiple of so many bytes.
+    pub size_unit: u64,
     /// Keys of an existing target that is encrypted, and of the image that a new one stands on. (The
     /// key of a new target is [`vdkit_block::Options::key`].)
     pub keys: Vec<Secret>,
@@ -76,7 +78,20 @@ impl ConvertOptions {
             rate: None,
             backing: None,
             bitmaps: None,
+            size_unit: 1,
             keys: Vec::new(),
+        }
+    }
+}
+
+impl ConvertOptions {
+    /// Bytes of a new target's disk for a source of so many.
+    pub(crate) fn size_of_new(&self, bytes: u64) -> u64 {
+        match self.destination {
+            Destination::New(_) | Destination::Pipe { .. } => {
+                bytes.checked_next_multiple_of(self.size_unit.max(1)).unwrap_or(bytes)
+            }
+            Destination::Null | Destination::Into { .. } => bytes,
         }
     }
 }
@@ -117,7 +132,7 @@ pub fn convert(
         Some(base) => (base.layers, base.disk),
         None => (usize::MAX, None),
     };
-    let target = Target::of(registry, options, bytes, base_disk)?;
+    let target = Target::of(registry, options, options.size_of_new(bytes), base_disk)?;
     let disk = target.as_ref().map(|t| &t.disk);
     if let (Some(disk), Destination::Into { .. }) = (disk, &options.destination) {
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
@@ -135,7 +150,8 @@ pub fn convert(
     let threads = moving.threads();
     let verified = finish(registry, source, target, options, threads, monitor)?;
     let seconds = started.elapsed().as_secs_f64();
-    Ok(ConvertReport { virtual_size: bytes, format, moved, verified, threads, seconds })
+    let virtual_size = options.size_of_new(bytes);
+    Ok(ConvertReport { virtual_size, format, moved, verified, threads, seconds })
 }
 
 /// How bytes are moved to one target, planned and done.

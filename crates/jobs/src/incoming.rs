@@ -145,7 +145,7 @@ pub fn convert_stream(
         }
     };
     look_at_end(registry, &name, head, &pipe, bytes)?;
-    let bytes = bytes.next_multiple_of(SECTOR);
+    let bytes = options.size_of_new(bytes.next_multiple_of(SECTOR));
     let format = disk.map(|disk| disk.top().name().to_owned());
     target.finish(bytes)?;
     let seconds = started.elapsed().as_secs_f64();
@@ -184,7 +184,7 @@ impl Receiver {
             return Ok(None);
         }
         let first = match given {
-            Some(_) => len.unwrap_or(STEP_FIRST),
+            Some(_) => len.map_or(STEP_FIRST, |len| options.size_of_new(len)),
             None => len.unwrap_or(0),
         };
         let target = Target::of(registry, options, first, None)?;

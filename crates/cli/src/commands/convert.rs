@@ -10,7 +10,7 @@ use clap::{Args, ValueHint};
 use vdkit::jobs::convert::Backing;
 use vdkit::jobs::{
     self, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions, Destination, FoundBacking,
-    Incoming, NewBacking, NewImage, Source, convert_stream,
+    Incoming, NewBacking, NewImage, Preset, Source, Use, convert_stream,
 };
 use vdkit::stream::{Checksum, OutPipe};
 use vdkit::{
@@ -58,6 +58,7 @@ vdkit convert disk.qcow2 null:                     how fast can it be read?
 vdkit convert https://example.com/cloud.img.xz disk.qcow2 --checksum sha256:…
 ssh host cat /dev/vg0/guest | vdkit convert - disk.qcow2
 vdkit convert disk.qcow2 -O raw - | zstd > disk.raw.zst
+vdkit convert disk.qcow2 disk.vhd --for azure      what a cloud asks for
 ",
     augment: augment::<ConvertArgs>,
     run: run::<ConvertArgs>,
@@ -80,6 +81,10 @@ pub struct ConvertArgs {
     target_format: Option<String>,
     #[command(flatten)]
     options: FormatOptions,
+    /// Make what suits kvm, openstack, gcp, aws, azure, vmware, hyperv or virtualbox: its format,
+    /// options and size
+    #[arg(long = "for", value_name = "TARGET", conflicts_with = "into")]
+    made_for: Option<Preset>,
     /// Compress the data: zlib or zstd, with a level if wanted, as in zstd:9
     #[arg(short = 'c', long, value_name = "METHOD[:LEVEL]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = compression)]
     compress: Option<Compress>,
@@ -296,6 +301,7 @@ impl ConvertArgs {
                 (true, false) => Some(BrokenBitmaps::Refuse),
                 (true, true) => Some(BrokenBitmaps::Skip),
             },
+            size_unit: self.made_for.map_or(1, Preset::unit),
             keys: self.target_keys(),
             ..ConvertOptions::new(destination)
         })
@@ -373,8 +379,13 @@ impl ConvertArgs {
             let destination = self.existing(target, format);
             return Ok(Goal { destination, compress: compress.transpose()?, backing: None });
         }
-        let driver = super::target_driver(self.target_format.as_deref(), target)?;
-        let texts = self.options.options.iter().map(String::as_str);
+        let format = self.target_format.as_deref();
+        let driver = match self.made_for {
+            None => super::target_driver(format, target)?,
+            Some(preset) => super::preset_driver(preset, format)?,
+        };
+        let preset = self.made_for.map(|preset| preset.options(Use::Delivery));
+        let texts = preset.into_iter().chain(self.options.options.iter().map(String::as_str));
         let mut options = Options::parse(driver.name(), driver.options(), texts)?;
         key_of_new(driver, &mut options, self.target_key.key())?;
         let compress = self.compress.map(|wanted| compression_of(wanted, driver, &mut options));
@@ -417,6 +428,7 @@ impl ConvertArgs {
             ("--backing", self.backing.is_some()),
             ("--compress", self.compress.is_some() && null),
             ("-O", self.target_format.is_some() && null),
+            ("--for", self.made_for.is_some()),
             ("--target-key-…", self.target_key.key().is_some() && null),
         ];
         match given.iter().find(|(_, given)| *given) {

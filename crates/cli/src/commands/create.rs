@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum, ValueHint};
+use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::jobs::{self, CreateOptions, NewBacking};
+use vdkit::jobs::{self, CreateOptions, NewBacking, Preset, Use};
 use vdkit::{FormatDriver, Monitor, Options};
 
 use super::{Group, Run, Subcommand, augment, run};
@@ -47,9 +47,9 @@ pub struct CreateArgs {
     format: Option<String>,
     #[command(flatten)]
     options: FormatOptions,
-    /// Make what suits kvm, openstack, gcp, aws, azure, vmware or hyperv
-    #[arg(long = "for", value_name = "TARGET", value_enum, hide_possible_values = true)]
-    made_for: Option<Purpose>,
+    /// Make what suits kvm, openstack, gcp, aws, azure, vmware, hyperv or virtualbox
+    #[arg(long = "for", value_name = "TARGET")]
+    made_for: Option<Preset>,
     /// Stand on this image; a relative name counts from the new image's folder
     #[arg(short = 'b', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     backing: Option<String>,
@@ -72,74 +72,6 @@ pub struct CreateArgs {
     json: Json,
 }
 
-/// The value of `--for`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Purpose {
-    Kvm,
-    Openstack,
-    Gcp,
-    Aws,
-    Azure,
-    Vmware,
-    Hyperv,
-}
-
-impl Purpose {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Kvm => "kvm",
-            Self::Openstack => "openstack",
-            Self::Gcp => "gcp",
-            Self::Aws => "aws",
-            Self::Azure => "azure",
-            Self::Vmware => "vmware",
-            Self::Hyperv => "hyperv",
-        }
-    }
-
-    /// The format that it takes.
-    fn format(self) -> &'static str {
-        match self {
-            Self::Kvm | Self::Openstack => "qcow2",
-            Self::Gcp | Self::Aws => "raw",
-            Self::Azure => "vhd",
-            Self::Vmware => "vmdk",
-            Self::Hyperv => "vhdx",
-        }
-    }
-
-    /// What it asks of the format; the user's own options come after these.
-    fn options(self) -> &'static [&'static str] {
-        match self {
-            Self::Azure => &["subformat=fixed,force_size=on"],
-            _ => &[],
-        }
-    }
-
-    /// What it asks of the size.
-    fn check_size(self, bytes: u64) -> Result<(), Failure> {
-        const GIB: u64 = 1 << 30;
-        if self == Self::Gcp && !bytes.is_multiple_of(GIB) {
-            return Err(Failure::usage(format!(
-                "gcp takes disks of whole GiB, not {}",
-                bytes_long(bytes)
-            )));
-        }
-        if self == Self::Azure && !bytes.is_multiple_of(1 << 20) {
-            return Err(Failure::usage(format!(
-                "azure takes disks of whole MiB, not {}",
-                bytes_long(bytes)
-            )));
-        }
-        Ok(())
-    }
-}
-
-/// Whether two names are one format's.
-fn names_one(a: &str, b: &str) -> bool {
-    vdkit::format(a).is_ok_and(|a| vdkit::format(b).is_ok_and(|b| a.name() == b.name()))
-}
-
 /// The answer, in JSON.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -155,21 +87,11 @@ struct CreateAnswer {
 
 impl CreateArgs {
     fn driver(&self) -> Result<&'static dyn FormatDriver, Failure> {
-        let Some(purpose) = self.made_for else {
-            return super::target_driver(self.format.as_deref(), &self.image);
-        };
-        let wanted = purpose.format();
-        let other = |format: &&str| *format != wanted && !names_one(format, wanted);
-        if let Some(format) = self.format.as_deref().filter(other) {
-            let name = purpose.name();
-            return Err(Failure::usage(format!("{name} takes {wanted} images, not {format}")));
+        let format = self.format.as_deref();
+        match self.made_for {
+            None => super::target_driver(format, &self.image),
+            Some(preset) => super::preset_driver(preset, format),
         }
-        vdkit::format(wanted).map_err(|_| {
-            Failure::failed(format!(
-                "{} needs the {wanted} format, which this version does not write",
-                purpose.name()
-            ))
-        })
     }
 }
 
@@ -194,13 +116,19 @@ impl Run for CreateArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let driver = self.driver()?;
         let own = self.options.options.iter().map(String::as_str);
-        let texts =
-            self.made_for.map(Purpose::options).unwrap_or_default().iter().copied().chain(own);
+        let preset = self.made_for.map(|preset| preset.options(Use::Disk));
+        let texts = preset.into_iter().chain(own);
         let mut options = Options::parse(driver.name(), driver.options(), texts)?;
         key_of_new(driver, &mut options, self.key.key())?;
         let backing = self.new_backing(&options)?;
-        if let (Some(purpose), Some(bytes)) = (self.made_for, self.size) {
-            purpose.check_size(bytes)?;
+        if let (Some(preset), Some(bytes)) = (self.made_for, self.size)
+            && !bytes.is_multiple_of(preset.unit())
+        {
+            return Err(Failure::usage(format!(
+                "{preset} takes disks of whole {}, not {}",
+                preset.unit_name(),
+                bytes_long(bytes)
+            )));
         }
         if self.size.is_none() && backing.is_none() && !super::is_device(&self.image) {
             let image = self.image.display().to_string();

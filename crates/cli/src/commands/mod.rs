@@ -6,6 +6,7 @@ use std::path::Path;
 
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 
+use vdkit::jobs::Preset;
 use vdkit::{Disk, FormatDriver};
 
 use crate::definition;
@@ -39,6 +40,7 @@ pub mod serve;
 pub mod snapshot;
 pub mod top;
 pub mod tree;
+pub mod validate;
 pub mod write;
 
 /// Every subcommand, in the order of the overview.
@@ -47,6 +49,7 @@ pub static ALL: &[Subcommand] = &[
     convert::COMMAND,
     info::COMMAND,
     inspect::COMMAND,
+    validate::COMMAND,
     doctor::COMMAND,
     tree::COMMAND,
     map::COMMAND,
@@ -196,6 +199,26 @@ pub(crate) fn target_driver(
             .hint("choose another format with -f or -O, or another name")
         }),
         None => Ok(vdkit::format("raw")?),
+    }
+}
+
+/// The driver of what a preset asks for; `format` is what the user asks for beside it.
+pub(crate) fn preset_driver(
+    preset: Preset,
+    format: Option<&str>,
+) -> Result<&'static dyn FormatDriver, Failure> {
+    let wanted = preset.format();
+    let driver = vdkit::format(wanted).map_err(|_| {
+        Failure::failed(format!(
+            "{preset} needs the {wanted} format, which this version does not write"
+        ))
+    })?;
+    match format.map(|name| vdkit::format(name).map(|driver| driver.name())) {
+        Some(Ok(other)) if other != driver.name() => {
+            Err(Failure::usage(format!("{preset} takes {wanted} images, not {other}")))
+        }
+        Some(Err(error)) => Err(error.into()),
+        _ => Ok(driver),
     }
 }
 

@@ -1,0 +1,83 @@
+//! `vdkit validate`: would this hypervisor or cloud take the image?
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use vdkit::OpenOptions;
+use vdkit::jobs::{Preset, ValidateReport, validate};
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::arguments::Json;
+use crate::failure::{Exit, Outcome};
+use crate::output::{Output, bytes_long};
+use crate::session::Session;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "validate",
+    about: "Say what a hypervisor or a cloud would refuse about an image",
+    group: Group::Look,
+    details: "\
+Reads the image's header, and no other file. Answers with exit code 3 where something would be refused, and names \
+the command that mends it.",
+    examples: "
+vdkit validate --for azure disk.vhd
+vdkit validate --for aws --json disk.vmdk | jq .accepted
+",
+    augment: augment::<ValidateArgs>,
+    run: run::<ValidateArgs>,
+};
+
+/// Arguments of `vdkit validate`.
+#[derive(Args, Debug)]
+pub struct ValidateArgs {
+    /// The image
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    image: PathBuf,
+    /// kvm, openstack, gcp, aws, azure, vmware, hyperv or virtualbox
+    #[arg(long = "for", value_name = "TARGET")]
+    target: Preset,
+    /// Format of the image; without it the header is probed
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Read it even while another process writes it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    json: Json,
+}
+
+impl Run for ValidateArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        let options = OpenOptions {
+            format: self.format,
+            lock: !self.force_share,
+            ..OpenOptions::read_only()
+        };
+        let report = validate(&vdkit::registry(), &self.image, self.target, &options)?;
+        if self.json.json {
+            session.out.json(&report)?;
+        } else {
+            print(&report, &mut session.out)?;
+        }
+        Ok(if report.accepted { Exit::Done } else { Exit::Differs })
+    }
+}
+
+fn print(report: &ValidateReport, out: &mut Output) -> std::io::Result<()> {
+    let verdict = if report.accepted { "takes it" } else { "would refuse it" };
+    let (image, size) = (report.image.display(), bytes_long(report.virtual_size));
+    out.line(format!("{image}: {}, {size}: {} {verdict}", report.format, report.target))?;
+    for objection in &report.objections {
+        out.line(format!("  {}", objection.message))?;
+        if let Some(mend) = &objection.mend {
+            out.line(format!("    {mend}"))?;
+        }
+    }
+    for note in &report.notes {
+        out.line(format!("  note: {note}"))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,137 @@
+//! What a hypervisor or a cloud wants of an image: format, options, size.
+
+use std::fmt;
+use std::str::FromStr;
+
+use vdkit_block::Error;
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const TIB: u64 = 1 << 40;
+
+/// Where an image is to be used. The sources of what each takes are in `docs/commands/validate.md`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preset {
+    /// KVM with QEMU or libvirt.
+    Kvm,
+    /// OpenStack's image service.
+    Openstack,
+    /// Google Compute Engine.
+    Gcp,
+    /// AWS VM Import.
+    Aws,
+    /// Azure's managed disks.
+    Azure,
+    /// vSphere and ESXi.
+    Vmware,
+    /// Hyper-V.
+    Hyperv,
+    /// VirtualBox.
+    Virtualbox,
+}
+
+/// What an image is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// A guest will write to it.
+    Disk,
+    /// It holds a disk that is handed over, once.
+    Delivery,
+}
+
+impl Preset {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::Kvm,
+        Self::Openstack,
+        Self::Gcp,
+        Self::Aws,
+        Self::Azure,
+        Self::Vmware,
+        Self::Hyperv,
+        Self::Virtualbox,
+    ];
+
+    /// What users type.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Openstack => "openstack",
+            Self::Gcp => "gcp",
+            Self::Aws => "aws",
+            Self::Azure => "azure",
+            Self::Vmware => "vmware",
+            Self::Hyperv => "hyperv",
+            Self::Virtualbox => "virtualbox",
+        }
+    }
+
+    /// The format that is made for it.
+    pub fn format(self) -> &'static str {
+        match self {
+            Self::Kvm | Self::Openstack => "qcow2",
+            Self::Gcp | Self::Aws => "raw",
+            Self::Azure => "vpc",
+            Self::Vmware => "vmdk",
+            Self::Hyperv => "vhdx",
+            Self::Virtualbox => "vdi",
+        }
+    }
+
+    /// The format's options, as users write them; their own come after these.
+    pub fn options(self, made_for: Use) -> &'static str {
+        match (self, made_for) {
+            (Self::Azure, _) => "subformat=fixed,force_size=on",
+            (Self::Vmware, Use::Disk) => "subformat=monolithicFlat,adapter_type=lsilogic",
+            (Self::Vmware, Use::Delivery) => "subformat=streamOptimized,adapter_type=lsilogic",
+            _ => "",
+        }
+    }
+
+    /// Disks have a multiple of so many bytes.
+    pub fn unit(self) -> u64 {
+        match self {
+            Self::Gcp => GIB,
+            Self::Azure => MIB,
+            _ => 512,
+        }
+    }
+
+    /// [`Preset::unit`] in words.
+    pub fn unit_name(self) -> &'static str {
+        match self {
+            Self::Gcp => "GiB",
+            Self::Azure => "MiB",
+            _ => "sectors",
+        }
+    }
+
+    /// The largest disk in bytes, of a format.
+    pub fn size_max(self, format: &str) -> Option<u64> {
+        match (self, format) {
+            (Self::Azure, _) => Some(32 * TIB - GIB),
+            (Self::Aws, _) => Some(16 * TIB),
+            (Self::Vmware, _) => Some(62 * TIB),
+            (Self::Hyperv, "vpc") => Some(2040 * GIB),
+            (Self::Hyperv, _) => Some(64 * TIB),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Preset {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Self::ALL.into_iter().find(|preset| preset.name() == text).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|preset| preset.name()).collect();
+            Error::Invalid(format!("'{text}' is no target; known: {}", names.join(", ")))
+        })
+    }
+}

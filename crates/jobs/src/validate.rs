@@ -1,0 +1,257 @@
+//! Validate: what a hypervisor or a cloud would refuse about an image.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Serialize;
+use vdkit_block::{ImageInfo, Result, Storage};
+use vdkit_chain::{OpenOptions, Registry};
+use vdkit_storage::{FileOptions, FileStorage, LockMode};
+use vdkit_vhd::azure_faults;
+
+use crate::preset::Preset;
+
+/// One thing that would be refused.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Objection {
+    /// The rule, for programs.
+    pub rule: Rule,
+    /// What is so and what should be.
+    pub message: String,
+    /// The command that mends it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mend: Option<String>,
+}
+
+/// The rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Rule {
+    /// The format is one that the target reads.
+    Format,
+    /// And so is its kind.
+    Subformat,
+    /// It stands on nothing.
+    Backing,
+    /// All of it is in one file.
+    OtherFiles,
+    /// It is not encrypted.
+    Encrypted,
+    /// It is in order.
+    Sound,
+    /// The size of the disk is a multiple of the target's unit.
+    SizeUnit,
+    /// It is not too large.
+    SizeMax,
+    /// The file has a name that the target goes by.
+    Name,
+    /// The VHD footer is as Azure wants it.
+    Footer,
+}
+
+/// What was found.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ValidateReport {
+    /// The image.
+    pub image: PathBuf,
+    /// The target.
+    #[serde(rename = "for")]
+    pub target: &'static str,
+    /// Its format.
+    pub format: &'static str,
+    /// Bytes of the guest disk.
+    pub virtual_size: u64,
+    /// Nothing would be refused.
+    pub accepted: bool,
+    /// What would be.
+    pub objections: Vec<Objection>,
+    /// What is left to do before the target can have it.
+    pub notes: Vec<String>,
+}
+
+/// Says what a target would refuse. Reads the headers of one image and nothing else.
+///
+/// # Errors
+/// What opening and describing the image return.
+pub fn validate(
+    registry: &Registry,
+    image: &Path,
+    preset: Preset,
+    options: &OpenOptions,
+) -> Result<ValidateReport> {
+    let opened = describe(registry, image, options)?;
+    let mut judge = Judge { image, preset, info: &opened.info, objections: Vec::new() };
+    judge.format();
+    judge.parts();
+    judge.size();
+    judge.name();
+    if (preset, opened.info.format) == (Preset::Azure, "vpc") {
+        for fault in azure_faults(&*opened.storage)? {
+            let message = format!("{} at {:#x}: {}", fault.structure, fault.offset, fault.message);
+            // Sizes have a rule of their own.
+            if fault.structure != "current size" {
+                judge.add(Rule::Footer, message, Some(judge.convert()));
+            }
+        }
+    }
+    let objections = judge.objections;
+    Ok(ValidateReport {
+        image: image.to_owned(),
+        target: preset.name(),
+        format: opened.info.format,
+        virtual_size: opened.info.virtual_size,
+        accepted: objections.is_empty(),
+        objections,
+        notes: notes(image, preset),
+    })
+}
+
+struct Described {
+    storage: Arc<dyn Storage>,
+    info: ImageInfo,
+}
+
+/// The image's own header; the files that it names are not opened.
+fn describe(registry: &Registry, image: &Path, options: &OpenOptions) -> Result<Described> {
+    let lock = if options.lock { LockMode::Auto } else { LockMode::Off };
+    let file = FileStorage::open(image, &FileOptions::read_only().lock(lock))?;
+    let storage: Arc<dyn Storage> = Arc::new(file);
+    let driver = match &options.format {
+        Some(name) => registry.driver(name)?,
+        None => registry.probe(&*storage)?.driver,
+    };
+    let info = driver.describe(&storage, &options.limits)?;
+    Ok(Described { storage, info })
+}
+
+/// What no image can have in itself.
+fn notes(image: &Path, preset: Preset) -> Vec<String> {
+    let name = image.display();
+    match preset {
+        Preset::Gcp => vec![format!(
+            "the upload is a gzip-packed GNU tar with one file, disk.raw: 'tar --format=oldgnu -Sczf \
+             disk.tar.gz disk.raw'{}",
+            if image.file_name().is_some_and(|name| name == "disk.raw") {
+                String::new()
+            } else {
+                format!(" after renaming {name}")
+            }
+        )],
+        Preset::Azure => vec![format!(
+            "uploads keep holes out with 'azcopy copy {name} URL --blob-type PageBlob'"
+        )],
+        _ => Vec::new(),
+    }
+}
+
+struct Judge<'a> {
+    image: &'a Path,
+    preset: Preset,
+    info: &'a ImageInfo,
+    objections: Vec<Objection>,
+}
+
+impl Judge<'_> {
+    fn add(&mut self, rule: Rule, message: impl Into<String>, mend: Option<String>) {
+        self.objections.push(Objection { rule, message: message.into(), mend });
+    }
+
+    /// The command that makes what the target takes.
+    fn convert(&self) -> String {
+        format!("vdkit convert --for {} {} NEW", self.preset, self.image.display())
+    }
+
+    fn property(&self, key: &str) -> Option<&str> {
+        let mut properties = self.info.properties.iter();
+        properties.find(|(known, _)| known == key).map(|(_, value)| value.as_str())
+    }
+
+    fn format(&mut self) {
+        let taken: &[&str] = match self.preset {
+            Preset::Kvm => &["qcow2", "raw", "luks"],
+            Preset::Openstack => &["qcow2", "raw", "vmdk", "vdi", "vpc", "vhdx"],
+            Preset::Gcp => &["raw"],
+            Preset::Aws => &["raw", "vmdk", "vpc", "vhdx"],
+            Preset::Azure => &["vpc"],
+            Preset::Vmware => &["vmdk"],
+            Preset::Hyperv => &["vhdx", "vpc"],
+            Preset::Virtualbox => &["vdi", "vmdk", "vpc"],
+        };
+        let format = self.info.format;
+        if !taken.contains(&format) {
+            let message = format!("{} takes {}, not {format}", self.preset, taken.join(", "));
+            self.add(Rule::Format, message, Some(self.convert()));
+            return;
+        }
+        let kinds: &[&str] = match (self.preset, format) {
+            (Preset::Openstack, "vmdk") => &["monolithicSparse", "streamOptimized"],
+            (Preset::Aws, "vmdk") => &["streamOptimized"],
+            (Preset::Vmware, "vmdk") => {
+                &["streamOptimized", "monolithicFlat", "vmfs", "vmfsSparse", "vmfsThin"]
+            }
+            _ => return,
+        };
+        let kind = self.property("create-type").unwrap_or("unknown").to_owned();
+        if !kinds.contains(&kind.as_str()) {
+            let message = format!("{} takes {}, not {kind}", self.preset, kinds.join(", "));
+            self.add(Rule::Subformat, message, Some(self.convert()));
+        }
+    }
+
+    /// What belongs to the image beside its own file, and its state.
+    fn parts(&mut self) {
+        let local = matches!(self.preset, Preset::Kvm | Preset::Hyperv | Preset::Virtualbox);
+        if let Some(name) = self.info.backing_file.as_ref().filter(|_| !local) {
+            let message = format!("it stands on '{name}', which {} does not get", self.preset);
+            self.add(Rule::Backing, message, Some(self.convert()));
+        }
+        let whole = !local && self.preset != Preset::Vmware;
+        if whole && let Some(name) = self.info.files.first() {
+            let message = format!("its data is in another file ('{name}')");
+            self.add(Rule::OtherFiles, message, Some(self.convert()));
+        }
+        let decrypts = matches!(self.preset, Preset::Kvm | Preset::Openstack);
+        if let Some(method) = self.info.encryption.as_ref().filter(|_| !decrypts) {
+            let message = format!("it is encrypted ({method})");
+            self.add(Rule::Encrypted, message, Some(self.convert()));
+        }
+        let check = format!("vdkit check --repair all {}", self.image.display());
+        if self.info.corrupt {
+            self.add(Rule::Sound, "it is marked corrupt", Some(check));
+        } else if self.info.dirty && !local {
+            self.add(Rule::Sound, "it was not closed cleanly", Some(check));
+        }
+    }
+
+    fn size(&mut self) {
+        let (bytes, unit) = (self.info.virtual_size, self.preset.unit());
+        if !bytes.is_multiple_of(unit) || bytes == 0 {
+            let whole = bytes.next_multiple_of(unit).max(unit);
+            let message = format!("{bytes} bytes are not whole {}", self.preset.unit_name());
+            // A raw image is written only where somebody says that it is one.
+            let raw = if self.info.format == "raw" { "-f raw " } else { "" };
+            let mend = format!("vdkit resize {raw}{} {whole}", self.image.display());
+            self.add(Rule::SizeUnit, message, Some(mend));
+        }
+        if let Some(max) = self.preset.size_max(self.info.format).filter(|max| bytes > *max) {
+            let message = format!("{bytes} bytes are more than {max}");
+            self.add(Rule::SizeMax, message, None);
+        }
+    }
+
+    fn name(&mut self) {
+        let wanted = match (self.preset, self.info.format) {
+            (Preset::Hyperv, "vpc") | (Preset::Azure, "vpc") => "vhd",
+            (Preset::Hyperv, "vhdx") => "vhdx",
+            _ => return,
+        };
+        let ending = self.image.extension().unwrap_or_default();
+        if !ending.eq_ignore_ascii_case(wanted) {
+            let renamed = self.image.with_extension(wanted);
+            let mend = format!("mv {} {}", self.image.display(), renamed.display());
+            self.add(Rule::Name, format!("its name does not end in .{wanted}"), Some(mend));
+        }
+    }
+}
