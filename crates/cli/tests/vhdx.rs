@@ -38,6 +38,11 @@ fn images_go_both_ways() {
     assert_eq!(measured["required"], length, "{measured}");
     scratch.ok(&["resize", "a.vhdx", "+44M"]);
     scratch.ok(&["write", "a.vhdx", "60M", "1M", "--pattern", "3"]);
+    scratch.ok(&["write", "a.vhdx", "0", "16M", "--pattern", "0"]);
+    let before = scratch.ok(&["read", "a.vhdx", "0"]).bytes;
+    let report = scratch.json_of("compact", 0, &["a.vhdx"]);
+    assert!(report["length-after"].as_u64() < report["length-before"].as_u64(), "{report}");
+    assert!(scratch.ok(&["read", "a.vhdx", "0"]).bytes == before);
     scratch.ok(&["check", "a.vhdx"]);
     peer(&scratch.path(""), "qemu-img", &["check", "-q", "a.vhdx"]);
 }

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, CheckReport, CreateRequest, Format, FormatDriver, ImageInfo, Limits, Measured,
-    Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
+    AmendRequest, CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver,
+    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result,
+    Storage,
 };
 
 use crate::image::Vhdx;
 use crate::layout::FILE_SIGNATURE;
 use crate::options::{NewImage, SPECS};
-use crate::{amend, check, create, describe};
+use crate::{amend, check, compact, create, describe};
 
 /// VHDX images: fixed, dynamic and differencing.
 #[derive(Clone, Copy, Debug, Default)]
@@ -58,6 +59,17 @@ impl FormatDriver for VhdxDriver {
         monitor: &Monitor<'_>,
     ) -> Result<CheckReport> {
         check::check(storage, repair, limits, monitor)
+    }
+
+    fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        options: CompactOptions,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        compact::compact(storage, options, limits, monitor)
     }
 
     fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {

@@ -24,6 +24,7 @@
 
 mod amend;
 mod check;
+mod compact;
 mod create;
 mod describe;
 mod driver;

@@ -131,6 +131,28 @@ impl Space {
         Ok(Taken { at, count, fresh: self.fresh_zero })
     }
 
+    /// The first free space of so many bytes that ends at `limit` at the latest; it reads as zero.
+    ///
+    /// # Errors
+    /// I/O.
+    pub(crate) fn take_below(
+        &mut self,
+        storage: &dyn Storage,
+        bytes: u64,
+        limit: u64,
+    ) -> Result<Option<u64>> {
+        let fits = |(at, run): &(&u64, &Run)| run.bytes >= bytes && **at + bytes <= limit;
+        let Some((&at, &run)) = self.free.range(..limit).find(fits) else { return Ok(None) };
+        if !run.zero {
+            storage.write_zeroes(HostOffset(at), bytes, ZeroMode::MayUnmap)?;
+        }
+        self.free.remove(&at);
+        if run.bytes > bytes {
+            self.free.insert(at + bytes, Run { bytes: run.bytes - bytes, zero: run.zero });
+        }
+        Ok(Some(at))
+    }
+
     /// Takes space back.
     pub(crate) fn give(&mut self, at: u64, bytes: u64, zero: bool) {
         let (mut at, mut bytes) = (at, bytes);

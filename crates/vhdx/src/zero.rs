@@ -33,7 +33,7 @@ impl Vhdx {
     }
 
     /// Changes the entries of blocks, a few at a time, once no reservation holds them.
-    fn for_blocks(
+    pub(crate) fn for_blocks(
         &self,
         blocks: &Range<u64>,
         mut change: impl FnMut(&mut Meta, u64, BatEntry) -> Result<()>,
@@ -55,7 +55,13 @@ impl Vhdx {
     }
 
     /// Gives a block another entry, and its space back where it had some.
-    fn replace(&self, meta: &mut Meta, block: u64, old: BatEntry, new: BatEntry) -> Result<()> {
+    pub(crate) fn replace(
+        &self,
+        meta: &mut Meta,
+        block: u64,
+        old: BatEntry,
+        new: BatEntry,
+    ) -> Result<()> {
         let has_space = self.state_of(block, old).is_ok() && old.has_data();
         self.set_entry(self.geometry.payload_index(block), new)?;
         if has_space {

@@ -1,0 +1,190 @@
+//! Making an image smaller where it lies: blocks of zeroes are given up, blocks at the end move into
+//! gaps, and the file is cut.
+//!
+//! A block is copied and the copy durable before the entry that shows it, and its old space is not
+//! used again before that entry is: a power cut leaves each block in one place or the other.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CompactOptions, CompactReport, CopyMethod, Error, HostOffset, LeftAlone, Limits, Monitor,
+    OpenRequest, Repair, Result, Severity, Storage, is_zero, punch_zeroes,
+};
+
+use crate::check;
+use crate::image::Vhdx;
+use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PRESENT, State};
+
+/// Bytes of one read.
+const STEP_BYTES: u64 = MIB;
+/// Bytes that are in two places at once, at most; a block at least.
+const BATCH_BYTES: u64 = 16 * MIB;
+
+/// As [`vdkit_block::FormatDriver::compact`].
+pub(crate) fn compact(
+    storage: &Arc<dyn Storage>,
+    options: CompactOptions,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<CompactReport> {
+    refuse_damage(storage, limits, monitor)?;
+    let mut report = CompactReport {
+        length_before: storage.len()?,
+        allocated_before: storage.allocated_bytes()?,
+        ..CompactReport::default()
+    };
+    let image = Vhdx::open(OpenRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        writable: true,
+        limits: *limits,
+    })?;
+    if !image.fixed {
+        image.begin_metadata_session()?;
+        if options.zero_scan {
+            report.zero_clusters = image.drop_zero_blocks(monitor)?;
+        }
+        image.flush_grouped()?;
+        report.moved_clusters = image.move_blocks(monitor)?;
+    }
+    image.close_cleanly()?;
+    report.left_alone = image.bitmaps_at_end()?;
+    if options.zero_scan {
+        report.punched_bytes = punch_zeroes(&**storage, monitor)?;
+    }
+    report.length_after = storage.len()?;
+    report.allocated_after = storage.allocated_bytes()?;
+    Ok(report)
+}
+
+/// Space that two entries name must not be given up for one of them.
+fn refuse_damage(storage: &Arc<dyn Storage>, limits: &Limits, monitor: &Monitor<'_>) -> Result<()> {
+    let report = check::check(storage, Repair::Nothing, limits, monitor)?;
+    let damage = report.findings.iter().find(|found| found.severity == Severity::Corruption);
+    match damage {
+        None => Ok(()),
+        Some(found) => Err(Error::corrupt(
+            storage.name(),
+            found.offset,
+            found.structure,
+            found.message.clone(),
+            "a sound image; run: vdkit check --repair all",
+        )),
+    }
+}
+
+impl Vhdx {
+    /// Gives up blocks that hold nothing but zeroes. Returns how many.
+    fn drop_zero_blocks(&self, monitor: &Monitor<'_>) -> Result<u64> {
+        let blocks = self.geometry.blocks(self.guest_len());
+        let mut dropped = 0;
+        self.for_blocks(&(0..blocks), |meta, block, old| {
+            monitor.cancel.check()?;
+            monitor.progress.update(block, blocks);
+            let full = self.state_of(block, old)? == State::FullyPresent;
+            if full && self.is_zero_block(old.host())? {
+                self.replace(meta, block, old, BatEntry::ZERO)?;
+                dropped += 1;
+            }
+            Ok(())
+        })?;
+        Ok(dropped)
+    }
+
+    fn is_zero_block(&self, host: u64) -> Result<bool> {
+        let end = host + self.geometry.block_bytes();
+        let mut bytes = vec![0; STEP_BYTES as usize];
+        let mut at = host;
+        while at < end {
+            let extent = self.storage.extent_at(HostOffset(at), end - at)?;
+            let len = extent.len.min(end - at).max(1);
+            if !extent.data {
+                at += len;
+                continue;
+            }
+            let part = &mut bytes[..len.min(STEP_BYTES) as usize];
+            self.storage.read_padded(part, HostOffset(at))?;
+            if !is_zero(part) {
+                return Ok(false);
+            }
+            at += part.len() as u64;
+        }
+        Ok(true)
+    }
+
+    /// Moves blocks from the end of the file into gaps before them. Returns how many.
+    fn move_blocks(&self, monitor: &Monitor<'_>) -> Result<u64> {
+        if !self.finds_gaps() {
+            return Ok(0);
+        }
+        let unit = self.geometry.block_bytes();
+        let mut present = Vec::new();
+        for block in 0..self.geometry.blocks(self.guest_len()) {
+            let entry = self.payload(block)?;
+            self.state_of(block, entry)?;
+            if entry.has_data() {
+                present.push((entry.host(), self.geometry.payload_index(block)));
+            }
+        }
+        present.sort_unstable();
+        let (mut moved, mut waiting) = (0, 0);
+        while let Some((host, index)) = present.pop() {
+            monitor.cancel.check()?;
+            let mut meta = self.meta.lock();
+            let Some(to) = self.space(&mut meta)?.take_below(&*self.storage, unit, host)? else {
+                break;
+            };
+            self.copy_block(host, to)?;
+            let entry = self.entry(index)?;
+            self.set_entry(index, BatEntry(to | entry.state_bits()))?;
+            meta.data_first = true;
+            self.unlink(&mut meta, host, unit);
+            drop(meta);
+            (moved, waiting) = (moved + 1, waiting + unit);
+            if waiting >= BATCH_BYTES || self.pages.dirty() > 64 {
+                self.flush_grouped()?;
+                waiting = 0;
+            }
+        }
+        self.flush_grouped()?;
+        Ok(moved)
+    }
+
+    /// Copies a block to space that reads as zero.
+    fn copy_block(&self, from: u64, to: u64) -> Result<()> {
+        let (storage, unit) = (&*self.storage, self.geometry.block_bytes());
+        let (host, target) = (HostOffset(from), HostOffset(to));
+        let shared = storage.copy_from(target, storage, host, unit, CopyMethod::Reflink)?;
+        let mut bytes = vec![0; STEP_BYTES as usize];
+        let mut done = shared;
+        while done < unit {
+            let extent = storage.extent_at(host + done, unit - done)?;
+            let len = extent.len.min(unit - done).max(1);
+            if !extent.data {
+                done += len;
+                continue;
+            }
+            let part = &mut bytes[..len.min(STEP_BYTES) as usize];
+            storage.read_padded(part, host + done)?;
+            storage.write_at(part, target + done)?;
+            done += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// The sector bitmap that stands at the file's end, which does not move.
+    fn bitmaps_at_end(&self) -> Result<Vec<LeftAlone>> {
+        if !self.geometry.has_parent {
+            return Ok(Vec::new());
+        }
+        let (end, chunk) = (self.storage.len()?, 1 << self.geometry.chunk_bits());
+        for block in (0..self.geometry.blocks(self.guest_len())).step_by(chunk) {
+            let entry = self.entry(self.geometry.bitmap_index(block))?;
+            if entry.state_bits() == PRESENT && entry.host() + BITMAP_BYTES == end {
+                let what = "sector bitmaps, which stay where they are";
+                return Ok(vec![LeftAlone { what, clusters: 1 }]);
+            }
+        }
+        Ok(Vec::new())
+    }
+}
