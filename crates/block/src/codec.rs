@@ -12,6 +12,10 @@ pub enum Codec {
     Zlib,
     /// A zstd frame.
     Zstd,
+    /// A bzip2 stream (DMG).
+    Bzip2,
+    /// Apple Data Compression (DMG).
+    Adc,
 }
 
 impl fmt::Display for Codec {
@@ -19,6 +23,8 @@ impl fmt::Display for Codec {
         f.write_str(match self {
             Self::Deflate | Self::Zlib => "zlib",
             Self::Zstd => "zstd",
+            Self::Bzip2 => "bzip2",
+            Self::Adc => "adc",
         })
     }
 }

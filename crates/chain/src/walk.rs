@@ -85,6 +85,8 @@ enum Next {
         namer: Namer,
         backing: BackingRef,
     },
+    /// There is one, and nothing says which file it is.
+    Nameless(Error),
     End,
 }
 
@@ -134,6 +136,7 @@ impl<'a> Walk<'a> {
         };
         let (path, storage, format, namer) = match std::mem::replace(&mut self.next, Next::End) {
             Next::End => return Ok(None),
+            Next::Nameless(error) => return Err(error),
             Next::Given { storage, format } => {
                 let path = PathBuf::from(storage.name());
                 let namer = Namer::nowhere(storage.name());
@@ -170,32 +173,32 @@ impl<'a> Walk<'a> {
         if let Some((overlay, backing)) = expected {
             check_identity(&overlay, backing, &path, &info)?;
         }
-        self.next = self.after(&info, &namer)?;
+        self.next = self.after(&info, &namer);
         self.depth += 1;
         Ok(Some(Found { path, storage, driver, probed, fallback, info, namer }))
     }
 
     /// What stands beneath an image.
-    fn after(&self, info: &ImageInfo, namer: &Namer) -> Result<Next> {
+    fn after(&self, info: &ImageInfo, namer: &Namer) -> Next {
         let metadata = || match (info.backing(), &info.backing_identity) {
-            (Some(backing), _) => Ok(Next::Metadata { namer: namer.clone(), backing }),
+            (Some(backing), _) => Next::Metadata { namer: namer.clone(), backing },
             // What it does not hold must not read as zero.
-            (None, Some(identity)) => Err(Error::unsupported(
+            (None, Some(identity)) => Next::Nameless(Error::unsupported(
                 namer.name(),
                 format!("stands on the disk {identity} and names no file for it"),
                 format!("{} has no place for a name: give the file with --parent", info.format),
             )),
-            (None, None) => Ok(Next::End),
+            (None, None) => Next::End,
         };
         match &self.options.backing {
             _ if self.depth > 0 => metadata(),
             BackingChoice::Follow => metadata(),
-            BackingChoice::Ignore => Ok(Next::End),
+            BackingChoice::Ignore => Next::End,
             BackingChoice::Override { path, format } => {
                 // An image that names a file may be put on another one; where it has nothing but an
                 // identity, that one is meant.
                 let expected = info.backing_identity.clone().filter(|_| info.backing().is_none());
-                Ok(Next::User { path: path.clone(), format: format.clone(), expected })
+                Next::User { path: path.clone(), format: format.clone(), expected }
             }
         }
     }

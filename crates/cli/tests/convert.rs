@@ -135,6 +135,31 @@ fn vhd_images_go_both_ways() {
     }
 }
 
+/// What qemu-img can read, vdkit can convert away from; nothing half-made stays of what it cannot write.
+#[test]
+fn formats_that_are_only_read_are_converted_away_from() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 3 << 20);
+    let dir = scratch.path("");
+    for format in ["qcow", "qed", "parallels"] {
+        let name = format!("image.{format}");
+        peer(&dir, "qemu-img", &["convert", "-O", format, "disk.raw", &name]);
+        let info = scratch.json_of("info", 0, &[&name]);
+        assert_eq!((&info["format"], &info["virtual-size"]), (&format.into(), &(3 << 20).into()));
+        scratch.ok(&["convert", "--verify", &name, &format!("{format}.qcow2")]);
+        same(&scratch, "disk.raw", &format!("{format}.qcow2"));
+        scratch.ok(&["compare", "-f", format, "-F", "raw", &name, "disk.raw"]);
+        scratch.ok(&["check", &name]);
+        let before = scratch.names();
+        let only = "writing a";
+        scratch.fails(1, only, &["write", &name, "0", "512", "--pattern", "1"]);
+        scratch.fails(1, only, &["create", "-f", format, "x", "1M"]);
+        scratch.fails(1, only, &["convert", "-O", format, "disk.raw", "x"]);
+        scratch.fails(1, only, &["measure", "--size", "1G", "-O", format]);
+        assert_eq!(scratch.names(), before, "{format}");
+    }
+}
+
 /// A child of a VHD says whose it is and where that is; a parent that was exchanged is not taken.
 #[test]
 fn vhd_overlays_know_their_parents() {
@@ -171,6 +196,7 @@ fn a_parent_that_no_name_tells_is_given_by_the_user() {
     let answer = scratch.fails(1, "names no file", &["convert", "diff.vdi", "x.raw"]);
     assert!(answer.stderr.contains("--parent"), "{answer:?}");
     scratch.ok(&["info", "diff.vdi"]);
+    scratch.ok(&["check", "diff.vdi"]);
     scratch.ok(&["convert", "--parent", "base.vdi", "diff.vdi", "x.raw"]);
     let disk = std::fs::read(scratch.path("x.raw")).unwrap();
     let wanted = [[0x11; 1 << 20], [0x22; 1 << 20], [0x11; 1 << 20]].concat();
@@ -226,7 +252,7 @@ fn contradictions_are_usage_errors() {
         ("no meaning", &["disk.raw", "null:", "-o", "compat=1.1"]),
         ("zlib and zstd", &["disk.raw", "x.qcow2", "--compress=lz4"]),
         ("powers of two", &["disk.raw", "x.qcow2", "-S", "5000"]),
-        ("unknown format 'qed'", &["disk.raw", "x", "-O", "qed"]),
+        ("unknown format 'qcow3'", &["disk.raw", "x", "-O", "qcow3"]),
         ("TARGET", &["disk.raw"]),
     ] {
         let answer = scratch.run(&[&["convert"][..], arguments].concat());

@@ -16,6 +16,7 @@ const LAYERS: &[&[&str]] = &[
         "vdkit-vhd",
         "vdkit-vhdx",
         "vdkit-vmdk",
+        "vdkit-legacy",
     ],
     &["vdkit-chain", "vdkit-stream"],
     &["vdkit-jobs", "vdkit-export"],
@@ -34,6 +35,7 @@ const FORMATS: &[&str] = &[
     "vdkit-vhd",
     "vdkit-vhdx",
     "vdkit-vmdk",
+    "vdkit-legacy",
 ];
 const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-luks", "vdkit-blockmap"];
 

@@ -2,6 +2,7 @@
 
 use vdkit_block::{FormatDriver, Result};
 use vdkit_chain::Registry;
+use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
 use vdkit_luks::LuksDriver;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
@@ -11,8 +12,21 @@ use vdkit_vhdx::VhdxDriver;
 use vdkit_vmdk::VmdkDriver;
 
 /// Every format that this build knows.
-pub static FORMATS: &[&dyn FormatDriver] =
-    &[&RawDriver, &Qcow2Driver, &LuksDriver, &VdiDriver, &VhdDriver, &VhdxDriver, &VmdkDriver];
+pub static FORMATS: &[&dyn FormatDriver] = &[
+    &RawDriver,
+    &Qcow2Driver,
+    &LuksDriver,
+    &VdiDriver,
+    &VhdDriver,
+    &VhdxDriver,
+    &VmdkDriver,
+    &QcowDriver,
+    &QedDriver,
+    &ParallelsDriver,
+    &DmgDriver,
+    &CloopDriver,
+    &BochsDriver,
+];
 
 /// A registry of every format.
 pub fn registry() -> Registry {
@@ -37,7 +51,7 @@ mod tests {
             assert_eq!(format(driver.name()).unwrap().name(), driver.name());
             assert_eq!(FORMATS.iter().filter(|d| d.name() == driver.name()).count(), 1);
         }
-        let error = format("qed").unwrap_err().to_string();
+        let error = format("qcow3").unwrap_err().to_string();
         assert!(FORMATS.iter().all(|driver| error.contains(driver.name())), "{error}");
     }
 }

@@ -7,6 +7,7 @@ use vdkit_block::{
     FormatDriver, GuestOffset, ImageInfo, Monitor, OpenRequest, Repair, Result, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
+use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
 use vdkit_storage::MemoryStorage;
 use vdkit_vdi::VdiDriver;
 use vdkit_vhd::VhdDriver;
@@ -16,7 +17,17 @@ use super::LIMITS;
 use crate::CountingStorage;
 
 /// The formats, by the input's first byte.
-const DRIVERS: &[&dyn FormatDriver] = &[&VdiDriver, &VhdDriver, &VmdkDriver];
+const DRIVERS: &[&dyn FormatDriver] = &[
+    &VdiDriver,
+    &VhdDriver,
+    &VmdkDriver,
+    &QcowDriver,
+    &QedDriver,
+    &ParallelsDriver,
+    &DmgDriver,
+    &CloopDriver,
+    &BochsDriver,
+];
 /// The next two bytes are the length of the file in these units; 0 is that of the input.
 const LEN_UNIT: u64 = 64 << 10;
 /// Runs looked at in one image.

@@ -1,0 +1,197 @@
+//! Bochs' growing images: `docs/formats/bochs.md`.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, CreateRequest, Error, Extent, Format, FormatDriver, HostOffset, ImageInfo, Limits,
+    Measured, Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair, Result, Storage,
+};
+
+use crate::numbers::{le32, le64};
+use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::tables::Tables;
+
+const MAGIC: &[u8] = b"Bochs Virtual HD Image\0";
+const HEADER_BYTES: usize = 96;
+const SECTOR: u64 = 512;
+/// As QEMU.
+const CATALOG_ENTRIES_MAX: u32 = 0x10_0000;
+const EXTENT_BYTES_MAX: u64 = 8 << 20;
+/// Entry of an extent that is not there.
+const NOTHING: u32 = u32::MAX;
+
+/// A judged header.
+#[derive(Clone, Debug)]
+struct Bochs {
+    catalog_at: u64,
+    catalog_entries: u64,
+    bitmap_bytes: u64,
+    extent_bytes: u64,
+    guest_bytes: u64,
+}
+
+/// Whether a text of the header, which ends with a zero, is this.
+fn says(bytes: &[u8], at: usize, text: &[u8]) -> bool {
+    bytes[at..].starts_with(text) && bytes.get(at + text.len()) == Some(&0)
+}
+
+impl Bochs {
+    fn read(storage: &dyn Storage) -> Result<Self> {
+        let file = storage.name();
+        let mut bytes = [0; HEADER_BYTES];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let corrupt = |at: u64, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, at, what, found, expected))
+        };
+        if got < HEADER_BYTES || !bytes.starts_with(MAGIC) {
+            return corrupt(0, "header", "other bytes".to_owned(), "'Bochs Virtual HD Image'");
+        }
+        let version = le32(&bytes, 64);
+        if !says(&bytes, 32, b"Redolog")
+            || !says(&bytes, 48, b"Growing")
+            || !matches!(version, 0x1_0000 | 0x2_0000)
+        {
+            return Err(Error::unsupported(
+                file,
+                format!("a Bochs image of another kind (version {version:#x})"),
+                "growing images of versions 1 and 2 are known; bximage converts others",
+            ));
+        }
+        let guest_bytes = le64(&bytes, if version == 0x1_0000 { 80 + 4 } else { 80 + 8 });
+        let (entries, bitmap) = (le32(&bytes, 72), le32(&bytes, 76));
+        let extent = u64::from(le32(&bytes, 80));
+        if !extent.is_power_of_two() || !(SECTOR..=EXTENT_BYTES_MAX).contains(&extent) {
+            return corrupt(80, "extent size", extent.to_string(), "a power of two, 512 to 8 MiB");
+        }
+        let bitmap_bytes = u64::from(bitmap).max(1).next_multiple_of(SECTOR);
+        if bitmap_bytes * 8 < extent / SECTOR || bitmap_bytes > EXTENT_BYTES_MAX {
+            return corrupt(76, "bitmap size", bitmap.to_string(), "a bit for each sector");
+        }
+        if entries > CATALOG_ENTRIES_MAX || guest_bytes.div_ceil(extent) > entries.into() {
+            let found = format!("{entries} entries for {guest_bytes} bytes");
+            return corrupt(72, "catalog", found, "an entry for each extent, at most 2^20");
+        }
+        let catalog_at = u64::from(le32(&bytes, 68));
+        Ok(Self {
+            catalog_at,
+            catalog_entries: entries.into(),
+            bitmap_bytes,
+            extent_bytes: extent,
+            guest_bytes,
+        })
+    }
+
+    /// The run of sectors that are there, or are not, within one extent.
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let (index, within) = (at / self.extent_bytes, at % self.extent_bytes);
+        let len = (self.extent_bytes - within).min(len);
+        let entry_at = self.catalog_at + index * 4;
+        let entry = u32::from_le_bytes(tables.bytes(storage, entry_at)?);
+        if entry == NOTHING {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let catalog_end = self.catalog_at + self.catalog_entries * 4;
+        // Below 2^32 extents of at most 16 MiB.
+        let bitmap_at = catalog_end + u64::from(entry) * (self.bitmap_bytes + self.extent_bytes);
+        let bit = |sector: u64| -> Result<bool> {
+            let [byte] = tables.bytes(storage, bitmap_at + sector / 8)?;
+            Ok(byte >> (sector % 8) & 1 != 0)
+        };
+        read_only::data(storage, entry_at, bitmap_at, 1, catalog_end)?;
+        let first = within / SECTOR;
+        let present = bit(first)?;
+        let mut end = first + 1;
+        while end * SECTOR < within + len && bit(end)? == present {
+            end += 1;
+        }
+        let len = len.min(end * SECTOR - within);
+        if !present {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let offset = bitmap_at + self.bitmap_bytes + within;
+        read_only::data(storage, entry_at, offset, len, catalog_end)
+    }
+}
+
+impl Map for Bochs {
+    fn name(&self) -> &'static str {
+        "bochs"
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        SECTOR
+    }
+
+    fn table_bytes(&self) -> u64 {
+        self.catalog_entries * (4 + self.bitmap_bytes)
+    }
+
+    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
+    }
+}
+
+/// Bochs images.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct BochsDriver;
+
+impl FormatDriver for BochsDriver {
+    fn name(&self) -> &'static str {
+        "bochs"
+    }
+
+    fn description(&self) -> &'static str {
+        "Bochs' growing disk images, for reading"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &[]
+    }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
+        if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
+        let header = Bochs::read(&**storage)?;
+        let mut info = ImageInfo::new(self.name(), header.guest_bytes);
+        info.cluster_size = Some(header.extent_bytes);
+        Ok(info)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        let header = Bochs::read(&*request.storage)?;
+        ReadOnly::open(request.storage, header, request.writable, None, Vec::new())
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        refuse_creating(request, self.name())
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        _limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        read_only::check(&**storage, &Bochs::read(&**storage)?, monitor)
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(SECTOR)
+    }
+
+    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
+        read_only::refuse_writing("bochs", self.name())
+    }
+}

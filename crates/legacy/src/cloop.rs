@@ -1,0 +1,163 @@
+//! Compressed loopback images, version 2: `docs/formats/cloop.md`.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, Codec, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver, HostOffset,
+    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Packed, Place, Probe,
+    Repair, Result, Storage,
+};
+
+use crate::numbers::be32;
+use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::tables::Tables;
+
+/// How the shell script begins that is the head of each image.
+const MAGIC: &[u8] = b"#!/bin/sh\n#V2.0 Format\n";
+const HEADER_BYTES: u64 = 136;
+const SECTOR: u32 = 512;
+
+/// A judged header.
+#[derive(Clone, Debug)]
+struct Cloop {
+    block_bytes: u32,
+    blocks: u32,
+    packed_bytes_max: u64,
+}
+
+impl Cloop {
+    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        let file = storage.name();
+        let mut bytes = [0; HEADER_BYTES as usize];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let corrupt = |at: u64, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, at, what, found, expected))
+        };
+        if got < bytes.len() || !bytes.starts_with(MAGIC) {
+            return corrupt(0, "header", "other bytes".to_owned(), "a script '#V2.0 Format'");
+        }
+        let (block_bytes, blocks) = (be32(&bytes, 128), be32(&bytes, 132));
+        if block_bytes == 0 || !block_bytes.is_multiple_of(SECTOR) {
+            return corrupt(128, "block size", block_bytes.to_string(), "a multiple of 512");
+        }
+        let packed_bytes_max = limits.packed_bytes_max;
+        if u64::from(block_bytes) > packed_bytes_max {
+            return Err(Error::Limit {
+                file: file.to_owned(),
+                what: "block size",
+                found: block_bytes.into(),
+                limit: packed_bytes_max,
+            });
+        }
+        if HEADER_BYTES + (u64::from(blocks) + 1) * 8 > storage.len()? {
+            return corrupt(132, "table", format!("{blocks} blocks"), "a table in the file");
+        }
+        Ok(Self { block_bytes, blocks, packed_bytes_max })
+    }
+}
+
+impl Map for Cloop {
+    fn name(&self) -> &'static str {
+        "cloop"
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        u64::from(self.blocks) * u64::from(self.block_bytes)
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        self.block_bytes.into()
+    }
+
+    fn table_bytes(&self) -> u64 {
+        (u64::from(self.blocks) + 1) * 8
+    }
+
+    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let block_bytes = self.cluster_bytes();
+        let (index, skip) = (at / block_bytes, at % block_bytes);
+        let entry_at = HEADER_BYTES + index * 8;
+        let start = u64::from_be_bytes(tables.bytes(storage, entry_at)?);
+        let end = u64::from_be_bytes(tables.bytes(storage, entry_at + 8)?);
+        read_only::data(storage, entry_at, start, 1, HEADER_BYTES + self.table_bytes())?;
+        let packed_len =
+            end.checked_sub(start).filter(|len| (1..=self.packed_bytes_max).contains(len));
+        let Some(packed_len) = packed_len else {
+            let found = format!("a block from {start:#x} to {end:#x}");
+            let expected = "one of at least a byte that memory can hold";
+            return Err(Error::corrupt(storage.name(), entry_at, "offset", found, expected));
+        };
+        let packed = Packed {
+            file: FileIndex(0),
+            offset: HostOffset(start),
+            // Below the limit of a unit.
+            len: u32::try_from(packed_len).unwrap_or(u32::MAX),
+            codec: Codec::Zlib,
+            unpacked_len: self.block_bytes,
+            skip: skip as u32,
+        };
+        Ok(Extent { len: (block_bytes - skip).min(len), place: Place::Packed(packed) })
+    }
+}
+
+/// cloop images.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CloopDriver;
+
+impl FormatDriver for CloopDriver {
+    fn name(&self) -> &'static str {
+        "cloop"
+    }
+
+    fn description(&self) -> &'static str {
+        "compressed loopback images (Knoppix), for reading"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &[]
+    }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
+        if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
+        let header = Cloop::read(&**storage, limits)?;
+        let mut info = ImageInfo::new(self.name(), header.guest_bytes());
+        info.cluster_size = Some(header.cluster_bytes());
+        info.compression = Some("zlib");
+        Ok(info)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        let header = Cloop::read(&*request.storage, &request.limits)?;
+        ReadOnly::open(request.storage, header, request.writable, None, Vec::new())
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        refuse_creating(request, self.name())
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        read_only::check(&**storage, &Cloop::read(&**storage, limits)?, monitor)
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(64 << 10)
+    }
+
+    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
+        read_only::refuse_writing("cloop", self.name())
+    }
+}

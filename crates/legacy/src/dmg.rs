@@ -1,0 +1,360 @@
+//! Apple's disk images (UDIF): `docs/formats/dmg.md`.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, Codec, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver, HostOffset,
+    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Packed, Place, Probe,
+    Repair, Result, Storage,
+};
+
+use crate::numbers::{be32, be64};
+use crate::property_list::block_tables;
+use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::tables::Tables;
+
+const TRAILER_BYTES: usize = 512;
+const MAGIC: &[u8] = b"koly";
+const SECTOR: u64 = 512;
+/// As QEMU: the tables and the text around them.
+const TABLES_BYTES_MAX: u64 = 16 << 20;
+/// Where the chunks of a table begin, and their size.
+const CHUNKS_AT: usize = 204;
+const CHUNK_BYTES: usize = 40;
+
+/// What a chunk is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Zero,
+    Raw,
+    Packed(Codec),
+    /// A method that there is no code for.
+    Unknown(u32),
+}
+
+/// A run of the disk.
+#[derive(Clone, Copy, Debug)]
+struct Chunk {
+    /// Guest bytes.
+    at: u64,
+    len: u64,
+    /// Where it is in the file.
+    offset: u64,
+    packed_len: u64,
+    kind: Kind,
+}
+
+/// The trailer.
+#[derive(Clone, Copy, Debug)]
+struct Trailer {
+    at: u64,
+    data_fork: u64,
+    resources: (u64, u64),
+    property_list: (u64, u64),
+    sectors: u64,
+}
+
+impl Trailer {
+    fn read(storage: &dyn Storage) -> Result<Self> {
+        let file = storage.name();
+        let at = storage.len()?.saturating_sub(TRAILER_BYTES as u64);
+        let mut bytes = [0; TRAILER_BYTES];
+        let got = storage.read_up_to(&mut bytes, HostOffset(at))?;
+        if got < TRAILER_BYTES || !bytes.starts_with(MAGIC) {
+            let (what, found) = ("trailer", "other bytes");
+            return Err(Error::corrupt(file, at, what, found, "'koly', 512 bytes before the end"));
+        }
+        let trailer = Self {
+            at,
+            data_fork: be64(&bytes, 24),
+            resources: (be64(&bytes, 40), be64(&bytes, 48)),
+            property_list: (be64(&bytes, 216), be64(&bytes, 224)),
+            sectors: be64(&bytes, 492),
+        };
+        if trailer.sectors > i64::MAX as u64 / SECTOR {
+            let (what, found) = ("sector count", trailer.sectors.to_string());
+            return Err(Error::corrupt(file, at + 492, what, found, "less than 2^63 bytes"));
+        }
+        Ok(trailer)
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.sectors * SECTOR
+    }
+}
+
+/// A judged image: its chunks, in the order of the disk.
+#[derive(Clone, Debug)]
+struct Dmg {
+    guest_bytes: u64,
+    chunks: Vec<Chunk>,
+    packed_bytes_max: u64,
+    tables_at: u64,
+}
+
+impl Dmg {
+    /// Reads all tables: they are stored as one text.
+    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        let file = storage.name();
+        let trailer = Trailer::read(storage)?;
+        let (in_resources, (at, len)) = match (trailer.resources, trailer.property_list) {
+            (resources, _) if resources.1 != 0 => (true, resources),
+            (_, list) => (false, list),
+        };
+        if len == 0 {
+            let (what, found) = ("tables", "neither resources nor a property list");
+            return Err(Error::corrupt(file, trailer.at + 40, what, found, "one of them"));
+        }
+        if len > TABLES_BYTES_MAX {
+            let (file, what) = (file.to_owned(), "size of the tables");
+            return Err(Error::Limit { file, what, found: len, limit: TABLES_BYTES_MAX });
+        }
+        if at.checked_add(len).is_none_or(|end| end > trailer.at) {
+            let (what, found) = ("tables", format!("{len} bytes at {at:#x}"));
+            return Err(Error::corrupt(file, trailer.at + 40, what, found, "bytes before the end"));
+        }
+        let mut bytes = vec![0; len as usize];
+        storage.read_at(&mut bytes, HostOffset(at))?;
+        let mut dmg = Self {
+            guest_bytes: trailer.guest_bytes(),
+            chunks: Vec::new(),
+            packed_bytes_max: limits.packed_bytes_max,
+            tables_at: at,
+        };
+        if in_resources {
+            dmg.take_resources(file, &bytes, trailer.data_fork)?;
+        } else {
+            for table in block_tables(&bytes) {
+                dmg.take_table(file, &table, trailer.data_fork)?;
+            }
+        }
+        dmg.chunks.sort_by_key(|chunk| chunk.at);
+        Ok(dmg)
+    }
+
+    /// Resources: lengths, each with its bytes behind it, of which those that are tables are taken.
+    fn take_resources(&mut self, file: &str, bytes: &[u8], data_fork: u64) -> Result<()> {
+        let corrupt = |at: u64, found: String, expected: &str| {
+            Err(Error::corrupt(file, self.tables_at + at, "resource fork", found, expected))
+        };
+        let (start, len) = (be32(bytes, 0) as usize, be32(bytes, 8) as usize);
+        let Some(mut rest) = start.checked_add(len).and_then(|end| bytes.get(start..end)) else {
+            return corrupt(0, format!("{len} bytes at {start:#x}"), "data within the fork");
+        };
+        let mut tables = Vec::new();
+        while let Some((head, behind)) = rest.split_first_chunk::<4>() {
+            let len = u32::from_be_bytes(*head) as usize;
+            let Some(table) = behind.get(..len) else {
+                return corrupt(start as u64, format!("{len} bytes"), "a resource within the fork");
+            };
+            tables.push(table);
+            rest = &behind[len..];
+        }
+        tables.into_iter().try_for_each(|table| self.take_table(file, table, data_fork))
+    }
+
+    /// A table `mish`; others are passed over.
+    fn take_table(&mut self, file: &str, table: &[u8], data_fork: u64) -> Result<()> {
+        if !table.starts_with(b"mish") || table.len() < CHUNKS_AT {
+            return Ok(());
+        }
+        let (first, data_at) = (be64(table, 8), be64(table, 24));
+        for entry in table[CHUNKS_AT..].chunks_exact(CHUNK_BYTES) {
+            let kind = match be32(entry, 0) {
+                0 | 2 => Kind::Zero,
+                1 => Kind::Raw,
+                0x8000_0004 => Kind::Packed(Codec::Adc),
+                0x8000_0005 => Kind::Packed(Codec::Zlib),
+                0x8000_0006 => Kind::Packed(Codec::Bzip2),
+                // A comment, and the end.
+                0x7fff_fffe => continue,
+                u32::MAX => break,
+                other => Kind::Unknown(other),
+            };
+            self.take_chunk(file, entry, kind, first, data_at, data_fork)?;
+        }
+        Ok(())
+    }
+
+    fn take_chunk(
+        &mut self,
+        file: &str,
+        entry: &[u8],
+        kind: Kind,
+        first: u64,
+        data_at: u64,
+        data_fork: u64,
+    ) -> Result<()> {
+        let sectors = be64(entry, 16);
+        if sectors == 0 {
+            return Ok(());
+        }
+        let at = be64(entry, 8).checked_add(first).and_then(|sector| sector.checked_mul(SECTOR));
+        let len = sectors.checked_mul(SECTOR);
+        let end = at.and_then(|at| at.checked_add(len?));
+        let offset = be64(entry, 24).checked_add(data_at).and_then(|at| at.checked_add(data_fork));
+        let (Some(at), Some(len), Some(offset), true) =
+            (at, len, offset, end.is_some_and(|end| end <= i64::MAX as u64))
+        else {
+            let found = format!("{sectors} sectors at {} + {first}", be64(entry, 8));
+            let (what, expected) = ("chunk", "a run below 2^63 bytes");
+            return Err(Error::corrupt(file, self.tables_at, what, found, expected));
+        };
+        let packed_len = be64(entry, 32);
+        if matches!(kind, Kind::Packed(_)) {
+            let found = packed_len.max(len);
+            if found > self.packed_bytes_max {
+                let (file, limit) = (file.to_owned(), self.packed_bytes_max);
+                return Err(Error::Limit { file, what: "compressed chunk", found, limit });
+            }
+        }
+        self.chunks.push(Chunk { at, len, offset, packed_len, kind });
+        Ok(())
+    }
+
+    fn one(&self, storage: &dyn Storage, at: u64, len: u64) -> Result<Extent> {
+        let after = self.chunks.partition_point(|chunk| chunk.at <= at);
+        let next = self.chunks.get(after).map_or(u64::MAX, |chunk| chunk.at);
+        let len = len.min(next - at);
+        let chunk = after.checked_sub(1).and_then(|n| self.chunks.get(n));
+        let Some(chunk) = chunk.filter(|chunk| at - chunk.at < chunk.len) else {
+            return Ok(Extent { len, place: Place::Hole });
+        };
+        let skip = at - chunk.at;
+        let len = len.min(chunk.len - skip);
+        match chunk.kind {
+            Kind::Zero => Ok(Extent { len, place: Place::Zero { allocated: false } }),
+            Kind::Raw => {
+                let offset = chunk.offset.saturating_add(skip);
+                read_only::data(storage, self.tables_at, offset, len, 0)
+            }
+            Kind::Packed(codec) => {
+                read_only::data(storage, self.tables_at, chunk.offset, 1, 0)?;
+                let packed = Packed {
+                    file: FileIndex(0),
+                    offset: HostOffset(chunk.offset),
+                    // Both are below the limit of a unit, as is what is skipped.
+                    len: chunk.packed_len as u32,
+                    codec,
+                    unpacked_len: chunk.len as u32,
+                    skip: skip as u32,
+                };
+                Ok(Extent { len, place: Place::Packed(packed) })
+            }
+            Kind::Unknown(number) => {
+                let name = match number {
+                    0x8000_0007 => "lzfse",
+                    0x8000_0008 => "lzma",
+                    _ => "an unknown method",
+                };
+                Err(Error::unsupported(
+                    storage.name(),
+                    format!("a chunk packed by {name} ({number:#x})"),
+                    "on a Mac, 'hdiutil convert -format UDZO' makes an image with zlib of it",
+                ))
+            }
+        }
+    }
+
+    /// How most of its data is packed.
+    fn compression(&self) -> Option<&'static str> {
+        self.chunks.iter().find_map(|chunk| match chunk.kind {
+            Kind::Packed(Codec::Zlib) => Some("zlib"),
+            Kind::Packed(Codec::Bzip2) => Some("bzip2"),
+            Kind::Packed(Codec::Adc) => Some("adc"),
+            Kind::Unknown(0x8000_0007) => Some("lzfse"),
+            Kind::Unknown(0x8000_0008) => Some("lzma"),
+            _ => None,
+        })
+    }
+}
+
+impl Map for Dmg {
+    fn name(&self) -> &'static str {
+        "dmg"
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        SECTOR
+    }
+
+    fn table_bytes(&self) -> u64 {
+        (self.chunks.len() * CHUNK_BYTES) as u64
+    }
+
+    fn run(&self, storage: &dyn Storage, _tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        read_only::merged(at, len, |at, len| self.one(storage, at, len))
+    }
+}
+
+/// DMG images.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DmgDriver;
+
+impl FormatDriver for DmgDriver {
+    fn name(&self) -> &'static str {
+        "dmg"
+    }
+
+    fn description(&self) -> &'static str {
+        "Apple's disk images (UDIF): raw, zlib, bzip2 and ADC chunks, for reading"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &[]
+    }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    /// By the trailer: nothing at the start says what it is.
+    fn probe(&self, _head: &[u8], tail: &[u8], len: u64) -> Probe {
+        let whole = tail.len() == TRAILER_BYTES && be32(tail, 8) as usize == TRAILER_BYTES;
+        if whole && tail.starts_with(MAGIC) && len > TRAILER_BYTES as u64 {
+            Probe::Yes
+        } else {
+            Probe::No
+        }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
+        let image = Dmg::read(&**storage, limits)?;
+        let mut info = ImageInfo::new(self.name(), image.guest_bytes);
+        info.compression = image.compression();
+        info.properties.push(("chunks".to_owned(), image.chunks.len().to_string()));
+        Ok(info)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        let image = Dmg::read(&*request.storage, &request.limits)?;
+        ReadOnly::open(request.storage, image, request.writable, None, Vec::new())
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        refuse_creating(request, self.name())
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        read_only::check(&**storage, &Dmg::read(&**storage, limits)?, monitor)
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(SECTOR)
+    }
+
+    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
+        read_only::refuse_writing("dmg", self.name())
+    }
+}

@@ -1,0 +1,124 @@
+//! Unpacking. The output buffer bounds all work.
+
+use std::cell::RefCell;
+
+use flate2::{Decompress, FlushDecompress, Status};
+use libdeflater::Decompressor;
+use vdkit_block::{Codec, Error, Packed, Result};
+
+thread_local! {
+    static FAST: RefCell<Option<Decompressor>> = const { RefCell::new(None) };
+}
+
+/// Unpacks a unit and fills all of `out`.
+///
+/// # Errors
+/// [`Error::Corrupt`] where the stream is damaged or unpacks to fewer bytes.
+pub(crate) fn unpack(file: &str, packed: &Packed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
+    let done = match packed.codec {
+        Codec::Deflate => deflate(bytes, out, false),
+        Codec::Zlib => deflate(bytes, out, true),
+        Codec::Bzip2 => bzip2(bytes, out),
+        Codec::Adc => adc(bytes, out),
+        other => Err(format!("data packed by {other}")),
+    };
+    done.map_err(|found| {
+        let expected = format!("{} data of {} bytes", packed.codec, out.len());
+        Error::corrupt(file, packed.offset.0, "compressed unit", found, expected)
+    })
+}
+
+/// The fast way, which knows whole streams only; then the patient one, for streams without their end.
+fn deflate(bytes: &[u8], out: &mut [u8], zlib: bool) -> std::result::Result<(), String> {
+    let fast = FAST.with_borrow_mut(|decoder| {
+        let decoder = decoder.get_or_insert_with(Decompressor::new);
+        if zlib {
+            decoder.zlib_decompress(bytes, out)
+        } else {
+            decoder.deflate_decompress(bytes, out)
+        }
+    });
+    if fast.is_ok_and(|len| len == out.len()) {
+        return Ok(());
+    }
+    let mut patient = Decompress::new(zlib);
+    match patient.decompress(bytes, out, FlushDecompress::Finish) {
+        Ok(Status::Ok | Status::BufError | Status::StreamEnd)
+            if patient.total_out() == out.len() as u64 =>
+        {
+            Ok(())
+        }
+        Ok(_) => Err(format!("a stream of {} bytes", patient.total_out())),
+        Err(error) => Err(format!("a damaged stream after {} bytes: {error}", patient.total_out())),
+    }
+}
+
+fn bzip2(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
+    let mut decoder = bzip2::Decompress::new(false);
+    while (decoder.total_out() as usize) < out.len() {
+        let (from, to) = (decoder.total_in() as usize, decoder.total_out() as usize);
+        let status = decoder
+            .decompress(&bytes[from.min(bytes.len())..], &mut out[to..])
+            .map_err(|error| format!("a damaged stream after {to} bytes: {error}"))?;
+        let stuck = (from, to) == (decoder.total_in() as usize, decoder.total_out() as usize);
+        if status == bzip2::Status::StreamEnd || stuck {
+            break;
+        }
+    }
+    if decoder.total_out() == out.len() as u64 {
+        return Ok(());
+    }
+    Err(format!("a stream of {} bytes", decoder.total_out()))
+}
+
+/// Apple Data Compression: runs of plain bytes, and references of two or three bytes to what came
+/// before.
+fn adc(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
+    let (mut from, mut to) = (0, 0);
+    let short = |to: usize| format!("a stream of {to} bytes");
+    while to < out.len() {
+        let Some(&first) = bytes.get(from) else { return Err(short(to)) };
+        let more = |n: usize| bytes.get(from + n).map(|b| usize::from(*b)).ok_or_else(|| short(to));
+        let control = usize::from(first);
+        if control & 0x80 != 0 {
+            let len = (control & 0x7f) + 1;
+            let (Some(plain), true) = (bytes.get(from + 1..from + 1 + len), to + len <= out.len())
+            else {
+                return Err(short(to));
+            };
+            out[to..to + len].copy_from_slice(plain);
+            (from, to) = (from + 1 + len, to + len);
+            continue;
+        }
+        let (len, back, used) = if control & 0x40 != 0 {
+            ((control & 0x3f) + 4, more(1)? << 8 | more(2)?, 3)
+        } else {
+            ((control >> 2 & 0xf) + 3, (control & 3) << 8 | more(1)?, 2)
+        };
+        if back + 1 > to || to + len > out.len() {
+            return Err(format!("a reference {} bytes back at byte {to}", back + 1));
+        }
+        for n in 0..len {
+            out[to + n] = out[to + n - back - 1];
+        }
+        (from, to) = (from + used, to + len);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adc_copies_and_repeats() {
+        // Three plain bytes, then six from three bytes back, then one byte four times.
+        let packed = [0x82, b'a', b'b', b'c', 0x0c, 0x02, 0x40, 0, 0];
+        let mut out = [0; 13];
+        adc(&packed, &mut out).unwrap();
+        assert_eq!(&out, b"abcabcabccccc"[..13].first_chunk::<13>().unwrap());
+        assert!(adc(&packed[..5], &mut out).is_err());
+        assert!(adc(&[0x00, 0x05], &mut out).is_err());
+        assert!(adc(&packed, &mut [0; 14]).is_err());
+    }
+}

@@ -1,0 +1,33 @@
+//! Formats that are only read: what qemu-img can read, vdkit can convert away from.
+//!
+//! | module | format |
+//! |---|---|
+//! | `qcow1` | qcow version 1: two levels of tables, compressed clusters, backing files |
+//! | `qed` | QED: two levels of tables, backing files |
+//! | `parallels` | Parallels' disk images, both magic numbers |
+//! | `bochs` | Bochs' growing images: a catalog, and a bitmap of each extent |
+//! | `cloop` | compressed loopback images, version 2 |
+//! | `dmg` | Apple's disk images (UDIF) |
+//!
+//! Each is a [`Map`](read_only::Map): it answers where guest bytes are. `read_only` makes a format and
+//! a check of that, `tables` keeps pieces of tables that were read. Byte layouts:
+//! `docs/formats/*.md`.
+
+mod bochs;
+mod cloop;
+mod dmg;
+mod inflate;
+mod numbers;
+mod parallels;
+mod property_list;
+mod qcow1;
+mod qed;
+mod read_only;
+mod tables;
+
+pub use bochs::BochsDriver;
+pub use cloop::CloopDriver;
+pub use dmg::DmgDriver;
+pub use parallels::ParallelsDriver;
+pub use qcow1::QcowDriver;
+pub use qed::QedDriver;

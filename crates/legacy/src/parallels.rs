@@ -1,0 +1,195 @@
+//! Parallels' disk images: `docs/formats/parallels.md`.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CheckReport, CreateRequest, Error, Extent, Finding, Format, FormatDriver, HostOffset,
+    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair,
+    Result, Severity, Storage,
+};
+
+use crate::numbers::{le32, le64};
+use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::tables::Tables;
+
+/// Entries count sectors, and the size has 32 bits.
+const OLD: &[u8] = b"WithoutFreeSpace";
+/// Entries count clusters.
+const NEW: &[u8] = b"WithouFreSpacExt";
+const HEADER_BYTES: usize = 64;
+const VERSION: u32 = 2;
+/// Written while the image is open for writing.
+const IN_USE: u32 = 0x746f_6e59;
+const SECTOR: u64 = 512;
+/// Bytes of a cluster that one read could be asked for.
+const CLUSTER_BYTES_MAX: u64 = 1 << 40;
+
+/// A judged header.
+#[derive(Clone, Debug)]
+struct Parallels {
+    guest_bytes: u64,
+    cluster_bytes: u64,
+    /// Bytes that an entry counts in.
+    step: u64,
+    entries: u64,
+    dirty: bool,
+    old: bool,
+}
+
+impl Parallels {
+    fn read(storage: &dyn Storage) -> Result<Self> {
+        let file = storage.name();
+        let mut bytes = [0; HEADER_BYTES];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let corrupt = |at: u64, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, at, what, found, expected))
+        };
+        let old = bytes.starts_with(OLD);
+        if got < HEADER_BYTES || !(old || bytes.starts_with(NEW)) {
+            return corrupt(0, "header", "other bytes".to_owned(), "a magic number of Parallels");
+        }
+        let version = le32(&bytes, 16);
+        if version != VERSION {
+            let what = format!("version {version} of Parallels' format");
+            return Err(Error::unsupported(file, what, "version 2 is known"));
+        }
+        let cluster_bytes = u64::from(le32(&bytes, 28)) * SECTOR;
+        if cluster_bytes == 0 || cluster_bytes > CLUSTER_BYTES_MAX {
+            return corrupt(28, "sectors of a cluster", "0".to_owned(), "at least 1");
+        }
+        let sectors = le64(&bytes, 36) & if old { 0xffff_ffff } else { u64::MAX };
+        let guest_bytes = sectors.checked_mul(SECTOR).filter(|bytes| *bytes <= i64::MAX as u64);
+        let Some(guest_bytes) = guest_bytes else {
+            return corrupt(36, "disk size", format!("{sectors} sectors"), "less than 2^63 bytes");
+        };
+        let entries = u64::from(le32(&bytes, 32));
+        if HEADER_BYTES as u64 + entries * 4 > storage.len()? {
+            return corrupt(32, "block table", format!("{entries} entries"), "a table in the file");
+        }
+        let step = if old { SECTOR } else { cluster_bytes };
+        let dirty = le32(&bytes, 44) == IN_USE;
+        Ok(Self { guest_bytes, cluster_bytes, step, entries, dirty, old })
+    }
+
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let (index, within) = (at / self.cluster_bytes, at % self.cluster_bytes);
+        if index >= self.entries {
+            // QEMU reads zeroes behind the end of the table.
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let len = (self.cluster_bytes - within).min(len);
+        let entry_at = HEADER_BYTES as u64 + index * 4;
+        let entry = u64::from(u32::from_le_bytes(tables.bytes(storage, entry_at)?));
+        if entry == 0 {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        // Below 2^32 steps of at most 2^40 bytes: as 128 bits, then judged.
+        let offset = u128::from(entry) * u128::from(self.step) + u128::from(within);
+        let offset = u64::try_from(offset).unwrap_or(u64::MAX);
+        let first = HEADER_BYTES as u64 + self.entries * 4;
+        read_only::data(storage, entry_at, offset, len, first)
+    }
+}
+
+impl Map for Parallels {
+    fn name(&self) -> &'static str {
+        "parallels"
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        self.cluster_bytes
+    }
+
+    fn table_bytes(&self) -> u64 {
+        self.entries * 4
+    }
+
+    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
+    }
+}
+
+/// Parallels images.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ParallelsDriver;
+
+impl FormatDriver for ParallelsDriver {
+    fn name(&self) -> &'static str {
+        "parallels"
+    }
+
+    fn description(&self) -> &'static str {
+        "Parallels' disk images (.hdd, .hds), for reading"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &[]
+    }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
+        if head.starts_with(OLD) || head.starts_with(NEW) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
+        let header = Parallels::read(&**storage)?;
+        let mut info = ImageInfo::new(self.name(), header.guest_bytes);
+        info.cluster_size = Some(header.cluster_bytes);
+        info.dirty = header.dirty;
+        let kind = if header.old { "WithoutFreeSpace" } else { "WithouFreSpacExt" };
+        info.properties.push(("magic".to_owned(), kind.to_owned()));
+        Ok(info)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        let header = Parallels::read(&*request.storage)?;
+        let file = request.storage.name();
+        let mut warnings = Vec::new();
+        if header.dirty {
+            let mend = "QEMU mends it: qemu-img check -r all";
+            warnings.push(format!("{file}: was not closed cleanly, or is in use; {mend}"));
+        }
+        ReadOnly::open(request.storage, header, request.writable, None, warnings)
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        refuse_creating(request, self.name())
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        _limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        let header = Parallels::read(&**storage)?;
+        let mut report = read_only::check(&**storage, &header, monitor)?;
+        if header.dirty {
+            report.add(Finding {
+                severity: Severity::Leak,
+                offset: 44,
+                structure: "header",
+                message: "the image was not closed cleanly, or is in use".to_owned(),
+                repaired: false,
+            });
+        }
+        Ok(report)
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(1 << 20)
+    }
+
+    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
+        read_only::refuse_writing("parallels", self.name())
+    }
+}

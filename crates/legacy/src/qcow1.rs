@@ -1,0 +1,230 @@
+//! qcow version 1: `docs/formats/qcow.md`.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    BackingRef, CheckReport, Codec, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver,
+    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Packed,
+    Place, Probe, Repair, Result, Storage,
+};
+
+use crate::numbers::{be32, be64};
+use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::tables::Tables;
+
+const MAGIC: &[u8] = b"QFI\xfb\0\0\0\x01";
+const HEADER_BYTES: usize = 48;
+/// As QEMU: longer names are refused.
+const NAME_BYTES_MAX: u32 = 1023;
+const COMPRESSED: u64 = 1 << 63;
+
+/// A judged header.
+#[derive(Clone, Debug)]
+struct Qcow {
+    guest_bytes: u64,
+    cluster_bits: u32,
+    l2_bits: u32,
+    l1_at: u64,
+    encrypted: bool,
+    backing: Option<String>,
+}
+
+impl Qcow {
+    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        let file = storage.name();
+        let mut bytes = [0; HEADER_BYTES];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let corrupt = |at: u64, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, at, what, found, expected))
+        };
+        if got < HEADER_BYTES || !bytes.starts_with(MAGIC) {
+            return corrupt(0, "header", "other bytes".to_owned(), "'QFI' 0xfb and version 1");
+        }
+        let (cluster_bits, l2_bits) = (u32::from(bytes[32]), u32::from(bytes[33]));
+        if !(9..=16).contains(&cluster_bits) {
+            return corrupt(32, "cluster bits", cluster_bits.to_string(), "9 to 16");
+        }
+        if !(6..=13).contains(&l2_bits) {
+            return corrupt(33, "bits of an L2 table", l2_bits.to_string(), "6 to 13");
+        }
+        let guest_bytes = be64(&bytes, 24);
+        if guest_bytes > i64::MAX as u64 {
+            return corrupt(24, "disk size", format!("{guest_bytes:#x}"), "less than 2^63 bytes");
+        }
+        let l1_at = be64(&bytes, 40);
+        let l1_bytes = guest_bytes.div_ceil(1 << (cluster_bits + l2_bits)) * 8;
+        if l1_bytes > limits.table_bytes_max {
+            let (file, limit) = (file.to_owned(), limits.table_bytes_max);
+            return Err(Error::Limit {
+                file,
+                what: "size of the L1 table",
+                found: l1_bytes,
+                limit,
+            });
+        }
+        if l1_at.checked_add(l1_bytes).is_none_or(|end| end > i64::MAX as u64) {
+            return corrupt(40, "L1 table", format!("an offset of {l1_at:#x}"), "one in the file");
+        }
+        let method = be32(&bytes, 36);
+        if method > 1 {
+            return corrupt(36, "encryption", method.to_string(), "0 (none) or 1 (AES)");
+        }
+        let backing = Self::name(storage, be64(&bytes, 8), be32(&bytes, 16))?;
+        Ok(Self { guest_bytes, cluster_bits, l2_bits, l1_at, encrypted: method == 1, backing })
+    }
+
+    fn name(storage: &dyn Storage, at: u64, len: u32) -> Result<Option<String>> {
+        if at == 0 || len == 0 {
+            return Ok(None);
+        }
+        if len > NAME_BYTES_MAX {
+            let (what, found) = ("name of the backing file", format!("{len} bytes"));
+            return Err(Error::corrupt(storage.name(), 16, what, found, "at most 1023"));
+        }
+        let mut bytes = vec![0; len as usize];
+        storage.read_at(&mut bytes, HostOffset(at))?;
+        Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let cluster = self.cluster_bytes();
+        let span = cluster << self.l2_bits;
+        let l1_entry = self.l1_at + at / span * 8;
+        let l2_at = u64::from_be_bytes(tables.bytes(storage, l1_entry)?);
+        if l2_at == 0 {
+            return Ok(Extent { len: (span - at % span).min(len), place: Place::Hole });
+        }
+        let (within, index) = (at % cluster, at % span / cluster);
+        let len = (cluster - within).min(len);
+        let entry_at = l2_at.checked_add(index * 8).filter(|at| *at <= i64::MAX as u64);
+        let Some(entry_at) = entry_at else {
+            let (what, found) = ("L1 entry", format!("{l2_at:#x}"));
+            return Err(Error::corrupt(
+                storage.name(),
+                l1_entry,
+                what,
+                found,
+                "a table in the file",
+            ));
+        };
+        let entry = u64::from_be_bytes(tables.bytes(storage, entry_at)?);
+        if entry == 0 {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        if entry & COMPRESSED == 0 {
+            let offset = entry.saturating_add(within);
+            return read_only::data(storage, entry_at, offset, len, HEADER_BYTES as u64);
+        }
+        let shift = 63 - self.cluster_bits;
+        let (offset, packed_len) = (entry & ((1 << shift) - 1), entry >> shift & (cluster - 1));
+        read_only::data(storage, entry_at, offset, 1, HEADER_BYTES as u64)?;
+        if packed_len == 0 {
+            let (what, found) = ("L2 entry", "a compressed cluster of 0 bytes");
+            return Err(Error::corrupt(storage.name(), entry_at, what, found, "its bytes"));
+        }
+        let packed = Packed {
+            file: FileIndex(0),
+            offset: HostOffset(offset),
+            // Less than a cluster, which is at most 64 KiB.
+            len: packed_len as u32,
+            codec: Codec::Deflate,
+            unpacked_len: cluster as u32,
+            skip: within as u32,
+        };
+        Ok(Extent { len, place: Place::Packed(packed) })
+    }
+}
+
+impl Map for Qcow {
+    fn name(&self) -> &'static str {
+        "qcow"
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    fn table_bytes(&self) -> u64 {
+        self.guest_bytes.div_ceil(self.cluster_bytes()) * 8
+    }
+
+    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
+    }
+}
+
+/// qcow images of version 1.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct QcowDriver;
+
+impl FormatDriver for QcowDriver {
+    fn name(&self) -> &'static str {
+        "qcow"
+    }
+
+    fn description(&self) -> &'static str {
+        "QEMU's first copy-on-write format, for reading"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &[]
+    }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
+        if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
+        let header = Qcow::read(&**storage, limits)?;
+        let mut info = ImageInfo::new(self.name(), header.guest_bytes);
+        info.cluster_size = Some(header.cluster_bytes());
+        info.compression = Some("zlib");
+        info.encryption = header.encrypted.then(|| "aes".to_owned());
+        info.backing_file = header.backing;
+        Ok(info)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        let header = Qcow::read(&*request.storage, &request.limits)?;
+        if header.encrypted {
+            return Err(Error::unsupported(
+                request.storage.name(),
+                "a qcow image that is encrypted (AES)",
+                "convert it with an older qemu-img that has the key",
+            ));
+        }
+        let backing = header.backing.clone().map(|name| BackingRef::new(name, None));
+        ReadOnly::open(request.storage, header, request.writable, backing, Vec::new())
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        refuse_creating(request, self.name())
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        read_only::check(&**storage, &Qcow::read(&**storage, limits)?, monitor)
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(4096)
+    }
+
+    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
+        read_only::refuse_writing("qcow", self.name())
+    }
+}

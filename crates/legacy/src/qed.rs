@@ -1,0 +1,282 @@
+//! QED: `docs/formats/qed.md`.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    BackingRef, CheckReport, CreateRequest, Error, Extent, Finding, Format, FormatDriver,
+    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place,
+    Probe, Repair, Result, Severity, Storage,
+};
+
+use crate::numbers::{le32, le64};
+use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::tables::Tables;
+
+const MAGIC: &[u8] = b"QED\0";
+const HEADER_BYTES: usize = 64;
+const NAME_BYTES_MAX: u32 = 1023;
+/// Bits of the feature field.
+const BACKING_FILE: u64 = 1;
+const NEED_CHECK: u64 = 2;
+const BACKING_RAW: u64 = 4;
+/// Entry of a cluster that reads as zero.
+const ZERO: u64 = 1;
+
+/// A judged header.
+#[derive(Clone, Debug)]
+struct Qed {
+    cluster_bytes: u64,
+    table_entries: u64,
+    l1_at: u64,
+    guest_bytes: u64,
+    features: u64,
+    first_cluster: u64,
+    backing: Option<String>,
+}
+
+impl Qed {
+    fn read(storage: &dyn Storage) -> Result<Self> {
+        let file = storage.name();
+        let mut bytes = [0; HEADER_BYTES];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let corrupt = |at: u64, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, at, what, found, expected))
+        };
+        if got < HEADER_BYTES || !bytes.starts_with(MAGIC) {
+            return corrupt(0, "header", "other bytes".to_owned(), "'QED' and a zero");
+        }
+        let cluster = le32(&bytes, 4);
+        if !cluster.is_power_of_two() || !(4096..=64 << 20).contains(&cluster) {
+            return corrupt(
+                4,
+                "cluster size",
+                cluster.to_string(),
+                "a power of two, 4 KiB to 64 MiB",
+            );
+        }
+        let table = le32(&bytes, 8);
+        if !table.is_power_of_two() || table > 16 {
+            return corrupt(8, "table size", format!("{table} clusters"), "1, 2, 4, 8 or 16");
+        }
+        let features = le64(&bytes, 16);
+        let unknown = features & !(BACKING_FILE | NEED_CHECK | BACKING_RAW);
+        if unknown != 0 {
+            return Err(Error::unsupported(
+                file,
+                format!("unknown feature bits {unknown:#x} of a QED image"),
+                "no program is known to write them",
+            ));
+        }
+        let cluster_bytes = u64::from(cluster);
+        // At most 64 MiB times 16, an eighth.
+        let table_entries = cluster_bytes * u64::from(table) / 8;
+        let guest_bytes = le64(&bytes, 48);
+        let most =
+            u128::from(table_entries) * u128::from(table_entries) * u128::from(cluster_bytes);
+        if !guest_bytes.is_multiple_of(512) || u128::from(guest_bytes) > most.min(i64::MAX as u128)
+        {
+            let expected = "whole sectors, at most what the tables can hold";
+            return corrupt(48, "disk size", format!("{guest_bytes:#x}"), expected);
+        }
+        let l1_at = le64(&bytes, 40);
+        let l1_end = l1_at.checked_add(table_entries * 8);
+        if !l1_at.is_multiple_of(cluster_bytes)
+            || l1_at == 0
+            || l1_end.is_none_or(|end| end > i64::MAX as u64)
+        {
+            let expected = "whole clusters, behind the header";
+            return corrupt(40, "L1 table", format!("an offset of {l1_at:#x}"), expected);
+        }
+        let first_cluster = u64::from(le32(&bytes, 12)).max(1) * cluster_bytes;
+        let mut backing = None;
+        if features & BACKING_FILE != 0 {
+            backing = Some(Self::name(storage, le32(&bytes, 56), le32(&bytes, 60))?);
+        }
+        Ok(Self {
+            cluster_bytes,
+            table_entries,
+            l1_at,
+            guest_bytes,
+            features,
+            first_cluster,
+            backing,
+        })
+    }
+
+    fn name(storage: &dyn Storage, at: u32, len: u32) -> Result<String> {
+        if len > NAME_BYTES_MAX {
+            let (what, found) = ("name of the backing file", format!("{len} bytes"));
+            return Err(Error::corrupt(storage.name(), 60, what, found, "at most 1023"));
+        }
+        let mut bytes = vec![0; len as usize];
+        storage.read_at(&mut bytes, HostOffset(at.into()))?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn backing_ref(&self) -> Option<BackingRef> {
+        let raw = self.features & BACKING_RAW != 0;
+        let name = self.backing.clone()?;
+        Some(BackingRef::new(name, raw.then(|| "raw".to_owned())))
+    }
+
+    fn warnings(&self, file: &str) -> Vec<String> {
+        let needs = self.features & NEED_CHECK != 0;
+        let text = format!(
+            "{file}: was not closed cleanly and may hold damage; QEMU mends it: qemu-img check -r all"
+        );
+        needs.then_some(text).into_iter().collect()
+    }
+
+    /// An offset in a table: whole clusters behind the header.
+    fn judge(&self, storage: &dyn Storage, at: u64, what: &'static str, found: u64) -> Result<()> {
+        if found.is_multiple_of(self.cluster_bytes)
+            && found >= self.first_cluster
+            && found <= i64::MAX as u64 - self.table_entries * 8
+        {
+            return Ok(());
+        }
+        let (found, expected) = (format!("{found:#x}"), "whole clusters, behind the header");
+        Err(Error::corrupt(storage.name(), at, what, found, expected))
+    }
+
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let cluster = self.cluster_bytes;
+        let span = u128::from(cluster) * u128::from(self.table_entries);
+        // The first index is below the number of entries, as the size was judged.
+        let (index, rest) = (u128::from(at) / span, u128::from(at) % span);
+        let l1_entry = self.l1_at + index as u64 * 8;
+        let l2_at = u64::from_le_bytes(tables.bytes(storage, l1_entry)?);
+        if l2_at == 0 {
+            let left = (span - rest).min(u128::from(len)) as u64;
+            return Ok(Extent { len: left, place: Place::Hole });
+        }
+        self.judge(storage, l1_entry, "L1 entry", l2_at)?;
+        let (within, index) = (at % cluster, rest as u64 / cluster);
+        let len = (cluster - within).min(len);
+        let entry_at = l2_at + index * 8;
+        match u64::from_le_bytes(tables.bytes(storage, entry_at)?) {
+            0 => Ok(Extent { len, place: Place::Hole }),
+            ZERO => Ok(Extent { len, place: Place::Zero { allocated: false } }),
+            offset => {
+                self.judge(storage, entry_at, "L2 entry", offset)?;
+                read_only::data(storage, entry_at, offset, len, self.first_cluster).map(|run| {
+                    if within == 0 {
+                        return run;
+                    }
+                    let place = match run.place {
+                        Place::Data { file, offset, exclusive } => {
+                            Place::Data { file, offset: offset + within, exclusive }
+                        }
+                        other => other,
+                    };
+                    Extent { place, ..run }
+                })
+            }
+        }
+    }
+}
+
+impl Map for Qed {
+    fn name(&self) -> &'static str {
+        "qed"
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        self.cluster_bytes
+    }
+
+    fn host_aligned(&self) -> bool {
+        true
+    }
+
+    fn table_bytes(&self) -> u64 {
+        self.guest_bytes.div_ceil(self.cluster_bytes) * 8
+    }
+
+    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
+    }
+}
+
+/// QED images.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct QedDriver;
+
+impl FormatDriver for QedDriver {
+    fn name(&self) -> &'static str {
+        "qed"
+    }
+
+    fn description(&self) -> &'static str {
+        "QEMU enhanced disk, the format before qcow2 version 3, for reading"
+    }
+
+    fn options(&self) -> &'static [OptionSpec] {
+        &[]
+    }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
+        if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
+        let header = Qed::read(&**storage)?;
+        let mut info = ImageInfo::new(self.name(), header.guest_bytes);
+        info.cluster_size = Some(header.cluster_bytes);
+        info.dirty = header.features & NEED_CHECK != 0;
+        if let Some(backing) = header.backing_ref() {
+            info.backing_file = Some(backing.name);
+            info.backing_format = backing.format;
+        }
+        Ok(info)
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        let header = Qed::read(&*request.storage)?;
+        let warnings = header.warnings(request.storage.name());
+        let backing = header.backing_ref();
+        ReadOnly::open(request.storage, header, request.writable, backing, warnings)
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        refuse_creating(request, self.name())
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        _limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        let header = Qed::read(&**storage)?;
+        let mut report = read_only::check(&**storage, &header, monitor)?;
+        if header.features & NEED_CHECK != 0 {
+            report.add(Finding {
+                severity: Severity::Leak,
+                offset: 16,
+                structure: "features",
+                message: "the image was not closed cleanly: clusters may be leaked".to_owned(),
+                repaired: false,
+            });
+        }
+        Ok(report)
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(64 << 10)
+    }
+
+    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
+        read_only::refuse_writing("qed", self.name())
+    }
+}
