@@ -230,6 +230,29 @@ fn standard_output_takes_a_raw_disk_in_order() {
     }
 }
 
+/// A format with metadata that is written in one pass, also from a source of unknown length.
+#[test]
+fn a_stream_optimized_vmdk_leaves_in_one_pass() {
+    let scratch = Scratch::new();
+    let bytes = disk(20 * MIB);
+    scratch.write("disk.raw", &bytes);
+    let to_pipe = ["-O", "vmdk", "-o", "subformat=streamOptimized", "-"];
+    for (source, input) in [("disk.raw", &[][..]), ("-", &bytes)] {
+        for threads in ["1", "4"] {
+            let arguments = [&["convert", "--threads", threads, source][..], &to_pipe].concat();
+            let image = piped(&scratch, &arguments, input);
+            scratch.write("out.vmdk", &image);
+            same(&scratch, "disk.raw", "out.vmdk");
+            peer(&scratch.path(""), "qemu-img", &["check", "-q", "out.vmdk"]);
+            scratch.ok(&["check", "out.vmdk"]);
+            // And back, through a pipe: it is read here and there, so it is spooled.
+            assert!(piped(&scratch, &["convert", "-", "-O", "raw", "-"], &image) == bytes);
+        }
+    }
+    let sparse = ["convert", "disk.raw", "-O", "vmdk", "-"];
+    scratch.fails(1, "cannot be written to a pipe", &sparse);
+}
+
 /// The reader's end closes: an error, not a signal.
 #[test]
 fn a_reader_that_goes_away_is_an_error() {

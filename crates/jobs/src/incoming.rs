@@ -177,6 +177,13 @@ impl Receiver {
             Destination::New(new) => Some((&new.format, &new.options)),
             Destination::Pipe { format, options, .. } => Some((format, options)),
         };
+        // What such an image says first is how large the disk is, and it cannot be taken back.
+        if let Destination::Pipe { format, .. } = &options.destination
+            && len.is_none()
+            && format != RAW
+        {
+            return Ok(None);
+        }
         let preallocated = |(_, options): (&String, &Options)| {
             options.text("preallocation").is_some_and(|mode| mode != "off")
         };

@@ -61,6 +61,10 @@ impl FormatDriver for VmdkDriver {
         create::create(request)
     }
 
+    fn writes_in_order(&self, options: &Options) -> bool {
+        NewVmdk::new(options).is_ok_and(|new| new.subformat == Subformat::Stream)
+    }
+
     fn create_open(&self, request: &CreateRequest, limits: &Limits) -> Result<Arc<dyn Format>> {
         if NewVmdk::new(&request.options)?.subformat == Subformat::Stream {
             return Ok(StreamWriter::begin(request, limits)?);
