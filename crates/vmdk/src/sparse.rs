@@ -132,7 +132,15 @@ impl Sparse {
         };
         let host = sector.checked_mul(SECTOR)?;
         // The header's sector holds no grain.
-        (sector > 0 && host < limit).then_some(Entry::At(host))
+        (sector > 0 && self.fits(host, limit)).then_some(Entry::At(host))
+    }
+
+    /// Whether a grain at a host offset is within a file that ends at `limit`. The end may cut off a
+    /// grain that lies at a multiple of its size, as QEMU leaves it: new grains are put behind that.
+    pub(crate) fn fits(&self, host: u64, limit: u64) -> bool {
+        let cut =
+            !matches!(self.flavor, Flavor::Hosted { .. }) || host.is_multiple_of(self.grain_bytes);
+        host < limit && (cut || host.checked_add(self.grain_bytes).is_some_and(|end| end <= limit))
     }
 
     /// The word of a grain at a host offset (hosted extents).
@@ -219,9 +227,13 @@ mod tests {
     fn words_mean_what_the_flavor_says() {
         let hosted = sparse(Flavor::Hosted { zero_grain: false });
         assert_eq!(hosted.entry(0, 1 << 20), Some(Entry::Hole));
-        assert_eq!(hosted.entry(1, 1 << 20), Some(Entry::At(512)));
         assert_eq!(hosted.entry(2048, 1 << 20), None);
-        assert_eq!(hosted.entry(2047, 1 << 20), Some(Entry::At(2047 * 512)));
+        // Cut off by the end of the file: only where new grains stay clear of it.
+        assert_eq!(hosted.entry(2047, 1 << 20), None);
+        assert_eq!(hosted.entry(2040, 1 << 20), Some(Entry::At(2040 * 512)));
+        assert_eq!(hosted.entry(2040, (1 << 20) - 512), Some(Entry::At(2040 * 512)));
+        assert_eq!(hosted.entry(2039, 1 << 20), Some(Entry::At(2039 * 512)));
+        assert_eq!(hosted.entry(1, 1 << 20), Some(Entry::At(512)));
         let zeroing = sparse(Flavor::Hosted { zero_grain: true });
         assert_eq!(zeroing.entry(1, 1 << 20), Some(Entry::Zero));
         let se = sparse(Flavor::Se { tables: 8, grains: 16 });

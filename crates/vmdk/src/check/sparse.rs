@@ -41,6 +41,8 @@ pub(super) struct Extent<'a> {
     pub(super) metadata: Used,
     /// Grains may be moved, tables written.
     pub(super) writable: bool,
+    /// Of a kind that is written in place.
+    pub(super) in_place: bool,
     /// Where new grains and tables go.
     pub(super) end: u64,
     /// It was not closed cleanly: copies may be behind.
@@ -79,7 +81,8 @@ pub(super) fn check(
     }
     extent.check_leaks(checking)?;
     let settled = before == checking.report.corruptions_left();
-    if extent.unclean {
+    // (In images that nobody writes in place the mark means nothing.)
+    if extent.unclean && extent.in_place {
         let mended = extent.writable && checking.repair != Repair::Nothing && settled;
         if mended {
             storage.sync()?;
@@ -132,10 +135,8 @@ impl<'a> Extent<'a> {
         let copy_at =
             hosted.filter(|h| plain && h.has(flag::REDUNDANT) && h.redundant_directory != 0);
         let copy_at = copy_at.map(|h| h.redundant_directory.saturating_mul(SECTOR));
-        let writable = plain
-            && storage.caps().writable
-            && storage.caps().growable
-            && hosted.is_some_and(|h| h.version < 3);
+        let in_place = plain && hosted.is_some_and(|h| h.version < 3);
+        let writable = in_place && storage.caps().writable && storage.caps().growable;
         let sparse = Sparse {
             flavor,
             file: vdkit_block::FileIndex(0),
@@ -156,6 +157,7 @@ impl<'a> Extent<'a> {
             used: Used::default(),
             metadata: Used::default(),
             writable,
+            in_place,
             end: len.next_multiple_of(sparse.grain_bytes),
             unclean: hosted.is_some_and(|h| h.unclean),
             previous: None,
