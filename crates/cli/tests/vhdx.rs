@@ -84,7 +84,7 @@ fn a_child_is_tied_to_its_parent() {
     scratch.ok(&["read", "second.vhdx", "0", "4M"]);
     let raw = ["create", "x.vhdx", "--backing", "disk.raw", "--backing-format", "raw"];
     content(&scratch, "disk.raw", 10 << 20);
-    scratch.fails(1, "must be a vhdx image", &raw);
+    scratch.fails(1, "on a raw image", &raw);
 }
 
 /// Nothing but blocks of metadata is written where the file system shares.
