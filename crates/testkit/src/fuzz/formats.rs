@@ -34,8 +34,9 @@ const LEN_UNIT: u64 = 64 << 10;
 const RUNS_MAX: usize = 256;
 /// Bytes read at each edge of a run.
 const EDGE_BYTES: u64 = 700;
-/// A repair does not make files longer than by so much.
-const GROWTH_MAX: u64 = 64 << 20;
+/// A repair does not make files longer than by so much: by holes, for the rest of a block that the
+/// file ends in and a copy of it. The largest blocks have 1 GiB, and as much before their data (VDI).
+const GROWTH_MAX: u64 = 4 << 30;
 
 /// Takes the input for a format, the length of a file and how it begins.
 ///
