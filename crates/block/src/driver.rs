@@ -632,6 +632,11 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         ))
     }
 
+    /// Whether [`FormatDriver::amend`] can change what an image stands on.
+    fn amends_backing(&self) -> bool {
+        false
+    }
+
     /// Changes properties of an image where it lies. The guest's disk stays the same, and a crash
     /// leaves the old or the new properties, or some of each; done again, it comes to its end.
     /// Returns the keys of what changed.

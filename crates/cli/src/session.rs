@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use vdkit::CancelToken;
 
@@ -52,6 +52,9 @@ impl Session {
             .and_then(|_| flag::register(signal, Arc::clone(&stop)))
             .map_err(|error| Failure::failed(format!("cannot handle signals: {error}")))?;
         }
+        // A file beyond what the user may make (`ulimit -f`) is an error, and is cleaned up after.
+        flag::register(SIGXFSZ, Arc::default())
+            .map_err(|error| Failure::failed(format!("cannot handle signals: {error}")))?;
         let token = CancelToken::from_flag(stop);
         self.cancel = Some(token.clone());
         Ok(token)

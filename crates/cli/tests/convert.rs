@@ -465,3 +465,53 @@ fn vmdk_images_go_both_ways() {
         }
     }
 }
+
+/// What a format's naming happens to meet belongs to somebody else.
+#[test]
+fn files_of_others_are_not_replaced_by_extents() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    scratch.write("a-flat.vmdk", b"precious");
+    fn convert(target: &str) -> [&str; 5] {
+        ["convert", "disk.raw", target, "-o", "subformat=monolithicFlat"]
+    }
+    for before in [&[][..], &["create", "a.vmdk", "1M"]] {
+        if !before.is_empty() {
+            scratch.ok(before);
+        }
+        scratch.fails(2, "a-flat.vmdk: is there already", &convert("a.vmdk"));
+        assert_eq!(std::fs::read(scratch.path("a-flat.vmdk")).unwrap(), b"precious");
+    }
+    let create = ["create", "--force", "a.vmdk", "1M", "-o", "subformat=monolithicFlat"];
+    scratch.fails(2, "a-flat.vmdk: is there already", &create);
+    // Its own it may replace.
+    scratch.ok(&convert("b.vmdk"));
+    scratch.ok(&convert("b.vmdk"));
+    same(&scratch, "disk.raw", "b.vmdk");
+    // A name that would not be opened again is not given.
+    scratch.fails(2, "colon", &convert("nbd:c.vmdk"));
+    // What is cut short is no disk full of zeroes.
+    let extent = std::fs::File::options().write(true).open(scratch.path("b-flat.vmdk"));
+    extent.unwrap().set_len(1 << 20).unwrap();
+    scratch.fails(4, "1048576 bytes", &["convert", "b.vmdk", "null:"]);
+    let mut names = scratch.names();
+    names.retain(|name| name.starts_with('.') || name.contains("nbd"));
+    assert_eq!(names, [""; 0]);
+}
+
+/// A limit of the shell's is a failure like others: nothing half-made stays.
+#[test]
+fn a_file_that_may_not_be_so_large_is_cleaned_up() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    scratch.ok(&["write", "-f", "raw", "disk.raw", "0", "4M", "--pattern", "3"]);
+    let script =
+        format!("ulimit -f 1000; exec {} convert disk.raw a.qcow2", env!("CARGO_BIN_EXE_vdkit"));
+    let done = std::process::Command::new("bash")
+        .args(["-c", &script])
+        .current_dir(scratch.path(""))
+        .output()
+        .unwrap();
+    assert_eq!(done.status.code(), Some(1), "{done:?}");
+    assert_eq!(scratch.names(), ["disk.raw"]);
+}

@@ -231,3 +231,15 @@ fn snapshots_do_not_show_another_backing_image_unasked() {
     scratch.ok(&["rebase", "top.qcow2", "--no-backing"]);
     assert_eq!(scratch.ok(&["read", "top.qcow2", "0"]).bytes[1 << 19], 1);
 }
+
+/// What cannot be ended is not begun.
+#[test]
+fn a_format_that_cannot_change_its_parent_is_left_alone() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "-f", "vpc", "-o", "force_size=on", "a.vhd", "8M"]);
+    scratch.ok(&["write", "a.vhd", "0", "3M", "--pattern", "5"]);
+    scratch.ok(&["create", "-f", "vpc", "--backing", "a.vhd", "b.vhd"]);
+    let before = std::fs::read(scratch.path("b.vhd")).unwrap();
+    scratch.fails(1, "convert it to a new image", &["rebase", "b.vhd", "--no-backing"]);
+    assert_eq!(std::fs::read(scratch.path("b.vhd")).unwrap(), before);
+}

@@ -86,11 +86,11 @@ pub fn create(
     };
     let guest_bytes = image.guest_bytes.or(base.as_ref().and_then(|base| base.guest_bytes));
     let guest_bytes = if device {
-        create_on_device(image, guest_bytes, base.as_ref(), monitor)?
+        create_on_device(registry, image, guest_bytes, base.as_ref(), monitor)?
     } else {
         let guest_bytes = guest_bytes
             .ok_or_else(|| Error::Invalid(format!("{}: a size is needed", image.path.display())))?;
-        create_file(image, guest_bytes, base.as_ref(), monitor)?;
+        create_file(registry, image, guest_bytes, base.as_ref(), monitor)?;
         guest_bytes
     };
     Ok(Created { guest_bytes, backing: base.map(|base| base.reference) })
@@ -188,6 +188,7 @@ fn look_at(registry: &Registry, path: &Path, options: &OpenOptions) -> Result<Lo
 }
 
 fn create_file(
+    registry: &Registry,
     image: &CreateOptions<'_>,
     guest_bytes: u64,
     base: Option<&FoundBacking>,
@@ -195,7 +196,7 @@ fn create_file(
 ) -> Result<()> {
     let options = FileOptions::read_write();
     let pending = PendingFile::create(image.path, &options)?;
-    let files = new_files(image, guest_bytes)?;
+    let files = new_files(registry, image, guest_bytes)?;
     let written = Arc::default();
     let request = CreateRequest {
         storage: watched(pending.storage(), monitor, &written),
@@ -212,14 +213,15 @@ fn create_file(
 }
 
 /// The other files that the options ask for.
-fn new_files(image: &CreateOptions<'_>, guest_bytes: u64) -> Result<NewFiles> {
+fn new_files(registry: &Registry, image: &CreateOptions<'_>, guest_bytes: u64) -> Result<NewFiles> {
     let options = FileOptions::read_write();
     let (driver, path) = (image.driver, image.path);
-    NewFiles::create(driver, path, guest_bytes, &image.options, &options, image.replace)
+    NewFiles::create(registry, driver, path, guest_bytes, &image.options, &options, image.replace)
 }
 
 /// A device is written to as it is; a failure leaves it half-made.
 fn create_on_device(
+    registry: &Registry,
     image: &CreateOptions<'_>,
     guest_bytes: Option<u64>,
     base: Option<&FoundBacking>,
@@ -233,7 +235,7 @@ fn create_on_device(
             return Err(Error::Invalid(format!("{}: a size is needed", image.path.display())));
         }
     };
-    let files = new_files(image, guest_bytes)?;
+    let files = new_files(registry, image, guest_bytes)?;
     let written = Arc::default();
     let request = CreateRequest {
         storage: watched(&device, monitor, &written),

@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vdkit_block::{Error, FormatDriver, Limits, Options, Result};
-use vdkit_storage::{CommitOptions, FileOptions, FileStorage, PendingFile};
+use vdkit_block::{Error, FormatDriver, Limits, Options, Result, Storage};
+use vdkit_chain::Registry;
+use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
 
 /// The other files of an image that is being made, under hidden names.
 #[derive(Debug)]
@@ -15,8 +16,10 @@ pub(crate) struct NewFiles {
 
 impl NewFiles {
     /// Makes the files that the format wants beside the image at `path`. One that is there already
-    /// is replaced where `replace` says so.
+    /// is replaced where `replace` says so, and only if the user named it by an option, or the image
+    /// that is replaced does: a file that a format's naming happens to meet is somebody else's.
     pub(crate) fn create(
+        registry: &Registry,
         driver: &dyn FormatDriver,
         path: &Path,
         guest_bytes: u64,
@@ -34,12 +37,20 @@ impl NewFiles {
                 names.len()
             )));
         }
+        let own = if replace { files_of(registry, path) } else { Vec::new() };
+        let named = |name: &str| format_options.text("data_file") == Some(name);
         let mut taken = BTreeSet::from([real_name(path)]);
         let mut files = Vec::with_capacity(names.len());
         for name in names {
             let target = beside(path, &name);
-            if !replace && target.metadata().is_ok_and(|found| found.len() > 0) {
-                return Err(Error::Invalid(format!("{}: is there already", target.display())));
+            check_name(path, &name)?;
+            let may = replace && (named(&name) || own.contains(&real_name(&target)));
+            if !may && target.metadata().is_ok_and(|found| found.len() > 0) {
+                return Err(Error::Invalid(format!(
+                    "{}: is there already, and the new image needs this name for its data; move \
+                     it away, or choose another name for the image",
+                    target.display()
+                )));
             }
             if !taken.insert(real_name(&target)) {
                 return Err(Error::Invalid(format!(
@@ -76,6 +87,30 @@ impl NewFiles {
     }
 }
 
+/// A name that is like a protocol's would never be opened again.
+fn check_name(image: &Path, name: &str) -> Result<()> {
+    match name.split_once(':') {
+        Some((before, _)) if !before.contains('/') => Err(Error::Invalid(format!(
+            "{}: its data would be in '{name}', and what stands before a colon in an image's \
+             metadata is taken for a protocol; choose a name without a colon",
+            image.display()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The files that the image at a path names, as far as there is one that can be understood.
+fn files_of(registry: &Registry, image: &Path) -> Vec<PathBuf> {
+    let options = FileOptions::read_only().lock(LockMode::Off);
+    let Ok(storage) = FileStorage::open(image, &options) else { return Vec::new() };
+    let storage: Arc<dyn Storage> = Arc::new(storage);
+    let described = registry
+        .probe(&*storage)
+        .and_then(|probed| probed.driver.describe(&storage, &Limits::default()));
+    let names = described.map(|info| info.files).unwrap_or_default();
+    names.iter().map(|name| real_name(&beside(image, name))).collect()
+}
+
 /// A name in an image's metadata as a path: relative ones count from the image's folder.
 pub(crate) fn beside(image: &Path, name: &str) -> PathBuf {
     match image.parent() {
@@ -109,6 +144,7 @@ mod tests {
 
     fn make(image: &Path, text: &str, replace: bool) -> Result<NewFiles> {
         NewFiles::create(
+            &Registry::new([&Qcow2Driver as &'static dyn FormatDriver]),
             &Qcow2Driver,
             image,
             1 << 20,
@@ -149,6 +185,8 @@ mod tests {
         let error = make(&image, "data_file=data", false).unwrap_err().to_string();
         assert!(error.contains("there already"), "{error}");
         make(&image, "data_file=data", true).unwrap();
+        let error = make(&image, "data_file=nbd:x", true).unwrap_err().to_string();
+        assert!(error.contains("colon"), "{error}");
         assert_eq!(names(folder.path()), ["data"]);
     }
 }

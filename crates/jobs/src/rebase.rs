@@ -108,6 +108,15 @@ pub fn rebase(
         let disk = Disk::open(registry, image, opening)?;
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
         refuse_impossible(&disk, found.is_some())?;
+        let top = disk.layers()[0].info().format;
+        if !registry.driver(top)?.amends_backing() {
+            // Before anything is copied: what was copied would be of no use.
+            return Err(Error::unsupported(
+                disk.name(),
+                format!("putting a {top} image on another one, or on none, in place"),
+                "convert it to a new image: that one stands alone",
+            ));
+        }
         if !options.force {
             refuse_for_snapshots(&disk)?;
         }

@@ -157,7 +157,8 @@ impl Target {
         let cache = new.cache.unwrap_or(fast);
         let file = FileOptions::read_write().cache(cache);
         let pending = PendingFile::create(&new.path, &file)?;
-        let files = NewFiles::create(driver, &new.path, bytes, &new.options, &file, true)?;
+        let files =
+            NewFiles::create(registry, driver, &new.path, bytes, &new.options, &file, true)?;
         let storages = files.storages().map(|file| file.clone() as Arc<dyn Storage>).collect();
         let request = new.request(pending.storage().clone(), storages, bytes, base.as_ref());
         let format = driver.create_open(&request, &Limits::default())?;

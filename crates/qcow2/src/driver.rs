@@ -101,6 +101,10 @@ impl FormatDriver for Qcow2Driver {
         check::compact(storage, files.first(), options, limits, monitor)
     }
 
+    fn amends_backing(&self) -> bool {
+        true
+    }
+
     fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
         amend::amend(request, monitor)
     }

@@ -15,8 +15,9 @@ use crate::checksum::{Checked, Checksum};
 const BUFFER_BYTES: usize = 256 << 10;
 /// Memory that an xz stream may ask for: `xz -9` takes 65 MiB.
 const XZ_MEMORY_MAX: u64 = 1 << 30;
-/// The largest window of a zstd frame, as a power of two: `zstd --ultra --long=31`.
-const ZSTD_WINDOW_LOG_MAX: u32 = 31;
+/// The largest window of a zstd frame, as a power of two: what `zstd -d` takes without being asked
+/// for more, and `zstd --long` makes.
+const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 
 /// How a file is packed as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,6 +21,9 @@ pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Im
         info.backing_file = descriptor.parent().map(str::to_owned);
         if info.backing_file.is_some() {
             info.backing_format = Some("vmdk".to_owned());
+        }
+        // Also where no file is named: what the image does not hold must not read as zero then.
+        if info.backing_file.is_some() || descriptor.parent_cid != NO_PARENT {
             info.backing_identity = Some(format!("{:08x}", descriptor.parent_cid));
         }
         property("create-type", descriptor.create_type.clone());

@@ -89,6 +89,10 @@ impl FormatDriver for VmdkDriver {
         check::check(storage, files, repair, limits, monitor)
     }
 
+    fn amends_backing(&self) -> bool {
+        true
+    }
+
     fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
         amend::amend(request)
     }

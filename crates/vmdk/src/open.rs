@@ -123,6 +123,16 @@ impl Opening<'_> {
                         "an extent that ends within 2^63 bytes",
                     ));
                 }
+                let found = storage.len()?;
+                if found < at + len {
+                    return Err(Error::corrupt(
+                        storage.name(),
+                        found,
+                        "flat extent",
+                        format!("{found} bytes"),
+                        format!("at least {}, as its descriptor says", at + len),
+                    ));
+                }
                 let writable = writable && storage.caps().writable;
                 let (known_data, has_holes) = (Mutex::default(), AtomicBool::new(false));
                 let flat = Flat { file: index, at, known_data, has_holes };
