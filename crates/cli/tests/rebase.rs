@@ -240,6 +240,7 @@ fn a_format_that_cannot_change_its_parent_is_left_alone() {
     scratch.ok(&["write", "a.vhd", "0", "3M", "--pattern", "5"]);
     scratch.ok(&["create", "-f", "vpc", "--backing", "a.vhd", "b.vhd"]);
     let before = std::fs::read(scratch.path("b.vhd")).unwrap();
-    scratch.fails(1, "convert it to a new image", &["rebase", "b.vhd", "--no-backing"]);
+    let answer = scratch.fails(1, "in place", &["rebase", "b.vhd", "--no-backing"]);
+    assert!(answer.stderr.contains("hint: convert it to a new image"), "{answer:?}");
     assert_eq!(std::fs::read(scratch.path("b.vhd")).unwrap(), before);
 }

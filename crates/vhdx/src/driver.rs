@@ -72,6 +72,10 @@ impl FormatDriver for VhdxDriver {
         compact::compact(storage, options, limits, monitor)
     }
 
+    fn amends_backing(&self) -> bool {
+        true
+    }
+
     fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
         amend::amend(request, monitor)
     }
