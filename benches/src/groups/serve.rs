@@ -23,6 +23,8 @@ enum Start {
     Full,
     /// Nothing was written.
     Empty,
+    /// Every byte was written through the server, in large requests.
+    Filled,
     /// Every cluster is mapped, and all of them are holes of the file: of a disk so large that its
     /// map is what counts.
     Mapped,
@@ -33,6 +35,7 @@ impl Start {
         match self {
             Self::Full => "full",
             Self::Empty => "empty",
+            Self::Filled => "filled",
             Self::Mapped => "mapped",
         }
     }
@@ -55,6 +58,11 @@ const JOBS: &[Job] = &[
     job("randread 4K QD32", Start::Full, &["--rw=randread", "--bs=4k", "--iodepth=32"]),
     job("randread 4K QD1", Start::Full, &["--rw=randread", "--bs=4k", "--iodepth=1"]),
     job("rewrite 4K QD32", Start::Full, &["--rw=randwrite", "--bs=4k", "--iodepth=32"]),
+    job(
+        "rewrite 4K QD32 of what it wrote by 1M",
+        Start::Filled,
+        &["--rw=randwrite", "--bs=4k", "--iodepth=32"],
+    ),
     job("rewrite 4K QD1", Start::Full, &["--rw=randwrite", "--bs=4k", "--iodepth=1"]),
     job(
         "first write 4K QD32",
@@ -322,6 +330,14 @@ fn run(
             bail!("{} does not listen", server.name());
         }
         std::thread::sleep(Duration::from_millis(5));
+    }
+    if job.start == Start::Filled {
+        Program::new("fio")
+            .args(["--name=fill", "--ioengine=nbd", "--rw=write", "--bs=1M", "--iodepth=8"])
+            .args(["--end_fsync=1", "--output=/dev/null"])
+            .arg(format!("--uri=nbd+unix:///?socket={}", socket.display()))
+            .arg(format!("--size={bytes}"))
+            .run()?;
     }
     let pid = running.0.id();
     let before = processor(pid)?;

@@ -217,6 +217,7 @@ fn new_files(registry: &Registry, image: &CreateOptions<'_>, guest_bytes: u64) -
     let options = FileOptions::read_write();
     let (driver, path) = (image.driver, image.path);
     NewFiles::create(registry, driver, path, guest_bytes, &image.options, &options, image.replace)
+        .map_err(|error| error_of(image, error))
 }
 
 /// A device is written to as it is; a failure leaves it half-made.

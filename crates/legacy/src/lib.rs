@@ -9,7 +9,7 @@
 //! | `cloop` | compressed loopback images, version 2 |
 //! | `dmg` | Apple's disk images (UDIF) |
 //!
-//! Each is a [`Map`](read_only::Map): it answers where guest bytes are. `read_only` makes a format and
+//! Each is a `Map`: it answers where guest bytes are. `read_only` makes a format and
 //! a check of that, `tables` keeps pieces of tables that were read. Byte layouts:
 //! `docs/formats/*.md`.
 

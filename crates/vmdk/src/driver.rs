@@ -16,6 +16,9 @@ use crate::{Vmdk, amend, check, create, describe};
 
 /// The usual first line of a descriptor.
 const DESCRIPTOR: &[u8] = b"# Disk DescriptorFile";
+/// A descriptor without its extents, and a line of one with a name of usual length: at most.
+const DESCRIPTOR_BYTES: u64 = 512;
+const EXTENT_LINE_BYTES: u64 = 128;
 
 /// VMDK images: hosted ones of versions 1 to 3, streams, and for reading those of ESX.
 #[derive(Clone, Copy, Debug, Default)]
@@ -112,11 +115,18 @@ impl FormatDriver for VmdkDriver {
         }
         let grain = GRAIN_SECTORS * SECTOR;
         let sectors = descriptor_sectors(None);
-        let overhead: u64 = new
-            .extents(bytes)
+        let extents = new.extents(bytes);
+        // A file of its own with a line for each extent, whose name is not known here.
+        let descriptor = if new.subformat.is_one_file() {
+            0
+        } else {
+            DESCRIPTOR_BYTES + extents.len() as u64 * EXTENT_LINE_BYTES
+        };
+        let overhead: u64 = extents
             .iter()
             .map(|&size| sparse_header(size, new.zeroed_grain, sectors).overhead * SECTOR)
-            .sum();
+            .sum::<u64>()
+            + descriptor;
         let grains = bytes.div_ceil(grain);
         // A stream's grains have a marker each and do not always become smaller.
         let grain = if new.subformat == Subformat::Stream { grain + SECTOR } else { grain };
