@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt;
 use std::process::Stdio;
 
 use common::{Scratch, peer};
@@ -42,9 +43,12 @@ fn every_way_between_formats() {
 fn bytes_that_nobody_looks_at_are_copied_by_the_kernel() {
     // Memory shares no blocks and copies within itself; between two file systems nobody does.
     let memory = Scratch::new_in("/dev/shm");
-    std::fs::File::create(memory.path("disk.raw")).unwrap().set_len((4 << 20) + 512).unwrap();
-    for (offset, len) in [("0", "64K"), ("1M", "1216K"), ("3M", "256K")] {
-        memory.ok(&["write", "-f", "raw", "disk.raw", offset, len, "--pattern", "0x5a"]);
+    let raw = std::fs::File::create(memory.path("disk.raw")).unwrap();
+    raw.set_len((4 << 20) + 512).unwrap();
+    for (offset, len) in [(0, 64 << 10), (1 << 20, 1216 << 10), (3 << 20, 256 << 10)] {
+        // No two words alike: bytes from a wrong place are seen.
+        let words = (offset / 8..(offset + len) / 8).flat_map(|word: u64| (!word).to_le_bytes());
+        raw.write_all_at(&words.collect::<Vec<u8>>(), offset).unwrap();
     }
     let data = (64 + 1216 + 256) << 10;
     let elsewhere = Scratch::new();
@@ -65,6 +69,14 @@ fn bytes_that_nobody_looks_at_are_copied_by_the_kernel() {
         };
         assert_eq!((by, by_others), (data, 0), "{source} to {target}: {moved}");
         same(&memory, "disk.raw", target);
+    }
+    // Space in several pieces for one piece of the disk.
+    for options in ["cluster_size=512", "cluster_size=512,refcount_bits=64", "cluster_size=4K"] {
+        let off = ["--detect-zeros", "off", "-o", options, "disk.raw", "small.qcow2"];
+        let moved = &memory.json_of("convert", 0, &off)["moved"];
+        assert!(moved["kernel-copied"].as_u64().unwrap() > data / 2, "{options}: {moved}");
+        same(&memory, "disk.raw", "small.qcow2");
+        peer(&memory.path(""), "qemu-img", &["check", "-q", "small.qcow2"]);
     }
     // Whoever looks for zeroes reads.
     let moved = &memory.json_of("convert", 0, &["disk.raw", "e.qcow2"])["moved"];
