@@ -1,0 +1,76 @@
+//! Bytes that nobody looks at, copied by the kernel from file to file.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use vdkit_block::{CopyMethod, HostOffset, Reservation, Result, Storage};
+use vdkit_chain::Disk;
+
+use super::{Buffers, Mover, Placed, add};
+use crate::share::copy_in_kernel;
+
+impl Mover<'_> {
+    /// Has the kernel copy a chunk to its place, which is found in turn. What it does not copy is
+    /// read and written.
+    pub(super) fn copy_in_kernel(
+        &self,
+        buffers: &mut Buffers,
+        number: u64,
+        guest: Range<u64>,
+        from: &dyn Storage,
+        offset: HostOffset,
+    ) -> Result<()> {
+        let (at, len) = (guest.start, guest.end - guest.start);
+        let target = match self.target {
+            Some(target) if !self.kernel_refuses.load(Ordering::Relaxed) => target,
+            _ => return self.copy(buffers, number, at, len),
+        };
+        // Where every byte has its place already, or perhaps has, nothing is reserved.
+        if self.options.write_zeroes || target.top().caps().fill_bytes == 1 {
+            self.in_turn(number, || Ok(()))?;
+            let copied = copy_in_kernel(target, guest, from, offset)?;
+            add(&self.moved.kernel_copied, copied.bytes);
+            self.kernel_refuses.fetch_or(copied.refused, Ordering::Relaxed);
+            return self.copy_parts(buffers, &copied.left);
+        }
+        let mut placed = Vec::new();
+        self.in_turn(number, || self.place_plain(target, at, 0, len as usize, &mut placed))?;
+        for part in placed {
+            match part {
+                Placed::Plain { space, from: first } => {
+                    self.fill_in_kernel(target, buffers, space, from, offset + first as u64)?;
+                }
+                Placed::Mapped { from: first, to } => {
+                    let part = at + first as u64..at + to as u64;
+                    self.copy_parts(buffers, std::slice::from_ref(&part))?;
+                }
+                Placed::Packed { .. } => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills target space with the bytes of `from` from `offset` on, and publishes it.
+    fn fill_in_kernel(
+        &self,
+        target: &Disk,
+        buffers: &mut Buffers,
+        space: Reservation<'_>,
+        from: &dyn Storage,
+        offset: HostOffset,
+    ) -> Result<()> {
+        let Range { start, end } = space.write;
+        let (to, host) = (target.top().file(space.file), space.host_of(start));
+        let method = CopyMethod::CopyFileRange;
+        let copied = to.copy_from(host, from, offset, end - start, method)?;
+        add(&self.moved.kernel_copied, copied);
+        if copied < end - start {
+            self.kernel_refuses.store(true, Ordering::Relaxed);
+            let rest = start + copied;
+            self.read(buffers, rest, end - rest)?;
+            add(&self.moved.written, end - rest);
+            target.write_reserved(&space, &buffers.bytes, rest)?;
+        }
+        space.publish()
+    }
+}
