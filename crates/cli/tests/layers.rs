@@ -21,6 +21,7 @@ const LAYERS: &[&[&str]] = &[
     &["vdkit-chain", "vdkit-stream"],
     &["vdkit-jobs", "vdkit-export"],
     &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"],
+    &["vdkit-lab"],
     &["vdkit"],
     &["vdkit-cli"],
 ];

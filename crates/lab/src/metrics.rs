@@ -1,0 +1,86 @@
+//! The table of what is measured: one row a metric.
+
+use serde::{Deserialize, Serialize};
+
+/// Which way a metric is good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Better {
+    /// More is better.
+    Higher,
+    /// Less is better.
+    Lower,
+}
+
+/// Something that is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Metric {
+    /// Its name in results.
+    pub key: &'static str,
+    /// Its name for people.
+    pub title: &'static str,
+    /// The unit: `1/s`, `B/s`, `ns`, `s`, `B`, or nothing for a count.
+    pub unit: &'static str,
+    /// Which way it is good.
+    pub better: Better,
+}
+
+const fn more(key: &'static str, title: &'static str, unit: &'static str) -> Metric {
+    Metric { key, title, unit, better: Better::Higher }
+}
+
+const fn less(key: &'static str, title: &'static str, unit: &'static str) -> Metric {
+    Metric { key, title, unit, better: Better::Lower }
+}
+
+/// Every metric. Reads and writes together where the key does not say which.
+pub static METRICS: &[Metric] = &[
+    more("iops", "requests", "1/s"),
+    more("bytes_per_second", "throughput", "B/s"),
+    more("read_iops", "reads", "1/s"),
+    more("write_iops", "writes", "1/s"),
+    more("read_bytes_per_second", "read throughput", "B/s"),
+    more("write_bytes_per_second", "write throughput", "B/s"),
+    less("latency_mean_ns", "mean latency", "ns"),
+    less("latency_p50_ns", "median latency", "ns"),
+    less("latency_p90_ns", "latency of 90 %", "ns"),
+    less("latency_p99_ns", "latency of 99 %", "ns"),
+    less("latency_p999_ns", "latency of 99.9 %", "ns"),
+    less("latency_p9999_ns", "latency of 99.99 %", "ns"),
+    less("sync_mean_ns", "mean time of a sync", "ns"),
+    less("elapsed_seconds", "time", "s"),
+    less("second_pass_seconds", "time of the second pass", "s"),
+    less("open_seconds", "time to open", "s"),
+    less("final_fsync_seconds", "time of the last fsync", "s"),
+    less("server_cpu_seconds", "processor time of the server", "s"),
+    more("requests_per_cpu_second", "requests a second of the server's processor time", "1/s"),
+    less("reads", "reads", ""),
+    less("device_reads", "reads of the device", ""),
+    less("read_bytes", "bytes read", "B"),
+    more("flushes", "flushes that reached the device", ""),
+    less("host_bytes", "space on the host", "B"),
+    less("io_errors", "errors that the client saw", ""),
+    less("stalled_seconds", "time without progress", "s"),
+    more("survived", "all writes done in the end, image sound (1) or not (0)", ""),
+    more("score", "score", ""),
+];
+
+/// The metric of this key.
+pub fn metric(key: &str) -> Option<&'static Metric> {
+    METRICS.iter().find(|metric| metric.key == key)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_metric_is_in_the_table_once() {
+        for known in METRICS {
+            assert_eq!(METRICS.iter().filter(|m| m.key == known.key).count(), 1, "{}", known.key);
+            assert_eq!(metric(known.key), Some(known));
+        }
+        assert_eq!(metric("speed"), None);
+    }
+}
