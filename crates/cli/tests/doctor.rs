@@ -11,11 +11,20 @@ use std::time::{Duration, Instant};
 use common::{Scratch, peer};
 use serde_json::Value;
 use vdkit::jobs::DoctorCode;
-use vdkit_testkit::Rng;
+use vdkit_testkit::{Rng, fs};
 
 /// What depends on the machine that the test runs on.
-const HOST: [&str; 5] =
-    ["little-space", "copy-on-write", "network-file-system", "no-direct-io", "backing-writable"];
+const HOST: [&str; 9] = [
+    "little-space",
+    "overcommitted",
+    "in-memory",
+    "fragmented-file",
+    "no-barriers",
+    "copy-on-write",
+    "network-file-system",
+    "no-direct-io",
+    "backing-writable",
+];
 
 /// The codes of a path's only image.
 fn codes(scratch: &Scratch, code: i32, arguments: &[&str]) -> Vec<String> {
@@ -188,9 +197,214 @@ fn space_is_found() {
     // A full image and a preallocated one have none.
     scratch.ok(&["create", "full.qcow2", "64M", "-o", "preallocation=full"]);
     scratch.ok(&["create", "tiny.qcow2", "64M", "-o", "preallocation=full,cluster_size=512"]);
-    for image in ["full.qcow2", "tiny.qcow2"] {
-        assert_eq!(codes(&scratch, 0, &[image]), [""; 0], "{image}");
+    assert_eq!(codes(&scratch, 0, &["full.qcow2"]), [""; 0]);
+    assert_eq!(codes(&scratch, 0, &["tiny.qcow2"]), ["cluster-below-block"]);
+    let words = mend(&scratch, 0, "tiny.qcow2", "cluster-below-block");
+    std::fs::remove_file(scratch.path("NEW")).unwrap();
+    scratch.ok(&words[1..].iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(codes(&scratch, 0, &["NEW"]), [""; 0]);
+}
+
+fn evidence(scratch: &Scratch, image: &str) -> Value {
+    scratch.json_of("doctor", 0, &[image])["images"][0]["evidence"].clone()
+}
+
+#[test]
+fn the_figures_are_those_of_other_tools() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "sparse.qcow2", "64M"]);
+    for (name, preallocation, allocation) in [
+        ("metadata.qcow2", "metadata", "metadata"),
+        ("falloc.qcow2", "falloc", "full"),
+        ("full.qcow2", "full", "full"),
+    ] {
+        let option = format!("preallocation={preallocation}");
+        scratch.ok(&["create", name, "64M", "-o", &option]);
+        assert_eq!(evidence(&scratch, name)["allocation"], allocation, "{name}");
     }
+    let sparse = evidence(&scratch, "sparse.qcow2");
+    assert_eq!((&sparse["allocation"], &sparse["map-bytes"]), (&"sparse".into(), &8192.into()));
+    assert_eq!((&sparse["chain-images"], &sparse["snapshots"]), (&1.into(), &0.into()));
+    // What the host says.
+    let stat = |format: &str, file: &str| {
+        let said = peer(&scratch.path(""), "stat", &["-c", format, file]).stdout;
+        String::from_utf8(said).unwrap().trim().parse::<u64>().unwrap()
+    };
+    assert_eq!(sparse["block-bytes"], stat("%o", "sparse.qcow2"));
+    let full = evidence(&scratch, "full.qcow2");
+    assert_eq!(full["allocated-bytes"], stat("%b", "full.qcow2") * 512);
+    let kind = peer(&scratch.path(""), "findmnt", &["-n", "-o", "FSTYPE", "-T", "."]).stdout;
+    assert_eq!(full["file-system"], String::from_utf8(kind).unwrap().trim());
+    // Nothing of the disk is allocated, and all of it may come.
+    let (size, map) = (64 << 20, 8192);
+    assert_eq!(sparse["growth-bytes"], size + map - stat("%b", "sparse.qcow2") * 512);
+    scratch.ok(&["snapshot", "create", "full.qcow2", "one"]);
+    assert_eq!(evidence(&scratch, "full.qcow2")["growth-bytes"], size + map);
+}
+
+#[test]
+fn many_snapshots_are_mended_one_by_one() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    for i in 0..8 {
+        assert_eq!(codes(&scratch, 0, &["a.qcow2"]), [""; 0]);
+        scratch.ok(&["snapshot", "create", "a.qcow2", &format!("s{i}")]);
+    }
+    assert_eq!(codes(&scratch, 0, &["a.qcow2"]), ["many-snapshots"]);
+    is_mended(&scratch, 0, "a.qcow2", "many-snapshots");
+}
+
+#[test]
+fn a_shuffled_map_is_found_and_mended() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "16M", "-o", "cluster_size=4K"]);
+    // Clusters are allocated as they are written: backwards, in one run of another program.
+    let mut words = vec!["-f".to_owned(), "qcow2".to_owned()];
+    for i in (0..2000).rev() {
+        words.extend(["-c".to_owned(), format!("write {} 4k", i * 4096)]);
+    }
+    words.push("a.qcow2".to_owned());
+    peer(&scratch.path(""), "qemu-io", &words.iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(codes(&scratch, 0, &["a.qcow2"]), ["fragmented-map"]);
+    let check = peer(&scratch.path(""), "qemu-img", &["check", "--output=json", "a.qcow2"]);
+    let check: Value = serde_json::from_slice(&check.stdout).unwrap();
+    let found = evidence(&scratch, "a.qcow2");
+    assert_eq!(found["fragmented-clusters"], check["fragmented-clusters"]);
+    assert_eq!(found["allocated-clusters"], check["allocated-clusters"]);
+    let words = mend(&scratch, 0, "a.qcow2", "fragmented-map");
+    scratch.ok(&words[1..].iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(codes(&scratch, 0, &["NEW"]), [""; 0]);
+}
+
+/// The codes of an image on a file system made for the test.
+fn codes_on(image: &std::path::Path) -> Vec<String> {
+    let scratch = Scratch::new();
+    let answer = scratch.run(&["doctor", "--json", image.to_str().unwrap()]);
+    let answer: Value = serde_json::from_str(&answer.stdout).unwrap();
+    let findings = answer["images"][0]["findings"].as_array().unwrap();
+    findings.iter().map(|finding| finding["code"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn file_systems_have_their_own_findings() {
+    let scratch = Scratch::new();
+    if let Some(memory) = fs::mounted("tmpfs", 64 << 20) {
+        let image = memory.path().join("a.qcow2");
+        scratch.ok(&["create", image.to_str().unwrap(), "1M"]);
+        assert!(codes_on(&image).contains(&"in-memory".to_owned()));
+        let first = scratch.json_of("doctor", 0, &[image.to_str().unwrap()]);
+        assert_eq!(first["images"][0]["evidence"]["cache"], "writeback");
+        // Together they may need more than there is, each alone not.
+        let second = memory.path().join("b.qcow2");
+        let folder = memory.path().to_str().unwrap();
+        for (image, size) in [(&image, "40M"), (&second, "41M")] {
+            let _ = std::fs::remove_file(image);
+            scratch.ok(&["create", image.to_str().unwrap(), size]);
+            assert!(!codes_on(image).contains(&"little-space".to_owned()));
+        }
+        let answer = scratch.json_of("doctor", 0, &[folder]);
+        assert_eq!(answer["findings"][0]["code"], "overcommitted", "{answer}");
+        let text = scratch.ok(&["doctor", folder]).stdout;
+        assert!(text.contains("\n  advice   overcommitted: 2 images"), "{text}");
+    }
+    if let Some(ext4) = fs::mounted_with("ext4", 64 << 20, "nobarrier") {
+        let image = ext4.path().join("a.raw");
+        // What is left free are single blocks, so a file made of them lies in pieces.
+        let block = [1; 4096];
+        for i in 0..8000 {
+            if std::fs::write(ext4.path().join(format!("{i}")), block).is_err() {
+                break;
+            }
+        }
+        peer(ext4.path(), "sync", &[]);
+        for i in (0..8000).step_by(2) {
+            let _ = std::fs::remove_file(ext4.path().join(format!("{i}")));
+        }
+        peer(ext4.path(), "sync", &[]);
+        let mut file = File::create(&image).unwrap();
+        while std::io::Write::write_all(&mut file, &block).is_ok() {}
+        file.sync_all().unwrap();
+        let found = codes_on(&image);
+        assert!(found.contains(&"no-barriers".to_owned()), "{found:?}");
+        assert!(found.contains(&"fragmented-file".to_owned()), "{found:?}");
+    }
+}
+
+#[test]
+fn whoever_ignores_flushes_is_named() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let served = |cache: &str| {
+        let arguments = ["serve", "a.qcow2", "--nbd", "unix:s.sock", "--cache", cache];
+        let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        child
+    };
+    for (cache, code, found) in
+        [("writeback", 0, &["in-use"][..]), ("unsafe", 3, &["flushes-ignored", "in-use"])]
+    {
+        let mut child = served(cache);
+        let answer = codes(&scratch, code, &["a.qcow2"]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let _ = std::fs::remove_file(scratch.path("s.sock"));
+        assert_eq!(answer, found, "{cache}");
+    }
+    let file = scratch.path("a.qcow2");
+    let drive = format!("driver=file,node-name=f,filename={},cache.no-flush=on", file.display());
+    let image = "driver=qcow2,node-name=q,file=f";
+    let mut qemu = Command::new("qemu-storage-daemon")
+        .args(["--blockdev", &drive, "--blockdev", image])
+        .args(["--nbd-server", "addr.type=unix,addr.path=q.sock"])
+        .args(["--export", "type=nbd,id=e,node-name=q,writable=on"])
+        .current_dir(scratch.path(""))
+        .spawn()
+        .unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    while !scratch.path("q.sock").exists() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    let text = scratch.run(&["doctor", "a.qcow2"]).stdout;
+    qemu.kill().unwrap();
+    let pid = qemu.id();
+    qemu.wait().unwrap();
+    let words = format!(
+        "flushes-ignored: process {pid} (qemu-storage-daemon) has it open with \
+                 'cache.no-flush=on'"
+    );
+    assert!(text.contains(&words), "{text}");
+}
+
+#[test]
+fn libvirt_gets_its_element() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.raw", "1T", "-f", "raw"]);
+    let options = "cluster_size=8K";
+    scratch.ok(&["create", "it's.qcow2", "-b", "base.raw", "-F", "raw", "-o", options]);
+    let answer = scratch.json_of("doctor", 0, &["--libvirt", "it's.qcow2"]);
+    let xml = answer["images"][0]["libvirt"].as_str().unwrap();
+    let folder = scratch.path("").canonicalize().unwrap();
+    let folder = folder.display();
+    let cache = answer["images"][0]["evidence"]["cache"].as_str().unwrap();
+    for line in [
+        format!("<driver name='qemu' type='qcow2' cache='{cache}' io='threads' discard='unmap'>"),
+        "<max_size unit='bytes'>1073741824</max_size>".to_owned(),
+        format!("<source file='{folder}/it&apos;s.qcow2'/>"),
+        format!("<source file='{folder}/base.raw'/>"),
+    ] {
+        assert!(xml.contains(&line), "{line}: {xml}");
+    }
+    let text = scratch.ok(&["doctor", "--libvirt", "it's.qcow2"]).stdout;
+    assert!(text.contains("\n    <disk type='file' device='disk'>\n"), "{text}");
+    // Without being asked it says nothing of it.
+    let answer = scratch.json_of("doctor", 0, &["it's.qcow2"]);
+    assert!(answer["images"][0].get("libvirt").is_none());
+    scratch.ok(&["create", "full.raw", "1M", "-f", "raw", "-o", "preallocation=full"]);
+    let full = scratch.json_of("doctor", 0, &["-f", "raw", "--libvirt", "full.raw"]);
+    let xml = full["images"][0]["libvirt"].as_str().unwrap();
+    assert_eq!(xml.contains("io='native'"), cache == "none", "{xml}");
 }
 
 #[test]

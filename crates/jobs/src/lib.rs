@@ -22,6 +22,7 @@ mod holes;
 mod incoming;
 pub mod inspect;
 mod keys;
+pub mod libvirt;
 mod map;
 mod measure;
 mod mover;
@@ -57,7 +58,8 @@ pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create};
 pub use dd::{DdOptions, DdPlan, DdReport, dd_new};
 pub use dependents::{Dependents, dependents, refuse_dependents};
 pub use doctor::{
-    DoctorCode, DoctorFinding, DoctorImage, DoctorOptions, DoctorReport, DoctorSeverity, doctor,
+    Allocation, DoctorCode, DoctorEvidence, DoctorFinding, DoctorImage, DoctorOptions,
+    DoctorReport, DoctorSeverity, doctor,
 };
 pub use incoming::{Incoming, RawStream, convert_stream, receive};
 pub use keys::{KeysAfter, ListedKeys, add_key, change_key, list_keys, remove_key};

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
-use rustix::ioctl::{self, Getter, Setter, opcode};
+use rustix::ioctl::{self, Getter, Setter, Updater, opcode};
 
 /// `struct file_clone_range` of linux/fs.h.
 #[repr(C)]
@@ -159,4 +159,63 @@ pub fn copy_to_mapping(file: BorrowedFd<'_>, offset: u64, buf: &[u8]) -> Result<
 
 fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+/// Extents that one call of [`fiemap`] has room for.
+pub const FIEMAP_EXTENTS: usize = 256;
+
+/// `struct fiemap_extent` of linux/fiemap.h.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FiemapExtent {
+    /// Offset within the file, in bytes.
+    pub logical: u64,
+    /// Offset within the device, in bytes.
+    pub physical: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Nothing yet.
+    pub reserved: [u64; 2],
+    /// `FIEMAP_EXTENT_*`.
+    pub flags: u32,
+    /// Nothing yet.
+    pub reserved_too: [u32; 3],
+}
+
+/// `struct fiemap` of linux/fiemap.h, with room for extents behind it.
+#[repr(C)]
+pub struct Fiemap {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped: u32,
+    room: u32,
+    reserved: u32,
+    extents: [FiemapExtent; FIEMAP_EXTENTS],
+}
+
+impl Fiemap {
+    /// The extents that the last call found, in the order of the file.
+    pub fn found(&self) -> &[FiemapExtent] {
+        &self.extents[..(self.mapped as usize).min(FIEMAP_EXTENTS)]
+    }
+}
+
+/// Asks where the file's bytes from `start` on are; nothing is written back first.
+pub fn fiemap(file: BorrowedFd<'_>, start: u64) -> Result<Fiemap, Errno> {
+    // The number is encoded with the size of the structure without its extents: 32 bytes.
+    const FS_IOC_FIEMAP: ioctl::Opcode = opcode::read_write::<[u64; 4]>(b'f', 11);
+    let mut map = Fiemap {
+        start,
+        length: u64::MAX - start,
+        flags: 0,
+        mapped: 0,
+        room: FIEMAP_EXTENTS as u32,
+        reserved: 0,
+        extents: [FiemapExtent::default(); FIEMAP_EXTENTS],
+    };
+    // SAFETY: the ioctl reads the head of the structure and writes it, and as many extents behind it
+    // as `room` says, which is how many there are; the layout is the kernel's.
+    unsafe { ioctl::ioctl(file, Updater::<FS_IOC_FIEMAP, Fiemap>::new(&mut map)) }?;
+    Ok(map)
 }

@@ -4,7 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
 use vdkit::Monitor;
-use vdkit::jobs::{self, DoctorImage, DoctorOptions, DoctorReport, DoctorSeverity};
+use vdkit::jobs::{
+    self, Allocation, DoctorEvidence, DoctorFinding, DoctorImage, DoctorOptions, DoctorReport,
+    DoctorSeverity,
+};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, ProgressOption, References};
@@ -24,6 +27,7 @@ read as it is. In the commands, words in capitals are for you to choose.",
     examples: "
 vdkit doctor disk.qcow2
 vdkit doctor /var/lib/libvirt/images          every image there, and which are orphans
+vdkit doctor --libvirt disk.qcow2             and the <disk> element for libvirt
 vdkit doctor --json disk.qcow2 | jq '.images[].findings[].code'
 ",
     augment: augment::<DoctorArgs>,
@@ -42,6 +46,12 @@ pub struct DoctorArgs {
     /// Look into folders within the folder
     #[arg(short = 'r', long)]
     recursive: bool,
+    /// Print the <disk> element by which libvirt gives the image to a guest
+    ///
+    /// With the cache mode that suits the file system, the images beneath, and a larger cache for the
+    /// map where it needs one.
+    #[arg(long)]
+    libvirt: bool,
     #[command(flatten)]
     references: References,
     #[command(flatten)]
@@ -62,6 +72,7 @@ impl Run for DoctorArgs {
             format: self.format,
             refs: self.references.policy(),
             recursive: self.recursive,
+            libvirt: self.libvirt,
         };
         let progress = self.progress.reporter("doctor");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
@@ -99,7 +110,62 @@ fn print(image: &DoctorImage, out: &mut Output) -> std::io::Result<()> {
         });
     }
     out.line(line)?;
-    for finding in &image.findings {
+    if let Some(evidence) = &image.evidence {
+        out.line(format!("  {}", figures(evidence)))?;
+        out.line(format!("  cache={} for guests: {}", evidence.cache, evidence.cache_reason))?;
+    }
+    print_findings(&image.findings, out)?;
+    if let Some(xml) = &image.libvirt {
+        xml.lines().try_for_each(|line| out.line(format!("    {line}")))?;
+    }
+    Ok(())
+}
+
+/// What was measured, in one line.
+fn figures(evidence: &DoctorEvidence) -> String {
+    let mut said = Vec::new();
+    let kind = evidence.file_system.as_deref().unwrap_or("device");
+    match (evidence.cluster_bytes, evidence.block_bytes) {
+        (Some(cluster), Some(block)) => {
+            said.push(format!(
+                "clusters of {} on {kind} blocks of {}",
+                bytes_short(cluster),
+                bytes_short(block)
+            ));
+        }
+        (None, Some(block)) => said.push(format!("on {kind} blocks of {}", bytes_short(block))),
+        _ => said.push(format!("on {kind}")),
+    }
+    if evidence.file_system.is_some() {
+        let allocation = match evidence.allocation {
+            Allocation::Sparse => "sparse",
+            Allocation::Metadata => "its map preallocated",
+            Allocation::Full => "fully allocated",
+        };
+        let allocated = bytes_short(evidence.allocated_bytes);
+        said.push(format!("{allocation}, takes {allocated}"));
+    }
+    if let Some(free) = evidence.free_bytes {
+        let growth = bytes_short(evidence.growth_bytes);
+        said.push(format!("may grow by {growth} ({} free)", bytes_short(free)));
+    }
+    if let Some(map) = evidence.map_bytes {
+        said.push(format!("map of {}", bytes_short(map)));
+    }
+    if let (Some(extents), Some(jumps)) = (evidence.extents, evidence.jumps) {
+        said.push(format!("extents {extents}, jumps {jumps}"));
+    }
+    if let (Some(out_of_order), Some(all)) =
+        (evidence.fragmented_clusters, evidence.allocated_clusters)
+    {
+        said.push(format!("clusters out of order {out_of_order} of {all}"));
+    }
+    said.push(format!("snapshots {}, chain of {}", evidence.snapshots, evidence.chain_images));
+    said.join("; ")
+}
+
+fn print_findings(findings: &[DoctorFinding], out: &mut Output) -> std::io::Result<()> {
+    for finding in findings {
         let severity = match finding.severity {
             DoctorSeverity::Error => "error",
             DoctorSeverity::Warning => "warning",
@@ -127,6 +193,7 @@ fn sum_up(report: &DoctorReport, out: &mut Output) -> std::io::Result<()> {
         some(report.warnings, "warning", "warnings"),
         some(report.advice, "piece", "pieces"),
     ))?;
+    print_findings(&report.findings, out)?;
     for orphan in &report.orphans {
         out.line(format!("orphan: {}", orphan.display()))?;
     }

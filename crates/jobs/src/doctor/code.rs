@@ -36,6 +36,8 @@ codes! {
     BitmapStale "bitmap-not-saved" Warning "A dirty bitmap was in use when the image was last closed, so nobody may trust it.";
     LegacyAes "legacy-encryption" Warning "The image is encrypted with QEMU's first method (AES), which its manual calls flawed.";
     OddSize "size-not-in-sectors" Warning "The size of the disk is not a multiple of 512 bytes, while a guest sees whole sectors.";
+    Unflushed "flushes-ignored" Warning "A process that uses the image ignores the guest's flushes (cache=unsafe), so a power cut may damage the guest's file system.";
+    NoBarriers "no-barriers" Warning "The file system is mounted so that flushes do not reach its device.";
     InUse "in-use" Advice "Another process has the image open for writing: what changes while it runs was not looked at.";
     NotChecked "not-checked" Advice "The metadata was not checked, as reading it all would have taken too long here.";
     VersionTwo "version-2" Advice "The image has version 2 (compat 0.10), which has no zero clusters, feature bits or dirty bitmaps.";
@@ -48,6 +50,12 @@ codes! {
     BackingAbsolute "backing-absolute" Advice "The header names the backing image by an absolute path, so the two cannot be moved together.";
     BackingWritable "backing-writable" Advice "The image beneath may be written by its owner; whoever does so damages this one.";
     BackingNewer "backing-newer" Advice "The image beneath was written after this one was made; if the guest's data in it changed, this one is damaged.";
+    ManySnapshots "many-snapshots" Advice "The image holds many internal snapshots: they keep space, and the first write to a cluster of theirs copies it.";
+    FragmentedMap "fragmented-map" Advice "The guest's bytes lie out of order in the file, so that reading the disk in order is reading the file here and there.";
+    FragmentedFile "fragmented-file" Advice "The file lies in many small pieces on its device.";
+    ClusterBelowBlock "cluster-below-block" Advice "A cluster is smaller than a block of the file system (or device), so that writing a new one reads the rest of the block first.";
+    InMemory "in-memory" Advice "The file system is in memory: the image is gone with the power.";
+    Overcommitted "overcommitted" Advice "Several images may together grow by more than their file system has left.";
     LittleSpace "little-space" Advice "The file system has less space left than the image may still grow by.";
     CopyOnWrite "copy-on-write" Advice "The file is on btrfs, which writes every changed block to a new place.";
     Network "network-file-system" Advice "The file is on a network file system: whether locks hold between machines is the server's matter.";

@@ -2,11 +2,19 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
 
 use rustix::fs::{IFlags, OFlags};
+use vdkit_storage::Placement;
 
+use super::evidence::{Allocation, allocation, growth, scattered};
+use super::mounts::Mounted;
+use super::unflushed::unflushed;
 use super::{DoctorCode, Patient, command};
+
+/// Extents of a file that are looked at.
+const EXTENTS_MAX: u64 = 200_000;
 
 /// `f_type` of file systems. Source: statfs(2).
 mod magic {
@@ -32,20 +40,36 @@ fn network(kind: u64) -> Option<&'static str> {
 
 impl Patient<'_> {
     pub(super) fn look_at_host(&mut self) {
+        self.note_sizes();
+        if self.in_use {
+            self.look_at_flushes();
+        }
         if self.link().host.device {
-            return;
+            self.evidence.block_bytes = device_block(self.path);
+            self.look_at_blocks();
+            return self.suggest("none", "a device needs no page cache beside the guest's own");
         }
         let Ok(file) = File::open(self.path) else { return };
         let Ok(system) = rustix::fs::fstatfs(&file) else { return };
         // (The field's type differs between machines.)
         let kind = system.f_type as u64 & 0xffff_ffff;
         let free = system.f_bavail.saturating_mul(u64::try_from(system.f_bsize).unwrap_or(0));
+        let mounted = self.path.canonicalize().ok().and_then(|path| Mounted::of(&path));
+        self.evidence.free_bytes = Some(free);
+        self.evidence.file_system = mounted.as_ref().map(|mounted| mounted.kind.clone());
+        if let Ok(found) = file.metadata() {
+            self.evidence.space = Some(found.dev());
+            // (What a network file system likes to transfer is not what it has to read first.)
+            self.evidence.block_bytes = network(kind).is_none().then_some(found.blksize());
+        }
         self.look_at_space(free);
+        self.look_at_blocks();
         if let Some(name) = network(kind) {
             let message = format!("the file is on {name}");
             self.add(DoctorCode::Network, message, None);
         }
-        if kind == magic::BTRFS && copies_on_write(&file) {
+        let cow = kind == magic::BTRFS && copies_on_write(&file);
+        if cow {
             let message = "the file is on btrfs without NOCOW: rewriting spreads it over the disk. \
                            With NOCOW btrfs keeps no checksums of it; only an empty file can get \
                            it, so make one, set it, and convert into it";
@@ -53,18 +77,56 @@ impl Patient<'_> {
         }
         let direct = OFlags::DIRECT.bits() as i32;
         let opened = File::options().read(true).custom_flags(direct).open(self.path);
-        if opened.is_err_and(|error| error.kind() == std::io::ErrorKind::InvalidInput) {
+        let refused = opened.is_err_and(|error| error.kind() == std::io::ErrorKind::InvalidInput);
+        if refused {
             self.add(DoctorCode::NoDirect, "O_DIRECT is refused", None);
         }
+        if let Some(mounted) = &mounted {
+            self.look_at_mount(mounted);
+        }
+        self.look_at_placement(&file, mounted.as_ref());
+        match (refused, cow, mounted.is_some_and(|mounted| mounted.volatile())) {
+            (_, _, true) => self.suggest("writeback", "the file is in memory already"),
+            (true, ..) => self.suggest("writeback", "the file system refuses direct I/O"),
+            // Source: btrfs's documentation, "Checksumming", on direct I/O.
+            (_, true, _) => self.suggest(
+                "writeback",
+                "btrfs has checksums, which a guest breaks that changes a buffer under direct I/O",
+            ),
+            _ => self.suggest("none", "direct I/O works, and the guest caches itself"),
+        }
+    }
+
+    fn suggest(&mut self, cache: &'static str, reason: &'static str) {
+        self.evidence.cache = cache;
+        self.evidence.cache_reason = reason;
+    }
+
+    /// What the header says, as figures.
+    fn note_sizes(&mut self) {
+        let link = self.link().clone();
+        let evidence = &mut self.evidence;
+        evidence.cluster_bytes = link.info.cluster_size.filter(|bytes| *bytes > 0);
+        evidence.allocated_bytes = link.host.allocated_bytes;
+        evidence.snapshots = link.info.snapshots.len() as u64;
+        evidence.growth_bytes = if link.host.device || !link.info.files.is_empty() {
+            0
+        } else {
+            let map = evidence.map_bytes.unwrap_or(0);
+            let (size, allocated) = (link.info.virtual_size, link.host.allocated_bytes);
+            growth(size, map, allocated, evidence.snapshots)
+        };
+        evidence.allocation = if link.host.device {
+            Allocation::Full
+        } else {
+            allocation(link.info.virtual_size, link.host.allocated_bytes, false)
+        };
+        evidence.chain_images = self.links.len() as u64;
     }
 
     /// What the image may still grow by, beside what is free.
     fn look_at_space(&mut self, free: u64) {
-        let link = self.link();
-        if !link.info.files.is_empty() {
-            return;
-        }
-        let growth = link.info.virtual_size.saturating_sub(link.host.allocated_bytes);
+        let growth = self.evidence.growth_bytes;
         if free >= growth {
             return;
         }
@@ -74,13 +136,102 @@ impl Patient<'_> {
             growth >> 20,
             free >> 20
         );
-        self.add(DoctorCode::LittleSpace, message, None);
+        let word = self.word.clone();
+        let mend = ["vdkit", "serve", &word, "--nbd", "unix:SOCKET", "--on-nospace", "pause"];
+        self.add(DoctorCode::LittleSpace, message, command(&mend));
+    }
+
+    /// A cluster that is a part of a block of the file system: writing it reads the rest first.
+    fn look_at_blocks(&mut self) {
+        let (Some(cluster), Some(block)) = (self.evidence.cluster_bytes, self.evidence.block_bytes)
+        else {
+            return;
+        };
+        if cluster >= block || self.link().info.format != "qcow2" {
+            return;
+        }
+        let where_it_is = self.evidence.file_system.as_deref().unwrap_or("the device");
+        let message = format!(
+            "clusters of {cluster} bytes, where {where_it_is} writes blocks of {block}: a new cluster \
+             changes a part of a block, which has to be read first"
+        );
+        let option = format!("cluster_size={}", block.clamp(64 << 10, 2 << 20));
+        let word = self.word.clone();
+        let mend = command(&["vdkit", "convert", "-O", "qcow2", "-o", &option, &word, "NEW"]);
+        self.add(DoctorCode::ClusterBelowBlock, message, mend);
+    }
+
+    fn look_at_mount(&mut self, mounted: &Mounted) {
+        let point = mounted.point.display().to_string();
+        if mounted.volatile() {
+            let message =
+                format!("'{point}' is {}: the image is gone with the power", mounted.kind);
+            let format = self.link().info.format;
+            let mend = command(&["vdkit", "convert", "-O", format, self.word.as_str(), "NEW"]);
+            self.add(DoctorCode::InMemory, message, mend);
+        }
+        if let Some(option) = mounted.without_flushes() {
+            let message = format!(
+                "'{point}' ({}) is mounted with {option}: no cache mode makes a guest's flush safe \
+                 here",
+                mounted.kind
+            );
+            let mend = command(&["mount", "-o", "remount,barrier=1", &point]);
+            self.add(DoctorCode::NoBarriers, message, mend);
+        }
+    }
+
+    /// How the file lies on its device.
+    fn look_at_placement(&mut self, file: &File, mounted: Option<&Mounted>) {
+        let Ok(Some(placement)) = Placement::of(file, EXTENTS_MAX) else { return };
+        self.evidence.extents = Some(placement.extents);
+        self.evidence.jumps = Some(placement.jumps);
+        if !scattered(&placement) {
+            return;
+        }
+        let more = if placement.partial { " or more" } else { "" };
+        let message = format!(
+            "reading the file in order jumps {}{more} times on the device, every {} KiB on average",
+            placement.jumps,
+            (placement.bytes / placement.jumps) >> 10
+        );
+        let kind = mounted.map_or("", |mounted| mounted.kind.as_str());
+        let (word, format) = (self.word.clone(), self.link().info.format);
+        // (btrfs's own tool would undo the sharing with snapshots.)
+        let mend = match kind {
+            "ext4" => command(&["e4defrag", &word]),
+            "xfs" => command(&["xfs_fsr", &word]),
+            _ => command(&["vdkit", "convert", "-f", format, "-O", format, &word, "NEW"]),
+        };
+        self.add(DoctorCode::FragmentedFile, message, mend);
+    }
+
+    fn look_at_flushes(&mut self) {
+        let Some(found) = unflushed(self.path) else { return };
+        let message = format!(
+            "process {} ({}) has it open with '{}': a power cut may leave the guest's file system \
+             damaged; none and writeback are as fast between flushes, and safe",
+            found.pid, found.program, found.word
+        );
+        self.add(DoctorCode::Unflushed, message, None);
     }
 }
 
 /// Whether btrfs writes changed blocks of this file to a new place.
 fn copies_on_write(file: &File) -> bool {
     rustix::fs::ioctl_getflags(file.as_fd()).is_ok_and(|flags| !flags.contains(IFlags::NOCOW))
+}
+
+/// The physical block of a device, or of the one that it is a partition of. Source: the kernel's
+/// Documentation/ABI, `/sys/block/<disk>/queue/physical_block_size`.
+fn device_block(path: &Path) -> Option<u64> {
+    let number = std::fs::metadata(path).ok()?.rdev();
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let folder = Path::new("/sys/dev/block").join(format!("{major}:{minor}"));
+    ["queue", "../queue"].iter().find_map(|queue| {
+        let text = std::fs::read_to_string(folder.join(queue).join("physical_block_size")).ok()?;
+        text.trim().parse().ok()
+    })
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use vdkit_block::{CheckReport, Error, ImageInfo, Limits, Monitor, Repair, Result, Storage};
 use vdkit_chain::{OpenOptions, OpenedImage, open_image};
 
+use super::evidence::{allocation, shuffled};
 use super::{DoctorCode, METADATA_BYTES_MAX, Patient, command};
 use crate::inspect::budget::BudgetStorage;
 
@@ -18,6 +19,8 @@ const MEMORY_MAX: u64 = 64 << 20;
 const UNUSED_MIN: u64 = 16 << 20;
 /// What qemu-img and vdkit make unless they are told otherwise.
 const CLUSTER_BYTES_USUAL: u64 = 64 << 10;
+/// Internal snapshots from which on they are remarkable.
+const SNAPSHOTS_REMARKABLE: usize = 8;
 const REFCOUNT_BITS_USUAL: u64 = 16;
 
 impl Patient<'_> {
@@ -85,6 +88,28 @@ impl Patient<'_> {
             self.add(DoctorCode::NarrowRefcounts, message, mend);
         }
         self.look_at_map(info, property("extended-l2") == Some("true"));
+        self.look_at_snapshots(info);
+    }
+
+    fn look_at_snapshots(&mut self, info: &ImageInfo) {
+        let snapshots = &info.snapshots;
+        let Some(oldest) = snapshots.iter().min_by_key(|snapshot| snapshot.date_seconds) else {
+            return;
+        };
+        if snapshots.len() < SNAPSHOTS_REMARKABLE {
+            return;
+        }
+        let states = snapshots.iter().map(|snapshot| snapshot.vm_state_bytes);
+        let states = states.fold(0, u64::saturating_add);
+        let kept = match states {
+            0 => String::new(),
+            bytes => format!(", with {} MiB of VM state", bytes.div_ceil(1 << 20)),
+        };
+        let message =
+            format!("{} snapshots{kept}; the oldest is '{}'", snapshots.len(), oldest.name);
+        let mend = ["vdkit", "snapshot", "delete", self.word.as_str(), &oldest.id];
+        let mend = command(&mend);
+        self.add(DoctorCode::ManySnapshots, message, mend);
     }
 
     /// What the whole map takes beside the cache that it gets.
@@ -92,6 +117,7 @@ impl Patient<'_> {
         let Some(cluster) = info.cluster_size.filter(|bytes| *bytes > 0) else { return };
         let entry = if extended { 16 } else { 8 };
         let map = map_bytes(info.virtual_size, cluster, entry);
+        self.evidence.map_bytes = Some(map);
         let default = Limits::default().cache_bytes;
         if map <= default {
             return;
@@ -209,7 +235,34 @@ impl Patient<'_> {
             let mend = command(&["vdkit", "convert", "-O", self.link().info.format, &word, "NEW"]);
             self.add(DoctorCode::Compressed, message, mend);
         }
+        self.look_at_order(report);
         self.look_at_unused(report, cluster);
+    }
+
+    /// Whether the guest's bytes lie in the file as they lie on the disk.
+    fn look_at_order(&mut self, report: &CheckReport) {
+        if report.total_clusters == 0 {
+            return;
+        }
+        let (fragmented, allocated) = (report.fragmented_clusters, report.allocated_clusters);
+        self.evidence.fragmented_clusters = Some(fragmented);
+        self.evidence.allocated_clusters = Some(allocated);
+        let link = self.link();
+        let (size, format, host) = (link.info.virtual_size, link.info.format, link.host);
+        // (Data in a file of its own is not what was counted here.)
+        if link.info.files.is_empty() && !host.device {
+            let mapped = allocated >= report.total_clusters;
+            self.evidence.allocation = allocation(size, host.allocated_bytes, mapped);
+        }
+        if !shuffled(fragmented, allocated) {
+            return;
+        }
+        let message = format!(
+            "{fragmented} of {allocated} allocated clusters do not follow the one before them; a \
+             new image has them in order"
+        );
+        let mend = command(&["vdkit", "convert", "-O", format, self.word.as_str(), "NEW"]);
+        self.add(DoctorCode::FragmentedMap, message, mend);
     }
 
     /// Space that no cluster in use can account for, where that can be told.

@@ -3,8 +3,9 @@
 //! ```text
 //!   header ─► image     flags, version, sizes, the map against its cache
 //!          ─► chain     what it stands on: headers, names, times
-//!          ─► host      the file system: space, kind, direct I/O
+//!          ─► host      the file system: space, blocks, mount options, how the file lies on it
 //!          ─► check     the format's own check, within a budget
+//!          ─► evidence  the figures that the findings stand on
 //! ```
 //!
 //! Everything is opened for reading, and only metadata is read, of an image from a stranger no more
@@ -13,9 +14,14 @@
 
 mod chain;
 mod code;
+mod evidence;
 mod host;
 mod image;
+mod libvirt;
+mod mounts;
+mod unflushed;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -25,6 +31,7 @@ use vdkit_chain::{BackingChoice, ChainLink, OpenOptions, Registry, describe_chai
 use crate::tree::{TreeOptions, tree};
 
 pub use code::{Code as DoctorCode, Severity as DoctorSeverity};
+pub use evidence::{Allocation, DoctorEvidence};
 
 /// Bytes of metadata that are read for the check of one image. In clusters of 64 KiB that is the
 /// metadata of about 400 GiB of data.
@@ -39,6 +46,8 @@ pub struct DoctorOptions {
     pub refs: RefPolicy,
     /// Look into folders within a folder.
     pub recursive: bool,
+    /// Also make the element by which libvirt gives each image to a guest.
+    pub libvirt: bool,
 }
 
 /// One finding.
@@ -70,8 +79,14 @@ pub struct DoctorImage {
     pub virtual_size: Option<u64>,
     /// All of its metadata was checked.
     pub checked: bool,
+    /// The figures; none where the image cannot be described.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evidence: Option<DoctorEvidence>,
     /// The findings, the worst first.
     pub findings: Vec<DoctorFinding>,
+    /// libvirt's `<disk>` element, where it was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub libvirt: Option<String>,
 }
 
 /// What was found.
@@ -82,6 +97,8 @@ pub struct DoctorReport {
     pub images: Vec<DoctorImage>,
     /// Images whose backing image is missing.
     pub orphans: Vec<PathBuf>,
+    /// What is found of several images together.
+    pub findings: Vec<DoctorFinding>,
     /// Findings of each severity, all images together.
     pub errors: u64,
     /// See `errors`.
@@ -93,7 +110,7 @@ pub struct DoctorReport {
 impl DoctorReport {
     fn count(&mut self) {
         let all = self.images.iter().flat_map(|image| &image.findings);
-        for finding in all {
+        for finding in all.chain(&self.findings) {
             match finding.severity {
                 DoctorSeverity::Error => self.errors += 1,
                 DoctorSeverity::Warning => self.warnings += 1,
@@ -152,7 +169,48 @@ fn folder(
     }
     report.images.sort_by(|a, b| a.path.cmp(&b.path));
     report.orphans = found.orphans;
+    report.findings = overcommitted(&report.images);
     Ok(())
+}
+
+/// File systems on which several images together may grow by more than is left.
+fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
+    /// Of one file system: bytes of growth, bytes free, images that may grow.
+    type Pool<'a> = (u64, u64, Vec<&'a DoctorImage>);
+    let mut pools: BTreeMap<u64, Pool<'_>> = BTreeMap::new();
+    for image in images {
+        let Some(evidence) = &image.evidence else { continue };
+        let (Some(space), Some(free)) = (evidence.space, evidence.free_bytes) else { continue };
+        let pool = pools.entry(space).or_insert((0, free, Vec::new()));
+        pool.0 = pool.0.saturating_add(evidence.growth_bytes);
+        pool.1 = pool.1.min(free);
+        if evidence.growth_bytes > 0 {
+            pool.2.push(image);
+        }
+    }
+    let mut findings = Findings::default();
+    for (growth, free, images) in pools.into_values() {
+        // What one image alone may do is told of that image.
+        if growth <= free || images.len() < 2 {
+            continue;
+        }
+        let Some(most) = images.iter().max_by_key(|image| {
+            image.evidence.as_ref().map_or(0, |evidence| evidence.allocated_bytes)
+        }) else {
+            continue;
+        };
+        let message = format!(
+            "{} images may together grow by {} MiB, their file system has {} MiB left; '{}' takes \
+             the most",
+            images.len(),
+            growth >> 20,
+            free >> 20,
+            most.path.display()
+        );
+        let mend = command(&["vdkit", "compact", &word_of(&most.path)]);
+        findings.add(DoctorCode::Overcommitted, message, mend);
+    }
+    findings.0
 }
 
 /// An image of which there is no more to say.
@@ -164,7 +222,9 @@ fn unreadable(path: &Path, message: String) -> DoctorImage {
         format: None,
         virtual_size: None,
         checked: false,
+        evidence: None,
         findings: findings.0,
+        libvirt: None,
     }
 }
 
@@ -201,6 +261,7 @@ struct Patient<'a> {
     broken: Option<Error>,
     in_use: bool,
     checked: bool,
+    evidence: DoctorEvidence,
     findings: Findings,
 }
 
@@ -233,6 +294,7 @@ fn examine(
         broken: chain.broken,
         in_use: false,
         checked: false,
+        evidence: DoctorEvidence::new(),
         findings: Findings::default(),
     };
     patient.look_at_use(&open);
@@ -240,6 +302,7 @@ fn examine(
     patient.look_at_chain();
     patient.look_at_host();
     patient.check(&open, monitor)?;
+    let libvirt = options.libvirt.then(|| patient.libvirt());
     let mut findings = patient.findings.0;
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
     let info = patient.links.first().map(|link| &link.info);
@@ -248,7 +311,9 @@ fn examine(
         format: info.map(|info| info.format),
         virtual_size: info.map(|info| info.virtual_size),
         checked: patient.checked,
+        evidence: Some(patient.evidence),
         findings,
+        libvirt,
     })
 }
 
