@@ -73,7 +73,13 @@ impl Qcow2 {
                         let look = self.slices.with(key, |w| self.look(w, here, len - done));
                         match look {
                             Some(look) => break look,
-                            None => self.slices.load(key, &*self.storage)?,
+                            None if done == 0 => self.slices.load(key, &*self.storage)?,
+                            // Whoever asked for more than one slice tells may ask for all.
+                            None => {
+                                let rest = table.0 + self.geometry.cluster_bytes() - key;
+                                let count = rest / self.slices.slice_bytes();
+                                self.slices.load_ahead(key, count, &*self.storage)?;
+                            }
                         }
                     };
                     match look {
@@ -156,7 +162,9 @@ impl Qcow2 {
     /// The longest run from `at` within one slice, at most `len` bytes.
     fn look(&self, words: &[u64], at: GuestOffset, len: u64) -> Look {
         let entries = self.slice_entries();
-        let mut index = (self.geometry.l2_index(at) as usize) & (entries - 1);
+        let first = (self.geometry.l2_index(at) as usize) & (entries - 1);
+        let bits = self.geometry.cluster_bits;
+        let mut index = first;
         let mut offset = at;
         let end = at.0 + len;
         let mut found: Option<Extent> = None;
@@ -170,7 +178,11 @@ impl Qcow2 {
                     Some(extent) => Look::Run { extent, open: false },
                 };
             }
-            let next = self.extent_of(entry, offset, end - offset.0);
+            let mut next = self.extent_of(entry, offset, end - offset.0);
+            if self.geometry.in_cluster(offset + next.len) == 0 {
+                let more = self.continued(words, index, next.place) << bits;
+                next.len = (next.len + more).min(end - offset.0);
+            }
             found = match found {
                 None => Some(next),
                 Some(sofar) => match sofar.merge(next) {
@@ -179,14 +191,32 @@ impl Qcow2 {
                 },
             };
             offset += next.len;
-            if self.geometry.in_cluster(offset) == 0 {
-                index += 1;
-            }
+            index = first + ((offset.0 >> bits) - (at.0 >> bits)) as usize;
         }
         let open = index >= entries;
         // The loop ran at least once: `len` is never 0.
         let extent = found.unwrap_or(Extent { len, place: Place::Hole });
         Look::Run { extent, open: open && !matches!(extent.place, Place::Packed(_)) }
+    }
+
+    /// How many entries behind `index` say no more than that what it says goes on. One comparison
+    /// an entry: a disk of many gigabytes in one piece is looked at thousands of entries at a time.
+    fn continued(&self, words: &[u64], index: usize, place: Place) -> u64 {
+        if self.geometry.extended {
+            return 0;
+        }
+        let word = words[index];
+        let (step, most) = match place {
+            Place::Data { .. } => {
+                let step = self.geometry.cluster_bytes();
+                // Host offsets must not run over into the flags above them.
+                (step, (OFFSET_MASK - (word & OFFSET_MASK)) / step)
+            }
+            Place::Packed(_) => return 0,
+            Place::Hole | Place::Zero { .. } => (0, u64::MAX),
+        };
+        let behind = words[index + 1..].iter().zip(1..=most);
+        behind.take_while(|&(&next, i)| next == word + i * step).count() as u64
     }
 
     /// What one entry says from `at` on, up to the end of a run of equal subclusters.
@@ -240,9 +270,11 @@ mod tests {
 
     use vdkit_block::{CreateRequest, Format, FormatDriver, Limits, OpenRequest, Options, Storage};
     use vdkit_storage::MemoryStorage;
+    use vdkit_testkit::CountingStorage;
 
     use super::*;
     use crate::Qcow2Driver;
+    use crate::layout::ZERO;
 
     /// Whoever found no L2 table may count the run after another thread has made one. Counted from
     /// the made table on the run once came out as nothing, or as all there is.
@@ -278,5 +310,86 @@ mod tests {
         ] {
             assert_eq!(image.absent_run(GuestOffset(at), len), run, "{at}");
         }
+    }
+
+    /// A table whose entries are given as (entries, host cluster of the first, step, flags).
+    fn image_of(runs: &[(u64, u64, u64, u64)]) -> (Arc<CountingStorage>, Arc<Qcow2>) {
+        let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+        let request = CreateRequest {
+            storage: Arc::clone(&memory),
+            files: Vec::new(),
+            guest_bytes: 512 << 20,
+            options: Options::parse("qcow2", Qcow2Driver.options(), [""; 0]).unwrap(),
+            backing: None,
+            backing_bytes: None,
+        };
+        Qcow2Driver.create(&request).unwrap();
+        let words = runs.iter().flat_map(|&(count, first, step, flags)| {
+            (0..count).map(move |i| ((first + i * step) << 16) | flags)
+        });
+        let table: Vec<u8> = words.flat_map(u64::to_be_bytes).collect();
+        assert_eq!(table.len(), 65536);
+        memory.write_at(&table, HostOffset(4 << 16)).unwrap();
+        memory.write_at(&((4 << 16) | COPIED).to_be_bytes(), HostOffset(3 << 16)).unwrap();
+        let storage = CountingStorage::new(memory);
+        let limits = Limits::default();
+        let request =
+            OpenRequest { storage: storage.clone(), files: Vec::new(), writable: false, limits };
+        let image = Qcow2::open(request).unwrap();
+        storage.reset();
+        (storage, image)
+    }
+
+    #[test]
+    fn runs_end_where_the_host_offset_jumps_or_a_flag_changes() {
+        let (_, image) = image_of(&[
+            (700, 100, 1, COPIED),
+            (300, 801, 1, COPIED),
+            (1, 1101, 1, 0),
+            (99, 0, 0, 0),
+            (900, 0, 0, ZERO),
+            (2, 5000, 1, ZERO),
+            (6190, (1 << 40) - 7, 1, COPIED),
+        ]);
+        let mut at = GuestOffset(65536 / 2);
+        let mut runs = Vec::new();
+        while at.0 < image.guest_len() {
+            let extent = image.map_loading(at, image.guest_len() - at.0).unwrap();
+            runs.push((extent.len >> 15, extent.place));
+            at += extent.len;
+            // The entry of the last cluster that has an offset within 2^56 ends the good ones.
+            if at.0 >> 16 == 2002 + 7 {
+                break;
+            }
+        }
+        let data = |half: u64, exclusive| Place::Data {
+            file: FileIndex(0),
+            offset: HostOffset(half << 15),
+            exclusive,
+        };
+        assert_eq!(
+            runs,
+            [
+                (1399, data(201, true)),
+                (600, data(1602, true)),
+                (2, data(2202, false)),
+                (198, Place::Hole),
+                (1800, Place::Zero { allocated: false }),
+                (4, Place::Zero { allocated: true }),
+                (14, data(((1 << 40) - 7) * 2, true)),
+            ]
+        );
+    }
+
+    #[test]
+    fn going_through_a_table_reads_it_twice_whatever_its_length() {
+        let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
+        let extent = image.map_loading(GuestOffset(0), 512 << 20).unwrap();
+        assert_eq!(extent.len, 512 << 20);
+        assert_eq!(storage.counts().reads, 2, "the first slice, then all others");
+        // One slice is all that a request of one cluster needs.
+        let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
+        image.map_loading(GuestOffset(100 << 20), 65536).unwrap();
+        assert_eq!((storage.counts().reads, storage.counts().bytes_read), (1, 4096));
     }
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use rustc_hash::FxHashMap;
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, HostOffset, Result, Storage, is_zero};
 
 use crate::header::Header;
 use crate::layout::{Geometry, HOST_OFFSET_END};
@@ -207,6 +207,11 @@ impl Refcounts {
             let Some(place) = self.place(at) else { break };
             let upto = end.min(at + (entries - place.index));
             let bytes = self.load(place.slice, storage)?;
+            if all_zero(bytes, place.index..place.index + (upto - at), order) {
+                run += upto - at;
+                at = upto;
+                continue;
+            }
             for cluster in at..upto {
                 if get_refcount(bytes, place.index + (cluster - at), order) == 0 {
                     run += 1;
@@ -223,11 +228,15 @@ impl Refcounts {
         Ok(end)
     }
 
-    /// Copies of all that is dirty as (host offset, bytes), now marked clean.
+    /// Copies of all that is dirty as (host offset, bytes), neighbours in one; now marked clean.
     pub(crate) fn take_dirty(&mut self) -> DirtyRefcounts {
-        let mut writes = Vec::with_capacity(self.dirty.len());
+        let mut writes: Vec<(u64, Vec<u8>)> = Vec::new();
         for &key in &self.dirty {
-            writes.push((key, self.slices[&key].clone()));
+            let slice = &self.slices[&key];
+            match writes.last_mut() {
+                Some((at, bytes)) if *at + bytes.len() as u64 == key => bytes.extend(slice),
+                _ => writes.push((key, slice.clone())),
+            }
         }
         for &index in &self.dirty_table {
             let offset = self.table_offset.0 + index as u64 * 8;
@@ -261,6 +270,15 @@ impl Refcounts {
             self.dirty.remove(&key);
         }
     }
+}
+
+/// Whether all refcounts of a range of a block's part are 0, by looking at whole bytes where the
+/// range begins and ends with one.
+fn all_zero(block: &[u8], range: std::ops::Range<u64>, order: u32) -> bool {
+    let bits = range.start << order..range.end << order;
+    bits.start % 8 == 0
+        && bits.end % 8 == 0
+        && is_zero(&block[(bits.start / 8) as usize..(bits.end / 8) as usize])
 }
 
 /// What [`Refcounts::take_dirty`] took.

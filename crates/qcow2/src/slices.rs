@@ -20,6 +20,8 @@ const SLICE_WORDS: usize = SLICE_BYTES as usize / 8;
 const SHARDS: usize = 16;
 /// Slices of a new table that are put into the cache: as many as a table of 64 KiB has.
 const SLICES_ADDED_MAX: u64 = 16;
+/// Slices that are read ahead at once: 64 KiB.
+const AHEAD_MAX: u64 = 16;
 
 /// The cache; see the module's documentation.
 #[derive(Debug)]
@@ -108,8 +110,12 @@ impl SliceCache {
     }
 
     fn shard(&self, key: u64) -> &Shard {
+        &self.shards[self.shard_index(key)]
+    }
+
+    fn shard_index(&self, key: u64) -> usize {
         let mixed = (key / self.slice_bytes).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        &self.shards[(mixed >> 60) as usize % SHARDS]
+        (mixed >> 60) as usize % SHARDS
     }
 
     /// Looks at a cached slice by its host offset.
@@ -149,6 +155,32 @@ impl SliceCache {
         }
     }
 
+    /// Brings `count` slices that lie behind each other into the cache with one read, at most
+    /// [`AHEAD_MAX`], for who goes through a table from front to back. Those that are cached stay
+    /// as they are, and one that may have changed while it was read is left out.
+    pub(crate) fn load_ahead(&self, key: u64, count: u64, storage: &dyn Storage) -> Result<()> {
+        let generations: [u64; SHARDS] =
+            std::array::from_fn(|i| self.shards[i].generation.load(Ordering::Acquire));
+        let mut bytes = vec![0; (count.min(AHEAD_MAX) * self.slice_bytes) as usize];
+        storage.read_padded(&mut bytes, HostOffset(key))?;
+        let mut words = [0; SLICE_WORDS];
+        for (slice, key) in
+            bytes.chunks(self.slice_bytes as usize).zip((key..).step_by(self.slice_bytes as usize))
+        {
+            let index = self.shard_index(key);
+            let shard = &self.shards[index];
+            let mut inner = shard.inner.write();
+            if inner.index.contains_key(&key)
+                || shard.generation.load(Ordering::Acquire) != generations[index]
+            {
+                continue;
+            }
+            shard.loaded.fetch_add(1, Ordering::Relaxed);
+            self.insert(shard, &mut inner, key, from_disk(slice, &mut words));
+        }
+        Ok(())
+    }
+
     /// Reads a slice into the front of `words`.
     fn read<'w>(
         &self,
@@ -160,11 +192,7 @@ impl SliceCache {
         let bytes = &mut bytes[..self.slice_bytes as usize];
         // The last table of an image may end with the file before its cluster does.
         storage.read_padded(bytes, HostOffset(key))?;
-        let words = &mut words[..bytes.len() / 8];
-        for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
-            *word = u64::from_be_bytes(*bytes);
-        }
-        Ok(words)
+        Ok(from_disk(bytes, words))
     }
 
     /// Puts a clean slice in. Where another one has to go its memory is used again: threads that
@@ -225,7 +253,11 @@ impl SliceCache {
         let at = inner.index.get(&key).copied().expect("dirty slices are never evicted");
         let slot = &mut inner.slots[at];
         slot.state = SlotState::Writing;
-        out.extend(slot.words.iter().flat_map(|w| w.to_be_bytes()));
+        let start = out.len();
+        out.resize(start + slot.words.len() * 8, 0);
+        for (bytes, word) in out[start..].as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
+            *bytes = word.to_be_bytes();
+        }
     }
 
     /// The copy of a slice reached the storage; it may be evicted unless changed again.
@@ -260,6 +292,15 @@ impl SliceCache {
             }
         }
     }
+}
+
+/// The words of a slice as it lies on disk, put into the front of `words`.
+fn from_disk<'w>(bytes: &[u8], words: &'w mut [u64; SLICE_WORDS]) -> &'w [u64] {
+    let words = &mut words[..bytes.len() / 8];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_be_bytes(*bytes);
+    }
+    words
 }
 
 impl Slot {

@@ -234,6 +234,8 @@ impl Qcow2 {
         }
         self.look_at_entries(GuestOffset(plan.clusters.end), GuestOffset(end), |next| {
             let follows = match plan.in_place {
+                // As in a new image, where all are holes.
+                None if next == plan.last => true,
                 None => !owned(next),
                 Some(host) => {
                     owned(next)
@@ -498,6 +500,9 @@ impl Qcow2 {
 
     /// Notes the host clusters that `old` referred to and `new` does not.
     fn lost_reference(&self, old: L2Entry, new: L2Entry, freed: Freed, list: &mut Vec<Freed>) {
+        if old.word == 0 {
+            return;
+        }
         let data_file = self.has_data_file();
         let bits = self.geometry.cluster_bits;
         if old.is_compressed() {
