@@ -123,7 +123,7 @@ impl Qcow2 {
     pub(crate) fn entry_at(&self, at: GuestOffset) -> Result<L2Entry> {
         let mut found = L2Entry::default();
         let end = GuestOffset(at.0 + 1);
-        self.look_at_entries(at, end, |entry| {
+        self.look_at_entries(at, end, |entry, _| {
             found = entry;
             false
         })?;
@@ -131,7 +131,8 @@ impl Qcow2 {
     }
 
     /// Shows the L2 entries of `at` and of the clusters behind it up to `end`, which lie within one
-    /// L2 table, for as long as `look` says to go on: one look at the cache for each slice.
+    /// L2 table, for as long as `look` says to go on: one look at the cache for each slice, and
+    /// entries that are nothing but 0, as in a new table, all at once. `look` gets their number.
     ///
     /// # Errors
     /// As [`Qcow2::entry_at`].
@@ -139,7 +140,7 @@ impl Qcow2 {
         &self,
         at: GuestOffset,
         end: GuestOffset,
-        mut look: impl FnMut(L2Entry) -> bool,
+        mut look: impl FnMut(L2Entry, u64) -> bool,
     ) -> Result<()> {
         let geometry = &self.geometry;
         let table = self.l2_table(geometry.l1_index(at))?.map(|(table, _)| table);
@@ -148,21 +149,29 @@ impl Qcow2 {
         let mut index = geometry.l2_index(at);
         let last = index + ((end.0 - 1) >> geometry.cluster_bits) - (at.0 >> geometry.cluster_bits);
         let Some(table) = table else {
-            while index <= last && look(L2Entry::default()) {
-                index += 1;
-            }
+            look(L2Entry::default(), last - index + 1);
             return Ok(());
         };
         while index <= last {
             let slice_end = (index / entries + 1) * entries;
             let key = table.0 + index / entries * self.slices.slice_bytes();
             let looked = self.slices.with(key, |words| {
-                while index <= last && index < slice_end {
+                let end = slice_end.min(last + 1);
+                while index < end {
+                    let empty =
+                        self.empty_entries(words, index % entries..end - index / entries * entries);
+                    if empty > 0 {
+                        if !look(L2Entry::default(), empty) {
+                            return Ok(false);
+                        }
+                        index += empty;
+                        continue;
+                    }
                     let entry = self.entry_in(words, (index % entries) as usize);
                     if let Some(expected) = entry.fault(geometry, version, data_file) {
                         return Err((entry.word, expected));
                     }
-                    if !look(entry) {
+                    if !look(entry, 1) {
                         return Ok(false);
                     }
                     index += 1;
@@ -179,6 +188,13 @@ impl Qcow2 {
             }
         }
         Ok(())
+    }
+
+    /// How many entries from the start of `range` on, within one slice, are all 0.
+    fn empty_entries(&self, words: &[u64], range: Range<u64>) -> u64 {
+        let words_each = if self.geometry.extended { 2 } else { 1 };
+        let words = &words[range.start as usize * words_each..range.end as usize * words_each];
+        (words.iter().take_while(|&&word| word == 0).count() / words_each) as u64
     }
 
     fn subcluster(&self, at: u64) -> u32 {
@@ -232,10 +248,8 @@ impl Qcow2 {
         if plan.clusters.end >= end {
             return Ok(Some(plan));
         }
-        self.look_at_entries(GuestOffset(plan.clusters.end), GuestOffset(end), |next| {
+        self.look_at_entries(GuestOffset(plan.clusters.end), GuestOffset(end), |next, count| {
             let follows = match plan.in_place {
-                // As in a new image, where all are holes.
-                None if next == plan.last => true,
                 None => !owned(next),
                 Some(host) => {
                     owned(next)
@@ -246,7 +260,7 @@ impl Qcow2 {
             if follows {
                 plan.covers_data |= self.shows_data(next);
                 plan.last = next;
-                plan.clusters.end += cluster;
+                plan.clusters.end += count * cluster;
                 plan.write_end = end.min(plan.clusters.end);
             }
             follows
