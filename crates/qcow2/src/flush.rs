@@ -11,6 +11,7 @@
 //! become so with it.)
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{HostOffset, Result};
@@ -117,18 +118,14 @@ impl Qcow2 {
         let bitmaps = self.copy_bitmaps();
         let barrier = barrier || !bitmaps.is_empty();
         let l2_keys = std::mem::take(&mut meta.dirty_slices);
+        let slice_bytes = self.slices.slice_bytes();
         let mut l2: Vec<(u64, Vec<u8>)> = Vec::new();
-        for &key in &l2_keys {
-            match l2.last_mut() {
-                Some((at, bytes)) if *at + bytes.len() as u64 == key => {
-                    self.slices.begin_write(key, bytes);
-                }
-                _ => {
-                    let mut bytes = Vec::with_capacity(self.slices.slice_bytes() as usize);
-                    self.slices.begin_write(key, &mut bytes);
-                    l2.push((key, bytes));
-                }
+        for run in runs(&l2_keys, slice_bytes) {
+            let mut bytes = Vec::with_capacity((run.end - run.start) as usize);
+            for key in run.clone().step_by(slice_bytes as usize) {
+                self.slices.begin_write(key, &mut bytes);
             }
+            l2.push((run.start, bytes));
         }
         let l1_sectors = std::mem::take(&mut meta.dirty_l1);
         let words = self.l1.read();
@@ -293,6 +290,18 @@ impl Qcow2 {
         let present = self.storage.len()?;
         Ok((len < present || (self.storage.volatile() && len > present)).then_some(len))
     }
+}
+
+/// The host ranges of slices of `step` bytes, those that lie behind each other in one.
+pub(crate) fn runs(slices: &BTreeSet<u64>, step: u64) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for &start in slices {
+        match runs.last_mut() {
+            Some(run) if run.end == start => run.end += step,
+            _ => runs.push(start..start + step),
+        }
+    }
+    runs
 }
 
 /// Where a file ends when those runs are free that lie at its end.

@@ -7,12 +7,16 @@ use std::collections::BTreeSet;
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Result, Storage, is_zero};
 
+use crate::flush::runs;
 use crate::header::Header;
 use crate::layout::{Geometry, HOST_OFFSET_END};
 
 const SLICE_BYTES: u64 = 4096;
 /// Clean slices beyond this number are dropped: 4 MiB.
 const SLICES_MAX: usize = 1024;
+
+/// Bytes of the refcount table that are read at a time.
+const TABLE_PIECE_BYTES: usize = 16 << 10;
 
 /// Refcount table and cached blocks.
 #[derive(Debug)]
@@ -41,10 +45,20 @@ impl Refcounts {
     pub(crate) fn read(header: &Header, storage: &dyn Storage) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
-        let mut raw = vec![0; bytes as usize];
-        storage.read_padded(&mut raw, header.refcount_table_offset)?;
-        let table: Vec<u64> =
-            raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
+        // A table has room for far more blocks than most images have: pages of it that hold nothing
+        // but zeroes are read and not kept, so that they cost no memory.
+        let mut table = vec![0; (bytes / 8) as usize];
+        let mut piece = vec![0; TABLE_PIECE_BYTES.min(bytes as usize).max(8)];
+        for (words, at) in table.chunks_mut(piece.len() / 8).zip((0..).step_by(piece.len())) {
+            let piece = &mut piece[..words.len() * 8];
+            storage.read_padded(piece, header.refcount_table_offset + at)?;
+            if is_zero(piece) {
+                continue;
+            }
+            for (word, bytes) in words.iter_mut().zip(piece.as_chunks::<8>().0) {
+                *word = u64::from_be_bytes(*bytes);
+            }
+        }
         for (index, &entry) in table.iter().enumerate() {
             if entry & (geometry.cluster_bytes() - 1) != 0 || entry >= HOST_OFFSET_END {
                 return Err(Error::corrupt(
@@ -231,12 +245,12 @@ impl Refcounts {
     /// Copies of all that is dirty as (host offset, bytes), neighbours in one; now marked clean.
     pub(crate) fn take_dirty(&mut self) -> DirtyRefcounts {
         let mut writes: Vec<(u64, Vec<u8>)> = Vec::new();
-        for &key in &self.dirty {
-            let slice = &self.slices[&key];
-            match writes.last_mut() {
-                Some((at, bytes)) if *at + bytes.len() as u64 == key => bytes.extend(slice),
-                _ => writes.push((key, slice.clone())),
+        for run in runs(&self.dirty, self.slice_bytes()) {
+            let mut bytes = Vec::with_capacity((run.end - run.start) as usize);
+            for key in run.clone().step_by(self.slice_bytes() as usize) {
+                bytes.extend_from_slice(&self.slices[&key]);
             }
+            writes.push((run.start, bytes));
         }
         for &index in &self.dirty_table {
             let offset = self.table_offset.0 + index as u64 * 8;
