@@ -112,10 +112,10 @@ fn be64(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// How many bytes the first read takes: enough for nearly each header with all its extensions.
-pub(crate) const FIRST_READ_BYTES: usize = 4 << 10;
+pub(crate) const FIRST_READ_BYTES: usize = 64 << 10;
 
 impl Header {
-    /// Reads and validates the header: one read, or two where the extensions go on beyond 4 KiB.
+    /// Reads and validates the header: one read, or two where the extensions go on beyond 64 KiB.
     ///
     /// # Errors
     /// [`Error::Corrupt`] with offset, found and expected where a field breaks the specification;
