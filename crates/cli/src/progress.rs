@@ -34,6 +34,7 @@ const INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Reporter {
     shape: Shape,
+    counting: bool,
     job: &'static str,
     started: Instant,
     next_us: AtomicU64,
@@ -76,12 +77,19 @@ impl Reporter {
         };
         Self {
             shape,
+            counting: false,
             job,
             started: Instant::now(),
             next_us: AtomicU64::new(wait.as_micros() as u64),
             last: Default::default(),
             bar: OnceLock::new(),
         }
+    }
+
+    /// The units of work are no bytes.
+    pub fn counting(mut self) -> Self {
+        self.counting = true;
+        self
     }
 
     /// The job is over: a last line with what was done, and the bar goes.
@@ -127,7 +135,10 @@ impl Reporter {
     fn draw(&self, done: u64, total: u64) {
         let bar = self.bar.get_or_init(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-            let template = "{msg} {wide_bar} {percent:>3}% of {binary_total_bytes}, {eta} left";
+            let template = match self.counting {
+                true => "{msg} {wide_bar} {pos} of {len}, {eta} left",
+                false => "{msg} {wide_bar} {percent:>3}% of {binary_total_bytes}, {eta} left",
+            };
             if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style.progress_chars("━╸─"));
             }

@@ -20,6 +20,14 @@ fn command_of<'a>(root: &'a Command, entry: &Subcommand) -> &'a Command {
     root.find_subcommand(entry.name).unwrap_or_else(|| panic!("{} is not defined", entry.name))
 }
 
+/// A subcommand, and the actions of one that has such: `lab`, `lab-list`.
+fn with_actions(command: &Command) -> Vec<(String, &Command)> {
+    let name = command.get_name();
+    let actions = command.get_subcommands().filter(|action| action.get_name() != "help");
+    let named = actions.map(|action| (format!("{name}-{}", action.get_name()), action));
+    std::iter::once((name.to_owned(), command)).chain(named).collect()
+}
+
 #[test]
 fn every_subcommand_of_the_definition_is_in_the_table() {
     for command in built().get_subcommands() {
@@ -47,9 +55,11 @@ fn every_subcommand_has_help_on_everything() {
         assert!(examples >= 2, "{name} has {examples} examples");
         let help = command.clone().render_long_help().to_string();
         assert!(help.contains("Examples:"), "help of {name}");
-        for argument in command.get_arguments() {
-            let id = argument.get_id();
-            assert!(argument.get_help().is_some(), "{name}: {id} has no help");
+        for (name, command) in with_actions(command) {
+            for argument in command.get_arguments() {
+                let id = argument.get_id();
+                assert!(argument.get_help().is_some(), "{name}: {id} has no help");
+            }
         }
     }
 }
@@ -64,10 +74,12 @@ fn every_subcommand_has_its_page_and_its_test() {
         let text = std::fs::read_to_string(&page)
             .unwrap_or_else(|error| panic!("{}: {error}", page.display()));
         assert!(text.starts_with(&format!("# vdkit {name}")), "heading of {}", page.display());
-        for argument in command_of(&root, entry).get_arguments() {
-            let Some(long) = argument.get_long() else { continue };
-            if !["help", "version"].contains(&long) {
-                assert!(text.contains(&format!("--{long}")), "{}: --{long}", page.display());
+        for (_, command) in with_actions(command_of(&root, entry)) {
+            for argument in command.get_arguments() {
+                let Some(long) = argument.get_long() else { continue };
+                if !["help", "version"].contains(&long) {
+                    assert!(text.contains(&format!("--{long}")), "{}: --{long}", page.display());
+                }
             }
         }
         let test = root_folder.join(format!("crates/cli/tests/{name}.rs"));
@@ -81,17 +93,19 @@ fn every_subcommand_has_its_page_and_its_test() {
 fn every_answer_in_json_has_its_schema() {
     let root = built();
     for entry in ALL {
-        let json = command_of(&root, entry).get_arguments().any(|a| a.get_long() == Some("json"));
-        let schema = self::root().join(format!("docs/schemas/{}.json", entry.name));
-        assert_eq!(schema.exists(), json, "{}", schema.display());
-        if json {
-            let test = self::root().join(format!("crates/cli/tests/{}.rs", entry.name));
-            let text = std::fs::read_to_string(&test).unwrap();
-            assert!(
-                text.contains(&format!("json_of(\"{}\"", entry.name)),
-                "{} does not hold an answer against the schema",
-                test.display()
-            );
+        for (name, command) in with_actions(command_of(&root, entry)) {
+            let json = command.get_arguments().any(|a| a.get_long() == Some("json"));
+            let schema = self::root().join(format!("docs/schemas/{name}.json"));
+            assert_eq!(schema.exists(), json, "{}", schema.display());
+            if json {
+                let test = self::root().join(format!("crates/cli/tests/{}.rs", entry.name));
+                let text = std::fs::read_to_string(&test).unwrap();
+                assert!(
+                    text.contains(&format!("json_of(\"{name}\"")),
+                    "{} does not hold an answer of {name} against the schema",
+                    test.display()
+                );
+            }
         }
     }
 }

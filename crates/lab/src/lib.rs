@@ -1,11 +1,36 @@
 //! The lab: which way to store a guest's disk is best on this host, measured.
 //!
-//! [`model`] says what a run is, and [`store`] keeps it in a file. What is measured is what a user
-//! types: [`process`] runs the command `vdkit` and its [`peers`], and the exact command lines are
-//! kept beside the numbers.
+//! ```text
+//!   plan ──► cells ──► run ──► store ──► export, reports
+//!                       │
+//!                       ├ environment   on what machine, and what disturbs it
+//!                       ├ place         where images may lie; nothing is destroyed
+//!                       └ engine        one round of one cell:
+//!                           layout        makes an image, with vdkit or qemu-img
+//!                           front         serves it, as a user would
+//!                           profile, fio  loads it; the engine itself does what fio cannot
+//! ```
+//!
+//! A plan names values on some axes. Their product, less what the plan excludes, are the cells; each
+//! is measured once a round, in random order. What is measured is what a user types: [`process`] runs
+//! the command `vdkit` and its [`peers`], and the exact command lines are kept beside the numbers.
 
+pub mod axes;
+pub mod cells;
+pub mod engine;
+pub mod environment;
+pub mod export;
+pub mod fio;
+pub mod front;
+pub mod layout;
 pub mod metrics;
 pub mod model;
 pub mod peers;
+pub mod place;
+pub mod plan;
 pub mod process;
+pub mod profile;
+pub mod run;
 pub mod store;
+
+pub use anyhow::Error;

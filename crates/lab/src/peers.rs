@@ -36,8 +36,7 @@ pub fn find(program: &str) -> Option<PathBuf> {
 /// The Debian package that has a program.
 fn package(program: &str) -> &str {
     match program {
-        "qemu-img" | "qemu-io" | "qemu-nbd" => "qemu-utils",
-        "qemu-storage-daemon" => "qemu-system-common",
+        "qemu-img" | "qemu-io" | "qemu-nbd" | "qemu-storage-daemon" => "qemu-utils",
         "qemu-system-x86_64" => "qemu-system-x86",
         "mkfs.ext4" | "mke2fs" => "e2fsprogs",
         "losetup" | "mount" | "umount" => "mount",

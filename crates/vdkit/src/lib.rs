@@ -8,6 +8,7 @@
 //! | what an image says of itself | [`describe_chain`], [`ImageInfo`] |
 //! | long work: convert, compare, check, create, resize, measure | [`jobs`] |
 //! | a disk for a running guest: what all servers share, NBD, and vhost-user | [`export`], [`nbd`], [`vhost_user`] |
+//! | ways to store a disk, measured on this host | [`lab`] |
 //! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
 //! | files, devices and memory beneath images | [`storage`], [`Storage`] |
 //! | errors, and the classes that exit codes are made of | [`Error`], [`ErrorKind`] |
@@ -107,6 +108,7 @@ pub use vdkit_export_fuse as fuse;
 pub use vdkit_export_nbd as nbd;
 pub use vdkit_export_vhost as vhost_user;
 pub use vdkit_jobs as jobs;
+pub use vdkit_lab as lab;
 pub use vdkit_storage as storage;
 pub use vdkit_stream as stream;
 

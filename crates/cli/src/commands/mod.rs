@@ -29,6 +29,7 @@ pub mod formats;
 pub mod info;
 pub mod inspect;
 pub mod key;
+pub mod lab;
 pub mod man;
 pub mod map;
 pub mod measure;
@@ -55,6 +56,7 @@ pub static ALL: &[Subcommand] = &[
     map::COMMAND,
     compare::COMMAND,
     measure::COMMAND,
+    lab::COMMAND,
     check::COMMAND,
     compact::COMMAND,
     snapshot::COMMAND,

@@ -88,7 +88,12 @@ impl Scratch {
     /// Runs it with `--json`, asks for this exit code, and holds the answer against the schema of
     /// the subcommand.
     pub fn json_of(&self, name: &str, code: i32, arguments: &[&str]) -> Value {
-        let mut all = vec![name, "--json"];
+        // The answers of `vdkit lab list` are named lab-list.
+        let mut all: Vec<&str> = match name.split_once('-') {
+            Some((command, action)) => vec![command, action],
+            None => vec![name],
+        };
+        all.push("--json");
         all.extend_from_slice(arguments);
         let answer = self.run(&all);
         assert_eq!(answer.code, Some(code), "vdkit {all:?}: {answer:?}");

@@ -1,0 +1,90 @@
+//! `vdkit lab`: which way to store a guest's disk is best on this host, measured.
+
+use clap::{Args, Subcommand as Actions};
+
+use vdkit::lab::place::device::Refusal;
+
+use super::{Group, Run, Subcommand, augment, run};
+use crate::failure::{Exit, Failure, Outcome};
+use crate::session::Session;
+
+mod export;
+mod measure;
+mod plans;
+
+/// The row of the table.
+pub const COMMAND: Subcommand = Subcommand {
+    name: "lab",
+    about: "Measure which way to store a disk is best on this host",
+    group: Group::Look,
+    details: "\
+A plan names choices (format, cluster size, cache mode, server, bus, load); each combination is measured on \
+each place that you give, several times, in random order, beside QEMU's tools. Images are made in a new folder \
+beneath DIR, and removed at the end. The results are one SQLite file.
+
+  list                      the plans that come with vdkit
+  show PLAN                 what a plan measures
+  run PLAN --on DIR         measure
+  export RUN                the results for other programs
+
+A device that is mounted or in use is refused; one with something on it needs --erase too. All on it is lost.",
+    examples: "
+vdkit lab list
+vdkit lab run zvol-vs-qcow2 --quick --on /srv/images      a first answer
+vdkit lab run cache-modes --on /srv/images --on /mnt/xfs  all of a plan, on two file systems
+vdkit lab run zvol-vs-qcow2 --device /dev/vg/test --erase /dev/vg/test
+vdkit lab run --resume RUN.sqlite                         go on after an interrupt
+vdkit lab export RUN.sqlite --csv > values.csv
+",
+    augment: augment::<LabArgs>,
+    run: run::<LabArgs>,
+};
+
+/// Arguments of `vdkit lab`.
+#[derive(Args, Debug)]
+#[command(override_usage = "vdkit lab list|show|run|export [OPTIONS]", subcommand_required = true)]
+pub struct LabArgs {
+    #[command(subcommand)]
+    action: Action,
+}
+
+/// What `vdkit lab` does.
+#[derive(Actions, Debug)]
+enum Action {
+    /// List the plans that come with vdkit
+    List(plans::ListArgs),
+    /// Show what a plan measures
+    Show(plans::ShowArgs),
+    /// Measure a plan on places
+    Run(Box<measure::RunArgs>),
+    /// Print the results of a run for other programs
+    Export(export::ExportArgs),
+}
+
+impl Run for LabArgs {
+    const ROW: &'static Subcommand = &COMMAND;
+
+    fn run(self, session: &mut Session) -> Outcome {
+        match self.action {
+            Action::List(arguments) => arguments.run(session),
+            Action::Show(arguments) => arguments.run(session),
+            Action::Run(arguments) => arguments.run(session),
+            Action::Export(arguments) => arguments.run(session),
+        }
+    }
+}
+
+/// The lab's error as the command's, with its exit code.
+fn failure(error: &vdkit::lab::Error) -> Failure {
+    if let Some(refusal) = error.downcast_ref::<Refusal>() {
+        return Failure::Told(Exit::Refused, refusal.reason.clone(), Some(refusal.hint.clone()));
+    }
+    match error.downcast_ref::<vdkit::Error>() {
+        Some(engine @ vdkit::Error::NoSpace { .. }) => {
+            let hint = "make room, choose another folder, or try --quick".to_owned();
+            Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
+        }
+        Some(engine) => Failure::Told(engine.kind().into(), format!("{error:#}"), None),
+        None => Failure::failed(format!("{error:#}")),
+    }
+}

@@ -1,0 +1,294 @@
+//! `vdkit lab run`: measuring a plan.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use clap::{Args, ValueHint};
+use serde::Serialize;
+use vdkit::lab::model::{self, Cell, Metric, Outcome as CellOutcome, Run};
+use vdkit::lab::run::{Estimate, Going, Prepared, Request, Tools, random_seed};
+use vdkit::{Monitor, lab};
+
+use super::failure;
+use super::plans::PlanChoice;
+use crate::arguments::{Json, ProgressOption};
+use crate::failure::{Exit, Failure, Outcome, quoted};
+use crate::output::{Output, Table, bytes_short};
+use crate::session::Session;
+use crate::time;
+
+/// Arguments of `vdkit lab run`.
+#[derive(Args, Debug)]
+pub struct RunArgs {
+    #[command(flatten)]
+    plan: PlanChoice,
+    /// Put images into a new folder beneath DIR (repeatable)
+    #[arg(long = "on", value_name = "DIR", value_hint = ValueHint::DirPath)]
+    on: Vec<PathBuf>,
+    /// Put images on this block device, whose content is lost (repeatable)
+    #[arg(long, value_name = "DEV", value_hint = ValueHint::FilePath)]
+    device: Vec<PathBuf>,
+    /// Give up what is on DEV, which is named with --device too (repeatable)
+    #[arg(long, value_name = "DEV", value_hint = ValueHint::FilePath)]
+    erase: Vec<PathBuf>,
+    /// A first answer: fewer cells, smaller disks, shorter loads
+    #[arg(long)]
+    quick: bool,
+    /// The file for the results; without it a new one in this folder, named by plan and time
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    out: Option<PathBuf>,
+    /// The order of the cells, and all random bytes, come from this number
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Measure each cell so often, instead of as often as the plan says
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: Option<u32>,
+    /// Go on with a run that was interrupted
+    #[arg(long, value_name = "RUN", value_hint = ValueHint::FilePath)]
+    #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds"])]
+    resume: Option<PathBuf>,
+    /// Say what would be measured and what it would take, and end
+    #[arg(long, conflicts_with = "resume")]
+    dry_run: bool,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The answer, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct RunAnswer<'a> {
+    /// Nothing of a dry run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    filename: Option<&'a str>,
+    plan: &'a str,
+    metric: &'a str,
+    rounds: u32,
+    cells: Vec<CellAnswer<'a>>,
+    estimated_seconds: f64,
+    warnings: usize,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct CellAnswer<'a> {
+    key: &'a str,
+    state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'a str>,
+    /// Of the plan's metric, by round.
+    values: Vec<f64>,
+}
+
+impl RunArgs {
+    pub(super) fn run(self, session: &mut Session) -> Outcome {
+        let cancel = session.cancel_on_signal()?;
+        let progress = self.progress.reporter("lab").counting();
+        let monitor = Monitor { cancel, progress: &progress };
+        let command = std::env::current_exe()
+            .map_err(|error| Failure::failed(format!("where this command is: {error}")))?;
+        let registry = vdkit::registry();
+        let tools = Tools {
+            command,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            registry: &registry,
+            erase: self.erase.clone(),
+            steady: None,
+        };
+        if let Some(file) = &self.resume {
+            let going = Going::resume(file, &tools, &monitor).map_err(|error| failure(&error))?;
+            return self.measure(going, file, &tools, &monitor, session);
+        }
+        let request = self.request()?;
+        let metric = self.plan.read()?.0;
+        let prepared = Prepared::new(request, &tools, &monitor).map_err(|error| failure(&error))?;
+        if self.dry_run {
+            return self.tell(&prepared, &metric, session);
+        }
+        eprintln!("{}", told(&prepared.estimate));
+        let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
+        let going = prepared.begin(&out, &tools, &monitor).map_err(|error| failure(&error))?;
+        self.measure(going, &out, &tools, &monitor, session)
+    }
+
+    fn request(&self) -> Result<Request, Failure> {
+        let (plan, origin) = self.plan.read()?;
+        if self.on.is_empty() && self.device.is_empty() {
+            return Err(Failure::usage("say where images may be put: --on DIR or --device DEV"));
+        }
+        if let Some(lost) = self.erase.iter().find(|path| !self.device.contains(path)) {
+            let lost = lost.display();
+            return Err(Failure::usage(format!(
+                "--erase {lost}: name it with --device {lost} too"
+            )));
+        }
+        Ok(Request {
+            plan: plan.text,
+            origin,
+            quick: self.quick,
+            seed: self.seed.unwrap_or_else(random_seed),
+            rounds: self.rounds,
+            // A run may go on from another folder.
+            folders: self.on.iter().map(|path| absolute(path)).collect(),
+            devices: self.device.clone(),
+        })
+    }
+
+    fn measure(
+        &self,
+        going: Going,
+        file: &Path,
+        tools: &Tools<'_>,
+        monitor: &Monitor<'_>,
+        session: &mut Session,
+    ) -> Outcome {
+        let estimate = going.estimate().clone();
+        let run = going.run(tools, monitor).map_err(|error| {
+            let failure = failure(&error);
+            match monitor.cancel.is_cancelled() {
+                true => Failure::Told(
+                    Exit::Interrupted,
+                    "interrupted; what was measured is kept".to_owned(),
+                    Some(format!(
+                        "to go on: vdkit lab run --resume {}",
+                        quoted(&file.display().to_string())
+                    )),
+                ),
+                false => failure,
+            }
+        })?;
+        let name = file.display().to_string();
+        if self.json.json {
+            session.out.json(&answer(
+                &run.plan,
+                &run.cells,
+                &estimate,
+                Some(&name),
+                run.warnings.len(),
+            ))?;
+        } else {
+            print(&run, &mut session.out)?;
+            session.out.line("")?;
+            session.out.line(format!("results: {name}"))?;
+        }
+        Ok(Exit::Done)
+    }
+
+    fn tell(&self, prepared: &Prepared, plan: &lab::plan::Plan, session: &mut Session) -> Outcome {
+        if self.json.json {
+            let summary = plan.summary();
+            session.out.json(&answer(&summary, &prepared.cells, &prepared.estimate, None, 0))?;
+            return Ok(Exit::Done);
+        }
+        for cell in &prepared.cells {
+            session.out.line(&cell.key)?;
+        }
+        session.out.line(told(&prepared.estimate))?;
+        Ok(Exit::Done)
+    }
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+fn new_name(plan: &str) -> PathBuf {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
+    let time = time::utc(u32::try_from(now).unwrap_or(u32::MAX));
+    let digits: String = time.replace(' ', "-").replace(':', "");
+    format!("vdkit-lab-{plan}-{digits}.sqlite").into()
+}
+
+/// What a run will take, in a sentence.
+fn told(estimate: &Estimate) -> String {
+    let minutes = (estimate.seconds / 60.0).ceil().max(1.0);
+    let space: Vec<String> = estimate
+        .space
+        .iter()
+        .map(|(name, needed, free)| {
+            format!("{} of {} free on {name}", bytes_short(*needed), bytes_short(*free))
+        })
+        .collect();
+    let space = if space.is_empty() { "no space".to_owned() } else { space.join(", ") };
+    format!(
+        "{} cells, rounds: {}; about {minutes} min; needs {space}",
+        estimate.cells, estimate.rounds
+    )
+}
+
+fn state(outcome: &CellOutcome) -> (&'static str, Option<&str>) {
+    match outcome {
+        CellOutcome::Pending => ("pending", None),
+        CellOutcome::Measured => ("measured", None),
+        CellOutcome::Skipped(reason) => ("skipped", Some(reason)),
+        CellOutcome::Failed(reason) => ("failed", Some(reason)),
+    }
+}
+
+fn answer<'a>(
+    plan: &'a model::PlanSummary,
+    cells: &'a [Cell],
+    estimate: &Estimate,
+    filename: Option<&'a str>,
+    warnings: usize,
+) -> RunAnswer<'a> {
+    let cell = |cell: &'a Cell| {
+        let (state, reason) = state(&cell.outcome);
+        CellAnswer { key: &cell.key, state, reason, values: cell.values(&plan.metric) }
+    };
+    RunAnswer {
+        filename,
+        plan: &plan.name,
+        metric: &plan.metric,
+        rounds: estimate.rounds,
+        cells: cells.iter().map(cell).collect(),
+        estimated_seconds: estimate.seconds,
+        warnings,
+    }
+}
+
+/// The middle of some numbers.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => None,
+        n if n % 2 == 1 => Some(values[middle]),
+        _ => Some((values[middle - 1] + values[middle]) / 2.0),
+    }
+}
+
+/// A number of a metric for people.
+fn shown(value: f64, metric: &Metric) -> String {
+    match metric.unit {
+        "B/s" => format!("{:.1} MB/s", value / 1e6),
+        "ns" => format!("{:.1} µs", value / 1e3),
+        "s" => format!("{value:.3} s"),
+        unit => format!("{value:.1} {unit}").trim_end().to_owned(),
+    }
+}
+
+/// A table: a line a cell, and why cells were not measured.
+fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
+    let metric = model::metric(&run.plan.metric);
+    let title = format!(">{}", metric.map_or("", |metric| metric.title));
+    let mut heads: Vec<&str> = run.plan.axes.iter().map(String::as_str).collect();
+    heads.extend([title.as_str(), "outcome"]);
+    let mut table = Table::new(&heads);
+    for cell in &run.cells {
+        let axes = run.plan.axes.iter().map(|axis| cell.axis(axis).unwrap_or_default().to_owned());
+        let value = median(cell.values(&run.plan.metric)).zip(metric);
+        let value = value.map_or_else(|| "-".to_owned(), |(value, metric)| shown(value, metric));
+        let (state, reason) = state(&cell.outcome);
+        let reason = reason.and_then(|reason| reason.lines().next()).unwrap_or_default();
+        let told = if reason.is_empty() { state.to_owned() } else { format!("{state}: {reason}") };
+        table.row(axes.chain([value, told]).collect::<Vec<_>>());
+    }
+    table.print(out, 0)?;
+    for warning in &run.warnings {
+        out.line(format!("warning: {}", warning.text))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,419 @@
+//! `vdkit lab`: plans that are run for real, on scratch file systems and loop devices.
+
+mod common;
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Scratch, signal};
+use serde_json::Value;
+use vdkit::lab::model::{Cell, Outcome, Run};
+use vdkit::lab::store::Store;
+use vdkit_testkit::fs::{loop_device, mounted};
+use vdkit_testkit::{require_fuse, require_peer, require_root};
+
+/// A plan with these axes (TOML).
+fn plan(scratch: &Scratch, rounds: u32, seconds: f64, axes: &[(&str, &str)]) -> String {
+    let mut text = format!(
+        "name = \"tiny\"\ntitle = \"Tiny\"\nquestion = \"Which?\"\nmetric = \"iops\"\n\
+         [full]\nrounds = {rounds}\nseconds = {seconds}\ndisk = \"16M\"\nbytes = \"2M\"\n\
+         [quick]\nrounds = 1\nseconds = 0.1\ndisk = \"8M\"\nbytes = \"1M\"\n"
+    );
+    for (name, values) in axes {
+        text.push_str(&format!("[[axis]]\nname = \"{name}\"\nvalues = [{values}]\n"));
+    }
+    scratch.write("tiny.toml", text.as_bytes());
+    "tiny.toml".to_owned()
+}
+
+fn load(scratch: &Scratch) -> Run {
+    Store::load(&scratch.path("run.sqlite")).unwrap()
+}
+
+fn entries(folder: &Path) -> Vec<String> {
+    let names = std::fs::read_dir(folder).unwrap();
+    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.filter(|name| name != "lost+found").collect()
+}
+
+fn cell<'a>(run: &'a Run, part: &str) -> &'a Cell {
+    let found: Vec<&Cell> = run.cells.iter().filter(|cell| cell.key.contains(part)).collect();
+    assert_eq!(
+        found.len(),
+        1,
+        "{part}: {:?}",
+        run.cells.iter().map(|c| &c.key).collect::<Vec<_>>()
+    );
+    found[0]
+}
+
+/// Nothing of the lab is mounted or attached, and its folder is empty.
+fn nothing_left(folder: &Path) {
+    assert_eq!(entries(folder), [""; 0]);
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let beneath = format!("{}/vdkit-lab-", folder.display());
+    assert!(!mounts.contains(&beneath), "{mounts}");
+    let loops = Command::new("losetup").args(["--list", "--output", "BACK-FILE"]).output();
+    let loops = String::from_utf8(loops.unwrap().stdout).unwrap();
+    assert!(!loops.contains(&beneath), "{loops}");
+}
+
+#[test]
+fn plans_are_listed_and_shown() {
+    let scratch = Scratch::new();
+    let list = scratch.json_of("lab-list", 0, &[]);
+    let names: Vec<&str> =
+        list.as_array().unwrap().iter().map(|plan| plan["name"].as_str().unwrap()).collect();
+    let all = ["zvol-vs-qcow2", "convert-table", "cache-modes", "cold-open", "install", "nospace"];
+    assert_eq!(names, all);
+    for name in names {
+        let shown = scratch.json_of("lab-show", 0, &[name]);
+        assert!(!shown["axes"].as_array().unwrap().is_empty(), "{shown}");
+        assert!(scratch.ok(&["lab", "show", name]).stdout.contains("rounds"));
+        // What a run would do is told without doing anything.
+        let told = scratch.json_of("lab-run", 0, &[name, "--dry-run", "--quick", "--on", "."]);
+        assert!(!told["cells"].as_array().unwrap().is_empty(), "{told}");
+    }
+    assert_eq!(scratch.names(), [""; 0]);
+}
+
+#[test]
+fn wrong_plans_and_places_are_refused() {
+    let scratch = Scratch::new();
+    scratch.fails(2, "known: zvol-vs-qcow2", &["lab", "run", "zvol", "--on", "."]);
+    scratch.fails(2, "--on DIR or --device", &["lab", "run", "nospace"]);
+    scratch.fails(2, "name a plan", &["lab", "run", "--on", "."]);
+    scratch.fails(2, "with --device", &["lab", "run", "nospace", "--on", ".", "--erase", "/dev/x"]);
+    scratch.fails(1, "nowhere", &["lab", "run", "nospace", "--on", "nowhere"]);
+    let file = plan(&scratch, 1, 0.1, &[("profile", "\"rnd4k-q1-read\""), ("cache", "\"fast\"")]);
+    scratch.fails(2, "line 20: unknown cache 'fast'; known: w", &["lab", "show", "--plan", &file]);
+    scratch.fails(5, "not a block device", &["lab", "run", "install", "--device", &file]);
+    scratch.fails(1, "no SQLite database", &["lab", "export", &file]);
+    scratch.fails(1, "no such file", &["lab", "run", "--resume", "none.sqlite"]);
+    assert_eq!(scratch.names(), ["tiny.toml"]);
+}
+
+#[test]
+fn a_plan_is_measured_on_two_file_systems() {
+    if !require_peer("fio") || !require_peer("qemu-nbd") {
+        return;
+    }
+    let (Some(tmpfs), Some(ext4)) = (mounted("tmpfs", 512 << 20), mounted("ext4", 512 << 20))
+    else {
+        return;
+    };
+    let scratch = Scratch::new();
+    let axes = [
+        ("layout", "\"raw\", \"qcow2\""),
+        ("front", "\"file\", \"in-process\", \"nbd\", \"nbd-qemu-nbd\""),
+        ("profile", "\"rnd4k-q1-write\""),
+    ];
+    let file = plan(&scratch, 1, 0.3, &axes);
+    let (on, also) = (tmpfs.path().to_str().unwrap(), ext4.path().to_str().unwrap());
+    let arguments =
+        ["--plan", &file, "--on", on, "--on", also, "--out", "run.sqlite", "--seed", "5"];
+    let answer = scratch.json_of("lab-run", 0, &arguments);
+    assert_eq!(answer["cells"].as_array().unwrap().len(), 16);
+    let run = load(&scratch);
+    assert!(run.ended.is_some() && run.seed == 5);
+    for cell in &run.cells {
+        let qcow2_file = cell.axis("layout") == Some("qcow2") && cell.axis("front") == Some("file");
+        if qcow2_file {
+            assert!(matches!(&cell.outcome, Outcome::Skipped(why) if why.contains("qcow2 image")));
+            continue;
+        }
+        assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
+        let sample = &cell.samples[0];
+        let value = |key: &str| sample.values[key];
+        assert!(value("iops") > 10.0, "{}: {:?}", cell.key, sample.values);
+        assert!((value("bytes_per_second") / value("iops") - 4096.0).abs() < 1.0);
+        assert!(value("latency_p50_ns") <= value("latency_p9999_ns"));
+        assert!(value("final_fsync_seconds") >= 0.0 && value("host_bytes") > 0.0);
+        let requests = sample.latencies.as_ref().unwrap().count() as f64;
+        assert!((requests / (value("iops") * 0.3) - 1.0).abs() < 0.5, "{}: {requests}", cell.key);
+        let commands = cell.commands.join("\n");
+        if cell.axis("front") != Some("in-process") {
+            assert!(commands.contains("fio ") && commands.contains("--rw=randwrite"), "{commands}");
+            assert_eq!(sample.raw.as_ref().unwrap()["jobs"][0]["jobname"], "load");
+            assert!(!sample.series.is_empty(), "{}", cell.key);
+        }
+    }
+    let commands = cell(&run, "ext4/layout=qcow2/front=nbd/").commands.join("\n");
+    assert!(commands.contains("vdkit create -f qcow2"), "{commands}");
+    assert!(commands.contains("vdkit serve -f qcow2 --cache writeback --nbd"), "{commands}");
+    let ext4_info = run.environment.places.iter().find(|place| place.name == "ext4").unwrap();
+    assert!(ext4_info.beneath[0].contains("loop device over"), "{ext4_info:?}");
+    nothing_left(tmpfs.path());
+    nothing_left(ext4.path());
+
+    // For other programs.
+    let exported = scratch.json_of("lab-export", 0, &["run.sqlite"]);
+    assert_eq!(serde_json::from_value::<Run>(exported).unwrap(), run);
+    let csv = scratch.ok(&["lab", "export", "run.sqlite", "--csv"]).stdout;
+    assert!(
+        csv.starts_with("backend,layout,front,profile,outcome,reason,round,metric,unit,value\n")
+    );
+    assert!(csv.contains("\next4,qcow2,nbd,rnd4k-q1-write,measured,,0,iops,1/s,"), "{csv}");
+    // Results are not overwritten, a seed gives the same order.
+    scratch.fails(1, "there already", &[&["lab", "run"][..], &arguments[..]].concat());
+}
+
+#[test]
+fn conversions_opens_and_loads_of_each_kind() {
+    if !require_peer("fio") || !require_peer("qemu-img") {
+        return;
+    }
+    let Some(place) = mounted("ext4", 700 << 20) else { return };
+    let on = place.path().to_str().unwrap();
+    let run = |axes: &[(&str, &str)]| {
+        let scratch = Scratch::new();
+        let file = plan(&scratch, 2, 0.2, axes);
+        scratch.ok(&["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"]);
+        let run = load(&scratch);
+        for cell in &run.cells {
+            assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
+            assert_eq!(cell.samples.len(), 2, "{}", cell.key);
+        }
+        nothing_left(place.path());
+        run
+    };
+    let converted = run(&[
+        ("layout", "\"raw\", \"qcow2\", \"vmdk\""),
+        ("content", "\"none\", \"full\""),
+        ("tool", "\"vdkit\", \"qemu-img\""),
+        ("profile", "\"convert\""),
+    ]);
+    for cell in &converted.cells {
+        assert!(cell.values("elapsed_seconds").iter().all(|s| *s > 0.0005), "{}", cell.key);
+        let full = cell.axis("content") == Some("full");
+        let there = cell.values("host_bytes")[0] >= f64::from(16 << 20);
+        assert_eq!(there, full, "{}", cell.key);
+    }
+    let opened = run(&[
+        ("layout", "\"qcow2-metadata\", \"qcow2-fragmented\""),
+        ("images", "\"1\", \"4\""),
+        ("tool", "\"vdkit\", \"qemu-img\", \"library\""),
+        ("profile", "\"open\""),
+    ]);
+    for cell in &opened.cells {
+        let reads = cell.values("reads");
+        assert!(reads.iter().all(|reads| *reads >= 1.0), "{}: {reads:?}", cell.key);
+        // Cold: the device had to be asked.
+        assert!(cell.values("device_reads")[0] >= 1.0, "{}", cell.key);
+    }
+    let one = cell(&opened, "fragmented/images=1/tool=library").values("reads")[0];
+    let four = cell(&opened, "fragmented/images=4/tool=library").values("reads")[0];
+    assert!(four > one, "{one} {four}");
+    let loads = run(&[
+        ("layout", "\"qcow2-8k\""),
+        ("cache", "\"none\", \"writethrough\""),
+        ("front", "\"nbd\""),
+        ("profile", "\"sync16\", \"mixed-fsync\", \"rnd4k-q32-read\""),
+    ]);
+    let flushed = cell(&loads, "qcow2-8k/cache=none/front=nbd/profile=mixed-fsync");
+    assert!(flushed.values("flushes")[0] >= 1.0, "flushes do not reach the device");
+    assert!(flushed.samples[0].values["sync_mean_ns"] > 0.0);
+}
+
+#[test]
+fn an_installation_and_a_full_pool() {
+    if !require_fuse() || !require_peer("fio") || !require_peer("qemu-nbd") {
+        return;
+    }
+    let Some(place) = mounted("ext4", 1 << 30) else { return };
+    let on = place.path().to_str().unwrap();
+    let scratch = Scratch::new();
+    let text = std::fs::read_to_string(scratch.path(&plan(
+        &scratch,
+        1,
+        0.2,
+        &[("layout", "\"qcow2\""), ("front", "\"fuse\""), ("profile", "\"install\"")],
+    )));
+    let text = text.unwrap().replace("disk = \"16M\"", "disk = \"64M\"");
+    scratch.write("tiny.toml", text.as_bytes());
+    scratch.ok(&["lab", "run", "--plan", "tiny.toml", "--on", on, "--out", "run.sqlite"]);
+    let run = load(&scratch);
+    assert_eq!(run.cells[0].outcome, Outcome::Measured);
+    let values = &run.cells[0].samples[0].values;
+    assert!(values["elapsed_seconds"] > 0.0 && values["second_pass_seconds"] > 0.0, "{values:?}");
+    // The files are in the image.
+    assert!(values["host_bytes"] > 1e6, "{values:?}");
+    nothing_left(place.path());
+
+    let scratch = Scratch::new();
+    let axes = [
+        ("layout", "\"qcow2\""),
+        ("front", "\"nbd\", \"nbd-qemu-nbd\""),
+        ("profile", "\"nospace\""),
+    ];
+    let file = plan(&scratch, 1, 0.2, &axes);
+    scratch.ok(&["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"]);
+    let run = load(&scratch);
+    let value = |front: &str, key: &str| cell(&run, front).values(key)[0];
+    assert_eq!(value("front=nbd/", "survived"), 1.0, "{:?}", cell(&run, "front=nbd/"));
+    assert!(value("front=nbd/", "stalled_seconds") >= 3.0);
+    // qemu-nbd tells its client.
+    assert_eq!(value("front=nbd-qemu-nbd/", "survived"), 0.0);
+    assert_eq!(value("front=nbd-qemu-nbd/", "io_errors"), 1.0);
+    nothing_left(place.path());
+}
+
+#[test]
+fn devices_are_used_only_when_nothing_is_on_them() {
+    if !require_peer("fio") {
+        return;
+    }
+    let Some(device) = loop_device(96 << 20, 512) else { return };
+    let name = device.path().to_str().unwrap();
+    let scratch = Scratch::new();
+    let axes =
+        [("layout", "\"raw\", \"qcow2\""), ("front", "\"nbd\""), ("profile", "\"rnd4k-q1-write\"")];
+    let file = plan(&scratch, 1, 0.1, &axes);
+    let run = ["lab", "run", "--plan", &file, "--out", "run.sqlite", "--device", name];
+    let read = || std::fs::read(device.file()).unwrap();
+    let command = |program: &str, arguments: &[&str]| {
+        let status = Command::new(program).args(arguments).stdout(Stdio::null()).status();
+        assert!(status.unwrap().success(), "{program} {arguments:?}");
+    };
+
+    // A file system: refused, untouched, also when another device is confirmed.
+    command("mkfs.ext4", &["-q", "-F", name]);
+    command("sync", &[]);
+    let before = read();
+    let answer = scratch.fails(5, "a signature (ext4) is on it", &run);
+    assert!(answer.stderr.contains(&format!("--erase {name}")), "{answer:?}");
+    assert!(before == read(), "a device that was refused was written to");
+    // Mounted: refused, whatever the user says.
+    let at = scratch.path("at");
+    std::fs::create_dir(&at).unwrap();
+    command("mount", &[name, at.to_str().unwrap()]);
+    let erase = [&run[..], &["--erase", name]].concat();
+    scratch.fails(5, "mounted at", &erase);
+    command("umount", &[at.to_str().unwrap()]);
+    std::fs::remove_dir(&at).unwrap();
+    assert!(scratch.names() == ["tiny.toml"], "{:?}", scratch.names());
+
+    // Confirmed by name.
+    scratch.ok(&erase);
+    let measured = load(&scratch);
+    for cell in &measured.cells {
+        assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
+        assert!(cell.samples[0].values["iops"] > 10.0);
+    }
+    assert!(measured.environment.places[0].beneath[0].contains("loop device over"));
+    // It begins with zeroes, so the next run asks nobody; what wipefs does not know counts too.
+    std::fs::remove_file(scratch.path("run.sqlite")).unwrap();
+    scratch.ok(&run);
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(name)
+        .and_then(|file| std::os::unix::fs::FileExt::write_all_at(&file, b"mine", 5000))
+        .unwrap();
+    std::fs::remove_file(scratch.path("run.sqlite")).unwrap();
+    scratch.fails(5, "is on it", &run);
+}
+
+#[test]
+fn a_place_that_is_too_small_is_refused_beforehand() {
+    let Some(place) = mounted("tmpfs", 32 << 20) else { return };
+    let scratch = Scratch::new();
+    let on = place.path().to_str().unwrap();
+    let run = ["lab", "run", "install", "--on", on, "--out", "run.sqlite"];
+    scratch.fails(7, "MiB are needed", &run);
+    assert_eq!(scratch.names(), [""; 0]);
+    assert_eq!(entries(place.path()), [""; 0]);
+}
+
+/// Waits until so many samples are in the file, and the next cell is being measured.
+fn wait_for_samples(scratch: &Scratch, folder: &Path, count: usize) {
+    let began = Instant::now();
+    loop {
+        assert!(began.elapsed() < Duration::from_secs(60), "no samples");
+        let run = Store::load(&scratch.path("run.sqlite"));
+        let samples = run.map_or(0, |run| run.cells.iter().map(|cell| cell.samples.len()).sum());
+        let busy = entries(folder).iter().any(|name| {
+            std::fs::read_dir(folder.join(name)).is_ok_and(|files| {
+                files.flatten().any(|file| file.file_name().to_string_lossy().contains(".sock"))
+            })
+        });
+        if samples >= count && busy {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn an_interrupted_run_leaves_nothing_and_goes_on() {
+    if !require_root() || !require_peer("fio") {
+        return;
+    }
+    let Some(place) = mounted("ext4", 512 << 20) else { return };
+    let on = place.path().to_str().unwrap();
+    for kill in [false, true] {
+        let scratch = Scratch::new();
+        let axes = [
+            ("layout", "\"raw\", \"qcow2\""),
+            ("front", "\"nbd\""),
+            ("profile", "\"rnd4k-q1-write\", \"rnd4k-q1-read\""),
+        ];
+        let file = plan(&scratch, 2, 0.6, &axes);
+        let arguments = ["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"];
+        let child = scratch
+            .command(&arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        wait_for_samples(&scratch, place.path(), 2);
+        signal(child.id(), if kill { "KILL" } else { "INT" });
+        let ended = child.wait_with_output().unwrap();
+        let before = load(&scratch);
+        let samples = |run: &Run| run.cells.iter().map(|cell| cell.samples.len()).sum::<usize>();
+        assert!((2..8).contains(&samples(&before)), "{}", samples(&before));
+        assert_eq!(before.ended, None);
+        if kill {
+            assert_eq!(ended.status.code(), None);
+        } else {
+            assert_eq!(ended.status.code(), Some(130), "{ended:?}");
+            let text = String::from_utf8_lossy(&ended.stderr);
+            assert!(text.contains("vdkit lab run --resume run.sqlite"), "{text}");
+            nothing_left(place.path());
+        }
+        scratch.ok(&["lab", "run", "--resume", "run.sqlite"]);
+        let after = load(&scratch);
+        assert_eq!(samples(&after), 8);
+        assert!(after.ended.is_some());
+        for (one, two) in before.cells.iter().zip(&after.cells) {
+            assert!(one.samples.iter().all(|sample| two.samples.contains(sample)), "{}", one.key);
+            assert_eq!(two.outcome, Outcome::Measured);
+        }
+        nothing_left(place.path());
+    }
+}
+
+/// fio in a guest, and what it says: needs a kernel for guests.
+#[test]
+fn a_guest_makes_the_load() {
+    if !require_peer("fio") || !vdkit_testkit::guest::require_guest() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let axes = [
+        ("layout", "\"qcow2\""),
+        ("front", "\"guest-vhost-user\""),
+        ("profile", "\"rnd4k-q1-write\""),
+    ];
+    let file = plan(&scratch, 1, 0.5, &axes);
+    std::fs::create_dir(scratch.path("place")).unwrap();
+    scratch.ok(&["lab", "run", "--plan", &file, "--on", "place", "--out", "run.sqlite"]);
+    let run = load(&scratch);
+    let cell = &run.cells[0];
+    assert_eq!(cell.outcome, Outcome::Measured, "{cell:?}");
+    assert!(cell.samples[0].values["iops"] > 1.0, "{cell:?}");
+    let raw: &Value = cell.samples[0].raw.as_ref().unwrap();
+    assert_eq!(raw["jobs"][0]["job options"]["filename"], "/dev/vda");
+    assert!(cell.commands.iter().any(|line| line.contains("vhost-user-blk-pci")), "{cell:?}");
+    assert_eq!(entries(&scratch.path("place")), [""; 0]);
+}

@@ -1,0 +1,144 @@
+//! The axes that a plan may vary, and the values of each.
+
+use vdkit_block::parse_size;
+
+use crate::front::FRONTS;
+use crate::layout::LAYOUTS;
+use crate::profile::PROFILES;
+
+/// The axis whose values are the places that the user gives.
+pub const BACKEND: &str = "backend";
+
+/// Who makes or converts images, where a plan varies it.
+pub const TOOLS: &[(&str, &str)] = &[
+    ("vdkit", "the command vdkit"),
+    ("qemu-img", "QEMU's qemu-img, or qemu-io where an image is read"),
+    ("library", "vdkit's library in the lab's own process, where an image is read"),
+];
+
+/// Cache modes of images.
+pub const CACHES: &[(&str, &str)] = &[
+    ("writeback", "through the host's page cache, durable when flushed"),
+    ("none", "past the page cache, durable when flushed"),
+    ("writethrough", "through the page cache, each write durable"),
+    ("directsync", "past the page cache, each write durable"),
+    ("unsafe", "through the page cache, flushes do nothing"),
+];
+
+/// What a disk holds before the load begins.
+pub const CONTENTS: &[(&str, &str)] =
+    &[("none", "nothing was ever written"), ("full", "all of the disk is written")];
+
+/// What values an axis takes.
+#[derive(Clone, Copy, Debug)]
+enum Values {
+    Words(fn() -> Vec<(&'static str, &'static str)>),
+    Size,
+    Count,
+}
+
+/// Names of the axes, what they mean, and their values.
+const AXES: &[(&str, &str, Values)] = &[
+    (BACKEND, "where images are: a folder (--on) or a device (--device)", Values::Words(Vec::new)),
+    (
+        "layout",
+        "format and options of the image",
+        Values::Words(|| words(LAYOUTS, |l| (l.name, l.about))),
+    ),
+    ("cache", "the cache mode", Values::Words(|| CACHES.to_vec())),
+    ("front", "what the load goes through", Values::Words(|| words(FRONTS, |f| (f.name, f.about)))),
+    ("profile", "the load", Values::Words(|| words(PROFILES, |p| (p.name, p.about)))),
+    ("tool", "which program makes, converts or opens images", Values::Words(|| TOOLS.to_vec())),
+    ("content", "what the disk holds beforehand", Values::Words(|| CONTENTS.to_vec())),
+    ("size", "size of the disk, such as 16G", Values::Size),
+    ("images", "how many at once", Values::Count),
+];
+
+fn words<T>(
+    table: &[T],
+    row: fn(&T) -> (&'static str, &'static str),
+) -> Vec<(&'static str, &'static str)> {
+    table.iter().map(row).collect()
+}
+
+/// The names of all axes.
+pub fn names() -> Vec<&'static str> {
+    AXES.iter().map(|(name, ..)| *name).collect()
+}
+
+/// What an axis means.
+pub fn about(name: &str) -> Option<&'static str> {
+    AXES.iter().find(|(known, ..)| *known == name).map(|(_, about, _)| *about)
+}
+
+/// What a value of an axis means.
+pub fn about_value(axis: &str, value: &str) -> Option<&'static str> {
+    let (.., values) = AXES.iter().find(|(known, ..)| *known == axis)?;
+    let Values::Words(words) = values else { return None };
+    words().into_iter().find(|(word, _)| *word == value).map(|(_, about)| about)
+}
+
+/// Whether an axis can have this value.
+///
+/// # Errors
+/// What it can have.
+pub fn check(axis: &str, value: &str) -> Result<(), String> {
+    let Some((.., values)) = AXES.iter().find(|(known, ..)| *known == axis) else {
+        return Err(format!("unknown axis '{axis}'; known: {}", names().join(", ")));
+    };
+    match values {
+        Values::Words(words) => {
+            let known: Vec<&str> = words().into_iter().map(|(word, _)| word).collect();
+            // Backends have the names that the user's places get.
+            if known.is_empty() || known.contains(&value) {
+                return Ok(());
+            }
+            Err(format!("unknown {axis} '{value}'; known: {}", known.join(", ")))
+        }
+        Values::Size => match parse_size(value) {
+            Ok(bytes) if bytes >= 1 << 20 && bytes % (1 << 20) == 0 => Ok(()),
+            _ => Err(format!("{axis} '{value}' is not a size of whole MiB, such as 16G")),
+        },
+        Values::Count => match value.parse::<u32>() {
+            Ok(1..=256) => Ok(()),
+            _ => Err(format!("{axis} '{value}' is not a number from 1 to 256")),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_checked_by_axis() {
+        assert_eq!(check("cache", "none"), Ok(()));
+        assert_eq!(check("size", "16G"), Ok(()));
+        assert_eq!(check("images", "8"), Ok(()));
+        assert_eq!(check(BACKEND, "anything"), Ok(()));
+        for (axis, value, words) in [
+            ("cache", "fast", "writethrough"),
+            ("colour", "red", "unknown axis 'colour'; known: backend, layout"),
+            ("size", "1", "whole MiB"),
+            ("size", "big", "whole MiB"),
+            ("images", "0", "from 1"),
+            ("images", "1000", "to 256"),
+            ("layout", "qcow3", "qcow2"),
+        ] {
+            let told = check(axis, value).unwrap_err();
+            assert!(told.contains(words), "{told}");
+        }
+    }
+
+    #[test]
+    fn each_value_has_its_meaning_once() {
+        for (axis, _, values) in AXES {
+            let Values::Words(words) = values else { continue };
+            let words = words();
+            for (word, about) in &words {
+                assert!(!about.is_empty() && words.iter().filter(|w| w.0 == *word).count() == 1);
+                assert_eq!(about_value(axis, word), Some(*about));
+            }
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! From a plan and places to cells, and the order in which they run.
+
+use crate::axes::BACKEND;
+use crate::model::{Axes, Cell};
+use crate::plan::Plan;
+
+/// All cells of a plan on these backends, in the order of the plan.
+pub fn cells(plan: &Plan, backends: &[String], quick: bool) -> Vec<Cell> {
+    let mut products: Vec<Axes> = vec![Vec::new()];
+    for axis in &plan.axes {
+        let values = if quick { &axis.quick } else { &axis.values };
+        let with = |cell: &Axes, value: &String| {
+            let mut cell = cell.clone();
+            cell.push((axis.name.clone(), value.clone()));
+            cell
+        };
+        products = products.iter().flat_map(|cell| values.iter().map(|v| with(cell, v))).collect();
+    }
+    for more in plan.include.iter().filter(|_| !quick) {
+        if !products.contains(more) {
+            products.push(more.clone());
+        }
+    }
+    let mut all = Vec::new();
+    for backend in backends {
+        for product in &products {
+            let mut axes = vec![(BACKEND.to_owned(), backend.clone())];
+            axes.extend(product.iter().cloned());
+            if !excluded(plan, &axes) {
+                all.push(Cell { key: key(&axes), axes, ..Cell::default() });
+            }
+        }
+    }
+    all
+}
+
+/// A cell's name in all runs.
+pub fn key(axes: &Axes) -> String {
+    let parts: Vec<String> = axes.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    parts.join("/")
+}
+
+fn excluded(plan: &Plan, axes: &Axes) -> bool {
+    plan.exclude.iter().any(|rule| {
+        rule.iter().all(|(name, values)| {
+            axes.iter().any(|(axis, value)| axis == name && values.contains(value))
+        })
+    })
+}
+
+/// A small random source whose runs can be repeated: SplitMix64.
+#[derive(Clone, Debug)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// The run that belongs to a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// 64 random bits.
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `n`; 0 where `n` is 0.
+    pub fn below(&mut self, n: u64) -> u64 {
+        ((u128::from(self.next_u64()) * u128::from(n)) >> 64) as u64
+    }
+}
+
+/// Numbers below `count` in random order.
+pub fn shuffled(count: usize, rng: &mut Rng) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..count).collect();
+    for i in (1..count).rev() {
+        order.swap(i, rng.below(i as u64 + 1) as usize);
+    }
+    order
+}
+
+/// In which order the cells of each round run. All cells have had a round before one has the next,
+/// so that a machine that becomes slower wrongs none.
+pub fn order(cells: usize, rounds: u32, seed: u64) -> Vec<(u32, usize)> {
+    let mut rng = Rng::new(seed);
+    let rounds = (0..rounds).map(|round| (round, shuffled(cells, &mut rng)));
+    rounds.flat_map(|(round, cells)| cells.into_iter().map(move |cell| (round, cell))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAN: &str = r#"
+        name = "p"
+        title = "t"
+        question = "q?"
+        metric = "iops"
+        axis = [
+          { name = "layout", values = ["raw", "qcow2"], quick = ["raw"] },
+          { name = "cache", values = ["none", "unsafe"] },
+          { name = "profile", values = ["database"] },
+        ]
+        include = [{ layout = "qcow2-2m", cache = "none", profile = "database" }]
+        exclude = [{ backend = "b", layout = "raw", cache = ["unsafe"] }]
+        full = { rounds = 1, seconds = 1, disk = "1M", bytes = "1M" }
+        quick = { rounds = 1, seconds = 1, disk = "1M", bytes = "1M" }
+    "#;
+
+    #[test]
+    fn cells_are_the_product_less_what_is_excluded() {
+        let plan = Plan::parse(PLAN, "p.toml").unwrap();
+        let keys = |backends: &[&str], quick| -> Vec<String> {
+            let backends: Vec<String> = backends.iter().map(|name| (*name).to_owned()).collect();
+            cells(&plan, &backends, quick).into_iter().map(|cell| cell.key).collect()
+        };
+        let all = keys(&["a", "b"], false);
+        assert_eq!(all[0], "backend=a/layout=raw/cache=none/profile=database");
+        assert_eq!(all.len(), 5 + 4);
+        assert!(all.contains(&"backend=b/layout=qcow2-2m/cache=none/profile=database".into()));
+        assert!(!all.contains(&"backend=b/layout=raw/cache=unsafe/profile=database".into()));
+        assert_eq!(keys(&["b"], true), ["backend=b/layout=raw/cache=none/profile=database"]);
+    }
+
+    #[test]
+    fn the_order_is_random_and_repeatable() {
+        let one = order(20, 3, 7);
+        assert_eq!(one, order(20, 3, 7));
+        assert_ne!(one, order(20, 3, 8));
+        for round in 0..3 {
+            let mut cells: Vec<usize> =
+                one.iter().filter(|step| step.0 == round).map(|step| step.1).collect();
+            assert_ne!(cells, (0..20).collect::<Vec<_>>());
+            cells.sort_unstable();
+            assert_eq!(cells, (0..20).collect::<Vec<_>>());
+        }
+        // Rounds come one after the other, each in its own order.
+        assert!(one.windows(2).all(|pair| pair[0].0 <= pair[1].0));
+        assert_ne!(
+            one[..20].iter().map(|s| s.1).collect::<Vec<_>>(),
+            one[20..40].iter().map(|s| s.1).collect::<Vec<_>>()
+        );
+    }
+}

@@ -1,0 +1,36 @@
+//! A whole disk to nothing: what a conversion has to read, without what it would write.
+
+use anyhow::Result;
+
+use super::{Bench, values};
+use crate::layout::{self, More};
+use crate::model::Sample;
+use crate::peers::{need, skip};
+use crate::process::Line;
+
+pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
+    let (layout, bytes) = (bench.layout()?, bench.disk_bytes()?);
+    if layout.more == More::Nothing && layout.options.contains("preallocation=") && bench.full() {
+        return skip("the disk is all written: how it was allocated before makes no difference");
+    }
+    let image = layout::make(bench, layout, bytes, bench.full())?;
+    let line = match bench.axis("tool") {
+        Some("qemu-img") => Line::new(need("qemu-img")?)
+            .args(["convert", "-n", "-f", image.format])
+            .arg(&image.path)
+            .arg("--target-image-opts")
+            .arg(format!("driver=null-co,size={bytes}")),
+        Some("library") => return skip("'convert' is a command: tool vdkit or qemu-img"),
+        _ => bench.vdkit(&["convert", "-f", image.format]).arg(&image.path).arg("null:"),
+    };
+    // Warm, as in the published table; written back, so that nothing else is going on.
+    super::sync(&image.files)?;
+    let ended = bench.run(&line)?;
+    let mut all = values([
+        ("elapsed_seconds", ended.elapsed.as_secs_f64()),
+        ("reads", ended.io.read_calls as f64),
+    ]);
+    all.insert("bytes_per_second".to_owned(), bytes as f64 / ended.elapsed.as_secs_f64().max(1e-9));
+    all.insert("host_bytes".to_owned(), layout::host_bytes(&image) as f64);
+    Ok(Sample { values: all, ..Sample::default() })
+}

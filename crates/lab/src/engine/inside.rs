@@ -1,0 +1,203 @@
+//! A load in the lab's own process, on vdkit's library: what no server and no kernel adds to.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+use vdkit_block::{CacheMode, CancelToken, GuestOffset};
+use vdkit_chain::{Disk, OpenOptions};
+
+use super::Bench;
+use crate::cells::Rng;
+use crate::fio::{Answer, PERCENTILES};
+use crate::front::Cache;
+use crate::layout::{Image, noise};
+use crate::model::{Histogram, Series};
+use crate::profile::{Load, Pattern, Sync};
+
+/// What one thread has done.
+#[derive(Default)]
+struct Done {
+    buckets: BTreeMap<u64, u64>,
+    sum_ns: f64,
+    reads: u64,
+    writes: u64,
+    sync_ns: f64,
+    syncs: u64,
+}
+
+/// As fio: 64 buckets for each power of two.
+fn bucket(ns: u64) -> u64 {
+    let shift = (64 - ns.leading_zeros()).saturating_sub(7);
+    (ns >> shift) << shift
+}
+
+struct Worker<'a> {
+    disk: &'a Disk,
+    load: &'a Load,
+    cancel: &'a CancelToken,
+    /// The part of the disk that it works on.
+    part: std::ops::Range<u64>,
+    until: Option<Instant>,
+    /// Requests, where no time ends it.
+    most: u64,
+    rng: Rng,
+}
+
+impl Worker<'_> {
+    fn run(mut self) -> vdkit_block::Result<Done> {
+        let mut done = Done::default();
+        let mut buffer = vec![0; self.load.block as usize];
+        noise(&mut buffer, &mut self.rng);
+        let blocks = (self.part.end - self.part.start) / self.load.block;
+        let mut next = 0;
+        while blocks > 0 && done.reads + done.writes < self.most {
+            if self.until.is_some_and(|until| Instant::now() >= until) {
+                break;
+            }
+            self.cancel.check()?;
+            let (reads, random) = match self.load.rw {
+                Pattern::Read => (true, false),
+                Pattern::Write => (false, false),
+                Pattern::RandomRead => (true, true),
+                Pattern::RandomWrite => (false, true),
+                Pattern::RandomMix(reads) => (self.rng.below(100) < u64::from(reads), true),
+            };
+            let block = if random { self.rng.below(blocks) } else { next % blocks };
+            next += 1;
+            let at = GuestOffset(self.part.start + block * self.load.block);
+            let began = Instant::now();
+            if reads {
+                self.disk.read_at(&mut buffer, at)?;
+                done.reads += 1;
+            } else {
+                self.disk.write_at(&buffer, at)?;
+                done.writes += 1;
+            }
+            let ns = began.elapsed().as_nanos() as u64;
+            *done.buckets.entry(bucket(ns)).or_default() += 1;
+            done.sum_ns += ns as f64;
+            let (Sync::Fsync(every) | Sync::Fdatasync(every)) = self.load.sync else { continue };
+            if !reads && done.writes.is_multiple_of(u64::from(every)) {
+                let began = Instant::now();
+                self.disk.flush()?;
+                done.sync_ns += began.elapsed().as_nanos() as f64;
+                done.syncs += 1;
+            }
+        }
+        Ok(done)
+    }
+}
+
+pub(super) fn run(
+    bench: &mut Bench<'_>,
+    load: &Load,
+    image: &Image,
+    cache: Cache,
+) -> Result<(Answer, Vec<Series>)> {
+    let options = OpenOptions {
+        format: Some(image.format.to_owned()),
+        cache: cache.name.parse::<CacheMode>()?,
+        ..OpenOptions::read_write()
+    };
+    let disk = Disk::open(bench.registry, &image.path, &options)?;
+    let jobs = u64::from(load.jobs);
+    let each = match load.to_the_end {
+        true => bench.effort.bytes.min(image.bytes / jobs),
+        false => image.bytes / jobs,
+    };
+    let until =
+        (!load.to_the_end).then(|| Instant::now() + Duration::from_secs_f64(bench.effort.seconds));
+    let total = Mutex::new(Vec::new());
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        for job in 0..jobs {
+            for lane in 0..u64::from(load.depth) {
+                let share = if load.to_the_end {
+                    each / load.block / u64::from(load.depth)
+                } else {
+                    u64::MAX
+                };
+                let worker = Worker {
+                    disk: &disk,
+                    load,
+                    cancel: &bench.cancel,
+                    part: job * each..(job + 1) * each,
+                    until,
+                    most: share,
+                    rng: Rng::new(bench.seed ^ (job << 32 | lane)),
+                };
+                let total = &total;
+                scope.spawn(move || {
+                    let done = worker.run();
+                    if let Ok(mut total) = total.lock() {
+                        total.push(done);
+                    }
+                });
+            }
+        }
+    });
+    let load_seconds = began.elapsed().as_secs_f64();
+    let began = Instant::now();
+    disk.flush()?;
+    let flush = began.elapsed().as_secs_f64();
+    disk.close()?;
+    bench.commands.push(format!(
+        "# in the lab's process: {} of {} bytes, {} threads, on {}",
+        load.rw.word(),
+        load.block,
+        jobs * u64::from(load.depth),
+        image.path.display()
+    ));
+    let mut all = Done::default();
+    for done in total.into_inner().ok().context("a thread of the load has failed")? {
+        let done = done?;
+        for (ns, count) in done.buckets {
+            *all.buckets.entry(ns).or_default() += count;
+        }
+        all.sum_ns += done.sum_ns;
+        all.reads += done.reads;
+        all.writes += done.writes;
+        all.sync_ns += done.sync_ns;
+        all.syncs += done.syncs;
+    }
+    Ok((answer(load, all, load_seconds, flush), Vec::new()))
+}
+
+fn answer(load: &Load, done: Done, seconds: f64, flush: f64) -> Answer {
+    let requests = (done.reads + done.writes) as f64;
+    let all = if load.to_the_end { seconds + flush } else { seconds };
+    let latencies = Histogram { buckets: done.buckets.into_iter().collect() };
+    let mut values = super::values([
+        ("iops", requests / all.max(1e-9)),
+        ("bytes_per_second", requests * load.block as f64 / all.max(1e-9)),
+        ("latency_mean_ns", done.sum_ns / requests.max(1.0)),
+    ]);
+    if done.writes > 0 {
+        values.insert("final_fsync_seconds".to_owned(), flush);
+    }
+    if done.syncs > 0 {
+        values.insert("sync_mean_ns".to_owned(), done.sync_ns / done.syncs as f64);
+    }
+    for (key, fraction) in PERCENTILES {
+        if let Some(ns) = latencies.quantile(*fraction) {
+            values.insert((*key).to_owned(), ns as f64);
+        }
+    }
+    Answer { values, latencies: Some(latencies), raw: Value::Null }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_are_within_two_percent() {
+        for ns in [0, 1, 63, 127, 128, 1000, 123_456_789, u64::MAX] {
+            let found = bucket(ns);
+            assert!(found <= ns && (ns - found) as f64 <= ns as f64 * 0.016, "{ns}: {found}");
+        }
+    }
+}

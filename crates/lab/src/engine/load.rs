@@ -1,0 +1,105 @@
+//! A load of requests: fio on whatever the front shows, or the library itself.
+
+use anyhow::{Context, Result};
+
+use super::{Bench, inside};
+use crate::environment::block::Counts;
+use crate::fio::{self, Answer};
+use crate::front::{self, Cache, Front, Served, Target};
+use crate::layout::{self, Layout};
+use crate::model::{Sample, Series};
+use crate::peers::need;
+use crate::process::Line;
+use crate::profile::Load;
+
+/// What stands on the other serial port between two files.
+const MARK: &str = "=== series ===";
+
+pub(super) fn sample(bench: &mut Bench<'_>, load: &Load) -> Result<Sample> {
+    let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
+    on(bench, load, layout, front, cache)
+}
+
+/// Makes an image, serves it, and runs the load.
+pub(super) fn on(
+    bench: &mut Bench<'_>,
+    load: &Load,
+    layout: &Layout,
+    front: &Front,
+    cache: Cache,
+) -> Result<Sample> {
+    let least = if load.to_the_end { bench.effort.bytes * u64::from(load.jobs) } else { 0 };
+    let bytes = bench.disk_bytes()?.max(least);
+    let image = layout::make(bench, layout, bytes, load.rw.reads() || bench.full())?;
+    let served = front::start(bench, front, &image, cache)?;
+    let mut sample = run(bench, load, &served, bytes)?;
+    if let Some(ended) = served.end() {
+        bench.note(&format!("the server's orderly end took {:.2} s", ended.as_secs_f64()));
+    }
+    sample.values.insert("host_bytes".to_owned(), layout::host_bytes(&image) as f64);
+    Ok(sample)
+}
+
+/// Runs the load on what is served, a disk of `bytes`.
+pub(super) fn run(
+    bench: &mut Bench<'_>,
+    load: &Load,
+    served: &Served,
+    bytes: u64,
+) -> Result<Sample> {
+    let before = Counts::of(&bench.place.info);
+    let (answer, series) = match &served.target {
+        Target::InProcess { image, cache } => inside::run(bench, load, image, *cache)?,
+        target => with_fio(bench, load, target, bytes)?,
+    };
+    let mut values = answer.values;
+    if let Some(cpu) = served.server_cpu_seconds() {
+        values.insert("server_cpu_seconds".to_owned(), cpu);
+        let requests = answer.latencies.as_ref().map_or(0, crate::model::Histogram::count);
+        // The kernel counts in hundredths: less than five of them say little.
+        if cpu >= 0.05 {
+            values.insert("requests_per_cpu_second".to_owned(), requests as f64 / cpu);
+        }
+    }
+    if let (Some(before), Some(after)) = (before, Counts::of(&bench.place.info)) {
+        values.insert("flushes".to_owned(), after.flushes.saturating_sub(before.flushes) as f64);
+    }
+    let raw = (!answer.raw.is_null()).then_some(answer.raw);
+    Ok(Sample { values, latencies: answer.latencies, series, raw, ..Sample::default() })
+}
+
+fn with_fio(
+    bench: &mut Bench<'_>,
+    load: &Load,
+    target: &Target,
+    bytes: u64,
+) -> Result<(Answer, Vec<Series>)> {
+    let fio = need("fio")?;
+    let disk = fio::Disk::of(target).context("fio cannot open this")?;
+    let (text, log) = if let Target::Guest(guest) = target {
+        let output = std::path::Path::new("/tmp/out.json");
+        let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, output);
+        let line = Line::new("fio").args(&arguments).text();
+        let log = format!("/tmp/{}_iops.log", fio::LOG);
+        let script = format!(
+            "{line} || exit 1\n(cat {}; echo; echo '{MARK}'; cat {log}) > $OUT",
+            output.display()
+        );
+        let said = guest.run(bench, &script, bench.effort.seconds)?;
+        if said.emulated {
+            bench.note("the guest's processor was emulated (TCG): no KVM here");
+        }
+        let (json, log) = said.results.split_once(MARK).context("the guest has told no results")?;
+        (json.to_owned(), log.to_owned())
+    } else {
+        let output = bench.folder.join("fio.json");
+        let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, &output);
+        let line = Line::new(fio).args(&arguments).within(&bench.folder);
+        bench.run(&line)?;
+        let log = bench.folder.join(format!("{}_iops.log", fio::LOG));
+        let text = std::fs::read_to_string(&output).context("fio's output")?;
+        (text, std::fs::read_to_string(log).unwrap_or_default())
+    };
+    let series = fio::series(&log, load, &bench.effort);
+    Ok((fio::parse(&text, load)?, series))
+}

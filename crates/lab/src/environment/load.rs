@@ -1,0 +1,128 @@
+//! What else the machine does while a cell is measured.
+
+use std::fs;
+use std::time::Instant;
+
+/// Counters at one moment.
+#[derive(Clone, Debug)]
+pub struct Moment {
+    at: Instant,
+    /// Time in which somebody waited, in microseconds: processor, memory, storage.
+    pressure_us: [Option<u64>; 3],
+    /// How often a processor was slowed down because of heat.
+    throttled: u64,
+    /// Time in which the host of this machine gave the processor to others, and all time.
+    steal: Option<(u64, u64)>,
+}
+
+/// What `/proc/pressure` has (the kernel's Documentation/accounting/psi.rst).
+const PRESSURES: [&str; 3] = ["cpu", "memory", "io"];
+
+fn pressure(name: &str) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/pressure/{name}")).ok()?;
+    let some = text.lines().find(|line| line.starts_with("some"))?;
+    some.rsplit_once("total=")?.1.trim().parse().ok()
+}
+
+fn throttled() -> u64 {
+    let folders = fs::read_dir("/sys/devices/system/cpu").into_iter().flatten().flatten();
+    let count = |file: std::path::PathBuf| {
+        fs::read_to_string(file).ok().and_then(|text| text.trim().parse::<u64>().ok())
+    };
+    let files = folders.map(|entry| entry.path().join("thermal_throttle/core_throttle_count"));
+    files.filter_map(count).sum()
+}
+
+fn steal(text: &str) -> Option<(u64, u64)> {
+    // cpu user nice system idle iowait irq softirq steal (proc_stat(5))
+    let line = text.lines().find(|line| line.starts_with("cpu "))?;
+    let ticks: Vec<u64> = line.split_whitespace().skip(1).filter_map(|n| n.parse().ok()).collect();
+    Some((*ticks.get(7)?, ticks.iter().take(8).sum()))
+}
+
+impl Moment {
+    /// Now.
+    pub fn now() -> Self {
+        Self {
+            at: Instant::now(),
+            pressure_us: PRESSURES.map(pressure),
+            throttled: throttled(),
+            steal: steal(&fs::read_to_string("/proc/stat").unwrap_or_default()),
+        }
+    }
+
+    /// What speaks against a measurement between two moments: a kind, and a sentence.
+    pub fn until(&self, later: &Self) -> Vec<(&'static str, String)> {
+        let mut all = Vec::new();
+        if later.throttled > self.throttled {
+            let text = "the processor was slowed down because of its temperature".to_owned();
+            all.push(("throttled", text));
+        }
+        let seconds = later.at.duration_since(self.at).as_secs_f64();
+        if let (Some(before), Some(after)) = (self.pressure_us[1], later.pressure_us[1]) {
+            let part = after.saturating_sub(before) as f64 / 1e6 / seconds.max(1e-3);
+            // Memory is no part of any load here, so waiting for it is a disturbance.
+            if part > 0.05 {
+                let text = format!("programs waited for memory {:.0} % of the time", part * 100.0);
+                all.push(("pressure", text));
+            }
+        }
+        if let (Some(before), Some(after)) = (self.steal, later.steal) {
+            let (stolen, ticks) =
+                (after.0.saturating_sub(before.0), after.1.saturating_sub(before.1));
+            if stolen * 20 > ticks && ticks > 0 {
+                let part = stolen as f64 / ticks as f64;
+                let text = format!(
+                    "other guests of this host had {:.0} % of the processors",
+                    part * 100.0
+                );
+                all.push(("pressure", text));
+            }
+        }
+        all
+    }
+}
+
+/// Whether the machine is busy before anything was started: a sentence.
+pub fn busy(cores: u32) -> Option<String> {
+    let text = fs::read_to_string("/proc/loadavg").ok()?;
+    let load: f64 = text.split_whitespace().next()?.parse().ok()?;
+    let limit = f64::from(cores) * 0.5;
+    (load > limit).then(|| {
+        format!("the machine was busy at the start: {load} programs were running or waiting")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disturbances_are_told_and_quiet_is_quiet() {
+        let quiet = Moment {
+            at: Instant::now(),
+            pressure_us: [Some(0); 3],
+            throttled: 3,
+            steal: Some((10, 1000)),
+        };
+        let later = |change: fn(&mut Moment)| {
+            let mut moment = quiet.clone();
+            moment.at += std::time::Duration::from_secs(10);
+            change(&mut moment);
+            quiet.until(&moment).into_iter().map(|(kind, _)| kind).collect::<Vec<_>>()
+        };
+        assert_eq!(later(|_| {}), [""; 0]);
+        assert_eq!(later(|m| m.throttled = 4), ["throttled"]);
+        // Waiting for the storage is what a load does.
+        assert_eq!(later(|m| m.pressure_us = [Some(0), Some(0), Some(9_000_000)]), [""; 0]);
+        assert_eq!(later(|m| m.pressure_us[1] = Some(1_000_000)), ["pressure"]);
+        assert_eq!(later(|m| m.steal = Some((110, 2000))), ["pressure"]);
+        assert_eq!(later(|m| m.steal = Some((11, 2000))), [""; 0]);
+    }
+
+    #[test]
+    fn the_kernels_words_are_read() {
+        let text = "cpu  1 2 3 4 5 6 7 8 9 10\ncpu0 1 1 1 1\n";
+        assert_eq!(steal(text), Some((8, 36)));
+    }
+}

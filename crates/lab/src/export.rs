@@ -1,0 +1,102 @@
+//! Results for other programs: JSON, and a table of values as CSV.
+
+use std::io::{self, Write};
+
+use crate::model::{Outcome, Run, metric};
+
+/// Writes all of a run as one JSON object.
+///
+/// # Errors
+/// The writer's.
+pub fn json(run: &Run, out: &mut impl Write) -> io::Result<()> {
+    serde_json::to_writer_pretty(&mut *out, run)?;
+    out.write_all(b"\n")
+}
+
+/// Writes a line for each value of each sample, and one for each cell without samples (RFC 4180,
+/// with line feeds alone): a column an axis, then outcome, reason, round, metric, unit, value.
+///
+/// # Errors
+/// The writer's.
+pub fn csv(run: &Run, out: &mut impl Write) -> io::Result<()> {
+    let mut heads: Vec<&str> = run.plan.axes.iter().map(String::as_str).collect();
+    heads.extend(["outcome", "reason", "round", "metric", "unit", "value"]);
+    line(out, heads)?;
+    for cell in &run.cells {
+        let (outcome, reason) = match &cell.outcome {
+            Outcome::Pending => ("pending", ""),
+            Outcome::Measured => ("measured", ""),
+            Outcome::Skipped(reason) => ("skipped", reason.as_str()),
+            Outcome::Failed(reason) => ("failed", reason.as_str()),
+        };
+        let axes = run.plan.axes.iter().map(|axis| cell.axis(axis).unwrap_or_default());
+        let start: Vec<&str> = axes.chain([outcome, reason]).collect();
+        if cell.samples.is_empty() {
+            line(out, start.iter().copied().chain(["", "", "", ""]))?;
+        }
+        for sample in &cell.samples {
+            let round = sample.round.to_string();
+            for (key, value) in &sample.values {
+                let value = value.to_string();
+                let unit = metric(key).map_or("", |metric| metric.unit);
+                let end = [round.as_str(), key, unit, &value];
+                line(out, start.iter().copied().chain(end))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn line<'a>(out: &mut impl Write, fields: impl IntoIterator<Item = &'a str>) -> io::Result<()> {
+    for (i, field) in fields.into_iter().enumerate() {
+        if i > 0 {
+            out.write_all(b",")?;
+        }
+        if field.contains(['"', ',', '\n', '\r']) {
+            write!(out, "\"{}\"", field.replace('"', "\"\""))?;
+        } else {
+            out.write_all(field.as_bytes())?;
+        }
+    }
+    out.write_all(b"\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Cell, PlanSummary, Sample};
+
+    #[test]
+    fn values_are_lines_of_a_table() {
+        let axes = |layout: &str| vec![("layout".to_owned(), layout.to_owned())];
+        let sample = Sample { values: [("iops".to_owned(), 1.5)].into(), ..Sample::default() };
+        let run = Run {
+            plan: PlanSummary { axes: vec!["layout".into()], ..PlanSummary::default() },
+            cells: vec![
+                Cell {
+                    axes: axes("raw"),
+                    samples: vec![sample],
+                    outcome: Outcome::Measured,
+                    ..Cell::default()
+                },
+                Cell {
+                    axes: axes("qcow2"),
+                    outcome: Outcome::Skipped("no \"fio\", sorry".into()),
+                    ..Cell::default()
+                },
+            ],
+            ..Run::default()
+        };
+        let mut out = Vec::new();
+        csv(&run, &mut out).unwrap();
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            "layout,outcome,reason,round,metric,unit,value\n\
+             raw,measured,,0,iops,1/s,1.5\n\
+             qcow2,skipped,\"no \"\"fio\"\", sorry\",,,,\n"
+        );
+        let mut out = Vec::new();
+        json(&run, &mut out).unwrap();
+        assert_eq!(serde_json::from_slice::<Run>(&out).unwrap(), run);
+    }
+}

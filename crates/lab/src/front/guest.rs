@@ -1,0 +1,217 @@
+//! A guest that makes the load itself: this host's kernel under QEMU, and fio, from memory.
+//!
+//! The guest's initial files are made on the spot (see [`initramfs`]). It runs one script, whose
+//! results come out of a second serial port, and powers off. Where the host lets us, KVM runs it;
+//! else QEMU emulates the processor, which the cell's notes say.
+
+mod initramfs;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use super::{Cache, READY, Server, serve};
+use crate::engine::Bench;
+use crate::layout::Image;
+use crate::peers::{need, skip};
+use crate::process::{Line, Running};
+
+/// How a guest's disk is connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bus {
+    /// virtio-blk.
+    Virtio,
+    /// A SCSI disk behind virtio-scsi.
+    Scsi,
+    /// An IDE disk.
+    Ide,
+}
+
+/// Who moves the bytes of a guest's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// QEMU's own block layer.
+    Qemu,
+    /// vdkit, over shared memory.
+    VhostUser,
+    /// vdkit, over NBD.
+    Nbd,
+}
+
+/// A guest, ready to be booted with a script.
+#[derive(Debug)]
+pub struct Guest {
+    arguments: Vec<String>,
+    initial: PathBuf,
+    kernel: PathBuf,
+    /// The disk's name in the guest.
+    pub disk: &'static str,
+}
+
+/// Memory of a guest: its initial files are in it twice for a moment.
+const MEMORY: &str = "768M";
+/// How long a guest may take beside its load: an emulated processor boots slowly.
+const PATIENCE: Duration = Duration::from_secs(240);
+/// What the script's end looks like on the first serial port.
+const ENDED: &str = "lab: the script ended with ";
+
+impl Bus {
+    fn modules(self) -> &'static [&'static str] {
+        match self {
+            Self::Virtio => &["virtio_pci", "virtio_blk"],
+            Self::Scsi => &["virtio_pci", "virtio_scsi", "sd_mod"],
+            Self::Ide => &["ata_piix", "ata_generic", "sd_mod"],
+        }
+    }
+
+    fn disk(self) -> &'static str {
+        if self == Self::Virtio { "/dev/vda" } else { "/dev/sda" }
+    }
+
+    fn devices(self, write_cache: bool) -> Vec<String> {
+        let cache = if write_cache { "on" } else { "off" };
+        match self {
+            Self::Virtio => vec![format!("virtio-blk-pci,drive=disk,write-cache={cache}")],
+            Self::Scsi => vec![
+                "virtio-scsi-pci".to_owned(),
+                format!("scsi-hd,drive=disk,write-cache={cache}"),
+            ],
+            Self::Ide => vec![format!("ide-hd,drive=disk,bus=ide.0,write-cache={cache}")],
+        }
+    }
+}
+
+/// Gets a guest ready, and starts what serves its disk where that is not QEMU.
+pub(super) fn prepare(
+    bench: &mut Bench<'_>,
+    bus: Bus,
+    source: Source,
+    image: &Image,
+    cache: Cache,
+) -> Result<(Guest, Option<Running>)> {
+    if std::env::consts::ARCH != "x86_64" {
+        return skip("guests are run on x86-64 hosts only");
+    }
+    need("qemu-system-x86_64")?;
+    let kernel = initramfs::kernel()?;
+    let initial = bench.folder.join("guest.cpio");
+    initramfs::write(&kernel, bus.modules(), bus.disk(), &initial, &bench.cancel)?;
+    let words = |list: &[&str]| list.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let (mut arguments, mut server) = (Vec::new(), None);
+    match source {
+        Source::Qemu => {
+            for node in serve::nodes(image, cache)? {
+                arguments.extend(["-blockdev".to_owned(), node]);
+            }
+        }
+        Source::Nbd => {
+            let socket = bench.folder.join("nbd.sock");
+            server = Some(serve::nbd(bench, Server::Vdkit, image, cache, &socket)?);
+            let path = socket.display();
+            arguments.extend(words(&["-blockdev"]));
+            arguments
+                .push(format!("driver=nbd,node-name=disk,server.type=unix,server.path={path}"));
+        }
+        Source::VhostUser => {
+            let socket = bench.folder.join("vhost.sock");
+            server = Some(vhost_user(bench, image, cache, &socket)?);
+            arguments.push("-chardev".to_owned());
+            arguments.push(format!("socket,id=disk,path={}", socket.display()));
+            arguments.extend(words(&["-device", "vhost-user-blk-pci,chardev=disk"]));
+        }
+    }
+    if source != Source::VhostUser {
+        for device in bus.devices(!cache.through) {
+            arguments.extend(["-device".to_owned(), device]);
+        }
+    }
+    Ok((Guest { arguments, initial, kernel: kernel.image, disk: bus.disk() }, server))
+}
+
+fn vhost_user(bench: &mut Bench<'_>, image: &Image, cache: Cache, at: &Path) -> Result<Running> {
+    let line = bench
+        .vdkit(&["serve", "-f", image.format, "--cache", cache.name])
+        .arg("--vhost-user")
+        .arg(at)
+        .arg(&image.path);
+    let mut running = bench.start(&line)?;
+    // It serves one virtual machine at a time, so nobody may connect only to look.
+    running.wait_until(READY, &bench.cancel, || at.exists())?;
+    Ok(running)
+}
+
+/// What a guest's script printed to its results (`$OUT`).
+#[derive(Debug)]
+pub struct Said {
+    /// The results.
+    pub results: String,
+    /// Whether a processor was emulated.
+    pub emulated: bool,
+}
+
+impl Guest {
+    /// Boots, runs the script, and waits for the end. `seconds` is what the load takes.
+    ///
+    /// # Errors
+    /// The guest does not come up, the script fails, or the user has had enough.
+    pub fn run(&self, bench: &mut Bench<'_>, script: &str, seconds: f64) -> Result<Said> {
+        let at = |name: &str| bench.folder.join(name);
+        let (console, results, initrd) = (at("console.log"), at("results.log"), at("guest.initrd"));
+        initramfs::with_job(&self.initial, script, &initrd)?;
+        let serial = |path: &Path| format!("file:{}", path.display());
+        let memory = format!("memory-backend-memfd,id=memory,size={MEMORY},share=on");
+        let line = Line::new(need("qemu-system-x86_64")?)
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+            .args(["-machine", "pc,memory-backend=memory", "-cpu", "max", "-m", MEMORY])
+            .args(["-object", &memory, "-accel", "kvm", "-accel", "tcg"])
+            .arg("-kernel")
+            .arg(&self.kernel)
+            .arg("-initrd")
+            .arg(&initrd)
+            .args(["-append", "console=ttyS0 loglevel=4 panic=-1 rdinit=/init"])
+            .args(["-serial", &serial(&console), "-serial", &serial(&results)])
+            .args(&self.arguments);
+        for line in script.lines() {
+            bench.commands.push(format!("# in the guest: {line}"));
+        }
+        let mut running = bench.start(&line)?;
+        let until = Instant::now() + PATIENCE + Duration::from_secs_f64(seconds.max(0.0));
+        while !running.wait(Duration::from_millis(20))? {
+            bench.cancel.check()?;
+            if Instant::now() > until {
+                bail!("the guest does not end; its console:\n{}", last(&read(&console)));
+            }
+        }
+        let ended = running.ended()?;
+        let emulated = ended.stderr.contains("KVM") || ended.stderr.contains("kvm");
+        let said = read(&console);
+        if !said.contains(&format!("{ENDED}0\n")) {
+            bail!("the guest's script failed; its console:\n{}{}", last(&said), ended.complaint());
+        }
+        Ok(Said { results: read(&results), emulated })
+    }
+}
+
+fn read(path: &Path) -> String {
+    let bytes = std::fs::read(path).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).replace('\r', "")
+}
+
+/// The last lines of a text.
+fn last(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(20)..].join("\n")
+}
+
+/// Files for guests: a kernel, and what belongs to it.
+#[derive(Clone, Debug)]
+struct Kernel {
+    image: PathBuf,
+    modules: PathBuf,
+    busybox: PathBuf,
+}
+
+fn readable(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).with_context(|| path.display().to_string())
+}

@@ -1,0 +1,271 @@
+//! The loads: what a guest does with its disk.
+
+use crate::plan::Effort;
+
+/// A load.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Profile {
+    /// Its name in plans.
+    pub name: &'static str,
+    /// What it is.
+    pub about: &'static str,
+    /// What it does.
+    pub kind: Kind,
+}
+
+/// What is done.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// Requests, by fio where it can drive the front.
+    Load(Load),
+    /// Several loads that give one score each for reads, writes and both.
+    Scores,
+    /// The whole disk is converted to nothing.
+    Convert,
+    /// The image is opened and something is read.
+    Open,
+    /// A tree of files is copied into a file system on the disk, twice.
+    Install,
+    /// Many images are opened and read at once, as when guests boot after a power cut.
+    Boot,
+    /// The file system beneath the image fills while a client writes.
+    NoSpace,
+}
+
+/// Requests of one size.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Load {
+    /// fio's `rw`.
+    pub rw: Pattern,
+    /// Bytes of a request.
+    pub block: u64,
+    /// Requests at a time, a job.
+    pub depth: u32,
+    /// Jobs at a time, each with its own part of the disk.
+    pub jobs: u32,
+    /// fio's engine where the front is a file; an NBD client has an engine of its own.
+    pub engine: &'static str,
+    /// A sync after so many writes.
+    pub sync: Sync,
+    /// A fixed number of bytes with a sync at the end, instead of a time.
+    pub to_the_end: bool,
+}
+
+/// Order and direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pattern {
+    /// From start to end.
+    Read,
+    /// From start to end.
+    Write,
+    /// Anywhere.
+    RandomRead,
+    /// Anywhere.
+    RandomWrite,
+    /// Anywhere: so many of 100 are reads.
+    RandomMix(u8),
+}
+
+impl Pattern {
+    /// As fio calls it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::RandomRead => "randread",
+            Self::RandomWrite => "randwrite",
+            Self::RandomMix(_) => "randrw",
+        }
+    }
+
+    /// Whether the disk must hold something beforehand.
+    pub fn reads(self) -> bool {
+        matches!(self, Self::Read | Self::RandomRead | Self::RandomMix(_))
+    }
+}
+
+/// How often writes are made durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sync {
+    /// Only at the end.
+    Never,
+    /// `fsync` after so many writes.
+    Fsync(u32),
+    /// `fdatasync` after so many writes.
+    Fdatasync(u32),
+}
+
+const BASE: Load = Load {
+    rw: Pattern::Read,
+    block: 4 << 10,
+    depth: 1,
+    jobs: 1,
+    engine: "libaio",
+    sync: Sync::Never,
+    to_the_end: false,
+};
+
+const fn load(name: &'static str, about: &'static str, load: Load) -> Profile {
+    Profile { name, about, kind: Kind::Load(load) }
+}
+
+/// Every load that plans may name.
+pub static PROFILES: &[Profile] = &[
+    load("seq1m-q8-read", "1 MiB in order, 8 at a time", Load { block: 1 << 20, depth: 8, ..BASE }),
+    load(
+        "seq1m-q8-write",
+        "1 MiB in order, 8 at a time",
+        Load { rw: Pattern::Write, block: 1 << 20, depth: 8, ..BASE },
+    ),
+    load("seq1m-q1-read", "1 MiB in order, one at a time", Load { block: 1 << 20, ..BASE }),
+    load(
+        "seq1m-q1-write",
+        "1 MiB in order, one at a time",
+        Load { rw: Pattern::Write, block: 1 << 20, ..BASE },
+    ),
+    load(
+        "rnd4k-q32-read",
+        "4 KiB anywhere, 32 at a time",
+        Load { rw: Pattern::RandomRead, depth: 32, ..BASE },
+    ),
+    load(
+        "rnd4k-q32-write",
+        "4 KiB anywhere, 32 at a time",
+        Load { rw: Pattern::RandomWrite, depth: 32, ..BASE },
+    ),
+    load(
+        "rnd4k-q1-read",
+        "4 KiB anywhere, one at a time",
+        Load { rw: Pattern::RandomRead, ..BASE },
+    ),
+    load(
+        "rnd4k-q1-write",
+        "4 KiB anywhere, one at a time",
+        Load { rw: Pattern::RandomWrite, ..BASE },
+    ),
+    load(
+        "rnd64k-read",
+        "64 KiB anywhere, 4 at a time",
+        Load { rw: Pattern::RandomRead, block: 64 << 10, depth: 4, ..BASE },
+    ),
+    load(
+        "rnd64k-write",
+        "64 KiB anywhere, 4 at a time",
+        Load { rw: Pattern::RandomWrite, block: 64 << 10, depth: 4, ..BASE },
+    ),
+    load(
+        "rnd1m-read",
+        "1 MiB anywhere, one at a time",
+        Load { rw: Pattern::RandomRead, block: 1 << 20, ..BASE },
+    ),
+    load(
+        "rnd1m-write",
+        "1 MiB anywhere, one at a time",
+        Load { rw: Pattern::RandomWrite, block: 1 << 20, ..BASE },
+    ),
+    load(
+        "mixed-fsync",
+        "70 of 100 requests of 4 KiB read, an fsync after each 32 writes, 8 at a time",
+        Load { rw: Pattern::RandomMix(70), depth: 8, sync: Sync::Fsync(32), ..BASE },
+    ),
+    load(
+        "sync16",
+        "4 KiB anywhere by 16 writers that wait for each write, an fsync at the end",
+        Load { rw: Pattern::RandomWrite, jobs: 16, engine: "sync", to_the_end: true, ..BASE },
+    ),
+    load(
+        "libaio16",
+        "4 KiB anywhere by 16 writers with 16 requests at a time each, an fsync at the end",
+        Load { rw: Pattern::RandomWrite, jobs: 16, depth: 16, to_the_end: true, ..BASE },
+    ),
+    load(
+        "database",
+        "8 KiB anywhere, made durable (fdatasync) one by one",
+        Load {
+            rw: Pattern::RandomWrite,
+            block: 8 << 10,
+            engine: "sync",
+            sync: Sync::Fdatasync(1),
+            ..BASE
+        },
+    ),
+    Profile {
+        name: "scores",
+        about: "1 MiB in order, and 4 KiB, 64 KiB and 1 MiB anywhere, reads and writes, as scores",
+        kind: Kind::Scores,
+    },
+    Profile {
+        name: "convert",
+        about: "the whole disk is converted to nothing",
+        kind: Kind::Convert,
+    },
+    Profile {
+        name: "open",
+        about: "the image is opened and 4 KiB are read, cold",
+        kind: Kind::Open,
+    },
+    Profile {
+        name: "install",
+        about: "a tree of files is copied into a file system on the disk, twice",
+        kind: Kind::Install,
+    },
+    Profile {
+        name: "boot",
+        about: "several images on one base are opened and read at once, cold",
+        kind: Kind::Boot,
+    },
+    Profile {
+        name: "nospace",
+        about: "the file system beneath fills while a client writes, and has room again later",
+        kind: Kind::NoSpace,
+    },
+];
+
+/// The load of this name.
+pub fn find(name: &str) -> Option<&'static Profile> {
+    PROFILES.iter().find(|profile| profile.name == name)
+}
+
+/// The parts of [`Kind::Scores`]: a key, and the load.
+pub const SCORE_LOADS: &[(&str, Load)] = &[
+    ("seq-read", Load { block: 1 << 20, depth: 8, ..BASE }),
+    ("seq-write", Load { rw: Pattern::Write, block: 1 << 20, depth: 8, ..BASE }),
+    ("rnd4k-read", Load { rw: Pattern::RandomRead, depth: 32, ..BASE }),
+    ("rnd4k-write", Load { rw: Pattern::RandomWrite, depth: 32, ..BASE }),
+    ("rnd64k-read", Load { rw: Pattern::RandomRead, block: 64 << 10, depth: 4, ..BASE }),
+    ("rnd64k-write", Load { rw: Pattern::RandomWrite, block: 64 << 10, depth: 4, ..BASE }),
+    ("rnd1m-read", Load { rw: Pattern::RandomRead, block: 1 << 20, ..BASE }),
+    ("rnd1m-write", Load { rw: Pattern::RandomWrite, block: 1 << 20, ..BASE }),
+];
+
+impl Profile {
+    /// About how many seconds one round takes, with what stands around it. Only for an estimate.
+    pub fn seconds(&self, effort: &Effort) -> f64 {
+        // Making, filling and serving an image: about 400 MB/s, and a second.
+        let around = 1.0 + effort.disk as f64 / 400e6;
+        match self.kind {
+            Kind::Load(Load { to_the_end: true, jobs, .. }) => {
+                1.0 + (u64::from(jobs) * effort.bytes) as f64 / 40e6
+            }
+            Kind::Load(_) => around + effort.seconds,
+            Kind::Scores => around + effort.seconds * SCORE_LOADS.len() as f64,
+            Kind::Convert => around * 2.0,
+            Kind::Open | Kind::Boot => 2.0,
+            Kind::Install => 4.0 + effort.bytes as f64 / 40e6,
+            Kind::NoSpace => 12.0,
+        }
+    }
+
+    /// Bytes that one round needs at most, without the format's own.
+    pub fn bytes(&self, effort: &Effort) -> u64 {
+        match self.kind {
+            Kind::Load(Load { to_the_end: true, jobs, .. }) => {
+                effort.disk.min(u64::from(jobs).saturating_mul(effort.bytes))
+            }
+            // The tree twice, and the file system's own.
+            Kind::Install => effort.disk.min(effort.bytes.saturating_mul(3)),
+            Kind::NoSpace => crate::engine::nospace::POOL_BYTES,
+            _ => effort.disk,
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! A run: every cell once a round, in random order, each sample kept as soon as it is there.
+
+mod estimate;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use vdkit_block::Monitor;
+use vdkit_chain::Registry;
+
+use crate::cells::{self, Rng};
+use crate::engine::{self, Bench};
+use crate::environment::{self, load};
+use crate::model::{Cell, Environment, Outcome, PlaceInfo, Run, Sample, Series, Steady, Warning};
+use crate::peers::Skip;
+use crate::place::{self, Place, device};
+use crate::plan::{Effort, Plan};
+use crate::store::Store;
+
+pub use estimate::Estimate;
+
+/// What a user asks for; kept with the results, so that a run can go on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// The plan's text.
+    pub plan: String,
+    /// Where that is from.
+    pub origin: String,
+    /// A first answer.
+    pub quick: bool,
+    /// The order of the cells, and all random bytes, come from it.
+    pub seed: u64,
+    /// Rounds, where not those of the plan.
+    pub rounds: Option<u32>,
+    /// Folders.
+    pub folders: Vec<PathBuf>,
+    /// Devices.
+    pub devices: Vec<PathBuf>,
+}
+
+/// Whether a load was steady, told from its series. What [`crate::model::Steady`] asks for.
+pub type SteadyRule = fn(&[Series]) -> Option<Steady>;
+
+/// What a run needs from its caller.
+pub struct Tools<'a> {
+    /// The command `vdkit`.
+    pub command: PathBuf,
+    /// Its version.
+    pub version: String,
+    /// The library's formats.
+    pub registry: &'a Registry,
+    /// Devices whose content the user gives up, by name.
+    pub erase: Vec<PathBuf>,
+    /// How steadiness is told.
+    pub steady: Option<SteadyRule>,
+}
+
+/// A run that could begin: everything is checked, nothing is written.
+#[derive(Debug)]
+pub struct Prepared {
+    request: Request,
+    plan: Plan,
+    places: Vec<Place>,
+    /// What will be measured.
+    pub cells: Vec<Cell>,
+    /// What it will take.
+    pub estimate: Estimate,
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// A seed that nobody has chosen.
+pub fn random_seed() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Rng::new(since.as_nanos() as u64 ^ u64::from(std::process::id()) << 40).next_u64()
+}
+
+impl Request {
+    fn plan(&self) -> Result<Plan> {
+        Plan::parse(&self.plan, &self.origin)
+    }
+
+    fn effort(&self, plan: &Plan) -> Effort {
+        let effort = plan.effort(self.quick);
+        Effort { rounds: self.rounds.unwrap_or(effort.rounds), ..effort }
+    }
+
+    fn places(&self, plan: &Plan, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Vec<Place>> {
+        let mut places = Vec::new();
+        for path in &self.folders {
+            places.push(Place::directory(path)?);
+        }
+        for path in &self.devices {
+            places.push(Place::on_device(path)?);
+            device::check(path, &tools.erase, &monitor.cancel)?;
+        }
+        for place in &places {
+            if !plan.places.contains(&place.info.kind) {
+                bail!(
+                    "{}: the plan '{}' does not run on this kind of place",
+                    place.info.path,
+                    plan.name
+                );
+            }
+        }
+        if places.is_empty() {
+            bail!("say where images may be put: --on DIR or --device DEV");
+        }
+        place::name_all(&mut places)?;
+        Ok(places)
+    }
+}
+
+impl Prepared {
+    /// Looks at the plan and the places. Nothing is written.
+    ///
+    /// # Errors
+    /// The plan is wrong; [`device::Refusal`] for a device; too little space.
+    pub fn new(request: Request, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Self> {
+        let plan = request.plan()?;
+        let places = request.places(&plan, tools, monitor)?;
+        let names: Vec<String> = places.iter().map(|place| place.info.name.clone()).collect();
+        let cells = cells::cells(&plan, &names, request.quick);
+        if cells.is_empty() {
+            bail!("the plan '{}' has no cell for these places", plan.name);
+        }
+        let infos: Vec<&PlaceInfo> = places.iter().map(|place| &place.info).collect();
+        let estimate = Estimate::of(&cells, &infos, &request.effort(&plan));
+        Ok(Self { request, plan, places, cells, estimate })
+    }
+
+    /// Begins: makes the file for results.
+    ///
+    /// # Errors
+    /// There is too little space, or the file cannot be made.
+    pub fn begin(self, out: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Going> {
+        self.estimate.check()?;
+        let started = now();
+        let environment = self.environment(monitor);
+        let id = format!("{}-{started}-{:08x}", self.plan.name, random_seed() as u32);
+        let run = Run {
+            id,
+            plan: self.plan.summary(),
+            published: self.plan.published.clone(),
+            quick: self.request.quick,
+            seed: self.request.seed,
+            started,
+            vdkit_version: tools.version.clone(),
+            cells: self.cells.clone(),
+            warnings: busy(&environment),
+            environment,
+            ..Run::default()
+        };
+        let store = Store::create(out, &run, &self.request)?;
+        Ok(self.going(store, run.cells))
+    }
+
+    fn environment(&self, monitor: &Monitor<'_>) -> Environment {
+        let infos: Vec<PlaceInfo> = self.places.iter().map(|place| place.info.clone()).collect();
+        environment::describe(&infos, &monitor.cancel)
+    }
+
+    fn going(self, store: Store, cells: Vec<Cell>) -> Going {
+        let effort = self.request.effort(&self.plan);
+        Going {
+            rng: Rng::new(random_seed()),
+            references: BTreeMap::new(),
+            request: self.request,
+            places: self.places,
+            effort,
+            cells,
+            store,
+            estimate: self.estimate,
+        }
+    }
+}
+
+fn busy(environment: &Environment) -> Vec<Warning> {
+    let text = load::busy(environment.cores);
+    text.map(|text| Warning { kind: "load".to_owned(), text, cells: vec![] }).into_iter().collect()
+}
+
+/// A run under way.
+pub struct Going {
+    request: Request,
+    places: Vec<Place>,
+    effort: Effort,
+    cells: Vec<Cell>,
+    store: Store,
+    rng: Rng,
+    references: BTreeMap<String, BTreeMap<String, f64>>,
+    estimate: Estimate,
+}
+
+impl Going {
+    /// What all of it will take, with what is there already.
+    pub fn estimate(&self) -> &Estimate {
+        &self.estimate
+    }
+
+    /// Goes on with a run that was interrupted, after removing what it has left.
+    ///
+    /// # Errors
+    /// The file is none, the places are not there any more, or as [`Prepared::new`].
+    pub fn resume(file: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Self> {
+        let mut store = Store::open(file)?;
+        for folder in store.scratch()? {
+            place::remove_folder(&folder)?;
+            store.forget_scratch(&folder)?;
+        }
+        let run = store.run()?;
+        let prepared = Prepared::new(store.request()?, tools, monitor)?;
+        let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key.clone()).collect::<Vec<_>>();
+        if keys(&run.cells) != keys(&prepared.cells) {
+            bail!(
+                "{}: the places are not what they were (they make other cells); run the plan again",
+                file.display()
+            );
+        }
+        prepared.estimate.check()?;
+        store.set_environment(&prepared.environment(monitor))?;
+        Ok(prepared.going(store, run.cells))
+    }
+
+    /// Measures what is not there yet, and gives the whole run.
+    ///
+    /// # Errors
+    /// [`vdkit_block::Error::Interrupted`] where the user has had enough: what was measured is kept.
+    /// Otherwise only what the run itself fails by, such as a full disk for the results; what fails
+    /// in a cell is that cell's outcome.
+    pub fn run(mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Run> {
+        let order = cells::order(self.cells.len(), self.effort.rounds, self.request.seed);
+        let total = order.len() as u64;
+        for (done, (round, cell)) in order.into_iter().enumerate() {
+            monitor.progress.update(done as u64, total);
+            monitor.cancel.check()?;
+            let there = self.cells[cell].samples.iter().any(|sample| sample.round == round);
+            let over = matches!(self.cells[cell].outcome, Outcome::Skipped(_) | Outcome::Failed(_));
+            if !there && !over {
+                self.step(round, cell, tools, monitor)?;
+            }
+        }
+        monitor.progress.update(total, total);
+        self.leave_devices_empty();
+        self.store.end(now())?;
+        self.store.run()
+    }
+
+    /// One round of one cell.
+    fn step(
+        &mut self,
+        round: u32,
+        index: usize,
+        tools: &Tools<'_>,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        let mut cell = self.cells[index].clone();
+        let backend = cell.axis(crate::axes::BACKEND).unwrap_or_default().to_owned();
+        let place = self.places.iter().find(|place| place.info.name == backend);
+        let place = place.context("a cell of an unknown place")?.clone();
+        let folder = place::new_folder(&place, &mut self.rng)?;
+        let added = self.store.add_scratch(&folder);
+        let before = load::Moment::now();
+        let (started, began) = (now(), Instant::now());
+        let (measured, commands, notes) = {
+            let mut bench = Bench {
+                command: tools.command.clone(),
+                registry: tools.registry,
+                cancel: monitor.cancel.clone(),
+                effort: self.effort,
+                seed: self.request.seed ^ u64::from(round),
+                place: &place,
+                folder: folder.clone(),
+                axes: &cell.axes,
+                commands: Vec::new(),
+                notes: Vec::new(),
+                references: &mut self.references,
+            };
+            let measured = added.and_then(|()| engine::sample(&mut bench));
+            (measured, bench.commands, bench.notes)
+        };
+        let disturbed = before.until(&load::Moment::now());
+        place::remove_folder(&folder)?;
+        self.store.forget_scratch(&folder)?;
+        // Each round has a folder of its own, whose name says nothing.
+        let name = folder.display().to_string();
+        let shown = folder.with_file_name("vdkit-lab").display().to_string();
+        let plain = |text: String| text.replace(&name, &shown);
+        cell.commands = commands.into_iter().map(plain).collect();
+        for note in notes.into_iter().map(plain) {
+            if !cell.notes.contains(&note) {
+                cell.notes.push(note);
+            }
+        }
+        match measured {
+            Ok(sample) => {
+                let seconds = began.elapsed().as_secs_f64();
+                let steady = tools.steady.and_then(|rule| rule(&sample.series));
+                let sample = Sample { round, started, seconds, steady, ..sample };
+                self.keep(&mut cell, sample)?;
+            }
+            Err(error) if monitor.cancel.is_cancelled() => return Err(error),
+            Err(error) => {
+                cell.outcome = match error.downcast_ref::<Skip>() {
+                    Some(Skip(reason)) => Outcome::Skipped(reason.clone()),
+                    None => Outcome::Failed(plain(format!("{error:#}"))),
+                };
+                if let Outcome::Failed(text) = &cell.outcome {
+                    monitor.progress.message(&format!("{}: {text}", cell.key));
+                }
+                self.store.set_outcome(&cell)?;
+            }
+        }
+        for (kind, text) in disturbed {
+            let text = format!("round {}: {text}", round + 1);
+            let cells = vec![cell.key.clone()];
+            self.store.add_warning(&Warning { kind: kind.to_owned(), text, cells })?;
+        }
+        self.cells[index] = cell;
+        Ok(())
+    }
+
+    fn keep(&mut self, cell: &mut Cell, sample: Sample) -> Result<()> {
+        self.store.add_sample(cell, &sample)?;
+        cell.samples.push(sample);
+        if cell.samples.len() as u64 >= u64::from(self.effort.rounds) {
+            cell.outcome = Outcome::Measured;
+        }
+        self.store.set_outcome(cell)
+    }
+
+    /// Devices begin with zeroes again, as a device that nothing is on: the user gave their content up.
+    fn leave_devices_empty(&self) {
+        use std::os::unix::fs::FileExt;
+        for path in self.places.iter().filter_map(Place::device) {
+            let zeroes = vec![0; 1 << 20];
+            // What cannot be cleared here is refused by the next run, which says how to go on.
+            if let Ok(file) = std::fs::File::options().write(true).open(path) {
+                let _ = file.write_all_at(&zeroes, 0).and_then(|()| file.sync_all());
+            }
+        }
+    }
+}
