@@ -166,36 +166,42 @@ fn conversions_opens_and_loads_of_each_kind() {
     }
     let Some(place) = mounted("ext4", 700 << 20) else { return };
     let on = place.path().to_str().unwrap();
-    let run = |axes: &[(&str, &str)]| {
+    let run = |rounds, axes: &[(&str, &str)]| {
         let scratch = Scratch::new();
-        let file = plan(&scratch, 2, 0.2, axes);
+        let file = plan(&scratch, rounds, 0.2, axes);
         scratch.ok(&["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"]);
         let run = load(&scratch);
         for cell in &run.cells {
             assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
-            assert_eq!(cell.samples.len(), 2, "{}", cell.key);
+            assert_eq!(cell.samples.len(), rounds as usize, "{}", cell.key);
         }
         nothing_left(place.path());
         run
     };
-    let converted = run(&[
-        ("layout", "\"raw\", \"qcow2\", \"vmdk\""),
-        ("content", "\"none\", \"full\""),
-        ("tool", "\"vdkit\", \"qemu-img\""),
-        ("profile", "\"convert\""),
-    ]);
+    let converted = run(
+        1,
+        &[
+            ("layout", "\"raw\", \"qcow2\", \"vmdk\""),
+            ("content", "\"none\", \"full\""),
+            ("tool", "\"vdkit\", \"qemu-img\""),
+            ("profile", "\"convert\""),
+        ],
+    );
     for cell in &converted.cells {
         assert!(cell.values("elapsed_seconds").iter().all(|s| *s > 0.0005), "{}", cell.key);
         let full = cell.axis("content") == Some("full");
         let there = cell.values("host_bytes")[0] >= f64::from(16 << 20);
         assert_eq!(there, full, "{}", cell.key);
     }
-    let opened = run(&[
-        ("layout", "\"qcow2-metadata\", \"qcow2-fragmented\""),
-        ("images", "\"1\", \"4\""),
-        ("tool", "\"vdkit\", \"qemu-img\", \"library\""),
-        ("profile", "\"open\""),
-    ]);
+    let opened = run(
+        1,
+        &[
+            ("layout", "\"qcow2-metadata\", \"qcow2-fragmented\""),
+            ("images", "\"1\", \"4\""),
+            ("tool", "\"vdkit\", \"qemu-img\", \"library\""),
+            ("profile", "\"open\""),
+        ],
+    );
     for cell in &opened.cells {
         let reads = cell.values("reads");
         assert!(reads.iter().all(|reads| *reads >= 1.0), "{}: {reads:?}", cell.key);
@@ -205,12 +211,15 @@ fn conversions_opens_and_loads_of_each_kind() {
     let one = cell(&opened, "fragmented/images=1/tool=library").values("reads")[0];
     let four = cell(&opened, "fragmented/images=4/tool=library").values("reads")[0];
     assert!(four > one, "{one} {four}");
-    let loads = run(&[
-        ("layout", "\"qcow2-8k\""),
-        ("cache", "\"none\", \"writethrough\""),
-        ("front", "\"nbd\""),
-        ("profile", "\"sync16\", \"mixed-fsync\", \"rnd4k-q32-read\""),
-    ]);
+    let loads = run(
+        2,
+        &[
+            ("layout", "\"qcow2-8k\""),
+            ("cache", "\"none\""),
+            ("front", "\"nbd\""),
+            ("profile", "\"sync16\", \"mixed-fsync\", \"rnd4k-q32-read\""),
+        ],
+    );
     let flushed = cell(&loads, "qcow2-8k/cache=none/front=nbd/profile=mixed-fsync");
     assert!(flushed.values("flushes")[0] >= 1.0, "flushes do not reach the device");
     assert!(flushed.samples[0].values["sync_mean_ns"] > 0.0);

@@ -61,11 +61,6 @@ pub struct PlanChoice {
 }
 
 impl PlanChoice {
-    /// Whether one is named.
-    pub fn any(&self) -> bool {
-        self.name.is_some() || self.file.is_some()
-    }
-
     /// The plan, and where its text is from.
     ///
     /// # Errors
