@@ -55,6 +55,8 @@ pub struct Guest {
 const MEMORY: &str = "768M";
 /// How long a guest may take beside its load: an emulated processor boots slowly.
 const PATIENCE: Duration = Duration::from_secs(240);
+/// How long QEMU may take to find that it cannot use KVM.
+const PROBE: Duration = Duration::from_secs(2);
 /// What the script's end looks like on the first serial port.
 const ENDED: &str = "lab: the script ended with ";
 
@@ -201,12 +203,18 @@ fn accelerator(cancel: &CancelToken) -> Result<&'static str> {
     if let Some(found) = FOUND.get() {
         return Ok(found);
     }
-    // The machine is made, its processor set up, and QEMU ends with the end of its monitor's input.
-    let ended = Line::new(need("qemu-system-x86_64")?)
+    // Where it does not, QEMU ends while it sets up the processor; where it does, it waits.
+    let mut probe = Line::new(need("qemu-system-x86_64")?)
         .args(["-nodefaults", "-no-user-config", "-display", "none", "-machine", "pc"])
-        .args(["-cpu", "max", "-m", "64M", "-accel", "kvm", "-S", "-monitor", "stdio"])
-        .run_any(cancel)?;
-    Ok(FOUND.get_or_init(|| if ended.status.success() { "kvm" } else { "tcg" }))
+        .args(["-cpu", "max", "-m", "64M", "-accel", "kvm", "-S"])
+        .start()?;
+    let until = Instant::now() + PROBE;
+    let mut works = true;
+    while works && Instant::now() < until {
+        cancel.check()?;
+        works = !probe.wait(Duration::from_millis(50))?;
+    }
+    Ok(FOUND.get_or_init(|| if works { "kvm" } else { "tcg" }))
 }
 
 fn read(path: &Path) -> String {
