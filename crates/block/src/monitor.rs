@@ -7,22 +7,32 @@ use crate::error::{Error, Result};
 
 /// Tells a job to stop. Clones share one flag.
 #[derive(Clone, Debug, Default)]
-pub struct CancelToken(Arc<AtomicBool>);
+pub struct CancelToken {
+    flag: Arc<AtomicBool>,
+    /// Stops this one too.
+    above: Option<Arc<CancelToken>>,
+}
 
 impl CancelToken {
     /// A token over a flag that somebody else sets, such as a signal handler.
     pub fn from_flag(flag: Arc<AtomicBool>) -> Self {
-        Self(flag)
+        Self { flag, above: None }
+    }
+
+    /// A token for a part of a job: it is stopped with this one, and can be stopped alone.
+    pub fn part(&self) -> Self {
+        Self { flag: Arc::default(), above: Some(Arc::new(self.clone())) }
     }
 
     /// Asks for the stop; may be called from a signal handler's thread.
     pub fn cancel(&self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.flag.store(true, Ordering::Relaxed);
     }
 
     /// Whether a stop was asked for.
     pub fn is_cancelled(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.flag.load(Ordering::Relaxed)
+            || self.above.as_ref().is_some_and(|above| above.is_cancelled())
     }
 
     /// [`Error::Interrupted`] once a stop was asked for.
@@ -66,5 +76,20 @@ impl Default for Monitor<'_> {
 impl std::fmt::Debug for Monitor<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Monitor").field("cancel", &self.cancel).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_stops_with_the_whole_and_not_the_other_way() {
+        let whole = CancelToken::default();
+        let (one, other) = (whole.part(), whole.part().part());
+        one.cancel();
+        assert!(one.is_cancelled() && !whole.is_cancelled() && !other.is_cancelled());
+        whole.clone().cancel();
+        assert!(other.check().is_err());
     }
 }

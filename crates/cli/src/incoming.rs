@@ -4,17 +4,25 @@ use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use vdkit::jobs::{Incoming, receive};
+use vdkit::ova::{Package, PackageLimits};
+use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::stream::{
-    ByteStream, Checksum, Packing, Remote, Stdin, StorageReader, is_url, open_url,
+    ByteStream, Checksum, Packing, Remote, Stdin, StorageReader, is_url, open_url, spool,
 };
-use vdkit::{Disk, HostOffset, Monitor, OpenOptions, Registry};
+use vdkit::{Disk, HostOffset, Monitor, OpenOptions, Registry, Storage};
 
 use crate::failure::Failure;
 
 /// The name of standard input and standard output.
 pub const STANDARD: &str = "-";
+
+/// The format that users name an appliance by.
+pub const OVA: &str = "ova";
+/// Bytes that tell an appliance, and other things.
+const HEAD_BYTES: usize = 64 << 10;
 
 /// How sources are opened.
 #[derive(Debug)]
@@ -31,18 +39,35 @@ pub struct Opening<'a> {
 
 impl Opening<'_> {
     /// Opens a source that the user named.
-    pub fn open(&self, path: &Path, monitor: &Monitor<'_>) -> Result<Incoming, Failure> {
+    pub fn open(&self, path: &Path, monitor: &Monitor<'_>) -> Result<Opened, Failure> {
         match self.stream(path, monitor)? {
-            Found::Disk(disk) => Ok(Incoming::Disk(disk)),
+            Found::Disk(disk) => Ok(Opened::Image(Incoming::Disk(disk))),
+            Found::Package(storage) => self.package(storage),
             Found::Stream(stream) => {
                 let stream = match self.checksum {
                     Some(checksum) => stream.checked(checksum.clone()),
                     None => stream,
                 };
-                let stream = if self.as_it_is() { stream } else { stream.unpack()?.0 };
-                Ok(receive(self.registry, stream, self.spool, self.options, monitor)?)
+                let mut stream = if self.as_it_is() { stream } else { stream.unpack()?.0 };
+                if self.is_package(path, &stream.peek(HEAD_BYTES)?) {
+                    // Its disks are read here and there.
+                    return self.package(spool(stream, self.spool, monitor)?);
+                }
+                let incoming =
+                    receive(self.registry, stream, self.spool, self.options, monitor)?;
+                Ok(Opened::Image(incoming))
             }
         }
+    }
+
+    fn package(&self, storage: Arc<dyn Storage>) -> Result<Opened, Failure> {
+        let package = Package::open(storage, &PackageLimits::default())?;
+        Ok(Opened::Package(Box::new(package)))
+    }
+
+    /// Whether a file that begins like this is an appliance, or is said to be one.
+    fn is_package(&self, path: &Path, head: &[u8]) -> bool {
+        is_package(self.options.format.as_deref(), path, head)
     }
 
     /// Raw bytes are the guest's, whatever they look like.
@@ -74,10 +99,13 @@ impl Opening<'_> {
             Remote::Whole(stream) => return Ok(Found::Stream(stream)),
             Remote::Ranges(storage) => storage,
         };
-        use vdkit::Storage;
-        let mut head = vec![0; Packing::HEAD_BYTES];
+        let mut head = vec![0; HEAD_BYTES];
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
-        let packed = !self.as_it_is() && Packing::of(&head[..got]).is_some();
+        head.truncate(got);
+        let packed = !self.as_it_is() && Packing::of(&head).is_some();
+        if self.checksum.is_none() && self.is_package(Path::new(url), &head) {
+            return Ok(Found::Package(storage));
+        }
         if self.checksum.is_none() && !packed {
             return Ok(Found::Disk(Box::new(Disk::open_storage(
                 self.registry,
@@ -101,7 +129,14 @@ impl Opening<'_> {
             let input = Stdin::from_file(open()?, monitor.cancel.clone());
             return Ok(Found::Stream(ByteStream::new(name, input)));
         }
-        if !regular || (self.checksum.is_none() && (self.as_it_is() || !is_packed(path))) {
+        let head = if regular { head_of(path) } else { Vec::new() };
+        let packed = Packing::of(&head).is_some();
+        if regular && self.checksum.is_none() && self.is_package(path, &head) {
+            let lock = if self.options.lock { LockMode::Auto } else { LockMode::Off };
+            let options = FileOptions::read_only().cache(self.options.cache).lock(lock);
+            return Ok(Found::Package(Arc::new(FileStorage::open(path, &options)?)));
+        }
+        if !regular || (self.checksum.is_none() && (self.as_it_is() || !packed)) {
             return Ok(Found::Disk(Box::new(Disk::open(self.registry, path, self.options)?)));
         }
         let file = open()?;
@@ -113,14 +148,38 @@ impl Opening<'_> {
 
 enum Found {
     Disk(Box<Disk>),
+    Package(Arc<dyn Storage>),
     Stream(ByteStream),
 }
 
-/// What cannot be read is said by whoever opens it.
-fn is_packed(path: &Path) -> bool {
-    let mut head = [0; Packing::HEAD_BYTES];
-    let read = File::open(path).and_then(|mut file| file.read_exact(&mut head));
-    read.is_ok() && Packing::of(&head).is_some()
+/// A source that was looked at.
+#[derive(Debug)]
+pub enum Opened {
+    /// One disk.
+    Image(Incoming),
+    /// An appliance.
+    Package(Box<Package>),
+}
+
+/// Whether a file that begins like this is an appliance: its first member is a descriptor, its name
+/// promises one, or the user says so.
+pub fn is_package(format: Option<&str>, path: &Path, head: &[u8]) -> bool {
+    match format {
+        Some(format) => format == OVA,
+        None => Package::is_one(head) || (names_package(path) && Package::is_tar(head)),
+    }
+}
+
+/// Whether a name ends as those of appliances do.
+pub fn names_package(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case(OVA))
+}
+
+/// The first bytes of a file. What cannot be read is said by whoever opens it.
+pub fn head_of(path: &Path) -> Vec<u8> {
+    let mut head = Vec::with_capacity(HEAD_BYTES);
+    let read = File::open(path).and_then(|file| file.take(HEAD_BYTES as u64).read_to_end(&mut head));
+    read.map(|_| head).unwrap_or_default()
 }
 
 /// Where streams are spooled: where TMPDIR says, else beside the target, else where large temporary
@@ -128,6 +187,9 @@ fn is_packed(path: &Path) -> bool {
 pub fn spool_folder(target: &Path) -> PathBuf {
     if let Some(folder) = std::env::var_os("TMPDIR").filter(|folder| !folder.is_empty()) {
         return folder.into();
+    }
+    if target.is_dir() {
+        return target.to_owned();
     }
     let beside = match target.parent() {
         Some(folder) if folder.as_os_str().is_empty() => Path::new("."),

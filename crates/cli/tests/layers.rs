@@ -19,6 +19,7 @@ const LAYERS: &[&[&str]] = &[
         "vdkit-legacy",
     ],
     &["vdkit-chain", "vdkit-stream"],
+    &["vdkit-ova"],
     &["vdkit-jobs", "vdkit-export"],
     &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"],
     &["vdkit-lab"],

@@ -125,6 +125,33 @@ pub fn convert(
     options: &ConvertOptions,
     monitor: &Monitor<'_>,
 ) -> Result<ConvertReport> {
+    convert_uncommitted(registry, source, options, monitor)?.commit()
+}
+
+/// A conversion whose target is complete and has not taken its name yet. Dropping it removes a new
+/// image.
+pub(crate) struct Converted {
+    target: Option<Target>,
+    report: ConvertReport,
+}
+
+impl Converted {
+    /// Puts the target in its place.
+    pub(crate) fn commit(self) -> Result<ConvertReport> {
+        if let Some(target) = self.target {
+            target.commit()?;
+        }
+        Ok(self.report)
+    }
+}
+
+/// [`convert`] but for the last step.
+pub(crate) fn convert_uncommitted(
+    registry: &Registry,
+    source: &Source,
+    options: &ConvertOptions,
+    monitor: &Monitor<'_>,
+) -> Result<Converted> {
     let started = Instant::now();
     let bytes = source.bytes();
     let base = Base::open(registry, source, options)?;
@@ -148,10 +175,14 @@ pub fn convert(
         copy_bitmaps(from, target, &bitmaps)?;
     }
     let threads = moving.threads();
-    let verified = finish(registry, source, target, options, threads, monitor)?;
+    let verified = match &target {
+        Some(target) => finish(registry, source, target, options, threads, monitor)?,
+        None => None,
+    };
     let seconds = started.elapsed().as_secs_f64();
     let virtual_size = options.size_of_new(bytes);
-    Ok(ConvertReport { virtual_size, format, moved, verified, threads, seconds })
+    let report = ConvertReport { virtual_size, format, moved, verified, threads, seconds };
+    Ok(Converted { target, report })
 }
 
 /// How bytes are moved to one target, planned and done.
@@ -213,15 +244,15 @@ impl Moving {
     }
 }
 
+/// Closes the target, and reads it back where that is asked for.
 fn finish(
     registry: &Registry,
     source: &Source,
-    target: Option<Target>,
+    target: &Target,
     options: &ConvertOptions,
     threads: usize,
     monitor: &Monitor<'_>,
 ) -> Result<Option<u64>> {
-    let Some(target) = target else { return Ok(None) };
     target.close()?;
     let mut verified = None;
     if options.verify {
@@ -232,11 +263,10 @@ fn finish(
         }
         verified = Some(verify(source, &again, threads, monitor)?);
     }
-    target.commit()?;
     Ok(verified)
 }
 
-fn cores() -> usize {
+pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 

@@ -4,6 +4,7 @@
 //! policy), reports to a [`vdkit_block::Monitor`] and returns a report that serialises to JSON.
 
 mod amend;
+mod appliance;
 mod bitmap;
 mod check;
 mod codes;
@@ -47,6 +48,10 @@ mod watched;
 pub mod zero;
 
 pub use amend::{AmendReport, amend};
+pub use appliance::{
+    ApplianceDisk, ApplianceReport, Extraction, NewAppliance, describe_packaged, extract,
+    open_packaged, pack,
+};
 pub use bitmap::{BrokenBitmaps, bitmaps, merge_bitmap};
 pub use check::{Checked, check};
 pub use commit::{CommitOptions, CommitReport, commit, commit_disks};

@@ -11,19 +11,24 @@ use vdkit_block::{Error, Result};
 /// A hash that bytes must have, written `sha256:HEX`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checksum {
-    method: Method,
+    method: HashMethod,
     digest: Vec<u8>,
 }
 
+/// How bytes are hashed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Method {
+pub enum HashMethod {
+    /// FIPS 180: 160 bits. Tells damage, and no intent.
     Sha1,
+    /// FIPS 180: 256 bits.
     Sha256,
+    /// FIPS 180: 512 bits.
     Sha512,
 }
 
-impl Method {
-    fn name(self) -> &'static str {
+impl HashMethod {
+    /// What users type.
+    pub fn name(self) -> &'static str {
         match self {
             Self::Sha1 => "sha1",
             Self::Sha256 => "sha256",
@@ -31,12 +36,35 @@ impl Method {
         }
     }
 
-    fn digest_bytes(self) -> usize {
+    /// The method of this name, in whatever case.
+    pub fn of_name(name: &str) -> Option<Self> {
+        let known = [Self::Sha1, Self::Sha256, Self::Sha512];
+        known.into_iter().find(|method| method.name().eq_ignore_ascii_case(name))
+    }
+
+    /// Bytes of a hash.
+    pub fn digest_bytes(self) -> usize {
         match self {
             Self::Sha1 => 20,
             Self::Sha256 => 32,
             Self::Sha512 => 64,
         }
+    }
+
+    /// A hash from its hexadecimal digits; nothing where these are others or not as many.
+    pub fn parse_digest(self, hex: &str) -> Option<Vec<u8>> {
+        let digit = |byte: u8| (byte as char).to_digit(16).map(|digit| digit as u8);
+        let pairs = hex.as_bytes().chunks_exact(2);
+        if hex.len() != 2 * self.digest_bytes() {
+            return None;
+        }
+        pairs.map(|pair| Some(digit(pair[0])? << 4 | digit(pair[1])?)).collect()
+    }
+}
+
+impl fmt::Display for HashMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -48,18 +76,13 @@ impl FromStr for Checksum {
         let (name, hex) = text
             .split_once(':')
             .ok_or_else(|| bad("is not of the form METHOD:HEX, as in sha256:0123…"))?;
-        let known = [Method::Sha1, Method::Sha256, Method::Sha512];
-        let method = known
-            .into_iter()
-            .find(|method| method.name().eq_ignore_ascii_case(name))
+        let method = HashMethod::of_name(name)
             .ok_or_else(|| bad("methods are sha256, sha512 and sha1"))?;
         let wanted = 2 * method.digest_bytes();
-        if hex.len() != wanted || !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(bad(&format!("{} has {wanted} hexadecimal digits", method.name())));
-        }
-        let digit = |byte: u8| (byte as char).to_digit(16).unwrap_or(0) as u8;
-        let digest = hex.as_bytes().chunks_exact(2).map(|d| digit(d[0]) << 4 | digit(d[1]));
-        Ok(Self { method, digest: digest.collect() })
+        let digest = method.parse_digest(hex).ok_or_else(|| {
+            bad(&format!("{} has {wanted} hexadecimal digits", method.name()))
+        })?;
+        Ok(Self { method, digest })
     }
 }
 
@@ -73,34 +96,48 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-enum Hasher {
+/// A hash that is being made.
+#[derive(Clone)]
+pub struct Hasher(State);
+
+#[derive(Clone)]
+enum State {
     Sha1(Sha1),
     Sha256(Sha256),
     Sha512(Sha512),
 }
 
+impl fmt::Debug for Hasher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hasher").finish_non_exhaustive()
+    }
+}
+
 impl Hasher {
-    fn new(method: Method) -> Self {
-        match method {
-            Method::Sha1 => Self::Sha1(Sha1::new()),
-            Method::Sha256 => Self::Sha256(Sha256::new()),
-            Method::Sha512 => Self::Sha512(Sha512::new()),
+    /// Of no bytes yet.
+    pub fn new(method: HashMethod) -> Self {
+        Self(match method {
+            HashMethod::Sha1 => State::Sha1(Sha1::new()),
+            HashMethod::Sha256 => State::Sha256(Sha256::new()),
+            HashMethod::Sha512 => State::Sha512(Sha512::new()),
+        })
+    }
+
+    /// Takes bytes that follow.
+    pub fn update(&mut self, bytes: &[u8]) {
+        match &mut self.0 {
+            State::Sha1(hasher) => hasher.update(bytes),
+            State::Sha256(hasher) => hasher.update(bytes),
+            State::Sha512(hasher) => hasher.update(bytes),
         }
     }
 
-    fn update(&mut self, bytes: &[u8]) {
-        match self {
-            Self::Sha1(hasher) => hasher.update(bytes),
-            Self::Sha256(hasher) => hasher.update(bytes),
-            Self::Sha512(hasher) => hasher.update(bytes),
-        }
-    }
-
-    fn finish(self) -> Vec<u8> {
-        match self {
-            Self::Sha1(hasher) => hasher.finalize().to_vec(),
-            Self::Sha256(hasher) => hasher.finalize().to_vec(),
-            Self::Sha512(hasher) => hasher.finalize().to_vec(),
+    /// The hash.
+    pub fn finish(self) -> Vec<u8> {
+        match self.0 {
+            State::Sha1(hasher) => hasher.finalize().to_vec(),
+            State::Sha256(hasher) => hasher.finalize().to_vec(),
+            State::Sha512(hasher) => hasher.finalize().to_vec(),
         }
     }
 }

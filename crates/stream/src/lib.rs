@@ -21,7 +21,7 @@ mod spool;
 mod stdin;
 mod unpack;
 
-pub use checksum::{Checked, Checksum};
+pub use checksum::{Checked, Checksum, HashMethod, Hasher};
 pub use http::{HttpStorage, Remote, is_url, open_url};
 pub use in_pipe::InPipe;
 pub use out_pipe::OutPipe;

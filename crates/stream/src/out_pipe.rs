@@ -1,6 +1,6 @@
-//! A storage whose bytes leave in order: standard output.
+//! A storage whose bytes leave in order: standard output, or a part of a file that is hashed.
 
-use std::fs::File;
+use std::fmt;
 use std::io::{self, Write};
 
 use parking_lot::Mutex;
@@ -11,16 +11,22 @@ use vdkit_block::{
 /// Zeroes that are written at once.
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
-#[derive(Debug)]
 struct State {
-    file: File,
+    to: Box<dyn Write + Send>,
     /// Bytes that have left.
     position: u64,
     /// Bytes that there shall be.
     len: u64,
 }
 
-/// A pipe, or a file that is written as one. Writes come in ascending order; what is left out
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { position, len, .. } = self;
+        f.debug_struct("State").field("position", position).field("len", len).finish()
+    }
+}
+
+/// A pipe, or something else that takes bytes in their order. Writes come in ascending order; what is left out
 /// between two of them becomes zeroes. [`OutPipe::finish`] writes the zeroes at the end.
 #[derive(Debug)]
 pub struct OutPipe {
@@ -29,9 +35,9 @@ pub struct OutPipe {
 }
 
 impl OutPipe {
-    /// Writes to this file from where it stands; `name` is for messages.
-    pub fn new(name: impl Into<String>, file: File) -> Self {
-        let state = State { file, position: 0, len: 0 };
+    /// Writes there; `name` is for messages.
+    pub fn new(name: impl Into<String>, to: impl Write + Send + 'static) -> Self {
+        let state = State { to: Box::new(to), position: 0, len: 0 };
         Self { name: name.into(), state: Mutex::new(state) }
     }
 
@@ -59,7 +65,7 @@ impl OutPipe {
             let (at, len) = (state.position, bytes.len() as u64);
             Error::io(&self.name, IoAction::Write, at, len, error)
         };
-        state.file.write_all(bytes).map_err(fail)?;
+        state.to.write_all(bytes).map_err(fail)?;
         state.position += bytes.len() as u64;
         state.len = state.len.max(state.position);
         Ok(())
@@ -154,6 +160,7 @@ impl Storage for OutPipe {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::Read;
 
     use super::*;

@@ -8,6 +8,7 @@
 //! - [`fuzz`] is what the fuzz targets run.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
 //! - [`guest`] boots a small Linux with given disks.
+//! - [`appliance`] makes OVAs by hand.
 //! - [`trials`] are what every writable format must stand.
 //! - [`disks`] makes a disk over such a storage.
 //! - `nbd` (a feature) serves one, and is a client that says what no other would.
@@ -15,6 +16,7 @@
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] says what happens where a program is missing.
 
+pub mod appliance;
 mod counting;
 pub mod crash;
 mod crash_image;

@@ -11,6 +11,7 @@
 //! | ways to store a disk, measured on this host | [`lab`] |
 //! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
 //! | files, devices and memory beneath images | [`storage`], [`Storage`] |
+//! | appliances (OVA): disks in one tar file | [`ova`], [`jobs::extract`], [`jobs::pack`] |
 //! | errors, and the classes that exit codes are made of | [`Error`], [`ErrorKind`] |
 //!
 //! # An image is input from a stranger
@@ -109,6 +110,7 @@ pub use vdkit_export_nbd as nbd;
 pub use vdkit_export_vhost as vhost_user;
 pub use vdkit_jobs as jobs;
 pub use vdkit_lab as lab;
+pub use vdkit_ova as ova;
 pub use vdkit_storage as storage;
 pub use vdkit_stream as stream;
 

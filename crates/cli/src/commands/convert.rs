@@ -1,5 +1,7 @@
 //! `vdkit convert`: one disk from one format to another.
 
+mod appliance;
+
 use std::fs::File;
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
@@ -7,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::{Args, ValueHint};
+use serde::Serialize;
 use vdkit::jobs::convert::Backing;
 use vdkit::jobs::{
-    self, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions, Destination, FoundBacking,
+    self, ApplianceReport, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions, Destination, FoundBacking,
     Incoming, NewBacking, NewImage, Preset, Source, Use, convert_stream,
 };
 use vdkit::stream::{Checksum, OutPipe};
@@ -24,7 +27,7 @@ use crate::arguments::{
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
-use crate::incoming::{Opening, STANDARD, spool_folder};
+use crate::incoming::{Opened, Opening, STANDARD, spool_folder};
 use crate::keys::{Keys, TargetKey, key_of_new};
 use crate::session::Session;
 
@@ -44,7 +47,11 @@ file without a name (where TMPDIR says, else beside the target); a raw disk neve
 
 TARGET is a new file (put in place only when it is complete), a block device, an existing file with \
 --into, '-' (standard output, for formats that can be written in order), or 'null:', which reads \
-everything that is needed and writes nothing. Its format is -O, or what its name ends in, or raw.",
+everything that is needed and writes nothing. Its format is -O, or what its name ends in, or raw.
+
+An appliance (OVA) as SOURCE is read where it is: its disks go into the folder TARGET, a file each, or \
+one of them (--disk) into a file. Targets get their names when the appliance's manifest was verified. \
+With a TARGET that ends in .ova, each SOURCE becomes a disk of a new appliance.",
     examples: "
 vdkit convert disk.raw disk.qcow2
 vdkit convert disk.qcow2 -O raw /dev/vg0/guest     onto a block device
@@ -59,6 +66,10 @@ vdkit convert https://example.com/cloud.img.xz disk.qcow2 --checksum sha256:…
 ssh host cat /dev/vg0/guest | vdkit convert - disk.qcow2
 vdkit convert disk.qcow2 -O raw - | zstd > disk.raw.zst
 vdkit convert disk.qcow2 disk.vhd --for azure      what a cloud asks for
+vdkit convert appliance.ova disks/                 every disk of an appliance, as qcow2
+vdkit convert appliance.ova --disk 2 data.raw      one of them
+vdkit convert root.qcow2 data.raw new.ova -o cpus=4,memory=8G
+                                                   an appliance of two disks
 ",
     augment: augment::<ConvertArgs>,
     run: run::<ConvertArgs>,
@@ -121,6 +132,9 @@ pub struct ConvertArgs {
     /// What the source's file must have, as it is (packed, if it is): sha256:HEX, sha512:HEX or sha1:HEX
     #[arg(long, value_name = "METHOD:HEX")]
     checksum: Option<Checksum>,
+    /// Take this disk of an appliance: its number (from 1), its id, or its file's name
+    #[arg(long, value_name = "N|NAME")]
+    disk: Option<String>,
     /// Read the target back and compare it with the sources
     #[arg(long)]
     verify: bool,
@@ -230,14 +244,26 @@ impl Run for ConvertArgs {
         let cancel = session.cancel_on_signal()?;
         let progress = self.progress.reporter("convert");
         let monitor = Monitor { cancel, progress: &progress };
-        let converted = self.convert(&registry, sources, target, &monitor);
+        let answer = if self.makes_appliance(target) {
+            self.pack(&registry, sources, target, &monitor).map(Answer::Appliance)
+        } else {
+            self.convert(&registry, sources, target, &monitor)
+        };
         progress.finish();
-        let report = converted?;
+        let answer = answer?;
         if self.json.json {
-            session.out.json(&report)?;
+            session.out.json(&answer)?;
         }
         Ok(Exit::Done)
     }
+}
+
+/// What the command answers.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Answer {
+    Disk(ConvertReport),
+    Appliance(ApplianceReport),
 }
 
 impl ConvertArgs {
@@ -247,7 +273,7 @@ impl ConvertArgs {
         sources: &[PathBuf],
         target: &Path,
         monitor: &Monitor<'_>,
-    ) -> Result<ConvertReport, Failure> {
+    ) -> Result<Answer, Failure> {
         let spool = spool_folder(target);
         let opening = Opening {
             registry,
@@ -263,17 +289,33 @@ impl ConvertArgs {
         let alone = sources.len() == 1;
         for path in sources {
             match opening.open(path, monitor)? {
-                Incoming::Disk(disk) => disks.push(*disk),
-                Incoming::Raw(raw) if alone && !sized => {
-                    let options = self.job(registry, target, 0, &monitor.cancel)?;
-                    return Ok(convert_stream(registry, raw, &spool, &options, monitor)?);
+                Opened::Package(package) if alone => {
+                    let report = self.extract(registry, &package, target, monitor)?;
+                    return Ok(Answer::Appliance(report));
                 }
-                Incoming::Raw(raw) => disks.push(raw.into_disk(registry, &spool, monitor)?),
+                Opened::Package(_) => {
+                    let text = format!("{}: is an appliance, and no piece of a disk", path.display());
+                    return Err(Failure::usage(text).hint("convert each by itself"));
+                }
+                Opened::Image(_) if self.disk.is_some() => return Err(Self::no_appliance(path)),
+                Opened::Image(Incoming::Disk(disk)) => disks.push(*disk),
+                Opened::Image(Incoming::Raw(raw)) if alone && !sized => {
+                    let options = self.job(registry, target, 0, &monitor.cancel)?;
+                    let report = convert_stream(registry, raw, &spool, &options, monitor)?;
+                    return Ok(Answer::Disk(report));
+                }
+                Opened::Image(Incoming::Raw(raw)) => {
+                    disks.push(raw.into_disk(registry, &spool, monitor)?);
+                }
             }
         }
         let source = Source::new(disks);
         let options = self.job(registry, target, source.bytes(), &monitor.cancel)?;
-        Ok(jobs::convert(registry, &source, &options, monitor)?)
+        Ok(Answer::Disk(jobs::convert(registry, &source, &options, monitor)?))
+    }
+
+    fn no_appliance(path: &Path) -> Failure {
+        Failure::usage(format!("--disk is for appliances, and {} is none", path.display()))
     }
 
     fn job(
@@ -288,11 +330,7 @@ impl ConvertArgs {
         Ok(ConvertOptions {
             compress,
             threads: self.threads.map(usize::from),
-            detect_zeroes: match self.detect_zeros {
-                None => Some(DETECT_BYTES),
-                Some(DetectZeros::Off) => None,
-                Some(DetectZeros::Unit(unit)) => Some(unit),
-            },
+            detect_zeroes: self.detection(),
             verify: self.verify,
             rate: self.rate,
             backing,
@@ -305,6 +343,15 @@ impl ConvertArgs {
             keys: self.target_keys(),
             ..ConvertOptions::new(destination)
         })
+    }
+
+    /// The unit of zero detection, if zeroes are looked for.
+    fn detection(&self) -> Option<u32> {
+        match self.detect_zeros {
+            None => Some(DETECT_BYTES),
+            Some(DetectZeros::Off) => None,
+            Some(DetectZeros::Unit(unit)) => Some(unit),
+        }
     }
 
     /// Standard output takes bytes and nothing else.

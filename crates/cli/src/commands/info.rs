@@ -1,5 +1,7 @@
 //! `vdkit info`: what an image says of itself.
 
+mod appliance;
+
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
@@ -19,10 +21,12 @@ pub const COMMAND: Subcommand = Subcommand {
     group: Group::Look,
     details: "\
 Reads the image's header and small tables, never its data, and opens no other file unless --chain \
-is given: it is safe and quick on any image, also on one from a stranger.",
+is given: it is safe and quick on any image, also on one from a stranger. Of an appliance (OVA) it \
+lists the disks.",
     examples: "
 vdkit info disk.qcow2
 vdkit info --chain overlay.qcow2         with every image that it stands on
+vdkit info appliance.ova                 the disks in it
 vdkit info --json disk.qcow2 | jq '.\"virtual-size\"'
 ",
     augment: augment::<InfoArgs>,
@@ -122,6 +126,10 @@ impl Run for InfoArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
+        if let Some(package) = appliance::open(&self.image, &self.opening)? {
+            appliance::print(&package, &self.image, self.json, &mut session.out)?;
+            return Ok(Exit::Done);
+        }
         let mut options = self.opening.options();
         if !self.chain {
             options.backing = BackingChoice::Ignore;

@@ -198,7 +198,10 @@ pub(crate) fn target_driver(
                 "{}: its name asks for the {name} format, which this version does not write",
                 path.display()
             ))
-            .hint("choose another format with -f or -O, or another name")
+            .hint(match *name {
+                "ova" => "'vdkit convert IMAGE… FILE.ova' makes appliances; choose another name",
+                _ => "choose another format with -f or -O, or another name",
+            })
         }),
         None => Ok(vdkit::format("raw")?),
     }
@@ -235,6 +238,7 @@ const FORMATS_OF_ENDINGS: &[(&str, &str)] = &[
     ("vpc", "vhd"),
     ("vhdx", "vhdx"),
     ("luks", "luks"),
+    ("ova", "ova"),
 ];
 
 /// Whether a path names a block device.

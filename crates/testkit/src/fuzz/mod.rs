@@ -9,6 +9,7 @@ mod luks;
 #[cfg(feature = "nbd")]
 mod nbd;
 mod operations;
+mod ova;
 mod vhdx;
 
 pub use formats::format_open;
@@ -17,6 +18,7 @@ pub use luks::luks_open;
 #[cfg(feature = "nbd")]
 pub use nbd::nbd_session;
 pub use operations::{qcow2_life, qcow2_ops};
+pub use ova::ova_open;
 pub use vhdx::vhdx_open;
 
 use std::sync::Arc;

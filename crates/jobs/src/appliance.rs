@@ -1,0 +1,456 @@
+//! Appliances: the disks of an OVA converted in place, and an OVA made of disks.
+//!
+//! ```text
+//!   for each disk, several at once:   window ─► conversion ─► target without a name ─┐ all right:
+//!                                     window ─► hash ─► the manifest's? ─────────────┘ names
+//! ```
+//!
+//! A target takes its name when every disk is complete and every hash was right. What cannot wait for
+//! that (a device, an image that exists, a pipe) is written after its hash was checked.
+
+use std::collections::VecDeque;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use serde::Serialize;
+use vdkit_block::{
+    CacheMode, CancelToken, CompressionSpec, Error, ImageInfo, Limits, Monitor, Options, Progress,
+    Result, Storage,
+};
+use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_ova::{Machine, NewDisk, Package, PackageLimits, PackageWriter};
+use vdkit_storage::{CommitOptions, FileOptions, PendingFile};
+use vdkit_stream::{ByteStream, OutPipe, Packing, StorageReader, spool};
+
+use crate::convert::{
+    ConvertOptions, ConvertReport, Converted, convert, convert_uncommitted, cores,
+};
+use crate::source::Source;
+use crate::target::Destination;
+use crate::verify::verify;
+
+/// Disks that are converted at once: more would only make the file be read in more places.
+const AT_ONCE_MAX: usize = 4;
+/// Bytes of a grain of what is written.
+const GRAIN_BYTES: u64 = 64 << 10;
+/// What a gzipped image may have beside its disk's bytes: tables, and data that does not compress.
+const SLACK_BYTES: u64 = 64 << 20;
+
+/// What a job on an appliance did.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ApplianceReport {
+    /// Each disk.
+    pub disks: Vec<ApplianceDisk>,
+    /// What became of the manifest: `verified`, `missing` or `written`.
+    pub manifest: &'static str,
+    /// A certificate that is there, and was not verified.
+    pub certificate: Option<String>,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// A disk of an appliance, converted.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ApplianceDisk {
+    /// Its file in the appliance.
+    pub file: String,
+    /// Where it went; none for `null:`, and for a new appliance, where it went into the file.
+    pub target: Option<String>,
+    /// The rest.
+    #[serde(flatten)]
+    pub report: ConvertReport,
+}
+
+/// A disk that shall be converted.
+#[derive(Debug)]
+pub struct Extraction {
+    /// Its place among [`Package::disks`].
+    pub disk: usize,
+    /// The disk, as [`open_packaged`] opened it.
+    pub source: Source,
+    /// Where it goes. The threads are shared out among the disks.
+    pub options: ConvertOptions,
+}
+
+/// Opens a disk of an appliance, where it lies; one that is compressed as a whole is spooled into a file
+/// without a name in `folder`.
+///
+/// # Errors
+/// [`Error::Unsupported`] for a disk that is in no file; what opening an image returns.
+pub fn open_packaged(
+    registry: &Registry,
+    package: &Package,
+    index: usize,
+    options: &OpenOptions,
+    folder: &Path,
+    monitor: &Monitor<'_>,
+) -> Result<Disk> {
+    let storage = match package.disks().get(index) {
+        Some(disk) if disk.gzipped() => {
+            let stream = unzipped(package, index, monitor.cancel.clone())?;
+            spool(stream, folder, monitor)?
+        }
+        _ => storage_of(package, index)?,
+    };
+    let disk = Disk::open_storage(registry, storage, &as_told(package, index, options))?;
+    let told = package.disks()[index].disk.capacity;
+    if let Some(told) = told.filter(|&told| told != disk.guest_bytes()) {
+        monitor.progress.message(&format!(
+            "{}: has {} bytes, and the appliance's descriptor says {told}",
+            disk.name(),
+            disk.guest_bytes()
+        ));
+    }
+    Ok(disk)
+}
+
+/// What a disk's image says of itself; none for one that is compressed as a whole, and for an empty one.
+///
+/// # Errors
+/// What describing an image returns.
+pub fn describe_packaged(
+    registry: &Registry,
+    package: &Package,
+    index: usize,
+) -> Result<Option<ImageInfo>> {
+    let gzipped = package.disks().get(index).is_some_and(|disk| disk.gzipped());
+    let Some(storage) = package.storage_of(index).filter(|_| !gzipped) else { return Ok(None) };
+    let options = as_told(package, index, &OpenOptions::read_only());
+    let driver = match &options.format {
+        Some(format) => registry.driver(format)?,
+        None => registry.probe(&*storage)?.driver,
+    };
+    driver.describe(&storage, &Limits::default()).map(Some)
+}
+
+/// The options with the format that the descriptor names, where it is one that no guest could have
+/// written.
+fn as_told(package: &Package, index: usize, options: &OpenOptions) -> OpenOptions {
+    let uri = package.disks().get(index).and_then(|disk| disk.disk.format.as_deref());
+    let vmdk = uri.is_some_and(|uri| uri.to_ascii_lowercase().contains("vmdk"));
+    let format = options.format.clone().or(vmdk.then(|| "vmdk".to_owned()));
+    OpenOptions { format, ..options.clone() }
+}
+
+fn storage_of(package: &Package, index: usize) -> Result<Arc<dyn Storage>> {
+    package.storage_of(index).ok_or_else(|| {
+        let disk = package.disks().get(index).map(|disk| &disk.disk);
+        let (id, size) = disk.map_or(("", None), |disk| (&disk.id, disk.capacity));
+        let size = size.map_or("SIZE".to_owned(), |bytes| bytes.to_string());
+        let hint = format!("make an empty one with 'vdkit create FILE {size}'");
+        Error::unsupported(package.name(), format!("its disk '{id}' is empty, in no file"), hint)
+    })
+}
+
+/// A disk's file unpacked, as long as its disk allows.
+fn unzipped(package: &Package, index: usize, cancel: CancelToken) -> Result<ByteStream> {
+    let storage = storage_of(package, index)?;
+    let name = storage.name().to_owned();
+    let packed = Cancelled { inner: StorageReader::new(storage), cancel };
+    let (stream, packing) = ByteStream::new(&name, packed).unpack()?;
+    if packing != Some(Packing::Gzip) {
+        let found = packing.map_or("no packed file".to_owned(), |packing| packing.to_string());
+        return Err(Error::corrupt(&name, 0, "file", found, "gzip, as the descriptor says"));
+    }
+    let Some(capacity) = package.disks()[index].disk.capacity else { return Ok(stream) };
+    let left = capacity.saturating_add(capacity / 8).saturating_add(SLACK_BYTES);
+    Ok(ByteStream::new(name, Bounded { inner: stream, left }))
+}
+
+/// A reader that a cancel token stops.
+struct Cancelled<R> {
+    inner: R,
+    cancel: CancelToken,
+}
+
+impl<R: Read> Read for Cancelled<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.cancel.check().map_err(io::Error::other)?;
+        self.inner.read(buf)
+    }
+}
+
+/// A stream that may have so many bytes.
+struct Bounded {
+    inner: ByteStream,
+    left: u64,
+}
+
+impl Read for Bounded {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let got = self.inner.read_full(buf).map_err(io::Error::other)?;
+        self.left = self.left.checked_sub(got as u64).ok_or_else(|| {
+            io::Error::other("unpacks to far more than the capacity that the descriptor says")
+        })?;
+        Ok(got)
+    }
+}
+
+/// Converts disks of an appliance, several at once, with `threads` threads in all (none takes one a
+/// core). Targets take their names when all disks are complete and the manifest was right.
+///
+/// # Errors
+/// What [`convert`] and [`Package::verify`] return: of the first disk that failed. Nothing new is left
+/// behind then.
+pub fn extract(
+    registry: &Registry,
+    package: &Package,
+    parts: Vec<Extraction>,
+    threads: Option<usize>,
+    monitor: &Monitor<'_>,
+) -> Result<ApplianceReport> {
+    let started = Instant::now();
+    let threads = threads.unwrap_or_else(cores).max(1);
+    let at_once = parts.len().min(threads).clamp(1, AT_ONCE_MAX);
+    let totals = parts.iter().map(|part| (0, part.source.bytes())).collect();
+    let sum = Sum { inner: monitor.progress, parts: Mutex::new(totals) };
+    let names: Vec<_> = parts.iter().map(|part| names_of(package, part)).collect();
+    let count = parts.len();
+    let queue: Mutex<VecDeque<_>> = Mutex::new(parts.into_iter().enumerate().collect());
+    let done = Mutex::new(Vec::with_capacity(count));
+    let cancel = monitor.cancel.part();
+    let worker = || {
+        while let Some((number, mut part)) = queue.lock().pop_front() {
+            part.options.threads = Some(threads.div_ceil(at_once));
+            let progress = Part { sum: &sum, number };
+            let monitor = Monitor { cancel: cancel.clone(), progress: &progress };
+            let converted = extract_one(registry, package, &part, &monitor);
+            if converted.is_err() {
+                cancel.cancel();
+            }
+            done.lock().push((number, converted));
+        }
+    };
+    std::thread::scope(|scope| {
+        (1..at_once).for_each(|_| drop(scope.spawn(worker)));
+        worker();
+    });
+    let mut done = done.into_inner();
+    // Those that were stopped because another one failed say nothing.
+    done.sort_by_key(|(number, result)| (matches!(result, Err(Error::Interrupted)), *number));
+    let mut converted = Vec::with_capacity(count);
+    for (number, result) in done {
+        converted.push((number, result?));
+    }
+    converted.sort_by_key(|(number, _)| *number);
+    let committed = converted.into_iter().zip(names).map(|((_, converted), (file, target))| {
+        Ok(ApplianceDisk { file, target, report: converted.commit()? })
+    });
+    Ok(ApplianceReport {
+        disks: committed.collect::<Result<_>>()?,
+        manifest: if package.manifest().is_some() { "verified" } else { "missing" },
+        certificate: package.certificate().map(str::to_owned),
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+/// A disk's file in the appliance, and where it goes.
+fn names_of(package: &Package, part: &Extraction) -> (String, Option<String>) {
+    let file = package.disks().get(part.disk).and_then(|disk| disk.file.as_ref());
+    let target = match &part.options.destination {
+        Destination::Null => None,
+        Destination::New(new) => Some(new.path.display().to_string()),
+        Destination::Pipe { pipe, .. } => Some(pipe.name().to_owned()),
+        Destination::Into { path, .. } => Some(path.display().to_string()),
+    };
+    (file.map(|file| file.href.clone()).unwrap_or_default(), target)
+}
+
+/// Converts a disk while its file is hashed, where its target can wait for the hash.
+fn extract_one(
+    registry: &Registry,
+    package: &Package,
+    part: &Extraction,
+    monitor: &Monitor<'_>,
+) -> Result<Converted> {
+    let convert = |monitor: &Monitor<'_>| {
+        convert_uncommitted(registry, &part.source, &part.options, monitor)
+    };
+    let waits = matches!(part.options.destination, Destination::New(_) | Destination::Null);
+    if !waits || package.manifest().is_none() {
+        package.verify(part.disk, &monitor.cancel, &mut |_| {})?;
+        return convert(monitor);
+    }
+    let cancel = monitor.cancel.part();
+    let (hashed, converted) = std::thread::scope(|scope| {
+        let hashing = scope.spawn(|| {
+            let verified = package.verify(part.disk, &cancel, &mut |_| {});
+            if verified.is_err() {
+                cancel.cancel();
+            }
+            verified
+        });
+        let monitor = Monitor { cancel: cancel.clone(), progress: monitor.progress };
+        let converted = convert(&monitor);
+        if matches!(converted, Err(Error::NoSpace { .. } | Error::Interrupted)) {
+            // A damaged image is left to the hash, which says what it is.
+            cancel.cancel();
+        }
+        (hashing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), converted)
+    });
+    match (hashed, converted) {
+        (Ok(()), converted) => converted,
+        (Err(Error::Interrupted), Err(error)) => Err(error),
+        (Err(error), _) => Err(error),
+    }
+}
+
+/// Progress of several jobs, as of one.
+struct Sum<'a> {
+    inner: &'a dyn Progress,
+    /// Done and total of each.
+    parts: Mutex<Vec<(u64, u64)>>,
+}
+
+struct Part<'a> {
+    sum: &'a Sum<'a>,
+    number: usize,
+}
+
+impl Progress for Part<'_> {
+    fn update(&self, done: u64, total: u64) {
+        let mut parts = self.sum.parts.lock();
+        if let Some(part) = parts.get_mut(self.number) {
+            *part = (done, total);
+        }
+        let (done, total) = parts.iter().fold((0u64, 0u64), |(done, total), part| {
+            (done.saturating_add(part.0), total.saturating_add(part.1))
+        });
+        drop(parts);
+        self.sum.inner.update(done, total);
+    }
+
+    fn message(&self, text: &str) {
+        self.sum.inner.message(text);
+    }
+}
+
+/// An appliance that shall be made.
+#[derive(Clone, Debug)]
+pub struct NewAppliance {
+    /// The file; an existing one is replaced when the new one is finished.
+    pub path: PathBuf,
+    /// Name of the files in it, without endings.
+    pub stem: String,
+    /// The machine around the disks.
+    pub machine: Machine,
+    /// The time of the files in it, in seconds since 1970.
+    pub modified: u64,
+    /// How the data are compressed; none is the format's own way.
+    pub compress: Option<CompressionSpec>,
+    /// Threads; none takes one a core.
+    pub threads: Option<usize>,
+    /// As in [`ConvertOptions`].
+    pub detect_zeroes: Option<u32>,
+    /// Read everything back and compare.
+    pub verify: bool,
+    /// Bytes a second at most.
+    pub rate: Option<u64>,
+    /// What is promised about its bytes; none is as fast as copying a file.
+    pub cache: Option<CacheMode>,
+}
+
+/// Makes an appliance of disks, each in one pass.
+///
+/// # Errors
+/// What sources, the target and [`PackageWriter`] return. Nothing is left behind then; what had the name
+/// before is untouched.
+pub fn pack(
+    registry: &Registry,
+    sources: &[Source],
+    new: &NewAppliance,
+    monitor: &Monitor<'_>,
+) -> Result<ApplianceReport> {
+    let started = Instant::now();
+    let fast = if new.path.exists() { CacheMode::Writeback } else { CacheMode::Unsafe };
+    let file = FileOptions::read_write().cache(new.cache.unwrap_or(fast));
+    let pending = PendingFile::create(&new.path, &file)?;
+    let name = |number: usize| format!("{}-disk{number}.vmdk", new.stem);
+    let disks: Vec<_> = (1..)
+        .zip(sources)
+        .map(|(n, source)| NewDisk { file: name(n), capacity: source.bytes().next_multiple_of(512) })
+        .collect();
+    let storage: Arc<dyn Storage> = pending.storage().clone();
+    let machine = new.machine.clone();
+    let mut writer =
+        PackageWriter::new(storage, machine, disks.clone(), &new.stem, new.modified)?;
+    let totals = sources.iter().map(|source| (0, source.bytes())).collect();
+    let sum = Sum { inner: monitor.progress, parts: Mutex::new(totals) };
+    let mut reports = Vec::with_capacity(sources.len());
+    for (number, source) in sources.iter().enumerate() {
+        let progress = Part { sum: &sum, number };
+        let part = Monitor { cancel: monitor.cancel.clone(), progress: &progress };
+        reports.push(pack_one(registry, source, new, &mut writer, &disks[number].file, &part)?);
+    }
+    writer.finish()?;
+    if new.verify {
+        read_back(registry, &pending, sources, &mut reports, monitor)?;
+    }
+    let durable = new.cache.is_some();
+    pending.commit(CommitOptions { sync_file: durable, sync_folder: durable })?;
+    let disks = disks.into_iter().zip(reports);
+    Ok(ApplianceReport {
+        disks: disks
+            .map(|(disk, report)| ApplianceDisk { file: disk.file, target: None, report })
+            .collect(),
+        manifest: "written",
+        certificate: None,
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+fn pack_one(
+    registry: &Registry,
+    source: &Source,
+    new: &NewAppliance,
+    writer: &mut PackageWriter,
+    file: &str,
+    monitor: &Monitor<'_>,
+) -> Result<ConvertReport> {
+    let missing = || Error::Invalid("more disks than the appliance has".to_owned());
+    let sink = writer.next_sink().ok_or_else(missing)?;
+    let specs = registry.driver("vmdk")?.options();
+    let adapter = new.machine.controller.vmdk_adapter();
+    let version = new.machine.hardware_version;
+    let text = format!("subformat=streamOptimized,adapter_type={adapter},hwversion={version}");
+    let name = format!("{}:{file}", new.path.display());
+    let destination = Destination::Pipe {
+        pipe: Arc::new(OutPipe::new(name, sink.clone())),
+        format: "vmdk".to_owned(),
+        options: Options::parse("vmdk", specs, [text.as_str()])?,
+    };
+    let options = ConvertOptions {
+        compress: new.compress,
+        threads: new.threads,
+        detect_zeroes: new.detect_zeroes,
+        rate: new.rate,
+        ..ConvertOptions::new(destination)
+    };
+    let report = convert(registry, source, &options, monitor)?;
+    let populated = report.moved.clusters_compressed.saturating_mul(GRAIN_BYTES);
+    writer.end_disk(&sink, populated.min(report.virtual_size))?;
+    Ok(report)
+}
+
+/// Reads a new appliance as a stranger's: its hashes, and each disk against its source.
+fn read_back(
+    registry: &Registry,
+    pending: &PendingFile,
+    sources: &[Source],
+    reports: &mut [ConvertReport],
+    monitor: &Monitor<'_>,
+) -> Result<()> {
+    let package = Package::open(pending.storage().clone(), &PackageLimits::default())?;
+    for (index, (source, report)) in sources.iter().zip(reports).enumerate() {
+        package.verify(index, &monitor.cancel, &mut |_| {})?;
+        let options = OpenOptions::read_only();
+        let disk = open_packaged(registry, &package, index, &options, Path::new("."), monitor)?;
+        report.verified = Some(verify(source, &disk, report.threads, monitor)?);
+    }
+    Ok(())
+}

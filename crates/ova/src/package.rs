@@ -1,0 +1,387 @@
+//! An OVA that is read.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use vdkit_block::{CancelToken, Error, HostOffset, Result, Storage};
+use vdkit_stream::Hasher;
+
+use crate::descriptor::{Descriptor, FileReference, VirtualDisk, twice};
+use crate::manifest::Manifest;
+use crate::tar::{Member, first_name, members};
+use crate::window::Window;
+
+/// Bytes that are hashed between two looks at the cancel token.
+const STEP: usize = 1 << 20;
+/// Characters of a name that is made from a stranger's.
+const STEM_CHARS_MAX: usize = 100;
+
+/// What an appliance may cost.
+#[derive(Clone, Copy, Debug)]
+pub struct PackageLimits {
+    /// Bytes of the descriptor.
+    pub descriptor_bytes_max: u64,
+    /// Bytes of the manifest.
+    pub manifest_bytes_max: u64,
+}
+
+impl Default for PackageLimits {
+    /// 4 MiB each: licences are in descriptors, and a disk may be in thousands of pieces.
+    fn default() -> Self {
+        Self { descriptor_bytes_max: 4 << 20, manifest_bytes_max: 4 << 20 }
+    }
+}
+
+/// A disk of an appliance.
+#[derive(Clone, Debug)]
+pub struct PackagedDisk {
+    /// What the descriptor says of it.
+    pub disk: VirtualDisk,
+    /// The file that it is in; none where it is empty.
+    pub file: Option<FileReference>,
+    /// Where that file is in the archive: several members where it is cut into pieces.
+    pub members: Vec<Member>,
+}
+
+impl PackagedDisk {
+    /// Bytes of its file in the archive.
+    pub fn file_bytes(&self) -> u64 {
+        self.members.iter().map(|member| member.len).sum()
+    }
+
+    /// Whether its file is compressed as a whole, by gzip.
+    pub fn gzipped(&self) -> bool {
+        self.file.as_ref().is_some_and(|file| file.compression.is_some())
+    }
+
+    /// A name for a file that is made of it, without an ending: from its file's name, or its own, where
+    /// that is harmless, else none. There are no separators in it, no leading dot or hyphen, and nothing
+    /// that cannot be seen.
+    pub fn safe_stem(&self) -> Option<String> {
+        let href = self.file.as_ref().map(|file| file.href.as_str());
+        let href = href.map(|href| href.strip_suffix(".gz").unwrap_or(href));
+        let stem = href.map(|href| match href.rsplit_once('.') {
+            Some((stem, ending)) if !ending.contains('/') => stem,
+            _ => href,
+        });
+        [stem, Some(&*self.disk.id)].into_iter().flatten().find(|name| harmless(name)).map(str::to_owned)
+    }
+}
+
+fn harmless(name: &str) -> bool {
+    let fine = |c: char| c.is_alphanumeric() || "-_.+()[]@,~ ".contains(c);
+    name.starts_with(|c: char| c.is_alphanumeric() || c == '_')
+        && !name.ends_with([' ', '.'])
+        && name.chars().count() <= STEM_CHARS_MAX
+        && name.chars().all(fine)
+}
+
+/// An OVA: its descriptor, its disks, and what they must have for hashes.
+#[derive(Debug)]
+pub struct Package {
+    storage: Arc<dyn Storage>,
+    descriptor_name: String,
+    descriptor: Descriptor,
+    disks: Vec<PackagedDisk>,
+    manifest: Option<(String, Manifest)>,
+    certificate: Option<String>,
+}
+
+impl Package {
+    /// Whether the first bytes of a file are those of an OVA: a tar file whose first file is a
+    /// descriptor.
+    pub fn is_one(head: &[u8]) -> bool {
+        first_name(head).is_some_and(|name| ends_with(&name, ".ovf"))
+    }
+
+    /// Whether they are those of any tar file.
+    pub fn is_tar(head: &[u8]) -> bool {
+        first_name(head).is_some()
+    }
+
+    /// Reads the list of members, the manifest and the descriptor, and checks the descriptor's hash.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] for damage, for a file that is not there or there twice, and for a descriptor
+    /// that is not the one of the manifest; [`Error::Unsupported`] for compressions other than gzip and
+    /// for disks that stand on others; [`Error::Limit`]; what reading returns.
+    pub fn open(storage: Arc<dyn Storage>, limits: &PackageLimits) -> Result<Self> {
+        let name = storage.name().to_owned();
+        let members = members(&*storage)?;
+        if let Some(name_twice) = twice(members.iter().map(|member| member.name.as_str())) {
+            let found = format!("two files called '{name_twice}'");
+            return Err(Error::corrupt(&name, 0, "tar file", found, "a name for each file"));
+        }
+        let descriptor_member = descriptor_of(&name, &members)?;
+        let stem = &descriptor_member.name[..descriptor_member.name.len() - ".ovf".len()];
+        let beside = |ending: &str| beside(&members, stem, ending);
+        let manifest = match beside(".mf") {
+            Some(member) => {
+                let what = "size of the manifest";
+                let bytes = read(&*storage, member, limits.manifest_bytes_max, what)?;
+                Some((member.name.clone(), Manifest::parse(&name, member.offset, &bytes)?))
+            }
+            None => None,
+        };
+        let certificate = beside(".cert").map(|member| member.name.clone());
+        let what = "size of the OVF descriptor";
+        let bytes = read(&*storage, descriptor_member, limits.descriptor_bytes_max, what)?;
+        let cancel = CancelToken::default();
+        if let Some((_, manifest)) = &manifest {
+            check_names(&name, manifest, &members)?;
+            verify(&*storage, manifest, descriptor_member, &cancel, &mut |_| {})?;
+        }
+        let descriptor = Descriptor::parse(&name, descriptor_member.offset, &bytes)?;
+        let descriptor_name = descriptor_member.name.clone();
+        let disks = descriptor.disks.iter();
+        let disks = disks.map(|disk| packaged(&name, &descriptor, disk, &members));
+        let disks = disks.collect::<Result<Vec<_>>>()?;
+        Ok(Self { storage, descriptor_name, descriptor, disks, manifest, certificate })
+    }
+
+    /// The file's name, for messages.
+    pub fn name(&self) -> &str {
+        self.storage.name()
+    }
+
+    /// The descriptor's name in the archive.
+    pub fn descriptor_name(&self) -> &str {
+        &self.descriptor_name
+    }
+
+    /// What the descriptor says.
+    pub fn descriptor(&self) -> &Descriptor {
+        &self.descriptor
+    }
+
+    /// The disks, in the descriptor's order.
+    pub fn disks(&self) -> &[PackagedDisk] {
+        &self.disks
+    }
+
+    /// The manifest and its name; none where the archive has none, so that nothing can be verified.
+    pub fn manifest(&self) -> Option<(&str, &Manifest)> {
+        self.manifest.as_ref().map(|(name, manifest)| (name.as_str(), manifest))
+    }
+
+    /// The name of the certificate, which is not looked at.
+    pub fn certificate(&self) -> Option<&str> {
+        self.certificate.as_deref()
+    }
+
+    /// The disk that a user means: by its number (from 1), its id, or its file's name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where there is none or more than one, listing those that there are.
+    pub fn find(&self, which: &str) -> Result<usize> {
+        let number = which.parse::<usize>().ok().and_then(|number| number.checked_sub(1));
+        if let Some(index) = number.filter(|&index| index < self.disks.len()) {
+            return Ok(index);
+        }
+        let named = |disk: &PackagedDisk| {
+            disk.disk.id == which || disk.file.as_ref().is_some_and(|file| file.href == which)
+        };
+        let mut found = (0..self.disks.len()).filter(|&index| named(&self.disks[index]));
+        match (found.next(), found.next()) {
+            (Some(index), None) => Ok(index),
+            _ => Err(Error::Invalid(format!(
+                "{}: '{which}' is not one of its disks, which are {}",
+                self.name(),
+                self.listed()
+            ))),
+        }
+    }
+
+    /// The disks with their numbers, for messages.
+    pub fn listed(&self) -> String {
+        let texts = self.disks.iter().enumerate().map(|(index, disk)| {
+            let file = disk.file.as_ref().map_or("empty", |file| &file.href);
+            format!("{} '{}' ({file})", index + 1, disk.disk.id)
+        });
+        let texts: Vec<_> = texts.collect();
+        if texts.is_empty() { "none".to_owned() } else { texts.join(", ") }
+    }
+
+    /// The bytes of a disk's file, as they are in the archive; none for an empty disk.
+    pub fn storage_of(&self, index: usize) -> Option<Arc<dyn Storage>> {
+        let disk = self.disks.get(index)?;
+        let file = disk.file.as_ref()?;
+        let name = format!("{}:{}", self.name(), file.href);
+        let range = |member: &Member| -> Range<u64> { member.offset..member.offset + member.len };
+        let ranges = disk.members.iter().map(range).collect();
+        Some(Arc::new(Window::new(self.storage.clone(), name, ranges)))
+    }
+
+    /// Hashes a disk's file and compares it with the manifest. `read` is told of bytes that were read.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] where it is another one, or the manifest does not mention it;
+    /// [`Error::Interrupted`]; what reading returns.
+    pub fn verify(
+        &self,
+        index: usize,
+        cancel: &CancelToken,
+        read: &mut dyn FnMut(u64),
+    ) -> Result<()> {
+        let (Some((_, manifest)), Some(disk)) = (&self.manifest, self.disks.get(index)) else {
+            return Ok(());
+        };
+        let mut members = disk.members.iter();
+        members.try_for_each(|member| verify(&*self.storage, manifest, member, cancel, read))
+    }
+}
+
+/// Whether a name has this ending, in whatever case.
+fn ends_with(name: &str, ending: &str) -> bool {
+    let start = name.len().checked_sub(ending.len());
+    start.and_then(|start| name.get(start..)).is_some_and(|end| end.eq_ignore_ascii_case(ending))
+}
+
+fn descriptor_of<'a>(file: &str, members: &'a [Member]) -> Result<&'a Member> {
+    let mut found = members.iter().filter(|member| ends_with(&member.name, ".ovf"));
+    match (found.next(), found.next()) {
+        (Some(member), None) => Ok(member),
+        (None, _) => {
+            let found = "none";
+            Err(Error::corrupt(file, 0, "OVA", found, "a descriptor, a file that ends in .ovf"))
+        }
+        (Some(_), Some(second)) => {
+            let found = format!("a second descriptor '{}'", second.name);
+            Err(Error::corrupt(file, second.offset, "OVA", found, "one descriptor"))
+        }
+    }
+}
+
+/// The file called as the descriptor is but for the ending, or the only one with that ending.
+fn beside<'a>(members: &'a [Member], stem: &str, ending: &str) -> Option<&'a Member> {
+    let mut all = members.iter().filter(|member| ends_with(&member.name, ending));
+    let same = |member: &&Member| member.name.len() == stem.len() + ending.len()
+        && member.name.starts_with(stem);
+    match all.clone().find(same) {
+        Some(member) => Some(member),
+        None => all.next().filter(|_| all.next().is_none()),
+    }
+}
+
+/// A small file whole.
+fn read(
+    storage: &dyn Storage,
+    member: &Member,
+    limit: u64,
+    what: &'static str,
+) -> Result<Vec<u8>> {
+    if member.len > limit {
+        let file = storage.name().to_owned();
+        return Err(Error::Limit { file, what, found: member.len, limit });
+    }
+    let mut bytes = vec![0; member.len as usize];
+    storage.read_at(&mut bytes, HostOffset(member.offset))?;
+    Ok(bytes)
+}
+
+/// A manifest that names what is not there belongs to another archive, or to more than there is.
+fn check_names(file: &str, manifest: &Manifest, members: &[Member]) -> Result<()> {
+    let mut names: Vec<_> = members.iter().map(|member| member.name.as_str()).collect();
+    names.sort_unstable();
+    let missing = manifest.entries().iter().find(|e| names.binary_search(&&*e.name).is_err());
+    missing.map_or(Ok(()), |entry| {
+        let found = format!("no file '{}'", entry.name);
+        Err(Error::corrupt(file, 0, "OVA", found, "every file that the manifest names"))
+    })
+}
+
+/// The archive's files that a disk is in.
+fn packaged(
+    name: &str,
+    descriptor: &Descriptor,
+    disk: &VirtualDisk,
+    members: &[Member],
+) -> Result<PackagedDisk> {
+    let file = disk.file.as_ref().and_then(|id| descriptor.file(id)).cloned();
+    let Some(reference) = &file else {
+        return Ok(PackagedDisk { disk: disk.clone(), file, members: Vec::new() });
+    };
+    let unsupported = |what: String, hint: &str| Err(Error::unsupported(name, what, hint));
+    if let Some(parent) = &disk.parent {
+        let what = format!("its disk '{}' stands on its disk '{parent}'", disk.id);
+        return unsupported(what, "unpack it with tar and convert the overlay with --parent");
+    }
+    if let Some(method) = reference.compression.as_deref().filter(|method| *method != "gzip") {
+        let what = format!("'{}' is compressed by '{method}'", reference.href);
+        return unsupported(what, "unpack it with tar and decompress the file; gzip is known");
+    }
+    let corrupt = |found: String, expected: &str| {
+        Err(Error::corrupt(name, 0, "OVA", found, expected))
+    };
+    let find = |name: &str| members.iter().find(|member| member.name == name).cloned();
+    let members = match reference.chunk_bytes {
+        None => find(&reference.href).into_iter().collect::<Vec<_>>(),
+        Some(_) => {
+            let numbers = (0..).map(|number: u32| format!("{}.{number:09}", reference.href));
+            numbers.map_while(|name| find(&name)).collect()
+        }
+    };
+    if members.is_empty() {
+        let found = format!("no file '{}'", reference.href);
+        return corrupt(found, "every file that the descriptor's disks are in");
+    }
+    if let Some(bytes) = reference.chunk_bytes {
+        let (last, whole) = members.split_last().unwrap_or((&members[0], &[]));
+        if let Some(odd) = whole.iter().find(|member| member.len != bytes) {
+            let found = format!("{} bytes of '{}'", odd.len, odd.name);
+            return corrupt(found, &format!("{bytes} bytes of each piece but the last"));
+        }
+        if last.len > bytes {
+            let found = format!("{} bytes of '{}'", last.len, last.name);
+            return corrupt(found, &format!("{bytes} bytes at most"));
+        }
+    }
+    let found: u64 = members.iter().map(|member| member.len).sum();
+    if reference.size.is_some_and(|size| size != found) {
+        let expected = format!("{} as the descriptor says", reference.size.unwrap_or(0));
+        return corrupt(format!("{found} bytes of '{}'", reference.href), &expected);
+    }
+    Ok(PackagedDisk { disk: disk.clone(), file, members })
+}
+
+/// Hashes a member and compares it with what the manifest says.
+fn verify(
+    storage: &dyn Storage,
+    manifest: &Manifest,
+    member: &Member,
+    cancel: &CancelToken,
+    read: &mut dyn FnMut(u64),
+) -> Result<()> {
+    let name = format!("{}:{}", storage.name(), member.name);
+    let entries: Vec<_> = manifest.of(&member.name).collect();
+    if entries.is_empty() {
+        let expected = "a hash of every file";
+        return Err(Error::corrupt(&name, member.offset, "manifest", "none for it", expected));
+    }
+    let mut hashers: Vec<_> = entries.iter().map(|entry| Hasher::new(entry.method)).collect();
+    let mut buf = vec![0; STEP.min(member.len as usize)];
+    let mut done = 0;
+    while done < member.len {
+        cancel.check()?;
+        let want = (member.len - done).min(STEP as u64) as usize;
+        storage.read_at(&mut buf[..want], HostOffset(member.offset + done))?;
+        hashers.iter_mut().for_each(|hasher| hasher.update(&buf[..want]));
+        done += want as u64;
+        read(want as u64);
+    }
+    for (entry, hasher) in entries.iter().zip(hashers) {
+        let found = hasher.finish();
+        if found != entry.digest {
+            let text = |digest: &[u8]| {
+                let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+                format!("{}:{hex}", entry.method)
+            };
+            let expected = format!("{} as the manifest says", text(&entry.digest));
+            return Err(Error::corrupt(&name, member.offset, "file", text(&found), expected));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

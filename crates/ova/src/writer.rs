@@ -1,0 +1,218 @@
+//! An OVA that is written.
+//!
+//! ```text
+//!   descriptor, at its longest │ manifest │ disk 1 │ disk 2 │ … │ two blocks of zeroes
+//!   └── written at last: sizes and hashes of the disks stand in them ┘
+//! ```
+//!
+//! The descriptor stands first, where DSP0243 wants it, so room is left for it: its numbers are shorter
+//! than the longest ones at the end, and XML may end with blanks. The manifest's length is known before.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_stream::Hasher;
+
+use crate::descriptor::twice;
+use crate::machine::{DescribedDisk, Machine, descriptor};
+use crate::manifest;
+use crate::tar::{BLOCK, header};
+
+/// Tar files are a multiple of so many bytes.
+const RECORD: u64 = 20 * BLOCK;
+/// Bytes of a name in a plain tar header.
+const NAME_BYTES_MAX: usize = 99;
+
+/// A disk that an appliance shall have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewDisk {
+    /// Its file's name in the archive.
+    pub file: String,
+    /// Bytes of the disk.
+    pub capacity: u64,
+}
+
+/// A disk that was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WrittenDisk {
+    /// Its file's name in the archive.
+    pub file: String,
+    /// Bytes of that file.
+    pub file_bytes: u64,
+    /// The file's hash.
+    pub digest: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct SinkState {
+    at: u64,
+    len: u64,
+    hasher: Hasher,
+}
+
+/// Where a disk's file is written: in order, and hashed on the way.
+#[derive(Clone, Debug)]
+pub struct DiskSink {
+    storage: Arc<dyn Storage>,
+    state: Arc<Mutex<SinkState>>,
+}
+
+impl Write for DiskSink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut state = self.state.lock();
+        self.storage.write_at(bytes, HostOffset(state.at)).map_err(as_io)?;
+        state.hasher.update(bytes);
+        state.at += bytes.len() as u64;
+        state.len += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The system's own answer where there is one: what is full stays told from what is broken.
+fn as_io(error: Error) -> io::Error {
+    match error {
+        Error::Io { source, .. } => source,
+        Error::NoSpace { .. } => io::Error::new(io::ErrorKind::StorageFull, error),
+        _ => io::Error::other(error),
+    }
+}
+
+/// An appliance that is being written to an empty storage.
+#[derive(Debug)]
+pub struct PackageWriter {
+    storage: Arc<dyn Storage>,
+    machine: Machine,
+    disks: Vec<NewDisk>,
+    written: Vec<(WrittenDisk, u64)>,
+    /// Name of the descriptor and the manifest without ending.
+    stem: String,
+    modified: u64,
+    /// Bytes that the descriptor has.
+    descriptor_bytes: u64,
+    /// Where the header of the next file goes.
+    at: u64,
+}
+
+impl PackageWriter {
+    /// An appliance of these disks, in this order. `stem` is the name of its descriptor without the
+    /// ending, `modified` the time of its files in seconds since 1970.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for names that cannot be or are there twice, and for too many disks.
+    pub fn new(
+        storage: Arc<dyn Storage>,
+        machine: Machine,
+        disks: Vec<NewDisk>,
+        stem: &str,
+        modified: u64,
+    ) -> Result<Self> {
+        machine.check_disks(disks.len())?;
+        let names = [format!("{stem}.ovf"), format!("{stem}.mf")];
+        let all = || names.iter().map(String::as_str).chain(disks.iter().map(|d| d.file.as_str()));
+        let bad = |name: &&str| {
+            name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains(['/', '\0', '\n', '\\'])
+        };
+        if let Some(name) = all().find(bad) {
+            return Err(Error::Invalid(format!(
+                "'{name}' cannot be the name of a file in an appliance: it has 1 to \
+                 {NAME_BYTES_MAX} bytes and no separators"
+            )));
+        }
+        if let Some(name) = twice(all()) {
+            return Err(Error::Invalid(format!("an appliance with two files called '{name}'")));
+        }
+        let longest = |disk| DescribedDisk {
+            file: disk_name(disk),
+            file_bytes: u64::MAX,
+            capacity: u64::MAX,
+            populated: u64::MAX,
+        };
+        let longest: Vec<_> = disks.iter().map(longest).collect();
+        let descriptor_bytes = descriptor(&machine, &longest).len() as u64;
+        let digest = vec![0; machine.hash.digest_bytes()];
+        let line = |name: &str| manifest::line(name, machine.hash, &digest).len() as u64;
+        let manifest_bytes: u64 = all().filter(|name| *name != names[1]).map(line).sum();
+        let padded = |bytes: u64| BLOCK + bytes.next_multiple_of(BLOCK);
+        let at = padded(descriptor_bytes) + padded(manifest_bytes);
+        let (stem, written) = (stem.to_owned(), Vec::new());
+        Ok(Self { storage, machine, disks, written, stem, modified, descriptor_bytes, at })
+    }
+
+    /// Where the next disk's file is written; none when all are.
+    pub fn next_sink(&self) -> Option<DiskSink> {
+        self.disks.get(self.written.len())?;
+        let state = SinkState { at: self.at + BLOCK, len: 0, hasher: Hasher::new(self.machine.hash) };
+        Some(DiskSink { storage: self.storage.clone(), state: Arc::new(Mutex::new(state)) })
+    }
+
+    /// Ends the file that was written to this sink, of which `populated` bytes of the disk hold data.
+    ///
+    /// # Errors
+    /// What writing returns.
+    pub fn end_disk(&mut self, sink: &DiskSink, populated: u64) -> Result<()> {
+        let Some(disk) = self.disks.get(self.written.len()) else {
+            return Err(Error::Invalid("more disks than the appliance has".to_owned()));
+        };
+        let (file_bytes, digest) = {
+            let state = sink.state.lock();
+            (state.len, state.hasher.clone().finish())
+        };
+        let header = header(&disk.file, file_bytes, self.modified);
+        self.storage.write_at(&header, HostOffset(self.at))?;
+        self.at = (self.at + BLOCK + file_bytes).next_multiple_of(BLOCK);
+        let file = disk.file.clone();
+        self.written.push((WrittenDisk { file, file_bytes, digest }, populated));
+        Ok(())
+    }
+
+    /// Writes the descriptor, the manifest and the end; says what the disks became.
+    ///
+    /// # Errors
+    /// What writing returns.
+    pub fn finish(self) -> Result<Vec<WrittenDisk>> {
+        let describe = |(disk, (written, populated)): (&'_ NewDisk, &'_ (WrittenDisk, u64))| {
+            (disk.capacity, written.file_bytes, *populated)
+        };
+        let numbers: Vec<_> = self.disks.iter().zip(&self.written).map(describe).collect();
+        let described = self.disks.iter().zip(numbers).map(|(disk, (capacity, bytes, populated))| {
+            DescribedDisk { file: &disk.file, file_bytes: bytes, capacity, populated }
+        });
+        let described: Vec<_> = described.collect();
+        let mut text = descriptor(&self.machine, &described).into_bytes();
+        text.pop();
+        text.resize((self.descriptor_bytes - 1) as usize, b' ');
+        text.push(b'\n');
+        let ovf = format!("{}.ovf", self.stem);
+        let mut hasher = Hasher::new(self.machine.hash);
+        hasher.update(&text);
+        let mut lines = manifest::line(&ovf, self.machine.hash, &hasher.finish());
+        for (disk, _) in &self.written {
+            lines.push_str(&manifest::line(&disk.file, self.machine.hash, &disk.digest));
+        }
+        let mut head = header(&ovf, text.len() as u64, self.modified).to_vec();
+        head.extend(text);
+        pad(&mut head);
+        let name = format!("{}.mf", self.stem);
+        head.extend(header(&name, lines.len() as u64, self.modified));
+        head.extend(lines.as_bytes());
+        pad(&mut head);
+        // The end first: a file whose head is there is whole.
+        self.storage.set_len((self.at + 2 * BLOCK).next_multiple_of(RECORD))?;
+        self.storage.write_at(&head, HostOffset(0))?;
+        Ok(self.written.into_iter().map(|(disk, _)| disk).collect())
+    }
+}
+
+fn disk_name(disk: &NewDisk) -> &str {
+    &disk.file
+}
+
+fn pad(bytes: &mut Vec<u8>) {
+    bytes.resize(bytes.len().next_multiple_of(BLOCK as usize), 0);
+}
