@@ -22,11 +22,55 @@ const BLOCK: u64 = 4096;
 pub struct Image {
     /// How much of it holds data, or `real`.
     pub content: &'static str,
+    /// Its format, as cells name it.
+    pub shape: &'static str,
     /// Its format's name.
     pub format: &'static str,
     /// Where it is.
     pub path: PathBuf,
 }
+
+impl Image {
+    /// The file with its data: that of a flat VMDK is not the image itself.
+    pub fn data(&self) -> PathBuf {
+        if self.shape != VMDK_FLAT {
+            return self.path.clone();
+        }
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let (stem, ending) = name.rsplit_once('.').unwrap_or((&name, ""));
+        self.path.with_file_name(format!("{stem}-flat.{ending}"))
+    }
+}
+
+const VMDK_FLAT: &str = "vmdk-flat";
+
+/// A format with options, as cells name it.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// In the names of cells.
+    pub name: &'static str,
+    /// The format's name.
+    pub format: &'static str,
+    /// Its options, by names that both programs know.
+    pub options: Option<&'static str>,
+    /// Measured only where `--job` asks for it: there are many pairs.
+    pub asked: bool,
+}
+
+const fn shape(name: &'static str, format: &'static str, options: Option<&'static str>) -> Shape {
+    Shape { name, format, options, asked: options.is_some() }
+}
+
+/// What images are converted from and to.
+pub const SHAPES: [Shape; 7] = [
+    shape("raw", "raw", None),
+    shape("qcow2", "qcow2", None),
+    shape("vmdk", "vmdk", None),
+    shape("vhdx", "vhdx", None),
+    Shape { asked: true, ..shape("vdi", "vdi", None) },
+    shape("vpc-fixed", "vpc", Some("subformat=fixed,force_size=on")),
+    shape(VMDK_FLAT, "vmdk", Some("subformat=monolithicFlat")),
+];
 
 /// A raw image of data and holes.
 pub fn raw(options: &Options, scratch: &Scratch, content: Content) -> Result<PathBuf> {
@@ -37,10 +81,7 @@ pub fn raw(options: &Options, scratch: &Scratch, content: Content) -> Result<Pat
     Ok(raw)
 }
 
-/// The formats besides raw in which there is each content.
-const FORMATS: [&str; 3] = ["qcow2", "vmdk", "vhdx"];
-
-/// The classic images that were asked for: raw, qcow2, vmdk and vhdx of each content.
+/// The classic images that were asked for: each content in each shape.
 pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
     let mut images = Vec::new();
     for content in [Content::Sparse, Content::Full] {
@@ -49,21 +90,22 @@ pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
         }
         let name = content.name();
         let raw = raw(options, scratch, content)?;
-        for format in FORMATS {
-            if !options.wants_format(format) {
+        for Shape { name: shape, format, options: how, .. } in &SHAPES[1..] {
+            if !options.wants_shape(shape) {
                 continue;
             }
-            let path = scratch.file(&format!("{name}.{format}"));
+            let path = scratch.file(&format!("{name}.{shape}"));
             if !path.exists() {
-                Program::new(&options.qemu_img)
-                    .args(["convert", "-f", "raw", "-O", format])
-                    .args([&raw, &path])
-                    .run()
-                    .context("qemu-img convert")?;
+                let mut program = Program::new(&options.qemu_img);
+                program = program.args(["convert", "-f", "raw", "-O", format]);
+                if let Some(how) = how {
+                    program = program.args(["-o", how]);
+                }
+                program.args([&raw, &path]).run().context("qemu-img convert")?;
             }
-            images.push(Image { content: name, format, path });
+            images.push(Image { content: name, shape, format, path });
         }
-        images.push(Image { content: name, format: "raw", path: raw });
+        images.push(Image { content: name, shape: "raw", format: "raw", path: raw });
     }
     if options.wants(Content::Metadata) {
         let path = scratch.file("metadata.qcow2");
@@ -75,7 +117,8 @@ pub fn classic(options: &Options, scratch: &Scratch) -> Result<Vec<Image>> {
                 .run()
                 .context("qemu-img create")?;
         }
-        images.push(Image { content: Content::Metadata.name(), format: "qcow2", path });
+        let (content, format) = (Content::Metadata.name(), "qcow2");
+        images.push(Image { content, shape: format, format, path });
     }
     rustix::fs::sync();
     Ok(images)
@@ -154,7 +197,7 @@ pub fn real(options: &Options, scratch: &Scratch) -> Result<Image> {
         .context("mke2fs")?;
     fs::remove_dir_all(&stage)?;
     rustix::fs::sync();
-    Ok(Image { content: "real", format: "raw", path })
+    Ok(Image { content: "real", shape: "raw", format: "raw", path })
 }
 
 /// What a copied tree takes on a file system.

@@ -7,6 +7,8 @@ use anyhow::{Result, bail};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use crate::images::{SHAPES, Shape};
+
 /// A set of cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -277,10 +279,17 @@ impl Options {
         self.job.as_ref().is_none_or(|wanted| job.contains(wanted.as_str()))
     }
 
-    /// Whether some wanted job may read images of this format.
-    pub fn wants_format(&self, format: &str) -> bool {
-        let targets = ["null", "raw", "qcow2", "vmdk", "vhdx"];
-        targets.iter().any(|target| self.wants_job(&format!("{format}→{target}")))
+    /// Whether cells from or to a shape are wanted at all: some only where a job is named.
+    pub fn wants_some_of(&self, shape: &Shape) -> bool {
+        !shape.asked || self.job.is_some()
+    }
+
+    /// Whether some wanted job may read images of this shape.
+    pub fn wants_shape(&self, name: &str) -> bool {
+        let known = SHAPES.iter().find(|shape| shape.name == name);
+        let targets = SHAPES.iter().map(|shape| shape.name).chain(["null"]);
+        known.is_none_or(|shape| self.wants_some_of(shape))
+            && targets.into_iter().any(|target| self.wants_job(&format!("{name}→{target}")))
     }
 
     /// Timed rounds of a cell in this group.

@@ -178,6 +178,19 @@ fn remove(candidate: &Candidate) -> Result<()> {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             bail!("cannot remove {}: {error}", target.display())
         }
-        _ => Ok(()),
+        _ => remove_extents(target),
     }
+}
+
+/// The files with a flat VMDK's data, which are called after it.
+fn remove_extents(image: &std::path::Path) -> Result<()> {
+    let (Some(folder), Some(stem)) = (image.parent(), image.file_stem()) else { return Ok(()) };
+    let stem = format!("{}-flat", stem.to_string_lossy());
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(&stem) {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }

@@ -143,7 +143,7 @@ fn packed(
         eprintln!("making {}", path.display());
         program.arg(&path).run().context("cannot compress the real image")?;
     }
-    Ok(Image { content: image.content, format: "qcow2", path })
+    Ok(Image { content: image.content, shape: "qcow2", format: "qcow2", path })
 }
 
 fn read_candidates(

@@ -4,7 +4,7 @@
 use anyhow::Result;
 
 use super::Save;
-use crate::images::{self, Image};
+use crate::images::{self, Image, SHAPES, Shape};
 use crate::options::{Group, Options};
 use crate::pair::{self, Candidate, CellName};
 use crate::process::Program;
@@ -18,25 +18,21 @@ const QEMU_FLAGS: [(&str, &[&str]); 4] = [
     ("qemu-img -t none -T none", &["-t", "none", "-T", "none"]),
 ];
 
-/// From raw, qcow2, vmdk and vhdx to one another, of every classic image.
+/// From raw, qcow2, vmdk and vhdx to one another, of every classic image; with `--job` also from and to
+/// VDI, fixed VHD and flat VMDK.
 pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
     for image in images::classic(options, scratch)? {
-        let targets: &[&str] = match image.format {
-            "raw" => &["qcow2", "vmdk", "vhdx"],
-            "qcow2" => &["raw", "qcow2", "vmdk", "vhdx"],
-            _ => &["raw", "qcow2"],
-        };
-        for &format in targets {
+        for target in SHAPES.iter().filter(|target| pairs(image.shape, target.name)) {
             let name = CellName {
                 group: Group::File,
-                job: format!("{}→{format}", image.format),
+                job: format!("{}→{}", image.shape, target.name),
                 content: image.content.to_owned(),
                 file_system: scratch.file_system,
             };
-            if !options.wants_job(&name.job) {
+            if !options.wants_some_of(target) || !options.wants_job(&name.job) {
                 continue;
             }
-            let candidates = candidates(options, scratch, &image, format);
+            let candidates = candidates(options, scratch, &image, target);
             let runs = options.runs(Group::File);
             save(pair::measure(name, options.image_bytes, scratch, runs, candidates)?)?;
         }
@@ -44,11 +40,20 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
     Ok(())
 }
 
+/// Each format from and to raw and qcow2.
+fn pairs(from: &str, to: &str) -> bool {
+    match from {
+        "raw" => to != "raw",
+        "qcow2" => true,
+        _ => matches!(to, "raw" | "qcow2"),
+    }
+}
+
 fn candidates(
     options: &Options,
     scratch: &Scratch,
     image: &Image,
-    format: &'static str,
+    to: &'static Shape,
 ) -> Vec<Candidate> {
     let target = scratch.file("target");
     let candidate = |name, program, format| Candidate {
@@ -59,24 +64,29 @@ fn candidates(
         proof: proof(options, image, &target, format),
         keep: None,
     };
-    let vdkit = Program::new(&options.vdkit)
-        .args(["convert", "-f", image.format, "-O", format])
-        .args([&image.path, &target]);
-    let mut candidates = vec![candidate("vdkit", vdkit, format)];
+    let convert = |program: &std::path::Path, flags: &[&str]| {
+        let mut program = Program::new(program)
+            .args(["convert", "-f", image.format, "-O", to.format])
+            .args(flags);
+        if let Some(how) = to.options {
+            program = program.args(["-o", how]);
+        }
+        program.args([&image.path, &target])
+    };
+    let mut candidates = vec![candidate("vdkit", convert(&options.vdkit, &[]), to.format)];
     for (name, flags) in QEMU_FLAGS {
-        let qemu = Program::new(&options.qemu_img)
-            .args(["convert", "-f", image.format, "-O", format])
-            .args(flags)
-            .args([&image.path, &target]);
-        candidates.push(candidate(name, qemu, format));
+        candidates.push(candidate(name, convert(&options.qemu_img, flags), to.format));
     }
     let (name, how) = if scratch.file_system.reflinks() {
         ("cp --reflink", "--reflink=always")
     } else {
         ("cp", "--reflink=never")
     };
-    let copy = Program::new("cp").arg(how).args([&image.path, &target]);
-    candidates.push(candidate(name, copy, image.format));
+    let data = image.data();
+    // The data of a flat VMDK, alone, are a raw image.
+    let format = if data == image.path { image.format } else { "raw" };
+    let copy = Program::new("cp").arg(how).args([&data, &target]);
+    candidates.push(candidate(name, copy, format));
     candidates
 }
 
@@ -92,7 +102,8 @@ pub fn proof(
             .args(["compare", "-q", "-f", image.format, "-F", format])
             .args([&image.path, target]),
     ];
-    if format != "raw" {
+    // It has no check for VHD.
+    if !matches!(format, "raw" | "vpc") {
         proof.push(Program::new(&options.qemu_img).args(["check", "-q"]).arg(target));
     }
     proof

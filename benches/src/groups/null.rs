@@ -15,7 +15,7 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
     for image in images::classic(options, scratch)? {
         let name = CellName {
             group: Group::Null,
-            job: format!("{}→null", image.format),
+            job: format!("{}→null", image.shape),
             content: image.content.to_owned(),
             file_system: scratch.file_system,
         };

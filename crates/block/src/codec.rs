@@ -16,6 +16,8 @@ pub enum Codec {
     Bzip2,
     /// Apple Data Compression (DMG).
     Adc,
+    /// An xz stream (DMG calls it LZMA).
+    Xz,
 }
 
 impl fmt::Display for Codec {
@@ -25,6 +27,7 @@ impl fmt::Display for Codec {
             Self::Zstd => "zstd",
             Self::Bzip2 => "bzip2",
             Self::Adc => "adc",
+            Self::Xz => "xz",
         })
     }
 }

@@ -23,6 +23,8 @@ pub const STANDARD: &str = "-";
 pub const OVA: &str = "ova";
 /// Bytes that tell an appliance, and other things.
 const HEAD_BYTES: usize = 64 << 10;
+/// Bytes that tell that it cannot be one.
+const SECTOR: usize = 512;
 
 /// How sources are opened.
 #[derive(Debug)]
@@ -53,8 +55,7 @@ impl Opening<'_> {
                     // Its disks are read here and there.
                     return self.package(spool(stream, self.spool, monitor)?);
                 }
-                let incoming =
-                    receive(self.registry, stream, self.spool, self.options, monitor)?;
+                let incoming = receive(self.registry, stream, self.spool, self.options, monitor)?;
                 Ok(Opened::Image(incoming))
             }
         }
@@ -175,11 +176,20 @@ pub fn names_package(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case(OVA))
 }
 
-/// The first bytes of a file. What cannot be read is said by whoever opens it.
+/// The first bytes of a file: a sector, and more where it is that of a tar file. What cannot be read is
+/// said by whoever opens it.
 pub fn head_of(path: &Path) -> Vec<u8> {
-    let mut head = Vec::with_capacity(HEAD_BYTES);
-    let read = File::open(path).and_then(|file| file.take(HEAD_BYTES as u64).read_to_end(&mut head));
-    read.map(|_| head).unwrap_or_default()
+    let read = || -> std::io::Result<Vec<u8>> {
+        let mut file = File::open(path)?;
+        let mut head = vec![0; SECTOR];
+        let got = file.read(&mut head)?;
+        head.truncate(got);
+        if Package::is_header(&head) {
+            file.take((HEAD_BYTES - SECTOR) as u64).read_to_end(&mut head)?;
+        }
+        Ok(head)
+    };
+    read().unwrap_or_default()
 }
 
 /// Where streams are spooled: where TMPDIR says, else beside the target, else where large temporary

@@ -275,7 +275,10 @@ fn what_cannot_be_verified_is_said() {
     assert!(answer.stderr.contains("'a.cert' is not verified"), "{answer:?}");
     assert!(!answer.stderr.contains("no manifest"), "{answer:?}");
     let report = scratch.json_of("convert", 0, &["b.ova", "null:"]);
-    assert_eq!((&report["manifest"], &report["certificate"]), (&"verified".into(), &"a.cert".into()));
+    assert_eq!(
+        (&report["manifest"], &report["certificate"]),
+        (&"verified".into(), &"a.cert".into())
+    );
 }
 
 #[test]
@@ -292,15 +295,17 @@ fn a_disk_is_chosen_or_a_folder_named() {
     scratch.fails(2, "into a file", &["convert", "one.raw", "-O", "ova", "-"]);
     scratch.fails(2, "into a file", &["convert", "one.raw", "-O", "ova", "null:"]);
     scratch.fails(2, "--backing", &["convert", "one.raw", "x.ova", "-B", "two.raw"]);
-    scratch.fails(2, "azure takes no appliances", &["convert", "one.raw", "x.ova", "--for", "azure"]);
+    scratch.fails(
+        2,
+        "azure takes no appliances",
+        &["convert", "one.raw", "x.ova", "--for", "azure"],
+    );
     scratch.fails(2, "zlib", &["convert", "one.raw", "x.ova", "--compress=zstd"]);
-    scratch.fails(2, "unknown option 'cluster_size'", &[
-        "convert",
-        "one.raw",
-        "x.ova",
-        "-o",
-        "cluster_size=4K",
-    ]);
+    scratch.fails(
+        2,
+        "unknown option 'cluster_size'",
+        &["convert", "one.raw", "x.ova", "-o", "cluster_size=4K"],
+    );
     scratch.fails(1, "does not write", &["create", "x.ova", "1M"]);
     assert!(!scratch.names().iter().any(|name| name.starts_with('x')), "{:?}", scratch.names());
     std::fs::create_dir(scratch.path("out")).unwrap();
@@ -397,7 +402,8 @@ fn disks_in_pieces_and_in_gzip() {
     assert_eq!(info["disks"][0]["pieces"], pieces.len());
     assert_eq!(info["disks"][1]["compression"], "gzip");
     // What the descriptor calls gzip and is not, and what it calls small and is not.
-    let wrong = second.replace("two.vmdk.gz", "one.vmdk").replace(&format!(" ovf:size=\"{two}\""), "");
+    let wrong =
+        second.replace("two.vmdk.gz", "one.vmdk").replace(&format!(" ovf:size=\"{two}\""), "");
     scratch.write("parts/a.ovf", ovf(&[(&wrong, "")]).as_bytes());
     packed(&scratch, "b.ova", "gnu", &["a.ovf", "one.vmdk"]);
     scratch.fails(4, "gzip, as the descriptor says", &["convert", "b.ova", "b.raw"]);

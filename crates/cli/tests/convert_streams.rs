@@ -6,6 +6,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use common::pki::certificates;
 use common::{Scratch, peer};
 use vdkit_testkit::Rng;
 use vdkit_testkit::http::{HttpFaults, HttpServer};
@@ -325,4 +326,95 @@ fn waiting_for_a_pipe_can_be_interrupted() {
     assert_eq!(status.code(), Some(130));
     assert!(started.elapsed() < Duration::from_secs(5));
     assert_eq!(scratch.names(), [""; 0]);
+}
+
+/// A server that ends TLS before an HTTP server, with the certificate of `pki/server`, on all of this
+/// machine's addresses; killed at the end.
+struct TlsProxy {
+    child: std::process::Child,
+    port: String,
+}
+
+impl TlsProxy {
+    fn start(scratch: &Scratch, to: &str) -> Self {
+        let program = format!(
+            "import socket, ssl, threading\n\
+             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)\n\
+             context.load_cert_chain('pki/server-cert.pem', 'pki/server-key.pem')\n\
+             listener = socket.create_server(('0.0.0.0', 0))\n\
+             print(listener.getsockname()[1], flush=True)\n\
+             def serve(plain):\n \
+              try:\n  \
+               with context.wrap_socket(plain, server_side=True) as client:\n   \
+                with socket.create_connection(('127.0.0.1', {to})) as server:\n    \
+                 head = b''\n    \
+                 while b'\\r\\n\\r\\n' not in head: head += client.recv(65536) or b'\\r\\n\\r\\n'\n    \
+                 server.sendall(head)\n    \
+                 while piece := server.recv(65536): client.sendall(piece)\n \
+              except OSError: pass\n\
+             while True:\n \
+              threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()"
+        );
+        let mut command = Command::new("python3");
+        command.args(["-c", &program]).current_dir(scratch.path("")).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut port = String::new();
+        let stdout = child.stdout.as_mut().unwrap();
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut port).unwrap();
+        Self { child, port: port.trim().to_owned() }
+    }
+}
+
+impl Drop for TlsProxy {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn https_sources_are_read_and_only_from_whom_the_system_trusts() {
+    let scratch = Scratch::new();
+    if !certificates(&scratch) {
+        return;
+    }
+    let bytes = disk(9 * MIB);
+    scratch.write("disk.raw", &bytes);
+    peer(&scratch.path(""), "qemu-img", &["convert", "-O", "qcow2", "disk.raw", "disk.qcow2"]);
+    let image = std::fs::read(scratch.path("disk.qcow2")).unwrap();
+    let server = HttpServer::start(image, HttpFaults::default());
+    let plain = server.url().trim_end_matches("/disk").rsplit(':').next().unwrap().to_owned();
+    let proxy = TlsProxy::start(&scratch, &plain);
+    let convert = |host: &str, trusted: Option<&str>, target: &str| {
+        let url = format!("https://{host}:{}/disk", proxy.port);
+        let mut command = scratch.command(&["convert", &url, target]);
+        // What this machine trusts besides does not matter here.
+        command.env_remove("SSL_CERT_DIR").env_remove("SSL_CERT_FILE");
+        if let Some(file) = trusted {
+            command.env("SSL_CERT_FILE", scratch.path(file));
+        }
+        let started = Instant::now();
+        let output = command.output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap(), started.elapsed())
+    };
+    for host in ["localhost", "127.0.0.1"] {
+        let (code, text, _) = convert(host, Some("pki/ca-cert.pem"), "a.raw");
+        assert_eq!(code, Some(0), "{text}");
+        same(&scratch, "disk.raw", "a.raw");
+    }
+    let asked = server.requests();
+    // Nobody vouches for it; another authority does; its name is another one.
+    for (host, trusted) in [
+        ("localhost", None),
+        ("localhost", Some("pki/client-cert.pem")),
+        ("127.0.0.2", Some("pki/ca-cert.pem")),
+    ] {
+        let (code, text, took) = convert(host, trusted, "b.raw");
+        assert_eq!(code, Some(1), "{host} {trusted:?}: {text}");
+        assert!(text.contains("cannot be trusted"), "{host} {trusted:?}: {text}");
+        // It is not asked again and again.
+        assert!(took < Duration::from_secs(3), "{took:?}");
+    }
+    assert_eq!(server.requests(), asked, "asked without trust");
+    assert!(!scratch.names().iter().any(|name| name.contains("b.raw")));
 }

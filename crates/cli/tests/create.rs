@@ -239,3 +239,69 @@ fn progress_of_a_full_preallocation_ends_at_the_whole() {
         assert!(last["total"].as_u64() >= Some(8 << 20), "{how:?}: {last}");
     }
 }
+
+#[test]
+fn the_size_that_a_format_made_is_told() {
+    let scratch = Scratch::new();
+    let made = |arguments: &[&str]| scratch.json_of("create", 0, arguments)["virtual-size"].clone();
+    // A VHD has whole cylinders, unless it is told otherwise.
+    let rounded = made(&["-f", "vpc", "a.vhd", "10M"]);
+    let found = scratch.json_of("info", 0, &["a.vhd"])["virtual-size"].clone();
+    assert_eq!(rounded, found);
+    assert!(rounded.as_u64().unwrap() > 10 << 20, "{rounded}");
+    let shown = scratch.ok(&["create", "-f", "vpc", "b.vhd", "10M"]).stdout;
+    assert!(shown.contains(&rounded.to_string()), "{shown}");
+    assert_eq!(made(&["-f", "vpc", "-o", "force_size=on", "c.vhd", "10M"]), 10 << 20);
+    assert_eq!(made(&["-f", "qcow2", "d.qcow2", "1000"]), 1024);
+    // Of a conversion too.
+    scratch.write("disk.raw", &vec![1; 10 << 20]);
+    let converted = scratch.json_of("convert", 0, &["-O", "vpc", "disk.raw", "e.vhd"]);
+    assert_eq!(converted["virtual-size"], rounded);
+}
+
+#[test]
+fn sizes_beyond_a_format_are_the_callers_fault() {
+    let scratch = Scratch::new();
+    let file = std::fs::File::create(scratch.path("big.raw")).unwrap();
+    file.set_len(3 << 40).unwrap();
+    scratch.fails(2, "more than the limit", &["create", "-f", "vpc", "a.vhd", "3T"]);
+    scratch.fails(2, "more than the limit", &["convert", "-O", "vpc", "big.raw", "a.vhd"]);
+    assert_eq!(scratch.names(), ["big.raw"]);
+}
+
+#[test]
+fn thousands_of_extents_are_given_up_when_told_so() {
+    let scratch = Scratch::new();
+    // 3,000 extents of 2 GiB, each a file.
+    let arguments = ["create", "a.vmdk", "6000G", "-o", "subformat=twoGbMaxExtentSparse"];
+    let mut child = scratch.command(&arguments).spawn().unwrap();
+    common::wait_until_signals_are_handled(child.id());
+    common::wait_until(|| scratch.names().len() > 20);
+    common::signal(child.id(), "TERM");
+    let started = std::time::Instant::now();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
+    assert_eq!(scratch.names(), [""; 0]);
+}
+
+#[test]
+fn extents_of_an_image_that_is_replaced_go_with_it() {
+    let scratch = Scratch::new();
+    let split = ["-o", "subformat=twoGbMaxExtentSparse"];
+    scratch.ok(&[&["create", "a.vmdk", "5G"][..], &split].concat());
+    assert_eq!(scratch.names(), ["a-s001.vmdk", "a-s002.vmdk", "a-s003.vmdk", "a.vmdk"]);
+    scratch.write("a-s009.vmdk", b"somebody else's");
+    scratch.write("disk.raw", &vec![1; 1 << 20]);
+    scratch.ok(&[&["convert", "disk.raw", "a.vmdk"][..], &split].concat());
+    assert_eq!(scratch.names(), ["a-s001.vmdk", "a-s009.vmdk", "a.vmdk", "disk.raw"]);
+    scratch.ok(&["create", "--force", "a.vmdk", "1M"]);
+    assert_eq!(scratch.names(), ["a-s009.vmdk", "a.vmdk", "disk.raw"]);
+    // What an image from a stranger names is not removed with it.
+    scratch.write("b-flat.vmdk", &vec![0; 1 << 20]);
+    let text = "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\n\
+                createType=\"twoGbMaxExtentFlat\"\nRW 2048 FLAT \"disk.raw\" 0\n";
+    scratch.write("b.vmdk", text.as_bytes());
+    scratch.ok(&["create", "--force", "b.vmdk", "1M"]);
+    assert!(scratch.names().contains(&"disk.raw".to_owned()));
+    assert!(scratch.names().contains(&"b-flat.vmdk".to_owned()));
+}

@@ -51,6 +51,7 @@ fn memory_has_bounds_whatever_the_image() {
 
     scratch.write("key", b"a key of the tests");
     fill(&scratch.path("full.raw"));
+    std::fs::create_dir(scratch.path("out")).unwrap();
     for arguments in [
         &["convert", "big.qcow2", "null:"][..],
         &["convert", "full.raw", "plain.qcow2"],
@@ -70,6 +71,8 @@ fn memory_has_bounds_whatever_the_image() {
         &["convert", "sealed.qcow2", "again.raw", "--key-file", "key"],
         &["convert", "full.raw", "full.luks", "-o", "iter-time=10", "--target-key-file", "key"],
         &["convert", "full.luks", "again.raw", "--key-file", "key"],
+        &["convert", "full.raw", "plain.qcow2", "two.ova"],
+        &["convert", "two.ova", "out"],
         &["compare", "big.qcow2", "big.qcow2"],
         &["map", "--json", "big.qcow2"],
     ] {

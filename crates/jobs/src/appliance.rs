@@ -215,7 +215,10 @@ pub fn extract(
     let done = Mutex::new(Vec::with_capacity(count));
     let cancel = monitor.cancel.part();
     let worker = || {
-        while let Some((number, mut part)) = queue.lock().pop_front() {
+        loop {
+            // In a statement of its own, so that the lock is not held while a disk is converted.
+            let next = queue.lock().pop_front();
+            let Some((number, mut part)) = next else { break };
             part.options.threads = Some(threads.div_ceil(at_once));
             let progress = Part { sum: &sum, number };
             let monitor = Monitor { cancel: cancel.clone(), progress: &progress };
@@ -238,8 +241,11 @@ pub fn extract(
         converted.push((number, result?));
     }
     converted.sort_by_key(|(number, _)| *number);
+    monitor.cancel.check()?;
+    // From here on all of them get their names.
+    let sure = CancelToken::default();
     let committed = converted.into_iter().zip(names).map(|((_, converted), (file, target))| {
-        Ok(ApplianceDisk { file, target, report: converted.commit()? })
+        Ok(ApplianceDisk { file, target, report: converted.commit(&sure)? })
     });
     Ok(ApplianceReport {
         disks: committed.collect::<Result<_>>()?,
@@ -268,9 +274,8 @@ fn extract_one(
     part: &Extraction,
     monitor: &Monitor<'_>,
 ) -> Result<Converted> {
-    let convert = |monitor: &Monitor<'_>| {
-        convert_uncommitted(registry, &part.source, &part.options, monitor)
-    };
+    let convert =
+        |monitor: &Monitor<'_>| convert_uncommitted(registry, &part.source, &part.options, monitor);
     let waits = matches!(part.options.destination, Destination::New(_) | Destination::Null);
     if !waits || package.manifest().is_none() {
         package.verify(part.disk, &monitor.cancel, &mut |_| {})?;
@@ -373,12 +378,14 @@ pub fn pack(
     let name = |number: usize| format!("{}-disk{number}.vmdk", new.stem);
     let disks: Vec<_> = (1..)
         .zip(sources)
-        .map(|(n, source)| NewDisk { file: name(n), capacity: source.bytes().next_multiple_of(512) })
+        .map(|(n, source)| NewDisk {
+            file: name(n),
+            capacity: source.bytes().next_multiple_of(512),
+        })
         .collect();
     let storage: Arc<dyn Storage> = pending.storage().clone();
     let machine = new.machine.clone();
-    let mut writer =
-        PackageWriter::new(storage, machine, disks.clone(), &new.stem, new.modified)?;
+    let mut writer = PackageWriter::new(storage, machine, disks.clone(), &new.stem, new.modified)?;
     let totals = sources.iter().map(|source| (0, source.bytes())).collect();
     let sum = Sum { inner: monitor.progress, parts: Mutex::new(totals) };
     let mut reports = Vec::with_capacity(sources.len());

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde::Serialize;
-use vdkit_block::{Codec, CompressionSpec, Error, Monitor, Result, Secret};
+use vdkit_block::{CancelToken, Codec, CompressionSpec, Error, Monitor, Result, Secret};
 use vdkit_chain::{Disk, OpenOptions, Registry, same_file};
 
 use crate::bitmap::{BrokenBitmaps, bitmaps_to_copy, copy_bitmaps};
@@ -125,7 +125,7 @@ pub fn convert(
     options: &ConvertOptions,
     monitor: &Monitor<'_>,
 ) -> Result<ConvertReport> {
-    convert_uncommitted(registry, source, options, monitor)?.commit()
+    convert_uncommitted(registry, source, options, monitor)?.commit(&monitor.cancel)
 }
 
 /// A conversion whose target is complete and has not taken its name yet. Dropping it removes a new
@@ -137,9 +137,9 @@ pub(crate) struct Converted {
 
 impl Converted {
     /// Puts the target in its place.
-    pub(crate) fn commit(self) -> Result<ConvertReport> {
+    pub(crate) fn commit(self, cancel: &CancelToken) -> Result<ConvertReport> {
         if let Some(target) = self.target {
-            target.commit()?;
+            target.commit(cancel)?;
         }
         Ok(self.report)
     }
@@ -159,7 +159,8 @@ pub(crate) fn convert_uncommitted(
         Some(base) => (base.layers, base.disk),
         None => (usize::MAX, None),
     };
-    let target = Target::of(registry, options, options.size_of_new(bytes), base_disk)?;
+    let size = options.size_of_new(bytes);
+    let target = Target::of(registry, options, size, base_disk, &monitor.cancel)?;
     let disk = target.as_ref().map(|t| &t.disk);
     if let (Some(disk), Destination::Into { .. }) = (disk, &options.destination) {
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
@@ -180,7 +181,11 @@ pub(crate) fn convert_uncommitted(
         None => None,
     };
     let seconds = started.elapsed().as_secs_f64();
-    let virtual_size = options.size_of_new(bytes);
+    let virtual_size = match (&options.destination, &target) {
+        // Some formats round the size.
+        (Destination::New(_) | Destination::Pipe { .. }, Some(target)) => target.disk.guest_bytes(),
+        _ => size,
+    };
     let report = ConvertReport { virtual_size, format, moved, verified, threads, seconds };
     Ok(Converted { target, report })
 }

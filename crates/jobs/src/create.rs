@@ -7,13 +7,13 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use vdkit_block::{
-    BackingRef, CreateRequest, Error, FormatDriver, ImageInfo, Monitor, Options, RefPolicy, Result,
-    Storage,
+    BackingRef, CreateRequest, Error, FormatDriver, ImageInfo, Limits, Monitor, Options, RefPolicy,
+    Result, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry, describe_chain};
 use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFile, classify};
 
-use crate::new_files::{NewFiles, beside};
+use crate::new_files::{NewFiles, WantedFiles, beside};
 use crate::watched::Watched;
 
 /// Time between two looks at how much is written.
@@ -54,7 +54,7 @@ pub struct CreateOptions<'a> {
 /// What was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Created {
-    /// Bytes of the guest disk.
+    /// Bytes of the guest disk: what was asked for, or what the format made of it.
     pub guest_bytes: u64,
     /// What it stands on, as stored.
     pub backing: Option<BackingRef>,
@@ -90,8 +90,7 @@ pub fn create(
     } else {
         let guest_bytes = guest_bytes
             .ok_or_else(|| Error::Invalid(format!("{}: a size is needed", image.path.display())))?;
-        create_file(registry, image, guest_bytes, base.as_ref(), monitor)?;
-        guest_bytes
+        create_file(registry, image, guest_bytes, base.as_ref(), monitor)?
     };
     Ok(Created { guest_bytes, backing: base.map(|base| base.reference) })
 }
@@ -193,10 +192,10 @@ fn create_file(
     guest_bytes: u64,
     base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
-) -> Result<()> {
+) -> Result<u64> {
     let options = FileOptions::read_write();
     let pending = PendingFile::create(image.path, &options)?;
-    let files = new_files(registry, image, guest_bytes)?;
+    let files = new_files(registry, image, guest_bytes, monitor)?;
     let written = Arc::default();
     let request = CreateRequest {
         storage: watched(pending.storage(), monitor, &written),
@@ -208,16 +207,32 @@ fn create_file(
     };
     make(image, &request, &written, monitor)?;
     drop(request);
-    monitor.cancel.check()?;
-    files.commit(Some(pending), CommitOptions { sync_file: true, sync_folder: true })
+    let storage: Arc<dyn Storage> = pending.storage().clone();
+    // Some formats round the size.
+    let made = image.driver.describe(&storage, &Limits::default())?.virtual_size;
+    drop(storage);
+    let commit = CommitOptions { sync_file: true, sync_folder: true };
+    files.commit(Some(pending), commit, &monitor.cancel)?;
+    Ok(made)
 }
 
 /// The other files that the options ask for.
-fn new_files(registry: &Registry, image: &CreateOptions<'_>, guest_bytes: u64) -> Result<NewFiles> {
-    let options = FileOptions::read_write();
-    let (driver, path) = (image.driver, image.path);
-    NewFiles::create(registry, driver, path, guest_bytes, &image.options, &options, image.replace)
-        .map_err(|error| error_of(image, error))
+fn new_files(
+    registry: &Registry,
+    image: &CreateOptions<'_>,
+    guest_bytes: u64,
+    monitor: &Monitor<'_>,
+) -> Result<NewFiles> {
+    let wanted = WantedFiles {
+        registry,
+        driver: image.driver,
+        path: image.path,
+        guest_bytes,
+        options: &image.options,
+        file: &FileOptions::read_write(),
+        replace: image.replace,
+    };
+    NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))
 }
 
 /// A device is written to as it is; a failure leaves it half-made.
@@ -236,7 +251,7 @@ fn create_on_device(
             return Err(Error::Invalid(format!("{}: a size is needed", image.path.display())));
         }
     };
-    let files = new_files(registry, image, guest_bytes)?;
+    let files = new_files(registry, image, guest_bytes, monitor)?;
     let written = Arc::default();
     let request = CreateRequest {
         storage: watched(&device, monitor, &written),
@@ -248,9 +263,14 @@ fn create_on_device(
     };
     make(image, &request, &written, monitor)?;
     drop(request);
-    files.commit(None, CommitOptions { sync_file: true, sync_folder: true })?;
+    let commit = CommitOptions { sync_file: true, sync_folder: true };
+    files.commit(None, commit, &monitor.cancel)?;
     device.sync()?;
-    Ok(guest_bytes)
+    if image.driver.name() == "raw" {
+        return Ok(guest_bytes);
+    }
+    let storage: Arc<dyn Storage> = device;
+    Ok(image.driver.describe(&storage, &Limits::default())?.virtual_size)
 }
 
 /// Has the format make the image, and tells meanwhile how much is `written` where that takes long.
@@ -294,11 +314,14 @@ fn watched(
 
 /// The caller named the size, so that it is too large is the caller's fault, not an image's.
 fn error_of(image: &CreateOptions<'_>, error: Error) -> Error {
+    limit_of_new(&image.path.display().to_string(), image.driver.name(), error)
+}
+
+/// A limit that a new image would pass is no fault of an image.
+pub(crate) fn limit_of_new(name: &str, format: &str, error: Error) -> Error {
     match error {
         Error::Limit { what, found, limit, .. } => Error::Invalid(format!(
-            "{}: {what} is {found}, more than the limit of {limit} of {}",
-            image.path.display(),
-            image.driver.name()
+            "{name}: {what} is {found}, more than the limit of {limit} of {format}"
         )),
         other => other,
     }

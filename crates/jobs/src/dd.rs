@@ -157,7 +157,7 @@ pub fn dd_new(
     monitor: &Monitor<'_>,
 ) -> Result<DdReport> {
     let plan = DdPlan::new(source.guest_bytes(), options)?;
-    let target = Target::create(registry, new, plan.target_bytes()?, None)?;
+    let target = Target::create(registry, new, plan.target_bytes()?, None, &monitor.cancel)?;
     if !target.disk.top().new_reads_zero() && plan.to > 0 {
         target.disk.write_zeroes(GuestOffset(0), plan.to, true)?;
     }
@@ -165,8 +165,7 @@ pub fn dd_new(
     let options = DdOptions { sparse: target.disk.top().new_reads_zero(), ..*options };
     let report = plan.run(source, &target.disk, &options, monitor)?;
     target.close()?;
-    monitor.cancel.check()?;
-    target.commit()?;
+    target.commit(&monitor.cancel)?;
     Ok(report)
 }
 

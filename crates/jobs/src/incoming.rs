@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use vdkit_block::{Error, Monitor, Options, Progress, Result};
+use vdkit_block::{CancelToken, Error, Monitor, Options, Progress, Result};
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_stream::{ByteStream, InPipe, spool};
 
@@ -112,7 +112,7 @@ pub fn convert_stream(
 ) -> Result<ConvertReport> {
     let started = Instant::now();
     let len = raw.stream.known_len().map(|len| len.next_multiple_of(SECTOR));
-    let Some(target) = Receiver::open(registry, len, options)? else {
+    let Some(target) = Receiver::open(registry, len, options, &monitor.cancel)? else {
         let source = Source::new(vec![raw.into_disk(registry, folder, monitor)?]);
         return convert(registry, &source, options, monitor);
     };
@@ -147,7 +147,7 @@ pub fn convert_stream(
     look_at_end(registry, &name, head, &pipe, bytes)?;
     let bytes = options.size_of_new(bytes.next_multiple_of(SECTOR));
     let format = disk.map(|disk| disk.top().name().to_owned());
-    target.finish(bytes)?;
+    target.finish(bytes, &monitor.cancel)?;
     let seconds = started.elapsed().as_secs_f64();
     let (threads, verified) = (moving.threads(), None);
     Ok(ConvertReport { virtual_size: bytes, format, moved, verified, threads, seconds })
@@ -168,6 +168,7 @@ impl Receiver {
         registry: &Registry,
         len: Option<u64>,
         options: &ConvertOptions,
+        cancel: &CancelToken,
     ) -> Result<Option<Self>> {
         if options.verify || options.backing.is_some() || options.bitmaps.is_some() {
             return Ok(None);
@@ -194,7 +195,7 @@ impl Receiver {
             Some(_) => len.map_or(STEP_FIRST, |len| options.size_of_new(len)),
             None => len.unwrap_or(0),
         };
-        let target = Target::of(registry, options, first, None)?;
+        let target = Target::of(registry, options, first, None, cancel)?;
         let fixed = match (&options.destination, &target) {
             (Destination::Into { .. }, Some(target)) => len.or(Some(target.disk.guest_bytes())),
             _ => len,
@@ -224,13 +225,13 @@ impl Receiver {
     }
 
     /// Gives the target its length and its name.
-    fn finish(self, bytes: u64) -> Result<()> {
+    fn finish(self, bytes: u64, cancel: &CancelToken) -> Result<()> {
         let Some(target) = self.target else { return Ok(()) };
         if self.fixed.is_none() {
             target.disk.resize(bytes)?;
         }
         target.close()?;
-        target.commit()
+        target.commit(cancel)
     }
 }
 

@@ -1,34 +1,45 @@
 //! A new image and the other files that it names: they take their names together.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vdkit_block::{Error, FormatDriver, Limits, Options, Result, Storage};
+use vdkit_block::{CancelToken, Error, FormatDriver, Limits, Options, Result, Storage};
 use vdkit_chain::Registry;
 use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
+
+/// What other files a new image shall have.
+pub(crate) struct WantedFiles<'a> {
+    pub(crate) registry: &'a Registry,
+    pub(crate) driver: &'a dyn FormatDriver,
+    /// The image.
+    pub(crate) path: &'a Path,
+    pub(crate) guest_bytes: u64,
+    /// The format's.
+    pub(crate) options: &'a Options,
+    /// How the files are opened.
+    pub(crate) file: &'a FileOptions,
+    /// Files that are there may be replaced.
+    pub(crate) replace: bool,
+}
 
 /// The other files of an image that is being made, under hidden names.
 #[derive(Debug)]
 pub(crate) struct NewFiles {
     files: Vec<PendingFile>,
+    /// Files of the image that is replaced, which the new one has no use for.
+    leftovers: Vec<PathBuf>,
 }
 
 impl NewFiles {
-    /// Makes the files that the format wants beside the image at `path`. One that is there already
-    /// is replaced where `replace` says so, and only if the user named it by an option, or the image
+    /// Makes the files that the format wants beside the image. One that is there already
+    /// is replaced where that may be, and only if the user named it by an option, or the image
     /// that is replaced does: a file that a format's naming happens to meet is somebody else's.
-    pub(crate) fn create(
-        registry: &Registry,
-        driver: &dyn FormatDriver,
-        path: &Path,
-        guest_bytes: u64,
-        format_options: &Options,
-        options: &FileOptions,
-        replace: bool,
-    ) -> Result<Self> {
+    pub(crate) fn create(wanted: &WantedFiles<'_>, cancel: &CancelToken) -> Result<Self> {
+        let WantedFiles { registry, driver, path, guest_bytes, options, replace, .. } = *wanted;
         let image = path.file_name().unwrap_or_default().to_string_lossy();
-        let names = driver.new_files(&image, guest_bytes, format_options)?;
+        let names = driver.new_files(&image, guest_bytes, options)?;
         let limit = Limits::default().files_max;
         if names.len() > limit {
             return Err(Error::Invalid(format!(
@@ -37,11 +48,13 @@ impl NewFiles {
                 names.len()
             )));
         }
-        let own = if replace { files_of(registry, path) } else { Vec::new() };
-        let named = |name: &str| format_options.text("data_file") == Some(name);
+        let old = if replace { files_of(registry, path) } else { Vec::new() };
+        let own: BTreeSet<_> = old.iter().map(|name| real_name(&beside(path, name))).collect();
+        let named = |name: &str| options.text("data_file") == Some(name);
         let mut taken = BTreeSet::from([real_name(path)]);
         let mut files = Vec::with_capacity(names.len());
         for name in names {
+            cancel.check()?;
             let target = beside(path, &name);
             check_name(path, &name)?;
             let may = replace && (named(&name) || own.contains(&real_name(&target)));
@@ -58,9 +71,11 @@ impl NewFiles {
                     target.display()
                 )));
             }
-            files.push(PendingFile::create(&target, options)?);
+            files.push(PendingFile::create(&target, wanted.file)?);
         }
-        Ok(Self { files })
+        let theirs = old.iter().filter(|name| named_after(path, name)).map(|n| beside(path, n));
+        let leftovers = theirs.filter(|path| !taken.contains(&real_name(path))).collect();
+        Ok(Self { files, leftovers })
     }
 
     /// Their bytes, in the order in which the image names them.
@@ -69,11 +84,28 @@ impl NewFiles {
     }
 
     /// Gives them their names, and then the image its own: an image without its files would be
-    /// broken. Where one cannot get it, those that did and replaced nothing are removed again.
-    pub(crate) fn commit(self, image: Option<PendingFile>, options: CommitOptions) -> Result<()> {
+    /// broken. Where one cannot get it, those that did and replaced nothing are removed again. A cancel
+    /// counts until the first name is given. Then files that only the replaced image had are removed.
+    pub(crate) fn commit(
+        self,
+        image: Option<PendingFile>,
+        options: CommitOptions,
+        cancel: &CancelToken,
+    ) -> Result<()> {
+        cancel.check()?;
+        // What takes long comes first.
+        for file in self.files.iter().filter(|_| options.sync_file) {
+            cancel.check()?;
+            file.storage().sync()?;
+        }
+        let folder = image.as_ref().and_then(|image| image.target().parent().map(Path::to_owned));
         let mut placed: Vec<PathBuf> = Vec::new();
-        for file in self.files.into_iter().chain(image) {
+        let files = self.files.into_iter().map(|file| (file, false));
+        for (file, is_image) in files.chain(image.map(|image| (image, true))) {
             let fresh = (!file.replaces()).then(|| file.target().to_owned());
+            // The image comes last, and makes the names of all in its folder durable.
+            let later = !is_image && folder.as_deref() == file.target().parent();
+            let options = CommitOptions { sync_folder: options.sync_folder && !later, ..options };
             if let Err(error) = file.commit(options) {
                 for path in placed {
                     // The first error is the one that tells.
@@ -83,7 +115,27 @@ impl NewFiles {
             }
             placed.extend(fresh);
         }
+        for path in self.leftovers {
+            // The new image is there and whole; a file too many is no failure.
+            let _ = std::fs::remove_file(path);
+        }
         Ok(())
+    }
+}
+
+/// Whether a file that the image at a path names is called after it, in the same folder, as formats call
+/// the files that they make: `disk-s001.vmdk` of `disk.vmdk`. An image from a stranger may name
+/// anything, and that is not removed with it.
+fn named_after(image: &Path, name: &str) -> bool {
+    let text = |part: Option<&OsStr>| part.and_then(OsStr::to_str).unwrap_or_default().to_owned();
+    let (stem, ending) = (text(image.file_stem()), text(image.extension()));
+    let ending = if ending.is_empty() { String::new() } else { format!(".{ending}") };
+    let middle = name.strip_prefix(&stem).and_then(|rest| rest.strip_suffix(&ending));
+    let digits = |text: &str| text.len() >= 3 && text.bytes().all(|byte| byte.is_ascii_digit());
+    match middle.and_then(|middle| middle.strip_prefix('-')) {
+        Some("flat") => !stem.is_empty(),
+        Some(part) => !stem.is_empty() && (part.strip_prefix(['s', 'f']).is_some_and(digits)),
+        None => false,
     }
 }
 
@@ -100,15 +152,14 @@ fn check_name(image: &Path, name: &str) -> Result<()> {
 }
 
 /// The files that the image at a path names, as far as there is one that can be understood.
-fn files_of(registry: &Registry, image: &Path) -> Vec<PathBuf> {
+fn files_of(registry: &Registry, image: &Path) -> Vec<String> {
     let options = FileOptions::read_only().lock(LockMode::Off);
     let Ok(storage) = FileStorage::open(image, &options) else { return Vec::new() };
     let storage: Arc<dyn Storage> = Arc::new(storage);
     let described = registry
         .probe(&*storage)
         .and_then(|probed| probed.driver.describe(&storage, &Limits::default()));
-    let names = described.map(|info| info.files).unwrap_or_default();
-    names.iter().map(|name| real_name(&beside(image, name))).collect()
+    described.map(|info| info.files).unwrap_or_default()
 }
 
 /// A name in an image's metadata as a path: relative ones count from the image's folder.
@@ -143,15 +194,39 @@ mod tests {
     }
 
     fn make(image: &Path, text: &str, replace: bool) -> Result<NewFiles> {
-        NewFiles::create(
-            &Registry::new([&Qcow2Driver as &'static dyn FormatDriver]),
-            &Qcow2Driver,
-            image,
-            1 << 20,
-            &options(text),
-            &FileOptions::read_write(),
+        let wanted = WantedFiles {
+            registry: &Registry::new([&Qcow2Driver as &'static dyn FormatDriver]),
+            driver: &Qcow2Driver,
+            path: image,
+            guest_bytes: 1 << 20,
+            options: &options(text),
+            file: &FileOptions::read_write(),
             replace,
-        )
+        };
+        NewFiles::create(&wanted, &CancelToken::default())
+    }
+
+    #[test]
+    fn files_that_are_called_after_an_image() {
+        let image = Path::new("sub/disk.vmdk");
+        for name in ["disk-s001.vmdk", "disk-f1234.vmdk", "disk-flat.vmdk"] {
+            assert!(named_after(image, name), "{name}");
+        }
+        for name in [
+            "disk.vmdk",
+            "disk-s01.vmdk",
+            "disk-x001.vmdk",
+            "disk-s001.raw",
+            "../disk-s001.vmdk",
+            "sub/disk-s001.vmdk",
+            "/etc/passwd",
+            "other-s001.vmdk",
+            "disk-s00a.vmdk",
+            "disk-backup-flat.vmdk",
+        ] {
+            assert!(!named_after(image, name), "{name}");
+        }
+        assert!(!named_after(Path::new(".vmdk"), "-flat"));
     }
 
     fn names(folder: &Path) -> Vec<String> {
@@ -170,7 +245,7 @@ mod tests {
         let pending = PendingFile::create(&image, &FileOptions::read_write()).unwrap();
         // Somebody else takes the name meanwhile.
         std::fs::write(&image, b"theirs").unwrap();
-        files.commit(Some(pending), CommitOptions::default()).unwrap_err();
+        files.commit(Some(pending), CommitOptions::default(), &CancelToken::default()).unwrap_err();
         assert_eq!(names(folder.path()), ["image"]);
         assert_eq!(std::fs::read(&image).unwrap(), b"theirs");
     }

@@ -4,15 +4,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CacheMode, CreateRequest, Error, FormatDriver, ImageInfo, Limits, OpenRequest,
-    Options, Result, Secret, Storage,
+    BackingRef, CacheMode, CancelToken, CreateRequest, Error, FormatDriver, ImageInfo, Limits,
+    OpenRequest, Options, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
 use vdkit_stream::OutPipe;
 
 use crate::convert::ConvertOptions;
-use crate::new_files::NewFiles;
+use crate::create::limit_of_new;
+use crate::new_files::{NewFiles, WantedFiles};
 
 /// What a job writes to.
 #[derive(Clone, Debug)]
@@ -94,10 +95,11 @@ impl Target {
         options: &ConvertOptions,
         bytes: u64,
         base: Option<Disk>,
+        cancel: &CancelToken,
     ) -> Result<Option<Self>> {
         match &options.destination {
             Destination::Null => Ok(None),
-            Destination::New(new) => Self::create(registry, new, bytes, base).map(Some),
+            Destination::New(new) => Self::create(registry, new, bytes, base, cancel).map(Some),
             Destination::Pipe { pipe, format, options } => {
                 Self::create_on_pipe(registry, pipe, format, options, bytes).map(Some)
             }
@@ -136,7 +138,9 @@ impl Target {
             backing: None,
             backing_bytes: None,
         };
-        let format = driver.create_open(&request, &Limits::default())?;
+        let format = driver
+            .create_open(&request, &Limits::default())
+            .map_err(|error| limit_of_new(pipe.name(), driver.name(), error))?;
         let info = ImageInfo::new(driver.name(), guest_bytes);
         let disk = Disk::from_format(format, info, &OpenOptions::read_write());
         let (pipe, keys) = (Some(pipe.clone()), Vec::new());
@@ -149,6 +153,7 @@ impl Target {
         new: &NewImage,
         bytes: u64,
         base: Option<Disk>,
+        cancel: &CancelToken,
     ) -> Result<Self> {
         let driver = registry.driver(&new.format)?;
         // A crash after the rename must not leave neither the old file nor the new one.
@@ -157,11 +162,21 @@ impl Target {
         let cache = new.cache.unwrap_or(fast);
         let file = FileOptions::read_write().cache(cache);
         let pending = PendingFile::create(&new.path, &file)?;
-        let files =
-            NewFiles::create(registry, driver, &new.path, bytes, &new.options, &file, true)?;
+        let wanted = WantedFiles {
+            registry,
+            driver,
+            path: &new.path,
+            guest_bytes: bytes,
+            options: &new.options,
+            file: &file,
+            replace: true,
+        };
+        let name = new.path.display().to_string();
+        let too_large = |error| limit_of_new(&name, driver.name(), error);
+        let files = NewFiles::create(&wanted, cancel).map_err(too_large)?;
         let storages = files.storages().map(|file| file.clone() as Arc<dyn Storage>).collect();
         let request = new.request(pending.storage().clone(), storages, bytes, base.as_ref());
-        let format = driver.create_open(&request, &Limits::default())?;
+        let format = driver.create_open(&request, &Limits::default()).map_err(too_large)?;
         let options = OpenOptions { writable: true, cache, ..OpenOptions::default() };
         let info = if format.caps().one_pass {
             ImageInfo::new(driver.name(), bytes)
@@ -228,15 +243,15 @@ impl Target {
         self.disk.close()
     }
 
-    /// Puts the files in their places.
-    pub(crate) fn commit(self) -> Result<()> {
+    /// Puts the files in their places. A cancel counts until the first of them is in its own.
+    pub(crate) fn commit(self, cancel: &CancelToken) -> Result<()> {
         let options = CommitOptions { sync_file: self.durable, sync_folder: self.durable };
         drop(self.disk);
         if let Some(pipe) = self.pipe {
             return pipe.finish().map(drop);
         }
         match self.files {
-            Some(files) => files.commit(self.pending, options),
+            Some(files) => files.commit(self.pending, options, cancel),
             None => Ok(()),
         }
     }

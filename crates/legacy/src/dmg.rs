@@ -166,6 +166,7 @@ impl Dmg {
                 0x8000_0004 => Kind::Packed(Codec::Adc),
                 0x8000_0005 => Kind::Packed(Codec::Zlib),
                 0x8000_0006 => Kind::Packed(Codec::Bzip2),
+                0x8000_0008 => Kind::Packed(Codec::Xz),
                 // A comment, and the end.
                 0x7fff_fffe => continue,
                 u32::MAX => break,
@@ -244,7 +245,6 @@ impl Dmg {
             Kind::Unknown(number) => {
                 let name = match number {
                     0x8000_0007 => "lzfse",
-                    0x8000_0008 => "lzma",
                     _ => "an unknown method",
                 };
                 Err(Error::unsupported(
@@ -263,7 +263,7 @@ impl Dmg {
             Kind::Packed(Codec::Bzip2) => Some("bzip2"),
             Kind::Packed(Codec::Adc) => Some("adc"),
             Kind::Unknown(0x8000_0007) => Some("lzfse"),
-            Kind::Unknown(0x8000_0008) => Some("lzma"),
+            Kind::Packed(Codec::Xz) => Some("lzma"),
             _ => None,
         })
     }
@@ -301,7 +301,7 @@ impl FormatDriver for DmgDriver {
     }
 
     fn description(&self) -> &'static str {
-        "Apple's disk images (UDIF): raw, zlib, bzip2 and ADC chunks, for reading"
+        "Apple's disk images (UDIF): raw, zlib, bzip2, LZMA and ADC chunks, for reading"
     }
 
     fn options(&self) -> &'static [OptionSpec] {

@@ -4,7 +4,11 @@ use std::cell::RefCell;
 
 use flate2::{Decompress, FlushDecompress, Status};
 use libdeflater::Decompressor;
+use liblzma::stream::{Action, Stream};
 use vdkit_block::{Codec, Error, Packed, Result};
+
+/// Memory that an xz stream may ask for: level 9 takes 65 MiB.
+const XZ_MEMORY_MAX: u64 = 128 << 20;
 
 thread_local! {
     static FAST: RefCell<Option<Decompressor>> = const { RefCell::new(None) };
@@ -20,6 +24,7 @@ pub(crate) fn unpack(file: &str, packed: &Packed, bytes: &[u8], out: &mut [u8]) 
         Codec::Zlib => deflate(bytes, out, true),
         Codec::Bzip2 => bzip2(bytes, out),
         Codec::Adc => adc(bytes, out),
+        Codec::Xz => xz(bytes, out),
         other => Err(format!("data packed by {other}")),
     };
     done.map_err(|found| {
@@ -62,6 +67,28 @@ fn bzip2(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
             .map_err(|error| format!("a damaged stream after {to} bytes: {error}"))?;
         let stuck = (from, to) == (decoder.total_in() as usize, decoder.total_out() as usize);
         if status == bzip2::Status::StreamEnd || stuck {
+            break;
+        }
+    }
+    if decoder.total_out() == out.len() as u64 {
+        return Ok(());
+    }
+    Err(format!("a stream of {} bytes", decoder.total_out()))
+}
+
+fn xz(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
+    let damaged = |to: u64, error: liblzma::stream::Error| {
+        format!("a damaged stream after {to} bytes: {error}")
+    };
+    let mut decoder = Stream::new_stream_decoder(XZ_MEMORY_MAX, 0).map_err(|e| damaged(0, e))?;
+    while (decoder.total_out() as usize) < out.len() {
+        let (from, to) = (decoder.total_in() as usize, decoder.total_out() as usize);
+        let rest = &bytes[from.min(bytes.len())..];
+        let status = decoder
+            .process(rest, &mut out[to..], Action::Run)
+            .map_err(|error| damaged(to as u64, error))?;
+        let stuck = (from, to) == (decoder.total_in() as usize, decoder.total_out() as usize);
+        if status == liblzma::stream::Status::StreamEnd || stuck {
             break;
         }
     }

@@ -2,8 +2,11 @@
 
 mod support;
 
-use support::{ALL, Fork, bochs, cloop, content, dmg, found, memory, survive};
+use support::{
+    ALL, Fork, bochs, cloop, content, dmg, dmg_with, found, memory, registry, survive, xz,
+};
 use vdkit_block::{FormatDriver, GuestOffset, Limits, OpenRequest, Probe, Result};
+use vdkit_chain::{Disk, OpenOptions};
 use vdkit_legacy::{CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
 use vdkit_testkit::{Rng, qemu, require_peer};
 
@@ -141,13 +144,42 @@ fn large_units_are_refused() {
     assert!(error.contains("limit"), "{error}");
 }
 
+/// Chunks that `hdiutil` calls LZMA are xz streams; QEMU reads none.
+#[test]
+fn lzma_chunks_of_dmg_are_read() {
+    let disk_of = |bytes: &[u8]| {
+        let options = OpenOptions::read_only();
+        Disk::open_storage(&registry(), memory(bytes), &options).unwrap()
+    };
+    let disk = content(1 << 20, 5);
+    for fork in [Fork::PropertyList, Fork::Resources] {
+        let bytes = dmg_with(&disk, fork, 0x8000_0008, xz);
+        let image = disk_of(&bytes);
+        let mut read = vec![0; disk.len()];
+        image.read_at(&mut read, GuestOffset(0)).unwrap();
+        assert!(read == disk, "{fork:?}");
+    }
+    // What is damaged, cut short or another format is an error, and nothing else.
+    let sound = dmg_with(&disk, Fork::Resources, 0x8000_0008, xz);
+    let magic = b"\xfd7zXZ\0";
+    let at = sound.windows(6).position(|window| window == magic).unwrap();
+    for (offset, byte) in [(0, 0), (7, 0xff), (12, 0xff), (40, 0xaa)] {
+        let mut damaged = sound.clone();
+        damaged[at + offset] = byte;
+        let image = disk_of(&damaged);
+        let mut read = vec![0; disk.len()];
+        let error = image.read_at(&mut read, GuestOffset(0)).unwrap_err().to_string();
+        assert!(error.contains("xz data of 32768 bytes"), "{offset}: {error}");
+    }
+}
+
 /// A chunk that there is no code for is told where it is read, not before.
 #[test]
 fn unknown_chunks_of_dmg_are_named() {
     let disk = vec![7; 64 << 10];
     let bytes = dmg(&disk, Fork::Resources);
     let at = bytes.windows(4).position(|word| word == 0x8000_0005_u32.to_be_bytes()).unwrap();
-    for (number, name) in [(7, "lzfse"), (8, "lzma"), (9, "unknown")] {
+    for (number, name) in [(7, "lzfse"), (9, "unknown")] {
         let mut bytes = bytes.clone();
         bytes[at + 3] = number;
         let request = OpenRequest {

@@ -198,7 +198,10 @@ mod tests {
         assert_eq!(found.system.as_deref(), Some("My VM"));
         let file = |index: usize| &found.files[index];
         assert_eq!((file(0).href.as_str(), file(0).size), ("a.vmdk", Some(77)));
-        assert_eq!((file(1).compression.as_deref(), file(1).chunk_bytes), (Some("gzip"), Some(100)));
+        assert_eq!(
+            (file(1).compression.as_deref(), file(1).chunk_bytes),
+            (Some("gzip"), Some(100))
+        );
         assert_eq!(file(2).compression, None);
         let [one, two, three] = &found.disks[..] else { panic!("{:?}", found.disks) };
         assert_eq!((one.capacity, one.file.as_deref()), (Some(8 << 30), Some("f1")));
@@ -231,7 +234,8 @@ mod tests {
         fails("<References><File ovf:id='f'/></References>", "without 'href'");
         fails(&format!("<DiskSection>{disk}</DiskSection>"), "the disk 'd' in the file 'f'");
         fails("<DiskSection><Disk/></DiskSection>", "without 'diskId'");
-        let both = format!("<References>{file}</References><DiskSection>{disk}{disk}</DiskSection>");
+        let both =
+            format!("<References>{file}</References><DiskSection>{disk}{disk}</DiskSection>");
         fails(&both, "two disks with the id 'd'");
         let many: String = (0..5000).map(|i| format!("<File id='{i}' href='a'/>")).collect();
         fails(&format!("<References>{many}</References>"), "limit of 4096");

@@ -236,8 +236,7 @@ const NAMESPACES: &str = "xmlns=\"http://schemas.dmtf.org/ovf/envelope/1\" \
     xmlns:vssd=\"http://schemas.dmtf.org/wbem/wscim/1/cim-schema/2/CIM_VirtualSystemSettingData\" \
     xmlns:vmw=\"http://www.vmware.com/schema/ovf\" \
     xmlns:xsi=\"http://www.w3.org/2001/XMLSchema-instance\"";
-const FORMAT: &str =
-    "http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized";
+const FORMAT: &str = "http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized";
 
 /// The descriptor of an appliance.
 pub(crate) fn descriptor(machine: &Machine, disks: &[DescribedDisk<'_>]) -> String {
@@ -297,21 +296,27 @@ fn virtual_system(out: &mut String, machine: &Machine, disks: usize) {
     );
     let mut items = Items { out, instance: 0 };
     let (cpus, mebibytes) = (machine.cpus.to_string(), (machine.memory_bytes >> 20).to_string());
-    items.add("3", "Processors", &[
-        ("AllocationUnits", "hertz * 10^6"),
-        ("VirtualQuantity", &cpus),
-    ]);
-    items.add("4", "Memory", &[
-        ("AllocationUnits", "byte * 2^20"),
-        ("VirtualQuantity", &mebibytes),
-    ]);
+    items.add(
+        "3",
+        "Processors",
+        &[("AllocationUnits", "hertz * 10^6"), ("VirtualQuantity", &cpus)],
+    );
+    items.add(
+        "4",
+        "Memory",
+        &[("AllocationUnits", "byte * 2^20"), ("VirtualQuantity", &mebibytes)],
+    );
     disk_items(&mut items, machine.controller, disks);
     if let Some(network) = &machine.network {
-        items.add("10", "Network adapter", &[
-            ("AutomaticAllocation", "true"),
-            ("Connection", network),
-            ("ResourceSubType", "E1000"),
-        ]);
+        items.add(
+            "10",
+            "Network adapter",
+            &[
+                ("AutomaticAllocation", "true"),
+                ("Connection", network),
+                ("ResourceSubType", "E1000"),
+            ],
+        );
     }
     let firmware = if machine.firmware == Firmware::Efi { "efi" } else { "bios" };
     let _ = write!(
@@ -333,11 +338,11 @@ fn disk_items(items: &mut Items<'_>, controller: Controller, disks: usize) {
         for disk in first..disks.min(first + controller.disks()) {
             let unit = controller.unit(disk - first).to_string();
             let resource = format!("ovf:/disk/vmdisk{}", disk + 1);
-            items.add("17", &format!("Hard disk {}", disk + 1), &[
-                ("AddressOnParent", &unit),
-                ("HostResource", &resource),
-                ("Parent", &parent),
-            ]);
+            items.add(
+                "17",
+                &format!("Hard disk {}", disk + 1),
+                &[("AddressOnParent", &unit), ("HostResource", &resource), ("Parent", &parent)],
+            );
         }
     }
 }

@@ -76,9 +76,8 @@ fn entry(line: &str) -> std::result::Result<ManifestEntry, (String, Option<&'sta
     let method = method.trim();
     // OpenSSL 3 says SHA2-256 where older ones say SHA256.
     let plain = method.to_ascii_lowercase().replacen("sha2-", "sha", 1);
-    let method = HashMethod::of_name(&plain).ok_or_else(|| {
-        (format!("the hash '{method}'"), Some("SHA1, SHA256 or SHA512"))
-    })?;
+    let method = HashMethod::of_name(&plain)
+        .ok_or_else(|| (format!("the hash '{method}'"), Some("SHA1, SHA256 or SHA512")))?;
     let digest = method
         .parse_digest(hex.trim())
         .ok_or_else(|| (format!("a hash of another length than {method} has"), None))?;

@@ -8,7 +8,7 @@ use vdkit_stream::Hasher;
 
 use crate::descriptor::{Descriptor, FileReference, VirtualDisk, twice};
 use crate::manifest::Manifest;
-use crate::tar::{Member, first_name, members};
+use crate::tar::{Member, first_name, is_header, members};
 use crate::window::Window;
 
 /// Bytes that are hashed between two looks at the cancel token.
@@ -64,7 +64,11 @@ impl PackagedDisk {
             Some((stem, ending)) if !ending.contains('/') => stem,
             _ => href,
         });
-        [stem, Some(&*self.disk.id)].into_iter().flatten().find(|name| harmless(name)).map(str::to_owned)
+        [stem, Some(&*self.disk.id)]
+            .into_iter()
+            .flatten()
+            .find(|name| harmless(name))
+            .map(str::to_owned)
     }
 }
 
@@ -92,6 +96,11 @@ impl Package {
     /// descriptor.
     pub fn is_one(head: &[u8]) -> bool {
         first_name(head).is_some_and(|name| ends_with(&name, ".ovf"))
+    }
+
+    /// Whether the first 512 bytes of a file are a header of a tar file.
+    pub fn is_header(sector: &[u8]) -> bool {
+        is_header(sector)
     }
 
     /// Whether they are those of any tar file.
@@ -255,8 +264,9 @@ fn descriptor_of<'a>(file: &str, members: &'a [Member]) -> Result<&'a Member> {
 /// The file called as the descriptor is but for the ending, or the only one with that ending.
 fn beside<'a>(members: &'a [Member], stem: &str, ending: &str) -> Option<&'a Member> {
     let mut all = members.iter().filter(|member| ends_with(&member.name, ending));
-    let same = |member: &&Member| member.name.len() == stem.len() + ending.len()
-        && member.name.starts_with(stem);
+    let same = |member: &&Member| {
+        member.name.len() == stem.len() + ending.len() && member.name.starts_with(stem)
+    };
     match all.clone().find(same) {
         Some(member) => Some(member),
         None => all.next().filter(|_| all.next().is_none()),
@@ -264,12 +274,7 @@ fn beside<'a>(members: &'a [Member], stem: &str, ending: &str) -> Option<&'a Mem
 }
 
 /// A small file whole.
-fn read(
-    storage: &dyn Storage,
-    member: &Member,
-    limit: u64,
-    what: &'static str,
-) -> Result<Vec<u8>> {
+fn read(storage: &dyn Storage, member: &Member, limit: u64, what: &'static str) -> Result<Vec<u8>> {
     if member.len > limit {
         let file = storage.name().to_owned();
         return Err(Error::Limit { file, what, found: member.len, limit });
@@ -310,9 +315,8 @@ fn packaged(
         let what = format!("'{}' is compressed by '{method}'", reference.href);
         return unsupported(what, "unpack it with tar and decompress the file; gzip is known");
     }
-    let corrupt = |found: String, expected: &str| {
-        Err(Error::corrupt(name, 0, "OVA", found, expected))
-    };
+    let corrupt =
+        |found: String, expected: &str| Err(Error::corrupt(name, 0, "OVA", found, expected));
     let find = |name: &str| members.iter().find(|member| member.name == name).cloned();
     let members = match reference.chunk_bytes {
         None => find(&reference.href).into_iter().collect::<Vec<_>>(),

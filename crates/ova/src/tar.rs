@@ -72,6 +72,19 @@ pub(crate) fn first_name(head: &[u8]) -> Option<String> {
     walk.step().ok().flatten().map(|member| member.name)
 }
 
+/// Whether these bytes are a header with its checksum.
+pub(crate) fn is_header(bytes: &[u8]) -> bool {
+    bytes.len() >= BLOCK as usize && bytes[0] != 0 && has_checksum(&bytes[..BLOCK as usize])
+}
+
+/// Whether a header has the checksum that it should have, or the one that some old writers made, of
+/// signed bytes.
+fn has_checksum(header: &[u8]) -> bool {
+    let found = number(&header[field::CHECKSUM]);
+    let (plain, signed) = checksums(header);
+    found == Some(plain) || u64::try_from(signed).is_ok_and(|signed| found == Some(signed))
+}
+
 /// A walk from header to header.
 struct Walk<'a, R> {
     /// The file's name, for messages.
@@ -163,9 +176,8 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
         if header.iter().all(|&byte| byte == 0) {
             return if self.headers == 1 { Err(self.no_tar()) } else { Ok(None) };
         }
-        let found = number(&header[field::CHECKSUM]);
-        let (plain, signed) = checksums(&header);
-        if found != Some(plain) && (signed < 0 || found != Some(signed as u64)) {
+        if !has_checksum(&header) {
+            let (found, (plain, _)) = (number(&header[field::CHECKSUM]), checksums(&header));
             let found = found.map_or("no number".to_owned(), |sum| format!("{sum:o}"));
             let found = format!("the checksum {found}");
             return Err(self.corrupt(at, found, &format!("{plain:o}")));

@@ -147,7 +147,8 @@ impl PackageWriter {
     /// Where the next disk's file is written; none when all are.
     pub fn next_sink(&self) -> Option<DiskSink> {
         self.disks.get(self.written.len())?;
-        let state = SinkState { at: self.at + BLOCK, len: 0, hasher: Hasher::new(self.machine.hash) };
+        let state =
+            SinkState { at: self.at + BLOCK, len: 0, hasher: Hasher::new(self.machine.hash) };
         Some(DiskSink { storage: self.storage.clone(), state: Arc::new(Mutex::new(state)) })
     }
 
@@ -180,9 +181,10 @@ impl PackageWriter {
             (disk.capacity, written.file_bytes, *populated)
         };
         let numbers: Vec<_> = self.disks.iter().zip(&self.written).map(describe).collect();
-        let described = self.disks.iter().zip(numbers).map(|(disk, (capacity, bytes, populated))| {
-            DescribedDisk { file: &disk.file, file_bytes: bytes, capacity, populated }
-        });
+        let described =
+            self.disks.iter().zip(numbers).map(|(disk, (capacity, bytes, populated))| {
+                DescribedDisk { file: &disk.file, file_bytes: bytes, capacity, populated }
+            });
         let described: Vec<_> = described.collect();
         let mut text = descriptor(&self.machine, &described).into_bytes();
         text.pop();

@@ -26,11 +26,8 @@ pub(crate) fn parse<'a>(file: &str, offset: u64, bytes: &'a [u8]) -> Result<Docu
     })?;
     check_cost(file, text)?;
     // DTDs are off; nothing else makes a document larger than its text.
-    let options = ParsingOptions {
-        allow_dtd: false,
-        nodes_limit: NODES_MAX,
-        ..ParsingOptions::default()
-    };
+    let options =
+        ParsingOptions { allow_dtd: false, nodes_limit: NODES_MAX, ..ParsingOptions::default() };
     Document::parse_with_options(text.trim_start_matches('\u{feff}'), options).map_err(|error| {
         let expected = "an XML document without a document type";
         Error::corrupt(file, offset, "OVF descriptor", error.to_string(), expected)

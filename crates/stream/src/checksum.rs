@@ -76,12 +76,12 @@ impl FromStr for Checksum {
         let (name, hex) = text
             .split_once(':')
             .ok_or_else(|| bad("is not of the form METHOD:HEX, as in sha256:0123…"))?;
-        let method = HashMethod::of_name(name)
-            .ok_or_else(|| bad("methods are sha256, sha512 and sha1"))?;
+        let method =
+            HashMethod::of_name(name).ok_or_else(|| bad("methods are sha256, sha512 and sha1"))?;
         let wanted = 2 * method.digest_bytes();
-        let digest = method.parse_digest(hex).ok_or_else(|| {
-            bad(&format!("{} has {wanted} hexadecimal digits", method.name()))
-        })?;
+        let digest = method
+            .parse_digest(hex)
+            .ok_or_else(|| bad(&format!("{} has {wanted} hexadecimal digits", method.name())))?;
         Ok(Self { method, digest })
     }
 }

@@ -34,8 +34,10 @@ const AHEAD: u64 = 6;
 const BLOCKS_MAX: usize = 16;
 /// A server that sends nothing for so long is taken for gone.
 const SILENCE: Duration = Duration::from_secs(30);
-/// How long is tried again in vain, without a byte coming in, before giving up.
+/// How long is tried again, while less than [`PACE_BYTES`] come in, before giving up.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// A server that sends less in [`PATIENCE`], a little now and then, is as good as gone.
+const PACE_BYTES: u64 = 64 << 10;
 /// The same before anything was heard of the server: the name may be wrong.
 const PATIENCE_AT_FIRST: Duration = Duration::from_secs(3);
 /// The first pause between two attempts; each is twice as long as the one before.
@@ -62,7 +64,11 @@ pub enum Remote {
 /// # Errors
 /// [`Error::File`] where the server cannot be reached, or answers that it has no such thing.
 pub fn open_url(url: &str, cancel: &CancelToken) -> Result<Remote> {
-    let client = Client::new(url, cancel);
+    open_patiently(url, cancel, PATIENCE)
+}
+
+fn open_patiently(url: &str, cancel: &CancelToken, patience: Duration) -> Result<Remote> {
+    let client = Client::new(url, cancel, patience);
     let mut tries = Tries::new(&client, PATIENCE_AT_FIRST);
     loop {
         let response = match client.get(Some((0, BLOCK_BYTES - 1)), None) {
@@ -75,7 +81,9 @@ pub fn open_url(url: &str, cancel: &CancelToken) -> Result<Remote> {
         let version = Version::of(response.headers());
         if response.status() != StatusCode::PARTIAL_CONTENT {
             let len = content_length(response.headers());
-            let reader = CancellableBody { body: response.into_body(), cancel: cancel.clone() };
+            let pace = Pace::new(patience);
+            let cancel = cancel.clone();
+            let reader = CancellableBody { body: response.into_body(), cancel, pace };
             let stream = ByteStream::new(url, WholeBody::new(reader, len));
             return Ok(Remote::Whole(match len {
                 Some(len) => stream.with_len(len),
@@ -104,6 +112,7 @@ struct Client {
     url: String,
     agent: Agent,
     cancel: CancelToken,
+    patience: Duration,
 }
 
 impl fmt::Debug for Client {
@@ -113,7 +122,7 @@ impl fmt::Debug for Client {
 }
 
 impl Client {
-    fn new(url: &str, cancel: &CancelToken) -> Self {
+    fn new(url: &str, cancel: &CancelToken, patience: Duration) -> Self {
         let tls = TlsConfig::builder()
             .root_certs(RootCerts::PlatformVerifier)
             .unversioned_rustls_crypto_provider(Arc::new(
@@ -131,7 +140,7 @@ impl Client {
             .timeout_per_read(Some(SILENCE))
             .max_idle_connections_per_host(AHEAD as usize + 2)
             .build();
-        Self { url: url.to_owned(), agent: config.into(), cancel: cancel.clone() }
+        Self { url: url.to_owned(), agent: config.into(), cancel: cancel.clone(), patience }
     }
 
     fn fail(&self, why: &str) -> Error {
@@ -181,27 +190,61 @@ fn failure_of(error: ureq::Error) -> Failure {
         | ureq::Error::TooManyRedirects
         | ureq::Error::Rustls(_)
         | ureq::Error::Tls(_) => Failure::Lasting(format!("cannot be asked: {error}")),
+        // A certificate that is not trusted is not trusted the next time either.
+        ureq::Error::Io(error)
+            if error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) =>
+        {
+            Failure::Lasting(format!("cannot be trusted: {error}"))
+        }
         other => Failure::Passing(format!("cannot be asked: {other}")),
+    }
+}
+
+/// Whether bytes come in as fast as can be asked for: [`PACE_BYTES`] in some time.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    patience: Duration,
+    since: Instant,
+    bytes: u64,
+}
+
+const TOO_SLOW: &str = "sends less than 64 KiB a minute";
+
+impl Pace {
+    fn new(patience: Duration) -> Self {
+        Self { patience, since: Instant::now(), bytes: 0 }
+    }
+
+    /// So many bytes came in.
+    fn count(&mut self, bytes: u64) {
+        self.bytes += bytes;
+        if self.bytes >= PACE_BYTES {
+            *self = Self::new(self.patience);
+        }
+    }
+
+    /// Whether too few will have come in after this pause.
+    fn too_slow(&self, pause: Duration) -> bool {
+        self.since.elapsed() + pause > self.patience
     }
 }
 
 /// Attempts at one thing, with pauses.
 struct Tries<'a> {
     client: &'a Client,
-    patience: Duration,
     pause: Duration,
-    since: Instant,
+    pace: Pace,
 }
 
 impl<'a> Tries<'a> {
     fn new(client: &'a Client, patience: Duration) -> Self {
-        Self { client, patience, pause: PAUSE_MIN, since: Instant::now() }
+        Self { client, pause: PAUSE_MIN, pace: Pace::new(patience) }
     }
 
-    /// Bytes came in: all is well.
-    fn progress(&mut self) {
+    /// Bytes came in.
+    fn progress(&mut self, bytes: u64) {
         self.pause = PAUSE_MIN;
-        self.since = Instant::now();
+        self.pace.count(bytes);
     }
 
     /// Waits before another attempt, where there is one.
@@ -211,7 +254,7 @@ impl<'a> Tries<'a> {
             Failure::Lasting(why) => return Err(self.client.fail(&why)),
             Failure::Passing(why) => why,
         };
-        if self.since.elapsed() + self.pause > self.patience {
+        if self.pace.too_slow(self.pause) {
             return Err(self.client.fail(&why));
         }
         let until = Instant::now() + self.pause;
@@ -297,6 +340,7 @@ impl<R: Read> Read for WholeBody<R> {
 struct CancellableBody {
     body: Body,
     cancel: CancelToken,
+    pace: Pace,
 }
 
 impl Read for CancellableBody {
@@ -304,7 +348,12 @@ impl Read for CancellableBody {
         if self.cancel.is_cancelled() {
             return Err(io::Error::other(Error::Interrupted));
         }
-        self.body.as_reader().read(buf)
+        let got = self.body.as_reader().read(buf)?;
+        self.pace.count(got as u64);
+        if self.pace.too_slow(Duration::ZERO) {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, format!("the server {TOO_SLOW}")));
+        }
+        Ok(got)
     }
 }
 
@@ -468,12 +517,12 @@ impl Shared {
     fn fetch(&self, block: u64) -> Result<Vec<u8>> {
         let (start, len) = (block * BLOCK_BYTES, self.block_bytes(block));
         let mut bytes = Vec::with_capacity(len as usize);
-        let mut tries = Tries::new(&self.client, PATIENCE);
+        let mut tries = Tries::new(&self.client, self.client.patience);
         while (bytes.len() as u64) < len {
             let before = bytes.len();
             let done = self.fetch_rest(start, len, &mut bytes);
             if bytes.len() > before {
-                tries.progress();
+                tries.progress((bytes.len() - before) as u64);
             }
             if let Err(failure) = done {
                 tries.again(failure)?;
@@ -498,16 +547,23 @@ impl Shared {
         }
         let mut reader = response.body_mut().as_reader().take(last + 1 - first);
         let mut piece = [0; 64 << 10];
+        let mut pace = Pace::new(self.client.patience);
         loop {
             if self.client.cancel.is_cancelled() {
                 return Err(Failure::Cancelled);
+            }
+            if pace.too_slow(Duration::ZERO) {
+                return Err(Failure::Lasting(TOO_SLOW.to_owned()));
             }
             match reader.read(&mut piece) {
                 Ok(0) if (bytes.len() as u64) < len => {
                     return Err(Failure::Passing("broke off in the middle".to_owned()));
                 }
                 Ok(0) => return Ok(()),
-                Ok(got) => bytes.extend_from_slice(&piece[..got]),
+                Ok(got) => {
+                    bytes.extend_from_slice(&piece[..got]);
+                    pace.count(got as u64);
+                }
                 Err(error) => return Err(Failure::Passing(format!("broke off: {error}"))),
             }
         }

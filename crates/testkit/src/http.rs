@@ -16,6 +16,8 @@ pub struct HttpFaults {
     pub busy: u64,
     /// From this request on it has another file.
     pub changes_at: Option<u64>,
+    /// It sends byte by byte, with so long a pause before each.
+    pub trickle: Option<std::time::Duration>,
 }
 
 /// Serves one file under any name until it is dropped.
@@ -134,6 +136,12 @@ fn answer(
         }
     };
     let cut = faults.cut_after.unwrap_or(body.len()).min(body.len());
+    if let Some(pause) = faults.trickle {
+        return body[..cut].iter().try_for_each(|byte| {
+            std::thread::sleep(pause);
+            stream.write_all(&[*byte])
+        });
+    }
     stream.write_all(&body[..cut])
 }
 

@@ -314,20 +314,25 @@ impl Vhdx {
         self.ended.notify_all();
     }
 
-    /// Of the space of a reservation that failed, makes zero again what another one shows or may
-    /// show: bytes may have been written to it.
+    /// Of the space of a reservation that failed, makes zero again what later reservations are promised
+    /// to find zero: bytes may have been written to it. Left alone is what the map shows already (others
+    /// may have written there since, in place) and what other reservations hold (they may have
+    /// written their bytes): there the failed write's bytes are as good as none of them.
     fn wipe(&self, meta: &mut Meta, pending: &Pending) {
         for block in pending.blocks.clone() {
             let Some(held) = meta.blocks.get(&block) else { continue };
-            if !held.published && held.holders == 1 {
+            if held.published || held.holders == 1 {
                 continue;
             }
-            let start = block << self.geometry.block_bits;
+            let (start, host) = (block << self.geometry.block_bits, held.host);
             let part = pending.guest.start.max(start)
                 ..pending.guest.end.min(start + self.geometry.block_bytes());
-            let host = HostOffset(held.host + (part.start - start));
-            let wiped = self.storage.write_zeroes(host, part.end - part.start, ZeroMode::MayUnmap);
-            meta.spoiled |= wiped.is_err();
+            let others = meta.pending.values().map(|other| other.guest.clone()).collect();
+            for gap in without(part, others) {
+                let at = HostOffset(host + (gap.start - start));
+                let wiped = self.storage.write_zeroes(at, gap.end - gap.start, ZeroMode::MayUnmap);
+                meta.spoiled |= wiped.is_err();
+            }
         }
     }
 
@@ -427,5 +432,37 @@ impl Vhdx {
         let bytes = self.storage.len()?;
         self.file_bytes.store(bytes, std::sync::atomic::Ordering::Release);
         Ok(())
+    }
+}
+
+/// What of a range lies in none of these.
+fn without(range: Range<u64>, mut others: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    others.sort_unstable_by_key(|other| other.start);
+    let mut gaps = Vec::new();
+    let mut at = range.start;
+    for other in others.iter().filter(|other| other.end > range.start && other.start < range.end) {
+        if other.start > at {
+            gaps.push(at..other.start);
+        }
+        at = at.max(other.end);
+    }
+    if at < range.end {
+        gaps.push(at..range.end);
+    }
+    gaps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_without_others() {
+        let cut = |others: &[Range<u64>]| without(10..20, others.to_vec());
+        assert_eq!(cut(&[]), [10..20]);
+        assert_eq!(cut(&[0..10, 20..30]), [10..20]);
+        assert_eq!(cut(&[12..14, 0..11, 13..15, 18..25]), [11..12, 15..18]);
+        assert_eq!(cut(&[0..30]), []);
+        assert_eq!(cut(&[10..15, 15..20]), []);
     }
 }

@@ -89,3 +89,88 @@ fn a_fault_at_any_call_loses_nothing_that_was_flushed() {
         }
     });
 }
+
+/// Two writes in the same new block, at once, of which one fails: what the other one wrote stays, and
+/// what nobody else wrote reads as zero or as the failed write's bytes.
+mod beside_a_write_that_fails {
+    use vdkit_block::{Format, HostOffset, Reservation};
+
+    use super::*;
+    use crate::common::{MIB, disk_of, open_format};
+
+    fn image() -> (Arc<dyn Storage>, Arc<dyn Format>) {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+        common::create(&storage, 4 * MIB, "block_size=1M", None);
+        let format = open_format(&storage, true).expect("opening");
+        (storage, format)
+    }
+
+    fn reserve(format: &Arc<dyn Format>, at: u64, len: u64) -> Reservation<'_> {
+        format.reserve(GuestOffset(at), len).expect("reserving").expect("a new block")
+    }
+
+    fn write(storage: &Arc<dyn Storage>, reservation: &Reservation<'_>, byte: u8) {
+        let len = (reservation.write.end - reservation.write.start) as usize;
+        let host: HostOffset = reservation.host_of(reservation.write.start);
+        storage.write_at(&vec![byte; len], host).expect("writing");
+    }
+
+    fn read(format: &Arc<dyn Format>, at: u64, len: usize) -> Vec<u8> {
+        let disk = disk_of(format.clone(), true);
+        let mut bytes = vec![99; len];
+        disk.read_at(&mut bytes, GuestOffset(at)).expect("reading");
+        bytes
+    }
+
+    #[test]
+    fn what_another_one_showed_stays() {
+        let (storage, format) = image();
+        let (good, bad) = (reserve(&format, 4096, 8192), reserve(&format, 8192, 8192));
+        write(&storage, &bad, 2);
+        write(&storage, &good, 1);
+        good.publish().expect("publishing");
+        drop(bad);
+        assert_eq!(read(&format, 4096, 8192), [1; 8192]);
+    }
+
+    #[test]
+    fn what_was_written_in_place_since_stays() {
+        let (storage, format) = image();
+        let (good, bad) = (reserve(&format, 0, 4096), reserve(&format, 8192, 8192));
+        write(&storage, &good, 1);
+        good.publish().expect("publishing");
+        // The block is shown now: this goes in place, where the other one has its space.
+        let disk = disk_of(format.clone(), true);
+        disk.write_at(&[3; 4096], GuestOffset(8192)).expect("writing");
+        drop(bad);
+        assert_eq!(read(&format, 8192, 4096), [3; 4096]);
+        assert_eq!(read(&format, 0, 4096), [1; 4096]);
+    }
+
+    #[test]
+    fn what_another_one_wrote_and_shows_later_stays() {
+        let (storage, format) = image();
+        let (good, bad) = (reserve(&format, 4096, 8192), reserve(&format, 8192, 8192));
+        write(&storage, &bad, 2);
+        write(&storage, &good, 1);
+        drop(bad);
+        good.publish().expect("publishing");
+        assert_eq!(read(&format, 4096, 8192), [1; 8192]);
+        // What the failed one had to itself is as it was.
+        assert_eq!(read(&format, 12288, 4096), [0; 4096]);
+    }
+
+    #[test]
+    fn space_that_is_reserved_later_reads_as_zero() {
+        let (storage, format) = image();
+        let (good, bad) = (reserve(&format, 0, 4096), reserve(&format, 8192, 8192));
+        write(&storage, &bad, 2);
+        drop(bad);
+        let later = reserve(&format, 8192, 8192);
+        assert!(later.zeroed);
+        // Its bytes are zeroes, which need not be written.
+        later.publish().expect("publishing");
+        drop(good);
+        assert_eq!(read(&format, 8192, 8192), [0; 8192]);
+    }
+}

@@ -8,10 +8,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use common::{Kind, Op, SECTOR, apply, for_seeds, open_format, random_op, same, save, sound};
-use vdkit_block::{GuestOffset, Storage};
+use vdkit_block::{
+    AmendRequest, BackingRef, FormatDriver, GuestOffset, Limits, Monitor, Options, Storage,
+};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CrashImage, CrashStorage, Rng, qemu, require_peer};
+use vdkit_vhdx::VhdxDriver;
 
 /// An operation that was done, and what the sectors held afterwards that it may have changed.
 struct Done {
@@ -263,4 +266,73 @@ fn case(kind: &Kind, seed: u64) {
 fn every_kind_survives_a_power_cut() {
     let kinds = Kind::all();
     for_seeds(4, |seed| case(&kinds[seed as usize % kinds.len()], seed));
+}
+
+/// What a new parent does to an image.
+fn amend(storage: &Arc<dyn Storage>, to: &Option<BackingRef>) {
+    let request = AmendRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        backing: Some(to.clone()),
+        options: Options::default(),
+        limits: Limits::default(),
+    };
+    VhdxDriver.amend(&request, &Monitor::default()).expect("amending");
+}
+
+/// The name of what an image stands on.
+fn parent_of(storage: &Arc<dyn Storage>) -> Option<String> {
+    VhdxDriver.describe(storage, &Limits::default()).expect("describing").backing_file
+}
+
+/// The parent is exchanged, or taken away: a survivor stands on the old one or the new one, holds what
+/// it held, and can be amended again.
+#[test]
+fn a_change_of_the_parent_is_done_or_not_begun() {
+    let other = BackingRef {
+        name: "other/place.vhdx".to_owned(),
+        identity: Some("fedcba98-7654-3210-fedc-ba9876543210".to_owned()),
+        ..common::parent_ref()
+    };
+    for to in [Some(other), None] {
+        let made: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+        common::create(&made, 4 * common::MIB, "block_size=1M", Some(common::parent_ref()));
+        // Alone: what lies beneath reads as zero, as it does when the parent is gone.
+        let alone = |storage: &Arc<dyn Storage>, writable| {
+            common::disk_of(open_format(storage, writable).expect("opening"), writable)
+        };
+        let disk = alone(&made, true);
+        for (at, len) in [(0, 512), (700 * 512, 9000), (common::MIB, 1 << 20), (5000 * 512, 4096)] {
+            disk.write_at(&common::pattern(at, at, len), GuestOffset(at)).expect("writing");
+        }
+        disk.close().expect("closing");
+        let mut guest = vec![0; disk.guest_bytes() as usize];
+        disk.read_at(&mut guest, GuestOffset(0)).expect("reading");
+        drop(disk);
+        let (old, new) = (parent_of(&made), to.as_ref().map(|to| to.name.clone()));
+        assert_ne!(old, new);
+        let crash = CrashStorage::holding(&*made);
+        let storage: Arc<dyn Storage> = crash.clone();
+        amend(&storage, &to);
+        assert_eq!(parent_of(&storage), new);
+        let mut rng = Rng::new(11);
+        let (mut before, mut after) = (0, 0);
+        for moment in 0..=crash.ops() {
+            for survivor in survivors(&crash.crash_at(moment), &mut rng) {
+                let storage: Arc<dyn Storage> = Arc::new(survivor);
+                let what = format!("cut at {moment} of {}", crash.ops());
+                let found = parent_of(&storage);
+                assert!(found == old || found == new, "{what}: stands on {found:?}");
+                before += u32::from(found == old);
+                after += u32::from(found == new);
+                sound(&storage, true, &what);
+                same(&alone(&storage, false), &guest, &what);
+                amend(&storage, &to);
+                assert_eq!(parent_of(&storage), new, "{what}: amended again");
+                sound(&storage, true, &what);
+                same(&alone(&storage, true), &guest, &what);
+            }
+        }
+        assert!(before > 0 && after > 0, "{before} survivors before, {after} after");
+    }
 }

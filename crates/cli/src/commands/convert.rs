@@ -12,8 +12,8 @@ use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::convert::Backing;
 use vdkit::jobs::{
-    self, ApplianceReport, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions, Destination, FoundBacking,
-    Incoming, NewBacking, NewImage, Preset, Source, Use, convert_stream,
+    self, ApplianceReport, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions,
+    Destination, FoundBacking, Incoming, NewBacking, NewImage, Preset, Source, Use, convert_stream,
 };
 use vdkit::stream::{Checksum, OutPipe};
 use vdkit::{
@@ -294,7 +294,8 @@ impl ConvertArgs {
                     return Ok(Answer::Appliance(report));
                 }
                 Opened::Package(_) => {
-                    let text = format!("{}: is an appliance, and no piece of a disk", path.display());
+                    let text =
+                        format!("{}: is an appliance, and no piece of a disk", path.display());
                     return Err(Failure::usage(text).hint("convert each by itself"));
                 }
                 Opened::Image(_) if self.disk.is_some() => return Err(Self::no_appliance(path)),

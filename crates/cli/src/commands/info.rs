@@ -11,6 +11,7 @@ use vdkit::{BackingChoice, BitmapInfo, ChainLink, ChainReport, ImageInfo, Snapsh
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, Opening};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::incoming::OVA;
 use crate::output::{Fields, Output, Table, bytes_long, bytes_short};
 use crate::session::Session;
 
@@ -126,21 +127,33 @@ impl Run for InfoArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        if let Some(package) = appliance::open(&self.image, &self.opening)? {
-            appliance::print(&package, &self.image, self.json, &mut session.out)?;
-            return Ok(Exit::Done);
+        if self.opening.format.as_deref() == Some(OVA) {
+            return self.appliance(session);
         }
         let mut options = self.opening.options();
         if !self.chain {
             options.backing = BackingChoice::Ignore;
         }
         let report = vdkit::describe_chain(&vdkit::registry(), &self.image, &options)?;
+        // Looked at only where no format was recognised: others cost no read more.
+        let raw = |link: &ChainLink| link.probed && link.info.format == "raw" && !link.host.device;
+        if report.links.first().is_some_and(raw) && appliance::is_one(&self.image) {
+            return self.appliance(session);
+        }
         print(&report, self.chain, self.json, &mut session.out)?;
         // What could be described was; the place where the chain breaks decides the exit code.
         match report.broken {
             Some(error) => Err(error.into()),
             None => Ok(Exit::Done),
         }
+    }
+}
+
+impl InfoArgs {
+    fn appliance(&self, session: &mut Session) -> Outcome {
+        let package = appliance::open(&self.image, &self.opening)?;
+        appliance::print(&package, &self.image, self.json, &mut session.out)?;
+        Ok(Exit::Done)
     }
 }
 

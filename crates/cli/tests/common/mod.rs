@@ -3,6 +3,7 @@
 
 pub mod chains;
 pub mod mounted;
+pub mod pki;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -189,6 +189,17 @@ pub enum Fork {
 
 /// A DMG in chunks of 32 KiB of all kinds in turn, in two tables.
 pub fn dmg(disk: &[u8], fork: Fork) -> Vec<u8> {
+    dmg_with(disk, fork, 0x8000_0006, bzip2)
+}
+
+pub fn xz(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), 3);
+    encoder.write_all(bytes).expect("memory");
+    encoder.finish().expect("memory")
+}
+
+/// [`dmg`] with another kind of chunks instead of bzip2.
+pub fn dmg_with(disk: &[u8], fork: Fork, other: u32, pack: fn(&[u8]) -> Vec<u8>) -> Vec<u8> {
     assert_eq!(disk.len() % 512, 0);
     let mut image = Vec::new();
     let chunk = 32 << 10;
@@ -213,7 +224,7 @@ pub fn dmg(disk: &[u8], fork: Fork) -> Vec<u8> {
                 _ if piece.iter().all(|byte| *byte == 0) => (turn % 2 * 2, Vec::new()),
                 0 => (1, piece.to_vec()),
                 1 => (0x8000_0005, zlib(piece)),
-                _ => (0x8000_0006, bzip2(piece)),
+                _ => (other, pack(piece)),
             };
             entry(kind, sector, sectors, at, bytes.len() as u64);
             image.extend(bytes);

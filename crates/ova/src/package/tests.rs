@@ -34,10 +34,8 @@ fn fails(bytes: &[u8], words: &str) {
 fn ovf(file: &str, disk: &str) -> Vec<u8> {
     let file = format!("<File id='f' {file}/>");
     let disk = format!("<Disk diskId='d' fileRef='f' {disk}/>");
-    format!(
-        "<Envelope><References>{file}</References><DiskSection>{disk}</DiskSection></Envelope>"
-    )
-    .into_bytes()
+    format!("<Envelope><References>{file}</References><DiskSection>{disk}</DiskSection></Envelope>")
+        .into_bytes()
 }
 
 fn sha256(bytes: &[u8]) -> String {
@@ -247,5 +245,7 @@ fn an_ova_is_told_by_its_first_file() {
     assert!(Package::is_one(&tar(&[("a.OVF", &text), ("d", b"x")])));
     let other = tar(&[("d", b"x"), ("a.ovf", &text)]);
     assert!(!Package::is_one(&other) && Package::is_tar(&other));
+    assert!(Package::is_header(&other[..512]) && !Package::is_header(&other[..511]));
+    assert!(!Package::is_header(&[0; 512]));
     assert!(!Package::is_tar(&[0; 1024]) && !Package::is_tar(b"KDMV"));
 }

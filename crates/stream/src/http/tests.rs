@@ -104,3 +104,38 @@ fn a_server_that_is_not_there_is_said_soon() {
     cancel.cancel();
     assert!(matches!(open_url("http://127.0.0.1:1/", &cancel), Err(Error::Interrupted)));
 }
+
+/// A byte now and then, in one answer or in many: neither is waited for without an end.
+#[test]
+fn a_server_that_trickles_is_given_up() {
+    let patience = Duration::from_millis(800);
+    let pause = Some(Duration::from_millis(20));
+    let trickling = HttpFaults { trickle: pause, ..HttpFaults::default() };
+    let breaking = HttpFaults { cut_after: Some(1), ..HttpFaults::default() };
+    for (faults, words) in [(trickling.clone(), "less than 64 KiB"), (breaking, "broke off")] {
+        let server = HttpServer::start(bytes(1 << 20), faults);
+        let started = Instant::now();
+        let opened = open_patiently(server.url(), &CancelToken::default(), patience).unwrap();
+        let Remote::Ranges(storage) = opened else { panic!("the server knows ranges") };
+        let error = storage.read_at(&mut [0; 100], HostOffset(0)).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(20));
+    }
+    let server = HttpServer::start(bytes(1 << 20), HttpFaults { no_ranges: true, ..trickling });
+    let opened = open_patiently(server.url(), &CancelToken::default(), patience).unwrap();
+    let Remote::Whole(mut stream) = opened else { panic!("the server knows no ranges") };
+    let error = stream.read_full(&mut [0; 1 << 20]).unwrap_err().to_string();
+    assert!(error.contains("less than 64 KiB"), "{error}");
+}
+
+#[test]
+fn what_comes_in_fast_enough_is_waited_for() {
+    let mut pace = Pace::new(Duration::from_millis(50));
+    for _ in 0..4 {
+        std::thread::sleep(Duration::from_millis(30));
+        assert!(!pace.too_slow(Duration::ZERO));
+        pace.count(PACE_BYTES);
+    }
+    pace.count(PACE_BYTES - 1);
+    assert!(pace.too_slow(Duration::from_millis(60)));
+}

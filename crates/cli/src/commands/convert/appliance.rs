@@ -224,7 +224,8 @@ fn method(wanted: Compress) -> Result<Option<CompressionSpec>, Failure> {
         Compress::Default => Ok(None),
         Compress::Method(spec) if spec.codec == Codec::Deflate => Ok(Some(spec)),
         Compress::Method(spec) => {
-            let text = format!("the disks of an appliance are compressed by zlib, not {}", spec.codec);
+            let text =
+                format!("the disks of an appliance are compressed by zlib, not {}", spec.codec);
             Err(Failure::usage(text))
         }
     }

@@ -14,15 +14,16 @@ use crate::failure::Failure;
 use crate::incoming::{OVA, head_of, is_package};
 use crate::output::{Fields, Output, Table, bytes_long, bytes_short};
 
-/// The appliance that a file is, if it is one.
-pub(super) fn open(path: &Path, opening: &Opening) -> Result<Option<Package>, Failure> {
-    let regular = path.metadata().is_ok_and(|found| found.is_file());
-    if !regular || !is_package(opening.format.as_deref(), path, &head_of(path)) {
-        return Ok(None);
-    }
+/// Whether a file is an appliance.
+pub(super) fn is_one(path: &Path) -> bool {
+    is_package(None, path, &head_of(path))
+}
+
+/// Opens one.
+pub(super) fn open(path: &Path, opening: &Opening) -> Result<Package, Failure> {
     let lock = if opening.force_share { LockMode::Off } else { LockMode::Auto };
     let storage = FileStorage::open(path, &FileOptions::read_only().lock(lock))?;
-    Ok(Some(Package::open(Arc::new(storage), &PackageLimits::default())?))
+    Ok(Package::open(Arc::new(storage), &PackageLimits::default())?)
 }
 
 /// An appliance, in JSON.

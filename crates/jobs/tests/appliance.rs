@@ -1,0 +1,128 @@
+//! Disks of an appliance are converted at once, not one after another.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use vdkit_block::{
+    Error, HostOffset, Monitor, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+};
+use vdkit_chain::{OpenOptions, Registry};
+use vdkit_jobs::{ConvertOptions, Destination, Extraction, Source, extract, open_packaged};
+use vdkit_ova::{Package, PackageLimits};
+use vdkit_raw::RawDriver;
+use vdkit_testkit::appliance::{ovf, tar};
+
+/// Bytes in memory. Once it is armed, a read of one half ends only when the other half is read too.
+#[derive(Debug)]
+struct Meeting {
+    bytes: Vec<u8>,
+    armed: AtomicBool,
+    seen: [AtomicBool; 2],
+}
+
+impl Meeting {
+    fn wait(&self, offset: u64) -> Result<()> {
+        let half = usize::from(offset as usize >= self.bytes.len() / 2);
+        self.seen[half].store(true, Ordering::SeqCst);
+        let started = Instant::now();
+        while !self.seen[1 - half].load(Ordering::SeqCst) {
+            if started.elapsed() > Duration::from_secs(20) {
+                return Err(Error::Invalid("nobody reads the other disk".to_owned()));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+}
+
+impl Storage for Meeting {
+    fn name(&self) -> &str {
+        "a.ova"
+    }
+
+    fn caps(&self) -> StorageCaps {
+        StorageCaps {
+            writable: false,
+            growable: false,
+            device: false,
+            sequential: false,
+            alignment: 1,
+            block_bytes: 512,
+        }
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.bytes.len() as u64)
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        if self.armed.load(Ordering::SeqCst) {
+            self.wait(offset.0)?;
+        }
+        let there = self.bytes.get(offset.0 as usize..).unwrap_or_default();
+        let got = there.len().min(buf.len());
+        buf[..got].copy_from_slice(&there[..got]);
+        Ok(got)
+    }
+
+    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
+        Err(Error::ReadOnly { file: "a.ova".to_owned() })
+    }
+
+    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
+        Err(Error::ReadOnly { file: "a.ova".to_owned() })
+    }
+
+    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
+        Err(Error::ReadOnly { file: "a.ova".to_owned() })
+    }
+
+    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
+        Err(Error::ReadOnly { file: "a.ova".to_owned() })
+    }
+
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn set_len(&self, _: u64) -> Result<()> {
+        Err(Error::ReadOnly { file: "a.ova".to_owned() })
+    }
+
+    fn may_have_holes(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn extent_at(&self, _: HostOffset, len: u64) -> Result<StorageExtent> {
+        Ok(StorageExtent { data: true, len })
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
+    }
+}
+
+#[test]
+fn two_disks_are_read_at_once() {
+    let text = ovf(&[("ovf:href=\"one\"", ""), ("ovf:href=\"two\"", "")]);
+    let disk = vec![7; 1 << 20];
+    let bytes = tar(&[("a.ovf", text.as_bytes()), ("one", &disk), ("two", &disk)]);
+    let (armed, seen) = (AtomicBool::new(false), Default::default());
+    let storage = Arc::new(Meeting { bytes, armed, seen });
+    let package = Package::open(storage.clone(), &PackageLimits::default()).unwrap();
+    let registry = Registry::new([&RawDriver as &'static dyn vdkit_block::FormatDriver]);
+    let monitor = Monitor::default();
+    let part = |disk| {
+        let options = OpenOptions::read_only();
+        let folder = std::path::Path::new(".");
+        let opened = open_packaged(&registry, &package, disk, &options, folder, &monitor).unwrap();
+        let source = Source::new(vec![opened]);
+        Extraction { disk, source, options: ConvertOptions::new(Destination::Null) }
+    };
+    let parts = vec![part(0), part(1)];
+    storage.armed.store(true, Ordering::SeqCst);
+    let report = extract(&registry, &package, parts, Some(2), &monitor).unwrap();
+    assert_eq!(report.disks.len(), 2);
+    assert!(report.disks.iter().all(|disk| disk.report.moved.read == 1 << 20), "{report:?}");
+}
