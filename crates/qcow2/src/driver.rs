@@ -38,7 +38,7 @@ impl FormatDriver for Qcow2Driver {
         // The magic number of the first qcow is the same, with version 1. Newer versions than we
         // know are ours too: better a word about the version than a raw disk.
         let magic = head.get(..4) == Some(&layout::MAGIC.to_be_bytes());
-        let version = head.get(4..8).is_some_and(|v| v > &[0, 0, 0, 1]);
+        let version = head.get(4..8).is_some_and(|v| v > &[0, 0, 0, 1][..]);
         if magic && version { Probe::Yes } else { Probe::No }
     }
 

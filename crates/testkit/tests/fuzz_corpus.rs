@@ -45,36 +45,6 @@ fn luks_open() {
 }
 
 #[test]
-fn ova_open() {
-    replay("ova_open", fuzz::ova_open);
-}
-
-/// Inputs of the corpus with a few bytes changed; `VDKIT_FUZZ_SEEDS` asks for more of them.
-#[test]
-fn ova_open_near_the_corpus() {
-    let seeds = std::env::var("VDKIT_FUZZ_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(40);
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/ova_open");
-    let mut failed = Vec::new();
-    for entry in fs::read_dir(&folder).unwrap() {
-        let path = entry.unwrap().path();
-        let sound = fs::read(&path).unwrap();
-        for seed in 1..=seeds * 10 {
-            let mut rng = vdkit_testkit::Rng::new(seed);
-            let mut input = sound.clone();
-            for _ in 0..1 + rng.below(5) {
-                let at = rng.below(input.len() as u64) as usize;
-                let signs = [0, b'0', b'7', b'<', b'"', 0x80, 0xff, rng.below(256) as u8];
-                input[at] = signs[rng.below(8) as usize];
-            }
-            if catch_unwind(|| fuzz::ova_open(&input)).is_err() {
-                failed.push((path.clone(), seed));
-            }
-        }
-    }
-    assert!(failed.is_empty(), "failed: {failed:?}");
-}
-
-#[test]
 fn qcow2_ops() {
     replay("qcow2_ops", fuzz::qcow2_ops);
 }

@@ -458,11 +458,14 @@ mod tests {
 
     #[test]
     fn ranges_without_others() {
-        let cut = |others: &[Range<u64>]| without(10..20, others.to_vec());
-        assert_eq!(cut(&[]), [10..20]);
-        assert_eq!(cut(&[0..10, 20..30]), [10..20]);
-        assert_eq!(cut(&[12..14, 0..11, 13..15, 18..25]), [11..12, 15..18]);
-        assert_eq!(cut(&[0..30]), []);
-        assert_eq!(cut(&[10..15, 15..20]), []);
+        let cut = |others: &[(u64, u64)]| -> Vec<(u64, u64)> {
+            let others = others.iter().map(|&(start, end)| start..end).collect();
+            without(10..20, others).into_iter().map(|gap| (gap.start, gap.end)).collect()
+        };
+        assert_eq!(cut(&[]), [(10, 20)]);
+        assert_eq!(cut(&[(0, 10), (20, 30)]), [(10, 20)]);
+        assert_eq!(cut(&[(12, 14), (0, 11), (13, 15), (18, 25)]), [(11, 12), (15, 18)]);
+        assert_eq!(cut(&[(0, 30)]), []);
+        assert_eq!(cut(&[(10, 15), (15, 20)]), []);
     }
 }

@@ -9,6 +9,7 @@ mod luks;
 #[cfg(feature = "nbd")]
 mod nbd;
 mod operations;
+#[cfg(feature = "ova")]
 mod ova;
 mod vhdx;
 
@@ -18,6 +19,7 @@ pub use luks::luks_open;
 #[cfg(feature = "nbd")]
 pub use nbd::nbd_session;
 pub use operations::{qcow2_life, qcow2_ops};
+#[cfg(feature = "ova")]
 pub use ova::ova_open;
 pub use vhdx::vhdx_open;
 
