@@ -46,7 +46,7 @@ pub struct DoctorArgs {
     /// Look into folders within the folder
     #[arg(short = 'r', long)]
     recursive: bool,
-    /// Print the <disk> element by which libvirt gives the image to a guest
+    /// Print the `<disk>` element by which libvirt gives the image to a guest
     ///
     /// With the cache mode that suits the file system, the images beneath, and a larger cache for the
     /// map where it needs one.
