@@ -62,7 +62,7 @@ pub static METRICS: &[Metric] = &[
     less("host_bytes", "space on the host", "B"),
     less("io_errors", "errors that the client saw", ""),
     less("stalled_seconds", "time without progress", "s"),
-    more("survived", "all writes done in the end, image sound (1) or not (0)", ""),
+    more("survived", "came through (1) or not (0)", ""),
     more("score", "score", ""),
 ];
 

@@ -18,6 +18,9 @@ pub struct Moment {
 /// What `/proc/pressure` has (the kernel's Documentation/accounting/psi.rst).
 const PRESSURES: [&str; 3] = ["cpu", "memory", "io"];
 
+/// Processor time in ticks of a hundredth of a second: two seconds of one processor.
+const STEAL_TICKS: u64 = 200;
+
 fn pressure(name: &str) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/pressure/{name}")).ok()?;
     let some = text.lines().find(|line| line.starts_with("some"))?;
@@ -70,7 +73,8 @@ impl Moment {
         if let (Some(before), Some(after)) = (self.steal, later.steal) {
             let (stolen, ticks) =
                 (after.0.saturating_sub(before.0), after.1.saturating_sub(before.1));
-            if stolen * 20 > ticks && ticks > 0 {
+            // Of a moment the kernel's hundredths tell nothing.
+            if stolen * 20 > ticks && ticks >= STEAL_TICKS {
                 let part = stolen as f64 / ticks as f64;
                 let text = format!(
                     "other guests of this host had {:.0} % of the processors",

@@ -270,6 +270,9 @@ fn shown(value: f64, metric: &Metric) -> String {
     }
 }
 
+/// More warnings are not printed.
+const WARNINGS: usize = 5;
+
 /// A table: a line a cell, and why cells were not measured.
 fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
     let metric = model::metric(&run.plan.metric);
@@ -287,8 +290,11 @@ fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
         table.row(axes.chain([value, told]).collect::<Vec<_>>());
     }
     table.print(out, 0)?;
-    for warning in &run.warnings {
+    for warning in run.warnings.iter().take(WARNINGS) {
         out.line(format!("warning: {}", warning.text))?;
+    }
+    if let Some(more @ 1..) = run.warnings.len().checked_sub(WARNINGS) {
+        out.line(format!("and {more} more warnings, which the results hold"))?;
     }
     Ok(())
 }
