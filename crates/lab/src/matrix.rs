@@ -1,0 +1,283 @@
+//! A run's cells by what their axes mean: what one chooses, what one measures under, and with which
+//! tool.
+
+use std::collections::BTreeSet;
+
+use crate::model::{Axes, Better, Cell, Metric, Run, metric};
+use crate::stats::{Gain, Summary, gain, geometric_mean, summary};
+
+/// What an axis is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The user chooses its value: backend, layout, cache mode, front.
+    Choice,
+    /// It is the load, or how large the image is: the choice has to be good in all of them.
+    Condition,
+    /// Which program did it: shown side by side, never a part of the advice.
+    Tool,
+}
+
+/// Axes that are loads or sizes. All others but the tool are choices.
+const CONDITIONS: &[&str] = &[
+    "profile",
+    "load",
+    "engine",
+    "pattern",
+    "direction",
+    "block",
+    "depth",
+    "queue_depth",
+    "jobs",
+    "size",
+    "images",
+    "count",
+    "allocation",
+    "content",
+    "fill",
+    "pass",
+    "temperature",
+    "source",
+];
+
+/// What an axis of this name is.
+pub fn role(axis: &str) -> Role {
+    match axis {
+        "tool" | "program" => Role::Tool,
+        axis if CONDITIONS.contains(&axis) => Role::Condition,
+        _ => Role::Choice,
+    }
+}
+
+/// The program that the advice is about, where there are several.
+pub const OWN_TOOL: &str = "vdkit";
+
+/// Fronts that do what another does with another program: the front, what it stands beside, and the
+/// program's name.
+const PEERS: &[(&str, &str, &str)] = &[
+    ("nbd", "nbd", OWN_TOOL),
+    ("nbd-qemu-nbd", "nbd", "qemu-nbd"),
+    ("nbd-qsd", "nbd", "qemu-storage-daemon"),
+    ("nbd-nbdkit", "nbd", "nbdkit"),
+    ("fuse", "fuse", OWN_TOOL),
+    ("fuse-qsd", "fuse", "qemu-storage-daemon"),
+];
+
+/// What a cell does, whichever program does it, and the program: by the axis `tool`, or by a front
+/// that stands beside another. No program where all cells are of the same.
+pub fn program(axes: &Axes) -> (Axes, Option<String>) {
+    let mut program = None;
+    let mut rest = Axes::new();
+    for (axis, value) in axes {
+        if role(axis) == Role::Tool {
+            program = Some(value.clone());
+            continue;
+        }
+        let peer = PEERS.iter().find(|(front, ..)| axis == "front" && front == value);
+        match peer {
+            Some((_, front, name)) => {
+                program = program.or_else(|| Some((*name).to_owned()));
+                rest.push((axis.clone(), (*front).to_owned()));
+            }
+            None => rest.push((axis.clone(), value.clone())),
+        }
+    }
+    (rest, program)
+}
+
+/// A run, its axes told apart.
+#[derive(Debug)]
+pub struct Matrix<'a> {
+    /// The run.
+    pub run: &'a Run,
+    /// The metric that decides.
+    pub metric: &'a Metric,
+    /// Names of axes with more than one value, in the plan's order.
+    pub varying: Vec<&'a str>,
+}
+
+/// One way to store a disk, with what it measured under all conditions together.
+#[derive(Clone, Debug)]
+pub struct Pick {
+    /// Its values of the axes that are choices, all of them.
+    pub axes: Axes,
+    /// Indices of its cells in the run.
+    pub cells: Vec<usize>,
+    /// By round: the metric, or its geometric mean over the conditions.
+    pub samples: Vec<f64>,
+    /// Of the samples.
+    pub summary: Summary,
+}
+
+impl<'a> Matrix<'a> {
+    /// A run by its plan's own metric. Nothing where the metric is unknown.
+    pub fn new(run: &'a Run) -> Option<Self> {
+        Self::of(run, metric(&run.plan.metric)?)
+    }
+
+    /// A run by another metric.
+    pub fn of(run: &'a Run, metric: &'a Metric) -> Option<Self> {
+        let varying = run.plan.axes.iter().map(String::as_str);
+        let varying = varying.filter(|axis| values(run, axis).len() > 1).collect();
+        Some(Self { run, metric, varying })
+    }
+
+    /// The values of an axis, in the order of the cells.
+    pub fn values(&self, axis: &str) -> Vec<&'a str> {
+        values(self.run, axis)
+    }
+
+    /// Those of the axes that are of a role.
+    pub fn part(&self, axes: &Axes, wanted: Role) -> Axes {
+        axes.iter().filter(|(axis, _)| role(axis) == wanted).cloned().collect()
+    }
+
+    /// Axes as they are told apart: without those that are the same in all cells.
+    pub fn short(&self, axes: &Axes) -> Axes {
+        let short: Axes = axes
+            .iter()
+            .filter(|(axis, _)| self.varying.contains(&axis.as_str()))
+            .cloned()
+            .collect();
+        if short.is_empty() { axes.clone() } else { short }
+    }
+
+    /// What a cell measured, where it did.
+    pub fn summary(&self, cell: &Cell) -> Option<Summary> {
+        summary(&cell.values(self.metric.key))
+    }
+
+    /// The cell that is the same but for the plan's baseline values.
+    pub fn base_of(&self, cell: &Cell) -> Option<&'a Cell> {
+        let wanted = with_baseline(&cell.axes, self.run)?;
+        self.run.cells.iter().find(|other| same(&other.axes, &wanted))
+    }
+
+    /// A cell against its baseline; nothing for the baseline itself.
+    pub fn gain(&self, cell: &Cell) -> Option<Gain> {
+        let base = self.base_of(cell)?;
+        if base.key == cell.key {
+            return None;
+        }
+        let of = |cell: &Cell| cell.values(self.metric.key);
+        gain(&of(cell), &of(base), self.metric.better)
+    }
+
+    /// Whether the advice is about the cell: where several programs did the same, it is about our own.
+    fn counts(&self, cell: &Cell) -> bool {
+        let (same, name) = program(&cell.axes);
+        if name.is_none_or(|name| name == OWN_TOOL) {
+            return true;
+        }
+        !self.run.cells.iter().any(|other| {
+            let (thing, name) = program(&other.axes);
+            name.as_deref() == Some(OWN_TOOL) && thing == same
+        })
+    }
+
+    /// Every way that was measured under all conditions, those that are better first.
+    pub fn picks(&self) -> Vec<Pick> {
+        self.picks_where(|_| true)
+    }
+
+    /// The same of the cells that `wanted` lets through.
+    pub fn picks_where(&self, wanted: impl Fn(&Cell) -> bool) -> Vec<Pick> {
+        let cells: Vec<usize> = (0..self.run.cells.len())
+            .filter(|i| {
+                let cell = &self.run.cells[*i];
+                self.counts(cell) && wanted(cell) && self.summary(cell).is_some()
+            })
+            .collect();
+        let mut groups: Vec<(Axes, Vec<usize>)> = Vec::new();
+        for i in cells {
+            let choice = self.part(&self.run.cells[i].axes, Role::Choice);
+            match groups.iter_mut().find(|(axes, _)| *axes == choice) {
+                Some((_, members)) => members.push(i),
+                None => groups.push((choice, vec![i])),
+            }
+        }
+        let all = groups.iter().map(|(_, cells)| cells.len()).max().unwrap_or(0);
+        let complete = groups.into_iter().filter(|(_, cells)| cells.len() == all);
+        let mut picks: Vec<Pick> =
+            complete.filter_map(|(axes, cells)| self.pick(axes, cells)).collect();
+        picks.sort_by(|a, b| {
+            let order = a.summary.median.total_cmp(&b.summary.median);
+            if self.metric.better == Better::Higher { order.reverse() } else { order }
+        });
+        picks
+    }
+
+    /// Samples of several cells as one, round by round.
+    pub fn pick(&self, axes: Axes, cells: Vec<usize>) -> Option<Pick> {
+        let samples = self.together(&cells);
+        Some(Pick { axes, summary: summary(&samples)?, samples, cells })
+    }
+
+    /// By round: the value of a cell, or the geometric mean of several that all have the round. The
+    /// plain mean where a value is not above 0.
+    fn together(&self, cells: &[usize]) -> Vec<f64> {
+        let of = |i: &usize| &self.run.cells[*i];
+        let rounds: BTreeSet<u32> =
+            cells.iter().flat_map(|i| &of(i).samples).map(|sample| sample.round).collect();
+        let value = |i: &usize, round: u32| {
+            let sample = of(i).samples.iter().find(|sample| sample.round == round)?;
+            sample.values.get(self.metric.key).copied()
+        };
+        let mut together = Vec::new();
+        for round in rounds {
+            let values: Option<Vec<f64>> = cells.iter().map(|i| value(i, round)).collect();
+            let Some(values) = values.filter(|values| !values.is_empty()) else { continue };
+            let plain = values.iter().sum::<f64>() / values.len() as f64;
+            together.push(match values.as_slice() {
+                [one] => *one,
+                more => geometric_mean(more).unwrap_or(plain),
+            });
+        }
+        together
+    }
+
+    /// One way against another.
+    pub fn against(&self, pick: &Pick, base: &Pick) -> Option<Gain> {
+        gain(&pick.samples, &base.samples, self.metric.better)
+    }
+
+    /// The way among `picks` that is the same but for the plan's baseline values.
+    pub fn base<'p>(&self, pick: &Pick, picks: &'p [Pick]) -> Option<&'p Pick> {
+        let wanted = with_baseline(&pick.axes, self.run)?;
+        picks.iter().find(|other| same(&other.axes, &wanted))
+    }
+}
+
+/// The axes with the values that the plan's baseline names, where it names one of them.
+fn with_baseline(axes: &Axes, run: &Run) -> Option<Axes> {
+    let baseline = run.plan.baseline.as_ref()?;
+    let mut named = false;
+    let changed = axes
+        .iter()
+        .map(|(axis, value)| match baseline.iter().find(|(name, _)| name == axis) {
+            Some((_, base)) => {
+                named = true;
+                (axis.clone(), base.clone())
+            }
+            None => (axis.clone(), value.clone()),
+        })
+        .collect();
+    named.then_some(changed)
+}
+
+/// Whether two say the same, in whatever order.
+fn same(a: &Axes, b: &Axes) -> bool {
+    a.len() == b.len() && a.iter().all(|entry| b.contains(entry))
+}
+
+/// The values of an axis, in the order of the cells.
+pub fn values<'a>(run: &'a Run, axis: &str) -> Vec<&'a str> {
+    let mut found: Vec<&str> = Vec::new();
+    for cell in &run.cells {
+        if let Some(value) = cell.axis(axis)
+            && !found.contains(&value)
+        {
+            found.push(value);
+        }
+    }
+    found
+}

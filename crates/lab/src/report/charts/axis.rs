@@ -1,0 +1,121 @@
+//! Scales, and ticks at numbers that people like.
+
+/// From numbers to places.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::report) struct Scale {
+    low: f64,
+    high: f64,
+    from: f64,
+    to: f64,
+    log: bool,
+}
+
+impl Scale {
+    /// Equal steps are equally far apart.
+    pub(in crate::report) fn linear(low: f64, high: f64, from: f64, to: f64) -> Self {
+        let high = if high > low { high } else { low + 1.0 };
+        Self { low, high, from, to, log: false }
+    }
+
+    /// Equal ratios are equally far apart. Both ends are above 0.
+    pub(in crate::report) fn log(low: f64, high: f64, from: f64, to: f64) -> Self {
+        let low = low.max(f64::MIN_POSITIVE);
+        let high = if high > low { high } else { low * 10.0 };
+        Self { low, high, from, to, log: true }
+    }
+
+    /// Where a number is; what lies beyond the ends is put at them.
+    pub(in crate::report) fn at(&self, number: f64) -> f64 {
+        let number = number.clamp(self.low, self.high);
+        let part = if self.log {
+            (number / self.low).ln() / (self.high / self.low).ln()
+        } else {
+            (number - self.low) / (self.high - self.low)
+        };
+        self.from + part * (self.to - self.from)
+    }
+
+    /// Numbers for about `wanted` ticks, within the ends.
+    pub(in crate::report) fn ticks(&self, wanted: usize) -> Vec<f64> {
+        if self.log { self.log_ticks(wanted) } else { self.linear_ticks(wanted) }
+    }
+
+    fn linear_ticks(&self, wanted: usize) -> Vec<f64> {
+        let step = nice((self.high - self.low) / wanted.max(1) as f64);
+        let first = (self.low / step).ceil();
+        (0..64)
+            .map(|i| (first + f64::from(i)) * step)
+            .take_while(|tick| *tick <= self.high * (1.0 + 1e-9))
+            .collect()
+    }
+
+    /// Powers of ten, some left out where there are many, with 2 and 5 between where there are few.
+    fn log_ticks(&self, wanted: usize) -> Vec<f64> {
+        let decades = (self.high / self.low).log10();
+        let (first, last) = (self.low.log10().floor() as i32, self.high.log10().ceil() as i32);
+        let every = (decades / wanted.max(1) as f64).ceil().max(1.0) as i32;
+        let digits: &[f64] = if decades <= 2.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        (first..=last)
+            .filter(|power| (power - first) % every == 0)
+            .flat_map(|power| digits.iter().map(move |digit| digit * 10f64.powi(power)))
+            .filter(|tick| *tick >= self.low * 0.999 && *tick <= self.high * 1.001)
+            .collect()
+    }
+}
+
+/// 1, 2 or 5 times a power of ten, not below `step`.
+fn nice(step: f64) -> f64 {
+    let power = 10f64.powf(step.max(f64::MIN_POSITIVE).log10().floor());
+    [1.0, 2.0, 5.0, 10.0]
+        .into_iter()
+        .map(|digit| digit * power)
+        .find(|nice| *nice >= step * (1.0 - 1e-9))
+        .unwrap_or(10.0 * power)
+}
+
+/// An axis: its scale, ticks with their texts, and its name.
+#[derive(Clone, Debug)]
+pub(in crate::report) struct Axis {
+    pub(in crate::report) scale: Scale,
+    pub(in crate::report) ticks: Vec<(f64, String)>,
+    pub(in crate::report) name: String,
+}
+
+impl Axis {
+    /// With about `wanted` ticks.
+    pub(in crate::report) fn new(
+        scale: Scale,
+        wanted: usize,
+        name: &str,
+        text: impl Fn(f64) -> String,
+    ) -> Self {
+        let ticks = scale.ticks(wanted).into_iter().map(|tick| (tick, text(tick))).collect();
+        Self { scale, ticks, name: name.to_owned() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_between_the_ends() {
+        let scale = Scale::linear(0.0, 10.0, 100.0, 200.0);
+        assert_eq!((scale.at(0.0), scale.at(5.0), scale.at(99.0)), (100.0, 150.0, 200.0));
+        let log = Scale::log(1.0, 100.0, 0.0, 2.0);
+        assert!((log.at(10.0) - 1.0).abs() < 1e-12);
+        assert!(Scale::linear(5.0, 5.0, 0.0, 1.0).at(5.0).is_finite());
+        assert!(Scale::log(0.0, 0.0, 0.0, 1.0).at(0.0).is_finite());
+    }
+
+    #[test]
+    fn ticks_are_numbers_that_people_like() {
+        assert_eq!(Scale::linear(0.0, 97.0, 0.0, 1.0).ticks(5), [0.0, 20.0, 40.0, 60.0, 80.0]);
+        assert_eq!(Scale::linear(0.0, 0.3, 0.0, 1.0).ticks(3).len(), 4);
+        assert_eq!(Scale::log(1.0, 1e6, 0.0, 1.0).ticks(6).len(), 7);
+        assert!(Scale::log(1.0, 1e12, 0.0, 1.0).ticks(5).len() <= 6);
+        let few: Vec<i64> =
+            Scale::log(15.0, 300.0, 0.0, 1.0).ticks(5).iter().map(|t| t.round() as i64).collect();
+        assert_eq!(few, [20, 50, 100, 200]);
+    }
+}

@@ -1,0 +1,71 @@
+//! Requests a second against latency, one line a way to store the disk, one point a queue depth.
+
+use maud::{Markup, html};
+
+use crate::words::{counted, time};
+
+use super::{Axis, Caption, EndLabel, Frame, LINES_MAX, Scale, axes, end_labels, figure, n, path};
+
+/// A load with so many requests at once.
+#[derive(Clone, Debug)]
+pub(in crate::report) struct Point {
+    pub(in crate::report) depth: u32,
+    /// Requests a second.
+    pub(in crate::report) iops: f64,
+    /// Seconds.
+    pub(in crate::report) latency: f64,
+}
+
+/// A line.
+#[derive(Clone, Debug)]
+pub(in crate::report) struct Curve {
+    pub(in crate::report) name: String,
+    /// By queue depth.
+    pub(in crate::report) points: Vec<Point>,
+}
+
+/// Draws the first [`LINES_MAX`] curves.
+pub(in crate::report) fn curves(caption: &Caption, curves: &[Curve]) -> Markup {
+    let shown = &curves[..curves.len().min(LINES_MAX)];
+    let names: Vec<String> = shown.iter().map(|curve| curve.name.clone()).collect();
+    figure(caption, &names, |frame| draw(frame, shown))
+}
+
+fn draw(frame: &Frame, curves: &[Curve]) -> Markup {
+    let all = || curves.iter().flat_map(|curve| &curve.points);
+    let most = all().map(|point| point.iops).fold(0.0, f64::max);
+    let slowest = all().map(|point| point.latency).fold(0.0, f64::max);
+    let fastest = all().map(|point| point.latency).fold(f64::INFINITY, f64::min);
+    let x = Axis::new(
+        Scale::linear(0.0, most * 1.08, frame.x0(), frame.x1()),
+        if frame.wide { 6 } else { 3 },
+        "requests a second (more is better, to the right)",
+        counted,
+    );
+    let y = Axis::new(
+        Scale::log(fastest * 0.8, slowest * 1.25, frame.y0(), frame.y1()),
+        5,
+        "median latency",
+        time,
+    );
+    let place = |point: &Point| (x.scale.at(point.iops), y.scale.at(point.latency));
+    let labels = curves.iter().enumerate().filter_map(|(line, curve)| {
+        let last = curve.points.last()?;
+        Some(EndLabel { line, text: curve.name.clone(), y: place(last).1 })
+    });
+    let labels = labels.collect();
+    html! {
+        (axes(frame, &x, &y))
+        @for (line, curve) in curves.iter().enumerate() {
+            @let places: Vec<(f64, f64)> = curve.points.iter().map(place).collect();
+            path class=(format!("line s{line}")) d=(path(&places)) {}
+            @for (point, (px, py)) in curve.points.iter().zip(&places) {
+                circle class=(format!("dot f{line}")) cx=(n(*px)) cy=(n(*py)) r="4" {}
+                @if line == 0 {
+                    text class="note" x=(n(*px)) y=(n(py - 9.0)) text-anchor="middle" { "Q" (point.depth) }
+                }
+            }
+        }
+        (end_labels(frame, labels))
+    }
+}

@@ -1,0 +1,66 @@
+//! How long requests take, from the median to one in ten thousand.
+
+use maud::{Markup, html};
+
+use crate::stats::Percentile;
+use crate::words::time;
+
+use super::{Axis, Caption, EndLabel, Frame, LINES_MAX, Scale, axes, end_labels, figure, path};
+
+/// A distribution.
+#[derive(Clone, Debug)]
+pub(in crate::report) struct Line {
+    pub(in crate::report) name: String,
+    /// Rising.
+    pub(in crate::report) points: Vec<Percentile>,
+}
+
+/// Draws the first [`LINES_MAX`] lines. Across: as many nines as wanted, a step each.
+pub(in crate::report) fn distribution(caption: &Caption, lines: &[Line]) -> Markup {
+    let shown = &lines[..lines.len().min(LINES_MAX)];
+    let names: Vec<String> = shown.iter().map(|line| line.name.clone()).collect();
+    figure(caption, &names, |frame| draw(frame, shown))
+}
+
+/// 0.9 is 1, 0.99 is 2.
+fn nines(fraction: f64) -> f64 {
+    -(1.0 - fraction).max(1e-9).log10()
+}
+
+fn draw(frame: &Frame, lines: &[Line]) -> Markup {
+    let all = || lines.iter().flat_map(|line| &line.points);
+    let seconds = |ns: u64| ns as f64 * 1e-9;
+    let slowest = all().map(|point| seconds(point.ns)).fold(0.0, f64::max);
+    let fastest = all().map(|point| seconds(point.ns)).fold(f64::INFINITY, f64::min);
+    let most = all().map(|point| nines(point.fraction)).fold(0.5, f64::max);
+    let scale = Scale::linear(nines(0.5), most, frame.x0(), frame.x1());
+    let named =
+        [(0.5, "50 %"), (0.9, "90 %"), (0.99, "99 %"), (0.999, "99.9 %"), (0.9999, "99.99 %")];
+    let ticks = named.into_iter().filter(|(fraction, _)| nines(*fraction) <= most + 1e-6);
+    let x = Axis {
+        scale,
+        ticks: ticks.map(|(fraction, text)| (nines(fraction), text.to_owned())).collect(),
+        name: "of all requests took at most".to_owned(),
+    };
+    let y = Axis::new(
+        Scale::log(fastest * 0.8, slowest * 1.25, frame.y0(), frame.y1()),
+        6,
+        "latency",
+        time,
+    );
+    let place =
+        |point: &Percentile| (x.scale.at(nines(point.fraction)), y.scale.at(seconds(point.ns)));
+    let labels = lines.iter().enumerate().filter_map(|(line, all)| {
+        let last = all.points.last()?;
+        Some(EndLabel { line, text: all.name.clone(), y: place(last).1 })
+    });
+    let labels = labels.collect();
+    html! {
+        (axes(frame, &x, &y))
+        @for (line, all) in lines.iter().enumerate() {
+            @let places: Vec<(f64, f64)> = all.points.iter().map(place).collect();
+            path class=(format!("line s{line}")) d=(path(&places)) {}
+        }
+        (end_labels(frame, labels))
+    }
+}

@@ -1,0 +1,230 @@
+//! Charts as inline SVG: each is drawn for a wide page and for a phone, has a title and a
+//! description for screen readers, and stands beside a table with its numbers.
+
+mod axis;
+mod bars;
+mod curve;
+mod distribution;
+mod series;
+
+use maud::{Markup, html};
+
+pub(super) use axis::{Axis, Scale};
+pub(super) use bars::{Bar, bar};
+pub(super) use curve::{Curve, Point, curves};
+pub(super) use distribution::{Line, distribution};
+pub(super) use series::{Timeline, timeline};
+
+/// Lines that one chart tells apart: by colour, dash and label.
+pub(super) const LINES_MAX: usize = 5;
+
+/// The size of a drawing and of its margins, in CSS pixels.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Frame {
+    pub(super) width: f64,
+    pub(super) height: f64,
+    pub(super) left: f64,
+    pub(super) right: f64,
+    pub(super) top: f64,
+    pub(super) bottom: f64,
+    /// Labels stand at the ends of lines; else there is a legend.
+    pub(super) wide: bool,
+}
+
+impl Frame {
+    /// For pages that are wide enough for labels beside the lines.
+    pub(super) const WIDE: Self = Self {
+        width: 760.0,
+        height: 345.0,
+        left: 84.0,
+        right: 200.0,
+        top: 30.0,
+        bottom: 46.0,
+        wide: true,
+    };
+    /// For phones.
+    pub(super) const NARROW: Self = Self {
+        width: 340.0,
+        height: 290.0,
+        left: 78.0,
+        right: 28.0,
+        top: 30.0,
+        bottom: 46.0,
+        wide: false,
+    };
+
+    fn x0(&self) -> f64 {
+        self.left
+    }
+
+    fn x1(&self) -> f64 {
+        self.width - self.right
+    }
+
+    fn y0(&self) -> f64 {
+        self.height - self.bottom
+    }
+
+    fn y1(&self) -> f64 {
+        self.top
+    }
+}
+
+/// What is said of a chart to those who do not see it.
+#[derive(Clone, Debug)]
+pub(super) struct Caption {
+    /// Unlike others on the page.
+    pub(super) id: String,
+    /// What it shows.
+    pub(super) title: String,
+    /// What is to be seen in it.
+    pub(super) description: String,
+}
+
+/// A name at the end of a line.
+#[derive(Clone, Debug)]
+pub(super) struct EndLabel {
+    pub(super) line: usize,
+    pub(super) text: String,
+    pub(super) y: f64,
+}
+
+/// A chart in both sizes, with a legend for the small one.
+pub(super) fn figure(
+    caption: &Caption,
+    names: &[String],
+    draw: impl Fn(&Frame) -> Markup,
+) -> Markup {
+    html! {
+        @for frame in [Frame::WIDE, Frame::NARROW] {
+            @let side = if frame.wide { "wide" } else { "narrow" };
+            @let (title, text) = (format!("{}-{side}-t", caption.id), format!("{}-{side}-d", caption.id));
+            svg class={"chart " (side)} viewBox=(format!("0 0 {} {}", frame.width, frame.height))
+                role="img" aria-labelledby=(format!("{title} {text}")) {
+                title id=(title) { (caption.title) }
+                desc id=(text) { (caption.description) }
+                (draw(&frame))
+            }
+        }
+        @if names.len() > 1 {
+            ul class="legend" aria-hidden="true" {
+                @for (i, name) in names.iter().enumerate() {
+                    li {
+                        svg viewBox="0 0 28 10" class="swatch" {
+                            line class=(format!("line s{i}")) x1="1" x2="27" y1="5" y2="5" {}
+                        }
+                        (name)
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Axes with their ticks and names, beneath the marks.
+pub(super) fn axes(frame: &Frame, x: &Axis, y: &Axis) -> Markup {
+    let (x0, x1, y0) = (frame.x0(), frame.x1(), frame.y0());
+    html! {
+        g class="grid" {
+            @for (value, text) in &y.ticks {
+                @let at = y.scale.at(*value);
+                line x1=(n(x0)) x2=(n(x1)) y1=(n(at)) y2=(n(at)) {}
+                text x=(n(x0 - 8.0)) y=(n(at + 4.0)) text-anchor="end" { (text) }
+            }
+            @for (value, text) in &x.ticks {
+                @let at = x.scale.at(*value);
+                line class="tick" x1=(n(at)) x2=(n(at)) y1=(n(y0)) y2=(n(y0 + 5.0)) {}
+                text x=(n(at)) y=(n(y0 + 19.0)) text-anchor="middle" { (text) }
+            }
+            line class="base" x1=(n(x0)) x2=(n(x1)) y1=(n(y0)) y2=(n(y0)) {}
+            text class="name" x=(n((x0 + x1) / 2.0)) y=(n(frame.height - 6.0)) text-anchor="middle" {
+                (x.name)
+            }
+            // Level, above the axis: easier to read than a name on its side.
+            text class="name" x="0" y="13" { (y.name) }
+        }
+    }
+}
+
+/// Labels at the ends of lines, moved apart so that none covers another.
+pub(super) fn end_labels(frame: &Frame, mut labels: Vec<EndLabel>) -> Markup {
+    const APART: f64 = 17.0;
+    if !frame.wide || labels.len() < 2 {
+        return html! {};
+    }
+    labels.sort_by(|a, b| a.y.total_cmp(&b.y));
+    let mut least = frame.y1() + 6.0;
+    for label in &mut labels {
+        label.y = label.y.max(least);
+        least = label.y + APART;
+    }
+    let mut most = frame.y0();
+    for label in labels.iter_mut().rev() {
+        label.y = label.y.min(most);
+        most = label.y - APART;
+    }
+    html! {
+        @for label in &labels {
+            text class=(format!("label t{}", label.line)) x=(n(frame.x1() + 10.0)) y=(n(label.y + 4.0)) {
+                (shortened(&label.text, 26))
+            }
+        }
+    }
+}
+
+/// A name that fits, its end cut off where it must be.
+fn shortened(text: &str, letters: usize) -> String {
+    if text.chars().count() <= letters {
+        return text.to_owned();
+    }
+    text.chars().take(letters - 1).chain(['…']).collect()
+}
+
+/// A coordinate: a tenth of a pixel is enough, and no surprise comes through.
+pub(super) fn n(number: f64) -> String {
+    if !number.is_finite() {
+        return "0".to_owned();
+    }
+    let tenths = (number * 10.0).round() / 10.0;
+    // (-0 is a number too, but not a pretty one.)
+    format!("{}", if tenths == 0.0 { 0.0 } else { tenths })
+}
+
+/// A line through points.
+pub(super) fn path(points: &[(f64, f64)]) -> String {
+    let mut path = String::new();
+    for (i, (x, y)) in points.iter().enumerate() {
+        path.push_str(&format!("{}{} {}", if i == 0 { "M" } else { "L" }, n(*x), n(*y)));
+    }
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_do_not_cover_one_another() {
+        let label = |line, y| EndLabel { line, text: format!("l{line}"), y };
+        let labels = vec![label(0, 100.0), label(1, 101.0), label(2, 283.0), label(3, 284.0)];
+        let drawn = end_labels(&Frame::WIDE, labels).into_string();
+        let ys: Vec<f64> = drawn
+            .split(" y=\"")
+            .skip(1)
+            .map(|part| part.split('"').next().unwrap().parse().unwrap())
+            .collect();
+        assert_eq!(ys.len(), 4);
+        assert!(ys.windows(2).all(|pair| pair[1] - pair[0] >= 16.9), "{ys:?}");
+        assert!(*ys.last().unwrap() <= Frame::WIDE.height - Frame::WIDE.bottom + 5.0);
+    }
+
+    #[test]
+    fn coordinates_are_short_and_finite() {
+        assert_eq!(
+            (n(1.26), n(-0.01), n(f64::NAN), n(f64::INFINITY)),
+            ("1.3".into(), "0".into(), "0".into(), "0".into())
+        );
+        assert_eq!(path(&[(0.0, 1.0), (2.5, 3.0)]), "M0 1L2.5 3");
+        assert_eq!(shortened("abcdef", 4), "abc…");
+    }
+}

@@ -1,0 +1,69 @@
+//! A load in time, with the window that was held against SNIA's rule.
+
+use maud::{Markup, html};
+
+use crate::model::{Metric, Steady};
+use crate::words::{digits, value};
+
+use super::{Axis, Caption, EndLabel, Frame, Scale, axes, end_labels, figure, n, path};
+
+/// Loads over the same seconds.
+#[derive(Clone, Debug)]
+pub(in crate::report) struct Timeline<'a> {
+    pub(in crate::report) metric: &'a Metric,
+    /// Name, ends of the intervals in seconds, values.
+    pub(in crate::report) lines: Vec<(String, &'a [f64], &'a [f64])>,
+    /// The window of the first line.
+    pub(in crate::report) window: Option<Steady>,
+}
+
+/// Draws it.
+pub(in crate::report) fn timeline(caption: &Caption, timeline: &Timeline<'_>) -> Markup {
+    let names: Vec<String> = timeline.lines.iter().map(|(name, ..)| name.clone()).collect();
+    figure(caption, &names, |frame| draw(frame, timeline))
+}
+
+fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
+    let last = timeline.lines.iter().filter_map(|(_, seconds, _)| seconds.last().copied());
+    let last = last.fold(0.0, f64::max);
+    let values = timeline.lines.iter().flat_map(|(_, _, values)| values.iter().copied());
+    let most = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
+    let x = Axis::new(
+        Scale::linear(0.0, last, frame.x0(), frame.x1()),
+        if frame.wide { 8 } else { 4 },
+        "seconds since the load began",
+        digits,
+    );
+    let y = Axis::new(
+        Scale::linear(0.0, most * 1.1, frame.y0(), frame.y1()),
+        4,
+        timeline.metric.title,
+        |number| if number == 0.0 { "0".to_owned() } else { value(timeline.metric, number) },
+    );
+    let places = |seconds: &[f64], values: &[f64]| -> Vec<(f64, f64)> {
+        let both = seconds.iter().zip(values);
+        both.map(|(second, value)| (x.scale.at(*second), y.scale.at(*value))).collect()
+    };
+    let labels = timeline.lines.iter().enumerate().filter_map(|(line, (name, seconds, values))| {
+        let (_, y) = *places(seconds, values).last()?;
+        Some(EndLabel { line, text: name.clone(), y })
+    });
+    let labels = labels.collect();
+    html! {
+        @if let Some(window) = &timeline.window {
+            @let from = x.scale.at(window.from_seconds);
+            @let to = x.scale.at(window.to_seconds);
+            rect class=(if window.reached { "window" } else { "window unsteady" })
+                x=(n(from)) y=(n(frame.y1())) width=(n((to - from).max(0.0)))
+                height=(n(frame.y0() - frame.y1())) {}
+            text class="note" x=(n((from + to) / 2.0)) y=(n(frame.y0() - 8.0)) text-anchor="middle" {
+                @if window.reached { "steady" } @else { "not steady" }
+            }
+        }
+        (axes(frame, &x, &y))
+        @for (line, (_, seconds, values)) in timeline.lines.iter().enumerate() {
+            path class=(format!("line s{line}")) d=(path(&places(seconds, values))) {}
+        }
+        (end_labels(frame, labels))
+    }
+}

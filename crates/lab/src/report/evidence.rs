@@ -1,0 +1,163 @@
+//! What stands behind the numbers: commands, samples, the machine, the method.
+
+use maud::{Markup, html};
+
+use super::head::code;
+use crate::model::{Cell, Outcome, PlaceInfo, PlaceKind, Run, metric};
+use crate::stats::outliers;
+use crate::verdict::heading;
+use crate::words::{label, time, value};
+
+/// Cells that gave nothing, and why.
+pub(super) fn missing(run: &Run) -> Option<Markup> {
+    let said = |cell: &Cell| match &cell.outcome {
+        Outcome::Skipped(reason) => Some(("skipped", reason.clone())),
+        Outcome::Failed(text) => Some(("failed", text.clone())),
+        Outcome::Pending if cell.samples.is_empty() => {
+            Some(("pending", "the run has not come to it".to_owned()))
+        }
+        _ => None,
+    };
+    let rows: Vec<_> = run.cells.iter().filter_map(|cell| Some((cell, said(cell)?))).collect();
+    (!rows.is_empty()).then(|| {
+        html! {
+            div class="scroll" tabindex="0" role="region" aria-label="Cells that were not measured" {
+                table class="plain" {
+                    thead { tr { th scope="col" { "Cell" } th scope="col" { "State" } th scope="col" { "Why" } } }
+                    tbody { @for (cell, (state, why)) in &rows { tr {
+                        th scope="row" { (label(&cell.axes)) }
+                        td { (state) }
+                        td class="why" { (why) }
+                    } } }
+                }
+            }
+        }
+    })
+}
+
+/// Every cell's commands, folded away.
+pub(super) fn commands(run: &Run) -> Option<Markup> {
+    let cells: Vec<&Cell> = run.cells.iter().filter(|cell| !cell.commands.is_empty()).collect();
+    (!cells.is_empty()).then(|| {
+        html! {
+            p class="note" { "As they ran in the last round, in their order." }
+            @for cell in cells {
+                details class="more" {
+                    summary { (label(&cell.axes)) }
+                    @for note in &cell.notes { p class="note" { (note) } }
+                    (code(&cell.commands.join("\n"), "Commands of this cell"))
+                }
+            }
+        }
+    })
+}
+
+/// Every number, by cell and round.
+pub(super) fn samples(run: &Run) -> Option<Markup> {
+    let mut keys: Vec<&str> = Vec::new();
+    for key in run.cells.iter().flat_map(|cell| &cell.samples).flat_map(|s| s.values.keys()) {
+        if !keys.contains(&key.as_str()) {
+            keys.push(key);
+        }
+    }
+    if keys.is_empty() {
+        return None;
+    }
+    // In the order of the table of metrics.
+    let place = |key: &str| crate::model::METRICS.iter().position(|metric| metric.key == key);
+    keys.sort_by_key(|key| place(key).unwrap_or(usize::MAX));
+    let said = |key: &str, number: f64| match metric(key) {
+        Some(metric) => value(metric, number),
+        None => number.to_string(),
+    };
+    let count: usize = run.cells.iter().map(|cell| cell.samples.len()).sum();
+    let far = |cell: &Cell| outliers(&cell.values(&run.plan.metric));
+    Some(html! {
+        details class="more" {
+            summary { (count) " samples, " (keys.len()) " metrics" }
+            p class="note" {
+                "Marked: samples that lie far off. The whole run, with fio's own output, is in its file: "
+                code { "vdkit lab export RUN --json" } "."
+            }
+            div class="scroll tall" tabindex="0" role="region" aria-label="All samples" {
+                table class="plain small" {
+                    thead { tr {
+                        th scope="col" { "Cell" } th scope="col" class="num" { "Round" }
+                        @for key in &keys { th scope="col" class="num" { (heading(key)) } }
+                        th scope="col" class="num" { "Took" }
+                    } }
+                    tbody { @for cell in &run.cells {
+                        @let far = far(cell);
+                        @for (i, sample) in cell.samples.iter().enumerate() { tr class=(if far.contains(&i) { "far" } else { "" }) {
+                            th scope="row" { (label(&cell.axes)) }
+                            td class="num" { (sample.round + 1) @if far.contains(&i) { span class="sr" { " (far off)" } } }
+                            @for key in &keys { td class="num" {
+                                @match sample.values.get(*key) { Some(number) => (said(key, *number)), None => "" }
+                            } }
+                            td class="num" { (time(sample.seconds)) }
+                        } }
+                    } }
+                }
+            }
+        }
+    })
+}
+
+/// The machine, and where images were.
+pub(super) fn machine(run: &Run) -> Option<Markup> {
+    let environment = &run.environment;
+    Some(html! {
+        div class="sheets" {
+            @for place in &environment.places { (sheet(&place.name, &place_entries(place))) }
+            @for section in &environment.sections { (sheet(&section.title, &section.entries)) }
+        }
+    })
+}
+
+fn sheet(title: &str, entries: &[(String, String)]) -> Markup {
+    html! {
+        div class="sheet" {
+            h3 { (title) }
+            dl { @for (name, value) in entries { div { dt { (name) } dd { (value) } } } }
+        }
+    }
+}
+
+fn place_entries(place: &PlaceInfo) -> Vec<(String, String)> {
+    let bytes =
+        |number: u64| metric("host_bytes").map_or_else(String::new, |m| value(m, number as f64));
+    let kind = match place.kind {
+        PlaceKind::Directory => "folder",
+        PlaceKind::Device => "block device",
+    };
+    let mut entries =
+        vec![("kind".to_owned(), kind.to_owned()), ("path".to_owned(), place.path.clone())];
+    let mut add = |name: &str, value: Option<String>| {
+        entries
+            .extend(value.filter(|value| !value.is_empty()).map(|value| (name.to_owned(), value)));
+    };
+    add("file system", place.file_system.clone());
+    add("mount options", place.mount_options.clone());
+    add("device", place.device.clone());
+    add("beneath", (!place.beneath.is_empty()).then(|| place.beneath.join(", ")));
+    add("rotational", place.rotational.map(|turns| if turns { "yes" } else { "no" }.to_owned()));
+    add("scheduler", place.scheduler.clone());
+    add("write cache", place.write_cache.clone());
+    add("space", Some(format!("{} free of {}", bytes(place.free_bytes), bytes(place.total_bytes))));
+    entries
+}
+
+/// How numbers became words.
+pub(super) fn method() -> Markup {
+    html! {
+        ul class="method" {
+            li { b { "Order. " } "Cells run in random order, once a round, so that a slow hour does not fall on one of them." }
+            li { b { "Median and interval. " } "Order statistics around the median: they suppose nothing about the distribution. With less than six rounds the interval is the whole range, and holds the median less often than 95 % (three rounds: 75 %)." }
+            li { b { "Times as good. " } "The median of all ratios between the samples of the two, with the interval of the Mann–Whitney test. Two is twice the throughput, or half the time." }
+            li { b { "Tie. " } "The interval holds 1, or the difference is below 2 %. With less than three rounds 15 % either way are allowed for." }
+            li { b { "The advice. " } "The best geometric mean over all loads that is safe in a power cut. The default stands unless something is surely better. Comparisons are not corrected for their number: of very many, some differences are chance." }
+            li { b { "Confidence. " } "High: five rounds or more within 5 %, all steady, nothing disturbed. Fair: three rounds within 15 %." }
+            li { b { "Percentiles. " } "Of all rounds together, as far as there are requests: 99.99 % wants ten thousand." }
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! The top of the page: which run, what to use, how sure.
+
+use maud::{Markup, html};
+
+use crate::model::Run;
+use crate::stats::Gain;
+use crate::verdict::{SetAside, Setup, Verdict};
+use crate::words::{date, label, listed, percent, span, time, times};
+
+/// The title, the machine in a line, and the switch of themes.
+pub(super) fn top(run: &Run) -> Markup {
+    let environment = &run.environment;
+    let measured = run.cells.iter().filter(|cell| !cell.samples.is_empty()).count();
+    let rounds = run.cells.iter().map(|cell| cell.samples.len()).max().unwrap_or(0);
+    let cores = match environment.cores {
+        1 => "1 thread".to_owned(),
+        cores => format!("{cores} threads"),
+    };
+    html! {
+        div class="bar-top" {
+            p class="brand" { "vdkit lab" span { (run.plan.name) } }
+            fieldset class="theme js" {
+                legend class="sr" { "Colours" }
+                @for (value, name) in [("auto", "Auto"), ("light", "Light"), ("dark", "Dark")] {
+                    label {
+                        input type="radio" name="theme" value=(value) checked[value == "auto"];
+                        span { (name) }
+                    }
+                }
+            }
+        }
+        h1 { (run.plan.title) }
+        p class="lead" { (run.plan.question) }
+        p class="facts" {
+            span { (environment.cpu) ", " (cores) }
+            span { "Linux " (environment.kernel.trim_start_matches("Linux ")) }
+            span { (measured) " of " (run.cells.len()) " cells, " (rounds) @if rounds == 1 { " round" } @else { " rounds" } }
+            span { (date(run.started)) @if let Some(ended) = run.ended {
+                ", took " (time(ended.saturating_sub(run.started) as f64))
+            } }
+        }
+    }
+}
+
+/// What to use here.
+pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
+    html! {
+        section id="verdict" class="verdict" aria-labelledby="verdict-h" {
+            p class="kicker" { "Use here" }
+            h2 id="verdict-h" {
+                @match &verdict.best {
+                    Some(axes) => {
+                        @for (i, (_, value)) in axes.iter().enumerate() {
+                            @if i > 0 {
+                                span class="dotsep" aria-hidden="true" { " · " }
+                                span class="sr" { ", " }
+                            }
+                            (value)
+                        }
+                    }
+                    None => { "No advice" }
+                }
+            }
+            p class="sentence" { (verdict.sentence) }
+            div class="tiles" {
+                @if let Some(gain) = &verdict.gain { (gain_tile(gain, verdict)) }
+                div class="tile" {
+                    p class="tile-name" { "Confidence" }
+                    p class="tile-value" { (verdict.confidence.level.word()) }
+                    p class="tile-note" { (verdict.confidence.words) "." }
+                }
+                @if verdict.best.is_some() {
+                    div class="tile" {
+                        p class="tile-name" { "Cannot be told from it" }
+                        p class="tile-value" { @match verdict.ties.len() { 0 => "nothing", n => (n) } }
+                        p class="tile-note" { (ties(verdict)) }
+                    }
+                }
+            }
+            @if !verdict.set_aside.is_empty() { (set_aside(&verdict.set_aside)) }
+            @if !verdict.cautions.is_empty() {
+                aside class="cautions" aria-label="Before you believe this" {
+                    p class="aside-name" { "Before you believe this" }
+                    ul { @for caution in &verdict.cautions { li { (caution) } } }
+                }
+            }
+            @if let Some(setup) = &verdict.setup { (how(run, setup)) }
+        }
+    }
+}
+
+fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
+    let base = verdict.baseline.as_ref().map(label).unwrap_or_default();
+    html! {
+        div class="tile" {
+            p class="tile-name" { "Gain against the default" }
+            p class="tile-value" { (times(gain.ratio)) "×" }
+            p class="tile-note" {
+                (span(gain.interval.low, gain.interval.high)) " (" (percent(gain.interval.coverage))
+                " interval); the default is " (base) "."
+            }
+        }
+    }
+}
+
+fn ties(verdict: &Verdict) -> String {
+    const NAMED: usize = 3;
+    let names: Vec<String> = verdict.ties.iter().take(NAMED).map(label).collect();
+    match verdict.ties.len() {
+        0 => "Everything else measured here is worse by more than noise.".to_owned(),
+        few if few <= NAMED => format!("{}.", listed(&names)),
+        many => format!("{} and {} more: see all results.", names.join(", "), many - NAMED),
+    }
+}
+
+fn set_aside(ways: &[SetAside]) -> Markup {
+    html! {
+        aside class="aside" aria-label="Faster, and not advised" {
+            p class="aside-name" { "Faster, and not advised" }
+            ul { @for way in ways.iter().take(4) {
+                li {
+                    b { (label(&way.axes)) }
+                    @if let Some(gain) = &way.gain { " (" (times(gain.ratio)) " times as good)" }
+                    ": " (way.reason) "."
+                }
+            }
+            @if ways.len() > 4 { li { (ways.len() - 4) " more of the same kinds." } } }
+        }
+    }
+}
+
+fn how(run: &Run, setup: &Setup) -> Markup {
+    html! {
+        div class="how" {
+            @if !setup.commands.is_empty() {
+                div class="code" {
+                    p class="code-name" { "Make that disk" }
+                    (code(&setup.commands.join("\n"), "Commands that make the disk"))
+                }
+            }
+            div class="code" {
+                p class="code-name" { "Give it to a guest (libvirt)" }
+                (code(&setup.xml, "libvirt's disk element"))
+            }
+        }
+        @if run.environment.places.is_empty() || setup.commands.iter().any(|line| line.contains("SIZE")) {
+            p class="hint" { "Words in capitals are for you to choose." }
+        }
+    }
+}
+
+/// Text to copy: a button where scripts run, plain text where not.
+pub(super) fn code(text: &str, name: &str) -> Markup {
+    html! {
+        div class="copyable" {
+            pre tabindex="0" role="region" aria-label=(name) { code { (text) } }
+            button type="button" class="copy js" { "Copy" span class="sr" { " " (name) } }
+        }
+    }
+}
+
+/// The questions that the run answers.
+pub(super) fn answers(verdict: &Verdict) -> Option<Markup> {
+    (!verdict.answers.is_empty()).then(|| {
+        html! {
+            dl class="answers" {
+                @for answer in &verdict.answers {
+                    div { dt { (answer.question) } dd { (answer.sentence) } }
+                }
+            }
+        }
+    })
+}

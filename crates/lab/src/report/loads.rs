@@ -1,0 +1,382 @@
+//! The charts of loads: queue depth, latencies, time.
+
+use maud::{Markup, html};
+
+use super::charts::{
+    Caption, Curve, LINES_MAX, Line, Point, Timeline, curves, distribution, timeline,
+};
+use crate::matrix::{Matrix, OWN_TOOL, Role, role};
+use crate::model::{Axes, Cell, Steady, metric};
+use crate::stats::{Percentile, median, merged, percentiles};
+use crate::verdict::{Verdict, steadiness};
+use crate::words::{counted, digits, label, percent, time, value};
+
+/// Charts of one kind that are open; further ones are folded away.
+const OPEN_MAX: usize = 3;
+/// Charts of one kind, at most.
+const CHARTS_MAX: usize = 24;
+
+/// Charts one beneath the other, the later ones folded away.
+fn stacked(charts: Vec<(String, Markup)>) -> Option<Markup> {
+    (!charts.is_empty()).then(|| {
+        html! {
+            @for (i, (name, chart)) in charts.iter().take(CHARTS_MAX).enumerate() {
+                @if i < OPEN_MAX {
+                    figure { figcaption { (name) } (chart) }
+                } @else {
+                    details class="more" { summary { (name) } figure { (chart) } }
+                }
+            }
+            @if charts.len() > CHARTS_MAX {
+                p class="note" { (charts.len() - CHARTS_MAX) " more are in the run's file." }
+            }
+        }
+    })
+}
+
+/// The load of a cell, without axes that are the same everywhere.
+fn load(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
+    let own = matrix.part(&cell.axes, Role::Condition);
+    own.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
+}
+
+/// The rest of its axes.
+fn way(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
+    let short = matrix.short(&cell.axes);
+    let load = load(matrix, cell);
+    let way: Axes = short.into_iter().filter(|entry| !load.contains(entry)).collect();
+    if way.is_empty() { cell.axes.clone() } else { way }
+}
+
+/// Names of the lines of a chart: without axes that are the same for all of them, and without the tool
+/// where it is ours.
+fn told_apart(ways: &[Axes]) -> Vec<String> {
+    let same = |entry: &(String, String)| ways.iter().all(|way| way.contains(entry));
+    let own = |entry: &(String, String)| role(&entry.0) == Role::Tool && entry.1 == OWN_TOOL;
+    ways.iter()
+        .map(|way| {
+            let told = way.iter().filter(|entry| !own(entry) && (ways.len() == 1 || !same(entry)));
+            let told: Axes = told.cloned().collect();
+            if told.is_empty() { label(way) } else { label(&told) }
+        })
+        .collect()
+}
+
+/// How many requests at once: the axis that says it, or the `q32` in the name of the load. And the load
+/// without it.
+fn depth_of(cell: &Cell) -> Option<(u32, Axes)> {
+    let mut found = None;
+    let mut rest = Axes::new();
+    for (axis, value) in &cell.axes {
+        if ["depth", "queue_depth", "iodepth"].contains(&axis.as_str()) {
+            found = found.or(value.trim_start_matches(['q', 'Q']).parse().ok());
+            continue;
+        }
+        if found.is_none()
+            && axis == "profile"
+            && let Some((depth, stem)) = without_depth(value)
+        {
+            found = Some(depth);
+            rest.push((axis.clone(), stem));
+            continue;
+        }
+        rest.push((axis.clone(), value.clone()));
+    }
+    found.map(|depth| (depth, rest))
+}
+
+/// `rnd4k-q32-write` is 32 and `rnd4k-write`.
+fn without_depth(profile: &str) -> Option<(u32, String)> {
+    let parts: Vec<&str> = profile.split(['-', '_', ' ']).collect();
+    let at = parts
+        .iter()
+        .position(|part| part.strip_prefix(['q', 'Q']).is_some_and(|n| n.parse::<u32>().is_ok()))?;
+    let depth = parts[at][1..].parse().ok()?;
+    let stem: Vec<&str> =
+        parts.iter().enumerate().filter(|(i, _)| *i != at).map(|(_, part)| *part).collect();
+    Some((depth, stem.join("-")))
+}
+
+/// Requests a second against latency, where a load was measured at several queue depths.
+pub(super) fn depth(matrix: &Matrix<'_>) -> Option<Markup> {
+    /// Load, and of each way its points.
+    type Chart = (String, Vec<(Axes, Vec<Point>)>);
+    let mut charts: Vec<Chart> = Vec::new();
+    for cell in &matrix.run.cells {
+        let Some((depth, rest)) = depth_of(cell) else { continue };
+        let value = |key: &str| median(&cell.values(key));
+        let latency = value("latency_p50_ns").or_else(|| value("latency_mean_ns"));
+        let (Some(iops), Some(latency)) = (value("iops"), latency) else { continue };
+        if iops <= 0.0 || latency <= 0.0 {
+            continue;
+        }
+        let part = |wanted: Role| -> Axes {
+            let own = matrix.part(&rest, wanted);
+            own.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
+        };
+        let (load, mut way) = (label(&part(Role::Condition)), part(Role::Choice));
+        way.extend(part(Role::Tool));
+        let point = Point { depth, iops, latency: latency * 1e-9 };
+        let chart = match charts.iter().position(|(name, _)| *name == load) {
+            Some(at) => &mut charts[at].1,
+            None => {
+                charts.push((load, Vec::new()));
+                let last = charts.len() - 1;
+                &mut charts[last].1
+            }
+        };
+        match chart.iter_mut().find(|(known, _)| *known == way) {
+            Some((_, points)) => points.push(point),
+            None => chart.push((way, vec![point])),
+        }
+    }
+    let drawn = charts.into_iter().enumerate().filter_map(|(i, (load, ways))| {
+        let ways: Vec<_> = ways.into_iter().filter(|(_, points)| points.len() > 1).collect();
+        let names = told_apart(&ways.iter().map(|(way, _)| way.clone()).collect::<Vec<_>>());
+        let mut ways: Vec<Curve> = ways
+            .into_iter()
+            .zip(names)
+            .map(|((_, mut points), name)| {
+                points.sort_by_key(|point| point.depth);
+                Curve { name, points }
+            })
+            .collect();
+        let most = |curve: &Curve| curve.points.iter().map(|point| point.iops).fold(0.0, f64::max);
+        ways.sort_by(|a, b| most(b).total_cmp(&most(a)));
+        let first = ways.first()?.name.clone();
+        let caption = Caption {
+            id: format!("depth-{i}"),
+            title: format!("Requests a second against latency, {load}"),
+            description: format!("{first} reaches the most requests a second. Numbers below."),
+        };
+        let chart = html! { (curves(&caption, &ways)) (depth_table(&ways)) };
+        let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
+        Some((name, chart))
+    });
+    stacked(drawn.collect())
+}
+
+fn depth_table(ways: &[Curve]) -> Markup {
+    html! {
+        details class="numbers" {
+            summary { "Numbers" }
+            div class="scroll" tabindex="0" role="region" aria-label="Numbers of the chart" {
+                table {
+                    thead { tr { th scope="col" { "Way" } th scope="col" class="num" { "Queue depth" }
+                        th scope="col" class="num" { "Requests" } th scope="col" class="num" { "Median latency" } } }
+                    tbody { @for way in ways { @for point in &way.points { tr {
+                        th scope="row" { (way.name) }
+                        td class="num" { (point.depth) }
+                        td class="num" { (counted(point.iops)) "/s" }
+                        td class="num" { (time(point.latency)) }
+                    } } } }
+                }
+            }
+        }
+        @if ways.len() > LINES_MAX {
+            p class="note" { "The " (LINES_MAX) " ways with the most requests are drawn; the numbers have all " (ways.len()) "." }
+        }
+    }
+}
+
+/// Cells by load, those that matter first: what is advised, the default, then the best.
+fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cell>)> {
+    let mut groups: Vec<(Axes, Vec<(usize, &Cell)>)> = Vec::new();
+    for (i, cell) in matrix.run.cells.iter().enumerate() {
+        let load = load(matrix, cell);
+        match groups.iter_mut().find(|(known, _)| *known == load) {
+            Some((_, cells)) => cells.push((i, cell)),
+            None => groups.push((load, vec![(i, cell)])),
+        }
+    }
+    let higher = matrix.metric.better == crate::model::Better::Higher;
+    groups
+        .into_iter()
+        .map(|(load, mut cells)| {
+            cells.sort_by(|(i, a), (j, b)| {
+                let place = |i: &usize, cell: &Cell| {
+                    let default = matrix.base_of(cell).is_some_and(|base| base.key == cell.key);
+                    (!verdict.cells.contains(i), !default)
+                };
+                let of = |cell: &Cell| matrix.summary(cell).map_or(0.0, |summary| summary.median);
+                let order = of(a).total_cmp(&of(b));
+                let order = if higher { order.reverse() } else { order };
+                place(i, a).cmp(&place(j, b)).then(order)
+            });
+            (load, cells.into_iter().map(|(_, cell)| cell).collect())
+        })
+        .collect()
+}
+
+/// Distributions of latencies, a chart a load.
+pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
+    let charts =
+        by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
+            let lines: Vec<Line> = cells
+                .into_iter()
+                .filter_map(|cell| {
+                    let all = merged(cell.samples.iter().filter_map(|s| s.latencies.as_ref()));
+                    let points = percentiles(&all);
+                    (points.len() > 1).then(|| Line { name: label(&way(matrix, cell)), points })
+                })
+                .collect();
+            if lines.is_empty() {
+                return None;
+            }
+            let name = if load.is_empty() { "All requests".to_owned() } else { label(&load) };
+            let caption = Caption {
+                id: format!("latency-{i}"),
+                title: format!("Latency distribution, {name}"),
+                description: said(&lines),
+            };
+            Some((name, html! { (distribution(&caption, &lines)) (latency_table(&lines)) }))
+        });
+    stacked(charts.collect())
+}
+
+fn said(lines: &[Line]) -> String {
+    let of = |line: &Line| {
+        let (first, last) = (line.points.first()?, line.points.last()?);
+        let ns = |point: &Percentile| time(point.ns as f64 * 1e-9);
+        Some(format!(
+            "{}: {} in the median, {} at {}",
+            line.name,
+            ns(first),
+            ns(last),
+            percent_of(last)
+        ))
+    };
+    lines.iter().take(LINES_MAX).filter_map(of).collect::<Vec<_>>().join("; ")
+}
+
+/// `99.99 %`.
+fn percent_of(point: &Percentile) -> String {
+    let text = format!("{:.2}", point.fraction * 100.0);
+    format!("{} %", text.trim_end_matches('0').trim_end_matches('.'))
+}
+
+fn latency_table(lines: &[Line]) -> Markup {
+    let most = lines.iter().max_by_key(|line| line.points.len());
+    let heads = most.map(|line| line.points.as_slice()).unwrap_or_default();
+    html! {
+        details class="numbers" {
+            summary { "Numbers" }
+            div class="scroll" tabindex="0" role="region" aria-label="Numbers of the chart" {
+                table {
+                    thead { tr { th scope="col" { "Way" }
+                        @for head in heads { th scope="col" class="num" { (percent_of(head)) } } } }
+                    tbody { @for line in lines { tr {
+                        th scope="row" { (line.name) }
+                        @for head in heads { td class="num" {
+                            @match line.points.iter().find(|point| point.fraction == head.fraction) {
+                                Some(point) => (time(point.ns as f64 * 1e-9)), None => "–" }
+                        } }
+                    } } }
+                }
+            }
+        }
+        @if lines.len() > LINES_MAX {
+            p class="note" { "What is advised, the default and the best others are drawn; the numbers have all " (lines.len()) "." }
+        }
+    }
+}
+
+/// The first series that a cell has, by its first sample that has one.
+fn first_series(cell: &Cell) -> Option<(&crate::model::Series, Option<Steady>)> {
+    let sample = cell.samples.iter().find(|sample| !sample.series.is_empty())?;
+    let series = &sample.series[0];
+    let steady = steadiness(cell).into_iter().next();
+    Some((series, steady))
+}
+
+/// Loads in time: what is advised and the default, a chart a load.
+pub(super) fn time_of(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
+    const SHOWN: usize = 2;
+    let charts = by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
+        let found: Vec<_> = cells
+            .iter()
+            .filter_map(|cell| Some((*cell, first_series(cell)?)))
+            .filter(|(_, (series, _))| series.seconds.len() > 2)
+            .collect();
+        let (_, (first, window)) = found.first()?;
+        let metric = metric(&first.metric)?;
+        let same = found.iter().filter(|(_, (series, _))| series.metric == first.metric);
+        let shown: Vec<_> = same.take(SHOWN).collect();
+        let ways: Vec<Axes> = shown.iter().map(|(cell, _)| way(matrix, cell)).collect();
+        let lines: Vec<(String, &[f64], &[f64])> = told_apart(&ways)
+            .into_iter()
+            .zip(&shown)
+            .map(|(name, (_, (series, _)))| (name, &series.seconds[..], &series.values[..]))
+            .collect();
+        let name = if load.is_empty() { "First round".to_owned() } else { label(&load) };
+        let caption = Caption {
+            id: format!("time-{i}"),
+            title: format!("{} in time, {name}", metric.title),
+            description: window.as_ref().map_or_else(String::new, |window| {
+                let state = if window.reached { "steady" } else { "not steady" };
+                format!("{} is {state} from {} to {} seconds", lines[0].0, digits(window.from_seconds), digits(window.to_seconds))
+            }),
+        };
+        let chart = html! {
+            (timeline(&caption, &Timeline { metric, lines: lines.clone(), window: window.clone() }))
+            (steady_table(matrix, &found.iter().map(|(cell, _)| *cell).collect::<Vec<_>>()))
+        };
+        Some((name, chart))
+    });
+    let charts: Vec<_> = charts.collect();
+    let stacked = stacked(charts)?;
+    Some(html! {
+        p class="note" {
+            "Shaded: five rounds that were held against SNIA's rule (largest less smallest value at most 20 % of the mean, "
+            "the line through them rising or falling by at most 10 %)."
+        }
+        (stacked)
+    })
+}
+
+fn steady_table(matrix: &Matrix<'_>, cells: &[&Cell]) -> Markup {
+    let rows: Vec<(&Cell, Vec<Steady>)> = cells
+        .iter()
+        .map(|cell| (*cell, steadiness(cell)))
+        .filter(|(_, all)| !all.is_empty())
+        .collect();
+    html! {
+        @if !rows.is_empty() {
+            details class="numbers" {
+                summary { "Numbers" }
+                div class="scroll" tabindex="0" role="region" aria-label="Steadiness" {
+                    table {
+                        thead { tr { th scope="col" { "Way" } th scope="col" class="num" { "Steady rounds" }
+                            th scope="col" class="num" { "Mean of the window" }
+                            th scope="col" class="num" { "Excursion" } th scope="col" class="num" { "Slope" } } }
+                        tbody { @for (cell, all) in &rows { tr {
+                            th scope="row" { (label(&way(matrix, cell))) }
+                            td class="num" { (all.iter().filter(|s| s.reached).count()) " of " (all.len()) }
+                            td class="num" { @match metric(&all[0].metric) {
+                                Some(metric) => (value(metric, all[0].mean)), None => (digits(all[0].mean)) } }
+                            td class="num" { (percent(all[0].excursion)) }
+                            td class="num" { (percent(all[0].slope)) }
+                        } } }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn depths_are_found_in_names() {
+        assert_eq!(without_depth("rnd4k-q32-write"), Some((32, "rnd4k-write".to_owned())));
+        assert_eq!(without_depth("SEQ1M_Q8"), Some((8, "SEQ1M".to_owned())));
+        assert_eq!(without_depth("qcow2-8k"), None);
+        let point = |fraction| percent_of(&Percentile { fraction, ns: 1 });
+        assert_eq!(
+            (point(0.5), point(0.999), point(0.9999)),
+            ("50 %".into(), "99.9 %".into(), "99.99 %".into())
+        );
+    }
+}

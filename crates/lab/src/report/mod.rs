@@ -1,0 +1,141 @@
+//! A run as one HTML file: no script, font, picture or style from elsewhere, so that it can be
+//! mailed, kept and read without a network.
+//!
+//! ```text
+//!   Run ─► verdict ─► head      what to use here, how sure, how to have it
+//!       ─► matrix  ─► results   every cell: bar, interval, against the default
+//!                  ─► heat      any two axes
+//!                  ─► charts    queue depth, latencies, time
+//!                  ─► published, peers
+//!                  ─► evidence  commands, samples, the machine
+//! ```
+//!
+//! All of it is there without JavaScript; a script of a hundred lines adds filters, the choice of the
+//! map's axes, buttons that copy, and the switch between light and dark. The page's own policy (CSP)
+//! allows that script by its hash and loads nothing. Texts come from names of files and outputs
+//! of programs: everything goes through maud, which escapes it.
+
+mod charts;
+mod data;
+mod evidence;
+mod head;
+mod loads;
+mod published;
+mod results;
+mod theme;
+
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+use sha2::{Digest, Sha256};
+
+use crate::matrix::Matrix;
+use crate::model::Run;
+use crate::verdict::{Verdict, verdict};
+
+const STYLE: &str = include_str!("style.css");
+const SCRIPT: &str = include_str!("script.js");
+
+/// The report of a run.
+pub fn html(run: &Run) -> String {
+    let verdict = verdict(run);
+    let title = format!("{} – vdkit lab", run.plan.title);
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta http-equiv="Content-Security-Policy" content=(policy());
+                meta name="color-scheme" content="light dark";
+                meta name="generator" content={"vdkit " (run.vdkit_version)};
+                title { (title) }
+                style { (PreEscaped(theme::variables())) (PreEscaped(STYLE)) }
+            }
+            body {
+                a class="skip" href="#verdict" { "Skip to the verdict" }
+                (body(run, &verdict))
+                script { (PreEscaped(SCRIPT)) }
+            }
+        }
+    };
+    page.into_string()
+}
+
+/// Nothing is loaded; the one script is known by its hash. Source: W3C, Content Security Policy
+/// Level 3, 2.3.1 "Source Lists".
+fn policy() -> String {
+    let hash = base64(&Sha256::digest(SCRIPT.as_bytes()));
+    format!(
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hash}'; base-uri 'none'; form-action 'none'"
+    )
+}
+
+/// Source: RFC 4648, section 4.
+fn base64(bytes: &[u8]) -> String {
+    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for chunk in bytes.chunks(3) {
+        let mut word = [0; 3];
+        word[..chunk.len()].copy_from_slice(chunk);
+        let bits = u32::from_be_bytes([0, word[0], word[1], word[2]]);
+        for i in 0..4 {
+            let letter = LETTERS[(bits >> (18 - 6 * i)) as usize & 63];
+            text.push(if i <= chunk.len() { char::from(letter) } else { '=' });
+        }
+    }
+    text
+}
+
+/// A part of the page with its place in the contents.
+struct Part {
+    id: &'static str,
+    title: &'static str,
+    body: Markup,
+}
+
+fn body(run: &Run, verdict: &Verdict) -> Markup {
+    let matrix = Matrix::new(run);
+    let mut parts = Vec::new();
+    let mut add = |id, title, body: Option<Markup>| {
+        parts.extend(body.map(|body| Part { id, title, body }));
+    };
+    if let Some(matrix) = &matrix {
+        add("answers", "Question by question", head::answers(verdict));
+        add("results", "All results", results::results(matrix, verdict));
+        add("map", "The matrix at a glance", data::map(matrix));
+        add("depth", "Requests against latency", loads::depth(matrix));
+        add("latency", "How long requests take", loads::latency(matrix, verdict));
+        add("time", "The loads in time", loads::time_of(matrix, verdict));
+        add("scores", "Weighted scores", results::scores(matrix));
+        add("peers", "Beside other tools", published::peers(matrix, verdict));
+        add("published", "Published and measured", published::published(matrix));
+    }
+    add("missing", "Not measured", evidence::missing(run));
+    add("commands", "The exact commands", evidence::commands(run));
+    add("samples", "Every sample", evidence::samples(run));
+    add("machine", "The machine", evidence::machine(run));
+    add("method", "How this was measured and judged", Some(evidence::method()));
+    html! {
+        header class="top" { (head::top(run)) }
+        main {
+            (head::verdict(run, verdict))
+            nav aria-label="Contents" class="contents" {
+                ul { @for part in &parts { li { a href={"#" (part.id)} { (part.title) } } } }
+            }
+            @for part in &parts {
+                section id=(part.id) aria-labelledby={(part.id) "-h"} {
+                    h2 id={(part.id) "-h"} { (part.title) }
+                    (part.body)
+                }
+            }
+        }
+        footer {
+            p {
+                "Made by vdkit " (run.vdkit_version) " from the run " code { (run.id) }
+                ". This file needs no network and sends nothing."
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

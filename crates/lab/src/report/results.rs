@@ -1,0 +1,262 @@
+//! Every cell that was measured: a table a load, with bars.
+
+use maud::{Markup, html};
+
+use super::charts::{Bar, bar};
+use crate::matrix::{Matrix, Role};
+use crate::model::{Axes, Better, Cell, metric};
+use crate::stats::{Decision, Gain, Summary, median};
+use crate::verdict::Verdict;
+use crate::words::{digits, label, percent, span, times, title, value};
+
+/// A row of a table.
+struct Row<'a> {
+    cell: &'a Cell,
+    /// The axes that tell it from others of the same load.
+    name: Axes,
+    summary: Summary,
+    gain: Option<Gain>,
+    advised: bool,
+    default: bool,
+}
+
+/// Cells by load: those of one load under one heading, the best first.
+fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>)> {
+    let mut groups: Vec<(Axes, Vec<Row<'a>>)> = Vec::new();
+    for (i, cell) in matrix.run.cells.iter().enumerate() {
+        let Some(summary) = matrix.summary(cell) else { continue };
+        let varying = |axes: Axes| -> Axes {
+            axes.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
+        };
+        let load = varying(matrix.part(&cell.axes, Role::Condition));
+        let name: Axes =
+            varying(cell.axes.clone()).into_iter().filter(|entry| !load.contains(entry)).collect();
+        let base = matrix.base_of(cell);
+        let row = Row {
+            cell,
+            name: if name.is_empty() { cell.axes.clone() } else { name },
+            summary,
+            gain: matrix.gain(cell),
+            advised: verdict.cells.contains(&i),
+            default: base.is_some_and(|base| base.key == cell.key),
+        };
+        match groups.iter_mut().find(|(known, _)| *known == load) {
+            Some((_, rows)) => rows.push(row),
+            None => groups.push((load, vec![row])),
+        }
+    }
+    for (_, rows) in &mut groups {
+        rows.sort_by(|a, b| {
+            let order = a.summary.median.total_cmp(&b.summary.median);
+            if matrix.metric.better == Better::Higher { order.reverse() } else { order }
+        });
+    }
+    groups
+}
+
+/// All tables, with filters above.
+pub(super) fn results(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
+    let groups = groups(matrix, verdict);
+    if groups.is_empty() {
+        return None;
+    }
+    let metric = matrix.metric;
+    let direction = match metric.better {
+        Better::Higher => "longer bars are better",
+        Better::Lower => "shorter bars are better",
+    };
+    Some(html! {
+        p class="note" {
+            (title(metric.title)) ", " (direction) ". A bar is the median of the rounds, the line on it the interval in which "
+            "the median lies; where two intervals overlap widely the difference may be noise."
+        }
+        (filters(matrix))
+        @for (load, rows) in &groups { (table(matrix, load, rows)) }
+        p class="js none" hidden role="status" { "No cell fits the filters." }
+    })
+}
+
+fn filters(matrix: &Matrix<'_>) -> Markup {
+    html! {
+        form class="filters js" aria-label="Filters of the results" {
+            @for axis in &matrix.varying {
+                @let values = matrix.values(axis);
+                fieldset {
+                    legend { (title(axis)) }
+                    @for value in values {
+                        label class="chip" {
+                            input type="checkbox" checked data-axis=(axis) value=(value);
+                            span { (value) }
+                        }
+                    }
+                }
+            }
+            button type="reset" class="plain" { "Show all" }
+        }
+    }
+}
+
+/// Rows that are shown at once; others are folded away, but for what is advised and the default.
+const ROWS_OPEN: usize = 10;
+
+fn table(matrix: &Matrix<'_>, load: &Axes, rows: &[Row<'_>]) -> Markup {
+    let most = |row: &Row<'_>| row.summary.median.max(row.summary.interval.high);
+    let most = rows.iter().map(most).fold(0.0, f64::max);
+    let bases = rows.iter().any(|row| row.gain.is_some());
+    let name = if load.is_empty() { title(matrix.metric.title) } else { label(load) };
+    let matters = |row: &Row<'_>| row.advised || row.default;
+    let (mut open, mut folded) = (Vec::new(), Vec::new());
+    for (i, row) in rows.iter().enumerate() {
+        let first = i < ROWS_OPEN || rows.len() <= ROWS_OPEN + 2;
+        if first || matters(row) { open.push(row) } else { folded.push(row) }
+    }
+    let part = |rows: &[&Row<'_>], caption: Markup| {
+        html! {
+            table class="bars" {
+                (caption)
+                thead { tr {
+                    th scope="col" { "Way" }
+                    th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
+                    th scope="col" class="num" { "Median" }
+                    th scope="col" class="num" { "Interval" }
+                    @if bases { th scope="col" class="num" { "Against default" } }
+                    th scope="col" class="num" { "Varies by" }
+                } }
+                tbody { @for row in rows { (line(matrix, row, most, bases)) } }
+            }
+        }
+    };
+    html! {
+        div class="results" data-filtered="table" {
+            (part(&open, html! { caption { (name) } }))
+            @if !folded.is_empty() {
+                details class="rest" data-filtered="rest" {
+                    summary { (folded.len()) " more" }
+                    (part(&folded, html! { caption class="sr" { (name) ", continued" } }))
+                }
+            }
+        }
+    }
+}
+
+fn line(matrix: &Matrix<'_>, row: &Row<'_>, most: f64, bases: bool) -> Markup {
+    let said = |number: f64| value(matrix.metric, number);
+    let summary = &row.summary;
+    let kind = match (row.advised, row.default) {
+        (true, _) => "best",
+        (false, true) => "default",
+        _ => "other",
+    };
+    let text = format!(
+        "{}: {}, {} to {}",
+        label(&row.name),
+        said(summary.median),
+        said(summary.interval.low),
+        said(summary.interval.high)
+    );
+    let axes = serde_json::to_string(&row.cell.axes).unwrap_or_default();
+    html! {
+        tr class=(kind) data-axes=(axes) {
+            th scope="row" {
+                @for (i, (_, part)) in row.name.iter().enumerate() {
+                    @if i > 0 { span class="dotsep" { " · " } }
+                    (part)
+                }
+                @if row.advised { span class="tag" { "advised" } }
+                @if row.default { span class="tag quiet" { "default" } }
+                @if !summary.outliers.is_empty() { span class="tag warn" { (summary.outliers.len()) " far off" } }
+            }
+            td class="wide-bar" {
+                (bar(&Bar {
+                    value: summary.median,
+                    low: summary.interval.low,
+                    high: summary.interval.high,
+                    most,
+                    kind,
+                    label: text,
+                }))
+            }
+            td class="num strong" data-name="Median" { (said(summary.median)) }
+            td class="num" data-name="Interval" {
+                @if summary.count > 1 { (said(summary.interval.low)) " – " (said(summary.interval.high)) }
+                @else { "one round" }
+            }
+            @if bases { td class="num" data-name="Against default" { (against(row.gain.as_ref(), row.default)) } }
+            td class="num" data-name="Varies by" {
+                @match summary.variation { Some(part) => (percent(part)), None => "–" }
+            }
+        }
+    }
+}
+
+/// A gain, or that it is a tie.
+pub(super) fn against(gain: Option<&Gain>, default: bool) -> Markup {
+    html! {
+        @match gain {
+            Some(gain) if gain.decision == Decision::Tie => {
+                span class="tie" title=(span(gain.interval.low, gain.interval.high)) { "tie" }
+            }
+            Some(gain) => {
+                span class=(if gain.decision == Decision::Better { "up" } else { "down" })
+                    title=(span(gain.interval.low, gain.interval.high)) { (times(gain.ratio)) "×" }
+            }
+            None if default => "1",
+            None => "–",
+        }
+    }
+}
+
+/// The weighted scores of a plan that has them.
+pub(super) fn scores(matrix: &Matrix<'_>) -> Option<Markup> {
+    let of = |cell: &Cell, key: &str| median(&cell.values(key));
+    let mut rows: Vec<(Axes, f64, Option<f64>, Option<f64>)> = matrix
+        .run
+        .cells
+        .iter()
+        .filter_map(|cell| {
+            let sides =
+                ["read_bytes_per_second", "write_bytes_per_second"].map(|key| of(cell, key));
+            Some((matrix.short(&cell.axes), of(cell, "score")?, sides[0], sides[1]))
+        })
+        .collect();
+    if rows.is_empty() {
+        return None;
+    }
+    rows.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let most = rows[0].1;
+    let rate = |number: Option<f64>| match (number, metric("bytes_per_second")) {
+        (Some(number), Some(metric)) => value(metric, number),
+        _ => "–".to_owned(),
+    };
+    Some(html! {
+        p class="note" {
+            "Sequential throughput, averaged with 4 KiB random throughput scaled by what the bare place's sequential is "
+            "of its random one: a way that loses nothing against the bare place scores as that does. Longer bars are better."
+        }
+        div class="results" {
+            table class="bars" {
+                caption class="sr" { "Weighted scores, the best first" }
+                thead { tr {
+                    th scope="col" { "Way" }
+                    th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
+                    th scope="col" class="num" { "Score" }
+                    th scope="col" class="num" { "Weighted read" }
+                    th scope="col" class="num" { "Weighted write" }
+                } }
+                tbody { @for (i, (axes, score, read, write)) in rows.iter().enumerate() {
+                    @let kind = if i == 0 { "best" } else { "other" };
+                    tr class=(kind) {
+                        th scope="row" { (label(axes)) }
+                        td class="wide-bar" { (bar(&Bar {
+                            value: *score, low: *score, high: *score, most, kind,
+                            label: format!("{}: {}", label(axes), digits(*score)),
+                        })) }
+                        td class="num strong" data-name="Score" { (digits(*score)) }
+                        td class="num" data-name="Weighted read" { (rate(*read)) }
+                        td class="num" data-name="Weighted write" { (rate(*write)) }
+                    }
+                } }
+            }
+        }
+    })
+}

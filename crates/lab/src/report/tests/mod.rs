@@ -1,0 +1,190 @@
+mod browser;
+mod devtools;
+pub(in crate::report) mod fixture;
+
+use super::*;
+use crate::model::{Cell, Outcome, Warning};
+
+fn page() -> String {
+    html(&fixture::run())
+}
+
+/// Values of an attribute, wherever it stands.
+fn values<'a>(page: &'a str, attribute: &str) -> Vec<&'a str> {
+    let marker = format!(" {attribute}=\"");
+    page.split(&marker).skip(1).map(|part| part.split('"').next().unwrap()).collect()
+}
+
+#[test]
+fn nothing_is_loaded_from_elsewhere() {
+    let page = page();
+    for attribute in
+        ["src", "href", "xlink:href", "action", "data", "poster", "srcset", "background", "ping"]
+    {
+        for value in values(&page, attribute) {
+            assert!(attribute == "href" && value.starts_with('#'), "{attribute}={value}");
+        }
+    }
+    for word in [
+        "url(",
+        "@import",
+        "<link",
+        "<iframe",
+        "<img",
+        "<object",
+        "<embed",
+        "<base",
+        "fetch(",
+        "XMLHttpRequest",
+        "import(",
+    ] {
+        assert!(!page.contains(word), "{word}");
+    }
+    assert!(page.contains("default-src 'none'"));
+    // Addresses of published sources are text, never something that is followed.
+    for scheme in ["http://", "https://"] {
+        for (at, _) in page.match_indices(scheme) {
+            let before = &page[..at];
+            assert!(before.rfind('<') < before.rfind('>'), "{}", &page[at..at + 40]);
+        }
+    }
+}
+
+#[test]
+fn strings_cannot_become_markup() {
+    let hostile = "\"'><img src=x onerror=alert(1)></script><script>alert(2)</script>&";
+    let mut run = fixture::run();
+    let text = || hostile.to_owned();
+    run.id = text();
+    run.vdkit_version = text();
+    run.plan.title = text();
+    run.plan.question = text();
+    run.plan.name = text();
+    run.environment.cpu = text();
+    run.environment.kernel = text();
+    run.environment.virtualization = Some(text());
+    for place in &mut run.environment.places {
+        place.path = text();
+        place.mount_options = Some(text());
+    }
+    for section in &mut run.environment.sections {
+        section.title = text();
+        section.entries.push((text(), text()));
+    }
+    for (i, cell) in run.cells.iter_mut().enumerate() {
+        cell.key = format!("{hostile}{i}");
+        for (_, value) in &mut cell.axes {
+            value.push_str(hostile);
+        }
+        cell.commands.push(text());
+        cell.notes.push(text());
+    }
+    for published in &mut run.published {
+        published.source = text();
+    }
+    run.cells.push(Cell { outcome: Outcome::Failed(text()), ..Cell::default() });
+    run.warnings.push(Warning { text: text(), ..Warning::default() });
+    if let Some(baseline) = &mut run.plan.baseline {
+        for (_, value) in baseline {
+            value.push_str(hostile);
+        }
+    }
+    let page = html(&run);
+    assert!(!page.contains("<img"), "an element was made");
+    assert!(page.contains("&lt;img src=x"));
+    // The page's own script, and the data.
+    assert_eq!(page.matches("<script").count(), 2);
+    assert_eq!(page.matches("</script").count(), 2);
+    assert!(!page.contains("alert(2)</script"));
+}
+
+#[test]
+fn axes_with_hostile_names_are_harmless() {
+    let mut run = fixture::run();
+    for cell in &mut run.cells {
+        for (axis, _) in &mut cell.axes {
+            *axis = format!("{axis}\"><i>");
+        }
+    }
+    for axis in &mut run.plan.axes {
+        *axis = format!("{axis}\"><i>");
+    }
+    let page = html(&run);
+    assert!(!page.contains("\"><i>") && page.contains("&quot;&gt;&lt;i&gt;"));
+}
+
+#[test]
+fn the_script_is_known_by_its_hash() {
+    assert_eq!(base64(b""), "");
+    assert_eq!(base64(b"f"), "Zg==");
+    assert_eq!(base64(b"fo"), "Zm8=");
+    assert_eq!(base64(b"foobar"), "Zm9vYmFy");
+    let page = page();
+    let policy = values(&page, "content").into_iter().find(|value| value.contains("sha256-"));
+    let script = page.rsplit("<script>").next().unwrap().split("</script>").next().unwrap();
+    let hash = base64(&Sha256::digest(script.as_bytes()));
+    assert!(policy.unwrap().contains(&format!("sha256-{hash}")));
+}
+
+#[test]
+fn charts_are_named_and_have_tables() {
+    let page = page();
+    let charts = page.matches("<svg class=\"chart").count();
+    assert!(charts >= 12, "{charts}");
+    for ids in values(&page, "aria-labelledby") {
+        for id in ids.split(' ') {
+            assert_eq!(page.matches(&format!(" id=\"{id}\"")).count(), 1, "{id}");
+        }
+    }
+    let bars = page.matches("<svg class=\"bar ").count();
+    assert!(bars > 10 && values(&page, "aria-label").len() >= bars);
+    for id in [
+        "verdict",
+        "answers",
+        "results",
+        "map",
+        "depth",
+        "latency",
+        "time",
+        "published",
+        "peers",
+        "missing",
+        "commands",
+        "samples",
+        "machine",
+        "method",
+    ] {
+        assert!(page.contains(&format!("<section id=\"{id}\"")), "{id}");
+    }
+    for id in values(&page, "href") {
+        assert!(page.contains(&format!(" id=\"{}\"", &id[1..])), "{id}");
+    }
+    assert!(!page.contains("NaN") && !page.contains("Infinity"));
+}
+
+#[test]
+fn the_verdict_comes_first_and_is_whole() {
+    let page = page();
+    let at = |words: &str| page.find(words).unwrap_or_else(|| panic!("{words}"));
+    assert!(at("id=\"verdict\"") < at("id=\"results\""));
+    assert!(page.contains("vdkit create -f qcow2 -o cluster_size=8K"));
+    assert!(page.contains("&lt;disk type='file' device='disk'&gt;"));
+    assert!(page.contains("it ignores the guest's flushes"));
+}
+
+#[test]
+fn a_run_without_anything_is_a_page_too() {
+    for run in [Run::default(), Run { cells: fixture::run().cells, ..Run::default() }] {
+        let page = html(&run);
+        assert!(page.contains("nothing is advised") && page.ends_with("</html>"));
+    }
+    let mut one = fixture::run();
+    one.cells.truncate(1);
+    one.cells[0].samples.truncate(1);
+    assert!(html(&one).contains("all that was measured"));
+    let mut zero = fixture::run();
+    for sample in zero.cells.iter_mut().flat_map(|cell| &mut cell.samples) {
+        sample.values.values_mut().for_each(|value| *value = 0.0);
+    }
+    assert!(!html(&zero).contains("NaN"));
+}

@@ -1,0 +1,111 @@
+//! The colours, light and dark. Tests hold them against WCAG's contrasts.
+
+/// Name, light, dark. The lines `s0` to `s4` are told apart by people who see no red or green too
+/// (after Okabe and Ito's palette, darkened or lightened for text), and by their dashes.
+pub(super) const COLOURS: &[(&str, &str, &str)] = &[
+    ("page", "#f7f7f4", "#13161a"),
+    ("card", "#ffffff", "#1b1f25"),
+    ("ink", "#1c222b", "#e7eaee"),
+    ("quiet", "#57606c", "#a5aebb"),
+    ("rule", "#d8dbdf", "#353c46"),
+    ("edge", "#868e99", "#727c8a"),
+    ("accent", "#0a5c9e", "#79bdf2"),
+    ("accent-soft", "#e5eff8", "#1a2f42"),
+    ("warn", "#804400", "#f0b368"),
+    ("warn-soft", "#fbf0df", "#35281a"),
+    ("bar", "#8497ab", "#5d7590"),
+    ("track", "#eceef0", "#262c34"),
+    ("heat-low", "#ffffff", "#1b1f25"),
+    ("heat-high", "#9cc9ea", "#1d5586"),
+    ("s0", "#0a5c9e", "#79bdf2"),
+    ("s1", "#b84300", "#f59a5c"),
+    ("s2", "#00714f", "#4fcfa4"),
+    ("s3", "#93417a", "#e6a3cd"),
+    ("s4", "#7a5c00", "#e2c453"),
+];
+
+/// As custom properties: light, dark where the system says so, and either where the reader does.
+pub(super) fn variables() -> String {
+    let block = |dark: bool| -> String {
+        let of =
+            |(name, l, d): &(&str, &str, &str)| format!("--{name}:{};", if dark { d } else { l });
+        let scheme = if dark { "dark" } else { "light" };
+        COLOURS.iter().map(of).collect::<String>() + "color-scheme:" + scheme
+    };
+    let (light, dark) = (block(false), block(true));
+    format!(
+        ":root{{{light}}}\n\
+         @media(prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}\n\
+         :root[data-theme=dark]{{{dark}}}\n\
+         @media print{{:root,:root[data-theme]{{{light}}}}}\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn colour(name: &str, dark: bool) -> [f64; 3] {
+        let (_, light_one, dark_one) = COLOURS.iter().find(|(n, ..)| *n == name).unwrap();
+        let text = if dark { dark_one } else { light_one };
+        [1, 3, 5].map(|at| f64::from(u8::from_str_radix(&text[at..at + 2], 16).unwrap()) / 255.0)
+    }
+
+    /// Source: WCAG 2.2, "relative luminance" and "contrast ratio".
+    fn contrast(a: [f64; 3], b: [f64; 3]) -> f64 {
+        let luminance = |colour: [f64; 3]| {
+            let [r, g, b] = colour.map(|part| {
+                if part <= 0.04045 { part / 12.92 } else { ((part + 0.055) / 1.055).powf(2.4) }
+            });
+            0.2126 * r + 0.7152 * g + 0.0722 * b
+        };
+        let (a, b) = (luminance(a), luminance(b));
+        (a.max(b) + 0.05) / (a.min(b) + 0.05)
+    }
+
+    #[test]
+    fn text_and_lines_can_be_seen() {
+        let text = 4.5;
+        let line = 3.0;
+        let pairs = [
+            ("ink", "page", text),
+            ("ink", "card", text),
+            ("ink", "heat-low", text),
+            ("ink", "heat-high", text),
+            ("ink", "accent-soft", text),
+            ("quiet", "page", text),
+            ("quiet", "card", text),
+            ("accent", "page", text),
+            ("accent", "card", text),
+            ("accent", "accent-soft", text),
+            ("warn", "warn-soft", text),
+            ("warn", "card", text),
+            ("bar", "card", line),
+            ("edge", "card", line),
+            ("edge", "page", line),
+            ("s0", "card", text),
+            ("s1", "card", text),
+            ("s2", "card", text),
+            ("s3", "card", text),
+            ("s4", "card", text),
+        ];
+        for dark in [false, true] {
+            for (front, back, least) in pairs {
+                let found = contrast(colour(front, dark), colour(back, dark));
+                assert!(found >= least, "{front} on {back}, dark {dark}: {found:.2}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_colour_of_the_style_is_defined() {
+        let style = super::super::STYLE;
+        for part in style.split("var(--").skip(1) {
+            let name = part.split([')', ',']).next().unwrap();
+            // (A field of the map says its own value.)
+            let own = style.contains(&format!("--{name}:")) || name == "v";
+            assert!(own || COLOURS.iter().any(|(known, ..)| *known == name), "{name}");
+        }
+        assert!(variables().contains("--ink:#1c222b"));
+    }
+}

@@ -1,0 +1,233 @@
+//! What a run comes to: what to use here, how much that gains, and how sure it is.
+//!
+//! ```text
+//!   Run ─► matrix ─► picks, the best first ─► set aside what is not safe
+//!                                          ─► the default, where nothing is surely better
+//!                                          ─► gain, confidence, ties, answers, set-up
+//! ```
+//!
+//! A choice is judged over all loads together: by the geometric mean of its values, round by round, so that
+//! a load counts by ratios and not by how large its numbers are. What cannot be told apart is called a
+//! tie, and of those that tie the default is advised, since changing it would gain nothing. What
+//! loses data in a power cut (`unsafe`, memory) is never advised, however fast it is.
+//!
+//! Comparisons are made one by one, and not corrected for how many there are: of a hundred pairs of
+//! equals a few will look different.
+
+mod answers;
+mod confidence;
+mod setup;
+
+use crate::matrix::{Matrix, Pick};
+use crate::model::{Axes, Run};
+use crate::stats::{Decision, Gain};
+use crate::words::{label, span, times};
+
+pub use answers::{Answer, PeerRow};
+pub(crate) use answers::{heading, measured_for};
+pub use confidence::{Confidence, Level, steadiness};
+pub use setup::Setup;
+
+/// A way that was faster and is not advised.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SetAside {
+    /// Its axes.
+    pub axes: Axes,
+    /// Against what is advised, where that can be said.
+    pub gain: Option<Gain>,
+    /// Why not.
+    pub reason: &'static str,
+}
+
+/// What a run comes to.
+#[derive(Clone, Debug)]
+pub struct Verdict {
+    /// What to use, in one sentence.
+    pub sentence: String,
+    /// The axes of what is advised that were a choice at all; none where nothing was measured.
+    pub best: Option<Axes>,
+    /// Cells of what is advised, as indices.
+    pub cells: Vec<usize>,
+    /// The default that it is held against.
+    pub baseline: Option<Axes>,
+    /// Against the default; none where the default is advised, or there is none.
+    pub gain: Option<Gain>,
+    /// How sure all this is.
+    pub confidence: Confidence,
+    /// Ways that cannot be told from what is advised.
+    pub ties: Vec<Axes>,
+    /// Ways that were faster and are not safe.
+    pub set_aside: Vec<SetAside>,
+    /// The plan's question and those that follow from its axes, each with a sentence.
+    pub answers: Vec<Answer>,
+    /// The tools side by side.
+    pub peers: Vec<PeerRow>,
+    /// How to have it.
+    pub setup: Option<Setup>,
+    /// What the reader must know before believing this.
+    pub cautions: Vec<String>,
+}
+
+/// Why a way is not advised.
+fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
+    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
+    if value("cache") == Some("unsafe") {
+        return Some("it ignores the guest's flushes, so a power cut may damage the guest's files");
+    }
+    let place =
+        value("backend").and_then(|name| run.environment.places.iter().find(|p| p.name == name));
+    let kind = place.and_then(|place| place.file_system.as_deref());
+    let memory = |kind: &str| kind == "tmpfs" || kind == "ramfs";
+    if kind.is_some_and(memory) || (place.is_none() && value("backend").is_some_and(memory)) {
+        return Some("it is in memory, so the disk is gone with the power");
+    }
+    None
+}
+
+/// Judges a run.
+pub fn verdict(run: &Run) -> Verdict {
+    let nothing = |sentence: &str| Verdict {
+        sentence: sentence.to_owned(),
+        best: None,
+        cells: Vec::new(),
+        baseline: None,
+        gain: None,
+        confidence: Confidence::none(),
+        ties: Vec::new(),
+        set_aside: Vec::new(),
+        answers: Vec::new(),
+        peers: Vec::new(),
+        setup: None,
+        cautions: cautions(run),
+    };
+    let Some(matrix) = Matrix::new(run) else {
+        return nothing("The plan's metric is not known to this version, so nothing is advised.");
+    };
+    let picks = matrix.picks();
+    // Where all is unsafe (a run on tmpfs alone) the best of it is told, with that caution.
+    let safe: Vec<Pick> =
+        picks.iter().filter(|pick| not_safe(run, &pick.axes).is_none()).cloned().collect();
+    let eligible = if safe.is_empty() { &picks } else { &safe };
+    let Some(first) = eligible.first() else {
+        let mut verdict = nothing("Nothing was measured under all loads, so nothing is advised.");
+        verdict.answers = answers::answers(&matrix, &[], None);
+        return verdict;
+    };
+    let best = advised(&matrix, first, eligible);
+    let base = matrix.base(best, eligible).filter(|base| base.axes != best.axes);
+    let gain = base.and_then(|base| matrix.against(best, base));
+    let ties = ties(&matrix, best, eligible);
+    let set_aside = set_aside(&matrix, best, &picks);
+    let cautions = cautions(run);
+    let confidence = Confidence::of(&matrix, best, base, !cautions.is_empty());
+    let is_default = matrix.base(best, eligible).is_some_and(|base| base.axes == best.axes);
+    let sentence = sentence(&matrix, best, base, gain, is_default, eligible);
+    let mut answers =
+        vec![Answer { question: run.plan.question.clone(), sentence: sentence.clone() }];
+    answers.extend(answers::answers(&matrix, eligible, Some(best)));
+    Verdict {
+        sentence,
+        best: Some(matrix.short(&best.axes)),
+        cells: best.cells.clone(),
+        baseline: base.map(|base| matrix.short(&base.axes)),
+        gain,
+        confidence,
+        ties,
+        set_aside,
+        answers,
+        peers: answers::peers(&matrix),
+        setup: Some(setup::setup(run, &best.axes, &best.cells)),
+        cautions,
+    }
+}
+
+/// The best, or the default where the best cannot be told from it.
+fn advised<'p>(matrix: &Matrix<'_>, first: &'p Pick, picks: &'p [Pick]) -> &'p Pick {
+    match matrix.base(first, picks) {
+        Some(base) => match matrix.against(first, base) {
+            Some(gain) if gain.decision == Decision::Better => first,
+            // (Values of 0, which have no ratio, are told by their order.)
+            None if first.summary.median != base.summary.median => first,
+            _ => base,
+        },
+        None => first,
+    }
+}
+
+fn ties(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<Axes> {
+    let others = picks.iter().filter(|pick| pick.axes != best.axes);
+    let tied = others.filter(|pick| match matrix.against(pick, best) {
+        Some(gain) => gain.decision == Decision::Tie,
+        None => pick.summary.median == best.summary.median,
+    });
+    tied.map(|pick| matrix.short(&pick.axes)).collect()
+}
+
+fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> {
+    let others = picks.iter().filter(|pick| pick.axes != best.axes);
+    others
+        .filter_map(|pick| {
+            let reason = not_safe(matrix.run, &pick.axes)?;
+            let gain = matrix.against(pick, best);
+            let faster = gain.is_none_or(|gain| gain.decision == Decision::Better);
+            faster.then(|| SetAside { axes: matrix.short(&pick.axes), gain, reason })
+        })
+        .collect()
+}
+
+fn sentence(
+    matrix: &Matrix<'_>,
+    best: &Pick,
+    base: Option<&Pick>,
+    gain: Option<Gain>,
+    is_default: bool,
+    picks: &[Pick],
+) -> String {
+    let name = label(&matrix.short(&best.axes));
+    let measure = matrix.metric.title;
+    if picks.len() == 1 {
+        return format!("{name} is all that was measured, so there was no choice to make.");
+    }
+    match (base, gain) {
+        (Some(base), Some(gain)) => format!(
+            "Use {name}: {} times as good as {} in {measure} ({}).",
+            times(gain.ratio),
+            label(&matrix.short(&base.axes)),
+            span(gain.interval.low, gain.interval.high)
+        ),
+        (Some(base), None) => {
+            format!("Use {name}: better than {} in {measure}.", label(&matrix.short(&base.axes)))
+        }
+        (None, _) if is_default => {
+            format!(
+                "Stay with {name}, the default: nothing measured here is surely better in {measure}."
+            )
+        }
+        (None, _) => format!("Use {name}: the best of {} in {measure}.", picks.len()),
+    }
+}
+
+/// What speaks against a run as a whole.
+fn cautions(run: &Run) -> Vec<String> {
+    let mut said: Vec<String> = Vec::new();
+    if run.ended.is_none() {
+        said.push("The run is not complete: it was interrupted, or still goes on.".to_owned());
+    }
+    if run.quick {
+        said.push(
+            "A quick run: few rounds of short loads, which a cache may have answered in part."
+                .to_owned(),
+        );
+    }
+    if let Some(host) = &run.environment.virtualization {
+        said.push(format!(
+            "This machine is itself a guest ({host}): its neighbours and its host's caches are in \
+             the numbers."
+        ));
+    }
+    said.extend(run.warnings.iter().map(|warning| warning.text.clone()));
+    said
+}
+
+#[cfg(test)]
+mod tests;

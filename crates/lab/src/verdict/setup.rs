@@ -1,0 +1,228 @@
+//! How to have what is advised: commands, and libvirt's element.
+
+use std::path::{Path, PathBuf};
+
+use vdkit_jobs::libvirt::{DiskSource, LibvirtDisk};
+
+use crate::model::{Axes, PlaceKind, Run};
+use crate::words::quoted;
+
+/// What to type, and what to write into a guest's definition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setup {
+    /// In their order. Words in capitals are for the user to choose.
+    pub commands: Vec<String>,
+    /// libvirt's `<disk>` element.
+    pub xml: String,
+}
+
+/// The format and options of a new image.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Image {
+    format: String,
+    options: Vec<String>,
+}
+
+/// Words of `create` and `convert` that are followed by a format or by options.
+const FORMAT_WORDS: [&str; 4] = ["-f", "-O", "--format", "--target-format"];
+
+impl Image {
+    /// As it was made in the run: the last command that makes one.
+    fn made_by(commands: &[String]) -> Option<Self> {
+        commands.iter().rev().find_map(|line| Self::of_command(line))
+    }
+
+    fn of_command(line: &str) -> Option<Self> {
+        let words = split(line);
+        let program = Path::new(words.first()?).file_name()?.to_str()?;
+        if !["vdkit", "qemu-img"].contains(&program)
+            || !["create", "convert"].contains(&words.get(1)?.as_str())
+        {
+            return None;
+        }
+        let mut image = Self::default();
+        let after = |i: usize| words.get(i + 1).cloned();
+        for (i, word) in words.iter().enumerate() {
+            // (Of `convert` the source's format comes first, as -f; the target's is -O.)
+            if FORMAT_WORDS.contains(&word.as_str()) {
+                image.format = after(i)?;
+            } else if word == "-o" {
+                image.options.push(after(i)?);
+            }
+        }
+        (!image.format.is_empty()).then_some(image)
+    }
+
+    /// By the name of a layout alone.
+    fn of_name(layout: &str) -> Self {
+        let formats = ["qcow2", "vmdk", "vhdx", "vhd", "vdi"];
+        let format = formats.into_iter().find(|format| layout.contains(format)).unwrap_or("raw");
+        let mut image = Self { format: format.to_owned(), options: Vec::new() };
+        for part in layout.split(['-', '_', ' ']) {
+            let size = part.strip_suffix(['k', 'K', 'm', 'M']).and_then(|n| n.parse::<u32>().ok());
+            match part {
+                part if size.is_some() && format == "qcow2" => {
+                    image.options.push(format!("cluster_size={}", part.to_uppercase()));
+                }
+                "ext" | "extl2" | "extended" => image.options.push("extended_l2=on".to_owned()),
+                "metadata" | "falloc" | "full" => {
+                    image.options.push(format!("preallocation={part}"));
+                }
+                _ => {}
+            }
+        }
+        image
+    }
+
+    fn allocated(&self) -> bool {
+        let ready = ["preallocation=falloc", "preallocation=full"];
+        self.options.iter().any(|option| ready.iter().any(|ready| option.contains(ready)))
+    }
+}
+
+/// Words of a command line as a shell would take them: blanks part them, quotation marks and
+/// backslashes keep them together.
+fn split(line: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    let (mut word, mut open, mut quote) = (String::new(), false, None);
+    let mut letters = line.chars();
+    while let Some(c) = letters.next() {
+        match (c, quote) {
+            ('\'' | '"', None) => (quote, open) = (Some(c), true),
+            (c, Some(mark)) if c == mark => quote = None,
+            ('\\', None) => word.extend(letters.next()),
+            (c, None) if c.is_whitespace() => {
+                if open || !word.is_empty() {
+                    words.push(std::mem::take(&mut word));
+                }
+                open = false;
+            }
+            (c, _) => word.push(c),
+        }
+    }
+    if open || !word.is_empty() {
+        words.push(word);
+    }
+    words
+}
+
+/// For these choices; `cells` are where they were measured.
+pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
+    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
+    let layout = value("layout").or_else(|| value("format")).unwrap_or("qcow2");
+    let commands = cells.first().map_or(&[][..], |cell| &run.cells[*cell].commands);
+    let image = Image::made_by(commands).unwrap_or_else(|| Image::of_name(layout));
+    let place = value("backend")
+        .and_then(|name| run.environment.places.iter().find(|place| place.name == name));
+    let device = place.is_some_and(|place| place.kind == PlaceKind::Device);
+    let folder = place.map_or("DIR", |place| place.path.as_str());
+    let ending = if image.format == "raw" { "raw" } else { image.format.as_str() };
+    let disk: PathBuf =
+        if device { folder.into() } else { Path::new(folder).join(format!("disk.{ending}")) };
+    let cache = value("cache").unwrap_or("none");
+    let front = value("front").unwrap_or("");
+    let bus = value("bus").or_else(|| ["ide", "scsi"].into_iter().find(|bus| front.contains(bus)));
+
+    let mut typed = Vec::new();
+    let name = quoted(&disk.to_string_lossy());
+    // A raw disk on a device is the device.
+    if !(device && image.format == "raw") {
+        let options: String =
+            image.options.iter().map(|option| format!(" -o {}", quoted(option))).collect();
+        typed.push(format!("vdkit create -f {}{options} {name} SIZE", quoted(&image.format)));
+    }
+    let socket = PathBuf::from("/run/vdkit-disk.sock");
+    let (source, format) = if front.contains("vhost") {
+        typed.push(format!("vdkit serve {name} --vhost-user {} --cache {cache}", socket.display()));
+        (DiskSource::VhostUser(socket), "raw")
+    } else if front.contains("nbd") {
+        typed.push(format!("vdkit serve {name} --nbd unix:{} --cache {cache}", socket.display()));
+        (DiskSource::Nbd(socket, String::new()), "raw")
+    } else if front.contains("fuse") {
+        typed.push(format!("vdkit mount {name} FILE --cache {cache}"));
+        (DiskSource::File("FILE".into()), "raw")
+    } else if device {
+        (DiskSource::Device(disk.clone()), image.format.as_str())
+    } else {
+        (DiskSource::File(disk.clone()), image.format.as_str())
+    };
+    let mut element = LibvirtDisk::new(source, format);
+    element.cache = cache.to_owned();
+    element.allocated = image.allocated();
+    if let Some(bus) = bus {
+        element.bus = bus.to_owned();
+    }
+    Setup { commands: typed, xml: element.xml() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Cell, PlaceInfo};
+
+    fn axes(values: &[(&str, &str)]) -> Axes {
+        values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn an_image_is_made_as_it_was_in_the_run() {
+        let commands = [
+            "vdkit create -f raw /x/source 1G",
+            "/usr/bin/vdkit create -f qcow2 -o 'cluster_size=8K,lazy_refcounts=on' '/x y/a' 1G",
+            "fio --name=load -f x",
+        ];
+        let commands = commands.map(str::to_owned);
+        let cells = vec![Cell { commands: commands.to_vec(), ..Cell::default() }];
+        let mut run = Run { cells, ..Run::default() };
+        let place =
+            PlaceInfo { name: "ext4".into(), path: "/srv/a b".into(), ..PlaceInfo::default() };
+        run.environment.places.push(place);
+        let found = setup(&run, &axes(&[("backend", "ext4"), ("cache", "none")]), &[0]);
+        assert_eq!(
+            found.commands,
+            [
+                "vdkit create -f qcow2 -o cluster_size=8K,lazy_refcounts=on '/srv/a b/disk.qcow2' SIZE"
+            ]
+        );
+        assert!(found.xml.contains("cache='none' io='threads' discard='unmap'"), "{}", found.xml);
+        assert!(found.xml.contains("file='/srv/a b/disk.qcow2'"));
+    }
+
+    #[test]
+    fn names_of_layouts_are_understood() {
+        let options = |layout: &str| {
+            let image = Image::of_name(layout);
+            (image.format.clone(), image.options.join(","), image.allocated())
+        };
+        assert_eq!(options("qcow2-8k"), ("qcow2".into(), "cluster_size=8K".into(), false));
+        assert_eq!(options("raw-falloc"), ("raw".into(), "preallocation=falloc".into(), true));
+        assert_eq!(options("qcow2-ext"), ("qcow2".into(), "extended_l2=on".into(), false));
+        assert_eq!(options("raw-sparse"), ("raw".into(), String::new(), false));
+    }
+
+    #[test]
+    fn servers_and_devices() {
+        let mut run = Run::default();
+        run.environment.places.push(PlaceInfo {
+            name: "zvol".into(),
+            path: "/dev/zvol/p/v".into(),
+            kind: PlaceKind::Device,
+            ..PlaceInfo::default()
+        });
+        let choose = |values: &[(&str, &str)]| setup(&run, &axes(values), &[]);
+        let raw = choose(&[("backend", "zvol"), ("layout", "raw-sparse")]);
+        assert_eq!(raw.commands, [""; 0]);
+        assert!(raw.xml.contains("type='block'") && raw.xml.contains("io='native'"));
+        let nbd = choose(&[("layout", "qcow2"), ("front", "nbd"), ("cache", "writeback")]);
+        assert!(nbd.commands[1].contains("--nbd unix:/run/vdkit-disk.sock --cache writeback"));
+        assert!(nbd.xml.contains("protocol='nbd'"));
+        let guest = choose(&[("layout", "qcow2"), ("front", "guest-ide")]);
+        assert!(guest.xml.contains("bus='ide'") && guest.commands[0].contains("DIR/disk.qcow2"));
+    }
+
+    #[test]
+    fn lines_are_split_as_a_shell_does() {
+        assert_eq!(split(r#"a 'b c' "d e"f g\ h '' "#), ["a", "b c", "d ef", "g h", ""]);
+        assert_eq!(split(""), [""; 0]);
+    }
+}

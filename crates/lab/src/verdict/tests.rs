@@ -1,0 +1,204 @@
+use super::*;
+use crate::model::{Cell, Outcome, PlaceInfo, PlanSummary, Published, Sample};
+
+fn axes(values: &[(&str, &str)]) -> Axes {
+    values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
+}
+
+fn cell(values: &[(&str, &str)], metric: &str, samples: &[f64]) -> Cell {
+    Cell {
+        key: format!("{values:?}"),
+        axes: axes(values),
+        samples: (0u32..)
+            .zip(samples)
+            .map(|(round, value)| Sample {
+                round,
+                values: [(metric.to_owned(), *value)].into(),
+                ..Sample::default()
+            })
+            .collect(),
+        outcome: Outcome::Measured,
+        ..Cell::default()
+    }
+}
+
+fn run(metric: &str, names: &[&str], baseline: Option<&[(&str, &str)]>, cells: Vec<Cell>) -> Run {
+    let plan = PlanSummary {
+        name: "test".to_owned(),
+        question: "Which one?".to_owned(),
+        axes: names.iter().map(|name| (*name).to_owned()).collect(),
+        metric: metric.to_owned(),
+        baseline: baseline.map(axes),
+        ..PlanSummary::default()
+    };
+    Run { plan, cells, ended: Some(1), ..Run::default() }
+}
+
+/// Five rounds around a value, within 2 %.
+fn around(value: f64) -> Vec<f64> {
+    [0.99, 1.0, 1.01, 1.005, 0.995].map(|part| part * value).into()
+}
+
+fn layouts(values: &[(&str, f64)]) -> Run {
+    let cells = values.iter().map(|(l, v)| cell(&[("layout", l)], "iops", &around(*v))).collect();
+    run("iops", &["layout"], Some(&[("layout", "qcow2")]), cells)
+}
+
+#[test]
+fn the_best_is_advised_with_its_gain() {
+    let found = verdict(&layouts(&[("qcow2", 100.0), ("qcow2-8k", 200.0), ("raw", 199.0)]));
+    assert_eq!(found.best, Some(axes(&[("layout", "qcow2-8k")])));
+    assert_eq!(found.baseline, Some(axes(&[("layout", "qcow2")])));
+    let gain = found.gain.unwrap();
+    assert!((gain.ratio - 2.0).abs() < 0.02 && gain.interval.holds(2.0));
+    assert_eq!(found.ties, [axes(&[("layout", "raw")])]);
+    assert_eq!(found.confidence.level, Level::High);
+    assert_eq!(
+        found.sentence,
+        "Use qcow2-8k: 2.00 times as good as qcow2 in requests (1.97 to 2.03)."
+    );
+    assert!(found.setup.unwrap().commands[0].contains("cluster_size=8K"));
+}
+
+#[test]
+fn a_tie_leaves_the_default() {
+    let found = verdict(&layouts(&[("qcow2", 100.0), ("qcow2-8k", 100.5), ("raw", 50.0)]));
+    assert_eq!(found.best, Some(axes(&[("layout", "qcow2")])));
+    assert_eq!((found.gain, found.baseline), (None, None));
+    assert_eq!(found.ties, [axes(&[("layout", "qcow2-8k")])]);
+    assert!(found.sentence.starts_with("Stay with qcow2, the default"), "{}", found.sentence);
+}
+
+#[test]
+fn less_is_better_where_time_is_measured() {
+    let of = |name, value| cell(&[("layout", name)], "elapsed_seconds", &around(value));
+    let cells = vec![of("qcow2", 10.0), of("raw", 5.0)];
+    let found = verdict(&run("elapsed_seconds", &["layout"], Some(&[("layout", "qcow2")]), cells));
+    assert_eq!(found.best, Some(axes(&[("layout", "raw")])));
+    assert!((found.gain.unwrap().ratio - 2.0).abs() < 0.05);
+}
+
+#[test]
+fn loads_count_by_ratios() {
+    // "b" wins the load with large numbers by a little, and loses the other one by far.
+    let of = |layout, profile, value| {
+        cell(&[("layout", layout), ("profile", profile)], "iops", &around(value))
+    };
+    let cells = vec![
+        of("a", "seq", 10_000.0),
+        of("b", "seq", 11_000.0),
+        of("a", "rnd", 100.0),
+        of("b", "rnd", 40.0),
+        // Not measured under all loads, so it does not take part.
+        of("c", "rnd", 900.0),
+    ];
+    let found = verdict(&run("iops", &["layout", "profile"], None, cells));
+    assert_eq!(found.best, Some(axes(&[("layout", "a")])));
+    assert_eq!(found.cells, [0, 2]);
+    let said = |question: &str| {
+        let answer = found.answers.iter().find(|answer| answer.question == question);
+        answer.unwrap_or_else(|| panic!("{question}: {:?}", found.answers)).sentence.clone()
+    };
+    assert!(said("Under seq?").starts_with("b with 11k IOPS"), "{}", said("Under seq?"));
+    assert!(said("Under rnd?").starts_with('c'), "{}", said("Under rnd?"));
+    assert!(said("Which layout?").starts_with("a: 1.5"), "{}", said("Which layout?"));
+}
+
+#[test]
+fn what_loses_data_is_not_advised() {
+    let of = |cache, value| cell(&[("cache", cache)], "iops", &around(value));
+    let cells = vec![of("none", 100.0), of("unsafe", 500.0), of("writeback", 150.0)];
+    let found = verdict(&run("iops", &["cache"], Some(&[("cache", "none")]), cells));
+    assert_eq!(found.best, Some(axes(&[("cache", "writeback")])));
+    assert_eq!(found.set_aside.len(), 1);
+    assert_eq!(found.set_aside[0].axes, axes(&[("cache", "unsafe")]));
+    assert!(found.set_aside[0].reason.contains("flushes"));
+
+    let of = |place, value| cell(&[("backend", place)], "iops", &around(value));
+    let mut memory = run("iops", &["backend"], None, vec![of("fast", 900.0), of("ext4", 100.0)]);
+    memory.environment.places.push(PlaceInfo {
+        name: "fast".to_owned(),
+        file_system: Some("tmpfs".to_owned()),
+        ..PlaceInfo::default()
+    });
+    assert_eq!(verdict(&memory).best, Some(axes(&[("backend", "ext4")])));
+    // Where there is nothing else, it is what there is.
+    memory.cells.truncate(1);
+    assert_eq!(verdict(&memory).best, Some(axes(&[("backend", "fast")])));
+}
+
+#[test]
+fn tools_are_shown_and_not_advised() {
+    let of =
+        |layout, tool, value| cell(&[("layout", layout), ("tool", tool)], "iops", &around(value));
+    let cells = vec![
+        of("raw", "vdkit", 100.0),
+        of("raw", "qemu-img", 300.0),
+        of("qcow2", "vdkit", 120.0),
+        of("qcow2", "qemu-img", 60.0),
+    ];
+    let found = verdict(&run("iops", &["layout", "tool"], None, cells));
+    assert_eq!(found.best, Some(axes(&[("layout", "qcow2")])));
+    assert_eq!(found.peers.len(), 2);
+    let gain = |row: usize| found.peers[row].gains[0].1.ratio;
+    assert!((gain(0) - 1.0 / 3.0).abs() < 0.01 && (gain(1) - 2.0).abs() < 0.05);
+    assert!(!found.sentence.contains("vdkit"));
+}
+
+#[test]
+fn confidence_follows_rounds_and_noise() {
+    let level = |samples: &[f64]| {
+        let of = |name, by: f64| {
+            let samples: Vec<f64> = samples.iter().map(|value| value * by).collect();
+            cell(&[("layout", name)], "iops", &samples)
+        };
+        let cells = vec![of("qcow2", 1.0), of("raw", 3.0)];
+        verdict(&run("iops", &["layout"], Some(&[("layout", "qcow2")]), cells)).confidence
+    };
+    assert_eq!(level(&[100.0]).level, Level::Hint);
+    assert!(level(&[100.0]).words.contains("nobody knows"));
+    assert_eq!(level(&[100.0, 101.0, 102.0]).level, Level::Fair);
+    assert_eq!(level(&[100.0, 150.0, 60.0]).level, Level::Low);
+    assert_eq!(level(&around(100.0)).level, Level::High);
+    let mut disturbed = layouts(&[("qcow2", 100.0), ("raw", 200.0)]);
+    disturbed.environment.virtualization = Some("KVM".to_owned());
+    let found = verdict(&disturbed);
+    assert_eq!(found.confidence.level, Level::Fair);
+    assert_eq!(found.cautions.len(), 1);
+}
+
+#[test]
+fn flushes_survival_and_published_numbers_are_answered() {
+    let mut run = layouts(&[("qcow2", 100.0), ("raw", 200.0)]);
+    for (cell, (flushes, survived)) in run.cells.iter_mut().zip([(0.0, 0.0), (4.0, 1.0)]) {
+        for sample in &mut cell.samples {
+            sample.values.insert("flushes".to_owned(), flushes);
+            sample.values.insert("final_fsync_seconds".to_owned(), 0.5);
+            sample.values.insert("survived".to_owned(), survived);
+        }
+    }
+    for (layout, value) in [("qcow2", 10.0), ("raw", 5.0)] {
+        run.published.push(Published {
+            axes: axes(&[("layout", layout)]),
+            metric: "iops".to_owned(),
+            value,
+            source: "a paper".to_owned(),
+        });
+    }
+    let answers = verdict(&run).answers;
+    let said = |words: &str| answers.iter().any(|answer| answer.sentence.contains(words));
+    assert!(said("Not with qcow2: none was recorded there"), "{answers:?}");
+    assert!(said("the longest final fsync took 500 ms"), "{answers:?}");
+    assert!(said("Came through without an error: raw. Broke: qcow2."), "{answers:?}");
+    assert!(said("other way round: 0 of 1 pairs"), "{answers:?}");
+}
+
+#[test]
+fn nothing_measured_is_said() {
+    let mut run = layouts(&[("qcow2", 100.0), ("raw", 200.0)]);
+    run.cells.iter_mut().for_each(|cell| cell.samples.clear());
+    let found = verdict(&run);
+    assert!(found.best.is_none() && found.sentence.contains("Nothing was measured"));
+    let unknown = super::verdict(&Run::default());
+    assert!(unknown.best.is_none() && unknown.sentence.contains("metric"));
+}

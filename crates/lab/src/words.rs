@@ -1,0 +1,213 @@
+//! Numbers and names for people: units, and as many digits as mean something.
+
+use crate::model::{Axes, Metric};
+
+/// A number of a metric with its unit: `12.3k IOPS`, `181 MB/s`, `4.56 ms`, `2 min 36 s`.
+///
+/// Rates are in powers of ten, as fio and vendors print them; space is in powers of two.
+pub fn value(metric: &Metric, number: f64) -> String {
+    match metric.unit {
+        "1/s" if metric.key.contains("iops") => format!("{} IOPS", counted(number)),
+        "1/s" => format!("{}/s", counted(number)),
+        "B/s" => scaled(number, 1000.0, &["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]),
+        "ns" => time(number * 1e-9),
+        "s" => time(number),
+        "B" => scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"]),
+        "" => counted(number),
+        unit => format!("{} {unit}", digits(number)),
+    }
+}
+
+/// Seconds: `435 ms`, `12.3 s`, `2 min 36 s`.
+pub fn time(seconds: f64) -> String {
+    let size = seconds.abs();
+    if size >= 119.5 && size < 1e9 {
+        let whole = seconds.round() as i64;
+        let (hours, minutes, rest) = (whole / 3600, whole / 60 % 60, whole % 60);
+        return if hours > 0 {
+            format!("{hours} h {minutes} min")
+        } else {
+            format!("{minutes} min {rest} s")
+        };
+    }
+    for (unit, factor) in [("s", 1.0), ("ms", 1e3), ("µs", 1e6)] {
+        if size * factor >= 0.9995 {
+            return format!("{} {unit}", digits(seconds * factor));
+        }
+    }
+    if size == 0.0 { "0 s".to_owned() } else { format!("{} ns", digits(seconds * 1e9)) }
+}
+
+fn scaled(number: f64, step: f64, units: &[&str]) -> String {
+    let mut number = number;
+    let mut at = 0;
+    // (What rounds to the next unit's one is written in it.)
+    while number.abs() >= step * 0.9995 && at + 1 < units.len() {
+        number /= step;
+        at += 1;
+    }
+    format!("{} {}", digits(number), units[at])
+}
+
+/// A count: `950`, `12.3k`, `1.20M`.
+pub fn counted(number: f64) -> String {
+    let size = number.abs();
+    if size >= 999_500.0 {
+        format!("{}M", digits(number / 1e6))
+    } else if size >= 9_999.5 {
+        format!("{}k", digits(number / 1e3))
+    } else if size >= 999.5 {
+        let whole = number.round() as i64;
+        format!("{},{:03}", whole / 1000, (whole % 1000).abs())
+    } else {
+        digits(number)
+    }
+}
+
+/// Three digits that count: `1.23`, `45.6`, `789`, `0.0123`; whole numbers without a point.
+pub fn digits(number: f64) -> String {
+    let size = number.abs();
+    if !number.is_finite() {
+        return "–".to_owned();
+    }
+    // (What arithmetic made of a whole number is one still.)
+    if (number - number.round()).abs() <= 1e-9 * size && size < 1000.0 {
+        return format!("{number:.0}");
+    }
+    let places = match size {
+        size if size >= 99.95 => 0,
+        size if size >= 9.995 => 1,
+        size if size >= 0.9995 => 2,
+        size if size >= 0.0995 => 3,
+        _ => 4,
+    };
+    format!("{number:.places$}")
+}
+
+/// A ratio: `1.84`, `12.3`.
+pub fn times(ratio: f64) -> String {
+    if ratio >= 9.95 { digits(ratio) } else { format!("{ratio:.2}") }
+}
+
+/// A part of one as percent: `7 %`, `0.4 %`.
+pub fn percent(part: f64) -> String {
+    let hundred = part * 100.0;
+    if hundred.abs() < 0.95 { format!("{hundred:.1} %") } else { format!("{hundred:.0} %") }
+}
+
+/// How much better, for sentences: `1.84 times as good (1.70 to 1.95)`.
+pub fn span(low: f64, high: f64) -> String {
+    format!("{} to {}", times(low), times(high))
+}
+
+/// Values of axes in a row: `ext4 · qcow2-8k · none`.
+pub fn label(axes: &Axes) -> String {
+    axes.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join(" · ")
+}
+
+/// A name or value for people: `raw-sparse` as it is, `queue_depth` as `queue depth`.
+pub fn title(name: &str) -> String {
+    let plain = name.replace('_', " ");
+    let mut letters = plain.chars();
+    match letters.next() {
+        Some(first) => first.to_uppercase().chain(letters).collect(),
+        None => plain,
+    }
+}
+
+/// Things in a sentence: `a, b and c`.
+pub fn listed(things: &[String]) -> String {
+    match things {
+        [] => String::new(),
+        [one] => one.clone(),
+        [all @ .., last] => format!("{} and {last}", all.join(", ")),
+    }
+}
+
+/// A word of a command, quoted for a shell where it must be.
+pub fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@%+".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', "'\\''"))
+    }
+}
+
+/// A time of day (seconds since 1970) in UTC: `2026-11-22 00:15 UTC`.
+///
+/// Source of the calendar's arithmetic: Howard Hinnant, *chrono-Compatible Low-Level Date
+/// Algorithms*, `civil_from_days`.
+pub fn date(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    // (Far beyond any year of four digits.)
+    let days = days.min(2_900_000) + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02} {:02}:{:02} UTC", rest / 3600, rest / 60 % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::metric;
+
+    #[test]
+    fn numbers_have_units_and_few_digits() {
+        let said = |key: &str, number: f64| value(metric(key).unwrap(), number);
+        assert_eq!(said("iops", 12_345.0), "12.3k IOPS");
+        assert_eq!(said("iops", 1234.4), "1,234 IOPS");
+        assert_eq!(said("iops", 999_600.0), "1.000M IOPS".replace("1.000", "1.00"));
+        assert_eq!(said("bytes_per_second", 181.4e6), "181 MB/s");
+        assert_eq!(said("bytes_per_second", 50.52e6), "50.5 MB/s");
+        assert_eq!(said("bytes_per_second", 0.0), "0 B/s");
+        assert_eq!(said("latency_p50_ns", 850.0), "850 ns");
+        assert_eq!(said("latency_p50_ns", 85_000.0), "85 µs");
+        assert_eq!(said("latency_p99_ns", 4_560_000.0), "4.56 ms");
+        assert_eq!(said("elapsed_seconds", 0.4352), "435 ms");
+        assert_eq!(said("elapsed_seconds", 156.0), "2 min 36 s");
+        assert_eq!(said("elapsed_seconds", 7300.0), "2 h 1 min");
+        assert_eq!(said("elapsed_seconds", 119.9), "2 min 0 s");
+        assert_eq!(said("host_bytes", 1536.0), "1.50 KiB");
+        assert_eq!(said("reads", 1935.0), "1,935");
+        assert_eq!(said("requests_per_cpu_second", 250_000.0), "250k/s");
+        assert_eq!(
+            (digits(f64::NAN), digits(0.01234), digits(-2.5)),
+            ("–".into(), "0.0123".into(), "-2.50".into())
+        );
+        assert_eq!(
+            (times(1.8449), times(12.34), times(0.5)),
+            ("1.84".into(), "12.3".into(), "0.50".into())
+        );
+        assert_eq!((percent(0.071), percent(0.004)), ("7 %".into(), "0.4 %".into()));
+    }
+
+    #[test]
+    fn names_become_sentences() {
+        let words = |all: &[&str]| listed(&all.iter().map(|w| (*w).to_owned()).collect::<Vec<_>>());
+        assert_eq!(
+            (words(&[]), words(&["a"]), words(&["a", "b", "c"])),
+            (String::new(), "a".into(), "a, b and c".into())
+        );
+        assert_eq!((title("queue_depth"), title("")), ("Queue depth".into(), String::new()));
+        assert_eq!(
+            (quoted("a.qcow2"), quoted("it's"), quoted("")),
+            ("a.qcow2".into(), "'it'\\''s'".into(), "''".into())
+        );
+    }
+
+    #[test]
+    fn dates_are_of_the_calendar() {
+        assert_eq!(date(0), "1970-01-01 00:00 UTC");
+        assert_eq!(date(951_782_399), "2000-02-28 23:59 UTC");
+        assert_eq!(date(951_782_400), "2000-02-29 00:00 UTC");
+        assert_eq!(date(1_795_306_500), "2026-11-22 00:15 UTC");
+        assert!(date(u64::MAX).ends_with("UTC"));
+    }
+}
