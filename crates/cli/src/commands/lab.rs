@@ -8,9 +8,11 @@ use super::{Group, Run, Subcommand, augment, run};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
+mod compare;
 mod export;
 mod measure;
 mod plans;
+mod report;
 
 /// The row of the table.
 pub const COMMAND: Subcommand = Subcommand {
@@ -25,6 +27,8 @@ beneath DIR, and removed at the end. The results are one SQLite file.
   list                      the plans that come with vdkit
   show PLAN                 what a plan measures
   run PLAN --on DIR         measure
+  report RUN                what to use here, and why: one HTML file
+  compare BEFORE AFTER      one run against another
   export RUN                the results for other programs
 
 A device that is mounted or in use is refused; one with something on it needs --erase too. All on it is lost.",
@@ -34,6 +38,8 @@ vdkit lab run zvol-vs-qcow2 --quick --on /srv/images      a first answer
 vdkit lab run cache-modes --on /srv/images --on /mnt/xfs  all of a plan, on two file systems
 vdkit lab run zvol-vs-qcow2 --device /dev/vg/test --erase /dev/vg/test
 vdkit lab run --resume RUN.sqlite                         go on after an interrupt
+vdkit lab report RUN.sqlite                               the verdict, tables and charts, as one HTML file
+vdkit lab compare BEFORE.sqlite AFTER.sqlite              what became worse, what better
 vdkit lab export RUN.sqlite --csv > values.csv
 ",
     augment: augment::<LabArgs>,
@@ -42,7 +48,10 @@ vdkit lab export RUN.sqlite --csv > values.csv
 
 /// Arguments of `vdkit lab`.
 #[derive(Args, Debug)]
-#[command(override_usage = "vdkit lab list|show|run|export [OPTIONS]", subcommand_required = true)]
+#[command(
+    override_usage = "vdkit lab list|show|run|report|compare|export [OPTIONS]",
+    subcommand_required = true
+)]
 pub struct LabArgs {
     #[command(subcommand)]
     action: Action,
@@ -57,6 +66,10 @@ enum Action {
     Show(plans::ShowArgs),
     /// Measure a plan on places
     Run(Box<measure::RunArgs>),
+    /// Make one HTML file of a run: what to use here, how sure that is, tables and charts
+    Report(report::ReportArgs),
+    /// Hold a run against an earlier one
+    Compare(compare::CompareArgs),
     /// Print the results of a run for other programs
     Export(export::ExportArgs),
 }
@@ -69,6 +82,8 @@ impl Run for LabArgs {
             Action::List(arguments) => arguments.run(session),
             Action::Show(arguments) => arguments.run(session),
             Action::Run(arguments) => arguments.run(session),
+            Action::Report(arguments) => arguments.run(session),
+            Action::Compare(arguments) => arguments.run(session),
             Action::Export(arguments) => arguments.run(session),
         }
     }

@@ -41,15 +41,29 @@ pub(super) fn commands(run: &Run) -> Option<Markup> {
     (!cells.is_empty()).then(|| {
         html! {
             p class="note" { "As they ran in the last round, in their order." }
-            @for cell in cells {
+            @if cells.len() > COMMANDS_OPEN {
                 details class="more" {
-                    summary { (label(&cell.axes)) }
-                    @for note in &cell.notes { p class="note" { (note) } }
-                    (code(&cell.commands.join("\n"), "Commands of this cell"))
+                    summary { "Commands of " (cells.len()) " cells" }
+                    @for cell in &cells { (cell_commands(cell)) }
                 }
+            } @else {
+                @for cell in &cells { (cell_commands(cell)) }
             }
         }
     })
+}
+
+/// Cells whose commands stand on the page one by one; more are folded away together.
+const COMMANDS_OPEN: usize = 8;
+
+fn cell_commands(cell: &Cell) -> Markup {
+    html! {
+        details class="more" {
+            summary { (label(&cell.axes)) }
+            @for note in &cell.notes { p class="note" { (note) } }
+            (code(&cell.commands.join("\n"), "Commands of this cell"))
+        }
+    }
 }
 
 /// Every number, by cell and round.

@@ -113,18 +113,27 @@ fn ties(verdict: &Verdict) -> String {
     }
 }
 
+/// What was faster, by why it is not advised.
 fn set_aside(ways: &[SetAside]) -> Markup {
+    const NAMED: usize = 4;
+    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
+    for way in ways {
+        let name = match &way.gain {
+            Some(gain) => format!("{} ({} times as good)", label(&way.axes), times(gain.ratio)),
+            None => label(&way.axes),
+        };
+        match reasons.iter_mut().find(|(reason, _)| *reason == way.reason) {
+            Some((_, names)) => names.push(name),
+            None => reasons.push((way.reason, vec![name])),
+        }
+    }
     html! {
         aside class="aside" aria-label="Faster, and not advised" {
             p class="aside-name" { "Faster, and not advised" }
-            ul { @for way in ways.iter().take(4) {
-                li {
-                    b { (label(&way.axes)) }
-                    @if let Some(gain) = &way.gain { " (" (times(gain.ratio)) " times as good)" }
-                    ": " (way.reason) "."
-                }
+            @for (reason, names) in &reasons {
+                p { "Because " (reason) ": " (listed(&names[..names.len().min(NAMED)]))
+                    @if names.len() > NAMED { ", and " (names.len() - NAMED) " more" } "." }
             }
-            @if ways.len() > 4 { li { (ways.len() - 4) " more of the same kinds." } } }
         }
     }
 }

@@ -48,6 +48,11 @@ fn way(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
     if way.is_empty() { cell.axes.clone() } else { way }
 }
 
+/// Names in the chart for those that are drawn, where `all` has every way in order.
+fn drawn(all: &[Axes]) -> Vec<String> {
+    told_apart(&all[..all.len().min(LINES_MAX)])
+}
+
 /// Names of the lines of a chart: without axes that are the same for all of them, and without the tool
 /// where it is ours.
 fn told_apart(ways: &[Axes]) -> Vec<String> {
@@ -97,12 +102,18 @@ fn without_depth(profile: &str) -> Option<(u32, String)> {
     Some((depth, stem.join("-")))
 }
 
-/// Requests a second against latency, where a load was measured at several queue depths.
-pub(super) fn depth(matrix: &Matrix<'_>) -> Option<Markup> {
-    /// Load, and of each way its points.
-    type Chart = (String, Vec<(Axes, Vec<Point>)>);
-    let mut charts: Vec<Chart> = Vec::new();
-    for cell in &matrix.run.cells {
+/// A way that was measured at several queue depths.
+struct Depths {
+    way: Axes,
+    /// What is advised first, then the default, then others.
+    place: (bool, bool),
+    points: Vec<Point>,
+}
+
+/// The ways of each load, by its name without the depth.
+fn by_depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Vec<(String, Vec<Depths>)> {
+    let mut charts: Vec<(String, Vec<Depths>)> = Vec::new();
+    for (i, cell) in matrix.run.cells.iter().enumerate() {
         let Some((depth, rest)) = depth_of(cell) else { continue };
         let value = |key: &str| median(&cell.values(key));
         let latency = value("latency_p50_ns").or_else(|| value("latency_mean_ns"));
@@ -117,43 +128,52 @@ pub(super) fn depth(matrix: &Matrix<'_>) -> Option<Markup> {
         let (load, mut way) = (label(&part(Role::Condition)), part(Role::Choice));
         way.extend(part(Role::Tool));
         let point = Point { depth, iops, latency: latency * 1e-9 };
-        let chart = match charts.iter().position(|(name, _)| *name == load) {
-            Some(at) => &mut charts[at].1,
+        let at = charts.iter().position(|(name, _)| *name == load).unwrap_or_else(|| {
+            charts.push((load, Vec::new()));
+            charts.len() - 1
+        });
+        let ways = &mut charts[at].1;
+        match ways.iter_mut().find(|known| known.way == way) {
+            Some(known) => known.points.push(point),
             None => {
-                charts.push((load, Vec::new()));
-                let last = charts.len() - 1;
-                &mut charts[last].1
+                let default = matrix.base_of(cell).is_some_and(|base| base.key == cell.key);
+                let place = (!verdict.cells.contains(&i), !default);
+                ways.push(Depths { way, place, points: vec![point] });
             }
-        };
-        match chart.iter_mut().find(|(known, _)| *known == way) {
-            Some((_, points)) => points.push(point),
-            None => chart.push((way, vec![point])),
         }
     }
-    let drawn = charts.into_iter().enumerate().filter_map(|(i, (load, ways))| {
-        let ways: Vec<_> = ways.into_iter().filter(|(_, points)| points.len() > 1).collect();
-        let names = told_apart(&ways.iter().map(|(way, _)| way.clone()).collect::<Vec<_>>());
-        let mut ways: Vec<Curve> = ways
-            .into_iter()
-            .zip(names)
-            .map(|((_, mut points), name)| {
-                points.sort_by_key(|point| point.depth);
-                Curve { name, points }
-            })
-            .collect();
-        let most = |curve: &Curve| curve.points.iter().map(|point| point.iops).fold(0.0, f64::max);
-        ways.sort_by(|a, b| most(b).total_cmp(&most(a)));
-        let first = ways.first()?.name.clone();
-        let caption = Caption {
-            id: format!("depth-{i}"),
-            title: format!("Requests a second against latency, {load}"),
-            description: format!("{first} reaches the most requests a second. Numbers below."),
-        };
-        let chart = html! { (curves(&caption, &ways)) (depth_table(&ways)) };
-        let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
-        Some((name, chart))
-    });
-    stacked(drawn.collect())
+    for (_, ways) in &mut charts {
+        ways.retain(|way| way.points.len() > 1);
+        for way in ways.iter_mut() {
+            way.points.sort_by_key(|point| point.depth);
+        }
+        let most = |way: &Depths| way.points.iter().map(|point| point.iops).fold(0.0, f64::max);
+        ways.sort_by(|a, b| a.place.cmp(&b.place).then(most(b).total_cmp(&most(a))));
+    }
+    charts
+}
+
+/// Requests a second against latency, where a load was measured at several queue depths.
+pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
+    let charts =
+        by_depth(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, ways))| {
+            let all: Vec<Axes> = ways.iter().map(|way| way.way.clone()).collect();
+            let curve = |(way, name): (&Depths, String)| Curve { name, points: way.points.clone() };
+            let lines: Vec<Curve> = ways.iter().zip(drawn(&all)).map(curve).collect();
+            let numbers: Vec<Curve> =
+                ways.iter().map(|way| curve((way, label(&way.way)))).collect();
+            let most = |curve: &Curve| curve.points.last().map_or(0.0, |point| point.iops);
+            let first = lines.iter().max_by(|a, b| most(a).total_cmp(&most(b)))?.name.clone();
+            let caption = Caption {
+                id: format!("depth-{i}"),
+                title: format!("Requests a second against latency, {load}"),
+                description: format!("{first} reaches the most requests a second. Numbers below."),
+            };
+            let chart = html! { (curves(&caption, &lines)) (depth_table(&numbers)) };
+            let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
+            Some((name, chart))
+        });
+    stacked(charts.collect())
 }
 
 fn depth_table(ways: &[Curve]) -> Markup {
@@ -174,7 +194,7 @@ fn depth_table(ways: &[Curve]) -> Markup {
             }
         }
         @if ways.len() > LINES_MAX {
-            p class="note" { "The " (LINES_MAX) " ways with the most requests are drawn; the numbers have all " (ways.len()) "." }
+            p class="note" { "What is advised, the default and the best others are drawn; the numbers have all " (ways.len()) "." }
         }
     }
 }
@@ -212,24 +232,30 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
 pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
     let charts =
         by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
-            let lines: Vec<Line> = cells
+            let found: Vec<(Axes, Vec<Percentile>)> = cells
                 .into_iter()
                 .filter_map(|cell| {
                     let all = merged(cell.samples.iter().filter_map(|s| s.latencies.as_ref()));
                     let points = percentiles(&all);
-                    (points.len() > 1).then(|| Line { name: label(&way(matrix, cell)), points })
+                    (points.len() > 1).then(|| (way(matrix, cell), points))
                 })
                 .collect();
-            if lines.is_empty() {
+            if found.is_empty() {
                 return None;
             }
+            let all: Vec<Axes> = found.iter().map(|(way, _)| way.clone()).collect();
+            let line =
+                |(name, points): (String, &Vec<Percentile>)| Line { name, points: points.clone() };
+            let points = || found.iter().map(|(_, points)| points);
+            let lines: Vec<Line> = drawn(&all).into_iter().zip(points()).map(line).collect();
+            let numbers: Vec<Line> = all.iter().map(label).zip(points()).map(line).collect();
             let name = if load.is_empty() { "All requests".to_owned() } else { label(&load) };
             let caption = Caption {
                 id: format!("latency-{i}"),
                 title: format!("Latency distribution, {name}"),
                 description: said(&lines),
             };
-            Some((name, html! { (distribution(&caption, &lines)) (latency_table(&lines)) }))
+            Some((name, html! { (distribution(&caption, &lines)) (latency_table(&numbers)) }))
         });
     stacked(charts.collect())
 }

@@ -102,7 +102,7 @@ fn body(run: &Run, verdict: &Verdict) -> Markup {
         add("answers", "Question by question", head::answers(verdict));
         add("results", "All results", results::results(matrix, verdict));
         add("map", "The matrix at a glance", data::map(matrix));
-        add("depth", "Requests against latency", loads::depth(matrix));
+        add("depth", "Requests against latency", loads::depth(matrix, verdict));
         add("latency", "How long requests take", loads::latency(matrix, verdict));
         add("time", "The loads in time", loads::time_of(matrix, verdict));
         add("scores", "Weighted scores", results::scores(matrix));

@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 
 use super::charts::{Bar, bar};
-use crate::matrix::{Matrix, Role};
+use crate::matrix::{Matrix, OWN_TOOL, Role, role};
 use crate::model::{Axes, Better, Cell, metric};
 use crate::stats::{Decision, Gain, Summary, median};
 use crate::verdict::Verdict;
@@ -29,8 +29,10 @@ fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>
             axes.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
         };
         let load = varying(matrix.part(&cell.axes, Role::Condition));
-        let name: Axes =
-            varying(cell.axes.clone()).into_iter().filter(|entry| !load.contains(entry)).collect();
+        // (Our own tool is not said: what is of another one says so.)
+        let own = |entry: &(String, String)| role(&entry.0) == Role::Tool && entry.1 == OWN_TOOL;
+        let rest = varying(cell.axes.clone()).into_iter();
+        let name: Axes = rest.filter(|entry| !load.contains(entry) && !own(entry)).collect();
         let base = matrix.base_of(cell);
         let row = Row {
             cell,

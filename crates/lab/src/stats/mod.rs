@@ -24,7 +24,7 @@ mod steady;
 
 pub use gain::{Decision, Gain, MATTERS, SINGLE_ROUND_NOISE, gain};
 pub use histogram::{FRACTIONS, Percentile, merged, percentiles};
-pub use steady::{EXCURSION_MAX, SLOPE_MAX, WINDOW, judge, window_of};
+pub use steady::{EXCURSION_MAX, SLOPE_MAX, WINDOW, judge, steady, window_of};
 
 /// The coverage that intervals aim at.
 pub const COVERAGE: f64 = 0.95;

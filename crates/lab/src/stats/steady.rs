@@ -9,7 +9,7 @@
 //! is weaker than SNIA's own procedure, which preconditions a device for hours; the report says how
 //! long the window was.
 
-use crate::model::Steady;
+use crate::model::{Series, Steady};
 
 /// Rounds of a window.
 pub const WINDOW: usize = 5;
@@ -19,6 +19,12 @@ const ROUNDS: usize = 10;
 pub const EXCURSION_MAX: f64 = 0.2;
 /// Largest rise or fall of the line through a window, as a fraction of its average.
 pub const SLOPE_MAX: f64 = 0.1;
+
+/// Judges a load by its first series.
+pub fn steady(series: &[Series]) -> Option<Steady> {
+    let first = series.first()?;
+    judge(&first.metric, &first.seconds, &first.values)
+}
 
 /// Judges a series: `seconds` are ends of intervals since the load began, `values` the means in them.
 /// The first window that is steady; where none is, the last one. Nothing of less than five values.

@@ -2,7 +2,7 @@
 
 use crate::matrix::{Matrix, Pick};
 use crate::model::{Cell, Steady};
-use crate::stats::judge;
+use crate::stats::steady;
 use crate::words::percent;
 
 /// From a guess to as sure as one machine can be.
@@ -92,11 +92,7 @@ impl Confidence {
 
 /// What the samples of a cell say of being steady, by what was noted or by their series.
 pub fn steadiness(cell: &Cell) -> Vec<Steady> {
-    let of = |sample: &crate::model::Sample| {
-        sample.steady.clone().or_else(|| {
-            let series = sample.series.first()?;
-            judge(&series.metric, &series.seconds, &series.values)
-        })
-    };
+    let of =
+        |sample: &crate::model::Sample| sample.steady.clone().or_else(|| steady(&sample.series));
     cell.samples.iter().filter_map(of).collect()
 }

@@ -72,14 +72,16 @@ pub struct Verdict {
 fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
     let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
     if value("cache") == Some("unsafe") {
-        return Some("it ignores the guest's flushes, so a power cut may damage the guest's files");
+        return Some(
+            "they ignore the guest's flushes, so a power cut may damage the guest's files",
+        );
     }
     let place =
         value("backend").and_then(|name| run.environment.places.iter().find(|p| p.name == name));
     let kind = place.and_then(|place| place.file_system.as_deref());
     let memory = |kind: &str| kind == "tmpfs" || kind == "ramfs";
     if kind.is_some_and(memory) || (place.is_none() && value("backend").is_some_and(memory)) {
-        return Some("it is in memory, so the disk is gone with the power");
+        return Some("they are in memory, so the disk is gone with the power");
     }
     None
 }

@@ -95,7 +95,7 @@ impl RunArgs {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             registry: &registry,
             erase: self.erase.clone(),
-            steady: None,
+            steady: Some(vdkit::lab::stats::steady),
         };
         if let Some(file) = &self.resume {
             let going = Going::resume(file, &tools, &monitor).map_err(|error| failure(&error))?;

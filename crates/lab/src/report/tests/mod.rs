@@ -169,7 +169,7 @@ fn the_verdict_comes_first_and_is_whole() {
     assert!(at("id=\"verdict\"") < at("id=\"results\""));
     assert!(page.contains("vdkit create -f qcow2 -o cluster_size=8K"));
     assert!(page.contains("&lt;disk type='file' device='disk'&gt;"));
-    assert!(page.contains("it ignores the guest's flushes"));
+    assert!(page.contains("they ignore the guest's flushes"));
 }
 
 #[test]

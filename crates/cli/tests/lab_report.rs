@@ -1,0 +1,89 @@
+//! `vdkit lab report` and `vdkit lab compare`: runs as files become a page and a comparison.
+
+mod common;
+
+use std::path::Path;
+
+use common::Scratch;
+use vdkit::lab::model::{Axes, Cell, Outcome, PlanSummary, Run, Sample};
+use vdkit::lab::store::Store;
+
+/// A run of two layouts with these values, three rounds each.
+fn run_file(path: &Path, id: &str, values: [(&str, f64); 2]) {
+    let axes = |layout: &str| -> Axes { vec![("layout".to_owned(), layout.to_owned())] };
+    let plan = PlanSummary {
+        name: "layouts".to_owned(),
+        title: "Layouts <&> more".to_owned(),
+        question: "Which layout?".to_owned(),
+        axes: vec!["layout".to_owned()],
+        metric: "iops".to_owned(),
+        baseline: Some(axes("qcow2")),
+    };
+    let cell = |(layout, _): &(&str, f64)| Cell {
+        key: format!("layout={layout}"),
+        axes: axes(layout),
+        ..Cell::default()
+    };
+    let mut run = Run { id: id.to_owned(), plan, ..Run::default() };
+    run.cells = values.iter().map(cell).collect();
+    let mut store = Store::create(path, &run, &serde_json::json!({})).unwrap();
+    for (cell, (_, value)) in run.cells.iter_mut().zip(values) {
+        for (round, part) in (0u32..).zip([0.99, 1.0, 1.01]) {
+            let values = [("iops".to_owned(), value * part)].into();
+            store.add_sample(cell, &Sample { round, values, ..Sample::default() }).unwrap();
+        }
+        cell.outcome = Outcome::Measured;
+        store.set_outcome(cell).unwrap();
+    }
+    store.end(1).unwrap();
+}
+
+#[test]
+fn a_run_becomes_a_page() {
+    let scratch = Scratch::new();
+    run_file(&scratch.path("a.sqlite"), "a", [("qcow2", 100.0), ("raw", 200.0)]);
+    let answer = scratch.ok(&["lab", "report", "a.sqlite"]);
+    assert_eq!(answer.stdout, "a.html\n");
+    let page = std::fs::read_to_string(scratch.path("a.html")).unwrap();
+    assert!(page.starts_with("<!DOCTYPE html>") && page.contains("Layouts &lt;&amp;&gt; more"));
+    assert!(page.contains("Use raw: 2.00 times as good as qcow2"), "{page}");
+    // The same again: an older report is replaced, and the run is as it was.
+    scratch.ok(&["lab", "report", "a.sqlite"]);
+    let printed = scratch.ok(&["lab", "report", "a.sqlite", "-o", "-"]).stdout;
+    assert!(printed == page);
+    assert_eq!(scratch.names(), ["a.html", "a.sqlite"]);
+}
+
+#[test]
+fn files_of_others_are_kept() {
+    let scratch = Scratch::new();
+    run_file(&scratch.path("a.sqlite"), "a", [("qcow2", 100.0), ("raw", 200.0)]);
+    scratch.write("mine.html", b"<p>mine</p>");
+    scratch.fails(1, "is no report", &["lab", "report", "a.sqlite", "-o", "mine.html"]);
+    assert_eq!(std::fs::read(scratch.path("mine.html")).unwrap(), b"<p>mine</p>");
+    scratch.fails(1, "is no report", &["lab", "report", "a.sqlite", "-o", "a.sqlite"]);
+    scratch.fails(1, "none.sqlite", &["lab", "report", "none.sqlite"]);
+    scratch.fails(1, "mine.html", &["lab", "report", "mine.html"]);
+    scratch.fails(1, "no/such", &["lab", "report", "a.sqlite", "-o", "no/such/file.html"]);
+    assert_eq!(scratch.names(), ["a.sqlite", "mine.html"]);
+}
+
+#[test]
+fn regressions_are_told_first() {
+    let scratch = Scratch::new();
+    run_file(&scratch.path("old.sqlite"), "old", [("qcow2", 100.0), ("raw", 200.0)]);
+    run_file(&scratch.path("new.sqlite"), "new", [("qcow2", 140.0), ("raw", 100.0)]);
+    let text = scratch.ok(&["lab", "compare", "old.sqlite", "new.sqlite"]).stdout;
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(
+        lines[0].starts_with("worse   0.50x (0.49 to 0.51)  200 IOPS -> 100 IOPS  layout=raw"),
+        "{text}"
+    );
+    assert!(lines[1].starts_with("better  1.40x"), "{text}");
+    assert_eq!(lines[2], "1 worse, 1 better, 0 ties; measured: iops");
+    let value = scratch.json_of("lab-compare", 0, &["old.sqlite", "new.sqlite"]);
+    assert_eq!((&value["worse"], &value["cells"][0]["key"]), (&1.into(), &"layout=raw".into()));
+    let same = scratch.ok(&["lab", "compare", "old.sqlite", "old.sqlite"]).stdout;
+    assert!(same.ends_with("0 worse, 0 better, 2 ties; measured: iops\n"), "{same}");
+    scratch.fails(1, "none.sqlite", &["lab", "compare", "old.sqlite", "none.sqlite"]);
+}
