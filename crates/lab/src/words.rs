@@ -21,7 +21,7 @@ pub fn value(metric: &Metric, number: f64) -> String {
 /// Seconds: `435 ms`, `12.3 s`, `2 min 36 s`.
 pub fn time(seconds: f64) -> String {
     let size = seconds.abs();
-    if size >= 119.5 && size < 1e9 {
+    if (119.5..1e9).contains(&size) {
         let whole = seconds.round() as i64;
         let (hours, minutes, rest) = (whole / 3600, whole / 60 % 60, whole % 60);
         return if hours > 0 {

@@ -71,10 +71,8 @@ fn group(matrix: &Matrix<'_>, key: &str, numbers: &[&Published]) -> Markup {
     };
     let rows: Vec<(&Published, Option<f64>)> =
         numbers.iter().map(|number| (*number, measured_for(matrix, number))).collect();
-    let most =
-        |of: &dyn Fn(&(&Published, Option<f64>)) -> f64| rows.iter().map(of).fold(0.0, f64::max);
-    let most_published = most(&|(number, _)| number.value);
-    let most_here = most(&|(_, here)| here.unwrap_or(0.0));
+    let most_published = numbers.iter().map(|number| number.value).fold(0.0, f64::max);
+    let most_here = rows.iter().filter_map(|(_, here)| *here).fold(0.0, f64::max);
     let drawn = |number: f64, most: f64, kind, name: &str| {
         bar(&Bar {
             value: number,

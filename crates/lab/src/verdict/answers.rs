@@ -122,7 +122,7 @@ fn of_choice(
         sentence
     };
     // What is best together need not be what is best on average.
-    if let Some(advised) = best.and_then(|best| named(best)).filter(|name| *name != first.name)
+    if let Some(advised) = best.and_then(named).filter(|name| *name != first.name)
         && !sentence.contains("no difference")
     {
         sentence.push_str(&format!("; together with the rest of what is advised it is {advised}"));
