@@ -39,7 +39,7 @@ const CONDITIONS: &[&str] = &[
     "source",
 ];
 
-/// What an axis of this name is.
+/// What an axis of this name is, where its plan does not say otherwise: [`Matrix::role`].
 pub fn role(axis: &str) -> Role {
     match axis {
         "tool" | "program" => Role::Tool,
@@ -126,9 +126,19 @@ impl<'a> Matrix<'a> {
         values(self.run, axis)
     }
 
+    /// What an axis is in this run's plan.
+    pub fn role(&self, axis: &str) -> Role {
+        match role(axis) {
+            Role::Choice if self.run.plan.conditions.iter().any(|name| name == axis) => {
+                Role::Condition
+            }
+            role => role,
+        }
+    }
+
     /// Those of the axes that are of a role.
     pub fn part(&self, axes: &Axes, wanted: Role) -> Axes {
-        axes.iter().filter(|(axis, _)| role(axis) == wanted).cloned().collect()
+        axes.iter().filter(|(axis, _)| self.role(axis) == wanted).cloned().collect()
     }
 
     /// Axes as they are told apart: without those that are the same in all cells.
@@ -179,31 +189,59 @@ impl<'a> Matrix<'a> {
         self.picks_where(|_| true)
     }
 
-    /// The same of the cells that `wanted` lets through.
+    /// The same of the cells that `wanted` lets through. Ways that the plan never measures under some
+    /// conditions (a qcow2 image is no disk to a program that reads files) are compared under those
+    /// that they share with others; a way that failed under one of them is left out.
     pub fn picks_where(&self, wanted: impl Fn(&Cell) -> bool) -> Vec<Pick> {
-        let cells: Vec<usize> = (0..self.run.cells.len())
-            .filter(|i| {
-                let cell = &self.run.cells[*i];
-                self.counts(cell) && wanted(cell) && self.summary(cell).is_some()
-            })
-            .collect();
         let mut groups: Vec<(Axes, Vec<usize>)> = Vec::new();
-        for i in cells {
-            let choice = self.part(&self.run.cells[i].axes, Role::Choice);
+        for (i, cell) in self.run.cells.iter().enumerate() {
+            if !self.counts(cell) || !wanted(cell) {
+                continue;
+            }
+            let choice = self.part(&cell.axes, Role::Choice);
             match groups.iter_mut().find(|(axes, _)| *axes == choice) {
                 Some((_, members)) => members.push(i),
                 None => groups.push((choice, vec![i])),
             }
         }
-        let all = groups.iter().map(|(_, cells)| cells.len()).max().unwrap_or(0);
-        let complete = groups.into_iter().filter(|(_, cells)| cells.len() == all);
-        let mut picks: Vec<Pick> =
-            complete.filter_map(|(axes, cells)| self.pick(axes, cells)).collect();
+        let shared = self.shared_conditions(&groups);
+        let measured = |i: &usize| self.summary(&self.run.cells[*i]).is_some();
+        let mut picks = Vec::new();
+        for (axes, mut cells) in groups {
+            cells.retain(|i| measured(i) && shared.contains(&self.condition(*i)));
+            if shared.iter().all(|wanted| cells.iter().any(|i| self.condition(*i) == *wanted)) {
+                picks.extend(self.pick(axes, cells));
+            }
+        }
         picks.sort_by(|a, b| {
             let order = a.summary.median.total_cmp(&b.summary.median);
             if self.metric.better == Better::Higher { order.reverse() } else { order }
         });
         picks
+    }
+
+    /// What a cell was measured under.
+    fn condition(&self, cell: usize) -> Axes {
+        self.part(&self.run.cells[cell].axes, Role::Condition)
+    }
+
+    /// The conditions that compare most: of those of each group, the ones that most ways have,
+    /// times their number.
+    fn shared_conditions(&self, groups: &[(Axes, Vec<usize>)]) -> Vec<Axes> {
+        let mut sets: Vec<Vec<Axes>> = Vec::new();
+        for (_, cells) in groups {
+            let mut set: Vec<Axes> = Vec::new();
+            for condition in cells.iter().map(|i| self.condition(*i)) {
+                if !set.contains(&condition) {
+                    set.push(condition);
+                }
+            }
+            sets.push(set);
+        }
+        let has = |all: &[Axes], part: &[Axes]| part.iter().all(|one| all.contains(one));
+        let worth = |set: &Vec<Axes>| sets.iter().filter(|all| has(all, set)).count() * set.len();
+        // Of equals the larger set: more ways to look at fewer choices.
+        sets.iter().max_by_key(|set| (worth(set), set.len())).cloned().unwrap_or_default()
     }
 
     /// Samples of several cells as one, round by round.

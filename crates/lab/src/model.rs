@@ -66,6 +66,10 @@ pub struct PlanSummary {
     /// The default that others are held against: values of some axes. A cell is held against the
     /// one that has these values and is the same in all other axes.
     pub baseline: Option<Axes>,
+    /// Axes that are no choice in this plan, though they are in others: what the load goes through
+    /// where the question is about the image.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub conditions: Vec<String>,
 }
 
 /// A number that others have measured and published.

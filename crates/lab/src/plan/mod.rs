@@ -48,6 +48,8 @@ pub struct Axis {
     pub values: Vec<String>,
     /// Those in a quick run.
     pub quick: Vec<String>,
+    /// A way to measure and no choice, whatever the axis is in other plans.
+    pub condition: bool,
 }
 
 /// How much is done.
@@ -116,7 +118,9 @@ impl Plan {
     /// What goes into results.
     pub fn summary(&self) -> PlanSummary {
         let axes = self.axes.iter().map(|axis| axis.name.clone());
+        let conditions = self.axes.iter().filter(|axis| axis.condition);
         PlanSummary {
+            conditions: conditions.map(|axis| axis.name.clone()).collect(),
             name: self.name.clone(),
             title: self.title.clone(),
             question: self.question.clone(),

@@ -40,6 +40,8 @@ struct AxisTable {
     name: Spanned<String>,
     values: Vec<Spanned<String>>,
     quick: Option<Vec<Spanned<String>>>,
+    #[serde(default)]
+    condition: bool,
 }
 
 #[derive(Deserialize)]
@@ -171,7 +173,7 @@ impl Place<'_> {
                 return Err(self.at(&table.name, format!("{name}: values are wanted, each once")));
             }
         }
-        Ok(Axis { name: name.clone(), values, quick })
+        Ok(Axis { name: name.clone(), values, quick, condition: table.condition })
     }
 
     fn places(&self, words: Option<&[Spanned<String>]>) -> Result<Vec<PlaceKind>> {

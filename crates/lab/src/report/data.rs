@@ -3,7 +3,7 @@
 use maud::{Markup, PreEscaped, html};
 use serde_json::json;
 
-use crate::matrix::{Matrix, Role, role};
+use crate::matrix::{Matrix, Role};
 use crate::model::{Axes, Better};
 use crate::stats::geometric_mean;
 use crate::words::{percent, title, value};
@@ -41,9 +41,10 @@ fn parts(matrix: &Matrix<'_>) -> Vec<(usize, f64, String)> {
 /// The two axes that are shown first: the choice with the most values, and the load, or another choice.
 fn first_axes<'a>(matrix: &Matrix<'a>) -> Option<(&'a str, &'a str)> {
     let count = |axis: &&str| matrix.values(axis).len();
-    let choices = || matrix.varying.iter().copied().filter(|axis| role(axis) == Role::Choice);
+    let choices =
+        || matrix.varying.iter().copied().filter(|axis| matrix.role(axis) == Role::Choice);
     let rows = choices().max_by_key(count)?;
-    let loads = matrix.varying.iter().copied().filter(|axis| role(axis) == Role::Condition);
+    let loads = matrix.varying.iter().copied().filter(|axis| matrix.role(axis) == Role::Condition);
     let columns = loads.max_by_key(count);
     let columns = columns.or_else(|| choices().filter(|axis| *axis != rows).max_by_key(count));
     let columns = columns.or_else(|| matrix.varying.iter().copied().find(|axis| *axis != rows))?;

@@ -1,6 +1,6 @@
 //! The questions that a run's axes ask, each answered in a sentence.
 
-use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, program, role};
+use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, program};
 use crate::model::{Axes, Better, Cell, metric};
 use crate::stats::{Decision, Gain, Summary, gain, median, summary};
 use crate::words::{self, label, listed, span, times, title};
@@ -28,7 +28,7 @@ pub struct PeerRow {
 /// All that can be answered. `best` is what is advised.
 pub(super) fn answers(matrix: &Matrix<'_>, picks: &[Pick], best: Option<&Pick>) -> Vec<Answer> {
     let mut all = Vec::new();
-    for axis in matrix.varying.iter().filter(|axis| role(axis) == Role::Choice) {
+    for axis in matrix.varying.iter().filter(|axis| matrix.role(axis) == Role::Choice) {
         all.extend(of_choice(matrix, axis, picks, best));
     }
     all.extend(of_conditions(matrix));

@@ -202,3 +202,34 @@ fn nothing_measured_is_said() {
     let unknown = super::verdict(&Run::default());
     assert!(unknown.best.is_none() && unknown.sentence.contains("metric"));
 }
+
+#[test]
+fn a_way_to_measure_is_not_advised_and_what_all_share_is_compared() {
+    let of = |layout, front, value| {
+        cell(&[("layout", layout), ("front", front)], "iops", &around(value))
+    };
+    // Only raw can be measured as a file, and through anything else qcow2 is as good.
+    let cells = vec![
+        of("raw", "file", 1000.0),
+        of("raw", "fuse", 100.0),
+        of("raw", "guest-virtio", 50.0),
+        of("qcow2", "fuse", 100.0),
+        of("qcow2", "guest-virtio", 50.0),
+        of("qcow2-8k", "fuse", 200.0),
+        of("qcow2-8k", "guest-virtio", 100.0),
+    ];
+    let mut run = run("iops", &["layout", "front"], Some(&[("layout", "qcow2")]), cells);
+    run.plan.conditions = vec!["front".to_owned()];
+    let found = verdict(&run);
+    assert_eq!(found.best, Some(axes(&[("layout", "qcow2-8k")])));
+    assert!((found.gain.unwrap().ratio - 2.0).abs() < 0.02);
+    assert!(found.setup.unwrap().commands.iter().all(|line| !line.contains("mount")));
+    // A way that failed where the others were measured is out, and takes no condition with it.
+    run.cells[6].outcome = Outcome::Failed("no".to_owned());
+    run.cells[6].samples.clear();
+    let found = verdict(&run);
+    assert_eq!(found.best, Some(axes(&[("layout", "qcow2")])));
+    // Where the front is a choice all are compared as they are.
+    run.plan.conditions.clear();
+    assert_eq!(verdict(&run).best, Some(axes(&[("layout", "raw"), ("front", "file")])));
+}
