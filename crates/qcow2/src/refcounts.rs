@@ -15,9 +15,6 @@ const SLICE_BYTES: u64 = 4096;
 /// Clean slices beyond this number are dropped: 4 MiB.
 const SLICES_MAX: usize = 1024;
 
-/// Bytes of the refcount table that are read at a time.
-const TABLE_PIECE_BYTES: usize = 16 << 10;
-
 /// Refcount table and cached blocks.
 #[derive(Debug)]
 pub(crate) struct Refcounts {
@@ -45,13 +42,12 @@ impl Refcounts {
     pub(crate) fn read(header: &Header, storage: &dyn Storage) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
+        let mut raw = vec![0; bytes as usize];
+        storage.read_padded(&mut raw, header.refcount_table_offset)?;
         // A table has room for far more blocks than most images have: pages of it that hold nothing
-        // but zeroes are read and not kept, so that they cost no memory.
-        let mut table = vec![0; (bytes / 8) as usize];
-        let mut piece = vec![0; TABLE_PIECE_BYTES.min(bytes as usize).max(8)];
-        for (words, at) in table.chunks_mut(piece.len() / 8).zip((0..).step_by(piece.len())) {
-            let piece = &mut piece[..words.len() * 8];
-            storage.read_padded(piece, header.refcount_table_offset + at)?;
+        // but zeroes are left as they came from the allocator, so that they cost no memory.
+        let mut table = vec![0; raw.len() / 8];
+        for (words, piece) in table.chunks_mut(512).zip(raw.chunks(4096)) {
             if is_zero(piece) {
                 continue;
             }
