@@ -6,7 +6,7 @@ use serde_json::Value;
 
 /// The house from the ground up: a crate may import what stands before it.
 const LAYERS: &[&[&str]] = &[
-    &["vdkit-block"],
+    &["vdkit-block", "vdkit-guest"],
     &["vdkit-luks", "vdkit-blockmap"],
     &[
         "vdkit-storage",

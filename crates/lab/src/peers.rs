@@ -41,7 +41,6 @@ fn package(program: &str) -> &str {
         "mkfs.ext4" | "mke2fs" => "e2fsprogs",
         "losetup" | "mount" | "umount" => "mount",
         "ldd" => "libc-bin",
-        "xz" => "xz-utils",
         "busybox" => "busybox-static",
         other => other,
     }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use vdkit_block::CancelToken;
 
 use super::{Cache, READY, Server, serve};
@@ -100,7 +100,7 @@ pub(super) fn prepare(
     need("qemu-system-x86_64")?;
     let kernel = initramfs::kernel()?;
     let initial = bench.folder.join("guest.cpio");
-    initramfs::write(&kernel, bus.modules(), bus.disk(), &initial, &bench.cancel)?;
+    initramfs::write(&kernel, bus.modules(), bus.disk(), &initial)?;
     let words = |list: &[&str]| list.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     let (mut arguments, mut server) = (Vec::new(), None);
     match source {
@@ -226,16 +226,4 @@ fn read(path: &Path) -> String {
 fn last(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(20)..].join("\n")
-}
-
-/// Files for guests: a kernel, and what belongs to it.
-#[derive(Clone, Debug)]
-struct Kernel {
-    image: PathBuf,
-    modules: PathBuf,
-    busybox: PathBuf,
-}
-
-fn readable(path: &Path) -> Result<Vec<u8>> {
-    std::fs::read(path).with_context(|| path.display().to_string())
 }
