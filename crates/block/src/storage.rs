@@ -125,10 +125,19 @@ pub struct ReadOp<'a> {
     pub buf: &'a mut [u8],
 }
 
+fn read_only(file: &str) -> Error {
+    Error::ReadOnly { file: file.to_owned() }
+}
+
 /// A place where host bytes live. All methods may be called from many threads at once; concurrent
 /// requests to overlapping ranges leave either request's bytes, as on a disk.
 ///
 /// Interrupted and short system calls never reach a caller.
+///
+/// A storage that is only read leaves out [`write_at`](Storage::write_at),
+/// [`write_zeroes`](Storage::write_zeroes), [`discard`](Storage::discard),
+/// [`allocate`](Storage::allocate) and [`set_len`](Storage::set_len): they answer
+/// [`Error::ReadOnly`]. One that stands before another and passes writes on has all five.
 pub trait Storage: Send + Sync + fmt::Debug {
     /// The name for messages, as the user gave it.
     fn name(&self) -> &str;
@@ -210,7 +219,10 @@ pub trait Storage: Send + Sync + fmt::Debug {
     }
 
     /// Writes all of `buf`, making the storage longer where that is needed and possible.
-    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()>;
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        let _ = (buf, offset);
+        Err(read_only(self.name()))
+    }
 
     /// [`Storage::write_at`] for a range that holds nothing yet, as a job writes a new file with
     /// several threads. A storage may know a quicker way to such bytes.
@@ -220,15 +232,24 @@ pub trait Storage: Send + Sync + fmt::Debug {
 
     /// Makes `len` bytes read as zero, the cheapest way that `mode` allows. Ranges past the end of
     /// a growable storage make it longer.
-    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()>;
+    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
+        let _ = (offset, len, mode);
+        Err(read_only(self.name()))
+    }
 
     /// Gives space back. The bytes read as zero or as before afterwards: a hint. Never changes the
     /// length.
-    fn discard(&self, offset: HostOffset, len: u64) -> Result<()>;
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        let _ = (offset, len);
+        Err(read_only(self.name()))
+    }
 
     /// Makes sure that writes to the range will not run out of space; makes the storage longer
     /// where needed. What is there stays.
-    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()>;
+    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
+        let _ = (offset, len);
+        Err(read_only(self.name()))
+    }
 
     /// Makes every write that returned before this call durable, with the length (fdatasync). An
     /// error here is final: bytes may be lost, and every later call fails too.
@@ -247,7 +268,10 @@ pub trait Storage: Send + Sync + fmt::Debug {
     }
 
     /// Changes the length; new bytes read as zero.
-    fn set_len(&self, len: u64) -> Result<()>;
+    fn set_len(&self, len: u64) -> Result<()> {
+        let _ = len;
+        Err(read_only(self.name()))
+    }
 
     /// Whether holes can be there at all: fewer blocks allocated than the length needs. Cheap.
     fn may_have_holes(&self) -> Result<bool>;

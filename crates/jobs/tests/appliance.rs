@@ -4,9 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use vdkit_block::{
-    Error, HostOffset, Monitor, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
-};
+use vdkit_block::{Error, HostOffset, Monitor, Result, Storage, StorageCaps, StorageExtent};
 use vdkit_chain::{OpenOptions, Registry};
 use vdkit_jobs::{ConvertOptions, Destination, Extraction, Source, extract, open_packaged};
 use vdkit_ova::{Package, PackageLimits};
@@ -66,28 +64,8 @@ impl Storage for Meeting {
         Ok(got)
     }
 
-    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
-        Err(Error::ReadOnly { file: "a.ova".to_owned() })
-    }
-
-    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
-        Err(Error::ReadOnly { file: "a.ova".to_owned() })
-    }
-
-    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
-        Err(Error::ReadOnly { file: "a.ova".to_owned() })
-    }
-
-    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
-        Err(Error::ReadOnly { file: "a.ova".to_owned() })
-    }
-
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn set_len(&self, _: u64) -> Result<()> {
-        Err(Error::ReadOnly { file: "a.ova".to_owned() })
     }
 
     fn may_have_holes(&self) -> Result<bool> {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
+use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
 
 /// Ranges of another storage's bytes, one behind the other, for reading.
 #[derive(Debug)]
@@ -43,10 +43,6 @@ impl Window {
     fn alone(&self, offset: HostOffset, len: u64) -> Option<HostOffset> {
         let (within, range) = self.piece(offset.0)?;
         (len <= range.end - range.start - within).then_some(HostOffset(range.start + within))
-    }
-
-    fn read_only<T>(&self) -> Result<T> {
-        Err(Error::ReadOnly { file: self.name.clone() })
     }
 }
 
@@ -104,28 +100,8 @@ impl Storage for Window {
         }
     }
 
-    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
-        self.read_only()
-    }
-
-    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
-        self.read_only()
-    }
-
-    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.read_only()
-    }
-
-    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.read_only()
-    }
-
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn set_len(&self, _: u64) -> Result<()> {
-        self.read_only()
     }
 
     fn may_have_holes(&self) -> Result<bool> {
@@ -147,6 +123,7 @@ impl Storage for Window {
 
 #[cfg(test)]
 mod tests {
+    use vdkit_block::Error;
     use vdkit_storage::MemoryStorage;
 
     use super::*;

@@ -21,7 +21,7 @@ use ureq::http::{HeaderMap, Response, StatusCode};
 use ureq::tls::{RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 use vdkit_block::{
-    CancelToken, Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+    CancelToken, Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent,
 };
 
 use crate::unpack::ByteStream;
@@ -401,10 +401,6 @@ impl HttpStorage {
         let (cache, changed) = (Mutex::default(), Condvar::new());
         Self { shared: Arc::new(Shared { client, version, len, cache, changed }) }
     }
-
-    fn read_only<T>(&self) -> Result<T> {
-        Err(Error::ReadOnly { file: self.shared.client.url.clone() })
-    }
 }
 
 impl Drop for HttpStorage {
@@ -604,28 +600,8 @@ impl Storage for HttpStorage {
         Ok(there)
     }
 
-    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
-        self.read_only()
-    }
-
-    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
-        self.read_only()
-    }
-
-    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.read_only()
-    }
-
-    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.read_only()
-    }
-
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn set_len(&self, _: u64) -> Result<()> {
-        self.read_only()
     }
 
     fn may_have_holes(&self) -> Result<bool> {

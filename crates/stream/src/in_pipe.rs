@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_block::{
-    Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
-};
+use vdkit_block::{Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent};
 
 use crate::unpack::ByteStream;
 
@@ -129,12 +127,6 @@ struct Window {
     len: u64,
 }
 
-impl Window {
-    fn read_only<T>(&self) -> Result<T> {
-        Err(Error::ReadOnly { file: self.pipe.name.clone() })
-    }
-}
-
 impl Storage for Window {
     fn name(&self) -> &str {
         &self.pipe.name
@@ -160,28 +152,8 @@ impl Storage for Window {
         self.pipe.read(&mut buf[..there], offset.0)
     }
 
-    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
-        self.read_only()
-    }
-
-    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
-        self.read_only()
-    }
-
-    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.read_only()
-    }
-
-    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.read_only()
-    }
-
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn set_len(&self, _: u64) -> Result<()> {
-        self.read_only()
     }
 
     fn may_have_holes(&self) -> Result<bool> {

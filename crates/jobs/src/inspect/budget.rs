@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
+use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent};
 
 /// What was spent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,10 +69,6 @@ impl BudgetStorage {
         }
     }
 
-    fn refused<T>(&self) -> Result<T> {
-        Err(Error::ReadOnly { file: self.name().to_owned() })
-    }
-
     fn spend(&self, bytes: u64) -> Result<()> {
         let limit = |what, found, limit| {
             Err(Error::Limit { file: self.name().to_owned(), what, found, limit })
@@ -109,28 +105,8 @@ impl Storage for BudgetStorage {
         self.inner.read_up_to(buf, offset)
     }
 
-    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
-        self.refused()
-    }
-
-    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
-        self.refused()
-    }
-
-    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.refused()
-    }
-
-    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.refused()
-    }
-
     fn sync(&self) -> Result<()> {
-        self.refused()
-    }
-
-    fn set_len(&self, _: u64) -> Result<()> {
-        self.refused()
+        Err(Error::ReadOnly { file: self.name().to_owned() })
     }
 
     /// Holes are not asked for: it would be a system call more for the sandbox to allow.
@@ -152,6 +128,7 @@ impl Storage for BudgetStorage {
 mod tests {
     use std::time::Duration;
 
+    use vdkit_block::ZeroMode;
     use vdkit_storage::MemoryStorage;
 
     use super::*;

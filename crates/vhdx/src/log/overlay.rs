@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
+use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
 
 use super::entry::Change;
 use super::search::ActiveSequence;
@@ -85,10 +85,6 @@ impl Replayed {
             copy(*at, at + PAGE_BYTES, Some(page));
         }
     }
-
-    fn read_only<T>(&self) -> Result<T> {
-        Err(Error::ReadOnly { file: self.name().to_owned() })
-    }
 }
 
 impl Storage for Replayed {
@@ -112,28 +108,8 @@ impl Storage for Replayed {
         Ok(there)
     }
 
-    fn write_at(&self, _: &[u8], _: HostOffset) -> Result<()> {
-        self.read_only()
-    }
-
-    fn write_zeroes(&self, _: HostOffset, _: u64, _: ZeroMode) -> Result<()> {
-        self.read_only()
-    }
-
-    fn discard(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.read_only()
-    }
-
-    fn allocate(&self, _: HostOffset, _: u64) -> Result<()> {
-        self.read_only()
-    }
-
     fn sync(&self) -> Result<()> {
         self.inner.sync()
-    }
-
-    fn set_len(&self, _: u64) -> Result<()> {
-        self.read_only()
     }
 
     fn may_have_holes(&self) -> Result<bool> {
