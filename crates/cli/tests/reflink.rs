@@ -8,7 +8,7 @@ use common::{Scratch, peer};
 const MIB: u64 = 1 << 20;
 const DISK: u64 = 64 * MIB;
 
-/// VDI with its blocks of 1 MiB, fixed VHD, VHDX and flat VMDK, and qcow2 and raw besides.
+/// VDI with its blocks of 1 MiB, VHDX, fixed VHD and flat VMDK, and qcow2 and raw besides.
 #[test]
 fn payloads_are_shared_between_formats() {
     for kind in ["xfs", "btrfs"] {
@@ -35,6 +35,12 @@ fn payloads_are_shared_between_formats() {
             ("h.vmdk", "i.raw", "raw", "preallocation=off"),
             ("disk.raw", "j.vhd", "vpc", vhd),
             ("disk.raw", "k.vmdk", "vmdk", flat),
+            ("disk.raw", "l.vhdx", "vhdx", "subformat=dynamic"),
+            ("disk.raw", "m.vhdx", "vhdx", "subformat=fixed"),
+            ("disk.raw", "n.vhdx", "vhdx", "block_size=1M"),
+            ("l.vhdx", "o.raw", "raw", "preallocation=off"),
+            ("l.vhdx", "p.qcow2", "qcow2", "cluster_size=64K"),
+            ("p.qcow2", "q.vhdx", "vhdx", "block_size=32M"),
         ] {
             let (source, target) = (path(source), path(target));
             let arguments = ["-O", format, "-o", options, &source, &target];
@@ -49,6 +55,7 @@ fn payloads_are_shared_between_formats() {
                 "vpc" => drop(scratch.ok(&["compare", &raw, &target])),
                 _ => drop(peer(disk.path(), "qemu-img", &wanted)),
             }
+            scratch.ok(&["check", "-f", format, &target]);
         }
     }
 }

@@ -1,5 +1,4 @@
-//! VHDX images through the command: every way to and from them, their parents, and blocks that file
-//! systems share.
+//! VHDX images through the command: every way to and from them, and their parents.
 
 mod common;
 
@@ -85,37 +84,4 @@ fn a_child_is_tied_to_its_parent() {
     let raw = ["create", "x.vhdx", "--backing", "disk.raw", "--backing-format", "raw"];
     content(&scratch, "disk.raw", 10 << 20);
     scratch.fails(1, "on a raw image", &raw);
-}
-
-/// Nothing but blocks of metadata is written where the file system shares.
-#[test]
-fn blocks_are_shared_with_images_of_other_formats() {
-    for kind in ["xfs", "btrfs"] {
-        let Some(disk) = vdkit_testkit::fs::mounted(kind, 512 << 20) else { return };
-        let scratch = Scratch::new();
-        let path = |name: &str| disk.path().join(name).display().to_string();
-        let raw = path("disk.raw");
-        scratch.ok(&["create", &raw, "64M"]);
-        for block in 0..64 {
-            let (at, byte) = (format!("{block}M"), (block + 1).to_string());
-            scratch.ok(&["write", "-f", "raw", &raw, &at, "1M", "--pattern", &byte]);
-        }
-        let wanted = scratch.ok(&["read", "-f", "raw", &raw, "0"]).bytes;
-        for (source, target, options) in [
-            ("disk.raw", "a.vhdx", "subformat=dynamic"),
-            ("disk.raw", "b.vhdx", "subformat=fixed"),
-            ("disk.raw", "c.vhdx", "block_size=1M"),
-            ("a.vhdx", "d.raw", "preallocation=off"),
-            ("a.vhdx", "e.qcow2", "cluster_size=64K"),
-            ("e.qcow2", "f.vhdx", "block_size=32M"),
-        ] {
-            let (source, target) = (path(source), path(target));
-            let arguments = ["-o", options, &source, &target];
-            let json = scratch.json_of("convert", 0, &arguments);
-            let moved = json["moved"]["reflinked"].as_u64().unwrap();
-            assert_eq!(moved, 64 << 20, "{kind}: {source} to {target}: {json}");
-            assert!(scratch.ok(&["read", &target, "0"]).bytes == wanted, "{target}");
-            scratch.ok(&["check", &target]);
-        }
-    }
 }
