@@ -47,6 +47,6 @@ pub use disk::{Disk, Layer, RequestGuard};
 pub use extent::{DiskExtent, DiskPlace, Extents};
 pub use options::{BackingChoice, OpenOptions};
 pub use prompt::Ready;
-pub use registry::{Probed, Registry};
+pub use registry::{Probed, Registry, Stranger};
 pub use split::{Split, links_down_to, open_split, same_file};
 pub use walk::{ChainLink, ChainReport, HostInfo, OpenedImage, describe_chain, open_image};

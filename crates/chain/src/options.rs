@@ -20,6 +20,13 @@ pub enum BackingChoice {
         /// Its format; none probes.
         format: Option<String>,
     },
+    /// Open these instead of what the images name: the first beneath the top image, the second
+    /// beneath the first, and so on; beneath the last is what it names. An empty list is the same as
+    /// [`BackingChoice::Follow`].
+    ///
+    /// Beneath the top image this is [`BackingChoice::Override`]. Further down, an image must stand
+    /// on something; where it notes a format or an identity of that, the file must have it.
+    Parents(Vec<PathBuf>),
 }
 
 /// How a disk is opened. The default opens for reading, with locks, through the page cache, and

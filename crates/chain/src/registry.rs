@@ -11,6 +11,18 @@ const TAIL_BYTES: u64 = 512;
 #[derive(Clone, Debug, Default)]
 pub struct Registry {
     drivers: Vec<&'static dyn FormatDriver>,
+    strangers: Vec<Stranger>,
+}
+
+/// A kind of file that is known and is no image. Without a word on it, it would be a raw one.
+#[derive(Clone, Copy, Debug)]
+pub struct Stranger {
+    /// Tells such a file from its name and its first 64 KiB.
+    pub is_one: fn(name: &str, head: &[u8]) -> bool,
+    /// What it is, as it stands behind the file's name in a message.
+    pub what: &'static str,
+    /// What to do instead; `FILE` stands for its name.
+    pub hint: &'static str,
 }
 
 /// What an image was found to be.
@@ -25,7 +37,14 @@ pub struct Probed {
 impl Registry {
     /// A registry of these formats.
     pub fn new(drivers: impl IntoIterator<Item = &'static dyn FormatDriver>) -> Self {
-        Self { drivers: drivers.into_iter().collect() }
+        Self { drivers: drivers.into_iter().collect(), strangers: Vec::new() }
+    }
+
+    /// The same formats; such files are refused where raw would be all that is left to take them for.
+    /// Who names the format is believed.
+    pub fn refusing(mut self, strangers: impl IntoIterator<Item = Stranger>) -> Self {
+        self.strangers.extend(strangers);
+        self
     }
 
     /// The formats, in the order given.
@@ -58,8 +77,8 @@ impl Registry {
     ///
     /// # Errors
     /// [`Error::Unsupported`] where no format fits, or where more than one magic number is there:
-    /// then the user has to name the format, for a guess could hand out the wrong bytes. Whatever
-    /// reading returns.
+    /// then the user has to name the format, for a guess could hand out the wrong bytes. So it is
+    /// for a [`Stranger`]. Whatever reading returns.
     pub fn probe(&self, storage: &dyn Storage) -> Result<Probed> {
         let mut head = vec![0; HEAD_BYTES];
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
@@ -69,7 +88,7 @@ impl Registry {
         if judged.certain.is_empty() {
             judged = self.judge(&head, &tail_of(storage, &head, len)?, len);
         }
-        self.decide(storage.name(), judged)
+        self.decide(storage.name(), &head, judged)
     }
 
     /// [`Registry::probe`] for bytes at hand: the first ones, the last ones (or none of them, where
@@ -82,7 +101,7 @@ impl Registry {
         if judged.certain.is_empty() {
             judged = self.judge(head, tail, len);
         }
-        self.decide(name, judged)
+        self.decide(name, head, judged)
     }
 
     fn judge(&self, head: &[u8], tail: &[u8], len: u64) -> Judged {
@@ -97,8 +116,13 @@ impl Registry {
         judged
     }
 
-    fn decide(&self, file: &str, judged: Judged) -> Result<Probed> {
+    fn decide(&self, file: &str, head: &[u8], judged: Judged) -> Result<Probed> {
         let Judged { certain, fallback } = judged;
+        if certain.is_empty()
+            && let Some(known) = self.strangers.iter().find(|known| (known.is_one)(file, head))
+        {
+            return Err(Error::unsupported(file, known.what, known.hint.replace("FILE", file)));
+        }
         match certain.as_slice() {
             [driver] => Ok(Probed { driver: *driver, fallback: false }),
             [] => fallback.map(|driver| Probed { driver, fallback: true }).ok_or_else(|| {
@@ -242,6 +266,29 @@ mod tests {
             assert_eq!(probe(&all, &bytes).unwrap(), ("a", false), "{len}");
         }
         assert_eq!(probe(&all, &[0; 70_000]).unwrap(), ("raw", true));
+    }
+
+    #[test]
+    fn what_is_known_to_be_no_image_is_not_raw() {
+        static RAW: ByByte = ByByte("raw", None);
+        static A: ByByte = ByByte("a", Some(b't'));
+        let tar = Stranger {
+            is_one: |name, head| name == "image" && head.starts_with(b"tar"),
+            what: "is a tar file",
+            hint: "unpack FILE",
+        };
+        let probe = |drivers: &[&'static dyn FormatDriver], bytes: &[u8]| {
+            let registry = Registry::new(drivers.iter().copied()).refusing([tar]);
+            let by_bytes = registry.probe_bytes("image", bytes, bytes, bytes.len() as u64);
+            let probed = registry.probe(&MemoryStorage::from_bytes("image", bytes));
+            assert_eq!(by_bytes.is_ok(), probed.is_ok());
+            probed.map(|probed| probed.driver.name())
+        };
+        let error = probe(&[&RAW], b"tar\0").unwrap_err().to_string();
+        assert!(error.contains("is a tar file") && error.contains("unpack image"), "{error}");
+        assert_eq!(probe(&[&RAW], b"ta").unwrap(), "raw");
+        // A magic number says more.
+        assert_eq!(probe(&[&RAW, &A], b"tar\0").unwrap(), "a");
     }
 
     #[test]

@@ -169,17 +169,17 @@ impl<'a> Walk<'a> {
             }
         };
         let info = driver.describe(&storage, &self.options.limits)?;
-        check_parent_of_nameless(&path, wanted, &info)?;
+        check_given(&path, wanted, &info)?;
         if let Some((overlay, backing)) = expected {
             check_identity(&overlay, backing, &path, &info)?;
         }
-        self.next = self.after(&info, &namer);
+        self.next = self.after(&info, &namer)?;
         self.depth += 1;
         Ok(Some(Found { path, storage, driver, probed, fallback, info, namer }))
     }
 
     /// What stands beneath an image.
-    fn after(&self, info: &ImageInfo, namer: &Namer) -> Next {
+    fn after(&self, info: &ImageInfo, namer: &Namer) -> Result<Next> {
         let metadata = || match (info.backing(), &info.backing_identity) {
             (Some(backing), _) => Next::Metadata { namer: namer.clone(), backing },
             // What it does not hold must not read as zero.
@@ -190,17 +190,28 @@ impl<'a> Walk<'a> {
             )),
             (None, None) => Next::End,
         };
-        match &self.options.backing {
-            _ if self.depth > 0 => metadata(),
-            BackingChoice::Follow => metadata(),
-            BackingChoice::Ignore => Next::End,
-            BackingChoice::Override { path, format } => {
-                // An image that names a file may be put on another one; where it has nothing but an
-                // identity, that one is meant.
-                let expected = info.backing_identity.clone().filter(|_| info.backing().is_none());
-                Next::User { path: path.clone(), format: format.clone(), expected }
+        let (path, format) = match &self.options.backing {
+            BackingChoice::Ignore => return Ok(Next::End),
+            BackingChoice::Override { path, format } if self.depth == 0 => (path, format.clone()),
+            BackingChoice::Parents(paths) if self.depth < paths.len() => {
+                // The file is elsewhere, and no other one: its overlay knows its format.
+                let format = info.backing_format.clone().filter(|_| self.depth > 0);
+                (&paths[self.depth], format)
             }
+            _ => return Ok(metadata()),
+        };
+        let (backing, identity) = (info.backing(), info.backing_identity.clone());
+        if self.depth > 0 && backing.is_none() && identity.is_none() {
+            return Err(Error::Invalid(format!(
+                "{}: stands on nothing, and '{}' is given for its parent: one --parent too many",
+                namer.name(),
+                path.display()
+            )));
         }
+        // An image that names a file may be put on another one; where it has nothing but an
+        // identity, that one is meant. Further down nothing but the place has changed.
+        let expected = identity.filter(|_| self.depth > 0 || backing.is_none());
+        Ok(Next::User { path: path.clone(), format, expected })
     }
 
     /// Opens the other files with an image's guest data, in the order in which it names them.
@@ -296,19 +307,16 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Refuses an image that the user gave for one that names nothing but an identity, and that has
-/// another one.
-fn check_parent_of_nameless(
-    path: &Path,
-    expected: Option<String>,
-    found: &ImageInfo,
-) -> Result<()> {
+/// Refuses an image that the user gave for one with an identity, and that has another one.
+fn check_given(path: &Path, expected: Option<String>, found: &ImageInfo) -> Result<()> {
     match (expected, &found.identity) {
-        (Some(expected), Some(found)) if expected != *found => Err(Error::Invalid(format!(
-            "{}: is the disk {found}, and {expected} is wanted: it was changed since, or another \
+        (Some(expected), Some(found)) if !is_one_of(found, &expected) => {
+            Err(Error::Invalid(format!(
+                "{}: is the disk {found}, and {expected} is wanted: it was changed since, or another \
              file is the right one",
-            path.display()
-        ))),
+                path.display()
+            )))
+        }
         _ => Ok(()),
     }
 }

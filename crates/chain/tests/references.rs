@@ -441,6 +441,40 @@ fn a_parent_that_is_another_one_or_has_changed_is_refused() {
     place.open(&top, &OpenOptions::default()).unwrap();
 }
 
+/// Files of a chain that were moved are named one by one, from the top down.
+#[test]
+fn parents_further_down_are_given_too() {
+    let place = Place::new();
+    let write = |name: &str, texts: [&str; 5]| {
+        fs::write(place.path(name), header_of(texts, SIZE)).unwrap();
+        place.path(name)
+    };
+    let top = write("images/top.map", ["gone-1.map", "testmap", "", "", "17ab"]);
+    let middle = write("outside/m.map", ["gone-2.map", "testmap", "", "17ab", "beef"]);
+    let lower = write("outside/l.map", ["secret.raw", "raw", "", "beef", ""]);
+    let other = write("outside/o.map", ["secret.raw", "raw", "", "f00d", ""]);
+    let raw = place.path("images/base.raw");
+    let opened = |parents: &[&PathBuf]| {
+        let parents = parents.iter().map(|&path| path.clone()).collect();
+        let options = OpenOptions::default().backing(BackingChoice::Parents(parents));
+        place.open(&top, &options).map(|_| place.first_byte(&top, &options))
+    };
+    for parents in [&[][..], &[&middle]] {
+        let error = opened(parents).unwrap_err().to_string();
+        assert!(error.contains(&format!("gone-{}.map", parents.len() + 1)), "{error}");
+    }
+    assert_eq!(opened(&[&middle, &lower]).unwrap(), 9);
+    assert_eq!(opened(&[&middle, &lower, &raw]).unwrap(), 1);
+    let error = opened(&[&middle, &other]).unwrap_err().to_string();
+    assert!(error.contains("f00d") && error.contains("beef"), "{error}");
+    let error = opened(&[&middle, &lower, &raw, &lower]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    assert!(error.to_string().contains("one --parent too many"), "{error}");
+    // The policy counts for what files name that were given.
+    let error = opened(&[&write("outside/x.map", ["../images/base.raw", "raw", "", "17ab", ""])]);
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::Refused);
+}
+
 #[test]
 fn a_broken_chain_is_described_as_far_as_it_goes() {
     let place = Place::new();

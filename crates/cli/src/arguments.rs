@@ -108,18 +108,16 @@ pub struct SnapshotOption {
 pub struct ParentOption {
     /// Take FILE for what the image stands on, instead of what it names
     ///
-    /// For images that name no file (VDI), or the wrong one. FILE's own parent is what it names.
+    /// For images that name no file (VDI), or the wrong one. FILE's own parent is what it names,
+    /// or what the next --parent says.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub parent: Option<PathBuf>,
+    pub parent: Vec<PathBuf>,
 }
 
 impl ParentOption {
     /// What is done about the image's own word on it.
     pub fn choice(&self) -> BackingChoice {
-        match &self.parent {
-            None => BackingChoice::Follow,
-            Some(path) => BackingChoice::Override { path: path.clone(), format: None },
-        }
+        BackingChoice::Parents(self.parent.clone())
     }
 }
 

@@ -167,7 +167,7 @@ pub enum Opened {
 pub fn is_package(format: Option<&str>, path: &Path, head: &[u8]) -> bool {
     match format {
         Some(format) => format == OVA,
-        None => Package::is_one(head) || (names_package(path) && Package::is_tar(head)),
+        None => Package::looks_like(&path.to_string_lossy(), head),
     }
 }
 

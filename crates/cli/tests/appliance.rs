@@ -306,7 +306,7 @@ fn a_disk_is_chosen_or_a_folder_named() {
         "unknown option 'cluster_size'",
         &["convert", "one.raw", "x.ova", "-o", "cluster_size=4K"],
     );
-    scratch.fails(1, "does not write", &["create", "x.ova", "1M"]);
+    scratch.fails(1, "asks for an appliance", &["create", "x.ova", "1M"]);
     assert!(!scratch.names().iter().any(|name| name.starts_with('x')), "{:?}", scratch.names());
     std::fs::create_dir(scratch.path("out")).unwrap();
     scratch.ok(&["convert", "a.ova", "out", "--disk", "2", "-O", "vpc"]);
@@ -318,6 +318,43 @@ fn a_disk_is_chosen_or_a_folder_named() {
         scratch.ok(&["convert", "x.ova", "x.raw"]);
         same(&scratch, "one.raw", "x.raw");
     }
+}
+
+/// A guest that had an appliance for its disk would see a tar file.
+#[test]
+fn an_appliance_is_no_disk() {
+    let scratch = Scratch::new();
+    parts(&scratch);
+    packed(&scratch, "a.ova", "gnu", &ALL);
+    // One that is known by its first file, and one by its name.
+    std::fs::copy(scratch.path("a.ova"), scratch.path("machine")).unwrap();
+    packed(&scratch, "b.ova", "ustar", &["one.vmdk", "a.ovf", "two.vmdk"]);
+    for image in ["a.ova", "machine", "b.ova"] {
+        for command in [
+            &["serve", image, "--nbd", "unix:s"][..],
+            &["check", image],
+            &["map", image],
+            &["read", image, "0", "16"],
+            &["write", image, "0", "512", "--pattern", "1"],
+            &["compare", image, "one.raw"],
+            &["resize", image, "+1M"],
+            &["inspect", image],
+            &["validate", "--for", "gcp", image],
+        ] {
+            let answer = scratch.fails(1, "is an appliance (OVA)", command);
+            let text = format!("convert {image} FOLDER/");
+            assert!(answer.stderr.contains(&text), "{command:?}: {}", answer.stderr);
+        }
+    }
+    // Its disks are listed all the same, and who wants the bytes of the tar file gets them.
+    scratch.ok(&["info", "a.ova"]);
+    scratch.ok(&["map", "-f", "raw", "a.ova"]);
+    scratch.ok(&["check", "-f", "raw", "a.ova"]);
+    let bytes = scratch.ok(&["read", "-f", "raw", "a.ova", "0", "5"]);
+    assert_eq!(bytes.stdout, "a.ovf");
+    // Other tar files are what they were: anything may be a disk.
+    packed(&scratch, "plain.tar", "gnu", &["one.vmdk", "a.ovf"]);
+    scratch.ok(&["map", "plain.tar"]);
 }
 
 #[test]

@@ -85,3 +85,23 @@ fn a_child_is_tied_to_its_parent() {
     content(&scratch, "disk.raw", 10 << 20);
     scratch.fails(1, "on a raw image", &raw);
 }
+
+/// A guest sees one size of sectors, whichever image of the chain holds them.
+#[test]
+fn a_child_has_the_sectors_of_its_parent() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.vhdx", "16M", "-o", "logical_sector_size=4096"]);
+    let sector = |image: &str| {
+        let info = scratch.json_of("info", 0, &[image]);
+        info.to_string().contains("\"4096\"")
+    };
+    assert!(sector("base.vhdx"));
+    scratch.ok(&["create", "child.vhdx", "--backing", "base.vhdx"]);
+    assert!(sector("child.vhdx"));
+    let given = ["create", "x.vhdx", "--backing", "base.vhdx", "-o", "logical_sector_size=512"];
+    scratch.fails(2, "leave the option out", &given);
+    scratch.ok(&["convert", "child.vhdx", "--backing", "base.vhdx", "other.vhdx"]);
+    assert!(sector("other.vhdx"));
+    scratch.ok(&["write", "child.vhdx", "1M", "8K", "--pattern", "7"]);
+    scratch.ok(&["check", "child.vhdx"]);
+}

@@ -242,17 +242,48 @@ pub fn extract(
     }
     converted.sort_by_key(|(number, _)| *number);
     monitor.cancel.check()?;
-    // From here on all of them get their names.
-    let sure = CancelToken::default();
-    let committed = converted.into_iter().zip(names).map(|((_, converted), (file, target))| {
-        Ok(ApplianceDisk { file, target, report: converted.commit(&sure)? })
-    });
+    let disks = commit_all(converted.into_iter().map(|(_, disk)| disk).zip(names), monitor)?;
     Ok(ApplianceReport {
-        disks: committed.collect::<Result<_>>()?,
+        disks,
         manifest: if package.manifest().is_some() { "verified" } else { "missing" },
         certificate: package.certificate().map(str::to_owned),
         seconds: started.elapsed().as_secs_f64(),
     })
+}
+
+/// Gives all targets their names. Where one cannot get it, files that have theirs by then and replaced
+/// nothing are removed again; those that did replace something are complete, and named.
+fn commit_all(
+    converted: impl Iterator<Item = (Converted, (String, Option<String>))>,
+    monitor: &Monitor<'_>,
+) -> Result<Vec<ApplianceDisk>> {
+    // From here on a cancel comes too late.
+    let sure = CancelToken::default();
+    let mut placed: Vec<PathBuf> = Vec::new();
+    let mut disks: Vec<ApplianceDisk> = Vec::new();
+    for (converted, (file, target)) in converted {
+        match converted.commit_naming(&sure) {
+            Ok((report, fresh)) => {
+                placed.extend(fresh);
+                disks.push(ApplianceDisk { file, target, report });
+            }
+            Err(error) => {
+                for path in &placed {
+                    // The first error is the one that tells.
+                    let _ = std::fs::remove_file(path);
+                }
+                let targets = disks.into_iter().filter_map(|disk| disk.target);
+                for target in targets.filter(|target| Path::new(target).exists()) {
+                    monitor.progress.message(&format!(
+                        "{target}: is the new disk, complete, though another disk of the appliance \
+                         failed: what had the name before is gone"
+                    ));
+                }
+                return Err(error);
+            }
+        }
+    }
+    Ok(disks)
 }
 
 /// A disk's file in the appliance, and where it goes.

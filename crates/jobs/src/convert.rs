@@ -138,10 +138,16 @@ pub(crate) struct Converted {
 impl Converted {
     /// Puts the target in its place.
     pub(crate) fn commit(self, cancel: &CancelToken) -> Result<ConvertReport> {
-        if let Some(target) = self.target {
-            target.commit(cancel)?;
-        }
-        Ok(self.report)
+        self.commit_naming(cancel).map(|(report, _)| report)
+    }
+
+    /// The same, and the files that are there now and were not before.
+    pub(crate) fn commit_naming(
+        self,
+        cancel: &CancelToken,
+    ) -> Result<(ConvertReport, Vec<PathBuf>)> {
+        let placed = self.target.map(|target| target.commit(cancel)).transpose()?;
+        Ok((self.report, placed.unwrap_or_default()))
     }
 }
 

@@ -84,6 +84,11 @@ pub fn create(
         Some(backing) => Some(backing.find(registry, image.path, &image.refs)?),
         None => None,
     };
+    let mut image = image.clone();
+    if let Some(base) = &base {
+        inherit(image.driver, image.path, &mut image.options, &base.properties)?;
+    }
+    let image = &image;
     let guest_bytes = image.guest_bytes.or(base.as_ref().and_then(|base| base.guest_bytes));
     let guest_bytes = if device {
         create_on_device(registry, image, guest_bytes, base.as_ref(), monitor)?
@@ -104,6 +109,44 @@ pub struct FoundBacking {
     pub reference: BackingRef,
     /// Bytes of its disk, where it was opened.
     pub guest_bytes: Option<u64>,
+    /// What its format says of it, where it was opened.
+    properties: Vec<(String, String)>,
+}
+
+/// What a new image has from the one that it stands on: its option, and that one's property. (A guest
+/// sees one size of sectors, whichever image of the chain a sector is in.)
+const INHERITED: [(&str, &str); 1] = [("logical_sector_size", "logical-sector-size")];
+
+/// Sets the options that an image over one with these properties must have.
+///
+/// # Errors
+/// [`Error::Invalid`] where the user gave another value.
+pub(crate) fn inherit(
+    driver: &dyn FormatDriver,
+    image: &Path,
+    options: &mut Options,
+    properties: &[(String, String)],
+) -> Result<()> {
+    let specs = driver.options();
+    for (key, property) in INHERITED {
+        let of_parent = properties.iter().find(|(name, _)| name == property);
+        let Some((_, value)) = of_parent.filter(|_| specs.iter().any(|spec| spec.key == key))
+        else {
+            continue;
+        };
+        match options.text(key) {
+            None => options.set(driver.name(), specs, key, value)?,
+            Some(given) if given != value => {
+                return Err(Error::Invalid(format!(
+                    "{}: {key}={given} was asked for, and the image that it shall stand on has \
+                     {value}; leave the option out",
+                    image.display()
+                )));
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
 }
 
 impl NewBacking {
@@ -124,8 +167,9 @@ impl NewBacking {
             reference: BackingRef {
                 name: self.name.clone(),
                 format,
-                identity: looked.and_then(|looked| looked.identity),
+                identity: looked.as_ref().and_then(|looked| looked.identity.clone()),
             },
+            properties: looked.map(|looked| looked.properties).unwrap_or_default(),
         };
         if !self.open {
             return match &self.format {
@@ -159,11 +203,13 @@ struct Looked {
     probed: bool,
     guest_bytes: u64,
     identity: Option<String>,
+    properties: Vec<(String, String)>,
 }
 
 impl Looked {
     fn new(info: &ImageInfo, probed: bool, guest_bytes: u64) -> Self {
-        Self { format: info.format, probed, guest_bytes, identity: info.identity.clone() }
+        let (identity, properties) = (info.identity.clone(), info.properties.clone());
+        Self { format: info.format, probed, guest_bytes, identity, properties }
     }
 }
 

@@ -231,7 +231,7 @@ impl Receiver {
             target.disk.resize(bytes)?;
         }
         target.close()?;
-        target.commit(cancel)
+        target.commit(cancel).map(drop)
     }
 }
 

@@ -86,12 +86,13 @@ impl NewFiles {
     /// Gives them their names, and then the image its own: an image without its files would be
     /// broken. Where one cannot get it, those that did and replaced nothing are removed again. A cancel
     /// counts until the first name is given. Then files that only the replaced image had are removed.
+    /// Answers which files are there now that were not before.
     pub(crate) fn commit(
         self,
         image: Option<PendingFile>,
         options: CommitOptions,
         cancel: &CancelToken,
-    ) -> Result<()> {
+    ) -> Result<Vec<PathBuf>> {
         cancel.check()?;
         // What takes long comes first.
         for file in self.files.iter().filter(|_| options.sync_file) {
@@ -119,7 +120,7 @@ impl NewFiles {
             // The new image is there and whole; a file too many is no failure.
             let _ = std::fs::remove_file(path);
         }
-        Ok(())
+        Ok(placed)
     }
 }
 

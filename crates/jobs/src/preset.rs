@@ -109,6 +109,8 @@ impl Preset {
     /// The largest disk in bytes, of a format.
     pub fn size_max(self, format: &str) -> Option<u64> {
         match (self, format) {
+            // Microsoft, "Azure managed disk types": 32,767 GiB; two types go up to 65,536 GiB, and are
+            // made empty alone.
             (Self::Azure, _) => Some(32 * TIB - GIB),
             (Self::Aws, _) => Some(16 * TIB),
             (Self::Vmware, _) => Some(62 * TIB),

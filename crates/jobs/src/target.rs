@@ -12,7 +12,7 @@ use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFi
 use vdkit_stream::OutPipe;
 
 use crate::convert::ConvertOptions;
-use crate::create::limit_of_new;
+use crate::create::{inherit, limit_of_new};
 use crate::new_files::{NewFiles, WantedFiles};
 
 /// What a job writes to.
@@ -156,6 +156,11 @@ impl Target {
         cancel: &CancelToken,
     ) -> Result<Self> {
         let driver = registry.driver(&new.format)?;
+        let mut options = new.options.clone();
+        if let Some(base) = &base {
+            inherit(driver, &new.path, &mut options, &base.layers()[0].info().properties)?;
+        }
+        let new = &NewImage { options, ..new.clone() };
         // A crash after the rename must not leave neither the old file nor the new one.
         let replaces = new.path.exists();
         let fast = if replaces { CacheMode::Writeback } else { CacheMode::Unsafe };
@@ -243,16 +248,18 @@ impl Target {
         self.disk.close()
     }
 
-    /// Puts the files in their places. A cancel counts until the first of them is in its own.
-    pub(crate) fn commit(self, cancel: &CancelToken) -> Result<()> {
+    /// Puts the files in their places, and answers which of them are there now that were not before.
+    /// A cancel counts until the first of them is in its own.
+    pub(crate) fn commit(self, cancel: &CancelToken) -> Result<Vec<PathBuf>> {
         let options = CommitOptions { sync_file: self.durable, sync_folder: self.durable };
         drop(self.disk);
         if let Some(pipe) = self.pipe {
-            return pipe.finish().map(drop);
+            pipe.finish()?;
+            return Ok(Vec::new());
         }
         match self.files {
             Some(files) => files.commit(self.pending, options, cancel),
-            None => Ok(()),
+            None => Ok(Vec::new()),
         }
     }
 }

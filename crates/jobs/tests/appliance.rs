@@ -1,12 +1,17 @@
 //! Disks of an appliance are converted at once, not one after another.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use vdkit_block::{Error, HostOffset, Monitor, Result, Storage, StorageCaps, StorageExtent};
+use vdkit_block::{
+    Error, HostOffset, Monitor, Options, Progress, Result, Storage, StorageCaps, StorageExtent,
+};
 use vdkit_chain::{OpenOptions, Registry};
-use vdkit_jobs::{ConvertOptions, Destination, Extraction, Source, extract, open_packaged};
+use vdkit_jobs::{
+    ConvertOptions, Destination, Extraction, NewImage, Source, extract, open_packaged,
+};
 use vdkit_ova::{Package, PackageLimits};
 use vdkit_raw::RawDriver;
 use vdkit_testkit::appliance::{ovf, tar};
@@ -103,4 +108,63 @@ fn two_disks_are_read_at_once() {
     let report = extract(&registry, &package, parts, Some(2), &monitor).unwrap();
     assert_eq!(report.disks.len(), 2);
     assert!(report.disks.iter().all(|disk| disk.report.moved.read == 1 << 20), "{report:?}");
+}
+
+/// Takes a name away while the disks are converted, as another program may.
+struct Taking {
+    folder: PathBuf,
+    name: &'static str,
+}
+
+impl Progress for Taking {
+    fn update(&self, _done: u64, _total: u64) {
+        let _ = std::fs::create_dir(self.folder.join(self.name));
+    }
+
+    fn message(&self, _text: &str) {}
+}
+
+#[test]
+fn a_target_that_cannot_get_its_name_takes_the_others_with_it() {
+    let text = ovf(&[("ovf:href=\"one\"", ""), ("ovf:href=\"two\"", "")]);
+    let disk = vec![7; 1 << 20];
+    let bytes = tar(&[("a.ovf", text.as_bytes()), ("one", &disk), ("two", &disk)]);
+    let storage = Arc::new(Meeting { bytes, armed: false.into(), seen: Default::default() });
+    let package = Package::open(storage, &PackageLimits::default()).unwrap();
+    let registry = Registry::new([&RawDriver as &'static dyn vdkit_block::FormatDriver]);
+    let folder = tempfile::tempdir().unwrap();
+    let part = |disk: usize, name: &str| {
+        let options = OpenOptions::read_only();
+        let monitor = Monitor::default();
+        let opened =
+            open_packaged(&registry, &package, disk, &options, folder.path(), &monitor).unwrap();
+        let new = NewImage {
+            path: folder.path().join(name),
+            format: "raw".to_owned(),
+            options: Options::default(),
+            backing: None,
+            cache: None,
+        };
+        let options = ConvertOptions::new(Destination::New(new));
+        Extraction { disk, source: Source::new(vec![opened]), options }
+    };
+    let names = || {
+        let entries = std::fs::read_dir(folder.path()).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let taking = Taking { folder: folder.path().to_owned(), name: "two.raw" };
+    let monitor = Monitor { progress: &taking, ..Monitor::default() };
+    let parts = vec![part(0, "one.raw"), part(1, "two.raw")];
+    let error = extract(&registry, &package, parts, Some(2), &monitor).unwrap_err();
+    assert!(error.to_string().contains("two.raw"), "{error}");
+    assert_eq!(names(), ["two.raw"]);
+    // What replaced something stays, since the other is gone already.
+    std::fs::write(folder.path().join("one.raw"), b"before").unwrap();
+    std::fs::remove_dir(folder.path().join("two.raw")).unwrap();
+    let parts = vec![part(0, "one.raw"), part(1, "two.raw")];
+    extract(&registry, &package, parts, Some(2), &monitor).unwrap_err();
+    assert_eq!(names(), ["one.raw", "two.raw"]);
+    assert_eq!(std::fs::read(folder.path().join("one.raw")).unwrap(), disk);
 }

@@ -98,6 +98,12 @@ impl Package {
         first_name(head).is_some_and(|name| ends_with(&name, ".ovf"))
     }
 
+    /// Whether a file of this name that begins like this is an OVA, or says that it is one: its first
+    /// file is a descriptor, or it is a tar file whose name ends in `.ova`.
+    pub fn looks_like(name: &str, head: &[u8]) -> bool {
+        Self::is_one(head) || (ends_with(name, ".ova") && Self::is_tar(head))
+    }
+
     /// Whether the first 512 bytes of a file are a header of a tar file.
     pub fn is_header(sector: &[u8]) -> bool {
         is_header(sector)

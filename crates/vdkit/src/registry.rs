@@ -1,9 +1,10 @@
 //! The one list of formats.
 
 use vdkit_block::{FormatDriver, Result};
-use vdkit_chain::Registry;
+use vdkit_chain::{Registry, Stranger};
 use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
 use vdkit_luks::LuksDriver;
+use vdkit_ova::Package;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_vdi::VdiDriver;
@@ -28,9 +29,17 @@ pub static FORMATS: &[&dyn FormatDriver] = &[
     &BochsDriver,
 ];
 
-/// A registry of every format.
+/// An appliance: a guest that had it for a raw disk would see a tar file.
+const APPLIANCE: Stranger = Stranger {
+    is_one: Package::looks_like,
+    what: "is an appliance (OVA), a tar file with disk images in it, and no disk itself",
+    hint: "'vdkit info FILE' lists its disks, 'vdkit convert FILE FOLDER/' takes them out (one of \
+           them: --disk N); '-f raw' takes the tar file itself for a disk",
+};
+
+/// A registry of every format. Appliances (OVA) are refused, unless the format is named.
 pub fn registry() -> Registry {
-    Registry::new(FORMATS.iter().copied())
+    Registry::new(FORMATS.iter().copied()).refusing([APPLIANCE])
 }
 
 /// The driver of a format that a user named.

@@ -232,7 +232,7 @@ impl Run for ConvertArgs {
         if self.snapshot.is_some() && sources.len() > 1 {
             return Err(Failure::usage("--snapshot is for one source: convert each by itself"));
         }
-        if self.parent.parent.is_some() && sources.len() > 1 {
+        if !self.parent.parent.is_empty() && sources.len() > 1 {
             return Err(Failure::usage("--parent is for one source: convert each by itself"));
         }
         if self.checksum.is_some() && sources.len() > 1 {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::{BackingChoice, BitmapInfo, ChainLink, ChainReport, ImageInfo, SnapshotInfo};
+use vdkit::{BackingChoice, BitmapInfo, ChainLink, ChainReport, Error, ImageInfo, SnapshotInfo};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, Opening};
@@ -134,12 +134,15 @@ impl Run for InfoArgs {
         if !self.chain {
             options.backing = BackingChoice::Ignore;
         }
-        let report = vdkit::describe_chain(&vdkit::registry(), &self.image, &options)?;
-        // Looked at only where no format was recognised: others cost no read more.
-        let raw = |link: &ChainLink| link.probed && link.info.format == "raw" && !link.host.device;
-        if report.links.first().is_some_and(raw) && appliance::is_one(&self.image) {
-            return self.appliance(session);
-        }
+        let report = match vdkit::describe_chain(&vdkit::registry(), &self.image, &options) {
+            // As a disk it is refused. Looked at only then: others cost no read more.
+            Err(Error::Unsupported { .. })
+                if options.format.is_none() && appliance::is_one(&self.image) =>
+            {
+                return self.appliance(session);
+            }
+            described => described?,
+        };
         print(&report, self.chain, self.json, &mut session.out)?;
         // What could be described was; the place where the chain breaks decides the exit code.
         match report.broken {

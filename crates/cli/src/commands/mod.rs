@@ -193,15 +193,20 @@ pub(crate) fn target_driver(
     }
     let ending = path.extension().and_then(OsStr::to_str).unwrap_or_default();
     match FORMATS_OF_ENDINGS.iter().find(|(known, _)| known.eq_ignore_ascii_case(ending)) {
+        Some((_, "ova")) => Err(Failure::failed(format!(
+            "{}: its name asks for an appliance (OVA), a package of finished disks, not a disk to write to",
+            path.display()
+        ))
+        .hint(format!(
+            "make the disk under another name, and pack it when it is finished: 'vdkit convert DISK… {}'",
+            path.display()
+        ))),
         Some((_, name)) => vdkit::format(name).map_err(|_| {
             Failure::failed(format!(
                 "{}: its name asks for the {name} format, which this version does not write",
                 path.display()
             ))
-            .hint(match *name {
-                "ova" => "'vdkit convert IMAGE… FILE.ova' makes appliances; choose another name",
-                _ => "choose another format with -f or -O, or another name",
-            })
+            .hint("choose another format with -f or -O, or another name")
         }),
         None => Ok(vdkit::format("raw")?),
     }

@@ -39,7 +39,7 @@ impl ConvertArgs {
         target: &Path,
         monitor: &Monitor<'_>,
     ) -> Result<ApplianceReport, Failure> {
-        if self.parent.parent.is_some() || self.backing.is_some() {
+        if !self.parent.parent.is_empty() || self.backing.is_some() {
             let text = "--parent and --backing have no meaning for the disks of an appliance";
             return Err(Failure::usage(text));
         }
