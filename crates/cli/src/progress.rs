@@ -33,6 +33,7 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// Shows a job's progress. Costs two clock reads until there is something to show.
 #[derive(Debug)]
 pub struct Reporter {
+    mode: ProgressMode,
     shape: Shape,
     counting: bool,
     job: &'static str,
@@ -76,6 +77,7 @@ impl Reporter {
             _ => Duration::ZERO,
         };
         Self {
+            mode,
             shape,
             counting: false,
             job,
@@ -105,6 +107,18 @@ impl Reporter {
                 }
             }
             Shape::Silent => {}
+        }
+    }
+
+    /// Says what is worth knowing and no warning: as progress is shown, so not at all with `none`.
+    pub fn say(&self, text: &str) {
+        match self.mode {
+            ProgressMode::Json => self.event(&Event::Message { job: self.job, text }),
+            ProgressMode::None => {}
+            ProgressMode::Auto | ProgressMode::Bar => {
+                // Nobody can be told of a failure to write to stderr.
+                let _ = writeln!(io::stderr().lock(), "{text}");
+            }
         }
     }
 

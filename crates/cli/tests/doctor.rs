@@ -401,6 +401,11 @@ fn libvirt_gets_its_element() {
     // Without being asked it says nothing of it.
     let answer = scratch.json_of("doctor", 0, &["it's.qcow2"]);
     assert!(answer["images"][0].get("libvirt").is_none());
+    // libvirt does not know every format of ours: such a disk is served.
+    scratch.ok(&["create", "-f", "vhdx", "a.vhdx", "16M"]);
+    let answer = scratch.json_of("doctor", 0, &["--libvirt", "a.vhdx"]);
+    let xml = answer["images"][0]["libvirt"].as_str().unwrap();
+    assert!(xml.contains("protocol='nbd'") && xml.contains("/run/vdkit-disk.sock"), "{xml}");
     scratch.ok(&["create", "full.raw", "1M", "-f", "raw", "-o", "preallocation=full"]);
     let full = scratch.json_of("doctor", 0, &["-f", "raw", "--libvirt", "full.raw"]);
     let xml = full["images"][0]["libvirt"].as_str().unwrap();

@@ -2,11 +2,14 @@
 
 mod common;
 
+use std::fs::File;
+use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Scratch, signal};
+use rustix::pty::OpenptFlags;
 use serde_json::Value;
 use vdkit::lab::model::{Cell, Outcome, Run};
 use vdkit::lab::store::Store;
@@ -84,6 +87,8 @@ fn wrong_plans_and_places_are_refused() {
     scratch.fails(2, "known: zvol-vs-qcow2", &["lab", "run", "zvol", "--on", "."]);
     scratch.fails(2, "--on DIR or --device", &["lab", "run", "nospace"]);
     scratch.fails(2, "name a plan", &["lab", "run", "--on", "."]);
+    let swallowed = ["lab", "run", "--quick", "--on", ".", "nospace"];
+    scratch.fails(2, "the plan comes first: vdkit lab run nospace --on", &swallowed);
     scratch.fails(2, "with --device", &["lab", "run", "nospace", "--on", ".", "--erase", "/dev/x"]);
     scratch.fails(1, "nowhere", &["lab", "run", "nospace", "--on", "nowhere"]);
     let file = plan(&scratch, 1, 0.1, &[("profile", "\"rnd4k-q1-read\""), ("cache", "\"fast\"")]);
@@ -111,8 +116,7 @@ fn a_plan_is_measured_on_two_file_systems() {
     ];
     let file = plan(&scratch, 1, 0.3, &axes);
     let (on, also) = (tmpfs.path().to_str().unwrap(), ext4.path().to_str().unwrap());
-    let arguments =
-        ["--plan", &file, "--on", on, "--on", also, "--out", "run.sqlite", "--seed", "5"];
+    let arguments = ["--plan", &file, "--on", on, also, "--out", "run.sqlite", "--seed", "5"];
     let answer = scratch.json_of("lab-run", 0, &arguments);
     assert_eq!(answer["cells"].as_array().unwrap().len(), 16);
     let run = load(&scratch);
@@ -137,6 +141,12 @@ fn a_plan_is_measured_on_two_file_systems() {
             assert!(commands.contains("fio ") && commands.contains("--rw=randwrite"), "{commands}");
             assert_eq!(sample.raw.as_ref().unwrap()["jobs"][0]["jobname"], "load");
         }
+    }
+    // In the lab's own process the intervals are counted, so all are there.
+    for cell in run.cells.iter().filter(|cell| cell.axis("front") == Some("in-process")) {
+        let series = &cell.samples[0].series;
+        assert_eq!(series.len(), 2, "{}", cell.key);
+        assert!(series[1].values.len() >= 2 && series[1].values.iter().any(|iops| *iops > 10.0));
     }
     // A load this short has no second interval where the machine is busy.
     let series = run.cells.iter().flat_map(|cell| &cell.samples).flat_map(|s| &s.series).count();
@@ -307,17 +317,40 @@ fn devices_are_used_only_when_nothing_is_on_them() {
     std::fs::remove_dir(&at).unwrap();
     assert!(scratch.names() == ["tiny.toml"], "{:?}", scratch.names());
 
-    // Confirmed by name.
-    scratch.ok(&erase);
+    // Confirmed by name. Nobody wants to hear of progress.
+    let quiet = scratch.ok(&[&erase[..], &["--progress", "none"]].concat());
+    assert_eq!(quiet.stderr, "");
     let measured = load(&scratch);
     for cell in &measured.cells {
         assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
         assert!(cell.samples[0].values["iops"] > 10.0);
     }
     assert!(measured.environment.places[0].beneath[0].contains("loop device over"));
-    // It begins with zeroes, so the next run asks nobody; what wipefs does not know counts too.
+    // It begins with zeroes, and is confirmed for the next run all the same.
     std::fs::remove_file(scratch.path("run.sqlite")).unwrap();
-    scratch.ok(&run);
+    let before = read();
+    let answer = scratch.fails(5, "was not confirmed", &run);
+    assert!(answer.stderr.contains(&format!("--erase {name}")), "{answer:?}");
+    scratch.fails(2, "with --device", &[&run[..], &["--erase", "/dev/loop-control"]].concat());
+    scratch.ok(&[&run[..], &["--dry-run"]].concat());
+    assert!(before == read() && scratch.names() == ["tiny.toml"], "{:?}", scratch.names());
+    // On a terminal the name is typed.
+    let run_quietly = [&run[..], &["--progress", "none"]].concat();
+    for (typed, code) in [("yes", 5), ("", 5), (name, 0)] {
+        let (found, told) = answered(&scratch, &run_quietly, typed);
+        assert!(told.contains("Type the device's name") && told.contains("96 MiB"), "{told}");
+        assert_eq!(found, Some(code), "{typed}: {told}");
+        assert_eq!(scratch.path("run.sqlite").exists(), code == 0);
+    }
+    let other = Store::load(&scratch.path("run.sqlite")).unwrap();
+    assert!(other.cells.iter().all(|cell| cell.outcome == Outcome::Measured));
+    // Progress for programs is JSON, what a run will take too; what wipefs does not know counts.
+    std::fs::remove_file(scratch.path("run.sqlite")).unwrap();
+    let answer = scratch.ok(&[&erase[..], &["--progress", "json"]].concat());
+    let lines = answer.stderr.lines().map(|line| serde_json::from_str(line).unwrap());
+    let lines: Vec<Value> = lines.collect();
+    assert_eq!(lines[0]["event"], "message");
+    assert!(lines[0]["text"].as_str().unwrap().contains("2 cells, rounds: 1"), "{answer:?}");
     std::fs::OpenOptions::new()
         .write(true)
         .open(name)
@@ -325,6 +358,26 @@ fn devices_are_used_only_when_nothing_is_on_them() {
         .unwrap();
     std::fs::remove_file(scratch.path("run.sqlite")).unwrap();
     scratch.fails(5, "is on it", &run);
+}
+
+/// Runs a command on a terminal and types a line; gives its exit code and what was on the terminal.
+fn answered(scratch: &Scratch, arguments: &[&str], typed: &str) -> (Option<i32>, String) {
+    let master = rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    rustix::pty::grantpt(&master).unwrap();
+    rustix::pty::unlockpt(&master).unwrap();
+    let name = rustix::pty::ptsname(&master, Vec::new()).unwrap();
+    let slave = File::options().read(true).write(true).open(name.to_str().unwrap()).unwrap();
+    let mut command = scratch.command(arguments);
+    command.stdin(slave.try_clone().unwrap()).stderr(slave.try_clone().unwrap());
+    let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+    let mut master = File::from(master);
+    writeln!(master, "{typed}").unwrap();
+    let status = child.wait().unwrap();
+    // With nobody at the other end reading ends with an error once all was read.
+    drop((command, slave));
+    let mut told = Vec::new();
+    let _ = master.read_to_end(&mut told);
+    (status.code(), String::from_utf8_lossy(&told).into_owned())
 }
 
 #[test]
@@ -380,6 +433,9 @@ fn an_interrupted_run_leaves_nothing_and_goes_on() {
             .spawn()
             .unwrap();
         wait_for_samples(&scratch, place.path(), 2);
+        // Nobody else may go on with it meanwhile.
+        let holder = format!("is in use by process {}", child.id());
+        scratch.fails(6, &holder, &["lab", "run", "--resume", "run.sqlite"]);
         signal(child.id(), if kill { "KILL" } else { "INT" });
         let ended = child.wait_with_output().unwrap();
         let before = load(&scratch);

@@ -168,6 +168,12 @@ fn backing(xml: &mut Xml, images: &[DiskBacking]) {
     }
 }
 
+/// Whether libvirt knows the format of an image. Source: libvirt's schema `domain.rng` (with
+/// `storagecommon.rng`), `storageFormat`.
+pub fn is_known(format: &str) -> bool {
+    !["vhdx", "parallels"].contains(&format)
+}
+
 /// QEMU's name of a format of ours.
 fn driver_type(format: &str) -> &str {
     match format {

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::front::Target;
+use crate::front::{Guest, Target};
 use crate::model::{Histogram, Series};
 use crate::plan::Effort;
 use crate::profile::{Load, Pattern, Sync};
@@ -47,14 +47,14 @@ impl Disk {
                 no_flush: *no_flush,
             }),
             Target::Nbd { uri } => Some(Self::Nbd(uri.clone())),
-            Target::Guest(guest) => Some(Self::File {
-                path: guest.disk.to_owned(),
-                direct: true,
-                through: false,
-                no_flush: false,
-            }),
+            Target::Guest(guest) => Some(Self::of_guest(guest)),
             Target::InProcess { .. } => None,
         }
+    }
+
+    /// What fio opens in a guest.
+    pub fn of_guest(guest: &Guest) -> Self {
+        Self::File { path: guest.disk.to_owned(), direct: true, through: false, no_flush: false }
     }
 
     fn arguments(&self, engine: &str) -> Vec<String> {
@@ -142,7 +142,7 @@ pub fn arguments(
 }
 
 /// Length of an interval of the series: at least twenty of them, at most five a second.
-fn interval_ms(effort: &Effort) -> u64 {
+pub fn interval_ms(effort: &Effort) -> u64 {
     ((effort.seconds * 1000.0 / 20.0) as u64).clamp(100, 1000)
 }
 
@@ -270,12 +270,18 @@ pub fn series(text: &str, load: &Load, effort: &Effort) -> Vec<Series> {
             *sums.entry((time + interval / 2) / interval).or_default() += value;
         }
     }
-    if sums.len() < 2 {
+    let (ends, iops) =
+        sums.into_iter().map(|(n, iops)| ((n * interval) as f64 / 1e3, iops)).unzip();
+    both_series(ends, iops, load.block)
+}
+
+/// Requests a second in time, and bytes a second. `seconds` are the ends of the intervals since the
+/// load began, `block` the bytes of a request. Nothing where there are less than two intervals.
+pub fn both_series(seconds: Vec<f64>, iops: Vec<f64>, block: u64) -> Vec<Series> {
+    if seconds.len() < 2 {
         return Vec::new();
     }
-    let seconds: Vec<f64> = sums.keys().map(|n| (n * interval) as f64 / 1e3).collect();
-    let iops: Vec<f64> = sums.into_values().collect();
-    let bytes = iops.iter().map(|iops| iops * load.block as f64).collect();
+    let bytes = iops.iter().map(|iops| iops * block as f64).collect();
     vec![
         Series { metric: "bytes_per_second".to_owned(), seconds: seconds.clone(), values: bytes },
         Series { metric: "iops".to_owned(), seconds, values: iops },

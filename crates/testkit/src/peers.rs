@@ -25,6 +25,8 @@ fn package_of(program: &str) -> &str {
         "ldd" => "libc-bin",
         "losetup" | "mount" | "umount" => "mount",
         "setpriv" => "util-linux",
+        "virt-xml-validate" => "libvirt-clients",
+        "xmllint" => "libxml2-utils",
         other => other,
     }
 }

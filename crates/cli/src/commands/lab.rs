@@ -8,6 +8,7 @@ use super::{Group, Run, Subcommand, augment, run};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
+mod ask;
 mod compare;
 mod export;
 mod measure;
@@ -31,11 +32,12 @@ beneath DIR, and removed at the end. The results are one SQLite file.
   compare BEFORE AFTER      one run against another
   export RUN                the results for other programs
 
-A device that is mounted or in use is refused; one with something on it needs --erase too. All on it is lost.",
+A device that is mounted or in use is refused. All on a device is lost, so its name is given twice, \
+the second time with --erase, or typed when asked for on a terminal.",
     examples: "
 vdkit lab list
 vdkit lab run zvol-vs-qcow2 --quick --on /srv/images      a first answer
-vdkit lab run cache-modes --on /srv/images --on /mnt/xfs  all of a plan, on two file systems
+vdkit lab run cache-modes --on /srv/images /mnt/xfs       all of a plan, on two file systems
 vdkit lab run zvol-vs-qcow2 --device /dev/vg/test --erase /dev/vg/test
 vdkit lab run --resume RUN.sqlite                         go on after an interrupt
 vdkit lab report RUN.sqlite                               the verdict, tables and charts, as one HTML file
@@ -97,6 +99,10 @@ fn failure(error: &vdkit::lab::Error) -> Failure {
     match error.downcast_ref::<vdkit::Error>() {
         Some(engine @ vdkit::Error::NoSpace { .. }) => {
             let hint = "make room, choose another folder, or try --quick".to_owned();
+            Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
+        }
+        Some(engine @ vdkit::Error::Locked { .. }) => {
+            let hint = "the run goes on there: wait for its end, or stop that process".to_owned();
             Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
         }
         Some(engine) => Failure::Told(engine.kind().into(), format!("{error:#}"), None),

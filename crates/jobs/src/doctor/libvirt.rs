@@ -6,20 +6,29 @@ use vdkit_chain::ChainLink;
 
 use super::Patient;
 use super::evidence::Allocation;
-use crate::libvirt::{DiskBacking, DiskSource, LibvirtDisk};
+use crate::libvirt::{self, DiskBacking, DiskSource, LibvirtDisk};
 
 /// Bytes of the map that QEMU keeps unless it is told otherwise. Source: QEMU, docs/qcow2-cache.txt.
 const QEMU_MAP_CACHE: u64 = 32 << 20;
 
+/// Where `vdkit serve` is thought to listen.
+const SOCKET: &str = "/run/vdkit-disk.sock";
+
 impl Patient<'_> {
-    /// For the whole chain, as far as it could be followed.
+    /// For the whole chain, as far as it could be followed. An image of a format that libvirt does
+    /// not know is a disk that `vdkit serve` hands out.
     pub(super) fn libvirt(&self) -> String {
         let link = self.link();
+        let cache = self.evidence.cache.to_owned();
+        if !libvirt::is_known(link.info.format) {
+            let source = DiskSource::Nbd(SOCKET.into(), String::new());
+            return LibvirtDisk { cache, ..LibvirtDisk::new(source, "raw") }.xml();
+        }
         let path = absolute(self.path);
         let source =
             if link.host.device { DiskSource::Device(path) } else { DiskSource::File(path) };
         let mut disk = LibvirtDisk::new(source, link.info.format);
-        disk.cache = self.evidence.cache.to_owned();
+        disk.cache = cache;
         disk.allocated = self.evidence.allocation == Allocation::Full;
         disk.encrypted = link.info.encryption.as_deref() == Some("luks");
         disk.map_cache_bytes = self.evidence.map_bytes.filter(|bytes| *bytes > QEMU_MAP_CACHE);

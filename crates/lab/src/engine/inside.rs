@@ -11,7 +11,7 @@ use vdkit_chain::{Disk, OpenOptions};
 
 use super::Bench;
 use crate::cells::Rng;
-use crate::fio::{Answer, PERCENTILES};
+use crate::fio::{Answer, PERCENTILES, both_series, interval_ms};
 use crate::front::Cache;
 use crate::layout::{Image, noise};
 use crate::model::{Histogram, Series};
@@ -26,6 +26,8 @@ struct Done {
     writes: u64,
     sync_ns: f64,
     syncs: u64,
+    /// Requests that ended in each interval of the load.
+    intervals: BTreeMap<u64, u64>,
 }
 
 /// As fio: 64 buckets for each power of two.
@@ -40,6 +42,9 @@ struct Worker<'a> {
     cancel: &'a CancelToken,
     /// The part of the disk that it works on.
     part: std::ops::Range<u64>,
+    /// When the load began, the same for all.
+    start: Instant,
+    interval_ms: u64,
     until: Option<Instant>,
     /// Requests, where no time ends it.
     most: u64,
@@ -79,6 +84,8 @@ impl Worker<'_> {
             let ns = began.elapsed().as_nanos() as u64;
             *done.buckets.entry(bucket(ns)).or_default() += 1;
             done.sum_ns += ns as f64;
+            let ended = self.start.elapsed().as_millis() as u64;
+            *done.intervals.entry(ended / self.interval_ms).or_default() += 1;
             let (Sync::Fsync(every) | Sync::Fdatasync(every)) = self.load.sync else { continue };
             if !reads && done.writes.is_multiple_of(u64::from(every)) {
                 let began = Instant::now();
@@ -111,7 +118,7 @@ pub(super) fn run(
     let until =
         (!load.to_the_end).then(|| Instant::now() + Duration::from_secs_f64(bench.effort.seconds));
     let total = Mutex::new(Vec::new());
-    let began = Instant::now();
+    let (began, interval_ms) = (Instant::now(), interval_ms(&bench.effort));
     std::thread::scope(|scope| {
         for job in 0..jobs {
             for lane in 0..u64::from(load.depth) {
@@ -125,6 +132,8 @@ pub(super) fn run(
                     load,
                     cancel: &bench.cancel,
                     part: job * each..(job + 1) * each,
+                    start: began,
+                    interval_ms,
                     until,
                     most: share,
                     rng: Rng::new(bench.seed ^ (job << 32 | lane)),
@@ -162,8 +171,30 @@ pub(super) fn run(
         all.writes += done.writes;
         all.sync_ns += done.sync_ns;
         all.syncs += done.syncs;
+        for (interval, count) in done.intervals {
+            *all.intervals.entry(interval).or_default() += count;
+        }
     }
-    Ok((answer(load, all, load_seconds, flush), Vec::new()))
+    let series = series(&all.intervals, interval_ms, load_seconds, load.block);
+    Ok((answer(load, all, load_seconds, flush), series))
+}
+
+/// Requests in time. The last interval, which the load did not fill, is left out.
+fn series(
+    counts: &BTreeMap<u64, u64>,
+    interval_ms: u64,
+    load_seconds: f64,
+    block: u64,
+) -> Vec<Series> {
+    let whole = (load_seconds * 1e3) as u64 / interval_ms;
+    let seconds = interval_ms as f64 / 1e3;
+    let (ends, iops) = (0..whole)
+        .map(|i| {
+            let count = counts.get(&i).copied().unwrap_or(0);
+            ((i + 1) as f64 * seconds, count as f64 / seconds)
+        })
+        .unzip();
+    both_series(ends, iops, block)
 }
 
 fn answer(load: &Load, done: Done, seconds: f64, flush: f64) -> Answer {
@@ -192,6 +223,17 @@ fn answer(load: &Load, done: Done, seconds: f64, flush: f64) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_series_has_each_whole_interval_also_those_without_requests() {
+        let counts = BTreeMap::from([(0, 50), (2, 30), (3, 7)]);
+        let found = series(&counts, 100, 0.35, 4096);
+        assert_eq!(found[1].metric, "iops");
+        assert_eq!(found[1].values, [500.0, 0.0, 300.0]);
+        assert_eq!(found[0].values, [500.0 * 4096.0, 0.0, 300.0 * 4096.0]);
+        assert!((found[0].seconds[2] - 0.3).abs() < 1e-9, "{found:?}");
+        assert_eq!(series(&counts, 100, 0.19, 4096), []);
+    }
 
     #[test]
     fn buckets_are_within_two_percent() {

@@ -51,31 +51,54 @@ pub fn describe(path: &Path) -> Result<PlaceInfo> {
     Ok(info)
 }
 
-/// Whether the lab may write to a device: nobody uses it, and nothing is on it unless the user has
-/// named it among `erase`. All of it will be lost.
+/// Asks the user to type a device's name: what will happen to which device, and the name. Says
+/// whether it was typed.
+pub type Ask<'a> = &'a dyn Fn(&str, &Path) -> Result<bool>;
+
+/// Whether the user gives up all that is on a device, also where nothing is seen on it: its name is
+/// among `erase`, or is typed when `ask` asks for it.
+///
+/// # Errors
+/// [`Refusal`] where it is not.
+pub fn confirm(
+    path: &Path,
+    erase: &[PathBuf],
+    ask: Option<Ask<'_>>,
+    cancel: &CancelToken,
+) -> Result<()> {
+    if erase.iter().any(|named| named == path) {
+        return Ok(());
+    }
+    let found = content(path, cancel)?;
+    let found = match &found {
+        Some(what) => format!("{what} is on it"),
+        None => "nothing is seen on it, but its name was not confirmed".to_owned(),
+    };
+    if let Some(ask) = ask {
+        let info = describe(path)?;
+        let what = info.beneath.first().map_or("", String::as_str);
+        let told = format!(
+            "{} ({what}, {} MiB): {found}; all of it will be overwritten",
+            path.display(),
+            info.total_bytes >> 20
+        );
+        if ask(&told, path)? {
+            return Ok(());
+        }
+    }
+    let hint = format!(
+        "all of it would be lost; if that is what you want, add: --erase {}",
+        path.display()
+    );
+    refuse(path, found, &hint)
+}
+
+/// Whether nobody uses a device: not mounted, no swap space, not part of another device.
 ///
 /// # Errors
 /// [`Refusal`].
-pub fn check(path: &Path, erase: &[PathBuf], cancel: &CancelToken) -> Result<()> {
+pub fn check_unused(path: &Path) -> Result<()> {
     let number = fs::metadata(path).with_context(|| path.display().to_string())?.rdev();
-    in_use(path, number)?;
-    let confirmed = erase.iter().any(|named| {
-        fs::metadata(named)
-            .is_ok_and(|found| found.file_type().is_block_device() && found.rdev() == number)
-    });
-    if let Some(what) = content(path, cancel)?
-        && !confirmed
-    {
-        let hint = format!(
-            "all of it would be lost; if that is what you want, add: --erase {}",
-            path.display()
-        );
-        return refuse(path, format!("{what} is on it"), &hint);
-    }
-    Ok(())
-}
-
-fn in_use(path: &Path, number: u64) -> Result<()> {
     let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
     let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let mounts = mounts::parse(&text);

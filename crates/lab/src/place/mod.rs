@@ -2,7 +2,7 @@
 //!
 //! Nothing of the user's is touched. In a folder everything is made beneath one new folder,
 //! `vdkit-lab-XXXX`, which goes at the end, also after an interrupt or a failure. A device is used
-//! only when nobody else uses it and nothing is on it, or the user has said so by name.
+//! only when nobody else uses it and the user has confirmed its name.
 
 pub mod attach;
 pub mod device;
@@ -48,13 +48,14 @@ impl Place {
         Ok(Self { info, path: full })
     }
 
-    /// A device. [`device::check`] says whether it may be used.
+    /// A device. [`device::check_unused`] and [`device::confirm`] say whether it may be used.
     ///
     /// # Errors
     /// It is none.
     pub fn on_device(path: &Path) -> Result<Self> {
         let full = path.canonicalize().with_context(|| path.display().to_string())?;
-        let mut info = device::describe(&full)?;
+        // By the name that was given: a zvol's says which one it is.
+        let mut info = device::describe(path)?;
         info.path = path.display().to_string();
         Ok(Self { info, path: full })
     }

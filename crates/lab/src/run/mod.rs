@@ -54,6 +54,8 @@ pub struct Tools<'a> {
     pub registry: &'a Registry,
     /// Devices whose content the user gives up, by name.
     pub erase: Vec<PathBuf>,
+    /// How the user is asked for the name of another; nothing where nobody is there to answer.
+    pub ask: Option<device::Ask<'a>>,
     /// How steadiness is told.
     pub steady: Option<SteadyRule>,
 }
@@ -90,14 +92,14 @@ impl Request {
         Effort { rounds: self.rounds.unwrap_or(effort.rounds), ..effort }
     }
 
-    fn places(&self, plan: &Plan, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Vec<Place>> {
+    fn places(&self, plan: &Plan) -> Result<Vec<Place>> {
         let mut places = Vec::new();
         for path in &self.folders {
             places.push(Place::directory(path)?);
         }
         for path in &self.devices {
             places.push(Place::on_device(path)?);
-            device::check(path, &tools.erase, &monitor.cancel)?;
+            device::check_unused(path)?;
         }
         for place in &places {
             if !plan.places.contains(&place.info.kind) {
@@ -120,10 +122,10 @@ impl Prepared {
     /// Looks at the plan and the places. Nothing is written.
     ///
     /// # Errors
-    /// The plan is wrong; [`device::Refusal`] for a device; too little space.
-    pub fn new(request: Request, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Self> {
+    /// The plan is wrong; [`device::Refusal`] for a device that is in use.
+    pub fn new(request: Request) -> Result<Self> {
         let plan = request.plan()?;
-        let places = request.places(&plan, tools, monitor)?;
+        let places = request.places(&plan)?;
         let names: Vec<String> = places.iter().map(|place| place.info.name.clone()).collect();
         let cells = cells::cells(&plan, &names, request.quick);
         if cells.is_empty() {
@@ -134,12 +136,22 @@ impl Prepared {
         Ok(Self { request, plan, places, cells, estimate })
     }
 
+    /// Whether all devices were given up by name.
+    fn confirm(&self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
+        for path in &self.request.devices {
+            device::confirm(path, &tools.erase, tools.ask, &monitor.cancel)?;
+        }
+        Ok(())
+    }
+
     /// Begins: makes the file for results.
     ///
     /// # Errors
-    /// There is too little space, or the file cannot be made.
+    /// There is too little space, or the file cannot be made; [`device::Refusal`] for a device whose
+    /// name was not confirmed.
     pub fn begin(self, out: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Going> {
         self.estimate.check()?;
+        self.confirm(tools, monitor)?;
         let started = now();
         let environment = self.environment(monitor);
         let id = format!("{}-{started}-{:08x}", self.plan.name, random_seed() as u32);
@@ -206,7 +218,8 @@ impl Going {
     /// Goes on with a run that was interrupted, after removing what it has left.
     ///
     /// # Errors
-    /// The file is none, the places are not there any more, or as [`Prepared::new`].
+    /// The file is none, or another process measures into it; the places are not there any more;
+    /// or as [`Prepared::new`] and [`Prepared::begin`].
     pub fn resume(file: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Self> {
         let mut store = Store::open(file)?;
         for folder in store.scratch()? {
@@ -214,7 +227,7 @@ impl Going {
             store.forget_scratch(&folder)?;
         }
         let run = store.run()?;
-        let prepared = Prepared::new(store.request()?, tools, monitor)?;
+        let prepared = Prepared::new(store.request()?)?;
         let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key.clone()).collect::<Vec<_>>();
         if keys(&run.cells) != keys(&prepared.cells) {
             bail!(
@@ -223,6 +236,7 @@ impl Going {
             );
         }
         prepared.estimate.check()?;
+        prepared.confirm(tools, monitor)?;
         store.set_environment(&prepared.environment(monitor))?;
         Ok(prepared.going(store, run.cells))
     }

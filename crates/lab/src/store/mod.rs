@@ -3,14 +3,19 @@
 //! The schema is in `schema.sql` beside this file. A sample is one transaction: after an
 //! interruption, also a power cut, each round of a cell is there as a whole or not at all. There is
 //! no write-ahead log, so the one file holds everything whenever no transaction is under way.
+//!
+//! Who measures has the file for itself: the lock of an image that is written. The kernel gives it
+//! back however the process ends, its bytes are others than SQLite's, and readers do not ask for it.
 
 mod read;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use rusqlite::{Connection, OpenFlags, params};
 use serde::Serialize;
+use vdkit_storage::{FileOptions, FileStorage};
 
 use crate::model::{Cell, Environment, Outcome, Run, Sample, Series, Warning};
 
@@ -24,6 +29,9 @@ const VERSION: i32 = 1;
 pub struct Store {
     connection: Connection,
     path: PathBuf,
+    /// After the connection: closing any descriptor of a file drops SQLite's locks on it.
+    #[allow(dead_code, reason = "it is held, not looked at")]
+    lock: Option<FileStorage>,
 }
 
 fn json(value: &impl Serialize) -> Result<String> {
@@ -39,6 +47,16 @@ fn state(outcome: &Outcome) -> (&'static str, Option<&str>) {
     }
 }
 
+/// Keeps other processes from measuring into the same file. Nothing where its file system has no
+/// locks: what else is wrong with the file SQLite will say.
+fn own(path: &Path) -> Result<Option<FileStorage>> {
+    match FileStorage::open(path, &FileOptions { writable: true, ..FileOptions::default() }) {
+        Ok(lock) => Ok(Some(lock)),
+        Err(error @ vdkit_block::Error::Locked { .. }) => Err(error.into()),
+        Err(_) => Ok(None),
+    }
+}
+
 impl Store {
     /// A new file for a run, with its cells and no sample yet. `request` is what
     /// [`Store::request`] gives back.
@@ -49,8 +67,10 @@ impl Store {
         if path.exists() {
             bail!("{}: is there already; name another file with --out", path.display());
         }
+        File::create_new(path).with_context(|| path.display().to_string())?;
+        let lock = own(path)?;
         let connection = Connection::open(path).with_context(|| path.display().to_string())?;
-        let mut store = Self { connection, path: path.to_owned() };
+        let mut store = Self { connection, path: path.to_owned(), lock };
         let made = store.fill(run, request).with_context(|| path.display().to_string());
         if made.is_err() {
             // Nothing half-made stays.
@@ -122,12 +142,16 @@ impl Store {
         Ok(())
     }
 
-    /// A file that is there, to go on with it.
+    /// A file that is there, to go on with it; nobody else can meanwhile.
     ///
     /// # Errors
-    /// It is none of the lab's, or of a newer version.
+    /// [`vdkit_block::Error::Locked`] where another process measures; it is none of the lab's, or of
+    /// a newer version.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::open_with(path, OpenFlags::SQLITE_OPEN_READ_WRITE)
+        // Before SQLite looks, and given back after it: see the field.
+        let lock = if path.is_file() { own(path)? } else { None };
+        let store = Self::open_with(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
+        Ok(Self { lock, ..store })
     }
 
     /// A file that is there, to read it; nothing is written to it.
@@ -157,7 +181,7 @@ impl Store {
             );
         }
         match pragma("user_version")? {
-            VERSION => Ok(Self { connection, path: path.to_owned() }),
+            VERSION => Ok(Self { connection, path: path.to_owned(), lock: None }),
             0 => bail!("{name}: the run was interrupted before it began; run the plan again"),
             other => bail!(
                 "{name}: results of version {other}, this vdkit reads version {VERSION}; use the \

@@ -144,6 +144,24 @@ fn other_files_are_refused() {
 }
 
 #[test]
+fn one_process_measures_into_a_file_and_any_may_read_it() {
+    let (_folder, path, store) = made();
+    let told = Store::open(&path).unwrap_err();
+    let Some(vdkit_block::Error::Locked { holder, .. }) = told.downcast_ref() else {
+        panic!("{told:#}")
+    };
+    assert_eq!(holder.as_ref().map(|holder| holder.pid), Some(std::process::id()));
+    Store::load(&path).unwrap();
+    // Who has asked in vain takes nothing away.
+    Store::open(&path).unwrap_err();
+    drop(store);
+    let again = Store::open(&path).unwrap();
+    Store::open(&path).unwrap_err();
+    drop(again);
+    Store::open(&path).unwrap();
+}
+
+#[test]
 fn folders_to_remove_are_remembered() {
     let (_folder, path, mut store) = made();
     store.add_scratch(Path::new("/a/vdkit-lab-1")).unwrap();

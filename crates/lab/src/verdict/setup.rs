@@ -139,8 +139,10 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
         typed.push(format!("vdkit serve {name} --nbd unix:{} --cache {cache}", socket.display()));
         (DiskSource::Nbd(socket, String::new()), "raw")
     } else if front.contains("fuse") {
-        typed.push(format!("vdkit mount {name} FILE --cache {cache}"));
-        (DiskSource::File("FILE".into()), "raw")
+        // libvirt takes absolute names only.
+        let file = PathBuf::from("/run/vdkit-disk.raw");
+        typed.push(format!("vdkit mount {name} {} --cache {cache}", file.display()));
+        (DiskSource::File(file), "raw")
     } else if device {
         (DiskSource::Device(disk.clone()), image.format.as_str())
     } else {
@@ -216,6 +218,9 @@ mod tests {
         let nbd = choose(&[("layout", "qcow2"), ("front", "nbd"), ("cache", "writeback")]);
         assert!(nbd.commands[1].contains("--nbd unix:/run/vdkit-disk.sock --cache writeback"));
         assert!(nbd.xml.contains("protocol='nbd'"));
+        let fuse = choose(&[("layout", "qcow2"), ("front", "fuse")]);
+        assert!(fuse.commands[1].ends_with("/run/vdkit-disk.raw --cache none"), "{fuse:?}");
+        assert!(fuse.xml.contains("<source file='/run/vdkit-disk.raw'/>"), "{}", fuse.xml);
         let guest = choose(&[("layout", "qcow2"), ("front", "guest-ide")]);
         assert!(guest.xml.contains("bus='ide'") && guest.commands[0].contains("DIR/disk.qcow2"));
     }

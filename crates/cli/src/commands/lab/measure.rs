@@ -22,14 +22,14 @@ use crate::time;
 pub struct RunArgs {
     #[command(flatten)]
     plan: PlanChoice,
-    /// Put images into a new folder beneath DIR (repeatable)
-    #[arg(long = "on", value_name = "DIR", value_hint = ValueHint::DirPath)]
+    /// Put images into a new folder beneath each DIR (repeatable)
+    #[arg(long = "on", num_args = 1.., value_name = "DIR", value_hint = ValueHint::DirPath)]
     on: Vec<PathBuf>,
-    /// Put images on this block device, whose content is lost (repeatable)
-    #[arg(long, value_name = "DEV", value_hint = ValueHint::FilePath)]
+    /// Put images on these block devices, whose content is lost (repeatable)
+    #[arg(long, num_args = 1.., value_name = "DEV", value_hint = ValueHint::FilePath)]
     device: Vec<PathBuf>,
-    /// Give up what is on DEV, which is named with --device too (repeatable)
-    #[arg(long, value_name = "DEV", value_hint = ValueHint::FilePath)]
+    /// Confirm that all on DEV is lost, which --device names by the same name (repeatable)
+    #[arg(long, num_args = 1.., value_name = "DEV", value_hint = ValueHint::FilePath)]
     erase: Vec<PathBuf>,
     /// A first answer: fewer cells, smaller disks, shorter loads
     #[arg(long)]
@@ -90,11 +90,13 @@ impl RunArgs {
         let command = std::env::current_exe()
             .map_err(|error| Failure::failed(format!("where this command is: {error}")))?;
         let registry = vdkit::registry();
+        let ask = |told: &str, device: &Path| super::ask::for_name(told, device, &monitor.cancel);
         let tools = Tools {
             command,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             registry: &registry,
             erase: self.erase.clone(),
+            ask: super::ask::possible().then_some(&ask),
             steady: Some(vdkit::lab::stats::steady),
         };
         if let Some(file) = &self.resume {
@@ -103,17 +105,18 @@ impl RunArgs {
         }
         let request = self.request()?;
         let metric = self.plan.read()?.0;
-        let prepared = Prepared::new(request, &tools, &monitor).map_err(|error| failure(&error))?;
+        let prepared = Prepared::new(request).map_err(|error| failure(&error))?;
         if self.dry_run {
             return self.tell(&prepared, &metric, session);
         }
-        eprintln!("{}", told(&prepared.estimate));
+        progress.say(&told(&prepared.estimate));
         let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
         let going = prepared.begin(&out, &tools, &monitor).map_err(|error| failure(&error))?;
         self.measure(going, &out, &tools, &monitor, session)
     }
 
     fn request(&self) -> Result<Request, Failure> {
+        self.plan_comes_first()?;
         let (plan, origin) = self.plan.read()?;
         if self.on.is_empty() && self.device.is_empty() {
             return Err(Failure::usage("say where images may be put: --on DIR or --device DEV"));
@@ -136,6 +139,21 @@ impl RunArgs {
         })
     }
 
+    /// `--on` and `--device` take all names that follow, also a plan's.
+    fn plan_comes_first(&self) -> Result<(), Failure> {
+        let places = [("--on", &self.on), ("--device", &self.device), ("--erase", &self.erase)];
+        for (option, places) in places.into_iter().filter(|_| !self.plan.is_named()) {
+            let name = places.last().and_then(|path| path.to_str()).unwrap_or_default();
+            if lab::plan::Plan::named(name).is_ok() {
+                return Err(Failure::usage(format!(
+                    "{option} takes all names that follow it; the plan comes first: \
+                     vdkit lab run {name} {option} …"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     fn measure(
         &self,
         going: Going,
@@ -151,10 +169,7 @@ impl RunArgs {
                 true => Failure::Told(
                     Exit::Interrupted,
                     "interrupted; what was measured is kept".to_owned(),
-                    Some(format!(
-                        "to go on: vdkit lab run --resume {}",
-                        quoted(&file.display().to_string())
-                    )),
+                    Some(format!("to go on: {}", self.resume_command(file))),
                 ),
                 false => failure,
             }
@@ -174,6 +189,15 @@ impl RunArgs {
             session.out.line(format!("results: {name}"))?;
         }
         Ok(Exit::Done)
+    }
+
+    /// What goes on with this run. Devices are confirmed anew.
+    fn resume_command(&self, file: &Path) -> String {
+        let mut line = format!("vdkit lab run --resume {}", quoted(&file.display().to_string()));
+        for device in &self.erase {
+            line.push_str(&format!(" --erase {}", quoted(&device.display().to_string())));
+        }
+        line
     }
 
     fn tell(&self, prepared: &Prepared, plan: &lab::plan::Plan, session: &mut Session) -> Outcome {

@@ -61,6 +61,11 @@ pub struct PlanChoice {
 }
 
 impl PlanChoice {
+    /// Whether there is a name or a file.
+    pub fn is_named(&self) -> bool {
+        self.name.is_some() || self.file.is_some()
+    }
+
     /// The plan, and where its text is from.
     ///
     /// # Errors
