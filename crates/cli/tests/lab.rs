@@ -486,3 +486,31 @@ fn a_guest_makes_the_load() {
     assert!(cell.commands.iter().any(|line| line.contains("vhost-user-blk-pci")), "{cell:?}");
     assert_eq!(entries(&scratch.path("place")), [""; 0]);
 }
+
+/// A guest that writes while there is no space: vdkit lets it wait, QEMU stops all of it.
+#[test]
+fn a_guest_writes_while_the_pool_is_full() {
+    if !require_root() || !require_peer("fio") || !vdkit_testkit::guest::require_guest() {
+        return;
+    }
+    let Some(place) = mounted("ext4", 512 << 20) else { return };
+    let scratch = Scratch::new();
+    let axes = [
+        ("layout", "\"qcow2\""),
+        ("front", "\"guest-vhost-user\", \"guest-virtio\""),
+        ("profile", "\"nospace\""),
+    ];
+    let file = plan(&scratch, 1, 0.2, &axes);
+    let on = place.path().to_str().unwrap();
+    scratch.ok(&["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"]);
+    let run = load(&scratch);
+    for (front, stopped) in [("guest-vhost-user", false), ("guest-virtio", true)] {
+        let cell = cell(&run, &format!("front={front}/"));
+        assert_eq!(cell.outcome, Outcome::Measured, "{cell:?}");
+        let value = |key: &str| cell.values(key)[0];
+        assert_eq!((value("survived"), value("io_errors")), (1.0, 0.0), "{cell:?}");
+        assert_eq!(value("machine_stops") > 0.0, stopped, "{cell:?}");
+        assert!(value("stalled_seconds") >= 3.0, "{cell:?}");
+    }
+    nothing_left(place.path());
+}

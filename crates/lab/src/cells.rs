@@ -16,7 +16,7 @@ pub fn cells(plan: &Plan, backends: &[String], quick: bool) -> Vec<Cell> {
         };
         products = products.iter().flat_map(|cell| values.iter().map(|v| with(cell, v))).collect();
     }
-    for more in plan.include.iter().filter(|_| !quick) {
+    for more in if quick { &plan.quick_include } else { &plan.include } {
         if !products.contains(more) {
             products.push(more.clone());
         }
@@ -104,6 +104,7 @@ mod tests {
           { name = "profile", values = ["database"] },
         ]
         include = [{ layout = "qcow2-2m", cache = "none", profile = "database" }]
+        quick-include = [{ layout = ["raw", "qcow2-8k"], cache = "none", profile = "database" }]
         exclude = [{ backend = "b", layout = "raw", cache = ["unsafe"] }]
         full = { rounds = 1, seconds = 1, disk = "1M", bytes = "1M" }
         quick = { rounds = 1, seconds = 1, disk = "1M", bytes = "1M" }
@@ -121,7 +122,14 @@ mod tests {
         assert_eq!(all.len(), 5 + 4);
         assert!(all.contains(&"backend=b/layout=qcow2-2m/cache=none/profile=database".into()));
         assert!(!all.contains(&"backend=b/layout=raw/cache=unsafe/profile=database".into()));
-        assert_eq!(keys(&["b"], true), ["backend=b/layout=raw/cache=none/profile=database"]);
+        // What is there already is there once.
+        assert_eq!(
+            keys(&["b"], true),
+            [
+                "backend=b/layout=raw/cache=none/profile=database",
+                "backend=b/layout=qcow2-8k/cache=none/profile=database"
+            ]
+        );
     }
 
     #[test]

@@ -60,6 +60,8 @@ const PEERS: &[(&str, &str, &str)] = &[
     ("nbd-nbdkit", "nbd", "nbdkit"),
     ("fuse", "fuse", OWN_TOOL),
     ("fuse-qsd", "fuse", "qemu-storage-daemon"),
+    ("guest-nbd", "guest-nbd", OWN_TOOL),
+    ("guest-qemu-nbd", "guest-nbd", "qemu-nbd"),
 ];
 
 /// What a cell does, whichever program does it, and the program: by the axis `tool`, or by a front

@@ -61,6 +61,7 @@ pub static METRICS: &[Metric] = &[
     more("flushes", "flushes that reached the device", ""),
     less("host_bytes", "space on the host", "B"),
     less("io_errors", "errors that the client saw", ""),
+    less("machine_stops", "times the whole guest was stopped", ""),
     less("stalled_seconds", "time without progress", "s"),
     more("survived", "came through (1) or not (0)", ""),
     more("score", "score", ""),

@@ -248,7 +248,8 @@ impl Profile {
                 1.0 + (u64::from(jobs) * effort.bytes) as f64 / 40e6
             }
             Kind::Load(_) => around + effort.seconds,
-            Kind::Scores => around + effort.seconds * SCORE_LOADS.len() as f64,
+            // fio takes a moment to begin, and one more for its histograms.
+            Kind::Scores => around + (effort.seconds + 0.4) * SCORE_LOADS.len() as f64,
             Kind::Convert => around * 2.0,
             Kind::Open | Kind::Boot => 2.0,
             Kind::Install => 4.0 + effort.bytes as f64 / 40e6,

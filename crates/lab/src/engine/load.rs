@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use super::{Bench, inside};
 use crate::environment::block::Counts;
 use crate::fio::{self, Answer};
-use crate::front::{self, Cache, Front, Served, Target};
+use crate::front::{self, Cache, Front, Guest, Served, Target};
 use crate::layout::{self, Layout};
 use crate::model::{Sample, Series};
 use crate::peers::need;
@@ -14,6 +14,8 @@ use crate::profile::Load;
 
 /// What stands on the other serial port between two files.
 const MARK: &str = "=== series ===";
+/// What stands there after each load.
+const END: &str = "=== end ===";
 
 pub(super) fn sample(bench: &mut Bench<'_>, load: &Load) -> Result<Sample> {
     let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
@@ -76,30 +78,50 @@ fn with_fio(
 ) -> Result<(Answer, Vec<Series>)> {
     let fio = need("fio")?;
     let disk = fio::Disk::of(target).context("fio cannot open this")?;
-    let (text, log) = if let Target::Guest(guest) = target {
-        let output = std::path::Path::new("/tmp/out.json");
+    if let Target::Guest(guest) = target {
+        let mut all = in_guest(bench, &[*load], guest, bytes)?;
+        return all.pop().context("the guest has told no results");
+    }
+    let output = bench.folder.join("fio.json");
+    let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, &output);
+    let line = Line::new(fio).args(&arguments).within(&bench.folder);
+    bench.run(&line)?;
+    let log = bench.folder.join(format!("{}_iops.log", fio::LOG));
+    let text = std::fs::read_to_string(&output).context("fio's output")?;
+    let log = std::fs::read_to_string(log).unwrap_or_default();
+    Ok((fio::parse(&text, load)?, fio::series(&log, load, &bench.effort)))
+}
+
+/// Runs loads one after the other in a guest that boots once; gives as many answers.
+pub(super) fn in_guest(
+    bench: &mut Bench<'_>,
+    loads: &[Load],
+    guest: &Guest,
+    bytes: u64,
+) -> Result<Vec<(Answer, Vec<Series>)>> {
+    let disk = fio::Disk::of_guest(guest);
+    let output = std::path::Path::new("/tmp/out.json");
+    let log = format!("/tmp/{}_iops.log", fio::LOG);
+    let mut script = String::new();
+    for load in loads {
         let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, output);
         let line = Line::new("fio").args(&arguments).text();
-        let log = format!("/tmp/{}_iops.log", fio::LOG);
-        let script = format!(
-            "{line} || exit 1\n(cat {}; echo; echo '{MARK}'; cat {log}) > $OUT",
+        script.push_str(&format!(
+            "rm -f {log}\n{line} || exit 1\n\
+             (cat {}; echo; echo '{MARK}'; cat {log}; echo '{END}') > $OUT\n",
             output.display()
-        );
-        let said = guest.run(bench, &script, bench.effort.seconds)?;
-        if said.emulated {
-            bench.note("the guest's processor was emulated (TCG): no KVM here");
-        }
-        let (json, log) = said.results.split_once(MARK).context("the guest has told no results")?;
-        (json.to_owned(), log.to_owned())
-    } else {
-        let output = bench.folder.join("fio.json");
-        let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, &output);
-        let line = Line::new(fio).args(&arguments).within(&bench.folder);
-        bench.run(&line)?;
-        let log = bench.folder.join(format!("{}_iops.log", fio::LOG));
-        let text = std::fs::read_to_string(&output).context("fio's output")?;
-        (text, std::fs::read_to_string(log).unwrap_or_default())
-    };
-    let series = fio::series(&log, load, &bench.effort);
-    Ok((fio::parse(&text, load)?, series))
+        ));
+    }
+    let said = guest.run(bench, &script, bench.effort.seconds * loads.len() as f64)?;
+    if said.emulated {
+        bench.note("the guest's processor was emulated (TCG): no KVM here");
+    }
+    let mut parts = said.results.split(END);
+    let mut all = Vec::new();
+    for load in loads {
+        let part = parts.next().and_then(|part| part.split_once(MARK));
+        let (json, log) = part.context("the guest has told no results")?;
+        all.push((fio::parse(json, load)?, fio::series(log, load, &bench.effort)));
+    }
+    Ok(all)
 }

@@ -33,12 +33,14 @@ pub enum Bus {
 /// Who moves the bytes of a guest's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// QEMU's own block layer.
+    /// QEMU's own block layer, which stops the guest where there is no space (`werror=enospc`).
     Qemu,
+    /// QEMU's own block layer, which tells the guest of every error (`werror=report`).
+    QemuReporting,
     /// vdkit, over shared memory.
     VhostUser,
-    /// vdkit, over NBD.
-    Nbd,
+    /// A server, over NBD.
+    Nbd(Server),
 }
 
 /// A guest, ready to be booted with a script.
@@ -104,14 +106,14 @@ pub(super) fn prepare(
     let words = |list: &[&str]| list.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     let (mut arguments, mut server) = (Vec::new(), None);
     match source {
-        Source::Qemu => {
+        Source::Qemu | Source::QemuReporting => {
             for node in serve::nodes(image, cache)? {
                 arguments.extend(["-blockdev".to_owned(), node]);
             }
         }
-        Source::Nbd => {
+        Source::Nbd(by) => {
             let socket = bench.folder.join("nbd.sock");
-            server = Some(serve::nbd(bench, Server::Vdkit, image, cache, &socket)?);
+            server = Some(serve::nbd(bench, by, image, cache, &socket)?);
             let path = socket.display();
             arguments.extend(words(&["-blockdev"]));
             arguments
@@ -127,6 +129,8 @@ pub(super) fn prepare(
     }
     if source != Source::VhostUser {
         for device in bus.devices(!cache.through) {
+            let reports = source == Source::QemuReporting && device.contains("drive=");
+            let device = if reports { format!("{device},werror=report") } else { device };
             arguments.extend(["-device".to_owned(), device]);
         }
     }
@@ -160,8 +164,26 @@ impl Guest {
     /// # Errors
     /// The guest does not come up, the script fails, or the user has had enough.
     pub fn run(&self, bench: &mut Bench<'_>, script: &str, seconds: f64) -> Result<Said> {
+        let mut booted = self.boot(bench, script)?;
+        let until = Instant::now() + PATIENCE + Duration::from_secs_f64(seconds.max(0.0));
+        while !booted.wait(Duration::from_millis(20))? {
+            bench.cancel.check()?;
+            if Instant::now() > until {
+                bail!("the guest does not end; its console:\n{}", booted.console());
+            }
+        }
+        booted.said()
+    }
+
+    /// Boots with a script, and does not wait. QEMU listens for its protocol ([`super::qmp`]) at
+    /// [`Booted::monitor`].
+    ///
+    /// # Errors
+    /// QEMU cannot be started.
+    pub fn boot(&self, bench: &mut Bench<'_>, script: &str) -> Result<Booted> {
         let at = |name: &str| bench.folder.join(name);
         let (console, results, initrd) = (at("console.log"), at("results.log"), at("guest.initrd"));
+        let monitor = at("qmp.sock");
         initramfs::with_job(&self.initial, script, &initrd)?;
         let serial = |path: &Path| format!("file:{}", path.display());
         let memory = format!("memory-backend-memfd,id=memory,size={MEMORY},share=on");
@@ -176,24 +198,52 @@ impl Guest {
             .arg(&initrd)
             .args(["-append", "console=ttyS0 loglevel=4 panic=-1 rdinit=/init"])
             .args(["-serial", &serial(&console), "-serial", &serial(&results)])
+            .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())])
             .args(&self.arguments);
         for line in script.lines() {
             bench.commands.push(format!("# in the guest: {line}"));
         }
-        let mut running = bench.start(&line)?;
-        let until = Instant::now() + PATIENCE + Duration::from_secs_f64(seconds.max(0.0));
-        while !running.wait(Duration::from_millis(20))? {
-            bench.cancel.check()?;
-            if Instant::now() > until {
-                bail!("the guest does not end; its console:\n{}", last(&read(&console)));
-            }
+        let running = bench.start(&line)?;
+        Ok(Booted { running, console, results, monitor, emulated: accelerator == "tcg" })
+    }
+}
+
+/// A guest that runs; it ends with its script.
+#[derive(Debug)]
+pub struct Booted {
+    running: Running,
+    console: PathBuf,
+    results: PathBuf,
+    /// Where QEMU listens for its protocol.
+    pub monitor: PathBuf,
+    emulated: bool,
+}
+
+impl Booted {
+    /// As [`Running::wait`].
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn wait(&mut self, most: Duration) -> Result<bool> {
+        self.running.wait(most)
+    }
+
+    /// The last lines of the guest's console.
+    pub fn console(&self) -> String {
+        last(&read(&self.console))
+    }
+
+    /// What the script printed. The guest must have ended.
+    ///
+    /// # Errors
+    /// The guest runs, or its script has failed.
+    pub fn said(mut self) -> Result<Said> {
+        let ended = self.running.ended()?;
+        if !read(&self.console).contains(&format!("{ENDED}0\n")) {
+            let (console, complaint) = (self.console(), ended.complaint());
+            bail!("the guest's script failed; its console:\n{console}{complaint}");
         }
-        let ended = running.ended()?;
-        let said = read(&console);
-        if !said.contains(&format!("{ENDED}0\n")) {
-            bail!("the guest's script failed; its console:\n{}{}", last(&said), ended.complaint());
-        }
-        Ok(Said { results: read(&results), emulated: accelerator == "tcg" })
+        Ok(Said { results: read(&self.results), emulated: self.emulated })
     }
 }
 

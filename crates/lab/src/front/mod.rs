@@ -1,6 +1,7 @@
 //! What stands between the load and the image: nothing, a server, or a guest.
 
 mod guest;
+pub mod qmp;
 mod serve;
 
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rustix::fs::{Mode, OFlags};
 
-pub use guest::{Bus, Guest, Source};
+pub use guest::{Booted, Bus, Guest, Said, Source};
 
 use crate::engine::Bench;
 use crate::layout::Image;
@@ -92,7 +93,17 @@ pub static FRONTS: &[Front] = &[
     front(
         "guest-nbd",
         "a guest's virtio disk, served by vdkit over NBD",
-        Kind::Guest(Bus::Virtio, Source::Nbd),
+        Kind::Guest(Bus::Virtio, Source::Nbd(Server::Vdkit)),
+    ),
+    front(
+        "guest-qemu-nbd",
+        "a guest's virtio disk, served by qemu-nbd",
+        Kind::Guest(Bus::Virtio, Source::Nbd(Server::QemuNbd)),
+    ),
+    front(
+        "guest-virtio-report",
+        "a guest's virtio disk, QEMU reads the image and tells the guest of errors (werror=report)",
+        Kind::Guest(Bus::Virtio, Source::QemuReporting),
     ),
 ];
 

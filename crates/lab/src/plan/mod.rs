@@ -23,8 +23,10 @@ pub struct Plan {
     pub places: Vec<PlaceKind>,
     /// The axes but `backend`, in their order.
     pub axes: Vec<Axis>,
-    /// Cells beside the product of the axes; each has a value for every axis.
+    /// Cells beside the product of the axes in a full run; each has a value for every axis.
     pub include: Vec<Axes>,
+    /// The same in a quick run.
+    pub quick_include: Vec<Axes>,
     /// Cells that are left out: those whose values are among these in all axes that are named.
     pub exclude: Vec<Vec<(String, Vec<String>)>>,
     /// What others are held against.

@@ -25,6 +25,8 @@ struct File {
     axis: Vec<AxisTable>,
     #[serde(default)]
     include: Vec<Spanned<Words>>,
+    #[serde(default, rename = "quick-include")]
+    quick_include: Vec<Spanned<Words>>,
     #[serde(default)]
     exclude: Vec<Words>,
     baseline: Option<Words>,
@@ -124,6 +126,30 @@ impl Place<'_> {
         Ok(words.into_iter().map(|(name, mut values)| (name, values.remove(0))).collect())
     }
 
+    /// Cells: a value, or several, for each axis that is `known`; all that they make together.
+    fn cells(&self, tables: &[Spanned<Words>], known: &[&str]) -> Result<Vec<Axes>> {
+        let mut all = Vec::new();
+        for table in tables {
+            let words = self.words(table.get_ref(), known)?;
+            let mut cells = vec![Axes::new()];
+            for name in known {
+                let Some((_, values)) = words.iter().find(|(axis, _)| axis == name) else {
+                    return Err(
+                        self.at(table, format!("include: a value for '{name}' is wanted too"))
+                    );
+                };
+                let with = |cell: &Axes, value: &String| {
+                    let mut cell = cell.clone();
+                    cell.push(((*name).to_owned(), value.clone()));
+                    cell
+                };
+                cells = cells.iter().flat_map(|c| values.iter().map(|v| with(c, v))).collect();
+            }
+            all.extend(cells);
+        }
+        Ok(all)
+    }
+
     fn effort(&self, table: &EffortTable) -> Result<Effort> {
         let size = |text: &Spanned<String>| {
             let bytes = parse_size(text.get_ref()).map_err(|error| self.at(text, error))?;
@@ -211,16 +237,8 @@ pub(super) fn parse(text: &str, name: &str) -> Result<Plan> {
         return Err(place.error(0, "a plan has an axis 'profile': what is done"));
     }
     let mut known: Vec<&str> = axes.iter().map(|axis| axis.name.as_str()).collect();
-    let mut include = Vec::new();
-    for table in &file.include {
-        let cell = place.single(table.get_ref(), &known)?;
-        if let Some(lacking) = known.iter().find(|name| cell.iter().all(|(axis, _)| axis != *name))
-        {
-            return Err(place.at(table, format!("include: a value for '{lacking}' is wanted too")));
-        }
-        let value = |name: &&str| cell.iter().find(|(axis, _)| axis == name).cloned();
-        include.push(known.iter().filter_map(value).collect());
-    }
+    let include = place.cells(&file.include, &known)?;
+    let quick_include = place.cells(&file.quick_include, &known)?;
     known.push(axes::BACKEND);
     let exclude = file.exclude.iter().map(|table| place.words(table, &known));
     let published = file.published.iter().map(|table| {
@@ -244,6 +262,7 @@ pub(super) fn parse(text: &str, name: &str) -> Result<Plan> {
         quick: place.effort(&file.quick)?,
         axes,
         include,
+        quick_include,
         text: text.to_owned(),
     })
 }
