@@ -122,7 +122,8 @@ mod tests {
         let mut machine = Machine::connect(&socket).unwrap();
         assert_eq!(machine.status().unwrap(), STOPPED);
         assert!(machine.go_on().unwrap_err().to_string().contains("not now"));
-        assert!(machine.status().unwrap_err().to_string().contains("ended"));
+        // The other end is gone.
+        machine.status().unwrap_err();
         let asked = server.join().unwrap();
         assert_eq!(asked[1], r#"{"execute":"query-status"}"#);
         assert_eq!(asked[2], r#"{"execute":"cont"}"#);
