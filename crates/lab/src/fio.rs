@@ -127,6 +127,10 @@ pub fn arguments(
         match load.sync {
             Sync::Never => {}
             Sync::Fsync(count) => all.push(format!("--fsync={count}")),
+            // NBD has one kind of flush, and fio's engine for it fails on any other.
+            Sync::Fdatasync(count) if matches!(disk, Disk::Nbd(_)) => {
+                all.push(format!("--fsync={count}"));
+            }
             Sync::Fdatasync(count) => all.push(format!("--fdatasync={count}")),
         }
     }
@@ -323,6 +327,8 @@ mod tests {
             assert!(line.contains(word), "{word}: {line}");
         }
         assert!(line.contains("--time_based --runtime=2000ms"), "{line}");
+        let line = text("database", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
+        assert!(line.contains("--fsync=1") && !line.contains("fdatasync"), "{line}");
         let unsafe_disk =
             Disk::File { path: "/a".into(), direct: false, through: false, no_flush: true };
         let line = text("database", &unsafe_disk);
