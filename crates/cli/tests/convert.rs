@@ -527,3 +527,47 @@ fn a_file_that_may_not_be_so_large_is_cleaned_up() {
     assert_eq!(done.status.code(), Some(1), "{done:?}");
     assert_eq!(scratch.names(), ["disk.raw"]);
 }
+
+/// The calls that make files durable or give them names, in their order.
+fn calls_of_convert(scratch: &Scratch, arguments: &[&str]) -> Vec<String> {
+    let output = std::process::Command::new("strace")
+        .args([
+            "-f",
+            "-qq",
+            "-e",
+            "trace=fdatasync,fsync,sync_file_range,rename,renameat,renameat2",
+        ])
+        .args([env!("CARGO_BIN_EXE_vdkit"), "convert"])
+        .args(arguments)
+        .current_dir(scratch.path(""))
+        .output()
+        .expect("strace; `make peers` installs it");
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{log}");
+    let name = |line: &str| {
+        let call = line.split('(').next().unwrap().rsplit(' ').next().unwrap();
+        if call.starts_with("rename") { "rename".to_owned() } else { call.to_owned() }
+    };
+    log.lines().filter(|line| line.contains('(')).map(name).collect()
+}
+
+/// Nobody sees a new image before it has its name, so only what takes another one's place is made
+/// durable, by one sync after everything.
+#[test]
+fn a_file_that_is_replaced_costs_one_sync() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    scratch.ok(&["write", "-f", "raw", "disk.raw", "0", "4M", "--pattern", "3"]);
+    for format in ["qcow2", "raw", "vmdk", "vhdx", "vdi", "vpc"] {
+        let plain = ["-O", format, "disk.raw", "image"];
+        assert_eq!(calls_of_convert(&scratch, &plain), ["rename"], "{format}, new");
+        let again = calls_of_convert(&scratch, &plain);
+        assert_eq!(again, ["fdatasync", "rename"], "{format}, in the place of another");
+        let unsafely = ["-t", "unsafe", "-O", format, "disk.raw", "image"];
+        assert_eq!(calls_of_convert(&scratch, &unsafely), ["rename"], "{format}, unsafe");
+        let durable =
+            calls_of_convert(&scratch, &["-t", "writeback", "-O", format, "disk.raw", "image"]);
+        assert_eq!(durable.last().unwrap(), "fsync", "{format}: {durable:?}");
+        std::fs::remove_file(scratch.path("image")).unwrap();
+    }
+}

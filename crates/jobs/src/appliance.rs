@@ -22,14 +22,14 @@ use vdkit_block::{
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_ova::{Machine, NewDisk, Package, PackageLimits, PackageWriter};
-use vdkit_storage::{CommitOptions, FileOptions, PendingFile};
+use vdkit_storage::{FileOptions, PendingFile};
 use vdkit_stream::{ByteStream, OutPipe, Packing, StorageReader, spool};
 
 use crate::convert::{
     ConvertOptions, ConvertReport, Converted, convert, convert_uncommitted, cores,
 };
 use crate::source::Source;
-use crate::target::Destination;
+use crate::target::{Destination, cache_until_named, commit_options};
 use crate::verify::verify;
 
 /// Disks that are converted at once: more would only make the file be read in more places.
@@ -403,8 +403,7 @@ pub fn pack(
     monitor: &Monitor<'_>,
 ) -> Result<ApplianceReport> {
     let started = Instant::now();
-    let fast = if new.path.exists() { CacheMode::Writeback } else { CacheMode::Unsafe };
-    let file = FileOptions::read_write().cache(new.cache.unwrap_or(fast));
+    let file = FileOptions::read_write().cache(cache_until_named(new.cache));
     let pending = PendingFile::create(&new.path, &file)?;
     let name = |number: usize| format!("{}-disk{number}.vmdk", new.stem);
     let disks: Vec<_> = (1..)
@@ -429,8 +428,8 @@ pub fn pack(
     if new.verify {
         read_back(registry, &pending, sources, &mut reports, monitor)?;
     }
-    let durable = new.cache.is_some();
-    pending.commit(CommitOptions { sync_file: durable, sync_folder: durable })?;
+    let commit = commit_options(new.cache, pending.replaces());
+    pending.commit(commit)?;
     let disks = disks.into_iter().zip(reports);
     Ok(ApplianceReport {
         disks: disks

@@ -83,6 +83,11 @@ impl NewFiles {
         self.files.iter().map(PendingFile::storage)
     }
 
+    /// Whether one of them takes the place of a file that is there.
+    pub(crate) fn replaces(&self) -> bool {
+        self.files.iter().any(PendingFile::replaces)
+    }
+
     /// Gives them their names, and then the image its own: an image without its files would be
     /// broken. Where one cannot get it, those that did and replaced nothing are removed again. A cancel
     /// counts until the first name is given. Then files that only the replaced image had are removed.
@@ -97,7 +102,7 @@ impl NewFiles {
         // What takes long comes first.
         for file in self.files.iter().filter(|_| options.sync_file) {
             cancel.check()?;
-            file.storage().sync()?;
+            file.storage().sync_always()?;
         }
         let folder = image.as_ref().and_then(|image| image.target().parent().map(Path::to_owned));
         let mut placed: Vec<PathBuf> = Vec::new();

@@ -58,6 +58,22 @@ pub struct NewImage {
     pub cache: Option<CacheMode>,
 }
 
+/// How a new file is written to until it has its name: nobody can see it before, so the one sync
+/// at the end serves for all those that keep an image whole while it is in use.
+pub(crate) fn cache_until_named(wanted: Option<CacheMode>) -> CacheMode {
+    wanted.unwrap_or(CacheMode::Unsafe)
+}
+
+/// What is made durable as a new file takes its name. A crash after the rename must not leave
+/// neither the old file nor the new one.
+pub(crate) fn commit_options(wanted: Option<CacheMode>, replaces: bool) -> CommitOptions {
+    match wanted {
+        Some(CacheMode::Unsafe) => CommitOptions::default(),
+        Some(_) => CommitOptions { sync_file: true, sync_folder: true },
+        None => CommitOptions { sync_file: replaces, sync_folder: false },
+    }
+}
+
 impl NewImage {
     fn request(
         &self,
@@ -83,7 +99,7 @@ pub(crate) struct Target {
     pending: Option<PendingFile>,
     pipe: Option<Arc<OutPipe>>,
     files: Option<NewFiles>,
-    durable: bool,
+    commit: CommitOptions,
     /// What opens it, where it is encrypted.
     keys: Vec<Secret>,
 }
@@ -144,7 +160,7 @@ impl Target {
         let info = ImageInfo::new(driver.name(), guest_bytes);
         let disk = Disk::from_format(format, info, &OpenOptions::read_write());
         let (pipe, keys) = (Some(pipe.clone()), Vec::new());
-        Ok(Self { disk, pending: None, pipe, files: None, durable: false, keys })
+        Ok(Self { disk, pending: None, pipe, files: None, commit: CommitOptions::default(), keys })
     }
 
     /// Makes a new image of `bytes` bytes, open for writing.
@@ -161,10 +177,7 @@ impl Target {
             inherit(driver, &new.path, &mut options, &base.layers()[0].info().properties)?;
         }
         let new = &NewImage { options, ..new.clone() };
-        // A crash after the rename must not leave neither the old file nor the new one.
-        let replaces = new.path.exists();
-        let fast = if replaces { CacheMode::Writeback } else { CacheMode::Unsafe };
-        let cache = new.cache.unwrap_or(fast);
+        let cache = cache_until_named(new.cache);
         let file = FileOptions::read_write().cache(cache);
         let pending = PendingFile::create(&new.path, &file)?;
         let wanted = WantedFiles {
@@ -193,8 +206,8 @@ impl Target {
             disk = disk.over(base);
         }
         let keys = new.options.key().into_iter().cloned().collect();
-        let durable = new.cache.is_some();
-        Ok(Self { disk, pending: Some(pending), pipe: None, files: Some(files), durable, keys })
+        let commit = commit_options(new.cache, pending.replaces() || files.replaces());
+        Ok(Self { disk, pending: Some(pending), pipe: None, files: Some(files), commit, keys })
     }
 
     /// Opens what exists; it must hold `bytes` bytes.
@@ -227,7 +240,14 @@ impl Target {
             )));
         }
         let keys = keys.to_vec();
-        Ok(Self { disk, pending: None, pipe: None, files: None, durable: true, keys })
+        Ok(Self {
+            disk,
+            pending: None,
+            pipe: None,
+            files: None,
+            commit: CommitOptions::default(),
+            keys,
+        })
     }
 
     /// The same image, opened anew for reading from the files at hand.
@@ -251,14 +271,13 @@ impl Target {
     /// Puts the files in their places, and answers which of them are there now that were not before.
     /// A cancel counts until the first of them is in its own.
     pub(crate) fn commit(self, cancel: &CancelToken) -> Result<Vec<PathBuf>> {
-        let options = CommitOptions { sync_file: self.durable, sync_folder: self.durable };
         drop(self.disk);
         if let Some(pipe) = self.pipe {
             pipe.finish()?;
             return Ok(Vec::new());
         }
         match self.files {
-            Some(files) => files.commit(self.pending, options, cancel),
+            Some(files) => files.commit(self.pending, self.commit, cancel),
             None => Ok(Vec::new()),
         }
     }

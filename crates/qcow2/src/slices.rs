@@ -161,8 +161,11 @@ impl SliceCache {
     pub(crate) fn load_ahead(&self, key: u64, count: u64, storage: &dyn Storage) -> Result<()> {
         let generations: [u64; SHARDS] =
             std::array::from_fn(|i| self.shards[i].generation.load(Ordering::Acquire));
-        let mut bytes = vec![0; (count.min(AHEAD_MAX) * self.slice_bytes) as usize];
-        storage.read_padded(&mut bytes, HostOffset(key))?;
+        // On the stack, where one call after the other uses the same pages: pages of the heap would
+        // go to the slices made of them, and each call would touch new ones.
+        let mut bytes = [0; (AHEAD_MAX * SLICE_BYTES) as usize];
+        let bytes = &mut bytes[..(count.min(AHEAD_MAX) * self.slice_bytes) as usize];
+        storage.read_padded(bytes, HostOffset(key))?;
         let mut words = [0; SLICE_WORDS];
         for (slice, key) in
             bytes.chunks(self.slice_bytes as usize).zip((key..).step_by(self.slice_bytes as usize))
@@ -253,11 +256,7 @@ impl SliceCache {
         let at = inner.index.get(&key).copied().expect("dirty slices are never evicted");
         let slot = &mut inner.slots[at];
         slot.state = SlotState::Writing;
-        let start = out.len();
-        out.resize(start + slot.words.len() * 8, 0);
-        for (bytes, word) in out[start..].as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
-            *bytes = word.to_be_bytes();
-        }
+        out.extend(slot.words.iter().flat_map(|word| word.to_be_bytes()));
     }
 
     /// The copy of a slice reached the storage; it may be evicted unless changed again.

@@ -328,6 +328,27 @@ impl FileStorage {
         }
     }
 
+    /// Makes all that was written durable, also in cache mode unsafe, for a file that nobody can see
+    /// before that: one sync then serves all of its writes.
+    ///
+    /// # Errors
+    /// [`Error::File`], also for a sync before this one that failed.
+    pub fn sync_always(&self) -> Result<()> {
+        let before = self.sync_error.load(Ordering::Acquire);
+        if before != 0 {
+            let cause = io::Error::from_raw_os_error(before);
+            return Err(file_error(
+                &self.name,
+                IoAction::Sync,
+                io::Error::new(cause.kind(), format!("an earlier one failed ({cause})")),
+            ));
+        }
+        retry(|| rustix::fs::fdatasync(&self.file)).map_err(|errno| {
+            self.fail_syncs(errno);
+            file_error(&self.name, IoAction::Sync, errno)
+        })
+    }
+
     pub(crate) fn fail_syncs(&self, errno: Errno) {
         let _ = self.sync_error.compare_exchange(
             0,
@@ -476,22 +497,7 @@ impl Storage for FileStorage {
     }
 
     fn sync(&self) -> Result<()> {
-        if self.cache == CacheMode::Unsafe {
-            return Ok(());
-        }
-        let before = self.sync_error.load(Ordering::Acquire);
-        if before != 0 {
-            let cause = io::Error::from_raw_os_error(before);
-            return Err(file_error(
-                &self.name,
-                IoAction::Sync,
-                io::Error::new(cause.kind(), format!("an earlier one failed ({cause})")),
-            ));
-        }
-        retry(|| rustix::fs::fdatasync(&self.file)).map_err(|errno| {
-            self.fail_syncs(errno);
-            file_error(&self.name, IoAction::Sync, errno)
-        })
+        if self.cache == CacheMode::Unsafe { Ok(()) } else { self.sync_always() }
     }
 
     fn volatile(&self) -> bool {

@@ -21,8 +21,9 @@ const NAME_BYTES_MAX: usize = 255;
 /// What [`PendingFile::commit`] makes durable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommitOptions {
-    /// The file's bytes, before it takes its name. Always done where it replaces another file:
-    /// a crash must leave the old one or the new one, never an empty one.
+    /// The file's bytes, before it takes its name, in cache mode unsafe too. In the other modes always
+    /// done where it replaces another file: a crash must leave the old one or the new one, never an
+    /// empty one.
     pub sync_file: bool,
     /// The name itself, by syncing the folder afterwards.
     pub sync_folder: bool,
@@ -102,9 +103,9 @@ impl PendingFile {
     /// [`Error::File`]; the name is then as it was, and the new file is removed. Where only
     /// syncing the folder fails, the file has its name, but a crash may undo that.
     pub fn commit(mut self, options: CommitOptions) -> Result<()> {
-        let unsafe_cache = self.storage.cache() == CacheMode::Unsafe;
-        if (options.sync_file || self.replaced.is_some()) && !unsafe_cache {
-            self.storage.sync()?;
+        let replaces = self.replaced.is_some() && self.storage.cache() != CacheMode::Unsafe;
+        if options.sync_file || replaces {
+            self.storage.sync_always()?;
         }
         let fail = |errno| file_error(&self.target.display().to_string(), IoAction::Rename, errno);
         match &self.replaced {
