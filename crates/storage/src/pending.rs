@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{Gid, Mode, OFlags, Uid};
 use rustix::io::Errno;
-use vdkit_block::{CacheMode, Error, IoAction, Result, Storage};
+use vdkit_block::{CacheMode, Error, IoAction, Result};
 
 use crate::file::FileStorage;
 use crate::lock::{ImageLock, LockMode};
