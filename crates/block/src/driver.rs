@@ -265,6 +265,9 @@ pub struct ImageInfo {
     /// The [`ImageInfo::identity`] of what it stands on, as it was when this image was put on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_identity: Option<String>,
+    /// When the file of what it stands on was last changed before this image was put on it.
+    #[serde(skip)]
+    pub backing_time: Option<NotedTime>,
     /// The other files that hold its guest data, as its metadata names them: relative to the
     /// image's folder or absolute. The order is the format's own; each file is named once.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -294,6 +297,7 @@ impl ImageInfo {
             backing_format: None,
             identity: None,
             backing_identity: None,
+            backing_time: None,
             files: Vec::new(),
             data_file_raw: false,
             snapshots: Vec::new(),
@@ -308,8 +312,22 @@ impl ImageInfo {
             name: self.backing_file.clone()?,
             format: self.backing_format.clone(),
             identity: self.backing_identity.clone(),
+            modified: self.backing_time.map(|noted| noted.seconds),
         })
     }
+}
+
+/// A time that an image notes, and where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NotedTime {
+    /// Seconds since 1970.
+    pub seconds: u64,
+    /// Byte offset in the image.
+    pub offset: u64,
+    /// The structure in the format's words.
+    pub structure: &'static str,
+    /// The field in the specification's words.
+    pub field: &'static str,
 }
 
 /// One internal snapshot.
@@ -417,6 +435,8 @@ pub enum Severity {
     Leak,
     /// Data is or may be damaged.
     Corruption,
+    /// Nothing is damaged or lost, and other programs may take offence.
+    Warning,
 }
 
 /// One thing that is wrong with an image.
@@ -452,6 +472,8 @@ pub struct CheckReport {
     pub leaks_kept: u64,
     /// Corruptions mended.
     pub corruptions_fixed: u64,
+    /// What is neither.
+    pub warnings: u64,
     /// Guest clusters of the disk.
     pub total_clusters: u64,
     /// Guest clusters with host space.
@@ -479,6 +501,7 @@ impl CheckReport {
                 self.corruptions += 1;
                 self.corruptions_fixed += u64::from(finding.repaired);
             }
+            Severity::Warning => self.warnings += 1,
         }
         if self.findings.len() < Self::FINDINGS_MAX {
             self.findings.push(finding);

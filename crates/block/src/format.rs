@@ -27,12 +27,14 @@ pub struct BackingRef {
     /// The identity that it had when the image was put on it
     /// ([`ImageInfo::identity`](crate::ImageInfo::identity)), in formats that note it.
     pub identity: Option<String>,
+    /// When its file was last changed, in seconds since 1970, in formats that note it.
+    pub modified: Option<u64>,
 }
 
 impl BackingRef {
-    /// A reference without an identity.
+    /// A reference without an identity and a time.
     pub fn new(name: impl Into<String>, format: Option<String>) -> Self {
-        Self { name: name.into(), format, identity: None }
+        Self { name: name.into(), format, identity: None, modified: None }
     }
 }
 

@@ -55,8 +55,8 @@ pub use codec::{Codec, CompressionSpec};
 pub use compact::{CompactOptions, CompactReport, LeftAlone, punch_zeroes};
 pub use driver::{
     AmendRequest, BitmapInfo, CheckReport, CreateRequest, Finding, FormatDriver, ImageInfo,
-    Measured, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Severity, SnapshotInfo,
-    parse_size,
+    Measured, NotedTime, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Severity,
+    SnapshotInfo, parse_size,
 };
 pub use encryption::{
     CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,

@@ -49,4 +49,7 @@ pub use options::{BackingChoice, OpenOptions};
 pub use prompt::Ready;
 pub use registry::{Probed, Registry, Stranger};
 pub use split::{Split, links_down_to, open_split, same_file};
-pub use walk::{ChainLink, ChainReport, HostInfo, OpenedImage, describe_chain, open_image};
+pub use walk::{
+    ChainLink, ChainReport, ChangedParent, HostInfo, OpenedImage, changed_parent, describe_chain,
+    open_image,
+};

@@ -1,10 +1,11 @@
 //! From image to image down a chain, opening files but no formats.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::FileType;
-use vdkit_block::{BackingRef, Error, FormatDriver, ImageInfo, Result, Storage};
+use vdkit_block::{BackingRef, Error, FormatDriver, ImageInfo, NotedTime, Result, Storage};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
 use crate::options::{BackingChoice, OpenOptions};
@@ -388,6 +389,69 @@ pub struct HostInfo {
     pub allocated_bytes: u64,
     /// A block device.
     pub device: bool,
+    /// When the file was last changed, in seconds since 1970; none of a device.
+    pub modified: Option<u64>,
+}
+
+impl HostInfo {
+    fn of(storage: &dyn Storage) -> Result<Self> {
+        let (caps, fd) = (storage.caps(), storage.as_fd());
+        let stat = fd.filter(|_| !caps.device).and_then(|fd| rustix::fs::fstat(fd).ok());
+        Ok(Self {
+            file_bytes: storage.len()?,
+            allocated_bytes: storage.allocated_bytes()?,
+            device: caps.device,
+            modified: stat.and_then(|stat| u64::try_from(stat.st_mtime).ok()),
+        })
+    }
+}
+
+/// The parent's file was changed, or copied, after an image was put on it, which notes the time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChangedParent {
+    /// What the image notes, and where.
+    pub noted: NotedTime,
+    /// When the file was changed, in seconds since 1970.
+    pub modified: u64,
+    /// The parent.
+    pub parent: PathBuf,
+}
+
+impl fmt::Display for ChangedParent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let NotedTime { seconds, field, .. } = self.noted;
+        write!(
+            f,
+            "{field} is {seconds} (in seconds since 1970), expected {}, when {} was last changed: other \
+             programs may refuse the pair. If the parent was only copied or touched, \
+             'vdkit rebase --unsafe' onto the same one notes the time anew",
+            self.modified,
+            self.parent.display()
+        )
+    }
+}
+
+impl ChangedParent {
+    /// Whether the second image was changed after the first was put on it.
+    pub fn between(image: &ChainLink, parent: &ChainLink) -> Option<Self> {
+        let noted = image.info.backing_time?;
+        let modified = parent.host.modified.filter(|modified| *modified != noted.seconds)?;
+        Some(Self { noted, modified, parent: parent.path.clone() })
+    }
+}
+
+/// Whether what an image stands on was changed since, by the time that the image notes. Formats
+/// that note none, and parents that cannot be opened, say nothing.
+pub fn changed_parent(
+    registry: &Registry,
+    path: impl AsRef<Path>,
+    options: &OpenOptions,
+) -> Option<ChangedParent> {
+    let options = OpenOptions { writable: false, lock: false, ..options.clone() };
+    let mut walk = Walk::new(registry, path.as_ref(), &options);
+    let image = describe(walk.step().ok()??).ok()?;
+    image.info.backing_time?;
+    ChangedParent::between(&image, &describe(walk.step().ok()??).ok()?)
 }
 
 /// One image of a chain, described.
@@ -440,10 +504,6 @@ pub fn describe_chain(
 }
 
 fn describe(found: Found) -> Result<ChainLink> {
-    let host = HostInfo {
-        file_bytes: found.storage.len()?,
-        allocated_bytes: found.storage.allocated_bytes()?,
-        device: found.storage.caps().device,
-    };
+    let host = HostInfo::of(&*found.storage)?;
     Ok(ChainLink { path: found.path, info: found.info, probed: found.probed, host })
 }

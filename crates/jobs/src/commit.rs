@@ -24,6 +24,7 @@ use vdkit_chain::{
     open_image, open_split,
 };
 
+use crate::create::modified;
 use crate::crew::default_threads;
 use crate::dependents::refuse_dependents;
 use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
@@ -118,7 +119,7 @@ pub fn commit(
     })
 }
 
-/// Tells the overlay which identity its base has now, where it notes that: the base was written, and
+/// Tells the overlay which identity and time its base has now, where it notes them: the base was written, and
 /// the overlay on it shows the same as before. After a crash before this, opening it says how.
 fn note_identity(
     registry: &Registry,
@@ -135,14 +136,16 @@ fn note_identity(
         ..opening.clone().format(link.info.format).backing(BackingChoice::Ignore)
     };
     let identity = open_image(registry, &base.path, &alone(base, false))?.info.identity;
-    if identity.is_none() || identity == backing.identity {
+    let modified = backing.modified.and_then(|_| modified(&base.path));
+    let same = identity == backing.identity && modified == backing.modified;
+    if identity.is_none() || same {
         return Ok(());
     }
     let opened = open_image(registry, &overlay.path, &alone(overlay, true))?;
     let request = AmendRequest {
         storage: opened.storage,
         files: opened.files,
-        backing: Some(Some(BackingRef { identity, ..backing })),
+        backing: Some(Some(BackingRef { identity, modified, ..backing })),
         options: Options::default(),
         limits: opening.limits,
     };

@@ -1,10 +1,11 @@
 //! Making a new image.
 
+use std::fs::Metadata;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use vdkit_block::{
     BackingRef, CreateRequest, Error, FormatDriver, ImageInfo, Limits, Monitor, Options, RefPolicy,
@@ -168,6 +169,7 @@ impl NewBacking {
                 name: self.name.clone(),
                 format,
                 identity: looked.as_ref().and_then(|looked| looked.identity.clone()),
+                modified: looked.as_ref().and_then(|_| modified(&path)),
             },
             properties: looked.map(|looked| looked.properties).unwrap_or_default(),
         };
@@ -195,6 +197,12 @@ impl NewBacking {
         }
         Ok(found(Some(looked.format.to_owned()), Some(looked)))
     }
+}
+
+/// When a file was last changed, in seconds since 1970; none of a device.
+pub(crate) fn modified(path: &Path) -> Option<u64> {
+    let found = path.metadata().ok().filter(Metadata::is_file)?.modified().ok()?;
+    Some(found.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
 /// What was seen of an image.

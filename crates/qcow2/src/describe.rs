@@ -47,6 +47,7 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
         // The extension without the feature bit means nothing.
         identity: None,
         backing_identity: None,
+        backing_time: None,
         files: header.data_file_name().filter(|_| header.has_data_file()).into_iter().collect(),
         data_file_raw: header.data_file_raw(),
         snapshots: snapshots.snapshots.iter().map(Snapshot::info).collect(),

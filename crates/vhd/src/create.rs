@@ -91,7 +91,8 @@ fn create_dynamic(
         let (parent, name) = (identity(file, backing)?, &backing.name);
         let (platform, bytes) = parent::stored(name);
         let locator = Locator { platform, len: bytes.len() as u32, at: table_end };
-        header = header.over(parent, 0, &parent::file_name(name), &[locator]);
+        let time = parent::stamp(backing.modified);
+        header = header.over(parent, time, &parent::file_name(name), &[locator]);
         end = table_end + (bytes.len() as u64).next_multiple_of(SECTOR);
         make_room(storage, end + FOOTER_BYTES as u64)?;
         storage.write_at(&bytes, HostOffset(table_end))?;
@@ -106,7 +107,7 @@ fn create_dynamic(
     storage.write_at(footer.bytes(), HostOffset(0))
 }
 
-fn identity(file: &str, backing: &BackingRef) -> Result<Uuid> {
+pub(crate) fn identity(file: &str, backing: &BackingRef) -> Result<Uuid> {
     let found = backing.identity.as_deref().and_then(Uuid::parse);
     let vhd = backing.format.as_deref().is_none_or(|format| matches!(format, "vpc" | "vhd"));
     found.filter(|_| vhd).ok_or_else(|| {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver, ImageInfo,
-    Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result,
-    Storage, punch_zeroes,
+    AmendRequest, CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver,
+    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe,
+    Repair, Result, Storage, punch_zeroes,
 };
 use vdkit_blockmap::{BlockImage, Opening, compact};
 
@@ -14,7 +14,7 @@ use crate::fixed::{self, FixedVhd};
 use crate::footer::{COOKIE, DiskType, Footer, SECTOR};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
-use crate::{check, create, parent};
+use crate::{amend, check, create, parent};
 
 const OPTIONS: &[OptionSpec] = &[
     OptionSpec {
@@ -116,6 +116,7 @@ impl FormatDriver for VhdDriver {
                 let name = parent::name(&**storage, &header)?;
                 info.backing_file = (!name.is_empty()).then_some(name);
                 info.backing_format = Some(self.name().to_owned());
+                info.backing_time = parent::noted_time(&header);
                 info.backing_identity = Some(header.parent_uuid().to_string());
                 properties.push(("parent-uuid", header.parent_uuid().to_string()));
                 properties.push(("parent-time", header.parent_time().to_string()));
@@ -182,6 +183,10 @@ impl FormatDriver for VhdDriver {
         let (geometry, over_parent) = (parts.header.geometry(), parts.over_parent());
         let envelope = VhdEnvelope::new(parts.footer, parts.header, over_parent);
         compact::compact(&**storage, &envelope, &geometry, options, monitor)
+    }
+
+    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        amend::amend(request)
     }
 
     fn cluster_bytes(&self, options: &Options) -> Result<u64> {

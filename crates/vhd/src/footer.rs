@@ -14,7 +14,7 @@ pub(crate) const NO_OFFSET: u64 = u64::MAX;
 pub(crate) const SECTORS_MAX: u64 = 0xff00_0000;
 pub(crate) const SECTOR: u64 = 512;
 /// Seconds from 1970 to 2000, where time stamps begin.
-const EPOCH: u64 = 946_684_800;
+pub(crate) const EPOCH: u64 = 946_684_800;
 /// The application that we name.
 const CREATOR: &[u8; 4] = b"vdk ";
 /// Applications that take the geometry for the size of the disk.

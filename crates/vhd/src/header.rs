@@ -129,6 +129,12 @@ impl DynamicHeader {
         self.summed()
     }
 
+    /// The same with another time of the parent.
+    pub(crate) fn with_parent_time(mut self, time: u32) -> Self {
+        self.put(field::PARENT_TIME, &time.to_be_bytes());
+        self.summed()
+    }
+
     /// The same with the right sum.
     pub(crate) fn summed(mut self) -> Self {
         let sum = checksum(&self.bytes, field::CHECKSUM);

@@ -8,6 +8,7 @@
 //! Virtual PC and QEMU (without `force_size`) take cylinders × heads × sectors for it, all others the
 //! size field: [`Footer::disk_bytes`]. Our own images give everyone the same answer.
 
+mod amend;
 mod azure;
 mod check;
 mod create;

@@ -1,8 +1,9 @@
 //! The name of the image that a differencing one stands on.
 
-use vdkit_block::{HostOffset, Result, Storage};
+use vdkit_block::{HostOffset, NotedTime, Result, Storage};
 
-use crate::header::DynamicHeader;
+use crate::footer::EPOCH;
+use crate::header::{DynamicHeader, field};
 
 /// A relative Windows path, UTF-16.
 pub(crate) const RELATIVE: [u8; 4] = *b"W2ru";
@@ -93,6 +94,23 @@ pub(crate) fn stored(name: &str) -> ([u8; 4], Vec<u8>) {
     (RELATIVE, name.encode_utf16().flat_map(u16::to_le_bytes).collect())
 }
 
+/// The parent's time as the header has it: seconds since 2000; 0 where it is not known.
+pub(crate) fn stamp(modified: Option<u64>) -> u32 {
+    let seconds = modified.unwrap_or(0).saturating_sub(EPOCH);
+    u32::try_from(seconds).unwrap_or(u32::MAX)
+}
+
+/// The time that a header notes, where it does.
+pub(crate) fn noted_time(header: &DynamicHeader) -> Option<NotedTime> {
+    let seconds = Some(header.parent_time()).filter(|seconds| *seconds != 0)?;
+    Some(NotedTime {
+        seconds: EPOCH + u64::from(seconds),
+        offset: header.at.saturating_add(field::PARENT_TIME as u64),
+        structure: "dynamic header",
+        field: "Parent Time Stamp",
+    })
+}
+
 /// The file's name alone, as the header has it.
 pub(crate) fn file_name(name: &str) -> String {
     last(name)
@@ -101,6 +119,24 @@ pub(crate) fn file_name(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times_are_counted_from_2000() {
+        for (modified, wanted) in [
+            (None, 0),
+            (Some(0), 0),
+            (Some(EPOCH), 0),
+            (Some(EPOCH + 1), 1),
+            (Some(EPOCH + u64::from(u32::MAX)), u32::MAX),
+            (Some(u64::MAX), u32::MAX),
+        ] {
+            assert_eq!(stamp(modified), wanted, "{modified:?}");
+            let header = DynamicHeader::new(1536, 1, 512).with_parent_time(wanted);
+            let seconds = noted_time(&header).map(|noted| noted.seconds);
+            let shown = (wanted != 0).then_some(EPOCH + u64::from(wanted));
+            assert_eq!(seconds, shown, "{modified:?}");
+        }
+    }
 
     #[test]
     fn names_come_back() {

@@ -94,7 +94,7 @@ impl Parts {
             ));
         };
         let identity = parent.identity();
-        Ok(Some(BackingRef { name, format: Some("vhdx".to_owned()), identity }))
+        Ok(Some(BackingRef { identity, ..BackingRef::new(name, Some("vhdx".to_owned())) }))
     }
 }
 

@@ -165,7 +165,7 @@ mod tests {
 
     fn backing(name: &str) -> BackingRef {
         let identity = Some("01234567-89ab-cdef-0123-456789abcdef".to_owned());
-        BackingRef { name: name.to_owned(), format: None, identity }
+        BackingRef { identity, ..BackingRef::new(name, None) }
     }
 
     #[test]

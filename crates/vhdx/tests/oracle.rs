@@ -278,9 +278,8 @@ fn a_child_is_read_by_libvhdi() {
     let info = VhdxDriver.describe(&file(&parent, false), &Limits::default()).expect("describing");
     std::fs::File::create(&child).expect("a scratch file");
     let backing = vdkit_block::BackingRef {
-        name: "parent.vhdx".to_owned(),
-        format: Some("vhdx".to_owned()),
         identity: info.identity,
+        ..vdkit_block::BackingRef::new("parent.vhdx", Some("vhdx".to_owned()))
     };
     create(&file(&child, true), size, "block_size=1M", Some(backing));
     let disk = open(&child, true).over(open(&parent, false));

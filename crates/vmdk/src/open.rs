@@ -367,6 +367,7 @@ impl Opening<'_> {
                 name: d.parent()?.to_owned(),
                 format: Some("vmdk".to_owned()),
                 identity: Some(format!("{:08x}", d.parent_cid)),
+                modified: None,
             })
         });
         if backing.is_none() && descriptor.is_some_and(|d| d.parent_cid != NO_PARENT) {

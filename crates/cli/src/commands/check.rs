@@ -22,7 +22,7 @@ pub const COMMAND: Subcommand = Subcommand {
 Reads all of the image's metadata and none of its data. Exit codes: 0 sound, 3 only leaks (space that \
 nothing refers to: harmless), 4 corrupt. With --repair the code tells what remains. A repair that would \
 give up guest data which a damaged table no longer leads to is refused without --force; where the table was \
-wiped, what looks like that data is kept.",
+wiped, what looks like that data is kept. Warnings change no code.",
     examples: "
 vdkit check disk.qcow2
 vdkit check --repair leaks disk.qcow2   give leaked space back
@@ -114,6 +114,7 @@ fn print(report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
         let kind = match finding.severity {
             Severity::Leak => "leak",
             Severity::Corruption => "corruption",
+            Severity::Warning => "warning",
         };
         let mended = if finding.repaired { " (repaired)" } else { "" };
         out.line(format!(
@@ -121,7 +122,8 @@ fn print(report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
             finding.structure, finding.offset, finding.message
         ))?;
     }
-    let unlisted = (report.leaks + report.corruptions).saturating_sub(report.findings.len() as u64);
+    let found = report.leaks + report.corruptions + report.warnings;
+    let unlisted = found.saturating_sub(report.findings.len() as u64);
     if unlisted > 0 {
         out.line(format!("… and {unlisted} more"))?;
     }

@@ -6,11 +6,14 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::{BackingChoice, BitmapInfo, ChainLink, ChainReport, Error, ImageInfo, SnapshotInfo};
+use vdkit::{
+    BackingChoice, BitmapInfo, ChainLink, ChainReport, ChangedParent, Error, ImageInfo,
+    SnapshotInfo,
+};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, Opening};
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::incoming::OVA;
 use crate::output::{Fields, Output, Table, bytes_long, bytes_short};
 use crate::session::Session;
@@ -144,6 +147,12 @@ impl Run for InfoArgs {
             described => described?,
         };
         print(&report, self.chain, self.json, &mut session.out)?;
+        session.out.finish()?;
+        for pair in report.links.windows(2) {
+            if let Some(changed) = ChangedParent::between(&pair[0], &pair[1]) {
+                print_line(Tone::Warning, &format!("{}: {changed}", pair[0].path.display()));
+            }
+        }
         // What could be described was; the place where the chain breaks decides the exit code.
         match report.broken {
             Some(error) => Err(error.into()),

@@ -26,9 +26,8 @@ fn sound(child: bool, closed: bool) -> MemoryStorage {
     let memory = Arc::new(MemoryStorage::new("image"));
     let storage: Arc<dyn Storage> = memory.clone();
     let backing = child.then(|| BackingRef {
-        name: "parent.vhdx".to_owned(),
-        format: Some("vhdx".to_owned()),
         identity: Some("01234567-89ab-cdef-0123-456789abcdef".to_owned()),
+        ..BackingRef::new("parent.vhdx", Some("vhdx".to_owned()))
     });
     let options = Options::parse("vhdx", VhdxDriver.options(), ["block_size=1M"]).expect("options");
     let guest_bytes = 3 * MIB + 4096;

@@ -90,9 +90,8 @@ pub fn create_over(storage: &Shared, base: &Shared, name: &str) -> vdkit_block::
         guest_bytes: info.virtual_size,
         options: Options::default(),
         backing: Some(BackingRef {
-            name: name.to_owned(),
-            format: Some("vpc".to_owned()),
             identity: info.identity,
+            ..BackingRef::new(name, Some("vpc".to_owned()))
         }),
         backing_bytes: Some(info.virtual_size),
     })

@@ -80,9 +80,8 @@ fn parent_bytes(len: u64) -> Vec<u8> {
 
 pub fn parent_ref() -> BackingRef {
     BackingRef {
-        name: "parent.vhdx".to_owned(),
-        format: Some("vhdx".to_owned()),
         identity: Some("01234567-89ab-cdef-0123-456789abcdef".to_owned()),
+        ..BackingRef::new("parent.vhdx", Some("vhdx".to_owned()))
     }
 }
 

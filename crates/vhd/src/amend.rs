@@ -1,0 +1,55 @@
+//! The time of the parent, noted anew: one write of a sector.
+
+use vdkit_block::{AmendRequest, BackingRef, Error, HostOffset, Result, Storage};
+
+use crate::create::identity;
+use crate::footer::{DiskType, SECTOR};
+use crate::header::DynamicHeader;
+use crate::locate::Footers;
+use crate::parent;
+
+/// As [`vdkit_block::FormatDriver::amend`]. The parent has to stay the same one, by its unique ID
+/// and name: another one would take changes in two sectors, which a crash could part.
+pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
+    let storage = &*request.storage;
+    if !request.options.is_empty() {
+        return Err(Error::unsupported(
+            storage.name(),
+            "changing options of a vpc image in place",
+            "convert it to a new image that has them",
+        ));
+    }
+    let Some(backing) = &request.backing else { return Ok(Vec::new()) };
+    let footers = Footers::read(storage)?;
+    let footer = footers.best(storage.name())?;
+    let refused = || {
+        Error::unsupported(
+            storage.name(),
+            "putting a vpc image on another parent, or on none, in place",
+            "convert it to a new image: that one stands alone",
+        )
+    };
+    let over_parent = footer.disk_type == DiskType::Differencing;
+    let backing = backing.as_ref().filter(|_| over_parent).ok_or_else(refused)?;
+    let header = DynamicHeader::read(storage, footer.data_offset())?;
+    header.judge_sum(storage.name())?;
+    if !is_parent(storage, &header, backing)? {
+        return Err(refused());
+    }
+    let time = parent::stamp(backing.modified);
+    if time == 0 || time == header.parent_time() {
+        return Ok(Vec::new());
+    }
+    let header = header.with_parent_time(time);
+    // The time and the sum are in the first sector.
+    storage.write_at(&header.bytes()[..SECTOR as usize], HostOffset(header.at))?;
+    storage.sync()?;
+    Ok(vec!["backing".to_owned()])
+}
+
+/// Whether the image stands on this one already.
+fn is_parent(storage: &dyn Storage, header: &DynamicHeader, backing: &BackingRef) -> Result<bool> {
+    let name = parent::name(storage, header)?;
+    let same_name = parent::stored(&name) == parent::stored(&backing.name);
+    Ok(same_name && identity(storage.name(), backing)? == header.parent_uuid())
+}
