@@ -108,7 +108,42 @@ fn format_open_near_the_corpus() {
 /// Random operations, other ones for each seed; `VDKIT_FUZZ_SEEDS` asks for more of them.
 #[test]
 fn qcow2_ops_at_random() {
-    let seeds = std::env::var("VDKIT_FUZZ_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(300);
+    at_random(300, fuzz::qcow2_ops);
+}
+
+#[test]
+fn vdi_ops() {
+    replay("vdi_ops", fuzz::vdi_ops);
+}
+
+#[test]
+fn vdi_ops_at_random() {
+    at_random(40, fuzz::vdi_ops);
+}
+
+#[test]
+fn vhd_ops() {
+    replay("vhd_ops", fuzz::vhd_ops);
+}
+
+#[test]
+fn vhd_ops_at_random() {
+    at_random(40, fuzz::vhd_ops);
+}
+
+#[test]
+fn vmdk_ops() {
+    replay("vmdk_ops", fuzz::vmdk_ops);
+}
+
+#[test]
+fn vmdk_ops_at_random() {
+    at_random(40, fuzz::vmdk_ops);
+}
+
+fn at_random(usually: u64, run: fn(&[u8])) {
+    let seeds =
+        std::env::var("VDKIT_FUZZ_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(usually);
     let mut failed = Vec::new();
     for seed in 1..=seeds {
         let mut state: u64 = seed;
@@ -118,7 +153,7 @@ fn qcow2_ops_at_random() {
                 (state >> 56) as u8
             })
             .collect();
-        if catch_unwind(|| fuzz::qcow2_ops(&input)).is_err() {
+        if catch_unwind(|| run(&input)).is_err() {
             failed.push(seed);
         }
     }

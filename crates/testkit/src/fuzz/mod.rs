@@ -5,6 +5,7 @@
 
 mod formats;
 mod hostile;
+mod lives;
 mod luks;
 #[cfg(feature = "nbd")]
 mod nbd;
@@ -15,6 +16,7 @@ mod vhdx;
 
 pub use formats::format_open;
 pub use hostile::qcow2_open_read;
+pub use lives::{vdi_ops, vhd_ops, vmdk_ops};
 pub use luks::luks_open;
 #[cfg(feature = "nbd")]
 pub use nbd::nbd_session;

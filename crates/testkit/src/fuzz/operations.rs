@@ -59,20 +59,20 @@ pub fn qcow2_life(input: &[u8]) -> u64 {
 }
 
 /// The fuzzer's bytes; zeroes behind their end, except for the next operation's tag.
-struct Input<'a>(&'a [u8]);
+pub(super) struct Input<'a>(pub(super) &'a [u8]);
 
 impl Input<'_> {
-    fn byte(&mut self) -> Option<u8> {
+    pub(super) fn byte(&mut self) -> Option<u8> {
         let (&first, rest) = self.0.split_first()?;
         self.0 = rest;
         Some(first)
     }
 
-    fn small(&mut self) -> u64 {
+    pub(super) fn small(&mut self) -> u64 {
         u64::from(self.byte().unwrap_or(0))
     }
 
-    fn number(&mut self) -> u64 {
+    pub(super) fn number(&mut self) -> u64 {
         self.small() << 8 | self.small()
     }
 }
@@ -608,7 +608,7 @@ impl World {
     }
 }
 
-fn monitor() -> Monitor<'static> {
+pub(super) fn monitor() -> Monitor<'static> {
     Monitor { cancel: CancelToken::default(), progress: &NoProgress }
 }
 
@@ -619,7 +619,7 @@ fn chosen<T: Clone>(kept: &[(String, T)], input: &mut Input<'_>) -> Option<(Stri
 }
 
 /// Bytes that change every 64.
-fn pattern(len: u64, byte: impl Fn(u8) -> u8) -> Vec<u8> {
+pub(super) fn pattern(len: u64, byte: impl Fn(u8) -> u8) -> Vec<u8> {
     let mut bytes = vec![0; len as usize];
     for (number, chunk) in bytes.chunks_mut(64).enumerate() {
         chunk.fill(byte(number as u8));
