@@ -110,15 +110,18 @@ fn two_disks_are_read_at_once() {
     assert!(report.disks.iter().all(|disk| disk.report.moved.read == 1 << 20), "{report:?}");
 }
 
-/// Takes a name away while the disks are converted, as another program may.
+/// Takes a name away when all disks are converted and none has its name, as another program may.
 struct Taking {
     folder: PathBuf,
     name: &'static str,
 }
 
 impl Progress for Taking {
-    fn update(&self, _done: u64, _total: u64) {
-        let _ = std::fs::create_dir(self.folder.join(self.name));
+    fn update(&self, done: u64, total: u64) {
+        // Earlier, the other disk might not have begun, and would refuse the name at its open.
+        if done == total {
+            let _ = std::fs::create_dir(self.folder.join(self.name));
+        }
     }
 
     fn message(&self, _text: &str) {}
