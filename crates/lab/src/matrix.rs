@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::model::{Axes, Better, Cell, Metric, Run, metric};
+use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
 use crate::stats::{Gain, Summary, gain, geometric_mean, summary};
 
 /// What an axis is.
@@ -86,6 +86,19 @@ pub fn program(axes: &Axes) -> (Axes, Option<String>) {
     (rest, program)
 }
 
+/// Whether the load ran within a guest.
+pub fn in_guest(axes: &Axes) -> bool {
+    axes.iter().any(|(axis, value)| axis == "front" && value.starts_with("guest-"))
+}
+
+/// Where the load ran, among the conditions of [`Matrix::condition`].
+pub const SEEN: &str = "seen";
+
+/// In words, where the load ran.
+pub fn seen(axes: &Axes) -> &'static str {
+    if in_guest(axes) { "in a guest" } else { "from the host" }
+}
+
 /// A run, its axes told apart.
 #[derive(Debug)]
 pub struct Matrix<'a> {
@@ -95,6 +108,8 @@ pub struct Matrix<'a> {
     pub metric: &'a Metric,
     /// Names of axes with more than one value, in the plan's order.
     pub varying: Vec<&'a str>,
+    /// Whether guests are compared with guests only.
+    apart: bool,
 }
 
 /// One way to store a disk, with what it measured under all conditions together.
@@ -120,7 +135,13 @@ impl<'a> Matrix<'a> {
     pub fn of(run: &'a Run, metric: &'a Metric) -> Option<Self> {
         let varying = run.plan.axes.iter().map(String::as_str);
         let varying = varying.filter(|axis| values(run, axis).len() > 1).collect();
-        Some(Self { run, metric, varying })
+        let mut matrix = Self { run, metric, varying, apart: false };
+        let guests = run.cells.iter().filter(|cell| in_guest(&cell.axes)).count();
+        matrix.apart = guests > 0
+            && guests < run.cells.len()
+            && matrix.role("front") == Role::Choice
+            && metric.key != SURVIVED;
+        Some(matrix)
     }
 
     /// The values of an axis, in the order of the cells.
@@ -175,7 +196,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// Whether the advice is about the cell: where several programs did the same, it is about our own.
-    fn counts(&self, cell: &Cell) -> bool {
+    pub fn counts(&self, cell: &Cell) -> bool {
         let (same, name) = program(&cell.axes);
         if name.is_none_or(|name| name == OWN_TOOL) {
             return true;
@@ -208,10 +229,11 @@ impl<'a> Matrix<'a> {
         }
         let shared = self.shared_conditions(&groups);
         let measured = |i: &usize| self.summary(&self.run.cells[*i]).is_some();
+        let condition = |i: &usize| self.condition(&self.run.cells[*i]);
         let mut picks = Vec::new();
         for (axes, mut cells) in groups {
-            cells.retain(|i| measured(i) && shared.contains(&self.condition(*i)));
-            if shared.iter().all(|wanted| cells.iter().any(|i| self.condition(*i) == *wanted)) {
+            cells.retain(|i| measured(i) && shared.contains(&condition(i)));
+            if shared.iter().all(|wanted| cells.iter().any(|i| condition(i) == *wanted)) {
                 picks.extend(self.pick(axes, cells));
             }
         }
@@ -222,9 +244,26 @@ impl<'a> Matrix<'a> {
         picks
     }
 
-    /// What a cell was measured under.
-    fn condition(&self, cell: usize) -> Axes {
-        self.part(&self.run.cells[cell].axes, Role::Condition)
+    /// What a cell was measured under. That its load ran in a guest is a part of it: what goes through
+    /// a guest's kernel and processor is slower on any disk, so that guests compare with guests.
+    pub fn condition(&self, cell: &Cell) -> Axes {
+        let mut condition = self.part(&cell.axes, Role::Condition);
+        if self.guests_apart() {
+            condition.push((SEEN.to_owned(), seen(&cell.axes).to_owned()));
+        }
+        condition
+    }
+
+    /// Whether some cells ran in guests and others did not, where the front is a choice and speed is
+    /// the question.
+    pub fn guests_apart(&self) -> bool {
+        self.apart
+    }
+
+    /// The condition without axes that are the same in all cells.
+    pub fn load(&self, cell: &Cell) -> Axes {
+        let told = |axis: &str| axis == SEEN || self.varying.contains(&axis);
+        self.condition(cell).into_iter().filter(|(axis, _)| told(axis)).collect()
     }
 
     /// The conditions that compare most: of those of each group, the ones that most ways have,
@@ -233,7 +272,7 @@ impl<'a> Matrix<'a> {
         let mut sets: Vec<Vec<Axes>> = Vec::new();
         for (_, cells) in groups {
             let mut set: Vec<Axes> = Vec::new();
-            for condition in cells.iter().map(|i| self.condition(*i)) {
+            for condition in cells.iter().map(|i| self.condition(&self.run.cells[*i])) {
                 if !set.contains(&condition) {
                     set.push(condition);
                 }
@@ -242,8 +281,14 @@ impl<'a> Matrix<'a> {
         }
         let has = |all: &[Axes], part: &[Axes]| part.iter().all(|one| all.contains(one));
         let worth = |set: &Vec<Axes>| sets.iter().filter(|all| has(all, set)).count() * set.len();
-        // Of equals the larger set: more ways to look at fewer choices.
-        sets.iter().max_by_key(|set| (worth(set), set.len())).cloned().unwrap_or_default()
+        // Of equals the larger set: more ways to look at fewer choices. Then what was seen without a
+        // guest, which tells more of the disk.
+        let in_host = |set: &Vec<Axes>| {
+            let host = (SEEN.to_owned(), seen(&Axes::new()).to_owned());
+            set.iter().all(|condition| condition.contains(&host))
+        };
+        let best = sets.iter().max_by_key(|set| (worth(set), set.len(), in_host(set)));
+        best.cloned().unwrap_or_default()
     }
 
     /// Samples of several cells as one, round by round.
@@ -278,6 +323,11 @@ impl<'a> Matrix<'a> {
     /// One way against another.
     pub fn against(&self, pick: &Pick, base: &Pick) -> Option<Gain> {
         gain(&pick.samples, &base.samples, self.metric.better)
+    }
+
+    /// Whether one value of the metric is better than another.
+    pub fn is_better(&self, one: f64, two: f64) -> bool {
+        if self.metric.better == Better::Higher { one > two } else { one < two }
     }
 
     /// The way among `picks` that is the same but for the plan's baseline values.

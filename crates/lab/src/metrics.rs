@@ -34,6 +34,9 @@ const fn less(key: &'static str, title: &'static str, unit: &'static str) -> Met
     Metric { key, title, unit, better: Better::Lower }
 }
 
+/// Key of what is 1 where a load came through without an error, and 0 where not.
+pub const SURVIVED: &str = "survived";
+
 /// Every metric. Reads and writes together where the key does not say which.
 pub static METRICS: &[Metric] = &[
     more("iops", "requests", "1/s"),
@@ -63,7 +66,7 @@ pub static METRICS: &[Metric] = &[
     less("io_errors", "errors that the client saw", ""),
     less("machine_stops", "times the whole guest was stopped", ""),
     less("stalled_seconds", "time without progress", "s"),
-    more("survived", "came through (1) or not (0)", ""),
+    more(SURVIVED, "came through", ""),
     more("score", "score", ""),
 ];
 

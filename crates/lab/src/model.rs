@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-pub use crate::metrics::{Better, METRICS, Metric, metric};
+pub use crate::metrics::{Better, METRICS, Metric, SURVIVED, metric};
 
 /// The axes of a cell in the order of the plan: name and value, such as `layout` and `qcow2`.
 pub type Axes = Vec<(String, String)>;

@@ -1,12 +1,13 @@
 //! Numbers and names for people: units, and as many digits as mean something.
 
-use crate::model::{Axes, Metric};
+use crate::model::{Axes, Metric, SURVIVED};
 
 /// A number of a metric with its unit: `12.3k IOPS`, `181 MB/s`, `4.56 ms`, `2 min 36 s`.
 ///
 /// Rates are in powers of ten, as fio and vendors print them; space is in powers of two.
 pub fn value(metric: &Metric, number: f64) -> String {
     match metric.unit {
+        "" if metric.key == SURVIVED => came_through(number),
         "1/s" if metric.key.contains("iops") => format!("{} IOPS", counted(number)),
         "1/s" => format!("{}/s", counted(number)),
         "B/s" => scaled(number, 1000.0, &["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]),
@@ -15,6 +16,15 @@ pub fn value(metric: &Metric, number: f64) -> String {
         "B" => scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"]),
         "" => counted(number),
         unit => format!("{} {unit}", digits(number)),
+    }
+}
+
+/// Of rounds that came through or did not.
+fn came_through(part: f64) -> String {
+    match part {
+        0.0 => "no".to_owned(),
+        1.0 => "yes".to_owned(),
+        part => percent(part),
     }
 }
 
@@ -100,9 +110,31 @@ pub fn span(low: f64, high: f64) -> String {
     format!("{} to {}", times(low), times(high))
 }
 
-/// Values of axes in a row: `ext4 · qcow2-8k · none`.
+/// Values of axes in a row: `ext4 · qcow2-8k · 8 images`.
 pub fn label(axes: &Axes) -> String {
-    axes.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join(" · ")
+    axes.iter().map(|(axis, value)| alone(axis, value)).collect::<Vec<_>>().join(" · ")
+}
+
+/// A value where its axis is not named beside it: numbers and `none` say nothing alone.
+fn alone(axis: &str, value: &str) -> String {
+    match (axis, value) {
+        ("content", "none") => "empty disk".to_owned(),
+        ("content", "full") => "filled disk".to_owned(),
+        ("images", "1") => "1 image".to_owned(),
+        ("images", count) => format!("{count} images"),
+        (_, value) => value.to_owned(),
+    }
+}
+
+/// A text as a sentence: it begins with a capital and ends with a stop.
+pub fn sentence(text: &str) -> String {
+    let mut letters = text.chars();
+    let first = letters.next().into_iter().flat_map(char::to_uppercase);
+    let mut whole: String = first.chain(letters).collect();
+    if !whole.is_empty() && !whole.ends_with(['.', '!', '?']) {
+        whole.push('.');
+    }
+    whole
 }
 
 /// A name or value for people: `raw-sparse` as it is, `queue_depth` as `queue depth`.
@@ -189,7 +221,19 @@ mod tests {
     }
 
     #[test]
+    fn values_say_what_they_are_alone() {
+        let axes = [("layout", "raw"), ("content", "none"), ("size", "16G"), ("images", "8")];
+        let axes = axes.map(|(axis, value)| (axis.to_owned(), value.to_owned())).to_vec();
+        assert_eq!(label(&axes), "raw · empty disk · 16G · 8 images");
+        let survived = crate::model::metric(SURVIVED).unwrap();
+        let said = [0.0, 1.0, 0.5].map(|part| value(survived, part));
+        assert_eq!(said, ["no", "yes", "50 %"]);
+    }
+
+    #[test]
     fn names_become_sentences() {
+        assert_eq!(sentence("round 1: it was busy"), "Round 1: it was busy.");
+        assert_eq!((sentence("It was."), sentence("")), ("It was.".into(), String::new()));
         let words = |all: &[&str]| listed(&all.iter().map(|w| (*w).to_owned()).collect::<Vec<_>>());
         assert_eq!(
             (words(&[]), words(&["a"]), words(&["a", "b", "c"])),

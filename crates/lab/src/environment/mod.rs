@@ -46,7 +46,8 @@ fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToke
     let guest = environment.virtualization.clone().unwrap_or_else(|| "none seen".to_owned());
     machine.push(("virtualization".to_owned(), guest));
     let kvm = fs::File::options().read(true).write(true).open("/dev/kvm").is_ok();
-    machine.push(("KVM".to_owned(), if kvm { "/dev/kvm" } else { "not available" }.to_owned()));
+    machine
+        .push(("KVM".to_owned(), if kvm { "can be opened" } else { "not available" }.to_owned()));
     let governor = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor";
     if let Ok(text) = fs::read_to_string(governor) {
         machine.push(("frequency governor".to_owned(), text.trim().to_owned()));
@@ -55,7 +56,8 @@ fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToke
         machine.push(("system".to_owned(), name));
     }
     let average = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    machine.push(("load at the start".to_owned(), average.trim().to_owned()));
+    let average: Vec<&str> = average.split_whitespace().take(3).collect();
+    machine.push(("load of 1, 5, 15 minutes".to_owned(), average.join(", ")));
     let mut all = vec![Section { title: "Machine".to_owned(), entries: machine }];
     for place in places {
         all.push(Section { title: format!("Place {}", place.name), entries: entries_of(place) });

@@ -3,14 +3,39 @@
 use maud::{Markup, PreEscaped, html};
 use serde_json::json;
 
-use crate::matrix::{Matrix, Role};
+use crate::matrix::{Matrix, Role, role};
 use crate::model::{Axes, Better};
 use crate::stats::geometric_mean;
 use crate::words::{percent, title, value};
 
 /// A cell's number as a part of the best one under the same load: 1 is the best.
-fn parts(matrix: &Matrix<'_>) -> Vec<(usize, f64, String)> {
-    let load = |axes: &Axes| matrix.part(axes, Role::Condition);
+#[derive(Clone, Debug)]
+struct Part {
+    /// Index of the cell.
+    cell: usize,
+    /// Among all programs.
+    of_all: f64,
+    /// Among cells of our own program, where it is one.
+    of_own: Option<f64>,
+    /// The number itself.
+    text: String,
+}
+
+impl Part {
+    /// What a map shows, whose axes tell programs apart or not.
+    fn shown(&self, programs: bool) -> Option<f64> {
+        if programs { Some(self.of_all) } else { self.of_own }
+    }
+}
+
+/// Whether the values of an axis are programs, or have them in their names.
+fn tells_programs(axis: &str) -> bool {
+    axis == "front" || role(axis) == Role::Tool
+}
+
+fn parts(matrix: &Matrix<'_>) -> Vec<Part> {
+    let loads: Vec<Axes> = matrix.run.cells.iter().map(|cell| matrix.condition(cell)).collect();
+    let ours: Vec<bool> = matrix.run.cells.iter().map(|cell| matrix.counts(cell)).collect();
     let higher = matrix.metric.better == Better::Higher;
     let medians: Vec<(usize, f64)> = matrix
         .run
@@ -20,20 +45,24 @@ fn parts(matrix: &Matrix<'_>) -> Vec<(usize, f64, String)> {
         .filter_map(|(i, cell)| Some((i, matrix.summary(cell)?.median)))
         .filter(|(_, median)| *median > 0.0)
         .collect();
+    let better = |a: f64, b: f64| if higher { a.max(b) } else { a.min(b) };
     medians
         .iter()
         .map(|(i, median)| {
-            let own = load(&matrix.run.cells[*i].axes);
-            let same = medians.iter().filter(|(j, _)| load(&matrix.run.cells[*j].axes) == own);
-            let best = same.map(|(_, median)| *median).fold(None, |best: Option<f64>, median| {
-                Some(best.map_or(
-                    median,
-                    |best| if higher { best.max(median) } else { best.min(median) },
-                ))
-            });
-            let best = best.unwrap_or(*median);
-            let part = if higher { median / best } else { best / median };
-            (*i, part, value(matrix.metric, *median))
+            let like = |j: &usize| loads[*j] == loads[*i];
+            let part = |best: Option<f64>| {
+                let best = best.unwrap_or(*median);
+                if higher { median / best } else { best / median }
+            };
+            let all = medians.iter().filter(|(j, _)| like(j));
+            let own = medians.iter().filter(|(j, _)| ours[*j] && like(j));
+            let of_own = part(own.map(|(_, median)| *median).reduce(better));
+            Part {
+                cell: *i,
+                of_all: part(all.map(|(_, median)| *median).reduce(better)),
+                of_own: ours[*i].then_some(of_own),
+                text: value(matrix.metric, *median),
+            }
         })
         .collect()
 }
@@ -61,7 +90,8 @@ pub(super) fn map(matrix: &Matrix<'_>) -> Option<Markup> {
     Some(html! {
         p class="note" {
             "Each field is a part of the best value under the same load: 100 % is the best. "
-            "Where several cells fall into one field it is their geometric mean."
+            "Where several cells fall into one field it is their geometric mean. "
+            "Other programs are in it where an axis tells them apart."
         }
         form class="axes js" {
             @for (id, name, chosen) in [("rows", "Rows", rows), ("columns", "Columns", columns)] {
@@ -81,17 +111,20 @@ pub(super) fn map(matrix: &Matrix<'_>) -> Option<Markup> {
     })
 }
 
-fn table(matrix: &Matrix<'_>, parts: &[(usize, f64, String)], rows: &str, columns: &str) -> Markup {
+fn table(matrix: &Matrix<'_>, parts: &[Part], rows: &str, columns: &str) -> Markup {
     let (down, across) = (matrix.values(rows), matrix.values(columns));
+    let programs = tells_programs(rows) || tells_programs(columns);
     let field = |row: &str, column: &str| {
         let fits = |i: usize| {
             let cell = &matrix.run.cells[i];
             cell.axis(rows) == Some(row) && cell.axis(columns) == Some(column)
         };
-        let found: Vec<&(usize, f64, String)> = parts.iter().filter(|(i, ..)| fits(*i)).collect();
-        let part = geometric_mean(&found.iter().map(|(_, part, _)| *part).collect::<Vec<_>>())?;
+        let found = parts.iter().filter(|part| fits(part.cell));
+        let found: Vec<(f64, &Part)> =
+            found.filter_map(|part| Some((part.shown(programs)?, part))).collect();
+        let part = geometric_mean(&found.iter().map(|(part, _)| *part).collect::<Vec<_>>())?;
         let text = match found.as_slice() {
-            [(_, _, text)] => Some(text.clone()),
+            [(_, only)] => Some(only.text.clone()),
             _ => None,
         };
         Some((part, text))
@@ -121,18 +154,23 @@ fn table(matrix: &Matrix<'_>, parts: &[(usize, f64, String)], rows: &str, column
 
 /// As JSON within a script element, in which no text may end it. Source: HTML, "Restrictions for
 /// contents of script elements".
-fn embedded(matrix: &Matrix<'_>, parts: &[(usize, f64, String)]) -> String {
+fn embedded(matrix: &Matrix<'_>, parts: &[Part]) -> String {
     let axes: Vec<_> = matrix
         .varying
         .iter()
-        .map(|axis| json!({"name": axis, "title": title(axis), "values": matrix.values(axis)}))
+        .map(|axis| {
+            let values = matrix.values(axis);
+            json!({"name": axis, "title": title(axis), "values": values, "p": tells_programs(axis)})
+        })
         .collect();
     let cells: Vec<_> = parts
         .iter()
-        .map(|(i, part, text)| {
-            let cell = &matrix.run.cells[*i];
+        .map(|part| {
+            let cell = &matrix.run.cells[part.cell];
             let values: Vec<_> = matrix.varying.iter().map(|axis| cell.axis(axis)).collect();
-            json!({"v": values, "p": (part * 1e4).round() / 1e4, "t": text})
+            let short = |part: f64| (part * 1e4).round() / 1e4;
+            let own = part.of_own.map(short);
+            json!({"v": values, "p": short(part.of_all), "o": own, "t": part.text})
         })
         .collect();
     let text = json!({"axes": axes, "cells": cells}).to_string();
@@ -162,8 +200,13 @@ mod tests {
         let run = fixture::run();
         let matrix = Matrix::new(&run).unwrap();
         let parts = parts(&matrix);
-        assert!(parts.iter().all(|(_, part, _)| *part > 0.0 && *part <= 1.0));
+        assert!(parts.iter().all(|part| part.of_all > 0.0 && part.of_all <= 1.0));
         let loads = matrix.values("profile").len();
-        assert!(parts.iter().filter(|(_, part, _)| *part == 1.0).count() >= loads);
+        assert!(parts.iter().filter(|part| part.of_all == 1.0).count() >= loads);
+        assert!(parts.iter().filter(|part| part.of_own == Some(1.0)).count() >= loads);
+        // Other programs stand beside ours, and never in one field with it.
+        let others = parts.iter().filter(|part| part.of_own.is_none()).count();
+        assert_eq!(others, 9);
+        assert!(parts.iter().all(|part| part.of_own.is_none_or(|own| own <= 1.0)));
     }
 }

@@ -3,10 +3,12 @@
 use maud::{Markup, html};
 
 use super::head::code;
-use crate::model::{Cell, Outcome, PlaceInfo, PlaceKind, Run, metric};
+use crate::axes::about_value;
+use crate::matrix::values;
+use crate::model::{Cell, Outcome, PlaceInfo, PlaceKind, Run, Section, metric};
 use crate::stats::outliers;
 use crate::verdict::heading;
-use crate::words::{label, time, value};
+use crate::words::{label, time, title, value};
 
 /// Cells that gave nothing, and why.
 pub(super) fn missing(run: &Run) -> Option<Markup> {
@@ -120,10 +122,37 @@ pub(super) fn samples(run: &Run) -> Option<Markup> {
 /// The machine, and where images were.
 pub(super) fn machine(run: &Run) -> Option<Markup> {
     let environment = &run.environment;
+    // (What is known of a place is kept twice: for programs, and for people.)
+    let told = |section: &Section| {
+        environment.places.iter().any(|place| section.title == format!("Place {}", place.name))
+    };
     Some(html! {
         div class="sheets" {
             @for place in &environment.places { (sheet(&place.name, &place_entries(place))) }
-            @for section in &environment.sections { (sheet(&section.title, &section.entries)) }
+            @for section in environment.sections.iter().filter(|section| !told(section)) {
+                (sheet(&section.title, &section.entries))
+            }
+        }
+    })
+}
+
+/// What the names of the run's axes and values stand for.
+pub(super) fn words(run: &Run) -> Option<Markup> {
+    let sheets: Vec<(String, Vec<(String, String)>)> = run
+        .plan
+        .axes
+        .iter()
+        .filter_map(|axis| {
+            let values = values(run, axis).into_iter();
+            let about: Vec<(String, String)> = values
+                .filter_map(|value| Some((value.to_owned(), about_value(axis, value)?.to_owned())))
+                .collect();
+            (!about.is_empty()).then(|| (title(axis), about))
+        })
+        .collect();
+    (!sheets.is_empty()).then(|| {
+        html! {
+            div class="sheets" { @for (name, entries) in &sheets { (sheet(name, entries)) } }
         }
     })
 }
@@ -151,7 +180,7 @@ fn place_entries(place: &PlaceInfo) -> Vec<(String, String)> {
             .extend(value.filter(|value| !value.is_empty()).map(|value| (name.to_owned(), value)));
     };
     add("file system", place.file_system.clone());
-    add("mount options", place.mount_options.clone());
+    add("mount options", place.mount_options.as_ref().map(|all| all.replace(',', ", ")));
     add("device", place.device.clone());
     add("beneath", (!place.beneath.is_empty()).then(|| place.beneath.join(", ")));
     add("rotational", place.rotational.map(|turns| if turns { "yes" } else { "no" }.to_owned()));

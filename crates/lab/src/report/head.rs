@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 
 use crate::model::Run;
-use crate::stats::Gain;
+use crate::stats::{Gain, SINGLE_ROUND_NOISE};
 use crate::verdict::{SetAside, Setup, Verdict};
 use crate::words::{date, label, listed, percent, span, time, times};
 
@@ -91,13 +91,16 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
 
 fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
     let base = verdict.baseline.as_ref().map(label).unwrap_or_default();
+    let surely = match gain.is_guessed() {
+        true => format!("too few rounds to see noise: {} either way", percent(SINGLE_ROUND_NOISE)),
+        false => format!("{} interval", percent(gain.interval.coverage)),
+    };
     html! {
         div class="tile" {
             p class="tile-name" { "Gain against the default" }
             p class="tile-value" { (times(gain.ratio)) "×" }
             p class="tile-note" {
-                (span(gain.interval.low, gain.interval.high)) " (" (percent(gain.interval.coverage))
-                " interval); the default is " (base) "."
+                (span(gain.interval.low, gain.interval.high)) " (" (surely) "); the default is " (base) "."
             }
         }
     }
@@ -107,7 +110,7 @@ fn ties(verdict: &Verdict) -> String {
     const NAMED: usize = 3;
     let names: Vec<String> = verdict.ties.iter().take(NAMED).map(label).collect();
     match verdict.ties.len() {
-        0 => "Everything else measured here is worse by more than noise.".to_owned(),
+        0 => "Everything else is worse by more than is allowed for noise.".to_owned(),
         few if few <= NAMED => format!("{}.", listed(&names)),
         many => format!("{} and {} more: see all results.", names.join(", "), many - NAMED),
     }
@@ -154,6 +157,9 @@ fn how(run: &Run, setup: &Setup) -> Markup {
         }
         @if run.environment.places.is_empty() || setup.commands.iter().any(|line| line.contains("SIZE")) {
             p class="hint" { "Words in capitals are for you to choose." }
+        }
+        @if !run.plan.axes.iter().any(|axis| axis == "cache") {
+            p class="hint" { "Cache modes were not compared in this run: the plan cache-modes does that." }
         }
     }
 }

@@ -34,16 +34,10 @@ fn stacked(charts: Vec<(String, Markup)>) -> Option<Markup> {
     })
 }
 
-/// The load of a cell, without axes that are the same everywhere.
-fn load(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
-    let own = matrix.part(&cell.axes, Role::Condition);
-    own.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
-}
-
 /// The rest of its axes.
 fn way(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
     let short = matrix.short(&cell.axes);
-    let load = load(matrix, cell);
+    let load = matrix.load(cell);
     let way: Axes = short.into_iter().filter(|entry| !load.contains(entry)).collect();
     if way.is_empty() { cell.axes.clone() } else { way }
 }
@@ -203,7 +197,7 @@ fn depth_table(ways: &[Curve]) -> Markup {
 fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cell>)> {
     let mut groups: Vec<(Axes, Vec<(usize, &Cell)>)> = Vec::new();
     for (i, cell) in matrix.run.cells.iter().enumerate() {
-        let load = load(matrix, cell);
+        let load = matrix.load(cell);
         match groups.iter_mut().find(|(known, _)| *known == load) {
             Some((_, cells)) => cells.push((i, cell)),
             None => groups.push((load, vec![(i, cell)])),

@@ -105,11 +105,12 @@ fn body(run: &Run, verdict: &Verdict) -> Markup {
         add("depth", "Requests against latency", loads::depth(matrix, verdict));
         add("latency", "How long requests take", loads::latency(matrix, verdict));
         add("time", "The loads in time", loads::time_of(matrix, verdict));
-        add("scores", "Weighted scores", results::scores(matrix));
+        add("scores", "Weighted scores", results::scores(matrix, verdict));
         add("peers", "Beside other tools", published::peers(matrix, verdict));
         add("published", "Published and measured", published::published(matrix));
     }
     add("missing", "Not measured", evidence::missing(run));
+    add("words", "What the names mean", evidence::words(run));
     add("commands", "The exact commands", evidence::commands(run));
     add("samples", "Every sample", evidence::samples(run));
     add("machine", "The machine", evidence::machine(run));

@@ -5,9 +5,9 @@ use maud::{Markup, html};
 use super::charts::{Bar, bar};
 use super::results::against;
 use crate::matrix::Matrix;
-use crate::model::{Published, metric};
-use crate::verdict::{Verdict, heading, measured_for};
-use crate::words::{label, times, value};
+use crate::model::{Axes, Published, metric};
+use crate::verdict::{Verdict, heading, measured_for, others_for};
+use crate::words::{digits, label, times, value};
 
 /// Tools side by side: the same thing done by each, in the same run.
 pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
@@ -19,6 +19,9 @@ pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
         p class="note" {
             "The same thing done by each program in the same run. The last columns say how many times as good vdkit is as the other; "
             "below 1 the other is better."
+            @if tools.iter().any(|tool| *tool == "library") {
+                " The library is vdkit's own, called by the lab: no command is started."
+            }
         }
         div class="scroll" tabindex="0" role="region" aria-label="Tools side by side" {
             table class="plain" {
@@ -54,69 +57,150 @@ pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
         html! {
             p class="note" {
                 "Other machines, other years: compare the order and the proportions, not the numbers themselves. "
-                "Each side has its own scale."
+                "Each side has its own scale. Here: vdkit, and beneath it the other programs of this run."
             }
             @for (key, numbers) in &groups { (group(matrix, key, numbers)) }
         }
     })
 }
 
+/// One published number, with what was measured here.
+struct Row<'a> {
+    number: &'a Published,
+    here: Option<f64>,
+    others: Vec<(String, f64)>,
+}
+
+/// Times as large as the second largest number, from which on the largest is no measure for the rest.
+const FAR: f64 = 20.0;
+
+/// The end of a scale on which more than one number can be seen.
+fn scale(numbers: impl Iterator<Item = f64>) -> f64 {
+    let mut all: Vec<f64> = numbers.collect();
+    all.sort_by(|a, b| b.total_cmp(a));
+    match all.as_slice() {
+        [] => 0.0,
+        [first, second, ..] if *second > 0.0 && *first > FAR * second => *second,
+        [first, ..] => *first,
+    }
+}
+
+/// `1.84×`, `1/192`.
+fn proportion(here: f64, published: f64) -> String {
+    let ratio = here / published;
+    match ratio {
+        ratio if ratio > 0.0 && ratio < 0.1 => format!("1/{}", digits(1.0 / ratio)),
+        ratio => format!("{}×", times(ratio)),
+    }
+}
+
+/// The axes of a number that say something in this run.
+fn told(matrix: &Matrix<'_>, number: &Published) -> Axes {
+    let varies = |axis: &str| axis == "backend" || matrix.varying.contains(&axis);
+    let told: Axes = number.axes.iter().filter(|(axis, _)| varies(axis)).cloned().collect();
+    if told.is_empty() { number.axes.clone() } else { told }
+}
+
 fn group(matrix: &Matrix<'_>, key: &str, numbers: &[&Published]) -> Markup {
     // What all have in common is said once.
     let first = numbers[0].source.as_str();
     let common = numbers.iter().all(|number| number.source == first);
+    let (mut here, mut elsewhere) = (Vec::new(), Vec::new());
+    for &number in numbers {
+        let (own, others) = (measured_for(matrix, number), others_for(matrix, number));
+        let side = if own.is_some() { &mut here } else { &mut elsewhere };
+        side.push(Row { number, here: own, others });
+    }
+    let count = elsewhere.len();
+    html! {
+        div class="results" {
+            @if here.is_empty() {
+                p class="note" { (heading(key)) ": none of what was published was measured here." }
+            } @else {
+                (pairs(matrix, key, &here, common))
+            }
+            @if count > 0 {
+                details class="rest" {
+                    summary { (count) " published of what was not measured here" }
+                    (pairs(matrix, key, &elsewhere, common))
+                }
+            }
+        }
+        @if common { p class="source" { "Source: " (first) } }
+    }
+}
+
+fn pairs(matrix: &Matrix<'_>, key: &str, rows: &[Row<'_>], common: bool) -> Markup {
     let said = |number: f64| match metric(key) {
         Some(metric) => value(metric, number),
         None => number.to_string(),
     };
-    let rows: Vec<(&Published, Option<f64>)> =
-        numbers.iter().map(|number| (*number, measured_for(matrix, number))).collect();
-    let most_published = numbers.iter().map(|number| number.value).fold(0.0, f64::max);
-    let most_here = rows.iter().filter_map(|(_, here)| *here).fold(0.0, f64::max);
+    let most_published = scale(rows.iter().map(|row| row.number.value));
+    let most_here = scale(rows.iter().filter_map(|row| row.here));
     let drawn = |number: f64, most: f64, kind, name: &str| {
-        bar(&Bar {
-            value: number,
-            low: number,
-            high: number,
-            most,
-            kind,
-            label: format!("{name}: {}", said(number)),
-        })
+        let label = format!("{name}: {}", said(number));
+        let bar = bar(&Bar { value: number, low: number, high: number, most, kind, label });
+        html! { (bar) @if number > most { span class="said" { "goes on beyond the scale" } } }
     };
     html! {
-        div class="results" {
-            table class="bars pairs" {
-                caption { (heading(key)) }
-                thead { tr {
-                    th scope="col" { "What" }
-                    th scope="col" class="wide-bar" { "Published" }
-                    th scope="col" class="num" { span class="sr" { "Published number" } }
-                    th scope="col" class="wide-bar" { "Here" }
-                    th scope="col" class="num" { span class="sr" { "Measured number" } }
-                    th scope="col" class="num" { "Here / published" }
-                } }
-                tbody { @for (number, here) in &rows { tr {
-                    th scope="row" {
-                        (label(&number.axes))
-                        @if !common { span class="said" { (number.source) } }
-                    }
-                    td class="wide-bar" data-name="Published" { (drawn(number.value, most_published, "other", "published")) }
-                    td class="num" { (said(number.value)) }
-                    @match here {
-                        Some(here) => {
-                            td class="wide-bar" data-name="Here" { (drawn(*here, most_here, "best", "here")) }
-                            td class="num strong" { (said(*here)) }
-                            td class="num" data-name="Here / published" { @if number.value > 0.0 { (times(here / number.value)) "×" } @else { "–" } }
+        table class="bars pairs" {
+            caption { (heading(key)) }
+            thead { tr {
+                th scope="col" { "What" }
+                th scope="col" class="wide-bar" { "Published" }
+                th scope="col" class="num" { span class="sr" { "Published number" } }
+                th scope="col" class="wide-bar" { "Here" }
+                th scope="col" class="num" { span class="sr" { "Measured number" } }
+                th scope="col" class="num" { "Here / published" }
+            } }
+            tbody { @for row in rows { tr {
+                th scope="row" {
+                    (label(&told(matrix, row.number)))
+                    @if !common { span class="said" { (row.number.source) } }
+                }
+                td class="wide-bar" data-name="Published" {
+                    (drawn(row.number.value, most_published, "other", "published"))
+                }
+                td class="num" { (said(row.number.value)) }
+                @match row.here {
+                    Some(here) => {
+                        td class="wide-bar" data-name="Here" {
+                            (drawn(here, most_here, "best", "here"))
+                            @for (name, other) in &row.others {
+                                span class="said" { (name) " " (said(*other)) }
+                            }
                         }
-                        None => {
-                            td class="wide-bar" data-name="Here" { span class="none-here" { "not measured" } }
-                            td class="num" { "–" }
-                            td class="num" data-name="Here / published" { "–" }
+                        td class="num strong" { (said(here)) }
+                        td class="num" data-name="Here / published" {
+                            @if row.number.value > 0.0 { (proportion(here, row.number.value)) } @else { "–" }
                         }
                     }
-                } } }
-            }
+                    None => {
+                        td class="wide-bar" data-name="Here" { span class="none-here" { "not measured" } }
+                        td class="num" { "–" }
+                        td class="num" data-name="Here / published" { "–" }
+                    }
+                }
+            } } }
         }
-        @if common { p class="source" { "Source: " (first) } }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_far_number_does_not_hide_the_rest() {
+        assert_eq!(scale([0.4, 600.0, 1.6].into_iter()), 1.6);
+        assert_eq!(scale([0.4, 3.5].into_iter()), 3.5);
+        assert_eq!((scale([5.0, 0.0].into_iter()), scale(std::iter::empty())), (5.0, 0.0));
+    }
+
+    #[test]
+    fn small_proportions_are_parts() {
+        assert_eq!(proportion(3.0, 1935.0), "1/645");
+        assert_eq!((proportion(0.5, 1.0), proportion(2.65, 1.0)), ("0.50×".into(), "2.65×".into()));
+        assert_eq!(proportion(0.0, 1.0), "0.00×");
     }
 }

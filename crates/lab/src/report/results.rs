@@ -7,7 +7,7 @@ use crate::matrix::{Matrix, OWN_TOOL, Role, role};
 use crate::model::{Axes, Better, Cell, metric};
 use crate::stats::{Decision, Gain, Summary, median};
 use crate::verdict::Verdict;
-use crate::words::{digits, label, percent, span, times, title, value};
+use crate::words::{counted, label, percent, span, times, title, value};
 
 /// A row of a table.
 struct Row<'a> {
@@ -28,7 +28,7 @@ fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>
         let varying = |axes: Axes| -> Axes {
             axes.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
         };
-        let load = varying(matrix.part(&cell.axes, Role::Condition));
+        let load = matrix.load(cell);
         // (Our own tool is not said: what is of another one says so.)
         let own = |entry: &(String, String)| role(&entry.0) == Role::Tool && entry.1 == OWN_TOOL;
         let rest = varying(cell.axes.clone()).into_iter();
@@ -208,24 +208,38 @@ pub(super) fn against(gain: Option<&Gain>, default: bool) -> Markup {
     }
 }
 
+/// A row of weighted scores.
+struct Scored {
+    axes: Axes,
+    score: f64,
+    read: Option<f64>,
+    write: Option<f64>,
+    kind: &'static str,
+}
+
 /// The weighted scores of a plan that has them.
-pub(super) fn scores(matrix: &Matrix<'_>) -> Option<Markup> {
+pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
     let of = |cell: &Cell, key: &str| median(&cell.values(key));
-    let mut rows: Vec<(Axes, f64, Option<f64>, Option<f64>)> = matrix
+    let mut rows: Vec<Scored> = matrix
         .run
         .cells
         .iter()
-        .filter_map(|cell| {
-            let sides =
-                ["read_bytes_per_second", "write_bytes_per_second"].map(|key| of(cell, key));
-            Some((matrix.short(&cell.axes), of(cell, "score")?, sides[0], sides[1]))
+        .enumerate()
+        .filter_map(|(i, cell)| {
+            Some(Scored {
+                axes: matrix.short(&cell.axes),
+                score: of(cell, "score")?,
+                read: of(cell, "read_bytes_per_second"),
+                write: of(cell, "write_bytes_per_second"),
+                kind: if verdict.cells.contains(&i) { "best" } else { "other" },
+            })
         })
         .collect();
     if rows.is_empty() {
         return None;
     }
-    rows.sort_by(|a, b| b.1.total_cmp(&a.1));
-    let most = rows[0].1;
+    rows.sort_by(|a, b| b.score.total_cmp(&a.score));
+    let most = rows[0].score;
     let rate = |number: Option<f64>| match (number, metric("bytes_per_second")) {
         (Some(number), Some(metric)) => value(metric, number),
         _ => "–".to_owned(),
@@ -233,7 +247,9 @@ pub(super) fn scores(matrix: &Matrix<'_>) -> Option<Markup> {
     Some(html! {
         p class="note" {
             "Sequential throughput, averaged with 4 KiB random throughput scaled by what the bare place's sequential is "
-            "of its random one: a way that loses nothing against the bare place scores as that does. Longer bars are better."
+            "of its random one: a way that loses nothing against the bare place scores as that does. Longer bars are better. "
+            "Bold: what is advised."
+            @if matrix.guests_apart() { " Guests compare with guests only." }
         }
         div class="results" {
             table class="bars" {
@@ -241,19 +257,18 @@ pub(super) fn scores(matrix: &Matrix<'_>) -> Option<Markup> {
                 thead { tr {
                     th scope="col" { "Way" }
                     th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
-                    th scope="col" class="num" { "Score" }
+                    th scope="col" class="num" { "Score (MB/s)" }
                     th scope="col" class="num" { "Weighted read" }
                     th scope="col" class="num" { "Weighted write" }
                 } }
-                tbody { @for (i, (axes, score, read, write)) in rows.iter().enumerate() {
-                    @let kind = if i == 0 { "best" } else { "other" };
+                tbody { @for Scored { axes, score, read, write, kind } in &rows {
                     tr class=(kind) {
                         th scope="row" { (label(axes)) }
                         td class="wide-bar" { (bar(&Bar {
                             value: *score, low: *score, high: *score, most, kind,
-                            label: format!("{}: {}", label(axes), digits(*score)),
+                            label: format!("{}: {}", label(axes), counted(*score)),
                         })) }
-                        td class="num strong" data-name="Score" { (digits(*score)) }
+                        td class="num strong" data-name="Score (MB/s)" { (counted(*score)) }
                         td class="num" data-name="Weighted read" { (rate(*read)) }
                         td class="num" data-name="Weighted write" { (rate(*write)) }
                     }

@@ -75,7 +75,7 @@
     var hundred = part * 100;
     return (Math.abs(hundred) < 0.95 ? hundred.toFixed(1) : hundred.toFixed(0)) + " %";
   }
-  function field(found) {
+  function field(found, programs) {
     var box = made("td");
     if (!found.length) {
       box.className = "empty";
@@ -83,7 +83,7 @@
       return box;
     }
     var sum = 0;
-    found.forEach(function (cell) { sum += Math.log(cell.p); });
+    found.forEach(function (cell) { sum += Math.log(programs ? cell.p : cell.o); });
     var part = Math.exp(sum / found.length);
     box.style.setProperty("--v", part.toFixed(3));
     box.appendChild(made("b", percent(part)));
@@ -96,6 +96,8 @@
   }
   function draw() {
     var down = chosen("rows"), across = chosen("columns");
+    // Other programs are shown where an axis tells them apart.
+    var programs = data.axes[down].p || data.axes[across].p;
     var body = made("tbody"), head = made("thead"), line = made("tr");
     table.caption.textContent = data.axes[down].title + " against " + data.axes[across].title;
     line.appendChild(made("td"));
@@ -108,8 +110,8 @@
       line.appendChild(made("th", row)).scope = "row";
       data.axes[across].values.forEach(function (column) {
         line.appendChild(field(data.cells.filter(function (cell) {
-          return cell.v[down] === row && cell.v[across] === column;
-        })));
+          return cell.v[down] === row && cell.v[across] === column && (programs || cell.o !== null);
+        }), programs));
       });
       body.appendChild(line);
     });

@@ -39,6 +39,14 @@ pub struct Gain {
     pub decision: Decision,
 }
 
+impl Gain {
+    /// Whether there are too few samples to see how much they vary, so that
+    /// [`SINGLE_ROUND_NOISE`] is allowed for.
+    pub fn is_guessed(&self) -> bool {
+        self.interval.coverage < TOO_FEW
+    }
+}
+
 /// Holds samples against a base. Nothing where one side has none, or one that is not above 0.
 ///
 /// It is a tie where the interval holds 1, and where the ratio is within [`MATTERS`] of 1. With less

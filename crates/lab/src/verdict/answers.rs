@@ -1,7 +1,8 @@
 //! The questions that a run's axes ask, each answered in a sentence.
 
-use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, program};
-use crate::model::{Axes, Better, Cell, metric};
+use super::{asked, published};
+use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
+use crate::model::{Axes, Better, Cell, SURVIVED, metric};
 use crate::stats::{Decision, Gain, Summary, gain, median, summary};
 use crate::words::{self, label, listed, span, times, title};
 
@@ -28,13 +29,19 @@ pub struct PeerRow {
 /// All that can be answered. `best` is what is advised.
 pub(super) fn answers(matrix: &Matrix<'_>, picks: &[Pick], best: Option<&Pick>) -> Vec<Answer> {
     let mut all = Vec::new();
-    for axis in matrix.varying.iter().filter(|axis| matrix.role(axis) == Role::Choice) {
-        all.extend(of_choice(matrix, axis, picks, best));
+    // Of what came through or did not, there is no more to say than which.
+    if matrix.metric.key != SURVIVED {
+        for axis in matrix.varying.iter().filter(|axis| matrix.role(axis) == Role::Choice) {
+            all.extend(of_choice(matrix, axis, picks, best));
+        }
+        all.extend(of_other_fronts(matrix, best));
+        all.extend(of_conditions(matrix));
     }
-    all.extend(of_conditions(matrix));
-    all.extend(of_flushes(matrix));
-    all.extend(of_survival(matrix));
-    all.extend(of_published(matrix));
+    all.extend(asked::of_second_pass(matrix, picks));
+    all.extend(asked::of_reads(matrix, picks));
+    all.extend(asked::of_flushes(matrix));
+    all.extend(asked::of_survival(matrix));
+    all.extend(published::of_published(matrix));
     all
 }
 
@@ -131,54 +138,56 @@ fn of_choice(
     Some(Answer { question, sentence })
 }
 
+/// The front among ways that are seen from elsewhere than what is advised.
+fn of_other_fronts(matrix: &Matrix<'_>, best: Option<&Pick>) -> Option<Answer> {
+    let here = in_guest(&best.filter(|_| matrix.guests_apart())?.axes);
+    let all = matrix.picks_where(|cell| in_guest(&cell.axes) != here);
+    let (picks, _) = super::eligible(matrix.run, &all);
+    let answer = of_choice(matrix, "front", &picks, None)?;
+    let place = if here { "from the host" } else { "in a guest" };
+    Some(Answer { question: format!("Which front, {place}?"), ..answer })
+}
+
 /// The best way under each load.
 fn of_conditions(matrix: &Matrix<'_>) -> Vec<Answer> {
-    let varying = |axes: &Axes| -> Axes {
-        let own = matrix.part(axes, Role::Condition);
-        own.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
-    };
     let mut conditions: Vec<Axes> = Vec::new();
     for cell in &matrix.run.cells {
-        let condition = varying(&cell.axes);
+        let condition = matrix.load(cell);
         if !condition.is_empty() && !conditions.contains(&condition) {
             conditions.push(condition);
         }
     }
-    conditions
-        .into_iter()
-        .filter_map(|condition| of_condition(matrix, &condition, &varying))
-        .collect()
+    conditions.into_iter().filter_map(|condition| of_condition(matrix, &condition)).collect()
 }
 
-fn of_condition(
-    matrix: &Matrix<'_>,
-    condition: &Axes,
-    varying: &impl Fn(&Axes) -> Axes,
-) -> Option<Answer> {
-    let picks = matrix.picks_where(|cell| varying(&cell.axes) == *condition);
-    let picks: Vec<Pick> = picks
-        .into_iter()
-        .filter(|pick| super::not_safe(matrix.run, &pick.axes).is_none())
-        .collect();
+fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
+    let all = matrix.picks_where(|cell| matrix.load(cell) == *condition);
+    let (picks, _) = super::eligible(matrix.run, &all);
     let first = picks.first()?;
-    let question = format!("Under {}?", label(condition));
-    let name = label(&matrix.short(&first.axes));
-    let value = words::value(matrix.metric, first.summary.median);
-    let ties = picks[1..].iter().filter(|pick| {
+    let question = match condition.as_slice() {
+        [(axis, place)] if axis == SEEN => format!("Best {place}?"),
+        _ => format!("Best for {}?", label(condition)),
+    };
+    let said = |pick: &Pick| words::value(matrix.metric, pick.summary.median);
+    let name = |pick: &Pick| label(&matrix.short(&pick.axes));
+    let tied = |pick: &Pick| {
         matrix.against(pick, first).is_some_and(|gain| gain.decision == Decision::Tie)
-    });
-    let ties: Vec<String> = ties.map(|pick| label(&matrix.short(&pick.axes))).collect();
-    let mut sentence = format!("{name} with {value}");
-    match matrix.base(first, &picks).filter(|base| base.axes != first.axes) {
+    };
+    let mut sentence = format!("{} with {}", name(first), said(first));
+    let base = matrix.base(first, &picks);
+    let other = base.filter(|base| base.axes != first.axes);
+    match other {
+        Some(base) if tied(base) => {
+            sentence.push_str(&format!("; the default, {}, ties at {}", name(base), said(base)));
+        }
         Some(base) => {
-            let base_value = words::value(matrix.metric, base.summary.median);
-            sentence.push_str(&format!("; the default {base_value}"));
+            sentence.push_str(&format!("; the default, {}, has {}", name(base), said(base)));
         }
-        None if picks.len() > 1 && matrix.base(first, &picks).is_some() => {
-            sentence.push_str(", which is the default");
-        }
+        None if picks.len() > 1 && base.is_some() => sentence.push_str(", which is the default"),
         None => {}
     }
+    let others = picks[1..].iter().filter(|pick| other.is_none_or(|base| base.axes != pick.axes));
+    let ties: Vec<String> = others.filter(|pick| tied(pick)).map(name).collect();
     match ties.len() {
         0 => {}
         few @ 1..=3 => {
@@ -192,118 +201,8 @@ fn of_condition(
 }
 
 /// The median of a cell's metric, if it has it.
-fn median_of(cell: &Cell, key: &str) -> Option<f64> {
+pub(super) fn median_of(cell: &Cell, key: &str) -> Option<f64> {
     median(&cell.values(key))
-}
-
-/// Whether flushes reached the storage, where they were counted.
-fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
-    let counted: Vec<(&Cell, f64)> = matrix
-        .run
-        .cells
-        .iter()
-        .filter_map(|cell| Some((cell, median_of(cell, "flushes")?)))
-        .collect();
-    if counted.is_empty() {
-        return None;
-    }
-    let without: Vec<String> = counted
-        .iter()
-        .filter(|(_, flushes)| *flushes == 0.0)
-        .map(|(cell, _)| label(&matrix.short(&cell.axes)))
-        .collect();
-    let longest = matrix
-        .run
-        .cells
-        .iter()
-        .filter_map(|cell| Some((cell, median_of(cell, "final_fsync_seconds")?)))
-        .max_by(|a, b| a.1.total_cmp(&b.1));
-    let mut sentence = match without.len() {
-        0 => format!("Yes: flushes reached it in all {} cells that count them", counted.len()),
-        few if few <= 4 => format!("Not with {}: none was recorded there", listed(&without)),
-        many => format!("Not in {many} of {} cells: none was recorded there", counted.len()),
-    };
-    if let Some((cell, seconds)) = longest {
-        sentence.push_str(&format!(
-            "; the longest final fsync took {} ({})",
-            words::time(seconds),
-            label(&matrix.short(&cell.axes))
-        ));
-    }
-    sentence.push('.');
-    Some(Answer { question: "Did a flush truly reach the storage?".to_owned(), sentence })
-}
-
-/// Who came through, where that was the question.
-fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
-    let mut came: Vec<String> = Vec::new();
-    let mut broke: Vec<String> = Vec::new();
-    for cell in &matrix.run.cells {
-        let Some(survived) = median_of(cell, "survived") else { continue };
-        let errors = median_of(cell, "io_errors").unwrap_or(0.0) > 0.0;
-        let name = label(&matrix.short(&cell.axes));
-        let side = if survived >= 1.0 && !errors { &mut came } else { &mut broke };
-        side.push(name);
-    }
-    if came.is_empty() && broke.is_empty() {
-        return None;
-    }
-    let said = |names: &[String], nothing: &str| match names.len() {
-        0 => nothing.to_owned(),
-        1..=6 => listed(names),
-        many => format!("{many} cells"),
-    };
-    let sentence = format!(
-        "Came through without an error: {}. Broke: {}.",
-        said(&came, "none"),
-        said(&broke, "none")
-    );
-    Some(Answer { question: "Who pauses, who breaks?".to_owned(), sentence })
-}
-
-/// A published number beside the cells that it speaks of.
-pub(crate) fn measured_for(matrix: &Matrix<'_>, number: &crate::model::Published) -> Option<f64> {
-    let fits = |cell: &&Cell| {
-        number.axes.iter().all(|(axis, value)| cell.axis(axis) == Some(value.as_str()))
-    };
-    let cells = matrix.run.cells.iter().filter(fits);
-    let medians: Vec<f64> = cells.filter_map(|cell| median_of(cell, &number.metric)).collect();
-    median(&medians)
-}
-
-/// Whether the order of published numbers is the one of this host.
-fn of_published(matrix: &Matrix<'_>) -> Option<Answer> {
-    let both: Vec<(&crate::model::Published, f64)> = matrix
-        .run
-        .published
-        .iter()
-        .filter_map(|number| Some((number, measured_for(matrix, number)?)))
-        .collect();
-    let (mut pairs, mut agree) = (0, 0);
-    for (i, (one, own)) in both.iter().enumerate() {
-        for (two, other) in &both[i + 1..] {
-            // Numbers under different loads have no order.
-            let loads = [one, two].map(|number| matrix.part(&number.axes, Role::Condition));
-            if one.metric != two.metric || loads[0] != loads[1] || one.value == two.value {
-                continue;
-            }
-            pairs += 1;
-            agree += u32::from((one.value > two.value) == (own > other));
-        }
-    }
-    if pairs == 0 {
-        return None;
-    }
-    let part = f64::from(agree) / f64::from(pairs);
-    let verdict = match part {
-        part if part >= 0.9 => "The order is the same here",
-        part if part >= 0.6 => "The order is much the same here",
-        part if part > 0.4 => "Here the order has little to do with it",
-        _ => "Here it is rather the other way round",
-    };
-    let sentence =
-        format!("{verdict}: {agree} of {pairs} pairs of published numbers rank as they did.");
-    Some(Answer { question: "Do the published numbers hold here?".to_owned(), sentence })
 }
 
 /// The programs side by side, where several did the same.

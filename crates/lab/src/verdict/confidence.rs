@@ -79,6 +79,7 @@ impl Confidence {
         if !states.is_empty() {
             let said = match states.len() {
                 all if all == steady => "; all loads were steady".to_owned(),
+                _ if steady == 0 => "; not steady by SNIA's rule".to_owned(),
                 all => format!("; {steady} of {all} loads were steady by SNIA's rule"),
             };
             words.push_str(&said);

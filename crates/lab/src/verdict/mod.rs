@@ -15,17 +15,20 @@
 //! equals a few will look different.
 
 mod answers;
+mod asked;
 mod confidence;
+mod published;
 mod setup;
 
 use crate::matrix::{Matrix, Pick};
-use crate::model::{Axes, Run};
+use crate::model::{Axes, Run, SURVIVED};
 use crate::stats::{Decision, Gain};
-use crate::words::{label, span, times};
+use crate::words::{self, label, span, times};
 
+pub(crate) use answers::heading;
 pub use answers::{Answer, PeerRow};
-pub(crate) use answers::{heading, measured_for};
 pub use confidence::{Confidence, Level, steadiness};
+pub(crate) use published::{measured_for, others_for};
 pub use setup::Setup;
 
 /// A way that was faster and is not advised.
@@ -68,13 +71,39 @@ pub struct Verdict {
     pub cautions: Vec<String>,
 }
 
-/// Why a way is not advised.
-fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
-    if value("cache") == Some("unsafe") {
+/// Why a way is not advised, wherever the image lies.
+fn is_unfit(axes: &Axes) -> Option<&'static str> {
+    let has = |name: &str, wanted: &str| axes.iter().any(|(axis, v)| axis == name && v == wanted);
+    if has("cache", "unsafe") {
         return Some(
             "they ignore the guest's flushes, so a power cut may damage the guest's files",
         );
+    }
+    has("layout", "vmdk")
+        .then_some("QEMU has them to exchange disks with others, and not to run guests on")
+}
+
+/// Of all ways those that may be advised. Where nothing is safe (a run on tmpfs alone) that is what
+/// there is, and the reason for a caution.
+fn eligible(run: &Run, picks: &[Pick]) -> (Vec<Pick>, Option<&'static str>) {
+    let of = |fits: &dyn Fn(&Pick) -> bool| -> Vec<Pick> {
+        picks.iter().filter(|pick| fits(pick)).cloned().collect()
+    };
+    let safe = of(&|pick| not_safe(run, &pick.axes).is_none());
+    if !safe.is_empty() {
+        return (safe, None);
+    }
+    let fit = of(&|pick| is_unfit(&pick.axes).is_none());
+    let rest = if fit.is_empty() { picks.to_vec() } else { fit };
+    let reason = rest.first().and_then(|pick| not_safe(run, &pick.axes));
+    (rest, reason)
+}
+
+/// Why a way is not advised.
+fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
+    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
+    if let Some(reason) = is_unfit(axes) {
+        return Some(reason);
     }
     let place =
         value("backend").and_then(|name| run.environment.places.iter().find(|p| p.name == name));
@@ -106,10 +135,8 @@ pub fn verdict(run: &Run) -> Verdict {
         return nothing("The plan's metric is not known to this version, so nothing is advised.");
     };
     let picks = matrix.picks();
-    // Where all is unsafe (a run on tmpfs alone) the best of it is told, with that caution.
-    let safe: Vec<Pick> =
-        picks.iter().filter(|pick| not_safe(run, &pick.axes).is_none()).cloned().collect();
-    let eligible = if safe.is_empty() { &picks } else { &safe };
+    let (eligible, unsafe_because) = eligible(run, &picks);
+    let eligible = eligible.as_slice();
     let Some(first) = eligible.first() else {
         let mut verdict = nothing("Nothing was measured under all loads, so nothing is advised.");
         verdict.answers = answers::answers(&matrix, &[], None);
@@ -120,7 +147,10 @@ pub fn verdict(run: &Run) -> Verdict {
     let gain = base.and_then(|base| matrix.against(best, base));
     let ties = ties(&matrix, best, eligible);
     let set_aside = set_aside(&matrix, best, &picks);
-    let cautions = cautions(run);
+    let mut cautions = cautions(run);
+    if let Some(reason) = unsafe_because {
+        cautions.insert(0, format!("Nothing measured here is one to advise: {reason}."));
+    }
     let confidence = Confidence::of(&matrix, best, base, !cautions.is_empty());
     let is_default = matrix.base(best, eligible).is_some_and(|base| base.axes == best.axes);
     let sentence = sentence(&matrix, best, base, gain, is_default, eligible);
@@ -171,7 +201,11 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
         .filter_map(|pick| {
             let reason = not_safe(matrix.run, &pick.axes)?;
             let gain = matrix.against(pick, best);
-            let faster = gain.is_none_or(|gain| gain.decision == Decision::Better);
+            let faster = match gain {
+                Some(gain) => gain.decision == Decision::Better,
+                // (Values of 0, which have no ratio, are told by their order.)
+                None => matrix.is_better(pick.summary.median, best.summary.median),
+            };
             faster.then(|| SetAside { axes: matrix.short(&pick.axes), gain, reason })
         })
         .collect()
@@ -189,6 +223,14 @@ fn sentence(
     let measure = matrix.metric.title;
     if picks.len() == 1 {
         return format!("{name} is all that was measured, so there was no choice to make.");
+    }
+    if matrix.metric.key == SURVIVED {
+        return match best.summary.median >= 1.0 {
+            true => format!(
+                "Use {name}: whoever writes to it waits while there is no space, and sees no error."
+            ),
+            false => format!("Nothing came through here; {name} is as good as any other."),
+        };
     }
     match (base, gain) {
         (Some(base), Some(gain)) => format!(
@@ -209,6 +251,9 @@ fn sentence(
     }
 }
 
+/// What notes of cells say of a guest without KVM.
+const EMULATED: &str = "emulated (TCG)";
+
 /// What speaks against a run as a whole.
 fn cautions(run: &Run) -> Vec<String> {
     let mut said: Vec<String> = Vec::new();
@@ -227,7 +272,14 @@ fn cautions(run: &Run) -> Vec<String> {
              the numbers."
         ));
     }
-    said.extend(run.warnings.iter().map(|warning| warning.text.clone()));
+    if run.cells.iter().flat_map(|cell| &cell.notes).any(|note| note.contains(EMULATED)) {
+        said.push(
+            "Guests had an emulated processor, as KVM does not work here: they compare with each \
+             other only."
+                .to_owned(),
+        );
+    }
+    said.extend(run.warnings.iter().map(|warning| words::sentence(&warning.text)));
     said
 }
 

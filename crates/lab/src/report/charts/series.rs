@@ -32,7 +32,7 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
         Scale::linear(0.0, last, frame.x0(), frame.x1()),
         if frame.wide { 8 } else { 4 },
         "seconds since the load began",
-        digits,
+        seconds,
     );
     let y = Axis::new(
         Scale::linear(0.0, most * 1.1, frame.y0(), frame.y1()),
@@ -56,14 +56,37 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
             rect class=(if window.reached { "window" } else { "window unsteady" })
                 x=(n(from)) y=(n(frame.y1())) width=(n((to - from).max(0.0)))
                 height=(n(frame.y0() - frame.y1())) {}
-            text class="note" x=(n((from + to) / 2.0)) y=(n(frame.y0() - 8.0)) text-anchor="middle" {
-                @if window.reached { "steady" } @else { "not steady" }
-            }
         }
         (axes(frame, &x, &y))
         @for (line, (_, seconds, values)) in timeline.lines.iter().enumerate() {
             path class=(format!("line s{line}")) d=(path(&places(seconds, values))) {}
         }
+        @if let Some(window) = &timeline.window {
+            @let middle = (x.scale.at(window.from_seconds) + x.scale.at(window.to_seconds)) / 2.0;
+            text class="note" x=(n(middle)) y=(n(frame.y0() - 8.0)) text-anchor="middle" {
+                @if window.reached { "steady" } @else { "not steady" }
+            }
+        }
         (end_labels(frame, labels))
+    }
+}
+
+/// Without noughts at the end: `0.2`.
+fn seconds(number: f64) -> String {
+    let text = digits(number);
+    match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_have_no_noughts_at_the_end() {
+        let all = [0.0, 0.1, 0.30000000000000004, 1.0, 1.5, 12.5, 100.0];
+        assert_eq!(all.map(seconds), ["0", "0.1", "0.3", "1", "1.5", "12.5", "100"]);
     }
 }

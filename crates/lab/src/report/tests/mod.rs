@@ -188,3 +188,18 @@ fn a_run_without_anything_is_a_page_too() {
     }
     assert!(!html(&zero).contains("NaN"));
 }
+
+#[test]
+fn guests_have_tables_of_their_own() {
+    let mut run = fixture::run();
+    assert!(!html(&run).contains("in a guest"));
+    run.plan.axes.push("front".to_owned());
+    for (i, cell) in run.cells.iter_mut().enumerate() {
+        let front = if i % 2 == 0 { "nbd" } else { "guest-virtio" };
+        cell.axes.push(("front".to_owned(), front.to_owned()));
+    }
+    let page = html(&run);
+    for words in ["in a guest</caption>", "from the host</caption>", "What the names mean"] {
+        assert!(page.contains(words), "{words}");
+    }
+}

@@ -1,0 +1,143 @@
+//! What some plans ask beside the metric that decides: the second time, reads, flushes, survival.
+
+use super::answers::{Answer, median_of};
+use crate::matrix::{Matrix, Pick};
+use crate::model::{Cell, SURVIVED, metric};
+use crate::stats::median;
+use crate::words::{label, listed, time, value};
+
+/// Ways that are named one by one.
+const NAMED: usize = 6;
+
+/// Names in a sentence, the last ones counted where there are many.
+fn named(all: &[String]) -> String {
+    if all.len() <= NAMED {
+        return listed(all);
+    }
+    format!("{} and {} more", all[..NAMED].join(", "), all.len() - NAMED)
+}
+
+/// What a second pass over the same image took, beside the first.
+pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
+    let of = |pick: &Pick, key: &str| -> Option<f64> {
+        let cells = pick.cells.iter().map(|i| &matrix.run.cells[*i]);
+        median(&cells.filter_map(|cell| median_of(cell, key)).collect::<Vec<f64>>())
+    };
+    let mut found: Vec<(f64, String)> = picks
+        .iter()
+        .filter_map(|pick| {
+            let (first, second) = (of(pick, "elapsed_seconds")?, of(pick, "second_pass_seconds")?);
+            let name = label(&matrix.short(&pick.axes));
+            Some((second, format!("{name} {} (the first time {})", time(second), time(first))))
+        })
+        .collect();
+    if found.is_empty() {
+        return None;
+    }
+    found.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let said: Vec<String> = found.into_iter().map(|(_, text)| text).collect();
+    let question = "How long does the second time take?".to_owned();
+    Some(Answer { question, sentence: format!("{}.", named(&said)) })
+}
+
+/// How many reads it takes to open one image, over all sizes.
+pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
+    let opened = |cell: &&Cell| {
+        cell.axis("profile") == Some("open") && matches!(cell.axis("images"), None | Some("1"))
+    };
+    let said: Vec<String> = picks
+        .iter()
+        .filter_map(|pick| {
+            let cells = pick.cells.iter().map(|i| &matrix.run.cells[*i]).filter(opened);
+            let reads: Vec<f64> = cells.filter_map(|cell| median_of(cell, "reads")).collect();
+            let fewest = reads.iter().copied().reduce(f64::min)?;
+            let most = reads.iter().copied().reduce(f64::max)?;
+            let count = |number: f64| metric("reads").map(|metric| value(metric, number));
+            let name = label(&matrix.short(&pick.axes));
+            Some(if fewest < most {
+                format!("{name} {} to {}", count(fewest)?, count(most)?)
+            } else {
+                format!("{name} {}", count(most)?)
+            })
+        })
+        .collect();
+    if said.is_empty() {
+        return None;
+    }
+    let sizes = match matrix.values("size").as_slice() {
+        [first, .., last] => format!(" of {first} to {last}"),
+        _ => String::new(),
+    };
+    let question = "How many reads does it take?".to_owned();
+    let sentence = format!("To open one image{sizes} and read a little: {}.", named(&said));
+    Some(Answer { question, sentence })
+}
+
+/// Whether flushes reached the storage, where they were counted.
+pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
+    let counted: Vec<(&Cell, f64)> = matrix
+        .run
+        .cells
+        .iter()
+        .filter_map(|cell| Some((cell, median_of(cell, "flushes")?)))
+        .collect();
+    if counted.is_empty() {
+        return None;
+    }
+    let without: Vec<String> = counted
+        .iter()
+        .filter(|(_, flushes)| *flushes == 0.0)
+        .map(|(cell, _)| label(&matrix.short(&cell.axes)))
+        .collect();
+    let longest = matrix
+        .run
+        .cells
+        .iter()
+        .filter_map(|cell| Some((cell, median_of(cell, "final_fsync_seconds")?)))
+        .max_by(|a, b| a.1.total_cmp(&b.1));
+    let mut sentence = match without.len() {
+        0 => format!("Yes: flushes reached it in all {} cells that count them", counted.len()),
+        few if few <= 4 => format!("Not with {}: none was recorded there", listed(&without)),
+        many => format!("Not in {many} of {} cells: none was recorded there", counted.len()),
+    };
+    if let Some((cell, seconds)) = longest {
+        sentence.push_str(&format!(
+            "; the longest final fsync took {} ({})",
+            time(seconds),
+            label(&matrix.short(&cell.axes))
+        ));
+    }
+    sentence.push('.');
+    Some(Answer { question: "Did a flush truly reach the storage?".to_owned(), sentence })
+}
+
+/// Who came through, where that was the question.
+pub(super) fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
+    let mut came: Vec<String> = Vec::new();
+    let mut broke: Vec<String> = Vec::new();
+    for cell in &matrix.run.cells {
+        let Some(survived) = median_of(cell, SURVIVED) else { continue };
+        let some = |key: &str| median_of(cell, key).unwrap_or(0.0) > 0.0;
+        let errors = some("io_errors");
+        let mut name = label(&matrix.short(&cell.axes));
+        if some("machine_stops") {
+            name.push_str(" (the whole guest stood still until it was told to go on)");
+        }
+        let side = if survived >= 1.0 && !errors { &mut came } else { &mut broke };
+        side.push(name);
+    }
+    if came.is_empty() && broke.is_empty() {
+        return None;
+    }
+    let said = |names: &[String], nothing: &str| match names.len() {
+        0 => nothing.to_owned(),
+        1..=6 => listed(names),
+        many => format!("{many} cells"),
+    };
+    let sentence = format!(
+        "Came through without an error: {}. Broke: {}.",
+        said(&came, "none"),
+        said(&broke, "none")
+    );
+    Some(Answer { question: "Who pauses, who breaks?".to_owned(), sentence })
+}
