@@ -18,7 +18,7 @@ fn run_file(path: &Path, id: &str, values: [(&str, f64); 2]) {
         axes: vec!["layout".to_owned()],
         metric: "iops".to_owned(),
         baseline: Some(axes("qcow2")),
-        conditions: Vec::new(),
+        ..PlanSummary::default()
     };
     let cell = |(layout, _): &(&str, f64)| Cell {
         key: format!("layout={layout}"),

@@ -207,6 +207,14 @@ impl<'a> Matrix<'a> {
         })
     }
 
+    /// Whether a cell has a part in the advice: those that [`Matrix::counts`], and where the front is
+    /// no choice also those of other programs' fronts. What is advised has to be good however the
+    /// disk is served, above all by QEMU.
+    fn advises(&self, cell: &Cell) -> bool {
+        let by_front = self.role("front") == Role::Condition;
+        self.counts(cell) || (by_front && self.part(&cell.axes, Role::Tool).is_empty())
+    }
+
     /// Every way that was measured under all conditions, those that are better first.
     pub fn picks(&self) -> Vec<Pick> {
         self.picks_where(|_| true)
@@ -218,7 +226,7 @@ impl<'a> Matrix<'a> {
     pub fn picks_where(&self, wanted: impl Fn(&Cell) -> bool) -> Vec<Pick> {
         let mut groups: Vec<(Axes, Vec<usize>)> = Vec::new();
         for (i, cell) in self.run.cells.iter().enumerate() {
-            if !self.counts(cell) || !wanted(cell) {
+            if !self.advises(cell) || !wanted(cell) {
                 continue;
             }
             let choice = self.part(&cell.axes, Role::Choice);

@@ -70,6 +70,26 @@ pub struct PlanSummary {
     /// where the question is about the image.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<String>,
+    /// In what the published experiment differs from this one, for people.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub differs: String,
+    /// How large disks and loads were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub effort: Option<Effort>,
+}
+
+/// How much is done.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Effort {
+    /// How often each cell is measured.
+    pub rounds: u32,
+    /// How long a load runs, where it has no end of its own.
+    pub seconds: f64,
+    /// Size of the disk, where no axis says so.
+    pub disk: u64,
+    /// Bytes that each job writes, where a load has an end; of `install`, the files.
+    pub bytes: u64,
 }
 
 /// A number that others have measured and published.
@@ -287,6 +307,9 @@ pub struct PlaceInfo {
     pub scheduler: Option<String>,
     /// `write back` or `write through`.
     pub write_cache: Option<String>,
+    /// Settings that matter to images: block size, and of ZFS record size, compression, sync.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub properties: Vec<(String, String)>,
     /// All space.
     pub total_bytes: u64,
     /// Free space.

@@ -7,6 +7,7 @@ use crate::model::{Axes, Metric, SURVIVED};
 /// Rates are in powers of ten, as fio and vendors print them; space is in powers of two.
 pub fn value(metric: &Metric, number: f64) -> String {
     match metric.unit {
+        "" if metric.key == "score" => format!("{} MB/s", counted(number)),
         "" if metric.key == SURVIVED => came_through(number),
         "1/s" if metric.key.contains("iops") => format!("{} IOPS", counted(number)),
         "1/s" => format!("{}/s", counted(number)),

@@ -3,6 +3,7 @@
 pub mod block;
 pub mod load;
 pub mod mounts;
+pub mod properties;
 
 use std::fs;
 
@@ -22,16 +23,20 @@ pub fn describe(places: &[PlaceInfo], cancel: &CancelToken) -> Environment {
     let kernel =
         format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy());
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get) as u32;
+    let mut places = places.to_vec();
+    for place in &mut places {
+        place.properties = properties::of(place, cancel);
+    }
     let mut environment = Environment {
         cpu: field("model name").unwrap_or_else(|| uname.machine().to_string_lossy().into_owned()),
         cores,
         memory_bytes: meminfo("MemTotal").unwrap_or(0),
         kernel,
         virtualization: virtualization(&cpu),
-        places: places.to_vec(),
+        places: places.clone(),
         sections: Vec::new(),
     };
-    environment.sections = sections(&environment, places, cancel);
+    environment.sections = sections(&environment, &places, cancel);
     environment
 }
 
@@ -82,6 +87,9 @@ fn entries_of(place: &PlaceInfo) -> Vec<(String, String)> {
     put("rotational", place.rotational.map(|yes| if yes { "yes" } else { "no" }.to_owned()));
     put("scheduler", place.scheduler.clone());
     put("write cache", place.write_cache.clone());
+    for (name, value) in &place.properties {
+        put(name, Some(value.clone()));
+    }
     put("size", Some(mib(place.total_bytes)));
     put("free", Some(mib(place.free_bytes)));
     entries

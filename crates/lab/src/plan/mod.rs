@@ -6,6 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
+pub use crate::model::Effort;
 use crate::model::{Axes, PlaceKind, PlanSummary, Published};
 
 /// A plan that was read and checked.
@@ -37,6 +38,8 @@ pub struct Plan {
     pub quick: Effort,
     /// What others have measured.
     pub published: Vec<Published>,
+    /// In what their experiment differs from this one; may be empty.
+    pub differs: String,
     /// Its text, as it was read.
     pub text: String,
 }
@@ -52,19 +55,6 @@ pub struct Axis {
     pub quick: Vec<String>,
     /// A way to measure and no choice, whatever the axis is in other plans.
     pub condition: bool,
-}
-
-/// How much is done.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Effort {
-    /// How often each cell is measured.
-    pub rounds: u32,
-    /// How long a load runs, where it has no end of its own.
-    pub seconds: f64,
-    /// Size of the disk, where no axis says so.
-    pub disk: u64,
-    /// Bytes that each job writes, where a load has an end; of `install`, the files.
-    pub bytes: u64,
 }
 
 /// The plans that come with vdkit.
@@ -129,6 +119,8 @@ impl Plan {
             axes: std::iter::once(crate::axes::BACKEND.to_owned()).chain(axes).collect(),
             metric: self.metric.clone(),
             baseline: self.baseline.clone(),
+            differs: self.differs.clone(),
+            effort: None,
         }
     }
 

@@ -34,6 +34,8 @@ struct File {
     quick: EffortTable,
     #[serde(default)]
     published: Vec<PublishedTable>,
+    #[serde(default)]
+    differs: String,
 }
 
 #[derive(Deserialize)]
@@ -255,6 +257,7 @@ pub(super) fn parse(text: &str, name: &str) -> Result<Plan> {
         published: published.collect::<Result<_>>()?,
         name: file.name.get_ref().clone(),
         title: file.title,
+        differs: file.differs,
         question: file.question,
         metric: place.metric(&file.metric)?,
         places: place.places(file.places.as_deref())?,

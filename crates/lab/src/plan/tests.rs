@@ -107,3 +107,11 @@ fn the_built_in_plans_are_sound() {
     let error = Plan::named("other").unwrap_err().to_string();
     assert!(error.contains("zvol-vs-qcow2, convert-table"), "{error}");
 }
+
+#[test]
+fn published_numbers_come_with_what_differs() {
+    for plan in built_in().unwrap() {
+        assert_eq!(plan.published.is_empty(), plan.differs.is_empty(), "{}", plan.name);
+        assert_eq!(plan.summary().differs, plan.differs);
+    }
+}

@@ -5,7 +5,7 @@ use maud::{Markup, html};
 use super::head::code;
 use crate::axes::about_value;
 use crate::matrix::values;
-use crate::model::{Cell, Outcome, PlaceInfo, PlaceKind, Run, Section, metric};
+use crate::model::{Cell, Effort, Outcome, PlaceInfo, PlaceKind, Run, Section, metric};
 use crate::stats::outliers;
 use crate::verdict::heading;
 use crate::words::{label, time, title, value};
@@ -138,7 +138,7 @@ pub(super) fn machine(run: &Run) -> Option<Markup> {
 
 /// What the names of the run's axes and values stand for.
 pub(super) fn words(run: &Run) -> Option<Markup> {
-    let sheets: Vec<(String, Vec<(String, String)>)> = run
+    let mut sheets: Vec<(String, Vec<(String, String)>)> = run
         .plan
         .axes
         .iter()
@@ -150,11 +150,30 @@ pub(super) fn words(run: &Run) -> Option<Markup> {
             (!about.is_empty()).then(|| (title(axis), about))
         })
         .collect();
+    sheets.extend(run.plan.effort.as_ref().map(|effort| ("How much".to_owned(), amounts(effort))));
     (!sheets.is_empty()).then(|| {
         html! {
             div class="sheets" { @for (name, entries) in &sheets { (sheet(name, entries)) } }
         }
     })
+}
+
+/// How large disks and loads were.
+fn amounts(effort: &Effort) -> Vec<(String, String)> {
+    let bytes = |number: u64| {
+        metric("host_bytes").map_or_else(String::new, |known| value(known, number as f64))
+    };
+    [
+        ("disk", bytes(effort.disk), "where no axis says otherwise"),
+        (
+            "a load with an end",
+            bytes(effort.bytes),
+            "each of its jobs; of an installation, all files",
+        ),
+        ("a load without", time(effort.seconds), "how long it runs"),
+    ]
+    .map(|(name, amount, about)| (name.to_owned(), format!("{amount}: {about}")))
+    .into()
 }
 
 fn sheet(title: &str, entries: &[(String, String)]) -> Markup {
@@ -186,6 +205,9 @@ fn place_entries(place: &PlaceInfo) -> Vec<(String, String)> {
     add("rotational", place.rotational.map(|turns| if turns { "yes" } else { "no" }.to_owned()));
     add("scheduler", place.scheduler.clone());
     add("write cache", place.write_cache.clone());
+    for (name, value) in &place.properties {
+        add(name, Some(value.clone()));
+    }
     add("space", Some(format!("{} free of {}", bytes(place.free_bytes), bytes(place.total_bytes))));
     entries
 }
@@ -197,7 +219,7 @@ pub(super) fn method() -> Markup {
             li { b { "Order. " } "Cells run in random order, once a round, so that a slow hour does not fall on one of them." }
             li { b { "Median and interval. " } "Order statistics around the median: they suppose nothing about the distribution. With less than six rounds the interval is the whole range, and holds the median less often than 95 % (three rounds: 75 %)." }
             li { b { "Times as good. " } "The median of all ratios between the samples of the two, with the interval of the Mann–Whitney test. Two is twice the throughput, or half the time." }
-            li { b { "Tie. " } "The interval holds 1, or the difference is below 2 %. With less than three rounds 15 % either way are allowed for." }
+            li { b { "Tie. " } "The interval holds 1, or the difference is below 2 %. With less than three rounds 15 % of each of the two are allowed for, so that less than a third is a tie." }
             li { b { "The advice. " } "The best geometric mean over all loads that is safe in a power cut. The default stands unless something is surely better. Comparisons are not corrected for their number: of very many, some differences are chance." }
             li { b { "Confidence. " } "High: five rounds or more within 5 %, all steady, nothing disturbed. Fair: three rounds within 15 %." }
             li { b { "Percentiles. " } "Of all rounds together, as far as there are requests: 99.99 % wants ten thousand." }

@@ -2,9 +2,10 @@
 
 use maud::{Markup, html};
 
-use crate::model::Run;
+use crate::axes::about_value;
+use crate::model::{Axes, Run};
 use crate::stats::{Gain, SINGLE_ROUND_NOISE};
-use crate::verdict::{SetAside, Setup, Verdict};
+use crate::verdict::{Exception, SetAside, Setup, Verdict};
 use crate::words::{date, label, listed, percent, span, time, times};
 
 /// The title, the machine in a line, and the switch of themes.
@@ -62,6 +63,7 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
                 }
             }
             p class="sentence" { (verdict.sentence) }
+            @if let Some(axes) = &verdict.best { (meanings(axes)) }
             div class="tiles" {
                 @if let Some(gain) = &verdict.gain { (gain_tile(gain, verdict)) }
                 div class="tile" {
@@ -74,9 +76,11 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
                         p class="tile-name" { "Cannot be told from it" }
                         p class="tile-value" { @match verdict.ties.len() { 0 => "nothing", n => (n) } }
                         p class="tile-note" { (ties(verdict)) }
+                        @if !verdict.left_out.is_empty() { p class="tile-note" { (left_out(verdict)) } }
                     }
                 }
             }
+            @if !verdict.exceptions.is_empty() { (exceptions(&verdict.exceptions)) }
             @if !verdict.set_aside.is_empty() { (set_aside(&verdict.set_aside)) }
             @if !verdict.cautions.is_empty() {
                 aside class="cautions" aria-label="Before you believe this" {
@@ -89,10 +93,50 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
     }
 }
 
+/// What the names of values stand for, those that say something.
+fn meanings(axes: &Axes) -> Markup {
+    let told: Vec<(&str, &str)> =
+        axes.iter().filter_map(|(axis, name)| Some((&**name, about_value(axis, name)?))).collect();
+    html! {
+        @if !told.is_empty() {
+            p class="hint" {
+                @for (i, (name, about)) in told.iter().enumerate() {
+                    @if i > 0 { "; " }
+                    b { (name) } ": " (about)
+                }
+                "."
+            }
+        }
+    }
+}
+
+/// Loads under which another way is better.
+fn exceptions(all: &[Exception]) -> Markup {
+    const NAMED: usize = 4;
+    html! {
+        aside class="aside" aria-label="Not the best under every load" {
+            p class="aside-name" { "Not the best under every load" }
+            ul {
+                @for found in all.iter().take(NAMED) {
+                    li {
+                        (label(&found.load)) ": " (label(&found.axes)) " is "
+                        @if found.gain.is_guessed() { "about " }
+                        (times(found.gain.ratio)) " times as good."
+                    }
+                }
+                @if all.len() > NAMED { li { (all.len() - NAMED) " more: see question by question." } }
+            }
+        }
+    }
+}
+
 fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
     let base = verdict.baseline.as_ref().map(label).unwrap_or_default();
     let surely = match gain.is_guessed() {
-        true => format!("too few rounds to see noise: {} either way", percent(SINGLE_ROUND_NOISE)),
+        true => format!(
+            "too few rounds to see noise: {} is allowed for, of each",
+            percent(SINGLE_ROUND_NOISE)
+        ),
         false => format!("{} interval", percent(gain.interval.coverage)),
     };
     html! {
@@ -114,6 +158,17 @@ fn ties(verdict: &Verdict) -> String {
         few if few <= NAMED => format!("{}.", listed(&names)),
         many => format!("{} and {} more: see all results.", names.join(", "), many - NAMED),
     }
+}
+
+/// Ways that were not compared.
+fn left_out(verdict: &Verdict) -> String {
+    const NAMED: usize = 3;
+    let names: Vec<String> = verdict.left_out.iter().take(NAMED).map(label).collect();
+    let names = match verdict.left_out.len() {
+        few if few <= NAMED => listed(&names),
+        many => format!("{} and {} more", names.join(", "), many - NAMED),
+    };
+    format!("Without {names}: not measured under all loads.")
 }
 
 /// What was faster, by why it is not advised.
@@ -155,12 +210,10 @@ fn how(run: &Run, setup: &Setup) -> Markup {
                 (code(&setup.xml, "libvirt's disk element"))
             }
         }
-        @if run.environment.places.is_empty() || setup.commands.iter().any(|line| line.contains("SIZE")) {
+        @if run.environment.places.is_empty() || setup.commands.iter().any(|line| line.contains("SIZE") || line.contains("BASE")) {
             p class="hint" { "Words in capitals are for you to choose." }
         }
-        @if !run.plan.axes.iter().any(|axis| axis == "cache") {
-            p class="hint" { "Cache modes were not compared in this run: the plan cache-modes does that." }
-        }
+        @if let Some(why) = &setup.cache { p class="hint" { (why) } }
     }
 }
 

@@ -3,28 +3,36 @@
 use maud::{Markup, html};
 
 use super::charts::{Bar, bar};
-use super::results::against;
+use super::results::{GUESSED, against};
 use crate::matrix::Matrix;
-use crate::model::{Axes, Published, metric};
-use crate::verdict::{Verdict, heading, measured_for, others_for};
+use crate::model::{Axes, Published, Run, metric};
+use crate::plan::Plan;
+use crate::verdict::{Verdict, all_measured_for, heading, measured_for, others_for};
 use crate::words::{digits, label, times, value};
 
 /// Tools side by side: the same thing done by each, in the same run.
 pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
     let first = verdict.peers.first()?;
     let tools: Vec<&String> = first.tools.iter().map(|(tool, _)| tool).collect();
+    // (What came through or did not has no ratio.)
+    let gains = verdict.peers.iter().any(|row| !row.gains.is_empty());
     let others: Vec<&String> =
-        tools.iter().copied().filter(|tool| *tool != crate::matrix::OWN_TOOL).collect();
+        tools.iter().copied().filter(|tool| gains && *tool != crate::matrix::OWN_TOOL).collect();
     Some(html! {
         p class="note" {
-            "The same thing done by each program in the same run. The last columns say how many times as good vdkit is as the other; "
-            "below 1 the other is better."
+            "The same thing done by each program in the same run."
+            @if gains {
+                " The last columns say how many times as good vdkit is as the other; below 1 the other is better."
+            }
+            @if verdict.peers.iter().flat_map(|row| &row.gains).any(|(_, gain)| gain.is_guessed()) {
+                " " (GUESSED)
+            }
             @if tools.iter().any(|tool| *tool == "library") {
                 " The library is vdkit's own, called by the lab: no command is started."
             }
         }
         div class="scroll" tabindex="0" role="region" aria-label="Tools side by side" {
-            table class="plain" {
+            table class="plain stack" {
                 thead { tr {
                     th scope="col" { (heading(matrix.metric.key)) }
                     @for tool in &tools { th scope="col" class="num" { (tool) } }
@@ -32,10 +40,10 @@ pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
                 } }
                 tbody { @for row in &verdict.peers { tr {
                     th scope="row" { (label(&row.axes)) }
-                    @for (_, summary) in &row.tools { td class="num" {
+                    @for (tool, summary) in &row.tools { td class="num" data-name=(tool) {
                         @match summary { Some(summary) => (value(matrix.metric, summary.median)), None => "–" }
                     } }
-                    @for other in &others { td class="num" {
+                    @for other in &others { td class="num" data-name={"vdkit / " (other)} {
                         (against(row.gains.iter().find(|(tool, _)| tool == *other).map(|(_, gain)| gain), false))
                     } }
                 } } }
@@ -57,11 +65,22 @@ pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
         html! {
             p class="note" {
                 "Other machines, other years: compare the order and the proportions, not the numbers themselves. "
-                "Each side has its own scale. Here: vdkit, and beneath it the other programs of this run."
+                "Where there are several rows each side has its own scale. Here: vdkit, and beneath it the other programs of this run."
+            }
+            @if let Some(differs) = differs(matrix.run) {
+                p class="note" { b { "What differs. " } (differs) }
             }
             @for (key, numbers) in &groups { (group(matrix, key, numbers)) }
         }
     })
+}
+
+/// In what the published experiment differs: by the run, or by the plan of its name, where the run
+/// is of a version that did not keep it.
+fn differs(run: &Run) -> Option<String> {
+    let kept = Some(run.plan.differs.clone()).filter(|text| !text.is_empty());
+    let known = || Plan::named(&run.plan.name).ok().map(|plan| plan.differs);
+    kept.or_else(known).filter(|text| !text.is_empty())
 }
 
 /// One published number, with what was measured here.
@@ -69,6 +88,8 @@ struct Row<'a> {
     number: &'a Published,
     here: Option<f64>,
     others: Vec<(String, f64)>,
+    /// How many cells the number speaks of, and what they measured, where they are several.
+    span: Option<(usize, f64, f64)>,
 }
 
 /// Times as large as the second largest number, from which on the largest is no measure for the rest.
@@ -109,7 +130,11 @@ fn group(matrix: &Matrix<'_>, key: &str, numbers: &[&Published]) -> Markup {
     for &number in numbers {
         let (own, others) = (measured_for(matrix, number), others_for(matrix, number));
         let side = if own.is_some() { &mut here } else { &mut elsewhere };
-        side.push(Row { number, here: own, others });
+        let span = match all_measured_for(matrix, number).as_slice() {
+            all @ [low, .., high] => Some((all.len(), *low, *high)),
+            _ => None,
+        };
+        side.push(Row { number, here: own, others, span });
     }
     let count = elsewhere.len();
     html! {
@@ -135,8 +160,13 @@ fn pairs(matrix: &Matrix<'_>, key: &str, rows: &[Row<'_>], common: bool) -> Mark
         Some(metric) => value(metric, number),
         None => number.to_string(),
     };
-    let most_published = scale(rows.iter().map(|row| row.number.value));
-    let most_here = scale(rows.iter().filter_map(|row| row.here));
+    let mut most_published = scale(rows.iter().map(|row| row.number.value));
+    let mut most_here = scale(rows.iter().filter_map(|row| row.here));
+    if rows.len() == 1 {
+        // Two bars of one number each say something on a common scale only.
+        most_published = most_published.max(most_here);
+        most_here = most_published;
+    }
     let drawn = |number: f64, most: f64, kind, name: &str| {
         let label = format!("{name}: {}", said(number));
         let bar = bar(&Bar { value: number, low: number, high: number, most, kind, label });
@@ -166,6 +196,11 @@ fn pairs(matrix: &Matrix<'_>, key: &str, rows: &[Row<'_>], common: bool) -> Mark
                     Some(here) => {
                         td class="wide-bar" data-name="Here" {
                             (drawn(here, most_here, "best", "here"))
+                            @if let Some((count, low, high)) = row.span {
+                                span class="said" {
+                                    "median of " (count) " ways: " (said(low)) " to " (said(high))
+                                }
+                            }
                             @for (name, other) in &row.others {
                                 span class="said" { (name) " " (said(*other)) }
                             }

@@ -14,7 +14,9 @@ use vdkit_chain::Registry;
 use crate::cells::{self, Rng};
 use crate::engine::{self, Bench};
 use crate::environment::{self, load};
-use crate::model::{Cell, Environment, Outcome, PlaceInfo, Run, Sample, Series, Steady, Warning};
+use crate::model::{
+    Cell, Environment, Outcome, PlaceInfo, PlanSummary, Run, Sample, Series, Steady, Warning,
+};
 use crate::peers::Skip;
 use crate::place::{self, Place, device};
 use crate::plan::{Effort, Plan};
@@ -157,7 +159,10 @@ impl Prepared {
         let id = format!("{}-{started}-{:08x}", self.plan.name, random_seed() as u32);
         let run = Run {
             id,
-            plan: self.plan.summary(),
+            plan: PlanSummary {
+                effort: Some(self.request.effort(&self.plan)),
+                ..self.plan.summary()
+            },
             published: self.plan.published.clone(),
             quick: self.request.quick,
             seed: self.request.seed,

@@ -10,6 +10,9 @@ pub const MATTERS: f64 = 0.02;
 /// machines a load of some seconds repeats within 5 to 15 %.
 pub const SINGLE_ROUND_NOISE: f64 = 0.15;
 
+/// What the ratio of two such rounds is taken to be off by, either way: both may be.
+const RATIO_NOISE: f64 = (1.0 + SINGLE_ROUND_NOISE) * (1.0 + SINGLE_ROUND_NOISE);
+
 /// Coverage below which the samples cannot speak for themselves: less than three of each.
 const TOO_FEW: f64 = 0.8;
 
@@ -50,7 +53,7 @@ impl Gain {
 /// Holds samples against a base. Nothing where one side has none, or one that is not above 0.
 ///
 /// It is a tie where the interval holds 1, and where the ratio is within [`MATTERS`] of 1. With less
-/// than three samples of each the interval is at least [`SINGLE_ROUND_NOISE`] wide either way.
+/// than three samples of each [`SINGLE_ROUND_NOISE`] of each side is allowed for.
 pub fn gain(samples: &[f64], base: &[f64], better: Better) -> Option<Gain> {
     let usable = |side: &[f64]| side.iter().all(|sample| *sample > 0.0);
     if !usable(samples) || !usable(base) {
@@ -71,8 +74,8 @@ pub fn gain(samples: &[f64], base: &[f64], better: Better) -> Option<Gain> {
     let middle =
         if pairs.len() % 2 == 1 { pairs[half] } else { (pairs[half - 1] * pairs[half]).sqrt() };
     if coverage < TOO_FEW {
-        interval.low = interval.low.min(middle / (1.0 + SINGLE_ROUND_NOISE));
-        interval.high = interval.high.max(middle * (1.0 + SINGLE_ROUND_NOISE));
+        interval.low = interval.low.min(middle / RATIO_NOISE);
+        interval.high = interval.high.max(middle * RATIO_NOISE);
     }
     Some(Gain { ratio: middle, interval, decision: decide(middle, &interval) })
 }
@@ -189,7 +192,8 @@ mod tests {
         assert_eq!(decide(&[104.0, 104.1, 104.2], &[100.0, 100.1, 100.2]), Decision::Better);
         // One round: what it may be off by is allowed for.
         assert_eq!(decide(&[110.0], &[100.0]), Decision::Tie);
-        assert_eq!(decide(&[120.0], &[100.0]), Decision::Better);
+        assert_eq!(decide(&[130.0], &[100.0]), Decision::Tie);
+        assert_eq!(decide(&[135.0], &[100.0]), Decision::Better);
         assert_eq!(decide(&[110.0, 111.0], &[100.0, 101.0]), Decision::Tie);
     }
 

@@ -113,6 +113,12 @@ fn of_choice(
     } else {
         let found = matrix.against(&first.pick, &against.pick);
         let mut sentence = match found {
+            Some(found) if found.is_guessed() && found.decision != Decision::Tie => format!(
+                "{}: about {} times as good as {}, all else the same",
+                first.name,
+                times(found.ratio),
+                against.name
+            ),
             Some(found) if found.decision != Decision::Tie => format!(
                 "{}: {} times as good as {} ({}), all else the same",
                 first.name,
@@ -122,16 +128,20 @@ fn of_choice(
             ),
             _ => format!("{}, though not surely better than {}", first.name, against.name),
         };
-        let tied: Vec<String> = tied.into_iter().filter(|name| *name != against.name).collect();
-        if !tied.is_empty() {
-            sentence.push_str(&format!("; {} cannot be told from it", listed(&tied)));
+        let more: Vec<String> =
+            tied.iter().filter(|name| **name != against.name).cloned().collect();
+        if !more.is_empty() {
+            sentence.push_str(&format!("; {} cannot be told from it", listed(&more)));
         }
         sentence
     };
     // What is best together need not be what is best on average.
-    if let Some(advised) = best.and_then(named).filter(|name| *name != first.name)
-        && !sentence.contains("no difference")
-    {
+    let stays = base.is_some_and(|base| best.and_then(named).as_ref() == Some(&base.name));
+    if tied.len() == others.len() {
+        // There is nothing to choose.
+    } else if stays && base.is_some_and(|base| tied.contains(&base.name)) {
+        sentence.push_str(", so that the default stays");
+    } else if let Some(advised) = best.and_then(named).filter(|name| *name != first.name) {
         sentence.push_str(&format!("; together with the rest of what is advised it is {advised}"));
     }
     sentence.push('.');

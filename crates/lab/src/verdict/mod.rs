@@ -20,7 +20,7 @@ mod confidence;
 mod published;
 mod setup;
 
-use crate::matrix::{Matrix, Pick};
+use crate::matrix::{Matrix, Pick, Role, in_guest};
 use crate::model::{Axes, Run, SURVIVED};
 use crate::stats::{Decision, Gain};
 use crate::words::{self, label, span, times};
@@ -28,7 +28,7 @@ use crate::words::{self, label, span, times};
 pub(crate) use answers::heading;
 pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
-pub(crate) use published::{measured_for, others_for};
+pub(crate) use published::{all_measured_for, measured_for, others_for};
 pub use setup::Setup;
 
 /// A way that was faster and is not advised.
@@ -40,6 +40,17 @@ pub struct SetAside {
     pub gain: Option<Gain>,
     /// Why not.
     pub reason: &'static str,
+}
+
+/// A load under which another way is better than what is advised.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Exception {
+    /// The load.
+    pub load: Axes,
+    /// The best way under it.
+    pub axes: Axes,
+    /// Against what is advised, under this load.
+    pub gain: Gain,
 }
 
 /// What a run comes to.
@@ -61,6 +72,10 @@ pub struct Verdict {
     pub ties: Vec<Axes>,
     /// Ways that were faster and are not safe.
     pub set_aside: Vec<SetAside>,
+    /// Loads under which another way is better.
+    pub exceptions: Vec<Exception>,
+    /// Ways that were not measured under all loads, so that they had no part in this.
+    pub left_out: Vec<Axes>,
     /// The plan's question and those that follow from its axes, each with a sentence.
     pub answers: Vec<Answer>,
     /// The tools side by side.
@@ -78,6 +93,9 @@ fn is_unfit(axes: &Axes) -> Option<&'static str> {
         return Some(
             "they ignore the guest's flushes, so a power cut may damage the guest's files",
         );
+    }
+    if has("layout", "qcow2-aged") || has("layout", "qcow2-fragmented") {
+        return Some("they are what images become with use, and nothing to choose");
     }
     has("layout", "vmdk")
         .then_some("QEMU has them to exchange disks with others, and not to run guests on")
@@ -126,6 +144,8 @@ pub fn verdict(run: &Run) -> Verdict {
         confidence: Confidence::none(),
         ties: Vec::new(),
         set_aside: Vec::new(),
+        exceptions: Vec::new(),
+        left_out: Vec::new(),
         answers: Vec::new(),
         peers: Vec::new(),
         setup: None,
@@ -166,6 +186,8 @@ pub fn verdict(run: &Run) -> Verdict {
         confidence,
         ties,
         set_aside,
+        exceptions: exceptions(&matrix, best),
+        left_out: left_out(&matrix, &picks),
         answers,
         peers: answers::peers(&matrix),
         setup: Some(setup::setup(run, &best.axes, &best.cells)),
@@ -211,6 +233,47 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
         .collect()
 }
 
+/// Where what is best together is not the best.
+fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
+    let mut loads: Vec<Axes> = Vec::new();
+    for load in best.cells.iter().map(|i| matrix.load(&matrix.run.cells[*i])) {
+        if !loads.contains(&load) {
+            loads.push(load);
+        }
+    }
+    if matrix.metric.key == SURVIVED || loads.len() < 2 {
+        return Vec::new();
+    }
+    let under = |load: Axes| {
+        let all = matrix.picks_where(|cell| matrix.load(cell) == load);
+        let (picks, _) = eligible(matrix.run, &all);
+        let first = picks.first()?;
+        let own = picks.iter().find(|pick| pick.axes == best.axes)?;
+        let gain = matrix.against(first, own)?;
+        let better = gain.decision == Decision::Better;
+        better.then(|| Exception { load, axes: matrix.short(&first.axes), gain })
+    };
+    loads.into_iter().filter_map(under).collect()
+}
+
+/// Ways with results that are none of the picks.
+fn left_out(matrix: &Matrix<'_>, picks: &[Pick]) -> Vec<Axes> {
+    let mut found: Vec<Axes> = Vec::new();
+    for cell in matrix.run.cells.iter().filter(|cell| matrix.counts(cell)) {
+        let way = matrix.part(&cell.axes, Role::Choice);
+        if matrix.summary(cell).is_none() || picks.iter().any(|pick| pick.axes == way) {
+            continue;
+        }
+        // (Guests compare with guests: those that are not are no gap.)
+        let same = picks.iter().any(|pick| in_guest(&pick.axes) == in_guest(&way));
+        let way = matrix.short(&way);
+        if (same || !matrix.guests_apart()) && !found.contains(&way) {
+            found.push(way);
+        }
+    }
+    found
+}
+
 fn sentence(
     matrix: &Matrix<'_>,
     best: &Pick,
@@ -233,6 +296,11 @@ fn sentence(
         };
     }
     match (base, gain) {
+        (Some(base), Some(gain)) if gain.is_guessed() => format!(
+            "Use {name}: about {} times as good as {} in {measure}, as far as so few rounds tell.",
+            times(gain.ratio),
+            label(&matrix.short(&base.axes)),
+        ),
         (Some(base), Some(gain)) => format!(
             "Use {name}: {} times as good as {} in {measure} ({}).",
             times(gain.ratio),

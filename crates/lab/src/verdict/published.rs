@@ -4,6 +4,7 @@ use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, Role, program};
 use crate::model::{Cell, Published};
 use crate::stats::{MATTERS, SINGLE_ROUND_NOISE, median};
+use crate::words::sentence;
 
 /// The cells that a published number speaks of.
 fn spoken_of<'a>(matrix: &Matrix<'a>, number: &Published) -> Vec<&'a Cell> {
@@ -16,8 +17,15 @@ fn spoken_of<'a>(matrix: &Matrix<'a>, number: &Published) -> Vec<&'a Cell> {
 /// What stands beside a published number: the median of the cells that it speaks of. Of several
 /// programs, our own.
 pub(crate) fn measured_for(matrix: &Matrix<'_>, number: &Published) -> Option<f64> {
+    median(&all_measured_for(matrix, number))
+}
+
+/// The median of each of those cells, rising.
+pub(crate) fn all_measured_for(matrix: &Matrix<'_>, number: &Published) -> Vec<f64> {
     let own = spoken_of(matrix, number).into_iter().filter(|cell| matrix.counts(cell));
-    median(&own.filter_map(|cell| median_of(cell, &number.metric)).collect::<Vec<f64>>())
+    let mut all: Vec<f64> = own.filter_map(|cell| median_of(cell, &number.metric)).collect();
+    all.sort_by(f64::total_cmp);
+    all
 }
 
 /// The same of the other programs, by name.
@@ -51,55 +59,90 @@ pub(super) fn of_published(matrix: &Matrix<'_>) -> Option<Answer> {
         .filter_map(|number| Some((number, measured_for(matrix, number)?)))
         .collect();
     let rounds = matrix.run.cells.iter().map(|cell| cell.samples.len()).max().unwrap_or(0);
-    let noise = if rounds < 3 { SINGLE_ROUND_NOISE } else { MATTERS };
-    let (mut pairs, mut agree, mut ties) = (0, 0, 0);
+    let single = 1.0 - 1.0 / (1.0 + SINGLE_ROUND_NOISE).powi(2);
+    let noise = if rounds < 3 { single } else { MATTERS };
+    let mut found = Pairs::default();
     for (i, (one, own)) in both.iter().enumerate() {
         for (two, other) in &both[i + 1..] {
             // Numbers under different loads have no order.
             let loads = [one, two].map(|number| matrix.part(&number.axes, Role::Condition));
-            if one.metric != two.metric
-                || loads[0] != loads[1]
-                || near(one.value, two.value, MATTERS)
-            {
+            if one.metric != two.metric || loads[0] != loads[1] {
                 continue;
             }
-            if near(*own, *other, noise) {
-                ties += 1;
-                continue;
+            match (near(one.value, two.value, MATTERS), near(*own, *other, noise)) {
+                (true, tie) => {
+                    found.equal += 1;
+                    found.equal_here += u32::from(tie);
+                }
+                (false, true) => found.ties += 1,
+                (false, false) => {
+                    found.ordered += 1;
+                    found.agree += u32::from((one.value > two.value) == (own > other));
+                }
             }
-            pairs += 1;
-            agree += u32::from((one.value > two.value) == (own > other));
         }
     }
-    let sentence = said(agree, pairs, ties)?;
-    Some(Answer { question: "Do the published numbers hold here?".to_owned(), sentence })
+    let mut text = found.said()?;
+    if rounds < 3 {
+        text.push_str(" By so few rounds that is a hint.");
+    }
+    let question = "Do the published numbers hold here?".to_owned();
+    Some(Answer { question, sentence: text })
 }
 
-/// So many of these pairs rank as they did; others tie here.
-fn said(agree: u32, pairs: u32, ties: u32) -> Option<String> {
-    let mut text = match (agree, pairs) {
-        (_, 0) if ties == 0 => return None,
-        (_, 0) => return Some("What differed there cannot be told apart here.".to_owned()),
-        (0, 1) => "No: the one pair that can be compared ranks the other way round".to_owned(),
-        (_, 1) => "Yes: the one pair that can be compared ranks as it did".to_owned(),
-        _ => {
-            let part = f64::from(agree) / f64::from(pairs);
-            let verdict = match part {
-                part if part >= 0.9 => "The order is the same here",
-                part if part >= 0.6 => "The order is much the same here",
-                part if part > 0.4 => "Here the order has little to do with it",
-                _ => "Here it is rather the other way round",
-            };
-            format!("{verdict}: {agree} of {pairs} pairs rank as they did")
+/// Pairs of published numbers, by what they are here.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pairs {
+    /// They differed there and do here.
+    ordered: u32,
+    /// Of these: in the same order.
+    agree: u32,
+    /// They differed there and cannot be told apart here.
+    ties: u32,
+    /// They were equal there.
+    equal: u32,
+    /// Of these: they cannot be told apart here either.
+    equal_here: u32,
+}
+
+impl Pairs {
+    fn said(&self) -> Option<String> {
+        let Self { ordered, agree, ties, equal, equal_here } = *self;
+        let mut parts = Vec::new();
+        match (agree, ordered) {
+            (_, 0) if ties == 0 => {}
+            (_, 0) => parts.push("what differed there cannot be told apart here".to_owned()),
+            (0, 1) => {
+                parts.push("the one pair that differs there and here ranks the other way".into())
+            }
+            (_, 1) => parts.push("the one pair that differs there and here ranks as it did".into()),
+            _ => {
+                let part = f64::from(agree) / f64::from(ordered);
+                let verdict = match part {
+                    part if part >= 0.9 => "the order is the same here",
+                    part if part >= 0.6 => "the order is much the same here",
+                    part if part > 0.4 => "here the order has little to do with it",
+                    _ => "here it is rather the other way round",
+                };
+                parts.push(format!("{verdict}: {agree} of {ordered} pairs rank as they did"));
+            }
         }
-    };
-    match ties {
-        0 => {}
-        1 => text.push_str("; one more pair cannot be told apart here"),
-        more => text.push_str(&format!("; {more} more pairs cannot be told apart here")),
+        match ties {
+            0 => {}
+            _ if ordered == 0 => {}
+            1 => parts.push("one more pair cannot be told apart here".to_owned()),
+            more => parts.push(format!("{more} more pairs cannot be told apart here")),
+        }
+        match (equal_here, equal) {
+            (_, 0) => {}
+            (1, 1) => parts.push("the pair that was equal there is equal here".to_owned()),
+            (0, 1) => parts.push("the pair that was equal there differs here".to_owned()),
+            _ => {
+                parts.push(format!("of {equal} pairs that were equal there {equal_here} are here"))
+            }
+        }
+        (!parts.is_empty()).then(|| sentence(&parts.join("; ")))
     }
-    text.push('.');
-    Some(text)
 }
 
 #[cfg(test)]
@@ -108,15 +151,25 @@ mod tests {
 
     #[test]
     fn pairs_are_told_in_words() {
-        let words = |agree, pairs, ties| said(agree, pairs, ties).unwrap_or_default();
-        assert_eq!(words(0, 0, 0), "");
-        assert_eq!(words(0, 0, 2), "What differed there cannot be told apart here.");
-        assert!(words(0, 1, 0).starts_with("No: the one pair"));
-        assert!(words(1, 1, 1).ends_with("as it did; one more pair cannot be told apart here."));
+        let words = |agree, ordered, ties, equal_here, equal| {
+            Pairs { ordered, agree, ties, equal, equal_here }.said().unwrap_or_default()
+        };
+        assert_eq!(words(0, 0, 0, 0, 0), "");
+        assert_eq!(words(0, 0, 2, 0, 0), "What differed there cannot be told apart here.");
         assert_eq!(
-            words(2, 3, 0),
-            "The order is much the same here: 2 of 3 pairs rank as they did."
+            words(0, 1, 0, 1, 1),
+            "The one pair that differs there and here ranks the other way; the pair that was equal \
+             there is equal here."
         );
+        assert!(
+            words(1, 1, 1, 0, 0).ends_with("as it did; one more pair cannot be told apart here.")
+        );
+        assert_eq!(
+            words(2, 3, 0, 0, 2),
+            "The order is much the same here: 2 of 3 pairs rank as they did; of 2 pairs that were \
+             equal there 0 are here."
+        );
+        assert_eq!(words(0, 0, 0, 0, 1), "The pair that was equal there differs here.");
     }
 
     #[test]

@@ -4,8 +4,11 @@ use std::path::{Path, PathBuf};
 
 use vdkit_jobs::libvirt::{DiskSource, LibvirtDisk};
 
-use crate::model::{Axes, PlaceKind, Run};
+use crate::model::{Axes, Cell, PlaceKind, Run};
 use crate::words::quoted;
+
+/// The cache mode of cells that do not vary it, and of QEMU where nobody says which.
+const CACHE: &str = "writeback";
 
 /// What to type, and what to write into a guest's definition.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +17,8 @@ pub struct Setup {
     pub commands: Vec<String>,
     /// libvirt's `<disk>` element.
     pub xml: String,
+    /// Why the cache mode is this one, where the run did not compare them.
+    pub cache: Option<String>,
 }
 
 /// The format and options of a new image.
@@ -21,6 +26,8 @@ pub struct Setup {
 struct Image {
     format: String,
     options: Vec<String>,
+    /// It stands on another image, whose name is for the user to say.
+    overlay: bool,
 }
 
 /// Words of `create` and `convert` that are followed by a format or by options.
@@ -48,6 +55,8 @@ impl Image {
                 image.format = after(i)?;
             } else if word == "-o" {
                 image.options.push(after(i)?);
+            } else if ["-b", "--backing"].contains(&word.as_str()) {
+                image.overlay = true;
             }
         }
         (!image.format.is_empty()).then_some(image)
@@ -57,7 +66,8 @@ impl Image {
     fn of_name(layout: &str) -> Self {
         let formats = ["qcow2", "vmdk", "vhdx", "vhd", "vdi"];
         let format = formats.into_iter().find(|format| layout.contains(format)).unwrap_or("raw");
-        let mut image = Self { format: format.to_owned(), options: Vec::new() };
+        let overlay = layout.contains("overlay");
+        let mut image = Self { format: format.to_owned(), options: Vec::new(), overlay };
         for part in layout.split(['-', '_', ' ']) {
             let size = part.strip_suffix(['k', 'K', 'm', 'M']).and_then(|n| n.parse::<u32>().ok());
             match part {
@@ -119,7 +129,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let ending = if image.format == "raw" { "raw" } else { image.format.as_str() };
     let disk: PathBuf =
         if device { folder.into() } else { Path::new(folder).join(format!("disk.{ending}")) };
-    let cache = value("cache").unwrap_or("none");
+    let cache = value("cache").unwrap_or(CACHE);
     let front = value("front").unwrap_or("");
     let bus = value("bus").or_else(|| ["ide", "scsi"].into_iter().find(|bus| front.contains(bus)));
 
@@ -129,7 +139,10 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     if !(device && image.format == "raw") {
         let options: String =
             image.options.iter().map(|option| format!(" -o {}", quoted(option))).collect();
-        typed.push(format!("vdkit create -f {}{options} {name} SIZE", quoted(&image.format)));
+        let rest = if image.overlay { " -b BASE -F qcow2" } else { "" };
+        let size = if image.overlay { "" } else { " SIZE" };
+        typed
+            .push(format!("vdkit create -f {}{options}{rest} {name}{size}", quoted(&image.format)));
     }
     let socket = PathBuf::from("/run/vdkit-disk.sock");
     let (source, format) = if front.contains("vhost") {
@@ -154,13 +167,25 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     if let Some(bus) = bus {
         element.bus = bus.to_owned();
     }
-    Setup { commands: typed, xml: element.xml() }
+    let cache = value("cache").is_none().then(|| why(cells.iter().map(|i| &run.cells[*i])));
+    Setup { commands: typed, xml: element.xml(), cache }
+}
+
+/// Why the element has [`CACHE`].
+fn why<'a>(mut cells: impl Iterator<Item = &'a Cell>) -> String {
+    // (Servers are told it: `--cache writeback`, `cache.direct=off`.)
+    let told = cells.any(|cell| cell.commands.iter().any(|line| line.contains("cache")));
+    let first = match told {
+        true => format!("All of this was measured with cache mode {CACHE}"),
+        false => format!("This run used no cache mode; {CACHE} is QEMU's own default"),
+    };
+    format!("{first}. Which one is best is what the plan cache-modes measures.")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Cell, PlaceInfo};
+    use crate::model::PlaceInfo;
 
     fn axes(values: &[(&str, &str)]) -> Axes {
         values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
@@ -212,17 +237,44 @@ mod tests {
             ..PlaceInfo::default()
         });
         let choose = |values: &[(&str, &str)]| setup(&run, &axes(values), &[]);
-        let raw = choose(&[("backend", "zvol"), ("layout", "raw-sparse")]);
+        let raw = choose(&[("backend", "zvol"), ("layout", "raw-sparse"), ("cache", "none")]);
         assert_eq!(raw.commands, [""; 0]);
         assert!(raw.xml.contains("type='block'") && raw.xml.contains("io='native'"));
         let nbd = choose(&[("layout", "qcow2"), ("front", "nbd"), ("cache", "writeback")]);
         assert!(nbd.commands[1].contains("--nbd unix:/run/vdkit-disk.sock --cache writeback"));
         assert!(nbd.xml.contains("protocol='nbd'"));
         let fuse = choose(&[("layout", "qcow2"), ("front", "fuse")]);
-        assert!(fuse.commands[1].ends_with("/run/vdkit-disk.raw --cache none"), "{fuse:?}");
+        assert!(fuse.commands[1].ends_with("/run/vdkit-disk.raw --cache writeback"), "{fuse:?}");
         assert!(fuse.xml.contains("<source file='/run/vdkit-disk.raw'/>"), "{}", fuse.xml);
         let guest = choose(&[("layout", "qcow2"), ("front", "guest-ide")]);
         assert!(guest.xml.contains("bus='ide'") && guest.commands[0].contains("DIR/disk.qcow2"));
+    }
+
+    #[test]
+    fn the_cache_mode_is_what_was_measured() {
+        let mut run = Run::default();
+        let mut choose = |commands: &[&str], values: &[(&str, &str)]| {
+            let commands = commands.iter().map(|line| (*line).to_owned()).collect();
+            run.cells = vec![Cell { commands, ..Cell::default() }];
+            setup(&run, &axes(values), &[0])
+        };
+        let served = choose(&["vdkit mount --cache writeback a b"], &[("layout", "qcow2")]);
+        assert!(served.xml.contains("cache='writeback' io='threads'"), "{}", served.xml);
+        assert!(served.cache.unwrap().contains("measured with cache mode writeback"));
+        let converted = choose(&["vdkit convert a b"], &[("layout", "qcow2")]);
+        assert!(converted.xml.contains("cache='writeback'"));
+        assert!(converted.cache.unwrap().starts_with("This run used no cache mode"));
+        let compared = choose(&[], &[("cache", "directsync")]);
+        assert!(compared.xml.contains("cache='directsync'") && compared.cache.is_none());
+    }
+
+    #[test]
+    fn overlays_name_what_they_stand_on() {
+        let made = "vdkit create -f qcow2 -b /x/base.qcow2 -F qcow2 /x/disk.qcow2 1G";
+        let image = Image::of_command(made).unwrap();
+        assert_eq!((image.overlay, image.format.as_str()), (true, "qcow2"));
+        let found = setup(&Run::default(), &axes(&[("layout", "qcow2-overlay")]), &[]);
+        assert_eq!(found.commands, ["vdkit create -f qcow2 -b BASE -F qcow2 DIR/disk.qcow2"]);
     }
 
     #[test]

@@ -112,7 +112,7 @@ pub(in crate::report) fn run() -> Run {
         axes: ["backend", "layout", "cache", "profile", "tool"].map(str::to_owned).into(),
         metric: "iops".to_owned(),
         baseline: Some(axes(&[("layout", "qcow2"), ("cache", "none")])),
-        conditions: Vec::new(),
+        ..PlanSummary::default()
     };
     Run {
         id: "20261122-001500-cache-modes-7f3a".to_owned(),

@@ -203,3 +203,63 @@ fn guests_have_tables_of_their_own() {
         assert!(page.contains(words), "{words}");
     }
 }
+
+#[test]
+fn few_rounds_are_told_by_a_sign() {
+    let mut run = fixture::run();
+    assert!(!html(&run).contains('≈'));
+    for cell in &mut run.cells {
+        cell.samples.truncate(1);
+    }
+    let page = html(&run);
+    assert!(page.contains("≈: one or two rounds") && !page.contains("class=\"up\""));
+    assert!(page.contains("as far as so few rounds tell"), "the sentence is as sure as before");
+}
+
+#[test]
+fn what_came_through_has_no_bars() {
+    let mut run = fixture::run();
+    run.plan.metric = "survived".to_owned();
+    run.published.clear();
+    for (i, cell) in run.cells.iter_mut().enumerate() {
+        cell.notes.push("paused, and went on when there was room".to_owned());
+        for sample in &mut cell.samples {
+            sample.values.insert("survived".to_owned(), f64::from(u8::from(i % 2 == 0)));
+        }
+    }
+    let page = html(&run);
+    assert!(page.contains("What happened") && page.contains("Paused, and went on when"));
+    assert!(!page.contains("longer bars are better") && !page.contains("<svg class=\"bar "));
+}
+
+#[test]
+fn published_numbers_say_what_differs() {
+    let mut run = fixture::run();
+    run.plan.differs = "Theirs: <other> disks.".to_owned();
+    let page = html(&run);
+    assert!(page.contains("What differs. ") && page.contains("Theirs: &lt;other&gt; disks."));
+    // Three file systems, two cache modes and three loads stand behind each number.
+    assert!(page.contains("median of 27 ways: "), "the reader is not told of how many");
+    run.plan.differs.clear();
+    run.plan.name = "install".to_owned();
+    assert!(html(&run).contains("never seconds"), "a run of an older version");
+    run.plan.name = "mine".to_owned();
+    assert!(!html(&run).contains("What differs. "));
+}
+
+#[test]
+fn scores_of_guests_stand_apart() {
+    let mut run = fixture::run();
+    run.plan.axes.push("front".to_owned());
+    for (i, cell) in run.cells.iter_mut().enumerate() {
+        let front = if i % 2 == 0 { "nbd" } else { "guest-virtio" };
+        cell.axes.push(("front".to_owned(), front.to_owned()));
+        for sample in &mut cell.samples {
+            sample.values.insert("score".to_owned(), 1234.0);
+        }
+    }
+    let page = html(&run);
+    for words in ["Scores from the host</caption>", "Scores in a guest</caption>", "1,234 MB/s"] {
+        assert!(page.contains(words), "{words}");
+    }
+}
