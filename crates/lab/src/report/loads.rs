@@ -207,6 +207,8 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
     groups
         .into_iter()
         .map(|(load, mut cells)| {
+            // (Few enough to draw them all keep their order, and so their colours, in every chart.)
+            let few = cells.len() <= LINES_MAX;
             cells.sort_by(|(i, a), (j, b)| {
                 let place = |i: &usize, cell: &Cell| {
                     let default = matrix.base_of(cell).is_some_and(|base| base.key == cell.key);
@@ -215,7 +217,7 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
                 let of = |cell: &Cell| matrix.summary(cell).map_or(0.0, |summary| summary.median);
                 let order = of(a).total_cmp(&of(b));
                 let order = if higher { order.reverse() } else { order };
-                place(i, a).cmp(&place(j, b)).then(order)
+                place(i, a).cmp(&place(j, b)).then(if few { i.cmp(j) } else { order })
             });
             (load, cells.into_iter().map(|(_, cell)| cell).collect())
         })

@@ -322,7 +322,7 @@ pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
             "Bold: what is advised."
         }
         @for guest in places {
-            @let fits = |row: &&Scored<'_>| guest.is_none_or(|guest| in_guest(&row.all) == guest);
+            @let fits = |row: &&Scored<'_>| guest.is_none_or(|guest| in_guest(row.all) == guest);
             @let some: Vec<&Scored<'_>> = rows.iter().filter(fits).collect();
             div class="results" { (score_table(&some, &rate)) }
         }
@@ -332,7 +332,7 @@ pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
 fn score_table(rows: &[&Scored<'_>], rate: &dyn Fn(Option<f64>) -> String) -> Markup {
     let most = rows.first().map_or(0.0, |row| row.score);
     let score = |score: f64| metric("score").map_or_else(String::new, |known| value(known, score));
-    let caption = rows.first().map_or("", |row| seen(&row.all));
+    let caption = rows.first().map_or("", |row| seen(row.all));
     html! {
         table class="bars" {
             caption { "Scores " (caption) }

@@ -37,7 +37,9 @@ pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answ
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
     let said: Vec<String> = found.into_iter().map(|(_, text)| text).collect();
     let question = "How long does the second time take?".to_owned();
-    Some(Answer { question, sentence: format!("{}.", named(&said)) })
+    let several = picks.iter().any(|pick| pick.cells.len() > 1);
+    let of = if several { "In the middle of all loads: " } else { "" };
+    Some(Answer { question, sentence: format!("{of}{}.", named(&said)) })
 }
 
 /// How many reads it takes to open one image, over all sizes.
