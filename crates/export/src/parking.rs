@@ -74,6 +74,8 @@ struct Parked {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Parked>,
+    /// The one that is tried again now, which is not in the queue, waits as well.
+    trying: bool,
     bytes: u64,
     /// The thread that tries again is there.
     running: bool,
@@ -181,7 +183,7 @@ impl Parking {
     pub(crate) fn info(&self) -> ParkedInfo {
         let state = self.state.lock();
         ParkedInfo {
-            requests: state.queue.len() as u64,
+            requests: state.queue.len() as u64 + u64::from(state.trying),
             bytes: state.bytes,
             seconds: state.since.map_or(0.0, |since| since.elapsed().as_secs_f64()),
             reason: state.reason.clone(),
@@ -223,12 +225,14 @@ fn retry(export: &Export) {
                 }
                 return;
             };
+            state.trying = true;
             parked
         };
         let mut claim = parked.claim.0.lock();
         if *claim == ClaimState::Withdrawn {
             drop(claim);
             let mut state = parking.state.lock();
+            state.trying = false;
             state.bytes = state.bytes.saturating_sub(parked.change.held_bytes());
             drop(state);
             parking.changed.notify_all();
@@ -239,6 +243,7 @@ fn retry(export: &Export) {
             Err(error) if export.keeps(&error) => {
                 drop(claim);
                 let mut state = parking.state.lock();
+                state.trying = false;
                 if state.closed {
                     drop(state);
                     if parked.claim.answer() {
@@ -254,6 +259,7 @@ fn retry(export: &Export) {
                 drop(claim);
                 {
                     let mut state = parking.state.lock();
+                    state.trying = false;
                     state.bytes = state.bytes.saturating_sub(parked.change.held_bytes());
                 }
                 parking.changed.notify_all();

@@ -12,7 +12,7 @@ use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
 
 const GROWING: [FaultKind; 4] =
     [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 fn no_space() -> Error {
     Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() }
@@ -71,6 +71,24 @@ fn a_durable_change_that_was_kept_is_durable_when_it_is_done() {
         faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
     }
     faulty.heal();
+    export.close().unwrap();
+}
+
+#[test]
+fn what_is_tried_again_waits_all_the_time() {
+    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+    let export = Export::new(qcow2(faulty.clone(), 4 * MIB, ""), ExportOptions::default());
+    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    let told = keep(&export, vec![2; 4096], 0);
+    let attempts = faulty.fired() + 2000;
+    while faulty.fired() < attempts {
+        export.resume();
+        assert_eq!(export.parked().requests, 1, "whoever looks takes this for space");
+        std::thread::yield_now();
+    }
+    faulty.heal();
+    told.recv_timeout(PATIENCE).unwrap().unwrap();
+    assert_eq!(export.parked().requests, 0);
     export.close().unwrap();
 }
 
