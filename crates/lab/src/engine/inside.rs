@@ -59,7 +59,9 @@ impl Worker<'_> {
         let blocks = (self.part.end - self.part.start) / self.load.block;
         let mut next = 0;
         while blocks > 0 && done.reads + done.writes < self.most {
-            if self.until.is_some_and(|until| Instant::now() >= until) {
+            // One request at least: a thread may begin late, and a load has results.
+            let some = done.reads + done.writes > 0;
+            if some && self.until.is_some_and(|until| Instant::now() >= until) {
                 break;
             }
             self.cancel.check()?;

@@ -57,8 +57,6 @@ pub struct Guest {
 const MEMORY: &str = "768M";
 /// How long a guest may take beside its load: an emulated processor boots slowly.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// How long QEMU may take to find that it cannot use KVM.
-const PROBE: Duration = Duration::from_secs(2);
 /// What the script's end looks like on the first serial port.
 const ENDED: &str = "lab: the script ended with ";
 
@@ -253,18 +251,20 @@ fn accelerator(cancel: &CancelToken) -> Result<&'static str> {
     if let Some(found) = FOUND.get() {
         return Ok(found);
     }
-    // Where it does not, QEMU ends while it sets up the processor; where it does, it waits.
-    let mut probe = Line::new(need("qemu-system-x86_64")?)
-        .args(["-nodefaults", "-no-user-config", "-display", "none", "-machine", "pc"])
-        .args(["-cpu", "max", "-m", "64M", "-accel", "kvm", "-S"])
-        .start()?;
-    let until = Instant::now() + PROBE;
-    let mut works = true;
-    while works && Instant::now() < until {
-        cancel.check()?;
-        works = !probe.wait(Duration::from_millis(50))?;
-    }
+    let works = comes_up("kvm", cancel)?;
     Ok(FOUND.get_or_init(|| if works { "kvm" } else { "tcg" }))
+}
+
+/// Whether QEMU can set up a processor of this kind. Where it can, it obeys its monitor and ends in
+/// peace, however slow this machine is; where it cannot, it has failed before.
+fn comes_up(accelerator: &str, cancel: &CancelToken) -> Result<bool> {
+    let ended = Line::new("sh")
+        .args(["-c", "echo quit | \"$0\" \"$@\""])
+        .arg(need("qemu-system-x86_64")?)
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-machine", "pc"])
+        .args(["-cpu", "max", "-m", "64M", "-accel", accelerator, "-S", "-monitor", "stdio"])
+        .run_any(cancel)?;
+    Ok(ended.status.success())
 }
 
 fn read(path: &Path) -> String {
@@ -276,4 +276,18 @@ fn read(path: &Path) -> String {
 fn last(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(20)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_processor_that_comes_up_is_told_from_one_that_does_not() {
+        if !vdkit_testkit::require_peer("qemu-system-x86_64") {
+            return;
+        }
+        assert!(comes_up("tcg", &CancelToken::default()).unwrap());
+        assert!(!comes_up("no-such-thing", &CancelToken::default()).unwrap());
+    }
 }
