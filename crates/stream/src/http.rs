@@ -64,12 +64,17 @@ pub enum Remote {
 /// # Errors
 /// [`Error::File`] where the server cannot be reached, or answers that it has no such thing.
 pub fn open_url(url: &str, cancel: &CancelToken) -> Result<Remote> {
-    open_patiently(url, cancel, PATIENCE)
+    open_patiently(url, cancel, PATIENCE_AT_FIRST, PATIENCE)
 }
 
-fn open_patiently(url: &str, cancel: &CancelToken, patience: Duration) -> Result<Remote> {
+fn open_patiently(
+    url: &str,
+    cancel: &CancelToken,
+    at_first: Duration,
+    patience: Duration,
+) -> Result<Remote> {
     let client = Client::new(url, cancel, patience);
-    let mut tries = Tries::new(&client, PATIENCE_AT_FIRST);
+    let mut tries = Tries::new(&client, at_first);
     loop {
         let response = match client.get(Some((0, BLOCK_BYTES - 1)), None) {
             Ok(response) => response,
