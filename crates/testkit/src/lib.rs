@@ -15,6 +15,7 @@
 //! - [`Killed`] is a process that does not outlive its test.
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] says what happens where a program is missing.
+//! - [`processor_time`] bounds work on a machine that has other things to do as well.
 
 pub mod appliance;
 mod counting;
@@ -28,6 +29,7 @@ pub mod guest;
 pub mod http;
 mod killed;
 mod machine;
+mod meter;
 #[cfg(feature = "nbd")]
 pub mod nbd;
 mod pairs;
@@ -42,6 +44,7 @@ pub use crash::{CrashClock, CrashImage, CrashStorage};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
 pub use killed::Killed;
 pub use machine::Machine;
+pub use meter::processor_time;
 pub use pairs::{Choice, pairwise};
 pub use peers::{require_fuse, require_peer, require_python, require_root};
 pub use rng::Rng;

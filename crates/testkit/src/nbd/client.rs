@@ -101,7 +101,7 @@ impl Client {
     /// Connects, and hears the server's first words.
     pub fn dial(path: &Path) -> Self {
         let socket = UnixStream::connect(path).unwrap();
-        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
         let mut client = Self { socket, style: Style::Simple, size: 0, flags: 0, cookie: 0 };
         let hello = client.take(18);
         assert_eq!(&hello[..16], b"NBDMAGICIHAVEOPT");

@@ -90,7 +90,8 @@ impl Rig {
 
     /// Waits until so many connections are left.
     pub fn settles_at(&self, connections: usize) {
-        for _ in 0..2000 {
+        // Two minutes: a machine may have other things to do.
+        for _ in 0..24_000 {
             if self.connections() == connections {
                 return;
             }
@@ -101,7 +102,7 @@ impl Rig {
 
     /// Ends the service, and checks the image.
     pub fn end(mut self) -> Arc<dyn Storage> {
-        self.server.take().unwrap().stop(Duration::from_secs(30));
+        self.server.take().unwrap().stop(Duration::from_secs(120));
         self.export.close().unwrap();
         let (limits, monitor) = (Limits::default(), Monitor::default());
         let report = vdkit_qcow2::Qcow2Driver
