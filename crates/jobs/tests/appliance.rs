@@ -30,7 +30,7 @@ impl Meeting {
         self.seen[half].store(true, Ordering::SeqCst);
         let started = Instant::now();
         while !self.seen[1 - half].load(Ordering::SeqCst) {
-            if started.elapsed() > Duration::from_secs(20) {
+            if started.elapsed() > Duration::from_secs(120) {
                 return Err(Error::Invalid("nobody reads the other disk".to_owned()));
             }
             std::thread::sleep(Duration::from_millis(1));

@@ -40,7 +40,7 @@ fn writes_wait_and_go_on_when_there_is_space() {
             .collect();
         let began = Instant::now();
         while rig.export.parked().requests < 40 {
-            assert!(began.elapsed() < Duration::from_secs(20), "{:?}", rig.export.parked());
+            assert!(began.elapsed() < Duration::from_secs(120), "{:?}", rig.export.parked());
             std::thread::sleep(Duration::from_millis(5));
         }
         // Nobody was answered; reads go on, here and elsewhere.
@@ -77,7 +77,7 @@ fn zeroes_wait_too() {
     let cookie = client.request(WRITE_ZEROES, NO_HOLE, MIB + 100, 1000, b"");
     let began = Instant::now();
     while rig.export.parked().requests < 1 {
-        assert!(began.elapsed() < Duration::from_secs(20));
+        assert!(began.elapsed() < Duration::from_secs(120));
         std::thread::sleep(Duration::from_millis(5));
     }
     faulty.heal();
@@ -109,7 +109,7 @@ fn what_a_client_left_behind_is_never_done() {
     client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
     let began = Instant::now();
     while rig.export.parked().requests < 1 {
-        assert!(began.elapsed() < Duration::from_secs(20));
+        assert!(began.elapsed() < Duration::from_secs(120));
         std::thread::sleep(Duration::from_millis(5));
     }
     drop(client);
@@ -117,7 +117,7 @@ fn what_a_client_left_behind_is_never_done() {
     faulty.heal();
     rig.export.resume();
     while rig.export.parked().requests > 0 {
-        assert!(began.elapsed() < Duration::from_secs(20));
+        assert!(began.elapsed() < Duration::from_secs(120));
         std::thread::sleep(Duration::from_millis(5));
     }
     // It could lie over what the client wrote when it came again.
@@ -133,7 +133,7 @@ fn the_end_of_the_service_does_not_wait_for_space() {
     let cookie = client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
     let began = Instant::now();
     while rig.export.parked().requests < 1 {
-        assert!(began.elapsed() < Duration::from_secs(20));
+        assert!(began.elapsed() < Duration::from_secs(120));
         std::thread::sleep(Duration::from_millis(5));
     }
     let export = rig.export.clone();

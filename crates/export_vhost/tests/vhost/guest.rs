@@ -55,7 +55,7 @@ const REPLY_ACK: u64 = 1 << 3;
 const INFLIGHT: u64 = 1 << 12;
 
 /// How long anything may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What goes with a request.
 #[derive(Clone, Copy)]

@@ -49,7 +49,7 @@ impl Rig {
 
     /// The server ends and another takes its place.
     pub fn restart(&mut self) {
-        assert!(self.server.take().unwrap().stop(Duration::from_secs(30)));
+        assert!(self.server.take().unwrap().stop(Duration::from_secs(120)));
         self.serve();
     }
 
@@ -59,7 +59,7 @@ impl Rig {
 
     /// Ends the service, and checks the image.
     pub fn end(mut self) -> Arc<dyn Storage> {
-        assert!(self.server.take().unwrap().stop(Duration::from_secs(30)));
+        assert!(self.server.take().unwrap().stop(Duration::from_secs(120)));
         assert!(!self.socket.exists(), "the socket's name stays behind");
         self.export.close().unwrap();
         let (limits, monitor) = (Limits::default(), Monitor::default());

@@ -351,9 +351,13 @@ fn a_commit_that_finds_no_space_leaves_the_disk_and_can_be_run_again() {
         stage.live.snapshot_external(&export, &overlay).unwrap();
         let ballast = small.path().join("ballast");
         std::fs::write(&ballast, vec![1; 13 << 20]).unwrap();
-        let mut guests = Guests::new(2, &vec![0; DISK_BYTES as usize], &mut rng);
+        // More than there is room for, whichever guest gets to write.
+        let mut known = vec![0; DISK_BYTES as usize];
+        rng.fill(&mut known);
+        export.write(&known, 0, false).unwrap();
+        let mut guests = Guests::new(2, &known, &mut rng);
         guests.work_while(&export, |steps| {
-            let_work(steps, 2500);
+            let_work(steps, 300);
             let error = stage.live.commit(&export, false).unwrap_err();
             assert_eq!(error.kind(), vdkit::ErrorKind::NoSpace, "{error}");
             assert_eq!(export.chain().chain.len(), 2);
