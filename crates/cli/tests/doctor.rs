@@ -361,19 +361,22 @@ fn whoever_ignores_flushes_is_named() {
         .current_dir(scratch.path(""))
         .spawn()
         .unwrap();
-    let until = Instant::now() + Duration::from_secs(20);
-    while !scratch.path("q.sock").exists() && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    std::thread::sleep(Duration::from_millis(200));
-    let text = scratch.run(&["doctor", "a.qcow2"]).stdout;
-    qemu.kill().unwrap();
-    let pid = qemu.id();
-    qemu.wait().unwrap();
     let words = format!(
-        "flushes-ignored: process {pid} (qemu-storage-daemon) has it open with \
-                 'cache.no-flush=on'"
+        "flushes-ignored: process {} (qemu-storage-daemon) has it open with \
+                 'cache.no-flush=on'",
+        qemu.id()
     );
+    // Some time after its start.
+    let until = Instant::now() + Duration::from_secs(120);
+    let text = loop {
+        let text = scratch.run(&["doctor", "a.qcow2"]).stdout;
+        if text.contains(&words) || Instant::now() > until {
+            break text;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    qemu.kill().unwrap();
+    qemu.wait().unwrap();
     assert!(text.contains(&words), "{text}");
 }
 

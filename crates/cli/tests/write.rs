@@ -120,8 +120,11 @@ fn a_signal_ends_the_wait_for_input() {
         .spawn()
         .unwrap();
     common::wait_until_signals_are_handled(child.id());
+    // (A wait would close what it still holds.)
+    let held = child.stdin.take();
     common::signal(child.id(), "INT");
     let status = child.wait().unwrap();
+    drop(held);
     assert_eq!(status.code(), Some(130), "{status:?}");
 }
 

@@ -54,6 +54,17 @@ impl Mount {
         (self.child.wait().unwrap().code(), said)
     }
 
+    /// Waits for a line on stderr, which must begin so.
+    pub fn says(&mut self, words: &str) {
+        let (mut line, mut byte) = (Vec::new(), [0]);
+        let errors = self.child.stderr.as_mut().unwrap();
+        while errors.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
+            line.push(byte[0]);
+        }
+        let line = String::from_utf8(line).unwrap();
+        assert!(line.starts_with(words), "{line}");
+    }
+
     /// Ends it as a user does.
     pub fn stop(mut self) {
         signal(self.child.id(), "TERM");
