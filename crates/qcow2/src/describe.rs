@@ -4,14 +4,14 @@ use vdkit_block::{ImageInfo, Limits, Result, Storage};
 
 use crate::bitmaps::Bitmaps;
 use crate::encrypted::luks_place;
-use crate::header::{Encryption, FIRST_READ_BYTES, Header};
+use crate::header::{Encryption, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
 use crate::snapshots::{Snapshot, SnapshotTable, TablePlace};
 
 /// Autoclear bits that have a meaning here.
 const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
 
-/// Describes an image by at most four reads: header (two where it goes on beyond 64 KiB), snapshot
+/// Describes an image by at most four reads: header (two where it goes on beyond 4 KiB), snapshot
 /// table (two where its entries are unusually long), bitmap directory; never all five. An encrypted
 /// image takes one more, for the LUKS header.
 ///
@@ -19,9 +19,8 @@ const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
 /// As [`Header::read`], and [`vdkit_block::Error::Corrupt`] for a damaged snapshot table or bitmap
 /// directory.
 pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageInfo> {
-    let header = Header::read(storage, limits)?;
-    let header_may_take_two = header.geometry.cluster_bytes() > FIRST_READ_BYTES as u64;
-    let snapshots = if header_may_take_two && header.extension(extension::BITMAPS).is_some() {
+    let (header, reads) = Header::read_counting(storage, limits)?;
+    let snapshots = if reads > 1 && header.extension(extension::BITMAPS).is_some() {
         SnapshotTable::read_at_once(storage, TablePlace::of(&header), limits)?
     } else {
         SnapshotTable::read(storage, TablePlace::of(&header), limits)?

@@ -111,16 +111,22 @@ fn be64(bytes: &[u8], at: usize) -> u64 {
     (u64::from(be32(bytes, at)) << 32) | u64::from(be32(bytes, at + 4))
 }
 
-/// How many bytes the first read takes: enough for nearly each header with all its extensions.
-pub(crate) const FIRST_READ_BYTES: usize = 64 << 10;
+/// How many bytes the first read takes: enough for nearly each header with all its extensions. It is
+/// read several times while an image is opened, so a page and no more.
+const FIRST_READ_BYTES: usize = 4 << 10;
 
 impl Header {
-    /// Reads and validates the header: one read, or two where the extensions go on beyond 64 KiB.
+    /// Reads and validates the header: one read, or two where the extensions go on beyond 4 KiB.
     ///
     /// # Errors
     /// [`Error::Corrupt`] with offset, found and expected where a field breaks the specification;
     /// [`Error::Unsupported`] for unknown incompatible features; [`Error::Limit`].
     pub fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        Ok(Self::read_with(storage, limits, None)?.0)
+    }
+
+    /// As [`Header::read`], with the number of reads that it took.
+    pub(crate) fn read_counting(storage: &dyn Storage, limits: &Limits) -> Result<(Self, u32)> {
         Self::read_with(storage, limits, None)
     }
 
@@ -133,29 +139,29 @@ impl Header {
         limits: &Limits,
         faults: &mut Vec<Fault>,
     ) -> Result<Self> {
-        Self::read_with(storage, limits, Some(faults))
+        Ok(Self::read_with(storage, limits, Some(faults))?.0)
     }
 
     fn read_with(
         storage: &dyn Storage,
         limits: &Limits,
         mut faults: Option<&mut Vec<Fault>>,
-    ) -> Result<Self> {
-        let mut bytes = vec![0; FIRST_READ_BYTES];
+    ) -> Result<(Self, u32)> {
+        let mut bytes = [0; FIRST_READ_BYTES];
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
-        bytes.truncate(got);
-        match Self::parse(storage.name(), &bytes, storage.len()?, limits, faults.as_deref_mut()) {
+        let bytes = &bytes[..got];
+        match Self::parse(storage.name(), bytes, storage.len()?, limits, faults.as_deref_mut()) {
             Err(NeedMore::Fault(error)) => Err(error),
-            Ok(header) => Ok(header),
+            Ok(header) => Ok((header, 1)),
             Err(NeedMore::Bytes(more)) => {
-                bytes.resize(more, 0);
+                let mut bytes = vec![0; more];
                 let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
                 bytes.truncate(got);
                 if let Some(faults) = faults.as_deref_mut() {
                     faults.clear(); // the second parse finds them again
                 }
                 match Self::parse(storage.name(), &bytes, storage.len()?, limits, faults) {
-                    Ok(header) => Ok(header),
+                    Ok(header) => Ok((header, 2)),
                     Err(NeedMore::Fault(error)) => Err(error),
                     Err(NeedMore::Bytes(_)) => Err(Error::corrupt(
                         storage.name(),

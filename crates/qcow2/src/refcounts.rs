@@ -3,6 +3,7 @@
 //! Everything here happens under the image's metadata lock.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Result, Storage, is_zero};
@@ -14,6 +15,8 @@ use crate::layout::{Geometry, HOST_OFFSET_END};
 const SLICE_BYTES: u64 = 4096;
 /// Clean slices beyond this number are dropped: 4 MiB.
 const SLICES_MAX: usize = 1024;
+/// Read at once at most.
+const AHEAD_BYTES: u64 = 64 << 10;
 
 /// Refcount table and cached blocks.
 #[derive(Debug)]
@@ -146,16 +149,33 @@ impl Refcounts {
     }
 
     fn load(&mut self, slice: u64, storage: &dyn Storage) -> Result<&mut Vec<u8>> {
+        self.load_run(slice, 1, storage)
+    }
+
+    /// Loads a slice; one that has to be read brings those behind it along where `count`, of one block,
+    /// are going to be asked for.
+    fn load_run(&mut self, slice: u64, count: u64, storage: &dyn Storage) -> Result<&mut Vec<u8>> {
         if !self.slices.contains_key(&slice) {
             if self.slices.len() >= SLICES_MAX {
                 let (dirty, writing) = (&self.dirty, &self.writing);
                 self.slices.retain(|key, _| dirty.contains(key) || writing.contains(key));
             }
-            let mut bytes = vec![0; self.slice_bytes() as usize];
+            let step = self.slice_bytes();
+            let wanted = slice..slice + count.min(AHEAD_BYTES / step) * step;
+            let absent = |key: &u64| !self.slices.contains_key(key);
+            let count = wanted.step_by(step as usize).take_while(absent).count();
+            let mut bytes = vec![0; count * step as usize];
             storage.read_padded(&mut bytes, HostOffset(slice))?;
-            self.slices.insert(slice, bytes);
+            for (key, bytes) in (slice..).step_by(step as usize).zip(bytes.chunks(step as usize)) {
+                self.slices.insert(key, bytes.to_vec());
+            }
         }
         Ok(self.slices.entry(slice).or_default())
+    }
+
+    /// How many slices of one block hold the refcounts from a place up to a cluster.
+    fn slices_to(&self, place: &Place, clusters: u64) -> u64 {
+        (place.index + clusters).div_ceil(self.slice_entries()).max(1)
     }
 
     /// The refcount of a cluster; 0 where no block describes it.
@@ -184,14 +204,15 @@ impl Refcounts {
         storage: &dyn Storage,
     ) -> Result<()> {
         let (order, entries) = (self.geometry.refcount_order, self.slice_entries());
+        let block_entries = self.geometry.refcount_block_entries();
         let mut at = first;
         while at < first + count {
             let place = self.place(at).expect("a block was made before its refcounts are set");
-            let upto = (first + count).min(at + (entries - place.index));
-            let bytes = self.load(place.slice, storage)?;
-            for i in 0..upto - at {
-                set_refcount(bytes, place.index + i, order, value);
-            }
+            let in_block = (first + count).min((at / block_entries + 1) * block_entries);
+            let upto = in_block.min(at + (entries - place.index));
+            let bytes =
+                self.load_run(place.slice, self.slices_to(&place, in_block - at), storage)?;
+            set_refcounts(bytes, place.index..place.index + (upto - at), order, value);
             self.dirty.insert(place.slice);
             at = upto;
         }
@@ -203,7 +224,7 @@ impl Refcounts {
     /// Returns the cluster where it stopped.
     pub(crate) fn free_runs(
         &mut self,
-        range: std::ops::Range<u64>,
+        range: Range<u64>,
         storage: &dyn Storage,
         mut found: impl FnMut(u64, u64),
     ) -> Result<u64> {
@@ -216,7 +237,7 @@ impl Refcounts {
         while at < end {
             let Some(place) = self.place(at) else { break };
             let upto = end.min(at + (entries - place.index));
-            let bytes = self.load(place.slice, storage)?;
+            let bytes = self.load_run(place.slice, self.slices_to(&place, end - at), storage)?;
             if all_zero(bytes, place.index..place.index + (upto - at), order) {
                 run += upto - at;
                 at = upto;
@@ -284,7 +305,7 @@ impl Refcounts {
 
 /// Whether all refcounts of a range of a block's part are 0, by looking at whole bytes where the
 /// range begins and ends with one.
-fn all_zero(block: &[u8], range: std::ops::Range<u64>, order: u32) -> bool {
+fn all_zero(block: &[u8], range: Range<u64>, order: u32) -> bool {
     let bits = range.start << order..range.end << order;
     bits.start % 8 == 0
         && bits.end % 8 == 0
@@ -343,9 +364,82 @@ pub(crate) fn set_refcount(block: &mut [u8], index: u64, order: u32, value: u64)
     }
 }
 
+/// Writes refcounts with one value; see [`set_refcount`].
+fn set_refcounts(block: &mut [u8], range: Range<u64>, order: u32, value: u64) {
+    let bytes = (range.start as usize) << order >> 3..(range.end as usize) << order >> 3;
+    match order {
+        0..=2 => range.for_each(|index| set_refcount(block, index, order, value)),
+        3 => block[bytes].fill(value as u8),
+        4 => block[bytes].as_chunks_mut().0.fill((value as u16).to_be_bytes()),
+        5 => block[bytes].as_chunks_mut().0.fill((value as u32).to_be_bytes()),
+        _ => block[bytes].as_chunks_mut().0.fill(value.to_be_bytes()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use vdkit_block::{CreateRequest, FormatDriver, Limits, Options};
+    use vdkit_storage::MemoryStorage;
+    use vdkit_testkit::CountingStorage;
+
     use super::*;
+    use crate::Qcow2Driver;
+
+    #[test]
+    fn a_run_is_read_at_once_and_one_cluster_by_its_slice() {
+        let storage = CountingStorage::new(Arc::new(MemoryStorage::new("image")));
+        let request = CreateRequest {
+            storage: storage.clone(),
+            files: Vec::new(),
+            guest_bytes: 1 << 40,
+            options: Options::parse("qcow2", Qcow2Driver.options(), [""; 0]).unwrap(),
+            backing: None,
+            backing_bytes: None,
+        };
+        Qcow2Driver.create(&request).unwrap();
+        let header = Header::read(&*storage, &Limits::default()).unwrap();
+        let cost = |work: &dyn Fn(&mut Refcounts)| {
+            let mut refcounts = Refcounts::read(&header, &*storage).unwrap();
+            storage.reset();
+            work(&mut refcounts);
+            (storage.counts().reads, storage.counts().bytes_read)
+        };
+        assert_eq!(cost(&|r| assert_eq!(r.get(0, &*storage).unwrap(), 1)), (1, 4096));
+        let found = |r: &mut Refcounts| {
+            let mut runs = Vec::new();
+            r.free_runs(0..1 << 15, &*storage, |first, count| runs.push((first, count))).unwrap();
+            let used = runs[0].0;
+            assert_eq!(runs, [(used, (1 << 15) - used)]);
+        };
+        assert_eq!(cost(&found), (1, 65536));
+        assert_eq!(cost(&|r| r.set_run(4, (1 << 15) - 4, 1, &*storage).unwrap()), (1, 65536));
+        // Slices that are there are not read again, nor those behind them.
+        let thrice = |r: &mut Refcounts| {
+            r.set(2048 * 3, 7, &*storage).unwrap();
+            r.set_run(2000, 2048 * 6, 1, &*storage).unwrap();
+            assert_eq!(r.get(2048 * 3, &*storage).unwrap(), 1);
+        };
+        assert_eq!(cost(&thrice), (3, 4096 * 7));
+    }
+
+    #[test]
+    fn runs_of_refcounts_are_set_as_one_by_one() {
+        for order in 0..=6 {
+            let entries = (64 * 8) >> order;
+            let max = if order == 6 { u64::MAX } else { (1 << (1 << order)) - 1 };
+            for (first, end) in [(0, entries), (1, entries - 1), (3, 3), (entries - 1, entries)] {
+                let mut one_by_one = [0x5a; 64];
+                let mut at_once = one_by_one;
+                for index in first..end {
+                    set_refcount(&mut one_by_one, index, order, max - 1);
+                }
+                set_refcounts(&mut at_once, first..end, order, max - 1);
+                assert_eq!(at_once, one_by_one, "order {order}, {first}..{end}");
+            }
+        }
+    }
 
     #[test]
     fn refcounts_of_each_width_keep_their_neighbours() {

@@ -460,44 +460,45 @@ impl Qcow2 {
         mut new: impl FnMut(u64, L2Entry) -> L2Entry,
     ) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
+        let stamp = self.in_flight.stamp();
+        self.change_slices(meta, clusters, |words, entries, first, freed| {
+            for (index, at) in entries.zip((first..).step_by(cluster as usize)) {
+                let old = self.entry_in(words, index);
+                let entry = new(at, old);
+                self.put_entry(words, index, entry);
+                let lost = Freed { first: 0, count: 0, stamp, punch };
+                self.lost_reference(old, entry, lost, freed);
+            }
+        })
+    }
+
+    /// Changes the entries of a cluster-aligned guest range within one L2 table, slice by slice, as
+    /// [`Qcow2::change_entries`] does. `change` gets a slice, the indexes of its entries within the range,
+    /// the guest offset of the first of them, and a list for what loses its reference.
+    fn change_slices(
+        &self,
+        meta: &mut Meta,
+        clusters: &Range<u64>,
+        mut change: impl FnMut(&mut [u64], Range<usize>, u64, &mut Vec<Freed>),
+    ) -> Result<()> {
+        let bits = self.geometry.cluster_bits;
         let entries = self.slice_entries();
         let table = self.l2_table(self.geometry.l1_index(GuestOffset(clusters.start)))?;
         let Some((table, _)) = table else { unreachable!("made when the range was reserved") };
         let mut at = clusters.start;
-        let stamp = self.in_flight.stamp();
         while at < clusters.end {
             let key = self.slice_of(table, GuestOffset(at));
-            let mut next = at;
+            let first = self.geometry.l2_index(GuestOffset(at)) as usize & (entries - 1);
+            let count = (entries - first).min(((clusters.end - at) >> bits) as usize);
             let mut freed = Vec::new();
-            loop {
-                let changed = self.slices.change(key, |words| {
-                    while next < clusters.end {
-                        let index =
-                            self.geometry.l2_index(GuestOffset(next)) as usize & (entries - 1);
-                        if next != at && index == 0 {
-                            break;
-                        }
-                        let old = self.entry_in(words, index);
-                        let entry = new(next, old);
-                        self.put_entry(words, index, entry);
-                        self.lost_reference(
-                            old,
-                            entry,
-                            Freed { first: 0, count: 0, stamp, punch },
-                            &mut freed,
-                        );
-                        next += cluster;
-                    }
-                });
-                match changed {
-                    Some(()) => break,
-                    // Evicted by a concurrent reader since it was loaded.
-                    None => self.slices.load(key, &*self.storage)?,
-                }
+            let mut apply = |words: &mut [u64]| change(words, first..first + count, at, &mut freed);
+            while self.slices.change(key, &mut apply).is_none() {
+                // Evicted by a concurrent reader since it was loaded.
+                self.slices.load(key, &*self.storage)?;
             }
             meta.dirty_slices.insert(key);
             meta.unlink(freed);
-            at = next;
+            at += (count as u64) << bits;
         }
         self.dirty.store(true, std::sync::atomic::Ordering::Release);
         Ok(())
@@ -543,11 +544,11 @@ impl Qcow2 {
         meta.data_first |= pending.data_first;
         let sequence = pending.space.map_or(0, |s| s.sequence + 1);
         meta.refcounts_first |= sequence > meta.durable_sequence;
+        if !geometry.extended {
+            return self.link_whole(meta, clusters, *host);
+        }
         self.change_entries(meta, clusters, false, |at, old| {
             let word = (host.0 + (at - clusters.start)) | COPIED;
-            if !geometry.extended {
-                return L2Entry { word, bitmap: 0 };
-            }
             let from = guest.start.max(at) - at;
             let to = guest.end.min(at + cluster) - at;
             let count = to.div_ceil(step) - from / step;
@@ -561,6 +562,28 @@ impl Qcow2 {
                 old.bitmap
             };
             L2Entry { word, bitmap: (kept & !(bits << 32)) | bits }
+        })
+    }
+
+    /// Lets standard entries say that the clusters lie one behind the other from `host` on. Where
+    /// there was nothing before, as in an image that is filled, that is one pass without a branch.
+    fn link_whole(&self, meta: &mut Meta, clusters: &Range<u64>, host: HostOffset) -> Result<()> {
+        let cluster = self.geometry.cluster_bytes();
+        let freed = Freed { first: 0, count: 0, stamp: self.in_flight.stamp(), punch: false };
+        self.change_slices(meta, clusters, |words, entries, first, list| {
+            let words = &mut words[entries];
+            let new = (host.0 + (first - clusters.start)) | COPIED;
+            if words.iter().fold(0, |all, word| all | word) == 0 {
+                for (i, word) in (0..).zip(words) {
+                    *word = new + i * cluster;
+                }
+                return;
+            }
+            for (i, word) in (0..).zip(words) {
+                let old = L2Entry { word: *word, bitmap: 0 };
+                *word = new + i * cluster;
+                self.lost_reference(old, L2Entry { word: *word, bitmap: 0 }, freed, list);
+            }
         })
     }
 }

@@ -225,9 +225,9 @@ fn the_price_does_not_grow_with_the_image() {
         let counts = storage.counts();
         (counts.reads, counts.bytes_read)
     };
-    assert_eq!(price(1 << 20, ""), (1, 65536));
-    assert_eq!(price(16 << 40, ""), (1, 65536));
-    assert_eq!(price(256 << 30, "preallocation=metadata"), (1, 65536));
+    assert_eq!(price(1 << 20, ""), (1, 4096));
+    assert_eq!(price(16 << 40, ""), (1, 4096));
+    assert_eq!(price(256 << 30, "preallocation=metadata"), (1, 4096));
 }
 
 #[test]

@@ -146,8 +146,8 @@ fn is_descriptor(head: &[u8]) -> bool {
     if start.get(..DESCRIPTOR.len()).is_some_and(|line| line.eq_ignore_ascii_case(DESCRIPTOR)) {
         return true;
     }
-    // Most images are not text: look for the end of a line only where there can be lines.
-    if !start.first().is_some_and(|byte| byte.is_ascii_graphic() || byte.is_ascii_whitespace()) {
+    // Most images are not text: look for the end of a line only where such a line can begin.
+    if !start.first().is_some_and(|byte| b"#v".contains(byte) || byte.is_ascii_whitespace()) {
         return false;
     }
     for line in head.split(|&b| b == b'\n') {
