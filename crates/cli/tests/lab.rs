@@ -119,6 +119,9 @@ fn a_plan_is_measured_on_two_file_systems() {
     let arguments = ["--plan", &file, "--on", on, also, "--out", "run.sqlite", "--seed", "5"];
     let answer = scratch.json_of("lab-run", 0, &arguments);
     assert_eq!(answer["cells"].as_array().unwrap().len(), 16);
+    // The run says at its end what the report says.
+    let again = scratch.json_of("lab-report", 0, &["run.sqlite"]);
+    assert!(answer["verdict"] == again && again.get("best").is_some(), "{answer}");
     let run = load(&scratch);
     assert!(run.ended.is_some() && run.seed == 5);
     for cell in &run.cells {

@@ -56,6 +56,24 @@ fn a_run_becomes_a_page() {
 }
 
 #[test]
+fn programs_have_the_verdict_too() {
+    let scratch = Scratch::new();
+    run_file(&scratch.path("a.sqlite"), "a", [("qcow2", 100.0), ("raw", 200.0)]);
+    let told = scratch.json_of("lab-report", 0, &["a.sqlite"]);
+    assert!(told["sentence"].as_str().unwrap().starts_with("Use raw: 2.00 times as good as qcow2"));
+    assert_eq!(told["best"]["layout"], "raw");
+    assert_eq!(told["baseline"]["layout"], "qcow2");
+    assert_eq!(told["gain"]["verdict"], "better");
+    assert!((told["gain"]["ratio"].as_f64().unwrap() - 2.0).abs() < 0.01);
+    assert!(told["libvirt-xml"].as_str().unwrap().contains("type='raw'"), "{told}");
+    assert_eq!(scratch.names(), ["a.sqlite"]);
+    // Nothing measured is an answer, too.
+    run_file(&scratch.path("b.sqlite"), "b", [("qcow2", 0.0), ("raw", 0.0)]);
+    assert!(scratch.json_of("lab-report", 0, &["b.sqlite"]).get("gain").is_none());
+    scratch.fails(2, "cannot be used with", &["lab", "report", "a.sqlite", "--json", "-o", "-"]);
+}
+
+#[test]
 fn files_of_others_are_kept() {
     let scratch = Scratch::new();
     run_file(&scratch.path("a.sqlite"), "a", [("qcow2", 100.0), ("raw", 200.0)]);

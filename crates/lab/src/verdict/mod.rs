@@ -19,6 +19,7 @@ mod asked;
 mod confidence;
 mod published;
 mod setup;
+mod told;
 
 use crate::matrix::{Matrix, Pick, Role, in_guest};
 use crate::model::{Axes, Run, SURVIVED};
@@ -30,6 +31,7 @@ pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
 pub(crate) use published::{all_measured_for, measured_for, others_for};
 pub use setup::Setup;
+pub use told::Told;
 
 /// A way that was faster and is not advised.
 #[derive(Clone, Debug, PartialEq)]

@@ -45,6 +45,23 @@ fn layouts(values: &[(&str, f64)]) -> Run {
 }
 
 #[test]
+fn a_terminal_is_told_what_to_use_and_how_to_have_it() {
+    let run = layouts(&[("qcow2", 100.0), ("qcow2-8k", 200.0)]);
+    let lines = verdict(&run).lines();
+    assert!(lines[0].starts_with("Use qcow2-8k: 2.00 times as good as qcow2"), "{lines:#?}");
+    assert!(lines[1].starts_with("against the default (qcow2): 2.00x, "), "{lines:#?}");
+    assert!(lines[2].starts_with("confidence: "), "{lines:#?}");
+    assert!(lines.iter().any(|line| line.starts_with("  <disk ")), "{lines:#?}");
+    // The default, where nothing is better, and all that ties with it.
+    let run = layouts(&[("qcow2", 100.0), ("raw", 100.0), ("qcow2-8k", 100.0)]);
+    let lines = verdict(&run).lines();
+    assert!(lines.iter().any(|l| l.starts_with("cannot be told from it: raw")), "{lines:#?}");
+    assert!(!lines.iter().any(|l| l.starts_with("against")), "{lines:#?}");
+    // Nothing measured leaves nothing to make.
+    assert!(!super::verdict(&Run::default()).lines().iter().any(|l| l.contains("<disk")));
+}
+
+#[test]
 fn the_best_is_advised_with_its_gain() {
     let found = verdict(&layouts(&[("qcow2", 100.0), ("qcow2-8k", 200.0), ("raw", 199.0)]));
     assert_eq!(found.best, Some(axes(&[("layout", "qcow2-8k")])));

@@ -7,6 +7,7 @@ use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::lab::model::{self, Cell, Metric, Outcome as CellOutcome, Run};
 use vdkit::lab::run::{Estimate, Going, Prepared, Request, Tools, random_seed};
+use vdkit::lab::verdict::{Told, verdict};
 use vdkit::{Monitor, lab};
 
 use super::failure;
@@ -69,6 +70,8 @@ struct RunAnswer<'a> {
     cells: Vec<CellAnswer<'a>>,
     estimated_seconds: f64,
     warnings: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    verdict: Option<Told>,
 }
 
 #[derive(Serialize)]
@@ -182,9 +185,14 @@ impl RunArgs {
                 &estimate,
                 Some(&name),
                 run.warnings.len(),
+                Some(verdict(&run).told()),
             ))?;
         } else {
             print(&run, &mut session.out)?;
+            session.out.line("")?;
+            for line in verdict(&run).lines() {
+                session.out.line(line)?;
+            }
             session.out.line("")?;
             session.out.line(format!("results: {name}"))?;
         }
@@ -203,7 +211,14 @@ impl RunArgs {
     fn tell(&self, prepared: &Prepared, plan: &lab::plan::Plan, session: &mut Session) -> Outcome {
         if self.json.json {
             let summary = plan.summary();
-            session.out.json(&answer(&summary, &prepared.cells, &prepared.estimate, None, 0))?;
+            session.out.json(&answer(
+                &summary,
+                &prepared.cells,
+                &prepared.estimate,
+                None,
+                0,
+                None,
+            ))?;
             return Ok(Exit::Done);
         }
         for cell in &prepared.cells {
@@ -257,6 +272,7 @@ fn answer<'a>(
     estimate: &Estimate,
     filename: Option<&'a str>,
     warnings: usize,
+    verdict: Option<Told>,
 ) -> RunAnswer<'a> {
     let cell = |cell: &'a Cell| {
         let (state, reason) = state(&cell.outcome);
@@ -270,6 +286,7 @@ fn answer<'a>(
         cells: cells.iter().map(cell).collect(),
         estimated_seconds: estimate.seconds,
         warnings,
+        verdict,
     }
 }
 

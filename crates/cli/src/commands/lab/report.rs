@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
-use vdkit::lab::{report, store::Store};
+use vdkit::lab::{report, store::Store, verdict::verdict};
 
 use super::failure;
 use crate::failure::{Exit, Failure, Outcome};
@@ -20,6 +20,9 @@ pub struct ReportArgs {
     /// Where the report goes; `-` is standard output. Without it: RUN's name, ending in .html
     #[arg(short = 'o', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
+    /// Answer with the verdict as JSON, and make no page
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
 }
 
 /// How a report begins; by that an older one is known, which may be replaced.
@@ -34,6 +37,10 @@ impl ReportArgs {
     /// The run cannot be read, or the file not written; it exists and is no report.
     pub fn run(self, session: &mut Session) -> Outcome {
         let run = Store::load(&self.run).map_err(|error| failure(&error))?;
+        if self.json {
+            session.out.json(&verdict(&run).told())?;
+            return Ok(Exit::Done);
+        }
         let page = report::html(&run);
         let target = self.output.unwrap_or_else(|| self.run.with_extension("html"));
         if target.as_os_str() == "-" {

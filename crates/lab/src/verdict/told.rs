@@ -1,0 +1,200 @@
+//! A verdict for terminals and for other programs.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::{Answer, SetAside, Verdict};
+use crate::model::Axes;
+use crate::stats::{Decision, Gain};
+use crate::words::{label, listed, percent, span, times};
+
+/// A verdict as JSON has it.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Told {
+    sentence: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    best: Option<Names>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    baseline: Option<Names>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gain: Option<ToldGain>,
+    confidence: ToldConfidence,
+    ties: Vec<Names>,
+    exceptions: Vec<ToldException>,
+    set_aside: Vec<ToldSetAside>,
+    left_out: Vec<Names>,
+    answers: Vec<ToldAnswer>,
+    cautions: Vec<String>,
+    commands: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    libvirt_xml: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache_mode: Option<String>,
+}
+
+/// Values by the names of their axes.
+type Names = BTreeMap<String, String>;
+
+#[derive(Clone, Debug, Serialize)]
+struct ToldGain {
+    ratio: f64,
+    low: f64,
+    high: f64,
+    coverage: f64,
+    verdict: &'static str,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct ToldConfidence {
+    level: &'static str,
+    reason: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct ToldException {
+    load: Names,
+    best: Names,
+    gain: ToldGain,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct ToldSetAside {
+    way: Names,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gain: Option<ToldGain>,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct ToldAnswer {
+    question: String,
+    answer: String,
+}
+
+fn names(axes: &Axes) -> Names {
+    axes.iter().cloned().collect()
+}
+
+fn all(ways: &[Axes]) -> Vec<Names> {
+    ways.iter().map(names).collect()
+}
+
+impl From<&Gain> for ToldGain {
+    fn from(gain: &Gain) -> Self {
+        Self {
+            ratio: gain.ratio,
+            low: gain.interval.low,
+            high: gain.interval.high,
+            coverage: gain.interval.coverage,
+            verdict: match gain.decision {
+                Decision::Better => "better",
+                Decision::Tie => "tie",
+                Decision::Worse => "worse",
+            },
+        }
+    }
+}
+
+impl Verdict {
+    /// For other programs.
+    pub fn told(&self) -> Told {
+        Told {
+            sentence: self.sentence.clone(),
+            best: self.best.as_ref().map(names),
+            baseline: self.baseline.as_ref().map(names),
+            gain: self.gain.as_ref().map(ToldGain::from),
+            confidence: ToldConfidence {
+                level: self.confidence.level.word(),
+                reason: self.confidence.words.clone(),
+            },
+            ties: all(&self.ties),
+            exceptions: self
+                .exceptions
+                .iter()
+                .map(|found| ToldException {
+                    load: names(&found.load),
+                    best: names(&found.axes),
+                    gain: (&found.gain).into(),
+                })
+                .collect(),
+            set_aside: self
+                .set_aside
+                .iter()
+                .map(|way| ToldSetAside {
+                    way: names(&way.axes),
+                    gain: way.gain.as_ref().map(ToldGain::from),
+                    reason: way.reason,
+                })
+                .collect(),
+            left_out: all(&self.left_out),
+            answers: self
+                .answers
+                .iter()
+                .map(|Answer { question, sentence }| ToldAnswer {
+                    question: question.clone(),
+                    answer: sentence.clone(),
+                })
+                .collect(),
+            cautions: self.cautions.clone(),
+            commands: self.setup.iter().flat_map(|setup| setup.commands.clone()).collect(),
+            libvirt_xml: self.setup.as_ref().map(|setup| setup.xml.clone()),
+            cache_mode: self.setup.as_ref().and_then(|setup| setup.cache.clone()),
+        }
+    }
+
+    /// For people at a terminal: what to use and by how much it wins, what speaks against it, and how
+    /// to have it.
+    pub fn lines(&self) -> Vec<String> {
+        let mut lines = vec![self.sentence.clone()];
+        if let (Some(gain), Some(base)) = (&self.gain, &self.baseline) {
+            let surely = match gain.is_guessed() {
+                true => "too few rounds to see how much they vary".to_owned(),
+                false => format!("{} interval", percent(gain.interval.coverage)),
+            };
+            let span = span(gain.interval.low, gain.interval.high);
+            let times = times(gain.ratio);
+            lines
+                .push(format!("against the default ({}): {times}x, {span}; {surely}", label(base)));
+        }
+        let confidence = &self.confidence;
+        lines.push(format!("confidence: {}. {}", confidence.level.word(), confidence.words));
+        if !self.ties.is_empty() {
+            lines.push(format!("cannot be told from it: {}", some(&self.ties)));
+        }
+        for found in self.exceptions.iter().take(NAMED) {
+            let (load, way) = (label(&found.load), label(&found.axes));
+            lines.push(format!("better under {load}: {way}, {}x", times(found.gain.ratio)));
+        }
+        for SetAside { axes, gain, reason } in self.set_aside.iter().take(NAMED) {
+            let gain = gain.as_ref().map(|gain| format!(" ({}x)", times(gain.ratio)));
+            let gain = gain.unwrap_or_default();
+            lines.push(format!("faster, and not advised: {}{gain}, as {reason}", label(axes)));
+        }
+        if !self.left_out.is_empty() {
+            lines.push(format!("not measured under all loads: {}", some(&self.left_out)));
+        }
+        lines.extend(self.cautions.iter().map(|caution| format!("caution: {caution}")));
+        let Some(setup) = &self.setup else { return lines };
+        if !setup.commands.is_empty() {
+            lines.extend([String::new(), "to make that disk:".to_owned()]);
+            lines.extend(setup.commands.iter().map(|command| format!("  {command}")));
+        }
+        lines.extend([String::new(), "to give it to a guest (libvirt):".to_owned()]);
+        lines.extend(setup.xml.lines().map(|line| format!("  {line}")));
+        lines.extend(setup.cache.clone());
+        lines
+    }
+}
+
+/// More are not named in a line; the report has them.
+const NAMED: usize = 3;
+
+fn some(ways: &[Axes]) -> String {
+    let names: Vec<String> = ways.iter().take(NAMED).map(label).collect();
+    match ways.len() {
+        few if few <= NAMED => listed(&names),
+        many => format!("{} and {} more", names.join(", "), many - NAMED),
+    }
+}
