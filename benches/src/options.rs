@@ -7,6 +7,7 @@ use anyhow::{Result, bail};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use crate::groups::file::pairs;
 use crate::images::{SHAPES, Shape};
 
 /// A set of cells.
@@ -287,9 +288,10 @@ impl Options {
     /// Whether some wanted job may read images of this shape.
     pub fn wants_shape(&self, name: &str) -> bool {
         let known = SHAPES.iter().find(|shape| shape.name == name);
-        let targets = SHAPES.iter().map(|shape| shape.name).chain(["null"]);
+        let pairs = SHAPES.iter().map(|shape| shape.name).filter(|target| pairs(name, target));
+        let mut targets = pairs.chain(["null"]);
         known.is_none_or(|shape| self.wants_some_of(shape))
-            && targets.into_iter().any(|target| self.wants_job(&format!("{name}→{target}")))
+            && targets.any(|target| self.wants_job(&format!("{name}→{target}")))
     }
 
     /// Timed rounds of a cell in this group.

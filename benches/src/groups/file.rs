@@ -41,7 +41,7 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
 }
 
 /// Each format from and to raw and qcow2.
-fn pairs(from: &str, to: &str) -> bool {
+pub fn pairs(from: &str, to: &str) -> bool {
     match from {
         "raw" => to != "raw",
         "qcow2" => true,
