@@ -157,6 +157,16 @@ pub fn listed(things: &[String]) -> String {
     }
 }
 
+/// The first of some ways, and how many more there are.
+pub fn first_of(ways: &[Axes]) -> String {
+    const NAMED: usize = 3;
+    let names: Vec<String> = ways.iter().take(NAMED).map(label).collect();
+    match ways.len() {
+        few if few <= NAMED => listed(&names),
+        many => format!("{} and {} more", names.join(", "), many - NAMED),
+    }
+}
+
 /// A word of a command, quoted for a shell where it must be.
 pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@%+".contains(c);

@@ -149,13 +149,17 @@ pub fn peer(dir: &Path, program: &str, arguments: &[&str]) -> Output {
 /// What is wrong with an answer by `docs/schemas/NAME.json`. Knows as much of JSON Schema as those
 /// files use, and refuses a schema that uses more.
 pub fn faults_against_schema(name: &str, value: &Value) -> Vec<String> {
-    let path =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schemas/{name}.json"));
-    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-    let schema: Value = serde_json::from_str(&text).unwrap();
+    let schema = schema_file(&format!("{name}.json"));
     let mut faults = Vec::new();
     hold(&schema, &schema, value, "$", &mut faults);
     faults
+}
+
+/// A file of `docs/schemas`.
+fn schema_file(file: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/schemas").join(file);
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_str(&text).unwrap()
 }
 
 const WORDS: &[&str] = &[
@@ -180,7 +184,10 @@ fn hold(root: &Value, schema: &Value, value: &Value, at: &str, faults: &mut Vec<
         assert!(WORDS.contains(&word.as_str()), "schema of {at} uses {word}");
     }
     if let Some(reference) = rules.get("$ref").and_then(Value::as_str) {
-        let name = reference.strip_prefix("#/$defs/").unwrap();
+        let Some(name) = reference.strip_prefix("#/$defs/") else {
+            let other = schema_file(reference);
+            return hold(&other, &other, value, at, faults);
+        };
         return hold(root, &root["$defs"][name], value, at, faults);
     }
     if let Some(choices) = rules.get("oneOf").and_then(Value::as_array) {

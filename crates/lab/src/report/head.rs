@@ -6,7 +6,7 @@ use crate::axes::about_value;
 use crate::model::{Axes, Run};
 use crate::stats::{Gain, SINGLE_ROUND_NOISE};
 use crate::verdict::{Exception, SetAside, Setup, Verdict};
-use crate::words::{date, label, listed, percent, span, time, times};
+use crate::words::{date, first_of, label, listed, percent, span, time, times};
 
 /// The title, the machine in a line, and the switch of themes.
 pub(super) fn top(run: &Run) -> Markup {
@@ -151,24 +151,15 @@ fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
 }
 
 fn ties(verdict: &Verdict) -> String {
-    const NAMED: usize = 3;
-    let names: Vec<String> = verdict.ties.iter().take(NAMED).map(label).collect();
     match verdict.ties.len() {
         0 => "Everything else is worse by more than is allowed for noise.".to_owned(),
-        few if few <= NAMED => format!("{}.", listed(&names)),
-        many => format!("{} and {} more: see all results.", names.join(", "), many - NAMED),
+        _ => format!("{}.", first_of(&verdict.ties)),
     }
 }
 
 /// Ways that were not compared.
 fn left_out(verdict: &Verdict) -> String {
-    const NAMED: usize = 3;
-    let names: Vec<String> = verdict.left_out.iter().take(NAMED).map(label).collect();
-    let names = match verdict.left_out.len() {
-        few if few <= NAMED => listed(&names),
-        many => format!("{} and {} more", names.join(", "), many - NAMED),
-    };
-    format!("Without {names}: not measured under all loads.")
+    format!("Without {}: not measured under all loads.", first_of(&verdict.left_out))
 }
 
 /// What was faster, by why it is not advised.

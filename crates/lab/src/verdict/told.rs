@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::{Answer, SetAside, Verdict};
 use crate::model::Axes;
 use crate::stats::{Decision, Gain};
-use crate::words::{label, listed, percent, span, times};
+use crate::words::{first_of, label, percent, span, times};
 
 /// A verdict as JSON has it.
 #[derive(Clone, Debug, Serialize)]
@@ -161,7 +161,7 @@ impl Verdict {
         let confidence = &self.confidence;
         lines.push(format!("confidence: {}. {}", confidence.level.word(), confidence.words));
         if !self.ties.is_empty() {
-            lines.push(format!("cannot be told from it: {}", some(&self.ties)));
+            lines.push(format!("cannot be told from it: {}", first_of(&self.ties)));
         }
         for found in self.exceptions.iter().take(NAMED) {
             let (load, way) = (label(&found.load), label(&found.axes));
@@ -173,7 +173,7 @@ impl Verdict {
             lines.push(format!("faster, and not advised: {}{gain}, as {reason}", label(axes)));
         }
         if !self.left_out.is_empty() {
-            lines.push(format!("not measured under all loads: {}", some(&self.left_out)));
+            lines.push(format!("not measured under all loads: {}", first_of(&self.left_out)));
         }
         lines.extend(self.cautions.iter().map(|caution| format!("caution: {caution}")));
         let Some(setup) = &self.setup else { return lines };
@@ -188,13 +188,5 @@ impl Verdict {
     }
 }
 
-/// More are not named in a line; the report has them.
+/// More are not named, a line each; the report has them.
 const NAMED: usize = 3;
-
-fn some(ways: &[Axes]) -> String {
-    let names: Vec<String> = ways.iter().take(NAMED).map(label).collect();
-    match ways.len() {
-        few if few <= NAMED => listed(&names),
-        many => format!("{} and {} more", names.join(", "), many - NAMED),
-    }
-}
