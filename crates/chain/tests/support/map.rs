@@ -14,6 +14,8 @@ use vdkit_block::{
     Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
 };
 
+use super::memory::STEP;
+
 pub const CLUSTER: u64 = 4096;
 /// Host space of a packed unit.
 const PACKED_SLOT: u64 = 2 * CLUSTER;
@@ -139,7 +141,7 @@ impl MapFormat {
         drop(state);
         let stamp = self.in_flight.stamp();
         while !self.in_flight.passed(stamp) {
-            std::thread::yield_now();
+            std::thread::sleep(STEP);
         }
         self.state.lock().unwrap().sharing -= 1;
         self.changed.notify_all();
@@ -332,7 +334,7 @@ impl Format for MapFormat {
 
     fn unpack(&self, packed: &Packed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
         self.unpacked.fetch_add(1, Ordering::SeqCst);
-        std::thread::yield_now();
+        std::thread::sleep(STEP);
         if bytes.first() != Some(&0xC5) || bytes.len() != out.len() + 1 {
             let name = self.storage.name();
             return Err(Error::corrupt(name, packed.offset.0, "unit", "rubbish", "a unit"));

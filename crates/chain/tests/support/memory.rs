@@ -2,10 +2,14 @@
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use vdkit_block::{
     Error, HostOffset, IoAction, ReadOp, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
 };
+
+/// Slow requests take up to three of these.
+pub const STEP: Duration = Duration::from_micros(20);
 
 #[derive(Debug, Default)]
 pub struct Memory {
@@ -37,16 +41,17 @@ impl Memory {
         Self { sparse: true, ..self }
     }
 
-    /// Requests give way to other threads before they touch the bytes.
+    /// Requests take a while before they touch the bytes, as a disk's do, so that those of several
+    /// threads overlap. They sleep: who yields instead gives a processor that others want as well
+    /// away for a whole turn of theirs, each time.
     pub fn slow(self) -> Self {
         Self { slow: true, ..self }
     }
 
-    fn give_way(&self) {
-        if self.slow {
-            for _ in 0..self.reads.load(Ordering::Relaxed) % 20 {
-                std::thread::yield_now();
-            }
+    fn take_a_while(&self) {
+        let steps = self.reads.load(Ordering::Relaxed) as u32 % 4;
+        if self.slow && steps > 0 {
+            std::thread::sleep(steps * STEP);
         }
     }
 
@@ -70,7 +75,7 @@ impl Memory {
             let source = std::io::ErrorKind::StorageFull.into();
             return Err(Error::io(&self.name, IoAction::Write, offset, len, source));
         }
-        self.give_way();
+        self.take_a_while();
         let mut bytes = self.bytes.lock().unwrap();
         let end = (offset + len) as usize;
         if bytes.len() < end {
@@ -100,7 +105,7 @@ impl Storage for Memory {
     }
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
         self.reads.fetch_add(1, Ordering::SeqCst);
-        self.give_way();
+        self.take_a_while();
         let bytes = self.bytes.lock().unwrap();
         let from = (offset.0 as usize).min(bytes.len());
         let got = buf.len().min(bytes.len() - from);
