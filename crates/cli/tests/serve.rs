@@ -362,6 +362,8 @@ fn a_kill_loses_nothing_that_was_flushed() {
         let mut load = Command::new("fio")
             .args(["--name=x", "--ioengine=nbd", &uri, "--rw=randwrite", "--bs=4k"])
             .args(["--iodepth=16", "--offset=16M", "--size=40M", "--time_based", "--runtime=30"])
+            // Threads instead of processes, so that the kill below ends them all.
+            .arg("--thread")
             .current_dir(&dir)
             .stdout(Stdio::null())
             .stderr(Stdio::null())

@@ -163,12 +163,13 @@ impl Header {
                 match Self::parse(storage.name(), &bytes, storage.len()?, limits, faults) {
                     Ok(header) => Ok((header, 2)),
                     Err(NeedMore::Fault(error)) => Err(error),
+                    // Somebody makes the file shorter at this moment.
                     Err(NeedMore::Bytes(_)) => Err(Error::corrupt(
                         storage.name(),
-                        0,
-                        "header extensions",
-                        "a list that does not end",
-                        "all extensions within the first cluster",
+                        got as u64,
+                        "header",
+                        "the end of the file",
+                        format!("{more} bytes"),
                     )),
                 }
             }
@@ -184,9 +185,10 @@ impl Header {
     ) -> Result<Self, NeedMore> {
         let fixed = FixedFields::parse(file, bytes)?;
         let mut header = fixed.validate(file, file_len, limits, faults)?;
-        header.extensions = parse_extensions(file, bytes, &header, fixed.backing_offset)?;
+        let there = Bytes { read: bytes, of: header.geometry.cluster_bytes().min(file_len) };
+        header.extensions = parse_extensions(file, there, &header, fixed.backing_offset)?;
         if fixed.backing_offset != 0 {
-            header.backing_name = parse_backing_name(file, bytes, &fixed, &header)?;
+            header.backing_name = parse_backing_name(file, there, &fixed, &header)?;
         }
         header.check_features(file)?;
         Ok(header)
@@ -383,9 +385,30 @@ impl From<Error> for NeedMore {
     }
 }
 
+/// What was read of the first cluster.
+#[derive(Clone, Copy)]
+struct Bytes<'a> {
+    read: &'a [u8],
+    /// How many there are: those of the cluster, or those of the file.
+    of: u64,
+}
+
+impl<'a> Bytes<'a> {
+    /// Those of a range; nothing where the file ends before it does.
+    fn get(self, start: u64, end: u64) -> Result<Option<&'a [u8]>, NeedMore> {
+        if end > self.of {
+            return Ok(None);
+        }
+        match self.read.get(start as usize..end as usize) {
+            Some(bytes) => Ok(Some(bytes)),
+            None => Err(NeedMore::Bytes(self.of as usize)),
+        }
+    }
+}
+
 fn parse_extensions(
     file: &str,
-    bytes: &[u8],
+    bytes: Bytes<'_>,
     header: &Header,
     backing_offset: u64,
 ) -> Result<Vec<Extension>, NeedMore> {
@@ -398,16 +421,8 @@ fn parse_extensions(
         if at + 8 > list_end {
             return Ok(found);
         }
-        if at + 8 > bytes.len() as u64 {
-            // The file ends here or the read did.
-            return if bytes.len() < FIRST_READ_BYTES || cluster <= bytes.len() as u64 {
-                Ok(found)
-            } else {
-                Err(NeedMore::Bytes(cluster as usize))
-            };
-        }
-        let kind = be32(bytes, at as usize);
-        let len = u64::from(be32(bytes, at as usize + 4));
+        let Some(head) = bytes.get(at, at + 8)? else { return Ok(found) };
+        let (kind, len) = (be32(head, 0), u64::from(be32(head, 4)));
         if kind == extension::END {
             return Ok(found);
         }
@@ -422,31 +437,24 @@ fn parse_extensions(
             )
             .into());
         }
-        if data + len > bytes.len() as u64 {
-            if bytes.len() >= FIRST_READ_BYTES && (bytes.len() as u64) < cluster {
-                return Err(NeedMore::Bytes(cluster as usize));
-            }
+        let Some(content) = bytes.get(data, data + len)? else {
             return Err(Error::corrupt(
                 file,
                 at,
                 "header extension",
                 format!("{len} bytes of type {kind:#010x}"),
-                "an end within the file",
+                format!("an end before that of the file, which has {:#x} bytes", bytes.of),
             )
             .into());
-        }
-        found.push(Extension {
-            kind,
-            offset: data,
-            data: bytes[data as usize..(data + len) as usize].to_vec(),
-        });
+        };
+        found.push(Extension { kind, offset: data, data: content.to_vec() });
         at = data + len.next_multiple_of(8);
     }
 }
 
 fn parse_backing_name(
     file: &str,
-    bytes: &[u8],
+    bytes: Bytes<'_>,
     fixed: &FixedFields,
     header: &Header,
 ) -> Result<Option<String>, NeedMore> {
@@ -469,34 +477,24 @@ fn parse_backing_name(
         )
         .into());
     }
-    let start = fixed.backing_offset as usize;
-    let end = start + len as usize;
-    if end > bytes.len() {
-        if bytes.len() >= FIRST_READ_BYTES && (bytes.len() as u64) < cluster {
-            return Err(NeedMore::Bytes(cluster as usize));
-        }
+    let start = fixed.backing_offset;
+    let Some(name) = bytes.get(start, start + len)? else {
         return Err(Error::corrupt(
             file,
             8,
             "backing file name",
             format!("{len} bytes at {start:#x}"),
-            "a name within the file",
+            format!("an end before that of the file, which has {:#x} bytes", bytes.of),
         )
         .into());
-    }
-    let name = std::str::from_utf8(&bytes[start..end]).map_err(|_| {
-        Error::corrupt(
-            file,
-            start as u64,
-            "backing file name",
-            "bytes that are not UTF-8",
-            "a name",
-        )
+    };
+    let name = std::str::from_utf8(name).map_err(|_| {
+        Error::corrupt(file, start, "backing file name", "bytes that are not UTF-8", "a name")
     })?;
     if name.contains('\0') {
         return Err(Error::corrupt(
             file,
-            start as u64,
+            start,
             "backing file name",
             "a zero byte in the name",
             "a name",

@@ -8,7 +8,7 @@ use common::options;
 use proptest::prelude::*;
 use vdkit_block::{
     BackingRef, CreateRequest, Error, ErrorKind, FormatDriver, GuestOffset, HostOffset, ImageInfo,
-    Limits, OpenRequest, Repair, Result, Storage,
+    Limits, Monitor, OpenRequest, Repair, Result, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
@@ -313,6 +313,37 @@ fn super_long(kind: u32) -> Vec<u8> {
         bytes[at + 4..at + 8].copy_from_slice(&(1024u32 - 8).to_be_bytes());
     }
     bytes
+}
+
+/// The first read takes 4 KiB: a file of just that many bytes has no more, whatever its clusters are.
+#[test]
+fn a_file_that_ends_with_the_first_read_is_said_to_end_there() {
+    let mut bytes = image(1 << 20, "cluster_size=64K");
+    bytes.truncate(4096);
+    bytes[8..20].fill(0);
+    // Nothing beyond the header: no L1 table, no refcount table.
+    bytes[24..32].fill(0);
+    bytes[36..60].fill(0);
+    let check = |bytes: &[u8]| {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", bytes));
+        let monitor = Monitor::default();
+        Qcow2Driver.check(&storage, &[], Repair::Nothing, &Limits::default(), &monitor)
+    };
+    let extension = |len: u32| [0x1234_u32.to_be_bytes(), len.to_be_bytes()].concat();
+    let error = check(&with(&bytes, 112, &extension(8000))).unwrap_err().to_string();
+    assert!(error.contains("an end before that of the file, which has 0x1000 bytes"), "{error}");
+    // A list without an end ends with the file.
+    let list = with(&bytes, 112, &extension(4096 - 120));
+    assert!(check(&list).unwrap().corruptions > 0);
+    let named = [&4090_u64.to_be_bytes()[..], &10_u32.to_be_bytes()].concat();
+    let error = check(&with(&bytes, 8, &named)).unwrap_err().to_string();
+    assert!(error.contains("before that of the file, which has 0x1000 bytes"), "{error}");
+    for len in [4095, 4096, 4097] {
+        let mut list = list.clone();
+        list.resize(len, 0);
+        let _ = describe(&list);
+        use_all(&list);
+    }
 }
 
 #[test]
