@@ -58,7 +58,7 @@ fn vhdx_open_at_random() {
     let mut failed = Vec::new();
     for seed in 1..=seeds * 10 {
         let mut rng = vdkit_testkit::Rng::new(seed);
-        let mut input = vec![rng.below(3) as u8, rng.below(8) as u8];
+        let mut input = vec![rng.below(5) as u8, rng.below(8) as u8];
         for _ in 0..1 + rng.below(4) {
             let place = places.iter().chain(&more).nth(rng.below(10) as usize).unwrap();
             let at: u64 = place + rng.below(30) * 4;
@@ -129,6 +129,16 @@ fn vhd_ops() {
 #[test]
 fn vhd_ops_at_random() {
     at_random(40, fuzz::vhd_ops);
+}
+
+#[test]
+fn vhdx_ops() {
+    replay("vhdx_ops", fuzz::vhdx_ops);
+}
+
+#[test]
+fn vhdx_ops_at_random() {
+    at_random(40, fuzz::vhdx_ops);
 }
 
 #[test]

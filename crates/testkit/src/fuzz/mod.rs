@@ -16,7 +16,7 @@ mod vhdx;
 
 pub use formats::format_open;
 pub use hostile::qcow2_open_read;
-pub use lives::{vdi_ops, vhd_ops, vmdk_ops};
+pub use lives::{vdi_ops, vhd_ops, vhdx_ops, vmdk_ops};
 pub use luks::luks_open;
 #[cfg(feature = "nbd")]
 pub use nbd::nbd_session;

@@ -5,6 +5,7 @@
 
 mod costs;
 mod faults;
+mod foreign;
 mod hostile;
 mod model;
 mod oracle;
