@@ -225,9 +225,10 @@ impl<'a> Extent<'a> {
         bytes: Range<u64>,
         what: &'static str,
     ) -> Result<()> {
+        // (No bytes within a sector are not a part of it.)
         let sectors = bytes.start / SECTOR..bytes.end.div_ceil(SECTOR);
         let limit = checking.limits.check_bytes_max;
-        if !sectors.is_empty() && self.used.add(sectors, limit, self.storage.name())? {
+        if !bytes.is_empty() && self.used.add(sectors, limit, self.storage.name())? {
             let message = "a place that another structure has too, expected one of its own";
             checking.damage(bytes.start, what, message.to_owned(), false);
         }
