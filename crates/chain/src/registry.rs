@@ -80,15 +80,16 @@ impl Registry {
     /// then the user has to name the format, for a guess could hand out the wrong bytes. So it is
     /// for a [`Stranger`]. Whatever reading returns.
     pub fn probe(&self, storage: &dyn Storage) -> Result<Probed> {
-        let mut head = vec![0; HEAD_BYTES];
+        // On the stack, whose pages are used again.
+        let mut head = [0; HEAD_BYTES];
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
-        head.truncate(got);
+        let head = &head[..got];
         let len = storage.len()?;
-        let mut judged = self.judge(&head, &[], len);
+        let mut judged = self.judge(head, &[], len);
         if judged.certain.is_empty() {
-            judged = self.judge(&head, &tail_of(storage, &head, len)?, len);
+            judged = self.judge(head, &tail_of(storage, head, len)?, len);
         }
-        self.decide(storage.name(), &head, judged)
+        self.decide(storage.name(), head, judged)
     }
 
     /// [`Registry::probe`] for bytes at hand: the first ones, the last ones (or none of them, where

@@ -25,9 +25,8 @@ use vdkit_ova::{Machine, NewDisk, Package, PackageLimits, PackageWriter};
 use vdkit_storage::{FileOptions, PendingFile};
 use vdkit_stream::{ByteStream, OutPipe, Packing, StorageReader, spool};
 
-use crate::convert::{
-    ConvertOptions, ConvertReport, Converted, convert, convert_uncommitted, cores,
-};
+use crate::convert::{ConvertOptions, ConvertReport, Converted, convert, convert_uncommitted};
+use crate::crew::default_threads;
 use crate::source::Source;
 use crate::target::{Destination, cache_until_named, commit_options};
 use crate::verify::verify;
@@ -205,7 +204,7 @@ pub fn extract(
     monitor: &Monitor<'_>,
 ) -> Result<ApplianceReport> {
     let started = Instant::now();
-    let threads = threads.unwrap_or_else(cores).max(1);
+    let threads = threads.unwrap_or_else(default_threads).max(1);
     let at_once = parts.len().min(threads).clamp(1, AT_ONCE_MAX);
     let totals = parts.iter().map(|part| (0, part.source.bytes())).collect();
     let sum = Sum { inner: monitor.progress, parts: Mutex::new(totals) };

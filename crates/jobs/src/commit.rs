@@ -25,7 +25,6 @@ use vdkit_chain::{
 };
 
 use crate::create::modified;
-use crate::crew::default_threads;
 use crate::dependents::refuse_dependents;
 use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
@@ -297,7 +296,7 @@ fn move_all(
         skip_absent: true,
     };
     let moving = MoveOptions {
-        threads: threads.unwrap_or_else(default_threads).max(1),
+        threads,
         detect_zeroes: Some(DETECT_BYTES),
         compress: None,
         in_order: false,

@@ -1,6 +1,7 @@
 //! The main job: a disk from one place and format to another.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use serde::Serialize;
@@ -8,6 +9,7 @@ use vdkit_block::{CancelToken, Codec, CompressionSpec, Error, Monitor, Result, S
 use vdkit_chain::{Disk, OpenOptions, Registry, same_file};
 
 use crate::bitmap::{BrokenBitmaps, bitmaps_to_copy, copy_bitmaps};
+use crate::crew::default_threads;
 use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
@@ -108,7 +110,7 @@ pub struct ConvertReport {
     pub moved: MovedBytes,
     /// Guest bytes read back and compared.
     pub verified: Option<u64>,
-    /// Threads that could work.
+    /// Threads that worked.
     pub threads: usize,
     /// Wall time.
     pub seconds: f64,
@@ -181,9 +183,8 @@ pub(crate) fn convert_uncommitted(
     if let (Some(target), [from]) = (disk, source.disks()) {
         copy_bitmaps(from, target, &bitmaps)?;
     }
-    let threads = moving.threads();
     let verified = match &target {
-        Some(target) => finish(registry, source, target, options, threads, monitor)?,
+        Some(target) => finish(registry, source, target, options, monitor)?,
         None => None,
     };
     let seconds = started.elapsed().as_secs_f64();
@@ -192,6 +193,7 @@ pub(crate) fn convert_uncommitted(
         (Destination::New(_) | Destination::Pipe { .. }, Some(target)) => target.disk.guest_bytes(),
         _ => size,
     };
+    let threads = moving.worked();
     let report = ConvertReport { virtual_size, format, moved, verified, threads, seconds };
     Ok(Converted { target, report })
 }
@@ -200,6 +202,8 @@ pub(crate) fn convert_uncommitted(
 pub(crate) struct Moving {
     plan: PlanOptions,
     options: MoveOptions,
+    /// The most threads that a run had.
+    worked: AtomicUsize,
 }
 
 impl Moving {
@@ -214,7 +218,7 @@ impl Moving {
         // Bytes that are looked at have to be read.
         plan.in_kernel &= options.detect_zeroes.is_none();
         let options = MoveOptions {
-            threads: options.threads.unwrap_or_else(cores).max(1),
+            threads: options.threads,
             detect_zeroes: options.detect_zeroes.map(|step| step as usize),
             compress,
             in_order: target.is_some_and(|disk| disk.top().storage().caps().sequential),
@@ -225,7 +229,7 @@ impl Moving {
             new: matches!(options.destination, Destination::New(_) | Destination::Pipe { .. }),
             rate: options.rate,
         };
-        Ok(Self { plan, options })
+        Ok(Self { plan, options, worked: AtomicUsize::new(1) })
     }
 
     /// From a source whose bytes can only be read, each once.
@@ -235,9 +239,9 @@ impl Moving {
         self
     }
 
-    /// Threads that can work.
-    pub(crate) fn threads(&self) -> usize {
-        self.options.threads
+    /// Threads that worked.
+    pub(crate) fn worked(&self) -> usize {
+        self.worked.load(Ordering::Relaxed)
     }
 
     /// Moves what lies behind the first `from` bytes of the source.
@@ -251,6 +255,7 @@ impl Moving {
         let planner = Planner::from(source, self.plan, from)?;
         let mover = Mover::new(source, target, planner, self.options, monitor);
         mover.run()?;
+        self.worked.fetch_max(mover.spawned.load(Ordering::Relaxed), Ordering::Relaxed);
         Ok(mover.moved.report())
     }
 }
@@ -261,7 +266,6 @@ fn finish(
     source: &Source,
     target: &Target,
     options: &ConvertOptions,
-    threads: usize,
     monitor: &Monitor<'_>,
 ) -> Result<Option<u64>> {
     target.close()?;
@@ -272,13 +276,10 @@ fn finish(
         if let Some(backing) = &options.backing {
             again = again.over(backing.open(registry, &options.keys)?);
         }
+        let threads = options.threads.unwrap_or_else(default_threads).max(1);
         verified = Some(verify(source, &again, threads, monitor)?);
     }
     Ok(verified)
-}
-
-pub(crate) fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// How the target's clusters are compressed: as asked for, or because it holds no others.

@@ -149,7 +149,7 @@ pub fn convert_stream(
     let format = disk.map(|disk| disk.top().name().to_owned());
     target.finish(bytes, &monitor.cancel)?;
     let seconds = started.elapsed().as_secs_f64();
-    let (threads, verified) = (moving.threads(), None);
+    let (threads, verified) = (moving.worked(), None);
     Ok(ConvertReport { virtual_size: bytes, format, moved, verified, threads, seconds })
 }
 

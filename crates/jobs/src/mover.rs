@@ -13,6 +13,7 @@
 
 mod in_kernel;
 
+use std::cell::OnceCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -25,6 +26,7 @@ use vdkit_block::{
 use vdkit_chain::Disk;
 
 use crate::compress::Compressor;
+use crate::crew::default_threads;
 use crate::plan::{Planner, Work};
 use crate::queue::{Neighbours, Queue};
 use crate::share::{share, share_all};
@@ -33,15 +35,16 @@ use crate::turns::Turns;
 use crate::zero::{data_runs, is_zero};
 
 /// Bytes that one thread moves alone before others are started: a small job is over by then.
-const ALONE_BYTES: u64 = 4 << 20;
+const ALONE_BYTES: u64 = 8 << 20;
 /// Bytes of one piece of zeroes where they are written one by one.
 const ZERO_BYTES_MAX: u64 = 8 << 20;
 
 /// How bytes reach the target.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MoveOptions {
-    /// Threads in all.
-    pub(crate) threads: usize,
+    /// Threads in all; none for one a core, which is found out only where there is work for several:
+    /// what a control group allows is in files, and reading them is a part of a short job.
+    pub(crate) threads: Option<usize>,
     /// Granularity of zero detection in bytes; none where nothing is looked at.
     pub(crate) detect_zeroes: Option<usize>,
     /// Compress whole clusters.
@@ -153,7 +156,8 @@ pub(crate) struct Mover<'a> {
     stop: AtomicBool,
     started: Instant,
     done: AtomicU64,
-    spawned: AtomicUsize,
+    /// Threads that work.
+    pub(crate) spawned: AtomicUsize,
     pub(crate) moved: Moved,
 }
 
@@ -212,17 +216,23 @@ impl<'a> Mover<'a> {
 
     /// Moves everything. The calling thread works too; others join once there is enough to do.
     pub(crate) fn run(&self) -> Result<()> {
+        let threads = OnceCell::new();
         std::thread::scope(|scope| {
             self.work(&|| {
-                let spawned = self.spawned.load(Ordering::Relaxed);
+                if self.spawned.load(Ordering::Relaxed) > 1 {
+                    return;
+                }
                 let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
                 let moved = of(&self.moved.read).max(of(&self.moved.written));
                 let moved = moved.max(of(&self.moved.kernel_copied));
-                if spawned >= self.options.threads || moved < ALONE_BYTES {
+                // Who names a number of threads gets them.
+                if moved < ALONE_BYTES && self.options.threads.is_none() {
                     return;
                 }
-                self.spawned.store(self.options.threads, Ordering::Relaxed);
-                for _ in spawned..self.options.threads {
+                let threads = *threads
+                    .get_or_init(|| self.options.threads.unwrap_or_else(default_threads).max(1));
+                self.spawned.store(threads, Ordering::Relaxed);
+                for _ in 1..threads {
                     scope.spawn(|| self.work(&|| ()));
                 }
             })

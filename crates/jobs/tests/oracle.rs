@@ -208,6 +208,7 @@ fn compressed_images_are_written_and_read_whatever_the_threads() {
             let source = case.source(&case.raw, "raw");
             let report = convert(&registry(), &source, &how, &Monitor::default()).unwrap();
             assert!(report.moved.clusters_compressed > 0, "{layout}");
+            assert_eq!(report.threads, threads);
             files.push(std::fs::read(&path).unwrap());
         }
         let path = case.path("packed.qcow2");

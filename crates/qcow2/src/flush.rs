@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{HostOffset, Result};
+use vdkit_block::{HostOffset, Result, Storage};
 
 use crate::bitmaps::record::BitmapCopies;
 use crate::header::field;
@@ -23,13 +23,14 @@ use crate::layout::incompatible;
 use crate::pool::Space;
 use crate::refcounts::DirtyRefcounts;
 
-/// Dirty metadata as it was at one moment.
-pub(crate) struct Copies {
+/// Slices are written at most so many bytes at once where no copy of them is made.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// What was dirty at one moment, marked as being written.
+pub(crate) struct Taken {
     refcounts: DirtyRefcounts,
-    /// Host offset and bytes, neighbours joined.
-    l2: Vec<(u64, Vec<u8>)>,
-    l2_keys: BTreeSet<u64>,
-    l1: Vec<(u64, Vec<u8>)>,
+    l2: BTreeSet<u64>,
+    l1: Writes,
     l1_sectors: BTreeSet<u64>,
     bitmaps: BitmapCopies,
     unlinked: Vec<Freed>,
@@ -37,9 +38,12 @@ pub(crate) struct Copies {
     sequence: u64,
 }
 
-impl Copies {
+/// Host offset and bytes of writes, neighbours joined.
+pub(crate) type Writes = Vec<(u64, Vec<u8>)>;
+
+impl Taken {
     fn is_empty(&self) -> bool {
-        self.refcounts.writes.is_empty()
+        self.refcounts.is_empty()
             && self.l2.is_empty()
             && self.l1.is_empty()
             && self.bitmaps.is_empty()
@@ -63,24 +67,50 @@ impl Qcow2 {
 
     /// One flush; the caller holds `flushing`.
     pub(crate) fn flush_once(&self) -> Result<()> {
-        let copies = {
+        // Copies, so that others can go on while they are written.
+        let (taken, refcounts, l2) = {
             let mut meta = self.meta.lock();
             meta.check_header(&*self.storage)?;
             self.place_bitmaps(&mut meta)?;
             meta.flush_running = true;
-            self.copy_dirty(&mut meta)
+            let taken = self.take_dirty(&mut meta);
+            let refcounts = meta.refcounts.copies(&taken.refcounts);
+            let l2 = self.copies_of(&taken.l2);
+            (taken, refcounts, l2)
         };
-        let result = self.write_copies(&copies);
+        let result = self.write_in_order(
+            &taken,
+            || write_each(&*self.storage, &refcounts),
+            || write_each(&*self.storage, &l2),
+        );
         let mut meta = self.meta.lock();
         meta.flush_running = false;
         match result {
-            Ok(()) => self.flushed(&mut meta, copies),
-            Err(_) => self.flush_failed(&mut meta, copies),
+            Ok(()) => self.flushed(&mut meta, taken),
+            Err(_) => self.flush_failed(&mut meta, taken),
         }
         drop(meta);
         self.ended.notify_all();
         if result.is_ok() {
             self.recycle();
+        }
+        result
+    }
+
+    /// Makes all dirty metadata durable without giving up the metadata lock: nobody can change what is
+    /// written, so no copy of it is made. Afterwards the disk says what memory says. The caller holds
+    /// `flushing`.
+    pub(crate) fn flush_locked(&self, meta: &mut Meta) -> Result<()> {
+        meta.check_header(&*self.storage)?;
+        let taken = self.take_dirty(meta);
+        let result = self.write_in_order(
+            &taken,
+            || meta.refcounts.write(&taken.refcounts, &*self.storage),
+            || self.write_slices(&taken.l2),
+        );
+        match result {
+            Ok(()) => self.flushed(meta, taken),
+            Err(_) => self.flush_failed(meta, taken),
         }
         result
     }
@@ -106,7 +136,7 @@ impl Qcow2 {
         }
     }
 
-    pub(crate) fn copy_dirty(&self, meta: &mut Meta) -> Copies {
+    fn take_dirty(&self, meta: &mut Meta) -> Taken {
         // The data file is synced before the second group in any case.
         let data_first = meta.data_first && !self.has_data_file();
         let barrier = data_first || meta.refcounts_first || meta.tables_first;
@@ -117,16 +147,6 @@ impl Qcow2 {
         self.dirty.store(false, Ordering::SeqCst);
         let bitmaps = self.copy_bitmaps();
         let barrier = barrier || !bitmaps.is_empty();
-        let l2_keys = std::mem::take(&mut meta.dirty_slices);
-        let slice_bytes = self.slices.slice_bytes();
-        let mut l2: Vec<(u64, Vec<u8>)> = Vec::new();
-        for run in runs(&l2_keys, slice_bytes) {
-            let mut bytes = Vec::with_capacity((run.end - run.start) as usize);
-            for key in run.clone().step_by(slice_bytes as usize) {
-                self.slices.begin_write(key, &mut bytes);
-            }
-            l2.push((run.start, bytes));
-        }
         let l1_sectors = std::mem::take(&mut meta.dirty_l1);
         let words = self.l1.read();
         let l1 = l1_sectors
@@ -140,10 +160,9 @@ impl Qcow2 {
             .collect();
         let sequence = meta.flush_sequence;
         meta.flush_sequence += 1;
-        Copies {
+        Taken {
             refcounts: meta.refcounts.take_dirty(),
-            l2,
-            l2_keys,
+            l2: std::mem::take(&mut meta.dirty_slices),
             l1,
             l1_sectors,
             bitmaps,
@@ -153,49 +172,78 @@ impl Qcow2 {
         }
     }
 
-    pub(crate) fn write_copies(&self, copies: &Copies) -> Result<()> {
-        if copies.is_empty() {
+    /// Copies of slices.
+    fn copies_of(&self, slices: &BTreeSet<u64>) -> Writes {
+        let copy = |run: Range<u64>| {
+            let mut bytes = vec![0; (run.end - run.start) as usize];
+            self.slices.begin_writes(run.start, &mut bytes);
+            (run.start, bytes)
+        };
+        runs(slices, self.slices.slice_bytes()).into_iter().map(copy).collect()
+    }
+
+    /// Writes slices, a piece at a time.
+    fn write_slices(&self, slices: &BTreeSet<u64>) -> Result<()> {
+        let mut piece = [0; PIECE_BYTES];
+        for run in runs(slices, self.slices.slice_bytes()) {
+            for at in run.clone().step_by(PIECE_BYTES) {
+                let bytes = &mut piece[..PIECE_BYTES.min((run.end - at) as usize)];
+                self.slices.begin_writes(at, bytes);
+                self.storage.write_at(bytes, HostOffset(at))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes both groups with their barriers: what was taken, refcount blocks by `refcounts` and L2
+    /// slices by `l2`.
+    fn write_in_order(
+        &self,
+        taken: &Taken,
+        refcounts: impl FnOnce() -> Result<()>,
+        l2: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        if taken.is_empty() {
             return self.data.sync();
         }
-        let write = |writes: &[(u64, Vec<u8>)]| {
-            writes.iter().try_for_each(|(at, bytes)| self.storage.write_at(bytes, HostOffset(*at)))
-        };
-        write(&copies.refcounts.writes)?;
-        write(&copies.bitmaps.pages)?;
+        let storage = &*self.storage;
+        refcounts()?;
+        write_each(storage, &taken.bitmaps.pages)?;
         if self.has_data_file() {
             self.data.sync()?;
         }
         // Also when only refcounts go: with nothing behind them, the last sync is enough.
-        let second = [&copies.l2, &copies.l1, &copies.bitmaps.tables].iter().any(|w| !w.is_empty());
-        if copies.barrier && second {
-            self.storage.sync()?;
+        let second =
+            !(taken.l2.is_empty() && taken.l1.is_empty() && taken.bitmaps.tables.is_empty());
+        if taken.barrier && second {
+            storage.sync()?;
         }
-        write(&copies.l2)?;
-        write(&copies.l1)?;
-        write(&copies.bitmaps.tables)?;
-        self.storage.sync()
+        l2()?;
+        write_each(storage, &taken.l1)?;
+        write_each(storage, &taken.bitmaps.tables)?;
+        storage.sync()
     }
 
-    pub(crate) fn flushed(&self, meta: &mut Meta, copies: Copies) {
-        for key in copies.l2_keys {
+    fn flushed(&self, meta: &mut Meta, taken: Taken) {
+        for key in taken.l2 {
             self.slices.written(key);
         }
-        meta.refcounts.written(copies.refcounts);
-        self.bitmaps_flushed(copies.bitmaps);
-        meta.durable_sequence = copies.sequence + 1;
-        meta.released.extend(copies.unlinked);
+        meta.refcounts.written(taken.refcounts);
+        self.bitmaps_flushed(taken.bitmaps);
+        meta.durable_sequence = taken.sequence + 1;
+        meta.released.extend(taken.unlinked);
     }
 
-    pub(crate) fn flush_failed(&self, meta: &mut Meta, copies: Copies) {
-        for key in copies.l2_keys {
+    fn flush_failed(&self, meta: &mut Meta, taken: Taken) {
+        for key in taken.l2 {
             if self.slices.write_failed(key) {
                 meta.dirty_slices.insert(key);
             }
         }
-        meta.refcounts.restore_dirty(copies.refcounts);
-        self.bitmaps_failed(copies.bitmaps);
-        meta.dirty_l1.extend(copies.l1_sectors);
-        let later = std::mem::replace(&mut meta.unlinked, copies.unlinked);
+        meta.refcounts.restore_dirty(taken.refcounts);
+        self.bitmaps_failed(taken.bitmaps);
+        meta.dirty_l1.extend(taken.l1_sectors);
+        let later = std::mem::replace(&mut meta.unlinked, taken.unlinked);
         meta.unlinked.extend(later);
         meta.data_first = true;
         meta.refcounts_first = true;
@@ -233,14 +281,14 @@ impl Qcow2 {
         let serves = self.flush_requests.load(Ordering::SeqCst);
         self.meta.lock().check_header(&*self.storage)?;
         if self.dirty() || self.has_unreleased() {
-            self.flush_once()?;
+            self.flush_last()?;
         }
         self.recycle();
         let shorter = self.give_back(&mut self.meta.lock())?;
         if let Some(len) = shorter {
             self.storage.set_len(len)?;
         }
-        self.flush_once()?;
+        self.flush_last()?;
         state.completed = serves;
         let mut meta = self.meta.lock();
         if meta.lazy_dirty {
@@ -248,6 +296,17 @@ impl Qcow2 {
             meta.lazy_dirty = false;
         }
         Ok(())
+    }
+
+    /// A flush of an image that is being closed: nobody is there who would have to wait for the lock.
+    /// The caller holds `flushing`.
+    fn flush_last(&self) -> Result<()> {
+        let mut meta = self.meta.lock();
+        self.place_bitmaps(&mut meta)?;
+        let result = self.flush_locked(&mut meta);
+        drop(meta);
+        self.ended.notify_all();
+        result
     }
 
     fn dirty(&self) -> bool {
@@ -290,6 +349,11 @@ impl Qcow2 {
         let present = self.storage.len()?;
         Ok((len < present || (self.storage.volatile() && len > present)).then_some(len))
     }
+}
+
+/// Writes what was copied.
+fn write_each(storage: &dyn Storage, writes: &Writes) -> Result<()> {
+    writes.iter().try_for_each(|(at, bytes)| storage.write_at(bytes, HostOffset(*at)))
 }
 
 /// The host ranges of slices of `step` bytes, those that lie behind each other in one.

@@ -346,11 +346,7 @@ impl Qcow2 {
     ) -> Result<()> {
         debug_assert!(!meta.flush_running);
         let taken = meta.refcounts.take_dirty();
-        let written = taken
-            .writes
-            .iter()
-            .try_for_each(|(at, bytes)| self.storage.write_at(bytes, HostOffset(*at)))
-            .and_then(|()| settle(meta));
+        let written = meta.refcounts.write(&taken, &*self.storage).and_then(|()| settle(meta));
         if let Err(error) = written {
             meta.refcounts.restore_dirty(taken);
             return Err(error);

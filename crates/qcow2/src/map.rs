@@ -5,6 +5,10 @@ use vdkit_block::{Extent, FileIndex, GuestOffset, HostOffset, Packed, Place, Res
 use crate::entry::{L2Entry, State};
 use crate::image::Qcow2;
 use crate::layout::{COPIED, L1_RESERVED, OFFSET_MASK, SUBCLUSTERS};
+use crate::slices::Seen;
+
+/// A run that has gone through so many slices is one of many: what it passes on its way is not kept.
+const PASSED_MANY: u32 = 8;
 
 /// What one look at a slice gave.
 enum Look {
@@ -12,6 +16,50 @@ enum Look {
     Run { extent: Extent, open: bool },
     /// The first entry breaks a rule.
     Fault { word: u64, expected: &'static str },
+}
+
+/// A run that is put together from what one slice after the other says.
+struct Run {
+    /// Bytes that are asked for.
+    len: u64,
+    found: Option<Extent>,
+    /// Slices that it went through without being cut.
+    passed: u32,
+    ended: bool,
+}
+
+impl Run {
+    /// Bytes found.
+    fn done(&self) -> u64 {
+        self.found.map_or(0, |extent| extent.len)
+    }
+
+    /// What comes next; `open` where more may follow.
+    fn add(&mut self, next: Extent, open: bool) {
+        let joined = match self.found {
+            None => Some(next),
+            Some(sofar) => sofar.merge(next),
+        };
+        self.found = joined.or(self.found);
+        self.ended = joined.is_none() || !open || self.done() >= self.len;
+    }
+
+    /// What a slice behind the first one says.
+    fn see(&mut self, look: Look) -> Seen {
+        match look {
+            Look::Run { extent, open } => self.add(extent, open),
+            // What came before it can be used without it.
+            Look::Fault { .. } => self.ended = true,
+        }
+        if self.ended && self.passed >= PASSED_MANY {
+            return Seen::Last;
+        }
+        if self.ended {
+            return Seen::LastAndRest;
+        }
+        self.passed += 1;
+        Seen::Passed
+    }
 }
 
 impl Qcow2 {
@@ -58,54 +106,36 @@ impl Qcow2 {
 
     /// As [`vdkit_block::Format::resolve`], reading slices that are not cached.
     pub(crate) fn map_loading(&self, at: GuestOffset, len: u64) -> Result<Extent> {
-        let mut found: Option<Extent> = None;
-        let mut done = 0;
-        while done < len {
-            let here = at + done;
-            let (next, open) = match self.l2_table(self.geometry.l1_index(here))? {
-                None => {
-                    let run = self.absent_run(here, len - done);
-                    (Extent { len: run, place: Place::Hole }, true)
-                }
-                Some((table, _)) => {
-                    let key = self.slice_of(table, here);
-                    let look = loop {
-                        let look = self.slices.with(key, |w| self.look(w, here, len - done));
-                        match look {
-                            Some(look) => break look,
-                            None if done == 0 => self.slices.load(key, &*self.storage)?,
-                            // Whoever asked for more than one slice tells may ask for all.
-                            None => {
-                                let rest = table.0 + self.geometry.cluster_bytes() - key;
-                                let count = rest / self.slices.slice_bytes();
-                                self.slices.load_ahead(key, count, &*self.storage)?;
-                            }
-                        }
-                    };
-                    match look {
-                        Look::Run { extent, open } => (extent, open),
-                        // What came before it can be used without it.
-                        Look::Fault { .. } if found.is_some() => break,
-                        Look::Fault { word, expected } => {
-                            let index = self.geometry.l2_index(here);
-                            return Err(self.entry_fault(table, index, word, expected));
-                        }
-                    }
-                }
+        let mut run = Run { len, found: None, passed: 0, ended: false };
+        while !run.ended {
+            let here = at + run.done();
+            let rest = len - run.done();
+            let Some((table, _)) = self.l2_table(self.geometry.l1_index(here))? else {
+                let hole = Extent { len: self.absent_run(here, rest), place: Place::Hole };
+                run.add(hole, true);
+                continue;
             };
-            match found {
-                None => found = Some(next),
-                Some(sofar) => match sofar.merge(next) {
-                    Some(joined) => found = Some(joined),
-                    None => break,
-                },
-            }
-            done = found.map_or(0, |f| f.len);
-            if !open {
-                break;
+            let key = self.slice_of(table, here);
+            match self.slices.with(key, |words| self.look(words, here, rest)) {
+                Some(Look::Run { extent, open }) => run.add(extent, open),
+                // What came before it can be used without it.
+                Some(Look::Fault { .. }) if run.found.is_some() => break,
+                Some(Look::Fault { word, expected }) => {
+                    let index = self.geometry.l2_index(here);
+                    return Err(self.entry_fault(table, index, word, expected));
+                }
+                None if run.found.is_none() => self.slices.load(key, &*self.storage)?,
+                // Whoever asked for more than one slice tells may ask for all.
+                None => {
+                    let rest = table.0 + self.geometry.cluster_bytes() - key;
+                    let count = rest / self.slices.slice_bytes();
+                    self.slices.walk(key, count, &*self.storage, |words| {
+                        run.see(self.look(words, at + run.done(), len - run.done()))
+                    })?;
+                }
             }
         }
-        let extent = found.unwrap_or(Extent { len, place: Place::Hole });
+        let extent = run.found.unwrap_or(Extent { len, place: Place::Hole });
         self.guard_metadata(at, extent)
     }
 
@@ -409,5 +439,33 @@ mod tests {
         let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
         image.map_loading(GuestOffset(100 << 20), 65536).unwrap();
         assert_eq!((storage.counts().reads, storage.counts().bytes_read), (1, 4096));
+    }
+
+    /// All runs of an image, as whoever converts it asks for them.
+    fn runs(image: &Qcow2) -> usize {
+        let mut at = GuestOffset(0);
+        let mut runs = 0;
+        while at.0 < image.guest_len() {
+            at += image.map_loading(at, image.guest_len() - at.0).unwrap().len;
+            runs += 1;
+        }
+        runs
+    }
+
+    #[test]
+    fn only_what_is_asked_for_again_is_kept() {
+        // One run: the slices that it begins and ends in.
+        let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
+        assert_eq!(runs(&image), 1);
+        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (2, 2 * 4096));
+        // Two: also the one where they meet, and what is behind it is read again.
+        let (storage, image) = image_of(&[(6000, 5, 1, COPIED), (2192, 9000, 1, COPIED)]);
+        assert_eq!(runs(&image), 2);
+        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (3, 3 * 4096));
+        // Many: each slice is read once, and all but the first at once.
+        let (storage, image) = image_of(&[(8192, 5, 2, COPIED)]);
+        assert_eq!(runs(&image), 8192);
+        assert_eq!((storage.counts().reads, storage.counts().bytes_read), (2, 65536));
+        assert_eq!(image.slices.stats().used_bytes, 65536);
     }
 }

@@ -8,15 +8,16 @@ use std::ops::Range;
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Result, Storage, is_zero};
 
-use crate::flush::runs;
+use crate::flush::{Writes, runs};
 use crate::header::Header;
 use crate::layout::{Geometry, HOST_OFFSET_END};
 
 const SLICE_BYTES: u64 = 4096;
 /// Clean slices beyond this number are dropped: 4 MiB.
 const SLICES_MAX: usize = 1024;
-/// Read at once at most.
-const AHEAD_BYTES: u64 = 64 << 10;
+/// Read or written at once at most, by way of the stack: one call after the other uses the same
+/// pages there.
+const PIECE_BYTES: usize = 64 << 10;
 
 /// Refcount table and cached blocks.
 #[derive(Debug)]
@@ -45,17 +46,20 @@ impl Refcounts {
     pub(crate) fn read(header: &Header, storage: &dyn Storage) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
-        let mut raw = vec![0; bytes as usize];
-        storage.read_padded(&mut raw, header.refcount_table_offset)?;
         // A table has room for far more blocks than most images have: pages of it that hold nothing
         // but zeroes are left as they came from the allocator, so that they cost no memory.
-        let mut table = vec![0; raw.len() / 8];
-        for (words, piece) in table.chunks_mut(512).zip(raw.chunks(4096)) {
-            if is_zero(piece) {
-                continue;
-            }
-            for (word, bytes) in words.iter_mut().zip(piece.as_chunks::<8>().0) {
-                *word = u64::from_be_bytes(*bytes);
+        let mut table = vec![0; (bytes / 8) as usize];
+        let mut piece = [0; PIECE_BYTES];
+        for (words, at) in table.chunks_mut(PIECE_BYTES / 8).zip((0..).step_by(PIECE_BYTES)) {
+            let piece = &mut piece[..words.len() * 8];
+            storage.read_padded(piece, header.refcount_table_offset + at)?;
+            for (words, bytes) in words.chunks_mut(512).zip(piece.chunks(4096)) {
+                if is_zero(bytes) {
+                    continue;
+                }
+                for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+                    *word = u64::from_be_bytes(*bytes);
+                }
             }
         }
         for (index, &entry) in table.iter().enumerate() {
@@ -161,11 +165,12 @@ impl Refcounts {
                 self.slices.retain(|key, _| dirty.contains(key) || writing.contains(key));
             }
             let step = self.slice_bytes();
-            let wanted = slice..slice + count.min(AHEAD_BYTES / step) * step;
+            let wanted = slice..slice + count.min(PIECE_BYTES as u64 / step) * step;
             let absent = |key: &u64| !self.slices.contains_key(key);
             let count = wanted.step_by(step as usize).take_while(absent).count();
-            let mut bytes = vec![0; count * step as usize];
-            storage.read_padded(&mut bytes, HostOffset(slice))?;
+            let mut bytes = [0; PIECE_BYTES];
+            let bytes = &mut bytes[..count * step as usize];
+            storage.read_padded(bytes, HostOffset(slice))?;
             for (key, bytes) in (slice..).step_by(step as usize).zip(bytes.chunks(step as usize)) {
                 self.slices.insert(key, bytes.to_vec());
             }
@@ -259,26 +264,52 @@ impl Refcounts {
         Ok(end)
     }
 
-    /// Copies of all that is dirty as (host offset, bytes), neighbours in one; now marked clean.
+    /// Takes all that is dirty, to be written from copies or as it stands.
     pub(crate) fn take_dirty(&mut self) -> DirtyRefcounts {
-        let mut writes: Vec<(u64, Vec<u8>)> = Vec::new();
-        for run in runs(&self.dirty, self.slice_bytes()) {
-            let mut bytes = Vec::with_capacity((run.end - run.start) as usize);
-            for key in run.clone().step_by(self.slice_bytes() as usize) {
-                bytes.extend_from_slice(&self.slices[&key]);
-            }
-            writes.push((run.start, bytes));
-        }
-        for &index in &self.dirty_table {
-            let offset = self.table_offset.0 + index as u64 * 8;
-            writes.push((offset, self.table[index].to_be_bytes().to_vec()));
-        }
         self.writing.clone_from(&self.dirty);
         DirtyRefcounts {
-            writes,
             slices: std::mem::take(&mut self.dirty),
             table: std::mem::take(&mut self.dirty_table),
         }
+    }
+
+    /// Copies of what was taken.
+    pub(crate) fn copies(&self, taken: &DirtyRefcounts) -> Writes {
+        let mut writes = Writes::new();
+        for run in runs(&taken.slices, self.slice_bytes()) {
+            let mut bytes = vec![0; (run.end - run.start) as usize];
+            self.copy_run(run.start, &mut bytes);
+            writes.push((run.start, bytes));
+        }
+        writes.extend(self.table_words(taken).map(|(at, word)| (at, word.to_vec())));
+        writes
+    }
+
+    /// Writes what was taken, a piece at a time: nobody changes it meanwhile.
+    pub(crate) fn write(&self, taken: &DirtyRefcounts, storage: &dyn Storage) -> Result<()> {
+        let mut piece = [0; PIECE_BYTES];
+        for run in runs(&taken.slices, self.slice_bytes()) {
+            for at in run.clone().step_by(PIECE_BYTES) {
+                let bytes = &mut piece[..PIECE_BYTES.min((run.end - at) as usize)];
+                self.copy_run(at, bytes);
+                storage.write_at(bytes, HostOffset(at))?;
+            }
+        }
+        self.table_words(taken).try_for_each(|(at, word)| storage.write_at(&word, HostOffset(at)))
+    }
+
+    /// Copies slices that lie behind each other.
+    fn copy_run(&self, first: u64, out: &mut [u8]) {
+        let step = self.slice_bytes() as usize;
+        for (key, out) in (first..).step_by(step).zip(out.chunks_mut(step)) {
+            out.copy_from_slice(&self.slices[&key]);
+        }
+    }
+
+    /// Host offsets and bytes of changed table entries.
+    fn table_words(&self, taken: &DirtyRefcounts) -> impl Iterator<Item = (u64, [u8; 8])> {
+        let place = |index: &usize| self.table_offset.0 + *index as u64 * 8;
+        taken.table.iter().map(move |index| (place(index), self.table[*index].to_be_bytes()))
     }
 
     /// What was taken reached the storage.
@@ -315,10 +346,15 @@ fn all_zero(block: &[u8], range: Range<u64>, order: u32) -> bool {
 /// What [`Refcounts::take_dirty`] took.
 #[derive(Debug)]
 pub(crate) struct DirtyRefcounts {
-    /// Host offset and bytes of each write.
-    pub(crate) writes: Vec<(u64, Vec<u8>)>,
     slices: BTreeSet<u64>,
     table: BTreeSet<usize>,
+}
+
+impl DirtyRefcounts {
+    /// Whether there is nothing to write.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.slices.is_empty() && self.table.is_empty()
+    }
 }
 
 /// Reads refcount `index` of a block or a part of one; below 8 bits the lowest bits of a byte come

@@ -61,6 +61,19 @@ struct Slot {
     changed: bool,
 }
 
+/// What a walk is told of the slice that it has shown; see [`SliceCache::walk`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Seen {
+    /// All of it goes on what was found before, and more is wanted. It is not kept: who has the map
+    /// of so much will hardly ask for a part of it.
+    Passed,
+    /// The walk ends in it, and the next will begin there. It is kept, and with it those behind it
+    /// that have been read already.
+    LastAndRest,
+    /// The walk ends in it after many slices: it alone is kept, since the next walk will be long too.
+    Last,
+}
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum SlotState {
     #[default]
@@ -155,31 +168,54 @@ impl SliceCache {
         }
     }
 
-    /// Brings `count` slices that lie behind each other into the cache with one read, at most
-    /// [`AHEAD_MAX`], for who goes through a table from front to back. Those that are cached stay
-    /// as they are, and one that may have changed while it was read is left out.
-    pub(crate) fn load_ahead(&self, key: u64, count: u64, storage: &dyn Storage) -> Result<()> {
+    /// Shows `count` slices that lie behind each other, at most [`AHEAD_MAX`], to `look` in turn until
+    /// it has seen enough, for who goes through a table from front to back: one read does for all
+    /// that are not cached. Only what is likely to be asked for again comes into the cache; see
+    /// [`Seen`].
+    pub(crate) fn walk(
+        &self,
+        key: u64,
+        count: u64,
+        storage: &dyn Storage,
+        mut look: impl FnMut(&[u64]) -> Seen,
+    ) -> Result<()> {
         let generations: [u64; SHARDS] =
             std::array::from_fn(|i| self.shards[i].generation.load(Ordering::Acquire));
-        // On the stack, where one call after the other uses the same pages: pages of the heap would
-        // go to the slices made of them, and each call would touch new ones.
+        // On the stack, where one call after the other uses the same pages.
         let mut bytes = [0; (AHEAD_MAX * SLICE_BYTES) as usize];
         let bytes = &mut bytes[..(count.min(AHEAD_MAX) * self.slice_bytes) as usize];
         storage.read_padded(bytes, HostOffset(key))?;
         let mut words = [0; SLICE_WORDS];
-        for (slice, key) in
-            bytes.chunks(self.slice_bytes as usize).zip((key..).step_by(self.slice_bytes as usize))
-        {
+        let step = self.slice_bytes as usize;
+        let mut seen = Seen::Passed;
+        for (slice, key) in bytes.chunks(step).zip((key..).step_by(step)) {
             let index = self.shard_index(key);
             let shard = &self.shards[index];
-            let mut inner = shard.inner.write();
-            if inner.index.contains_key(&key)
-                || shard.generation.load(Ordering::Acquire) != generations[index]
-            {
+            let words = from_disk(slice, &mut words);
+            if let Seen::Passed = seen {
+                // What is cached may be newer.
+                seen = match self.with(key, &mut look) {
+                    Some(seen) => seen,
+                    None if shard.generation.load(Ordering::Acquire) == generations[index] => {
+                        look(words)
+                    }
+                    // Changed, written and dropped since it was read: whoever walks comes again.
+                    None => return Ok(()),
+                };
+            }
+            if let Seen::Passed = seen {
                 continue;
             }
-            shard.loaded.fetch_add(1, Ordering::Relaxed);
-            self.insert(shard, &mut inner, key, from_disk(slice, &mut words));
+            let mut inner = shard.inner.write();
+            if !inner.index.contains_key(&key)
+                && shard.generation.load(Ordering::Acquire) == generations[index]
+            {
+                shard.loaded.fetch_add(1, Ordering::Relaxed);
+                self.insert(shard, &mut inner, key, words);
+            }
+            if let Seen::Last = seen {
+                break;
+            }
         }
         Ok(())
     }
@@ -249,14 +285,23 @@ impl SliceCache {
         Some(change(&mut slot.words))
     }
 
-    /// Copies a dirty slice in on-disk byte order to the end of `out`; until
-    /// [`SliceCache::written`] it stays in the cache.
-    pub(crate) fn begin_write(&self, key: u64, out: &mut Vec<u8>) {
+    /// Copies dirty slices, which lie behind each other, in on-disk byte order into `out`; until
+    /// [`SliceCache::written`] they stay in the cache.
+    pub(crate) fn begin_writes(&self, first: u64, out: &mut [u8]) {
+        let step = self.slice_bytes as usize;
+        for (key, out) in (first..).step_by(step).zip(out.chunks_mut(step)) {
+            self.begin_write(key, out);
+        }
+    }
+
+    fn begin_write(&self, key: u64, out: &mut [u8]) {
         let mut inner = self.shard(key).inner.write();
         let at = inner.index.get(&key).copied().expect("dirty slices are never evicted");
         let slot = &mut inner.slots[at];
         slot.state = SlotState::Writing;
-        out.extend(slot.words.iter().flat_map(|word| word.to_be_bytes()));
+        for (out, word) in out.as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
+            *out = word.to_be_bytes();
+        }
     }
 
     /// The copy of a slice reached the storage; it may be evicted unless changed again.

@@ -106,19 +106,6 @@ impl Qcow2 {
         self.flush_locked(meta)
     }
 
-    /// Makes all dirty metadata durable without giving up the metadata lock. Afterwards the disk
-    /// says what memory says. The caller holds `flushing`.
-    pub(crate) fn flush_locked(&self, meta: &mut Meta) -> Result<()> {
-        meta.check_header(&*self.storage)?;
-        let copies = self.copy_dirty(meta);
-        let result = self.write_copies(&copies);
-        match result {
-            Ok(()) => self.flushed(meta, copies),
-            Err(_) => self.flush_failed(meta, copies),
-        }
-        result
-    }
-
     /// Reserves contiguous clusters for a table of so many bytes (at least one cluster). To be
     /// made durable by [`Qcow2::flush_locked`] before anything refers to them.
     pub(crate) fn reserve_table(

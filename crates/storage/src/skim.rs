@@ -12,6 +12,8 @@ use vdkit_block::{HostOffset, Result, Storage};
 const SPLICE_BYTES_MIN: u64 = 128 << 10;
 const PIPE_BYTES: usize = 1 << 20;
 const READ_BYTES: u64 = 256 << 10;
+/// A buffer up to this size lies on the stack, whose pages others have touched already.
+const STACK_BYTES: u64 = 64 << 10;
 
 /// A thread's way to `/dev/null`.
 struct Drain {
@@ -74,6 +76,10 @@ pub fn skim(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
 
 /// Reads `len` bytes into a small buffer, again and again.
 pub fn read_away(storage: &dyn Storage, offset: HostOffset, len: u64) -> Result<()> {
+    if len <= STACK_BYTES {
+        let mut buf = [0; STACK_BYTES as usize];
+        return storage.read_up_to(&mut buf[..len as usize], offset).map(drop);
+    }
     let mut buf = vec![0; len.min(READ_BYTES) as usize];
     let mut done = 0;
     while done < len {

@@ -59,7 +59,7 @@ fn move_all(source: &Source, target: &Disk, grid: u64) -> vdkit_block::Result<Mo
         skip_absent: false,
     };
     let moving = MoveOptions {
-        threads: 2,
+        threads: Some(2),
         detect_zeroes: Some(4096),
         compress: None,
         in_order: false,
