@@ -7,7 +7,10 @@ use crate::image::Qcow2;
 use crate::layout::{COPIED, L1_RESERVED, OFFSET_MASK, SUBCLUSTERS};
 use crate::slices::Seen;
 
-/// A run that has gone through so many slices is one of many: what it passes on its way is not kept.
+/// Who asks for more than the longest request (NBD's, 32 MiB) draws a map: what is passed on the way
+/// is not kept. A request that comes again must find all of it.
+const REQUEST_BYTES_MAX: u64 = 32 << 20;
+/// A map's run that has gone through so many slices will be followed by others that are as long.
 const PASSED_MANY: u32 = 8;
 
 /// What one look at a slice gave.
@@ -51,14 +54,15 @@ impl Run {
             // What came before it can be used without it.
             Look::Fault { .. } => self.ended = true,
         }
-        if self.ended && self.passed >= PASSED_MANY {
+        let mapping = self.len > REQUEST_BYTES_MAX;
+        if self.ended && mapping && self.passed >= PASSED_MANY {
             return Seen::Last;
         }
         if self.ended {
             return Seen::LastAndRest;
         }
         self.passed += 1;
-        Seen::Passed
+        if mapping { Seen::Passed } else { Seen::Kept }
     }
 }
 
@@ -462,6 +466,12 @@ mod tests {
         let (storage, image) = image_of(&[(6000, 5, 1, COPIED), (2192, 9000, 1, COPIED)]);
         assert_eq!(runs(&image), 2);
         assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (3, 3 * 4096));
+        // A request that comes again finds all of it.
+        let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
+        for _ in 0..2 {
+            image.map_loading(GuestOffset(31 << 20), 32 << 20).unwrap();
+        }
+        assert_eq!(storage.counts().reads, 2);
         // Many: each slice is read once, and all but the first at once.
         let (storage, image) = image_of(&[(8192, 5, 2, COPIED)]);
         assert_eq!(runs(&image), 8192);

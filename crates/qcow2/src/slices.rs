@@ -64,8 +64,9 @@ struct Slot {
 /// What a walk is told of the slice that it has shown; see [`SliceCache::walk`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Seen {
-    /// All of it goes on what was found before, and more is wanted. It is not kept: who has the map
-    /// of so much will hardly ask for a part of it.
+    /// All of it goes on what was found before, and more is wanted.
+    Kept,
+    /// The same, and it is not kept: whoever has the map of so much will hardly ask for a part of it.
     Passed,
     /// The walk ends in it, and the next will begin there. It is kept, and with it those behind it
     /// that have been read already.
@@ -187,12 +188,12 @@ impl SliceCache {
         storage.read_padded(bytes, HostOffset(key))?;
         let mut words = [0; SLICE_WORDS];
         let step = self.slice_bytes as usize;
-        let mut seen = Seen::Passed;
+        let mut seen = Seen::Kept;
         for (slice, key) in bytes.chunks(step).zip((key..).step_by(step)) {
             let index = self.shard_index(key);
             let shard = &self.shards[index];
             let words = from_disk(slice, &mut words);
-            if let Seen::Passed = seen {
+            if let Seen::Kept | Seen::Passed = seen {
                 // What is cached may be newer.
                 seen = match self.with(key, &mut look) {
                     Some(seen) => seen,
