@@ -9,16 +9,21 @@
 //!  server     sockets ─► a thread a connection
 //!  handshake  ─► which export, which kind of replies, which contexts
 //!  session    requests: a leader does what waits for nothing, others what may block
+//!  read       reads that may block
+//!  receiver, buffer   what was received, and memory for it
 //!  reply      replies, gathered
 //!  channel, tls   the connection's bytes
 //!  status, contexts   block status
 //!  wire       numbers and shapes
 //! ```
 
+mod buffer;
 mod channel;
 mod contexts;
 mod exports;
 mod handshake;
+mod read;
+mod receiver;
 mod reply;
 mod server;
 mod session;

@@ -11,8 +11,6 @@ use crate::wire::{self, Chunk, Request, chunk};
 
 /// A thread sends what it has gathered when it has so much.
 const GATHER_BYTES: usize = 256 << 10;
-/// And keeps memory for so much.
-const KEPT_BYTES_MAX: usize = 2 << 20;
 
 /// Replies of one thread that are not sent yet.
 #[derive(Default)]
@@ -23,23 +21,11 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// Whether nothing waits to be sent.
-    pub fn is_empty(&self) -> bool {
-        self.used == 0
-    }
-
     /// Room for a payload behind a header of `head` bytes, at the place where
     /// [`Replier::put_data`] expects it.
     pub fn data_room(&mut self, head: usize, len: usize) -> &mut [u8] {
         let start = self.used + head;
         &mut self.buf[start..start + len]
-    }
-
-    /// Gives memory back that only a large reply needed.
-    pub fn shrink(&mut self) {
-        if self.buf.len() > KEPT_BYTES_MAX && self.used == 0 {
-            self.buf = Vec::new();
-        }
     }
 
     fn free(&mut self, len: usize) -> &mut [u8] {
@@ -85,11 +71,19 @@ impl Replier {
     }
 
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        self.send_both(bytes, &[])
+    }
+
+    fn send_both(&self, head: &[u8], data: &[u8]) -> io::Result<()> {
         let _one = self.sending.lock();
         if self.closed.load(Ordering::SeqCst) {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
-        let sent = self.channel.send(bytes);
+        let sent = if data.is_empty() {
+            self.channel.send(head)
+        } else {
+            self.channel.send_both(head, data)
+        };
         if sent.is_err() {
             // A reply may be cut in the middle: nothing after it would be understood.
             self.close();
@@ -170,14 +164,30 @@ impl Replier {
         }
     }
 
-    /// A piece of a read whose data stand in [`Outbox::data_room`], zeroes as such.
-    pub fn put_piece(&self, out: &mut Outbox, request: &Request, at: u64, len: usize) {
-        let head = self.head();
-        if out.data_room(head, len).iter().all(|byte| *byte == 0) {
-            self.put_hole(out, request, at, len as u64, 0);
+    /// Sends what was read at an offset, as a simple reply or a chunk, which may be the last one.
+    pub fn data(&self, request: &Request, at: u64, data: &[u8], last: bool) -> io::Result<()> {
+        let mut head = [0; wire::EXTENDED_CHUNK_BYTES + 8];
+        let (cookie, offset) = (request.cookie, request.offset);
+        if self.structured {
+            let len = 8 + data.len() as u64;
+            let flags = if last { chunk::DONE } else { 0 };
+            let header = Chunk { flags, kind: chunk::OFFSET_DATA, cookie, offset, len };
+            let start = header.put(&mut head, self.extended);
+            head[start..start + 8].copy_from_slice(&at.to_be_bytes());
         } else {
-            self.put_data_chunk(out, request, at, len, 0);
+            wire::put_simple(&mut head, 0, cookie);
         }
+        self.send_both(&head[..self.head()], data)
+    }
+
+    /// Sends a chunk that says: zeroes.
+    pub fn hole(&self, request: &Request, at: u64, len: u64, last: bool) -> io::Result<()> {
+        let mut payload = [0; 12];
+        payload[..8].copy_from_slice(&at.to_be_bytes());
+        // Pieces of reads are far below 4 GiB.
+        payload[8..].copy_from_slice(&(len as u32).to_be_bytes());
+        let flags = if last { chunk::DONE } else { 0 };
+        self.chunk(request, chunk::OFFSET_HOLE, flags, &payload)
     }
 
     /// The reply to a request that went well and answers nothing else.
@@ -228,11 +238,23 @@ impl Replier {
             wire::put_simple(&mut bytes, errno, request.cookie);
             return self.send(&bytes);
         }
-        let text = &text.as_bytes()[..text.len().min(wire::STRING_MAX as usize)];
-        let mut payload = Vec::with_capacity(6 + text.len());
-        payload.extend(errno.to_be_bytes());
-        payload.extend((text.len() as u16).to_be_bytes());
-        payload.extend(text);
-        self.chunk(request, chunk::ERROR, chunk::DONE, &payload)
+        self.chunk(request, chunk::ERROR, chunk::DONE, &error_payload(errno, text))
     }
+
+    /// Sends an error as the end of a reply in chunks, and from which offset of the disk on it holds.
+    pub fn error_at(&self, request: &Request, errno: u32, text: &str, at: u64) -> io::Result<()> {
+        let mut payload = error_payload(errno, text);
+        payload.extend(at.to_be_bytes());
+        self.chunk(request, chunk::ERROR_OFFSET, chunk::DONE, &payload)
+    }
+}
+
+/// What all chunks about errors begin with.
+fn error_payload(errno: u32, text: &str) -> Vec<u8> {
+    let text = &text.as_bytes()[..text.len().min(wire::STRING_MAX as usize)];
+    let mut payload = Vec::with_capacity(14 + text.len());
+    payload.extend(errno.to_be_bytes());
+    payload.extend((text.len() as u16).to_be_bytes());
+    payload.extend(text);
+    payload
 }

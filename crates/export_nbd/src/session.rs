@@ -21,20 +21,20 @@ use vdkit_block::Error;
 use vdkit_chain::Ready;
 use vdkit_export::{Change, Claim, Export, OpKind};
 
+use crate::buffer::{Buffer, Buffers};
 use crate::channel::Channel;
 use crate::handshake::Agreed;
+use crate::receiver::Receiver;
 use crate::reply::{Outbox, Replier};
 use crate::status;
 use crate::wire::{self, Request, command, errno, request_flag};
 
 /// Threads of one connection.
 const THREADS_MAX: usize = 16;
-/// Received at once. A request with a payload that does not fit goes through a buffer of its own.
-const RECEIVE_BYTES: usize = 256 << 10;
 /// Payloads up to this size are used where they were received.
 const INLINE_PAYLOAD_MAX: usize = 64 << 10;
 /// Reads up to this size may be done by the leader; a larger one is worth another thread.
-const INLINE_READ_MAX: u64 = 128 << 10;
+pub const INLINE_READ_MAX: u64 = 128 << 10;
 /// A leader's write that took longer than this was one that waited: those that follow go to the
 /// slow lane for a while.
 const PROMPT: Duration = Duration::from_millis(2);
@@ -46,16 +46,16 @@ const WARY_WRITES: u32 = 32;
 const BRIEF: Duration = Duration::from_micros(100);
 /// The list of kept changes is searched for those that are done when it is so long.
 const KEPT_LIST_MAX: usize = 4096;
-/// A large read goes out in pieces of this size.
-const PIECE_BYTES: u64 = 1 << 20;
+/// A request with more than so many bytes in memory at once is the only such one of its connection.
+pub const ALONE_BYTES: u64 = 1 << 20;
 
 /// A connection in transmission.
 pub struct Session {
     channel: Arc<dyn Channel>,
-    export: Arc<Export>,
-    agreed: Agreed,
+    pub(crate) export: Arc<Export>,
+    pub(crate) agreed: Agreed,
     receiver: Mutex<Receiver>,
-    replier: Arc<Replier>,
+    pub(crate) replier: Arc<Replier>,
     /// Threads that wait for the lead.
     waiting: AtomicUsize,
     threads: AtomicUsize,
@@ -65,59 +65,17 @@ pub struct Session {
     took: [AtomicU64; command::KINDS],
     /// Changes that wait for space.
     kept: Mutex<Vec<Weak<Claim>>>,
-    /// Held for a request that has more than [`PIECE_BYTES`] in memory at once: one at a time, so that a
+    buffers: Buffers,
+    /// Held for a request that has more than [`ALONE_BYTES`] in memory at once: one at a time, so that a
     /// connection's memory is bounded.
-    large: Mutex<()>,
-}
-
-/// What was received and not yet used.
-struct Receiver {
-    buf: Box<[u8]>,
-    start: usize,
-    end: usize,
-}
-
-impl Receiver {
-    fn available(&self) -> usize {
-        self.end - self.start
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.buf[self.start..self.end]
-    }
-
-    fn consume(&mut self, bytes: usize) {
-        self.start += bytes;
-        if self.start == self.end {
-            (self.start, self.end) = (0, 0);
-        }
-    }
-
-    /// Receives some more, with room for `needed` bytes in one piece; `false` at the end.
-    fn fill(&mut self, channel: &dyn Channel, needed: usize) -> io::Result<bool> {
-        if self.start + needed > self.buf.len() {
-            self.buf.copy_within(self.start..self.end, 0);
-            self.end -= self.start;
-            self.start = 0;
-        }
-        let got = channel.recv(&mut self.buf[self.end..])?;
-        self.end += got;
-        Ok(got > 0)
-    }
-}
-
-/// What one thread keeps between requests.
-#[derive(Default)]
-struct Own {
-    out: Outbox,
-    payload: Vec<u8>,
+    pub(crate) large: Mutex<()>,
 }
 
 /// How a leader's turn ended.
 enum Turn<'s> {
-    /// This request may block; its payload is the thread's own. The guard is that of
+    /// This request may block; its payload is in the buffer. The guard is that of
     /// [`Session::large`], where it counts as such.
-    Slow(Request, Instant, Option<MutexGuard<'s, ()>>),
+    Slow(Request, Instant, Buffer, Option<MutexGuard<'s, ()>>),
     /// The connection is over.
     End,
 }
@@ -130,11 +88,7 @@ impl Session {
             channel,
             export: agreed.export.clone(),
             agreed,
-            receiver: Mutex::new(Receiver {
-                buf: vec![0; RECEIVE_BYTES].into_boxed_slice(),
-                start: 0,
-                end: 0,
-            }),
+            receiver: Mutex::new(Receiver::new()),
             replier,
             waiting: AtomicUsize::new(0),
             threads: AtomicUsize::new(1),
@@ -142,6 +96,7 @@ impl Session {
             wary: AtomicU32::new(0),
             took: std::array::from_fn(|_| AtomicU64::new(u64::MAX)),
             kept: Mutex::default(),
+            buffers: Buffers::default(),
             large: Mutex::new(()),
         }
     }
@@ -160,7 +115,7 @@ impl Session {
     }
 
     fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
-        let mut own = Own::default();
+        let mut out = Outbox::default();
         loop {
             self.waiting.fetch_add(1, Ordering::SeqCst);
             let mut receiver = self.receiver.lock();
@@ -168,11 +123,12 @@ impl Session {
             if self.closed.load(Ordering::SeqCst) {
                 return;
             }
-            match self.lead(&mut receiver, &mut own) {
-                Ok(Turn::Slow(request, began, large)) => {
+            match self.lead(&mut receiver, &mut out) {
+                Ok(Turn::Slow(request, began, mut buffer, large)) => {
                     drop(receiver);
                     self.need_follower(scope);
-                    self.slow(&request, began, &mut own);
+                    self.slow(&request, began, &mut buffer, &mut out);
+                    self.buffers.give_back(buffer);
                     drop(large);
                 }
                 Ok(Turn::End) | Err(_) => {
@@ -200,17 +156,15 @@ impl Session {
     }
 
     /// Does requests until one may block or the connection ends.
-    fn lead(&self, receiver: &mut Receiver, own: &mut Own) -> io::Result<Turn<'_>> {
+    fn lead(&self, receiver: &mut Receiver, out: &mut Outbox) -> io::Result<Turn<'_>> {
         let extended = self.agreed.extended;
         let head = if extended { wire::EXTENDED_REQUEST_BYTES } else { wire::REQUEST_BYTES };
         let mut now = Instant::now();
         loop {
             if receiver.available() < head {
-                self.replier.send_all(&mut own.out)?;
-                while receiver.available() < head {
-                    if !receiver.fill(&*self.channel, head)? {
-                        return Ok(Turn::End);
-                    }
+                self.replier.send_all(out)?;
+                if !receiver.fill(&*self.channel, head)? {
+                    return Ok(Turn::End);
                 }
                 now = Instant::now();
             }
@@ -220,24 +174,22 @@ impl Session {
             };
             let payload = request.payload(extended);
             if payload > u64::from(wire::PAYLOAD_MAX) || request.command == command::DISC {
-                self.replier.send_all(&mut own.out)?;
+                self.replier.send_all(out)?;
                 return Ok(Turn::End);
             }
             let payload = payload as usize;
-            let mut large = None;
-            if payload <= INLINE_PAYLOAD_MAX {
+            receiver.expect_large(payload > INLINE_PAYLOAD_MAX);
+            let (buffer, large) = if payload <= INLINE_PAYLOAD_MAX {
                 let whole = head + payload;
-                while receiver.available() < whole {
-                    if !own.out.is_empty() {
-                        self.replier.send_all(&mut own.out)?;
-                    }
+                if receiver.available() < whole {
+                    self.replier.send_all(out)?;
                     if !receiver.fill(&*self.channel, whole)? {
                         return Ok(Turn::End);
                     }
                 }
                 let began = now;
                 let bytes = &receiver.bytes()[head..whole];
-                if self.fast(&request, bytes, &mut own.out)? {
+                if self.fast(&request, bytes, out)? {
                     now = Instant::now();
                     self.count(&request, now - began, true);
                     self.export.counters().lane(true);
@@ -245,52 +197,31 @@ impl Session {
                     continue;
                 }
                 if self.is_brief(&request) && self.fault(&request).is_none() {
-                    self.perform(&request, began, bytes, &mut own.out)?;
+                    self.perform(&request, began, bytes)?;
                     self.export.counters().lane(false);
                     receiver.consume(whole);
                     now = Instant::now();
                     continue;
                 }
-                own.payload.clear();
-                own.payload.extend_from_slice(bytes);
+                let mut buffer = self.buffers.take();
+                buffer.room(payload).copy_from_slice(bytes);
                 receiver.consume(whole);
+                (buffer, None)
             } else {
                 receiver.consume(head);
-                self.replier.send_all(&mut own.out)?;
-                if payload as u64 > PIECE_BYTES {
-                    large = Some(self.large.lock());
-                }
-                self.receive_payload(receiver, own, payload)?;
-            }
-            self.replier.send_all(&mut own.out)?;
+                self.replier.send_all(out)?;
+                let large = (payload as u64 > ALONE_BYTES).then(|| self.large.lock());
+                let mut buffer = self.buffers.take();
+                receiver.take_payload(&*self.channel, &mut buffer, payload)?;
+                (buffer, large)
+            };
+            self.replier.send_all(out)?;
             self.export.counters().lane(false);
-            return Ok(Turn::Slow(request, now, large));
+            return Ok(Turn::Slow(request, now, buffer, large));
         }
     }
 
-    /// Receives a large payload into the thread's own memory.
-    fn receive_payload(
-        &self,
-        receiver: &mut Receiver,
-        own: &mut Own,
-        payload: usize,
-    ) -> io::Result<()> {
-        own.payload.clear();
-        let here = receiver.available().min(payload);
-        own.payload.extend_from_slice(&receiver.bytes()[..here]);
-        receiver.consume(here);
-        let mut done = here;
-        own.payload.resize(payload, 0);
-        while done < payload {
-            match self.channel.recv(&mut own.payload[done..])? {
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                got => done += got,
-            }
-        }
-        Ok(())
-    }
-
-    fn count(&self, request: &Request, took: Duration, ok: bool) {
+    pub(crate) fn count(&self, request: &Request, took: Duration, ok: bool) {
         let kind = match request.command {
             command::READ => OpKind::Read,
             command::WRITE => OpKind::Write,
@@ -391,40 +322,26 @@ impl Session {
     }
 
     /// The slow lane: may block.
-    fn slow(&self, request: &Request, began: Instant, own: &mut Own) {
+    fn slow(&self, request: &Request, began: Instant, buffer: &mut Buffer, out: &mut Outbox) {
         let done = match self.fault(request) {
             Some((errno, text)) => self.replier.error(request, errno, text),
-            None => {
-                let payload = std::mem::take(&mut own.payload);
-                let done = self.perform(request, began, &payload, &mut own.out);
-                own.payload = payload;
-                done
-            }
+            None if request.command == command::READ => self.read(request, began, buffer, out),
+            None => self.perform(request, began, buffer.bytes()),
         };
         if done.is_err() {
             // The client is gone: the leader shall hear of it.
             self.closed.store(true, Ordering::SeqCst);
             self.channel.shutdown(Shutdown::Both);
         }
-        if own.payload.capacity() > PIECE_BYTES as usize {
-            own.payload = Vec::new();
-        }
     }
 
     /// Does a request that may block, and answers it.
-    fn perform(
-        &self,
-        request: &Request,
-        began: Instant,
-        payload: &[u8],
-        out: &mut Outbox,
-    ) -> io::Result<()> {
+    fn perform(&self, request: &Request, began: Instant, payload: &[u8]) -> io::Result<()> {
         let start = Instant::now();
         let (at, len) = (request.offset, request.len);
         let fua = request.has(request_flag::FUA);
         let export = &self.export;
         let done = match request.command {
-            command::READ => return self.read(request, began, out),
             command::BLOCK_STATUS => {
                 return status::answer(&self.replier, &self.agreed, request, payload);
             }
@@ -495,8 +412,12 @@ impl Session {
         export.keep_claimed(change, request.offset, fua, error, claim, done);
     }
 
-    fn fail(&self, request: &Request, error: &Error) -> io::Result<()> {
+    pub(crate) fn warn(&self, error: &Error) {
         tracing::warn!(export = self.export.name(), "{error}");
+    }
+
+    pub(crate) fn fail(&self, request: &Request, error: &Error) -> io::Result<()> {
+        self.warn(error);
         self.replier.error(request, errno_of(error), &error.to_string())
     }
 
@@ -509,56 +430,6 @@ impl Session {
         caps.cheap_zeroes
             && at.is_multiple_of(unit)
             && (end.is_multiple_of(unit) || end == disk.guest_bytes())
-    }
-
-    fn read(&self, request: &Request, began: Instant, out: &mut Outbox) -> io::Result<()> {
-        let whole = !self.agreed.structured || request.has(request_flag::DF);
-        if request.len > u64::from(wire::PAYLOAD_MAX) {
-            return self.replier.error(request, errno::OVERFLOW, "more than 32 MiB in one read");
-        }
-        let done = if whole || request.len <= PIECE_BYTES {
-            let _one = (request.len > PIECE_BYTES).then(|| self.large.lock());
-            self.read_whole(request, out)?
-        } else {
-            self.read_pieces(request, out)?
-        };
-        self.count(request, began.elapsed(), done);
-        Ok(())
-    }
-
-    /// Answers with one chunk or simple reply. Says whether the read itself went well.
-    fn read_whole(&self, request: &Request, out: &mut Outbox) -> io::Result<bool> {
-        let len = request.len as usize;
-        self.replier.make_room(out, len)?;
-        let data = out.data_room(self.replier.head(), len);
-        match self.export.read(data, request.offset) {
-            Ok(()) => {
-                self.replier.put_data(out, request, len);
-                self.replier.send_all(out)?;
-                out.shrink();
-                Ok(true)
-            }
-            Err(error) => self.fail(request, &error).map(|()| false),
-        }
-    }
-
-    /// Answers with a chunk for each piece; what reads as zero costs no bytes.
-    fn read_pieces(&self, request: &Request, out: &mut Outbox) -> io::Result<bool> {
-        let mut done = 0;
-        while done < request.len {
-            let at = request.offset + done;
-            let len = PIECE_BYTES.min(request.len - done);
-            self.replier.make_room(out, len as usize)?;
-            let data = out.data_room(self.replier.head(), len as usize);
-            match self.export.read(data, at) {
-                Ok(()) => self.replier.put_piece(out, request, at, len as usize),
-                Err(error) => return self.fail(request, &error).map(|()| false),
-            }
-            self.replier.send_all(out)?;
-            done += len;
-        }
-        self.replier.end(request)?;
-        Ok(true)
     }
 }
 

@@ -110,6 +110,7 @@ pub mod chunk {
     pub const BLOCK_STATUS: u16 = 5;
     pub const BLOCK_STATUS_EXT: u16 = 6;
     pub const ERROR: u16 = (1 << 15) + 1;
+    pub const ERROR_OFFSET: u16 = (1 << 15) + 2;
     /// Flag of the last chunk of a reply.
     pub const DONE: u16 = 1;
 }

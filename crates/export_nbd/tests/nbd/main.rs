@@ -3,6 +3,7 @@
 mod corpus;
 mod durable;
 mod handshake;
+mod large;
 mod load;
 mod nospace;
 mod requests;

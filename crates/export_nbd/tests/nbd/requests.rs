@@ -33,23 +33,6 @@ fn what_is_written_is_read() {
 }
 
 #[test]
-fn a_large_read_comes_in_pieces_and_whole_when_asked() {
-    for style in [Style::Structured, Style::Extended] {
-        let rig = Rig::new(64 * MIB);
-        let mut client = rig.client(style);
-        client.write(0, &vec![1; 2 * MIB as usize]).unwrap();
-        client.write(5 * MIB, &vec![2; 3 * MIB as usize]).unwrap();
-        let (bytes, chunks) = client.read_with(0, 0, 8 * MIB as usize).unwrap();
-        assert_eq!(chunks, 5, "zeroes cost no data");
-        let (whole, one) = client.read_with(DF, 0, 8 * MIB as usize).unwrap();
-        assert_eq!(one, 1);
-        assert!(bytes == whole);
-        assert_eq!(whole.iter().filter(|byte| **byte == 2).count(), 3 * MIB as usize);
-        rig.end();
-    }
-}
-
-#[test]
 fn requests_past_the_end_are_refused_and_the_connection_lives() {
     for style in STYLES {
         let rig = Rig::new(MIB);
