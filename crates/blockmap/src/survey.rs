@@ -46,7 +46,7 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     report.total_clusters = geometry.entries;
     let mut surveyed = Surveyed { end: geometry.first_block, ..Surveyed::default() };
     monitor.cancel.check()?;
-    surveyed.changed |= judge_entries(storage, geometry, mending, report)?;
+    surveyed.changed |= judge_entries(job, mending, report)?;
     let blocks = sound(job)?;
     count(geometry, &blocks, report);
     surveyed.blocks = blocks.len() as u64;
@@ -71,16 +71,12 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     // A lie about a table must not fill the disk with copies: the blocks at most double.
     let copies = mending && (overlaps.len() * 2 <= blocks.len() || repair == Repair::AllForced);
     for (a, b) in overlaps.iter() {
-        report.add(Finding {
-            severity: Severity::Corruption,
-            offset: geometry.entry_at(b.index),
-            structure: "block table entry",
-            message: format!(
+        bad_entry(report, geometry.entry_at(b.index), copies, || {
+            format!(
                 "entry {} names the block at {:#x}, which overlaps that of entry {} at {:#x}; \
                  each block belongs to one entry",
                 b.index, b.start, a.index, a.start
-            ),
-            repaired: copies,
+            )
         });
     }
     if copies && !overlaps.is_empty() {
@@ -112,30 +108,49 @@ fn sound(job: &Job<'_>) -> Result<Vec<Placed>> {
     Ok(blocks)
 }
 
-/// Entries that cannot be.
-fn judge_entries(
-    storage: &dyn Storage,
-    geometry: &Geometry,
-    mending: bool,
+/// Notes damage of an entry. Beyond those that are listed it is only counted: there may be millions.
+fn bad_entry(
     report: &mut CheckReport,
-) -> Result<bool> {
+    offset: u64,
+    repaired: bool,
+    message: impl FnOnce() -> String,
+) {
+    if report.findings.len() >= CheckReport::FINDINGS_MAX {
+        report.corruptions += 1;
+        report.corruptions_fixed += u64::from(repaired);
+        return;
+    }
+    let (severity, structure) = (Severity::Corruption, "block table entry");
+    report.add(Finding { severity, offset, structure, message: message(), repaired });
+}
+
+/// Entries that cannot be.
+fn judge_entries(job: &Job<'_>, mending: bool, report: &mut CheckReport) -> Result<bool> {
+    let Job { storage, geometry, monitor, .. } = *job;
     let host_bytes = storage.len()?;
     let mut changed = false;
     let mut bad = Vec::new();
     walk(storage, geometry, |first, words| {
-        for (n, word) in words.iter_mut().enumerate() {
+        monitor.cancel.check()?;
+        // One for all where all are alike: a table may be gigabytes of a hole.
+        if let [one, rest @ ..] = &*words
+            && rest == &words[..rest.len()]
+            && match geometry.slot(*one) {
+                Slot::At(start) => geometry.fault(start, host_bytes).is_none(),
+                _ => true,
+            }
+        {
+            return Ok(false);
+        }
+        for (n, word) in words.iter().enumerate() {
             let Slot::At(start) = geometry.slot(*word) else { continue };
             let index = first + n as u64;
             let Some(expected) = geometry.fault(start, host_bytes) else { continue };
-            report.add(Finding {
-                severity: Severity::Corruption,
-                offset: geometry.entry_at(index),
-                structure: "block table entry",
-                message: format!(
+            bad_entry(report, geometry.entry_at(index), mending, || {
+                format!(
                     "entry {index} names a block at {start:#x} of a file of {host_bytes:#x} bytes; \
                      expected {expected}"
-                ),
-                repaired: mending,
+                )
             });
             bad.push(index);
         }
