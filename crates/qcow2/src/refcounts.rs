@@ -46,20 +46,25 @@ impl Refcounts {
     pub(crate) fn read(header: &Header, storage: &dyn Storage) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
+        // One read, whatever its size: on the stack, where that has room for it.
+        let (mut small, mut large);
+        let raw: &mut [u8] = if bytes <= PIECE_BYTES as u64 {
+            small = [0; PIECE_BYTES];
+            &mut small[..bytes as usize]
+        } else {
+            large = vec![0; bytes as usize];
+            &mut large
+        };
+        storage.read_padded(raw, header.refcount_table_offset)?;
         // A table has room for far more blocks than most images have: pages of it that hold nothing
         // but zeroes are left as they came from the allocator, so that they cost no memory.
-        let mut table = vec![0; (bytes / 8) as usize];
-        let mut piece = [0; PIECE_BYTES];
-        for (words, at) in table.chunks_mut(PIECE_BYTES / 8).zip((0..).step_by(PIECE_BYTES)) {
-            let piece = &mut piece[..words.len() * 8];
-            storage.read_padded(piece, header.refcount_table_offset + at)?;
-            for (words, bytes) in words.chunks_mut(512).zip(piece.chunks(4096)) {
-                if is_zero(bytes) {
-                    continue;
-                }
-                for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
-                    *word = u64::from_be_bytes(*bytes);
-                }
+        let mut table = vec![0; raw.len() / 8];
+        for (words, piece) in table.chunks_mut(512).zip(raw.chunks(4096)) {
+            if is_zero(piece) {
+                continue;
+            }
+            for (word, bytes) in words.iter_mut().zip(piece.as_chunks::<8>().0) {
+                *word = u64::from_be_bytes(*bytes);
             }
         }
         for (index, &entry) in table.iter().enumerate() {
