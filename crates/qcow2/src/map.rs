@@ -478,4 +478,15 @@ mod tests {
         assert_eq!((storage.counts().reads, storage.counts().bytes_read), (2, 65536));
         assert_eq!(image.slices.stats().used_bytes, 65536);
     }
+
+    /// What changed since it was read, or was never written, is told all the same.
+    #[test]
+    fn a_walk_sees_slices_as_they_are_in_memory() {
+        let (_, image) = image_of(&[(8192, 5, 1, COPIED)]);
+        let key = (4 << 16) + 5 * 4096;
+        image.slices.load(key, &*image.storage).unwrap();
+        image.slices.change(key, |words| words[7] = 0).unwrap();
+        let extent = image.map_loading(GuestOffset(0), 512 << 20).unwrap();
+        assert_eq!(extent.len, (5 * 512 + 7) << 16);
+    }
 }
