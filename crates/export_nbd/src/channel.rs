@@ -1,13 +1,18 @@
 //! A connection's bytes: a socket, or one inside TLS.
 
 use std::fmt;
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
+
+use crate::poll::{self, Lookers, Poll};
+
+/// Between two looks: some hundred nanoseconds, about as long as a look takes.
+const SPINS: u32 = 16;
 
 /// A stream of bytes in both directions. One thread receives, one sends, at a time.
 pub trait Channel: Send + Sync + fmt::Debug {
@@ -42,46 +47,86 @@ pub trait Channel: Send + Sync + fmt::Debug {
     fn shutdown(&self, how: Shutdown);
 }
 
-/// A plain socket.
 #[derive(Debug)]
-pub enum Socket {
-    /// On this machine.
+enum Stream {
     Unix(UnixStream),
-    /// From anywhere.
     Tcp(TcpStream),
 }
 
+/// A plain socket.
+#[derive(Debug)]
+pub struct Socket {
+    stream: Stream,
+    poll: Poll,
+}
+
 impl Socket {
+    /// From this machine.
+    pub fn unix(stream: UnixStream) -> Self {
+        Self { stream: Stream::Unix(stream), poll: Poll::new(Lookers::usual()) }
+    }
+
+    /// From anywhere.
+    pub fn tcp(stream: TcpStream) -> Self {
+        Self { stream: Stream::Tcp(stream), poll: Poll::new(Lookers::usual()) }
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        match &self.stream {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        }
+    }
+
     /// Some of the bytes, those of one slice behind those of another.
     fn send_some(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let socket = match self {
-            Self::Unix(socket) => socket.as_fd(),
-            Self::Tcp(socket) => socket.as_fd(),
-        };
         let send =
-            || sendmsg(socket, slices, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL);
+            || sendmsg(self.fd(), slices, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL);
         Ok(rustix::io::retry_on_intr(send)?)
+    }
+
+    fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
+        let recv = || recv(self.fd(), &mut *buf, flags).map(|(got, _)| got);
+        Ok(rustix::io::retry_on_intr(recv)?)
+    }
+
+    /// What comes within [`poll::WINDOW`] of `began`.
+    fn look(&self, buf: &mut [u8], began: Instant) -> io::Result<Option<usize>> {
+        loop {
+            match self.recv_with(buf, RecvFlags::DONTWAIT) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                got => return got.map(Some),
+            }
+            if began.elapsed() >= poll::WINDOW {
+                return Ok(None);
+            }
+            for _ in 0..SPINS {
+                std::hint::spin_loop();
+            }
+        }
     }
 }
 
 impl Channel for Socket {
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        loop {
-            let got = match self {
-                Self::Unix(socket) => (&*socket).read(buf),
-                Self::Tcp(socket) => (&*socket).read(buf),
-            };
-            match got {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                got => return got,
+        let began = Instant::now();
+        if let Some(looking) = self.poll.look() {
+            if let Some(got) = self.look(buf, began)? {
+                self.poll.seen();
+                return Ok(got);
             }
+            self.poll.in_vain();
+            drop(looking);
         }
+        let got = self.recv_with(buf, RecvFlags::empty())?;
+        self.poll.slept(began.elapsed());
+        Ok(got)
     }
 
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        match self {
-            Self::Unix(socket) => (&*socket).write_all(bytes),
-            Self::Tcp(socket) => (&*socket).write_all(bytes),
+        match &self.stream {
+            Stream::Unix(stream) => (&*stream).write_all(bytes),
+            Stream::Tcp(stream) => (&*stream).write_all(bytes),
         }
     }
 
@@ -95,29 +140,31 @@ impl Channel for Socket {
     }
 
     fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        match self {
-            Self::Unix(socket) => {
-                socket.set_read_timeout(most)?;
-                socket.set_write_timeout(most)
+        match &self.stream {
+            Stream::Unix(stream) => {
+                stream.set_read_timeout(most)?;
+                stream.set_write_timeout(most)
             }
-            Self::Tcp(socket) => {
-                socket.set_read_timeout(most)?;
-                socket.set_write_timeout(most)
+            Stream::Tcp(stream) => {
+                stream.set_read_timeout(most)?;
+                stream.set_write_timeout(most)
             }
         }
     }
 
     fn shutdown(&self, how: Shutdown) {
         // A peer that is gone already is no error here.
-        let _ = match self {
-            Self::Unix(socket) => socket.shutdown(how),
-            Self::Tcp(socket) => socket.shutdown(how),
+        let _ = match &self.stream {
+            Stream::Unix(stream) => stream.shutdown(how),
+            Stream::Tcp(stream) => stream.shutdown(how),
         };
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
 
     #[test]
@@ -125,7 +172,7 @@ mod tests {
         let (here, there) = UnixStream::pair().unwrap();
         // Far less than what is sent, so that a call takes a part of it.
         rustix::net::sockopt::set_socket_send_buffer_size(&here, 4096).unwrap();
-        let (socket, data) = (Socket::Unix(here), vec![7; 3_000_000]);
+        let (socket, data) = (Socket::unix(here), vec![7; 3_000_000]);
         let receiving = std::thread::spawn(move || {
             let mut all = Vec::new();
             (&there).read_to_end(&mut all).map(|_| all)
@@ -143,7 +190,7 @@ mod tests {
     fn a_peer_that_is_gone_is_an_error() {
         let (here, there) = UnixStream::pair().unwrap();
         drop(there);
-        let sent = Socket::Unix(here).send_both(b"head", b"data");
+        let sent = Socket::unix(here).send_both(b"head", b"data");
         assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     }
 }

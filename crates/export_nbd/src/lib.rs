@@ -13,6 +13,7 @@
 //!  receiver, buffer   what was received, and memory for it
 //!  reply      replies, gathered
 //!  channel, tls   the connection's bytes
+//!  poll       whether to look for them before sleeping
 //!  status, contexts   block status
 //!  wire       numbers and shapes
 //! ```
@@ -22,6 +23,7 @@ mod channel;
 mod contexts;
 mod exports;
 mod handshake;
+mod poll;
 mod read;
 mod receiver;
 mod reply;

@@ -112,14 +112,14 @@ impl Listener {
 
     fn accept(&self) -> io::Result<Socket> {
         match self {
-            Self::Unix(socket) => socket.accept().map(|(socket, _)| Socket::Unix(socket)),
-            Self::Handed(socket) => socket.accept().map(|(socket, _)| Socket::Unix(socket)),
+            Self::Unix(socket) => socket.accept().map(|(socket, _)| Socket::unix(socket)),
+            Self::Handed(socket) => socket.accept().map(|(socket, _)| Socket::unix(socket)),
             Self::Tcp(listener) => {
                 let (socket, _) = listener.accept()?;
                 // Replies are sent whole, so waiting for more to send helps nobody.
                 socket.set_nodelay(true)?;
                 rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
-                Ok(Socket::Tcp(socket))
+                Ok(Socket::tcp(socket))
             }
         }
     }
