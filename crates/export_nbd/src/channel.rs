@@ -186,6 +186,45 @@ mod tests {
         assert!(all == wanted, "{} bytes", all.len());
     }
 
+    /// A socket whose bytes have always come soon, and its peer.
+    fn trusted() -> (Socket, UnixStream) {
+        let (here, there) = UnixStream::pair().unwrap();
+        let lookers = Box::leak(Box::new(Lookers::new(1)));
+        let socket = Socket { stream: Stream::Unix(here), poll: Poll::new(lookers) };
+        for _ in 0..4 {
+            socket.poll.seen();
+        }
+        (socket, there)
+    }
+
+    #[test]
+    fn bytes_are_looked_for_before_they_are_slept_for() {
+        let (socket, mut there) = trusted();
+        // Fewer than it would take for a probe, which sleeps.
+        for _ in 0..100 {
+            there.write_all(b"bytes").unwrap();
+            let mut buf = [0; 8];
+            assert_eq!(socket.recv(&mut buf).unwrap(), 5);
+            assert_eq!(&buf[..5], b"bytes");
+        }
+        assert!(socket.poll.look().is_some(), "what was there when it was looked for is no loss");
+        // A look in vain takes what credit there was, and then it is slept.
+        let (socket, mut there) = trusted();
+        socket.set_timeout(Some(Duration::from_millis(1))).unwrap();
+        let slept = socket.recv(&mut [0; 8]).unwrap_err();
+        assert_eq!(slept.kind(), io::ErrorKind::WouldBlock);
+        assert!(socket.poll.look().is_none());
+        // The end of a connection is seen by either way.
+        there.write_all(b"last").unwrap();
+        drop(there);
+        for wanted in [4, 0, 0] {
+            assert_eq!(socket.recv(&mut [0; 8]).unwrap(), wanted);
+        }
+        let (socket, there) = trusted();
+        drop(there);
+        assert_eq!(socket.recv(&mut [0; 8]).unwrap(), 0);
+    }
+
     #[test]
     fn a_peer_that_is_gone_is_an_error() {
         let (here, there) = UnixStream::pair().unwrap();
