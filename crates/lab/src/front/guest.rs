@@ -57,6 +57,8 @@ pub struct Guest {
 const MEMORY: &str = "768M";
 /// How long a guest may take beside its load: an emulated processor boots slowly.
 const PATIENCE: Duration = Duration::from_secs(240);
+/// How long a kernel may take until it has proven that KVM works, which it does in a second or two.
+const PROOF: Duration = Duration::from_secs(15);
 /// What the script's end looks like on the first serial port.
 const ENDED: &str = "lab: the script ended with ";
 
@@ -185,7 +187,7 @@ impl Guest {
         initramfs::with_job(&self.initial, script, &initrd)?;
         let serial = |path: &Path| format!("file:{}", path.display());
         let memory = format!("memory-backend-memfd,id=memory,size={MEMORY},share=on");
-        let accelerator = accelerator(&bench.cancel)?;
+        let accelerator = accelerator(&self.kernel, &bench.cancel)?;
         let line = Line::new(need("qemu-system-x86_64")?)
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
             .args(["-machine", "pc,memory-backend=memory", "-cpu", "max", "-m", MEMORY])
@@ -245,26 +247,42 @@ impl Booted {
     }
 }
 
-/// KVM where it works: that `/dev/kvm` can be opened does not say that a processor can be run.
-fn accelerator(cancel: &CancelToken) -> Result<&'static str> {
+/// KVM where it works: that `/dev/kvm` can be opened, and even that QEMU can set up a processor with
+/// it, does not say that a kernel comes far on that. (In a guest whose host lets it nest, firmware may
+/// run and Linux hang.)
+fn accelerator(kernel: &Path, cancel: &CancelToken) -> Result<&'static str> {
     static FOUND: OnceLock<&str> = OnceLock::new();
     if let Some(found) = FOUND.get() {
         return Ok(found);
     }
-    let works = comes_up("kvm", cancel)?;
+    let works = comes_up("kvm", kernel, cancel, PROOF)?;
     Ok(FOUND.get_or_init(|| if works { "kvm" } else { "tcg" }))
 }
 
-/// Whether QEMU can set up a processor of this kind. Where it can, it obeys its monitor and ends in
-/// peace, however slow this machine is; where it cannot, it has failed before.
-fn comes_up(accelerator: &str, cancel: &CancelToken) -> Result<bool> {
-    let ended = Line::new("sh")
-        .args(["-c", "echo quit | \"$0\" \"$@\""])
-        .arg(need("qemu-system-x86_64")?)
-        .args(["-nodefaults", "-no-user-config", "-display", "none", "-machine", "pc"])
-        .args(["-cpu", "max", "-m", "64M", "-accel", accelerator, "-S", "-monitor", "stdio"])
-        .run_any(cancel)?;
-    Ok(ended.status.success())
+/// Whether the kernel comes up on a processor of this kind within `most`: as far as to find that it
+/// has no files, upon which it ends.
+fn comes_up(
+    accelerator: &str,
+    kernel: &Path,
+    cancel: &CancelToken,
+    most: Duration,
+) -> Result<bool> {
+    let mut running = Line::new(need("qemu-system-x86_64")?)
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+        .args(["-machine", "pc", "-cpu", "max", "-m", "256M", "-accel", accelerator])
+        .arg("-kernel")
+        .arg(kernel)
+        .args(["-append", "console=ttyS0 panic=-1", "-serial", "stdio"])
+        .start()?;
+    let until = Instant::now() + most;
+    while !running.wait(Duration::from_millis(20))? {
+        cancel.check()?;
+        if Instant::now() >= until {
+            return Ok(false);
+        }
+    }
+    let ended = running.ended()?;
+    Ok(ended.status.success() && ended.stdout.contains("Kernel panic"))
 }
 
 fn read(path: &Path) -> String {
@@ -284,10 +302,20 @@ mod tests {
 
     #[test]
     fn a_processor_that_comes_up_is_told_from_one_that_does_not() {
-        if !vdkit_testkit::require_peer("qemu-system-x86_64") {
+        if !vdkit_testkit::guest::require_guest() {
             return;
         }
-        assert!(comes_up("tcg", &CancelToken::default()).unwrap());
-        assert!(!comes_up("no-such-thing", &CancelToken::default()).unwrap());
+        let kernel = vdkit_guest::Kernel::fetched().image;
+        let comes_up = |accelerator, most| {
+            comes_up(accelerator, &kernel, &CancelToken::default(), most).unwrap()
+        };
+        assert!(comes_up("tcg", PATIENCE));
+        assert!(!comes_up("no-such-thing", PATIENCE));
+        // One that hangs.
+        assert!(!comes_up("tcg", Duration::ZERO));
+        // Firmware alone is not enough.
+        let nothing = tempfile::NamedTempFile::new().unwrap();
+        let ended = super::comes_up("tcg", nothing.path(), &CancelToken::default(), PATIENCE);
+        assert!(!ended.unwrap());
     }
 }
