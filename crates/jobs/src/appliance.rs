@@ -22,13 +22,13 @@ use vdkit_block::{
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_ova::{Machine, NewDisk, Package, PackageLimits, PackageWriter};
-use vdkit_storage::{FileOptions, PendingFile};
+use vdkit_storage::PendingFile;
 use vdkit_stream::{ByteStream, OutPipe, Packing, StorageReader, spool};
 
 use crate::convert::{ConvertOptions, ConvertReport, Converted, convert, convert_uncommitted};
 use crate::crew::default_threads;
 use crate::source::Source;
-use crate::target::{Destination, cache_until_named, commit_options};
+use crate::target::{Destination, commit_options, new_file_options};
 use crate::verify::verify;
 
 /// Disks that are converted at once: more would only make the file be read in more places.
@@ -402,7 +402,7 @@ pub fn pack(
     monitor: &Monitor<'_>,
 ) -> Result<ApplianceReport> {
     let started = Instant::now();
-    let file = FileOptions::read_write().cache(cache_until_named(new.cache));
+    let file = new_file_options(new.cache);
     let pending = PendingFile::create(&new.path, &file)?;
     let name = |number: usize| format!("{}-disk{number}.vmdk", new.stem);
     let disks: Vec<_> = (1..)

@@ -24,6 +24,7 @@ use vdkit_block::{
     CompressionSpec, Error, Fill, GuestOffset, Monitor, PackedReservation, Reservation, Result,
 };
 use vdkit_chain::Disk;
+use vdkit_storage::AlignedBuf;
 
 use crate::compress::Compressor;
 use crate::crew::default_threads;
@@ -36,6 +37,8 @@ use crate::zero::{data_runs, is_zero};
 
 /// Bytes that one thread moves alone before others are started: a small job is over by then.
 const ALONE_BYTES: u64 = 8 << 20;
+/// What every device takes as the alignment of memory.
+const PAGE_BYTES: usize = 4096;
 /// Bytes of one piece of zeroes where they are written one by one.
 const ZERO_BYTES_MAX: u64 = 8 << 20;
 
@@ -162,13 +165,20 @@ pub(crate) struct Mover<'a> {
 }
 
 /// A thread's buffers.
-#[derive(Default)]
 struct Buffers {
-    bytes: Vec<u8>,
+    /// Aligned as direct I/O likes it, so that nothing has to be copied for that.
+    bytes: AlignedBuf,
     runs: Vec<Range<usize>>,
     packed: Vec<u8>,
     lens: Vec<u32>,
     compressor: Option<Compressor>,
+}
+
+impl Default for Buffers {
+    fn default() -> Self {
+        let (runs, packed, lens) = (Vec::new(), Vec::new(), Vec::new());
+        Self { bytes: AlignedBuf::new(0, PAGE_BYTES), runs, packed, lens, compressor: None }
+    }
 }
 
 /// Target space for a part of a chunk.
@@ -426,7 +436,7 @@ impl<'a> Mover<'a> {
     }
 
     fn read(&self, buffers: &mut Buffers, at: u64, len: u64) -> Result<()> {
-        buffers.bytes.resize(len as usize, 0);
+        buffers.bytes.resize(len as usize);
         self.source.read_at(&mut buffers.bytes, at)?;
         add(&self.moved.read, len);
         Ok(())
@@ -485,7 +495,7 @@ impl<'a> Mover<'a> {
         if let Some(end) = self.source.end_of_stream() {
             // What lies behind it is nothing that could be written.
             let end = end.next_multiple_of(512).saturating_sub(at).min(len);
-            buffers.bytes.truncate(end as usize);
+            buffers.bytes.resize(end as usize);
         }
         let Some(target) = self.target else {
             // Nothing is placed, so nothing has an order.
@@ -537,7 +547,7 @@ impl<'a> Mover<'a> {
             None => compressor.insert(Compressor::new(spec)?),
         };
         // A short last cluster is compressed whole, with zeroes behind the end of the disk.
-        bytes.resize(bytes.len().next_multiple_of(cluster), 0);
+        bytes.resize(bytes.len().next_multiple_of(cluster));
         for (index, unit) in bytes.chunks_exact(cluster).enumerate() {
             if is_zero(unit) {
                 lens.push(ZERO_CLUSTER);

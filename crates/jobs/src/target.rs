@@ -8,7 +8,7 @@ use vdkit_block::{
     OpenRequest, Options, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
-use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
+use vdkit_storage::{CacheShare, CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
 use vdkit_stream::OutPipe;
 
 use crate::convert::ConvertOptions;
@@ -60,8 +60,15 @@ pub struct NewImage {
 
 /// How a new file is written to until it has its name: nobody can see it before, so the one sync
 /// at the end serves for all those that keep an image whole while it is in use.
-pub(crate) fn cache_until_named(wanted: Option<CacheMode>) -> CacheMode {
+fn cache_until_named(wanted: Option<CacheMode>) -> CacheMode {
     wanted.unwrap_or(CacheMode::Unsafe)
+}
+
+/// How a new file is opened. Without a cache mode that somebody asked for, as much of it goes past the
+/// page cache as that has no use for.
+pub(crate) fn new_file_options(wanted: Option<CacheMode>) -> FileOptions {
+    let share = if wanted.is_none() { CacheShare::Background } else { CacheShare::All };
+    FileOptions::read_write().cache(cache_until_named(wanted)).share(share)
 }
 
 /// What is made durable as a new file takes its name. A crash after the rename must not leave
@@ -178,7 +185,7 @@ impl Target {
         }
         let new = &NewImage { options, ..new.clone() };
         let cache = cache_until_named(new.cache);
-        let file = FileOptions::read_write().cache(cache);
+        let file = new_file_options(new.cache);
         let pending = PendingFile::create(&new.path, &file)?;
         let wanted = WantedFiles {
             registry,

@@ -23,8 +23,9 @@ use crate::layout::incompatible;
 use crate::pool::Space;
 use crate::refcounts::DirtyRefcounts;
 
-/// Slices are written at most so many bytes at once where no copy of them is made.
-const PIECE_BYTES: usize = 64 << 10;
+/// Read or written at once at most, by way of the stack: one call after the other uses the same pages
+/// there. A multiple of each slice's length.
+pub(crate) const PIECE_BYTES: usize = 64 << 10;
 
 /// What was dirty at one moment, marked as being written.
 pub(crate) struct Taken {
@@ -184,15 +185,8 @@ impl Qcow2 {
 
     /// Writes slices, a piece at a time.
     fn write_slices(&self, slices: &BTreeSet<u64>) -> Result<()> {
-        let mut piece = [0; PIECE_BYTES];
-        for run in runs(slices, self.slices.slice_bytes()) {
-            for at in run.clone().step_by(PIECE_BYTES) {
-                let bytes = &mut piece[..PIECE_BYTES.min((run.end - at) as usize)];
-                self.slices.begin_writes(at, bytes);
-                self.storage.write_at(bytes, HostOffset(at))?;
-            }
-        }
-        Ok(())
+        let runs = runs(slices, self.slices.slice_bytes());
+        write_pieces(&*self.storage, runs, |at, piece| self.slices.begin_writes(at, piece))
     }
 
     /// Writes both groups with their barriers: what was taken, refcount blocks by `refcounts` and L2
@@ -356,6 +350,23 @@ fn write_each(storage: &dyn Storage, writes: &Writes) -> Result<()> {
     writes.iter().try_for_each(|(at, bytes)| storage.write_at(bytes, HostOffset(*at)))
 }
 
+/// Writes host ranges a piece at a time, without a copy of all; `fill` puts in what lies at an offset.
+pub(crate) fn write_pieces(
+    storage: &dyn Storage,
+    runs: Vec<Range<u64>>,
+    fill: impl Fn(u64, &mut [u8]),
+) -> Result<()> {
+    let mut piece = [0; PIECE_BYTES];
+    for run in runs {
+        for at in run.clone().step_by(PIECE_BYTES) {
+            let bytes = &mut piece[..PIECE_BYTES.min((run.end - at) as usize)];
+            fill(at, bytes);
+            storage.write_at(bytes, HostOffset(at))?;
+        }
+    }
+    Ok(())
+}
+
 /// The host ranges of slices of `step` bytes, those that lie behind each other in one.
 pub(crate) fn runs(slices: &BTreeSet<u64>, step: u64) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
@@ -378,4 +389,33 @@ fn end_without<'a>(mut end: u64, runs: impl Iterator<Item = &'a Space>) -> u64 {
         end = last.first;
     }
     end
+}
+
+#[cfg(test)]
+mod tests {
+    use vdkit_storage::MemoryStorage;
+    use vdkit_testkit::CountingStorage;
+
+    use super::*;
+
+    #[test]
+    fn pieces_of_a_run_lie_where_their_slices_do() {
+        // What lies at an offset says where it is.
+        let at = |offset: u64| (offset / 512) as u8 ^ (offset >> 16) as u8;
+        let fill = |first: u64, out: &mut [u8]| {
+            for (offset, byte) in (first..).zip(out) {
+                *byte = at(offset);
+            }
+        };
+        let piece = PIECE_BYTES as u64;
+        let runs = vec![512..1024, 4096..4096 + 2 * piece + 512, 4 * piece..5 * piece];
+        let memory = std::sync::Arc::new(MemoryStorage::with_len("m", 5 * piece));
+        let storage = CountingStorage::new(memory.clone());
+        write_pieces(&*storage, runs.clone(), fill).unwrap();
+        assert_eq!(storage.counts().writes, 1 + 3 + 1);
+        for (offset, byte) in (0..).zip(memory.to_vec()) {
+            let written = runs.iter().any(|run| run.contains(&offset));
+            assert_eq!(byte, if written { at(offset) } else { 0 }, "offset {offset:#x}");
+        }
+    }
 }

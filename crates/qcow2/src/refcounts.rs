@@ -8,16 +8,13 @@ use std::ops::Range;
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Result, Storage, is_zero};
 
-use crate::flush::{Writes, runs};
+use crate::flush::{PIECE_BYTES, Writes, runs, write_pieces};
 use crate::header::Header;
 use crate::layout::{Geometry, HOST_OFFSET_END};
 
 const SLICE_BYTES: u64 = 4096;
 /// Clean slices beyond this number are dropped: 4 MiB.
 const SLICES_MAX: usize = 1024;
-/// Read or written at once at most, by way of the stack: one call after the other uses the same
-/// pages there.
-const PIECE_BYTES: usize = 64 << 10;
 
 /// Refcount table and cached blocks.
 #[derive(Debug)]
@@ -292,14 +289,8 @@ impl Refcounts {
 
     /// Writes what was taken, a piece at a time: nobody changes it meanwhile.
     pub(crate) fn write(&self, taken: &DirtyRefcounts, storage: &dyn Storage) -> Result<()> {
-        let mut piece = [0; PIECE_BYTES];
-        for run in runs(&taken.slices, self.slice_bytes()) {
-            for at in run.clone().step_by(PIECE_BYTES) {
-                let bytes = &mut piece[..PIECE_BYTES.min((run.end - at) as usize)];
-                self.copy_run(at, bytes);
-                storage.write_at(bytes, HostOffset(at))?;
-            }
-        }
+        let runs = runs(&taken.slices, self.slice_bytes());
+        write_pieces(storage, runs, |at, piece| self.copy_run(at, piece))?;
         self.table_words(taken).try_for_each(|(at, word)| storage.write_at(&word, HostOffset(at)))
     }
 

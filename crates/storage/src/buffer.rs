@@ -18,6 +18,7 @@ pub struct AlignedBuf {
     bytes: Vec<u8>,
     start: usize,
     len: usize,
+    align: usize,
 }
 
 impl AlignedBuf {
@@ -29,7 +30,21 @@ impl AlignedBuf {
         assert!(align.is_power_of_two(), "alignment {align} is not a power of two");
         let bytes = vec![0; len + align - 1];
         let start = bytes.as_ptr().addr().wrapping_neg() & (align - 1);
-        Self { bytes, start, len }
+        Self { bytes, start, len, align }
+    }
+
+    /// Makes it `len` bytes long. What it gains is zero; what lies further in stays, at the same address
+    /// unless it never was that long before.
+    pub fn resize(&mut self, len: usize) {
+        if len > self.bytes.len() - self.start {
+            let mut longer = Self::new(len, self.align);
+            longer[..self.len].copy_from_slice(self);
+            *self = longer;
+            return;
+        }
+        let gained = self.start + self.len.min(len)..self.start + len;
+        self.bytes[gained].fill(0);
+        self.len = len;
     }
 }
 
@@ -143,6 +158,17 @@ mod tests {
                 assert_eq!(buf.len(), len);
                 assert!(buf.iter().all(|b| *b == 0));
             }
+        }
+    }
+
+    #[test]
+    fn what_is_gained_is_zero_and_aligned() {
+        let mut buf = AlignedBuf::new(0, 4096);
+        for (len, kept) in [(5000, 0), (100, 100), (9000, 100), (9000, 9000), (4097, 4097)] {
+            buf.resize(len);
+            assert_eq!((buf.len(), buf.as_ptr().addr() % 4096), (len, 0));
+            assert!(buf[..kept].iter().all(|b| *b == 7) && buf[kept..].iter().all(|b| *b == 0));
+            buf.fill(7);
         }
     }
 

@@ -39,6 +39,7 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use crate::file::FileStorage;
+use crate::open::FileKind;
 use crate::sys;
 
 /// Below this a write is over before another thread has to wait long.
@@ -53,6 +54,7 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 const RAMFS_MAGIC: u64 = 0x8584_58f6;
 /// Of ext2 and ext3 too, which refuse to allocate: that is found out at the first try.
 const EXT4_MAGIC: u64 = 0xef53;
+const XFS_MAGIC: u64 = 0x5846_5342;
 
 /// What a file lies on, as far as it matters how it is read and written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,16 +63,23 @@ pub enum FileSystem {
     Memory,
     /// ext4 or an ancestor.
     Ext,
+    /// XFS.
+    Xfs,
     /// Any other.
     Other,
 }
 
 impl FileSystem {
-    /// Asks the kernel.
-    pub fn of(file: &std::fs::File) -> Self {
+    /// Asks the kernel. For a device it would answer what the device's name lies on, a tmpfs; what matters is that
+    /// its bytes come from elsewhere.
+    pub fn of(file: &std::fs::File, kind: FileKind) -> Self {
+        if kind == FileKind::BlockDevice {
+            return Self::Other;
+        }
         match rustix::fs::fstatfs(file).map_or(0, |stat| stat.f_type as u64 & 0xffff_ffff) {
             TMPFS_MAGIC | RAMFS_MAGIC => Self::Memory,
             EXT4_MAGIC => Self::Ext,
+            XFS_MAGIC => Self::Xfs,
             _ => Self::Other,
         }
     }
@@ -93,7 +102,7 @@ impl Bulk {
         match file_system {
             FileSystem::Ext => Self::Allocate(AtomicBool::new(true)),
             FileSystem::Memory => Self::Lanes(Mutex::new(()), AtomicBool::new(true)),
-            FileSystem::Other => Self::Plain,
+            FileSystem::Xfs | FileSystem::Other => Self::Plain,
         }
     }
 
@@ -114,18 +123,32 @@ impl Bulk {
 impl FileStorage {
     /// Writes all of `buf` where nothing is yet.
     pub(crate) fn write_bulk(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
+        match self.past_cache(buf.len()) {
+            Some(past) => past.write(self, buf, offset),
+            None => self.write_bulk_cached(buf, offset),
+        }
+    }
+
+    /// Allocates a range that is going to be written, where that is worth it.
+    pub(crate) fn allocate_bulk(&self, offset: u64, len: u64) {
+        let Bulk::Allocate(works) = self.bulk() else { return };
+        if works.load(Ordering::Relaxed) {
+            let allocated =
+                rustix::fs::fallocate(self.file(), FallocateFlags::empty(), offset, len);
+            // Whatever else stands in the way (no space, a signal) the write meets too.
+            if let Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM) = allocated {
+                works.store(false, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// [`Self::write_bulk`] through the page cache, or as the cache mode says.
+    pub(crate) fn write_bulk_cached(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
         match self.bulk() {
             Bulk::Plain => self.write_bytes(buf, offset),
-            Bulk::Allocate(works) => {
+            Bulk::Allocate(_) => {
                 let _length = self.hold_length();
-                if works.load(Ordering::Relaxed) {
-                    let (flags, len) = (FallocateFlags::empty(), buf.len() as u64);
-                    let allocated = rustix::fs::fallocate(self.file(), flags, offset, len);
-                    // Whatever else stands in the way (no space, a signal) the write meets too.
-                    if let Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM) = allocated {
-                        works.store(false, Ordering::Relaxed);
-                    }
-                }
+                self.allocate_bulk(offset, buf.len() as u64);
                 self.write_in_pieces(buf, offset, NEW_PIECE_BYTES)
             }
             Bulk::Lanes(lane, works) => {
@@ -229,6 +252,16 @@ mod tests {
         assert!(failed.to_string().contains("space"), "{failed}");
     }
 
+    #[test]
+    fn a_device_is_no_memory_though_its_name_lies_there() {
+        let Some(device) = vdkit_testkit::fs::loop_device(1 << 20, 512) else { return };
+        let device = FileStorage::open(device.path(), &FileOptions::read_write()).unwrap();
+        assert!(!device.reads_never_wait());
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let file = FileStorage::create(folder.path().join("file"), &FileOptions::read_write());
+        assert!(file.unwrap().reads_never_wait());
+    }
+
     /// System calls of this thread that wrote, so far.
     fn writes() -> u64 {
         let counts = std::fs::read_to_string("/proc/thread-self/io").unwrap();
@@ -254,7 +287,7 @@ mod tests {
                 of(&|| file.write_at(&buf, HostOffset(0)).unwrap()),
                 of(&|| file.write_new(&buf, HostOffset(1 << 20)).unwrap()),
             );
-            let ext = FileSystem::of(&std::fs::File::open(folder.path()).unwrap());
+            let ext = FileSystem::of(file.file(), FileKind::Regular);
             let wanted = if ext == FileSystem::Ext { on_ext4 } else { (1, 1) };
             assert_eq!(found, wanted, "{cache:?} on {ext:?}");
             std::fs::remove_file(folder.path().join("pieces")).unwrap();

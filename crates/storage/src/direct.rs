@@ -206,7 +206,7 @@ impl Direct {
 
 /// What offsets, lengths and memory must be multiples of; nothing where the file has no direct
 /// I/O at all.
-fn alignment(file: &File, kind: FileKind) -> Option<u32> {
+pub fn alignment(file: &File, kind: FileKind) -> Option<u32> {
     let stat = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
     if let Some(stat) = stat.filter(|s| s.stx_mask & StatxFlags::DIOALIGN.bits() != 0) {
         let align = stat.stx_dio_mem_align.max(stat.stx_dio_offset_align);

@@ -20,6 +20,7 @@ use crate::bulk::{BULK_BYTES_MIN, Bulk, FileSystem};
 use crate::direct::Direct;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
+use crate::past_cache::{Lane, PastCache};
 use crate::range_lock::RangeGuard;
 use crate::skim;
 use crate::space::Lacks;
@@ -72,6 +73,7 @@ pub struct FileStorage {
     /// The file system cannot say whether bytes are at hand.
     never_ready: AtomicBool,
     bulk: Bulk,
+    past: Option<PastCache>,
 }
 
 impl fmt::Debug for FileStorage {
@@ -162,12 +164,13 @@ impl FileStorage {
             alignment: direct.as_ref().map_or(1, Direct::alignment),
             block_bytes: block_bytes(&file, kind),
         };
-        let file_system = FileSystem::of(&file);
-        let bulk = match kind {
-            FileKind::Regular if !options.cache.direct() && !options.cache.write_durable() => {
-                Bulk::new(file_system)
+        let file_system = FileSystem::of(&file, kind);
+        let late = !options.cache.direct() && !options.cache.write_durable();
+        let (bulk, past) = match kind {
+            FileKind::Regular if late => {
+                (Bulk::new(file_system), PastCache::new(options.share, file_system))
             }
-            _ => Bulk::Plain,
+            _ => (Bulk::Plain, None),
         };
         Ok(Self {
             name,
@@ -175,6 +178,7 @@ impl FileStorage {
             data_at: AtomicU64::new(0),
             never_ready: AtomicBool::new(false),
             bulk,
+            past,
             file,
             kind,
             cache: options.cache,
@@ -232,6 +236,16 @@ impl FileStorage {
 
     pub(crate) fn bulk(&self) -> &Bulk {
         &self.bulk
+    }
+
+    #[cfg(test)]
+    pub(crate) fn past(&self) -> Option<&PastCache> {
+        self.past.as_ref()
+    }
+
+    /// The way past the page cache for a large write of new bytes, where that has its share.
+    pub(crate) fn past_cache(&self, len: usize) -> Option<&Lane> {
+        self.past.as_ref()?.lane_for(len, &self.file)
     }
 
     pub(crate) fn is_direct(&self) -> bool {

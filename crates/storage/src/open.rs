@@ -30,6 +30,20 @@ pub enum CreateMode {
     New,
 }
 
+/// How many bytes of large writes to new places the page cache is given. What comes after them goes
+/// past it, where the file system is known to be good at that (ext4, XFS).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheShare {
+    /// All of them.
+    #[default]
+    All,
+    /// What the kernel keeps before it begins to write by itself (`vm.dirty_background_ratio` of the
+    /// memory that is available), and at least 256 MiB.
+    Background,
+    /// So many.
+    Bytes(u64),
+}
+
 /// How a file is opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileOptions {
@@ -41,6 +55,9 @@ pub struct FileOptions {
     pub create: CreateMode,
     /// Whether other processes are kept away.
     pub lock: LockMode,
+    /// For a job that fills a file and does not read it again; it matters in the cache modes writeback
+    /// and unsafe.
+    pub share: CacheShare,
 }
 
 impl FileOptions {
@@ -62,6 +79,11 @@ impl FileOptions {
     /// These options with another lock mode.
     pub fn lock(self, lock: LockMode) -> Self {
         Self { lock, ..self }
+    }
+
+    /// These options with another share of the page cache.
+    pub fn share(self, share: CacheShare) -> Self {
+        Self { share, ..self }
     }
 }
 
