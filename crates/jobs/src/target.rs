@@ -289,3 +289,18 @@ impl Target {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cache_mode_that_is_named_holds_for_every_byte() {
+        let options = new_file_options(None);
+        assert_eq!((options.cache, options.share), (CacheMode::Unsafe, CacheShare::Background));
+        for named in [CacheMode::Unsafe, CacheMode::Writeback, CacheMode::None] {
+            let options = new_file_options(Some(named));
+            assert_eq!((options.cache, options.share), (named, CacheShare::All));
+        }
+    }
+}
