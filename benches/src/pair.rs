@@ -96,12 +96,7 @@ pub fn measure(
         series.push(warm_up(candidate, scratch)?);
     }
     for round in 0..runs {
-        // Every other round in reverse, so that no candidate always follows the same one.
-        let mut order: Vec<usize> = (0..candidates.len()).collect();
-        if round % 2 == 1 {
-            order.reverse();
-        }
-        for index in order {
+        for index in order_of(round, candidates.len()) {
             let (candidate, series) = (&candidates[index], &mut series[index]);
             if series.cannot.is_none() {
                 match run(candidate, scratch) {
@@ -116,6 +111,21 @@ pub fn measure(
     let cell = Cell { name, guest_bytes, series };
     eprintln!("{}", cell.short());
     Ok(cell)
+}
+
+/// The order of candidates in a round. What one leaves behind (freed memory that the host takes back, work
+/// of the file system's threads) slows the next one, so in as many rounds as there are candidates, or
+/// twice as many where that number is odd, each follows each other equally often: E. J. Williams,
+/// "Experimental designs balanced for the estimation of residual effects of treatments", 1949.
+pub fn order_of(round: usize, count: usize) -> Vec<usize> {
+    // 0, 1, n-1, 2, n-2 and so on: neighbours differ by each number once.
+    let zigzag =
+        (0..count).map(|i| if i % 2 == 1 { i.div_ceil(2) } else { (count - i / 2) % count });
+    let mut order: Vec<usize> = zigzag.map(|index| (index + round) % count).collect();
+    if count % 2 == 1 && round / count % 2 == 1 {
+        order.reverse();
+    }
+    order
 }
 
 fn is_interrupt(error: &anyhow::Error) -> bool {
@@ -193,4 +203,32 @@ fn remove_extents(image: &std::path::Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::order_of;
+
+    #[test]
+    fn each_candidate_follows_each_other_equally_often() {
+        assert_eq!(order_of(0, 1), [0]);
+        assert_eq!((order_of(0, 2), order_of(1, 2)), (vec![0, 1], vec![1, 0]));
+        for count in 2..=7 {
+            let (rounds, times) = if count % 2 == 0 { (count, 1) } else { (2 * count, 2) };
+            let mut follows = BTreeMap::new();
+            for round in 0..rounds {
+                let order = order_of(round, count);
+                let mut all = order.clone();
+                all.sort_unstable();
+                assert!(all.into_iter().eq(0..count), "{order:?}");
+                for pair in order.windows(2) {
+                    *follows.entry((pair[0], pair[1])).or_insert(0) += 1;
+                }
+            }
+            assert_eq!(follows.len(), count * (count - 1), "{count}");
+            assert!(follows.values().all(|&n| n == times), "{count}: {follows:?}");
+        }
+    }
 }

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 
 use super::Save;
 use crate::options::{Group, Options};
-use crate::pair::{Cell, CellName, Series};
+use crate::pair::{Cell, CellName, Series, order_of};
 use crate::process::{Program, Usage, interrupted};
 use crate::scratch::Scratch;
 
@@ -237,11 +237,7 @@ fn cell(
         .collect();
     // The first round warms up.
     for round in 0..=options.runs(Group::Serve) {
-        let mut order: Vec<usize> = (0..servers.len()).collect();
-        if round % 2 == 1 {
-            order.reverse();
-        }
-        for index in order {
+        for index in order_of(round, servers.len()) {
             if interrupted() {
                 bail!("interrupted");
             }
