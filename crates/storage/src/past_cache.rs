@@ -268,14 +268,21 @@ mod tests {
         for folder in able(512 * MIB) {
             let file = create(folder.path(), CacheShare::Bytes(0));
             let mut lane = Lane::open(file.file()).unwrap();
-            // It promises what the file cannot keep.
-            (lane.align, lane.unit) = (1, 1);
-            let bytes: Vec<u8> = (0..200_000_u32).map(|at| (at / 3) as u8).collect();
-            lane.write(&file, &bytes, 5).unwrap();
-            assert!(!lane.works.load(Ordering::Relaxed));
-            let mut found = vec![0; bytes.len() + 5];
-            file.read_at(&mut found, HostOffset(0)).unwrap();
-            assert!(found[..5] == [0; 5] && found[5..] == bytes);
+            // It promises what the file cannot keep: at the first byte, or behind the first piece.
+            let aligned = lane.align;
+            for (align, len, from) in [(1, 200_000, 5), (aligned, MIB as usize + 5, 8192)] {
+                (lane.align, lane.unit) = (align, 1);
+                lane.works.store(true, Ordering::Relaxed);
+                let bytes: Vec<u8> = (0..=len).map(|at| (at / 3 % 251) as u8).collect();
+                let bytes = &bytes[1..];
+                lane.write(&file, bytes, from).unwrap();
+                assert!(!lane.works.load(Ordering::Relaxed));
+                let mut found = vec![0; len];
+                file.read_at(&mut found, HostOffset(from)).unwrap();
+                assert!(found == bytes, "from {from}");
+                assert_eq!(file.len().unwrap(), from + len as u64);
+            }
+            assert_eq!(lane.written.into_inner(), MIB);
         }
     }
 
