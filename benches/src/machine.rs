@@ -70,7 +70,7 @@ pub fn describe(options: &Options) -> Result<Machine> {
 }
 
 /// The value of a `name : value` line.
-fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+pub fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
         let (key, value) = line.split_once(':')?;
         (key.trim() == name).then(|| value.trim())

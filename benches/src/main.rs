@@ -12,6 +12,7 @@
 //!       groups  (null, file, check, compress, encryption, serve: which cells there are)
 //!          |
 //!        pair   runs the candidates in turn ── process  one program: time, CPU, memory
+//!          |                              └─── memory   what a program finds at hand
 //!          |
 //!       report  samples → medians, ratios → JSON, Markdown     machine  where it was run
 //! ```
@@ -19,6 +20,7 @@
 mod groups;
 mod images;
 mod machine;
+mod memory;
 mod options;
 mod pair;
 mod process;

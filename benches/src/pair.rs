@@ -1,15 +1,20 @@
 //! Candidates in turn, round by round.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::memory;
 use crate::options::{FileSystem, Group};
 use crate::process::{Program, Usage};
 use crate::scratch::Scratch;
+
+/// Where less is written, it matters little what a page costs.
+const AT_HAND_BYTES_MIN: u64 = 64 << 20;
 
 /// One way to do a cell's job.
 #[derive(Debug)]
@@ -92,14 +97,22 @@ pub fn measure(
         name.job
     );
     let mut series = Vec::new();
+    let mut written = 0;
     for candidate in &candidates {
-        series.push(warm_up(candidate, scratch)?);
+        let (warm, bytes) = warm_up(candidate, scratch)?;
+        series.push(warm);
+        written = bytes.max(written);
     }
+    // Those who share blocks need no memory for them.
+    let at_hand = match written >= AT_HAND_BYTES_MIN && !scratch.file_system.reflinks() {
+        true => 2 * written,
+        false => 0,
+    };
     for round in 0..runs {
         for index in order_of(round, candidates.len()) {
             let (candidate, series) = (&candidates[index], &mut series[index]);
             if series.cannot.is_none() {
-                match run(candidate, scratch) {
+                match run(candidate, scratch, at_hand) {
                     Ok(usage) => series.runs.push(usage),
                     Err(error) if is_interrupt(&error) => return Err(error),
                     Err(error) => series.cannot = Some(error.to_string()),
@@ -132,8 +145,10 @@ fn is_interrupt(error: &anyhow::Error) -> bool {
     error.to_string() == "interrupted"
 }
 
-/// The first run: fills caches, shows whether the candidate can, and is proven right.
-fn warm_up(candidate: &Candidate, scratch: &Scratch) -> Result<Series> {
+/// The first run: fills caches, shows whether the candidate can, and is proven right. With the bytes that its
+/// target takes.
+fn warm_up(candidate: &Candidate, scratch: &Scratch) -> Result<(Series, u64)> {
+    let mut written = 0;
     let mut series = Series {
         name: candidate.name.to_owned(),
         command: candidate.program.typed(&scratch.folder),
@@ -142,10 +157,12 @@ fn warm_up(candidate: &Candidate, scratch: &Scratch) -> Result<Series> {
         cannot: None,
         wrong: None,
     };
-    match run(candidate, scratch) {
+    match run(candidate, scratch, 0) {
         Ok(_) => {
             if let Some(target) = &candidate.target {
-                series.target_bytes = Some(fs::metadata(target)?.len());
+                let target = fs::metadata(target)?;
+                series.target_bytes = Some(target.len());
+                written = target.blocks() * 512;
             }
             for proof in &candidate.proof {
                 match proof.run() {
@@ -165,16 +182,20 @@ fn warm_up(candidate: &Candidate, scratch: &Scratch) -> Result<Series> {
         fs::rename(target, keep)?;
     }
     remove(candidate)?;
-    Ok(series)
+    Ok((series, written))
 }
 
-/// One run from a quiet start; then what it left in the page cache is written.
-fn run(candidate: &Candidate, scratch: &Scratch) -> Result<Usage> {
+/// One run from a quiet start, with so many bytes of memory at hand; then what it left in the page cache is
+/// written.
+fn run(candidate: &Candidate, scratch: &Scratch, at_hand: u64) -> Result<Usage> {
     rustix::fs::sync();
     if candidate.cold {
         fs::write("/proc/sys/vm/drop_caches", "3").context("cannot drop the page cache")?;
         // The program itself is not what is measured: it is in memory again.
         candidate.program.bare().arg("--version").run()?;
+    }
+    if at_hand > 0 {
+        memory::put_at_hand(at_hand)?;
     }
     let usage = candidate.program.run()?;
     let start = Instant::now();

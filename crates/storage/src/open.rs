@@ -38,7 +38,7 @@ pub enum CacheShare {
     #[default]
     All,
     /// What the kernel keeps before it begins to write by itself (`vm.dirty_background_ratio` of the
-    /// memory that is available), and at least 256 MiB.
+    /// memory that is available, less what waits to be written already), and at least 256 MiB.
     Background,
     /// So many.
     Bytes(u64),
