@@ -37,8 +37,9 @@ pub enum Destination {
         path: PathBuf,
         /// Its format; none probes.
         format: Option<String>,
-        /// What is promised about its bytes.
-        cache: CacheMode,
+        /// What is promised about its bytes; none is writeback, and past the page cache for a device, from whose
+        /// pages nobody is going to read.
+        cache: Option<CacheMode>,
     },
 }
 
@@ -222,21 +223,30 @@ impl Target {
         registry: &Registry,
         path: &Path,
         format: Option<&str>,
-        cache: CacheMode,
+        cache: Option<CacheMode>,
         bytes: u64,
         keys: &[Secret],
     ) -> Result<Self> {
-        let mut options = OpenOptions::read_write().cache(cache).keys(keys.to_vec());
+        let mut options = OpenOptions::read_write().keys(keys.to_vec());
         options.format = format.map(str::to_owned);
-        if options.format.is_none() {
-            // A device or an empty file is raw; the user named it as the target.
-            let file = FileOptions::read_only().lock(LockMode::Off);
-            let storage = FileStorage::open(path, &file)?;
-            if storage.caps().device || storage.is_empty()? {
-                options.format = Some("raw".into());
-            }
+        // The user named it as the target.
+        let file = FileOptions::read_only().lock(LockMode::Off);
+        let storage = FileStorage::open(path, &file)?;
+        let device = storage.caps().device;
+        if options.format.is_none() && (device || storage.is_empty()?) {
+            options.format = Some("raw".into());
         }
-        let disk = Disk::open(registry, path, &options)?;
+        drop(storage);
+        let open = |cache| Disk::open(registry, path, &options.clone().cache(cache));
+        let disk = match cache {
+            Some(cache) => open(cache)?,
+            None if device => match open(CacheMode::None) {
+                // One of the files that it stands on lies where there is no direct I/O.
+                Err(Error::Unsupported { .. }) => open(CacheMode::Writeback)?,
+                opened => opened?,
+            },
+            None => open(CacheMode::Writeback)?,
+        };
         if disk.guest_bytes() < bytes {
             return Err(Error::Invalid(format!(
                 "{}: has {} bytes, the source has {bytes}; make it larger first, as with \
@@ -292,7 +302,25 @@ impl Target {
 
 #[cfg(test)]
 mod tests {
+    use vdkit_raw::RawDriver;
+
     use super::*;
+
+    #[test]
+    fn a_device_is_written_past_the_page_cache() {
+        let registry = Registry::new([&RawDriver as &'static dyn FormatDriver]);
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        std::fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
+        let Some(device) = vdkit_testkit::fs::loop_device(1 << 20, 512) else { return };
+        let alignment = |path: &Path, cache| {
+            let target = Target::open(&registry, path, None, cache, 1 << 20, &[]).unwrap();
+            target.disk.top().storage().caps().alignment
+        };
+        assert!(alignment(device.path(), None) >= 512);
+        assert_eq!(alignment(device.path(), Some(CacheMode::Writeback)), 1);
+        assert_eq!(alignment(&file, None), 1);
+    }
 
     #[test]
     fn a_cache_mode_that_is_named_holds_for_every_byte() {

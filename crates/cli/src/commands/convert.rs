@@ -466,7 +466,7 @@ impl ConvertArgs {
     }
 
     fn existing(&self, target: &Path, format: Option<String>) -> Destination {
-        Destination::Into { path: target.to_owned(), format, cache: self.cache.unwrap_or_default() }
+        Destination::Into { path: target.to_owned(), format, cache: self.cache }
     }
 
     /// An option that would be without effect is a mistake.
