@@ -314,7 +314,7 @@ mod tests {
         std::fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
         let Some(device) = vdkit_testkit::fs::loop_device(1 << 20, 512) else { return };
         let alignment = |path: &Path, cache| {
-            let target = Target::open(&registry, path, None, cache, 1 << 20, &[]).unwrap();
+            let target = Target::open(&registry, path, Some("raw"), cache, 1 << 20, &[]).unwrap();
             target.disk.top().storage().caps().alignment
         };
         assert!(alignment(device.path(), None) >= 512);
