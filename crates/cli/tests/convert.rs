@@ -366,6 +366,30 @@ fn references_of_sources_are_held_to_the_policy() {
 }
 
 #[test]
+fn references_of_targets_are_held_to_the_policy() {
+    let scratch = Scratch::new();
+    content(&scratch, "disk.raw", 4 << 20);
+    scratch.ok(&["create", "other.raw", "4M"]);
+    scratch.ok(&["write", "-f", "raw", "other.raw", "1M", "64K", "--pattern", "0x5a"]);
+    std::fs::create_dir(scratch.path("images")).unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"];
+    peer(
+        &scratch.path(""),
+        "qemu-img",
+        &[&create[..], &["../other.raw", "images/top.qcow2"]].concat(),
+    );
+    peer(&scratch.path(""), "qemu-img", &[&create[..], &["other.raw", "near.qcow2"]].concat());
+    let into =
+        |more: &[&'static str]| [&["convert", "-f", "raw", "--into", "disk.raw"], more].concat();
+    scratch.fails(5, "names '../other.raw'", &into(&["images/top.qcow2"]));
+    scratch.fails(5, "other.raw", &into(&["near.qcow2", "--no-refs"]));
+    scratch.ok(&into(&["near.qcow2"]));
+    scratch.ok(&into(&["images/top.qcow2", "--allow-ref", "."]));
+    same(&scratch, "disk.raw", "near.qcow2");
+    scratch.ok(&["compare", "--allow-ref", ".", "disk.raw", "images/top.qcow2"]);
+}
+
+#[test]
 fn failures_leave_what_was_there() {
     let scratch = Scratch::new();
     content(&scratch, "disk.raw", 4 << 20);

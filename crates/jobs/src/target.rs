@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     BackingRef, CacheMode, CancelToken, CreateRequest, Error, FormatDriver, ImageInfo, Limits,
-    OpenRequest, Options, Result, Secret, Storage,
+    OpenRequest, Options, RefPolicy, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_storage::{CacheShare, CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
@@ -40,6 +40,8 @@ pub enum Destination {
         /// What is promised about its bytes; none is writeback, and past the page cache for a device, from whose
         /// pages nobody is going to read.
         cache: Option<CacheMode>,
+        /// Which files its metadata may make us open.
+        refs: RefPolicy,
     },
 }
 
@@ -127,9 +129,10 @@ impl Target {
             Destination::Pipe { pipe, format, options } => {
                 Self::create_on_pipe(registry, pipe, format, options, bytes).map(Some)
             }
-            Destination::Into { path, format, cache } => {
-                let (format, keys) = (format.as_deref(), &options.keys);
-                Self::open(registry, path, format, *cache, bytes, keys).map(Some)
+            Destination::Into { path, format, cache, refs } => {
+                let mut open = OpenOptions::read_write().keys(options.keys.clone());
+                (open.format, open.refs) = (format.clone(), refs.clone());
+                Self::open(registry, path, open, *cache, bytes).map(Some)
             }
         }
     }
@@ -222,13 +225,10 @@ impl Target {
     pub(crate) fn open(
         registry: &Registry,
         path: &Path,
-        format: Option<&str>,
+        mut options: OpenOptions,
         cache: Option<CacheMode>,
         bytes: u64,
-        keys: &[Secret],
     ) -> Result<Self> {
-        let mut options = OpenOptions::read_write().keys(keys.to_vec());
-        options.format = format.map(str::to_owned);
         // The user named it as the target.
         let file = FileOptions::read_only().lock(LockMode::Off);
         let storage = FileStorage::open(path, &file)?;
@@ -256,15 +256,8 @@ impl Target {
                 path.display()
             )));
         }
-        let keys = keys.to_vec();
-        Ok(Self {
-            disk,
-            pending: None,
-            pipe: None,
-            files: None,
-            commit: CommitOptions::default(),
-            keys,
-        })
+        let (commit, keys) = (CommitOptions::default(), options.keys);
+        Ok(Self { disk, pending: None, pipe: None, files: None, commit, keys })
     }
 
     /// The same image, opened anew for reading from the files at hand.
@@ -314,7 +307,9 @@ mod tests {
         std::fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
         let Some(device) = vdkit_testkit::fs::loop_device(1 << 20, 512) else { return };
         let alignment = |path: &Path, cache| {
-            let target = Target::open(&registry, path, Some("raw"), cache, 1 << 20, &[]).unwrap();
+            let mut options = OpenOptions::read_write();
+            options.format = Some("raw".into());
+            let target = Target::open(&registry, path, options, cache, 1 << 20).unwrap();
             target.disk.top().storage().caps().alignment
         };
         assert!(alignment(device.path(), None) >= 512);

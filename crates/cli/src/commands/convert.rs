@@ -466,7 +466,8 @@ impl ConvertArgs {
     }
 
     fn existing(&self, target: &Path, format: Option<String>) -> Destination {
-        Destination::Into { path: target.to_owned(), format, cache: self.cache }
+        let (path, refs) = (target.to_owned(), self.references.policy());
+        Destination::Into { path, format, cache: self.cache, refs }
     }
 
     /// An option that would be without effect is a mistake.
