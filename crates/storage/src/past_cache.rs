@@ -203,8 +203,9 @@ fn background_bytes() -> u64 {
 /// From the two settings, of which one is 0, and the text of `/proc/meminfo`.
 fn background(bytes: Option<u64>, ratio: Option<u64>, memory: &str) -> Option<u64> {
     let field = |name: &str| {
-        let line = memory.lines().find_map(|line| line.strip_prefix(name))?;
-        let kib: u64 = line.strip_prefix(':')?.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        let mut lines = memory.lines();
+        let value = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        let kib: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
         Some(kib << 10)
     };
     let limit = match bytes.filter(|&bytes| bytes > 0) {
@@ -370,7 +371,7 @@ mod tests {
 
     #[test]
     fn the_share_is_what_is_left_until_the_kernel_begins_to_write() {
-        let memory = "MemTotal: 24683520 kB\nMemAvailable:   20000000 kB\nDirty:   2048 kB\nWriteback: 1024 kB\n";
+        let memory = "MemTotal: 24683520 kB\nMemAvailable:   20000000 kB\nDirty:   2048 kB\nWritebackTmp: 9 kB\nWriteback: 1024 kB\n";
         assert_eq!(background(Some(0), Some(10), memory), Some(2_048_000_000 - 3 * MIB));
         assert_eq!(background(None, Some(10), memory), Some(2_048_000_000 - 3 * MIB));
         assert_eq!(background(Some(3 << 30), Some(0), memory), Some((3 << 30) - 3 * MIB));
