@@ -43,6 +43,11 @@ impl Program {
         Self(self.0[..1].to_vec())
     }
 
+    /// The files that its arguments name.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.0[1..].iter().map(Path::new).filter(|path| path.is_file())
+    }
+
     /// With one more argument.
     pub fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
         self.0.push(argument.as_ref().to_owned());
@@ -175,5 +180,10 @@ mod tests {
     fn typed_is_short() {
         let program = Program::new("/a/bin/vdkit").args(["convert", "/w/x/in.raw", "null:"]);
         assert_eq!(program.typed(Path::new("/w/x")), "vdkit convert in.raw null:");
+        assert_eq!(program.files().count(), 0);
+        assert_eq!(
+            program.arg("/proc/version").files().collect::<Vec<_>>(),
+            [Path::new("/proc/version")]
+        );
     }
 }
