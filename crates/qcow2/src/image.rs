@@ -203,13 +203,19 @@ impl Qcow2 {
         }
         let l1 = read_l1(&header, &*storage)?;
         let geometry = header.geometry;
-        let meta = Self::meta(&header, &*storage, writable)?;
+        let mut meta = Self::meta(&header, &*storage, writable)?;
         let mut metadata = FxHashSet::default();
         let mut bitmaps = BitmapState::unread(&limits);
         if writable {
             metadata = metadata_clusters(&header, &meta.refcounts, &l1);
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
+            // An image without an L2 table, a snapshot or a bitmap, such as a new one, refers to no
+            // cluster behind its metadata and its file's end: refcounts there need no reading.
+            if is_blank(&header, &l1) && storage.caps().growable {
+                let end = metadata.iter().max().map_or(0, |&last| last + 1);
+                meta.refcounts.zero_from(end.max(meta.frontier));
+            }
         }
         let backing =
             header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
@@ -434,6 +440,11 @@ fn read_l1(header: &Header, storage: &dyn Storage) -> Result<Vec<u64>> {
     let mut raw = vec![0; header.l1_entries as usize * 8];
     storage.read_at(&mut raw, header.l1_offset)?;
     Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
+}
+
+/// Whether nothing but the header and its tables, which are empty, refers to clusters.
+fn is_blank(header: &Header, l1: &[u64]) -> bool {
+    header.snapshot_count == 0 && header.bitmaps().is_none() && l1.iter().all(|&word| word == 0)
 }
 
 /// Host clusters of the header, the tables and the refcount blocks.

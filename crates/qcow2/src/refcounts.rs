@@ -30,12 +30,16 @@ pub(crate) struct Refcounts {
     writing: BTreeSet<u64>,
     /// Indexes of changed table entries.
     dirty_table: BTreeSet<usize>,
+    /// From this cluster on every refcount that is not in a slice here is 0, whatever the file may hold.
+    zero_from: u64,
 }
 
 /// The place of one refcount: its slice's host offset and its index there.
 struct Place {
     slice: u64,
     index: u64,
+    /// The first cluster that the slice describes.
+    first: u64,
 }
 
 impl Refcounts {
@@ -83,6 +87,7 @@ impl Refcounts {
             dirty: BTreeSet::new(),
             writing: BTreeSet::new(),
             dirty_table: BTreeSet::new(),
+            zero_from: u64::MAX,
         })
     }
 
@@ -96,6 +101,7 @@ impl Refcounts {
             dirty: BTreeSet::new(),
             writing: BTreeSet::new(),
             dirty_table: BTreeSet::new(),
+            zero_from: u64::MAX,
         }
     }
 
@@ -151,23 +157,44 @@ impl Refcounts {
         Some(Place {
             slice: block + in_block / entries * self.slice_bytes(),
             index: in_block % entries,
+            first: cluster - in_block % entries,
         })
     }
 
-    fn load(&mut self, slice: u64, storage: &dyn Storage) -> Result<&mut Vec<u8>> {
-        self.load_run(slice, 1, storage)
+    /// Takes refcounts from a cluster on for 0 without reading them: nothing in the image refers to
+    /// such a cluster, so whatever the file says of it is a leak. Before any of them is asked for.
+    pub(crate) fn zero_from(&mut self, cluster: u64) {
+        debug_assert!(self.slices.is_empty());
+        self.zero_from = cluster;
+    }
+
+    fn load(&mut self, place: &Place, storage: &dyn Storage) -> Result<&mut Vec<u8>> {
+        self.load_run(place, 1, storage)
     }
 
     /// Loads a slice; one that has to be read brings those behind it along where `count`, of one block,
     /// are going to be asked for.
-    fn load_run(&mut self, slice: u64, count: u64, storage: &dyn Storage) -> Result<&mut Vec<u8>> {
+    fn load_run(
+        &mut self,
+        place: &Place,
+        count: u64,
+        storage: &dyn Storage,
+    ) -> Result<&mut Vec<u8>> {
+        let slice = place.slice;
         if !self.slices.contains_key(&slice) {
             if self.slices.len() >= SLICES_MAX {
                 let (dirty, writing) = (&self.dirty, &self.writing);
                 self.slices.retain(|key, _| dirty.contains(key) || writing.contains(key));
             }
             let step = self.slice_bytes();
-            let wanted = slice..slice + count.min(PIECE_BYTES as u64 / step) * step;
+            let unknown = self.zero_from.saturating_sub(place.first).div_ceil(self.slice_entries());
+            if unknown == 0 {
+                // It may be written, dropped and wanted again: up to its end the file tells.
+                self.zero_from = place.first + self.slice_entries();
+                return Ok(self.slices.entry(slice).or_insert_with(|| vec![0; step as usize]));
+            }
+            let count = count.min(unknown).min(PIECE_BYTES as u64 / step);
+            let wanted = slice..slice + count * step;
             let absent = |key: &u64| !self.slices.contains_key(key);
             let count = wanted.step_by(step as usize).take_while(absent).count();
             let mut bytes = [0; PIECE_BYTES];
@@ -189,7 +216,7 @@ impl Refcounts {
     pub(crate) fn get(&mut self, cluster: u64, storage: &dyn Storage) -> Result<u64> {
         let Some(place) = self.place(cluster) else { return Ok(0) };
         let order = self.geometry.refcount_order;
-        let bytes = self.load(place.slice, storage)?;
+        let bytes = self.load(&place, storage)?;
         Ok(get_refcount(bytes, place.index, order))
     }
 
@@ -197,7 +224,7 @@ impl Refcounts {
     pub(crate) fn set(&mut self, cluster: u64, value: u64, storage: &dyn Storage) -> Result<()> {
         let place = self.place(cluster).expect("a block was made before its refcounts are set");
         let order = self.geometry.refcount_order;
-        set_refcount(self.load(place.slice, storage)?, place.index, order, value);
+        set_refcount(self.load(&place, storage)?, place.index, order, value);
         self.dirty.insert(place.slice);
         Ok(())
     }
@@ -217,8 +244,7 @@ impl Refcounts {
             let place = self.place(at).expect("a block was made before its refcounts are set");
             let in_block = (first + count).min((at / block_entries + 1) * block_entries);
             let upto = in_block.min(at + (entries - place.index));
-            let bytes =
-                self.load_run(place.slice, self.slices_to(&place, in_block - at), storage)?;
+            let bytes = self.load_run(&place, self.slices_to(&place, in_block - at), storage)?;
             set_refcounts(bytes, place.index..place.index + (upto - at), order, value);
             self.dirty.insert(place.slice);
             at = upto;
@@ -244,7 +270,7 @@ impl Refcounts {
         while at < end {
             let Some(place) = self.place(at) else { break };
             let upto = end.min(at + (entries - place.index));
-            let bytes = self.load_run(place.slice, self.slices_to(&place, end - at), storage)?;
+            let bytes = self.load_run(&place, self.slices_to(&place, end - at), storage)?;
             if all_zero(bytes, place.index..place.index + (upto - at), order) {
                 run += upto - at;
                 at = upto;
@@ -322,6 +348,7 @@ impl Refcounts {
 
     /// Drops cached slices of a block, whose content on disk was written another way.
     pub(crate) fn forget_block(&mut self, block: HostOffset) {
+        self.zero_from = u64::MAX;
         let end = block.0 + self.geometry.cluster_bytes();
         for key in (block.0..end).step_by(self.slice_bytes() as usize) {
             self.slices.remove(&key);
@@ -454,6 +481,78 @@ mod tests {
             assert_eq!(r.get(2048 * 3, &*storage).unwrap(), 1);
         };
         assert_eq!(cost(&thrice), (3, 4096 * 7));
+        // Nor those from where nothing is in use, which begin with a slice.
+        let beyond = |r: &mut Refcounts| {
+            r.zero_from(2048 * 2 + 1);
+            r.set_run(2000, 2048 * 6, 1, &*storage).unwrap();
+            assert_eq!(r.get(2048 * 8, &*storage).unwrap(), 0);
+        };
+        assert_eq!(cost(&beyond), (1, 4096 * 3));
+    }
+
+    /// Refcounts of so many blocks, with leaks all over the file.
+    fn leaking(storage: &MemoryStorage, cluster_bits: u32, blocks: u64) -> Refcounts {
+        let geometry = Geometry { cluster_bits, refcount_order: 4, extended: false };
+        let table: Vec<u64> = (1..=blocks).map(|block| block << 21).collect();
+        for &block in &table {
+            storage.write_at(&vec![0xff; 1 << cluster_bits], HostOffset(block)).unwrap();
+        }
+        Refcounts {
+            geometry,
+            table_offset: HostOffset(0),
+            table,
+            slices: FxHashMap::default(),
+            dirty: BTreeSet::new(),
+            writing: BTreeSet::new(),
+            dirty_table: BTreeSet::new(),
+            zero_from: u64::MAX,
+        }
+    }
+
+    fn flush(refcounts: &mut Refcounts, storage: &MemoryStorage) {
+        let taken = refcounts.take_dirty();
+        refcounts.write(&taken, storage).unwrap();
+        refcounts.written(taken);
+    }
+
+    #[test]
+    fn what_was_written_behind_the_end_is_read_again() {
+        let storage = MemoryStorage::new("image");
+        let blocks = SLICES_MAX as u64 * 2;
+        let mut refcounts = leaking(&storage, 9, blocks);
+        let per_block = refcounts.geometry.refcount_block_entries();
+        refcounts.zero_from(per_block * 3 / 2);
+        let end = per_block * (blocks - 1);
+        refcounts.set_run(0, end, 7, &storage).unwrap();
+        flush(&mut refcounts, &storage);
+        // One more drops what is clean.
+        refcounts.set(end, 8, &storage).unwrap();
+        assert_eq!(refcounts.slices.len(), 1);
+        let mut get = |cluster| refcounts.get(cluster, &storage).unwrap();
+        assert!((0..end).all(|cluster| get(cluster) == 7));
+        assert_eq!((get(end), get(end + 1)), (8, 0));
+    }
+
+    #[test]
+    fn a_run_across_the_end_is_read_up_to_it() {
+        for within in [0, 1, 2047] {
+            let storage = MemoryStorage::new("image");
+            let mut refcounts = leaking(&storage, 16, 2);
+            refcounts.zero_from(2048 * 3 + within);
+            refcounts.set_run(100, 2048 * 7, 7, &storage).unwrap();
+            for again in 0..2 {
+                let mut get = |cluster| refcounts.get(cluster, &storage).unwrap();
+                assert_eq!((get(99), get(100)), (0xffff, 7), "{within} {again}");
+                assert_eq!((get(2048 * 7 + 99), get(2048 * 7 + 100)), (7, 0), "{within} {again}");
+                flush(&mut refcounts, &storage);
+                refcounts.slices.clear();
+            }
+            // Of a block that was written another way, the file tells.
+            assert_eq!(refcounts.get(2048 * 8, &storage).unwrap(), 0);
+            refcounts.forget_block(HostOffset(1 << 21));
+            assert_eq!(refcounts.get(2048 * 8, &storage).unwrap(), 0xffff);
+            assert_eq!(refcounts.get(2048 * 9, &storage).unwrap(), 0xffff);
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Each run prints its seed when it fails; `VDKIT_SEED` replays it and `VDKIT_CASES` asks for more.
 
 mod barriers;
+mod beyond_end;
 mod costs;
 mod faults;
 mod power_cut;
