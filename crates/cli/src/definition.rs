@@ -1,29 +1,38 @@
 //! The command line's one definition: parsing, help, completions and man pages come from it.
 
+use std::ffi::OsStr;
 use std::io::Write;
 
 use clap::Command;
 use clap::error::ErrorKind;
 
-use crate::commands::{ALL, Group, Subcommand};
+use crate::commands::{ALL, Group, Subcommand, find};
 use crate::failure::Exit;
 
 /// The whole command. Subcommands are built when they are asked for: building all of them would
 /// cost more than converting a small image.
 pub fn command() -> Command {
-    let mut root = Command::new("vdkit")
+    ALL.iter().map(subcommand).fold(root().after_help(overview_help()), Command::subcommand)
+}
+
+/// The command as far as a command line needs it: where it begins with a subcommand's name, nothing
+/// of the others.
+pub fn command_for(first: Option<&OsStr>) -> Command {
+    match first.and_then(OsStr::to_str).and_then(find) {
+        Some(entry) => root().subcommand(subcommand(entry)),
+        None => command(),
+    }
+}
+
+fn root() -> Command {
+    Command::new("vdkit")
         .version(env!("CARGO_PKG_VERSION"))
         .about("Virtual-disk images: describe, make, convert, check, compare, read and write them")
         .override_usage("vdkit COMMAND [ARGUMENTS]")
         .help_template("{about-with-newline}\n{usage-heading} {usage}{after-help}")
-        .after_help(overview_help())
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .max_term_width(100);
-    for entry in ALL {
-        root = root.subcommand(subcommand(entry));
-    }
-    root
+        .max_term_width(100)
 }
 
 fn subcommand(entry: &'static Subcommand) -> Command {
@@ -108,6 +117,23 @@ mod tests {
     #[test]
     fn the_definition_is_sound() {
         command().debug_assert();
+    }
+
+    #[test]
+    fn one_subcommand_says_the_same_alone() {
+        for entry in ALL {
+            for line in [[entry.name, "--help"], [entry.name, "-h"], [entry.name, "--bogus"]] {
+                let line = ["vdkit"].into_iter().chain(line);
+                let said = |command: Command| {
+                    let error = command.try_get_matches_from(line.clone()).unwrap_err();
+                    (error.kind(), error.render().ansi().to_string())
+                };
+                assert_eq!(said(command_for(Some(OsStr::new(entry.name)))), said(command()));
+            }
+        }
+        for other in [None, Some("--help"), Some("help"), Some("konvert"), Some("")] {
+            assert_eq!(command_for(other.map(OsStr::new)).get_subcommands().count(), ALL.len());
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! its arguments, calls a job of the library and prints the answer. The life of a call:
 //!
 //! ```text
-//!   main ─► definition::command()   a clap tree whose subcommands are built only when asked for
+//!   main ─► definition   a clap tree whose subcommands are built only when asked for
 //!        ─► commands::ALL[i].run    the subcommand's own arguments, then the job
 //!        ─► output                  results on stdout (text or JSON)
 //!        ─► failure                 messages and hints on stderr, and the exit code
@@ -46,7 +46,9 @@ pub fn main() -> ExitCode {
 
 /// Runs one command line, the program's name first.
 pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
-    let matches = match definition::command().try_get_matches_from(arguments) {
+    let arguments: Vec<_> = arguments.into_iter().collect();
+    let command = definition::command_for(arguments.get(1).map(|first| first.as_os_str()));
+    let matches = match command.try_get_matches_from(arguments) {
         Ok(matches) => matches,
         Err(error) => return definition::report(&error),
     };

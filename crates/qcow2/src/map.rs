@@ -37,6 +37,11 @@ impl Run {
         self.found.map_or(0, |extent| extent.len)
     }
 
+    /// Whether this is part of a map that is drawn.
+    fn mapping(&self) -> bool {
+        self.len > REQUEST_BYTES_MAX
+    }
+
     /// What comes next; `open` where more may follow.
     fn add(&mut self, next: Extent, open: bool) {
         let joined = match self.found {
@@ -54,7 +59,7 @@ impl Run {
             // What came before it can be used without it.
             Look::Fault { .. } => self.ended = true,
         }
-        let mapping = self.len > REQUEST_BYTES_MAX;
+        let mapping = self.mapping();
         if self.ended && mapping && self.passed >= PASSED_MANY {
             return Seen::Last;
         }
@@ -120,8 +125,19 @@ impl Qcow2 {
                 continue;
             };
             let key = self.slice_of(table, here);
-            match self.slices.with(key, |words| self.look(words, here, rest)) {
-                Some(Look::Run { extent, open }) => run.add(extent, open),
+            let look = |words: &[u64]| self.look(words, here, rest);
+            let mapping = run.mapping();
+            let found = match mapping {
+                true => self.slices.peek(key, look),
+                false => self.slices.with(key, look),
+            };
+            match found {
+                Some(Look::Run { extent, open }) => {
+                    run.add(extent, open);
+                    if open && mapping {
+                        self.slices.pass(key);
+                    }
+                }
                 // What came before it can be used without it.
                 Some(Look::Fault { .. }) if run.found.is_some() => break,
                 Some(Look::Fault { word, expected }) => {
@@ -458,14 +474,14 @@ mod tests {
 
     #[test]
     fn only_what_is_asked_for_again_is_kept() {
-        // One run: the slices that it begins and ends in.
+        // One run: the slice that it ends in.
         let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
         assert_eq!(runs(&image), 1);
-        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (2, 2 * 4096));
-        // Two: also the one where they meet, and what is behind it is read again.
+        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (2, 4096));
+        // Two: the one where they meet until it is passed, and what is behind it is read again.
         let (storage, image) = image_of(&[(6000, 5, 1, COPIED), (2192, 9000, 1, COPIED)]);
         assert_eq!(runs(&image), 2);
-        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (3, 3 * 4096));
+        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (3, 4096));
         // A request that comes again finds all of it.
         let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
         for _ in 0..2 {
@@ -476,7 +492,14 @@ mod tests {
         let (storage, image) = image_of(&[(8192, 5, 2, COPIED)]);
         assert_eq!(runs(&image), 8192);
         assert_eq!((storage.counts().reads, storage.counts().bytes_read), (2, 65536));
-        assert_eq!(image.slices.stats().used_bytes, 65536);
+        assert_eq!(image.slices.stats().used_bytes, 4096);
+        // What a request has used stays for the next, whoever draws a map meanwhile.
+        let (storage, image) = image_of(&[(8192, 5, 2, COPIED)]);
+        image.map_loading(GuestOffset(100 << 20), 65536).unwrap();
+        assert_eq!(runs(&image), 8192);
+        storage.reset();
+        image.map_loading(GuestOffset(100 << 20), 65536).unwrap();
+        assert_eq!(storage.counts().reads, 0);
     }
 
     /// What changed since it was read, or was never written, is told all the same.

@@ -145,6 +145,28 @@ impl SliceCache {
         Some(look(&slot.words))
     }
 
+    /// As [`SliceCache::with`], for who draws a map: the slice counts as no more used than before.
+    pub(crate) fn peek<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
+        let shard = self.shard(key);
+        let inner = shard.inner.read();
+        let slot = &inner.slots[*inner.index.get(&key)?];
+        shard.found.fetch_add(1, Ordering::Relaxed);
+        Some(look(&slot.words))
+    }
+
+    /// Lets go of a slice that a map has gone through, unless somebody else uses it: the next one
+    /// takes its memory.
+    pub(crate) fn pass(&self, key: u64) {
+        let mut inner = self.shard(key).inner.write();
+        let Some(&at) = inner.index.get(&key) else { return };
+        let slot = &mut inner.slots[at];
+        if slot.state == SlotState::Clean && !slot.changed && !*slot.referenced.get_mut() {
+            slot.state = SlotState::Free;
+            inner.index.remove(&key);
+            inner.free.push(at);
+        }
+    }
+
     /// Makes sure that a slice is cached, reading it where it is not.
     pub(crate) fn load(&self, key: u64, storage: &dyn Storage) -> Result<()> {
         let shard = self.shard(key);
@@ -410,5 +432,34 @@ mod tests {
         load(2048..4096);
         assert_eq!(addresses(), before);
         assert_eq!(cache.stats().used_bytes, cache.capacity() as u64 * SLICE);
+    }
+
+    #[test]
+    fn what_a_map_has_passed_gives_its_memory_unless_it_is_in_use() {
+        const SLICE: u64 = 512;
+        let storage = MemoryStorage::with_len("image", 4096 * SLICE);
+        let cache = SliceCache::new(SLICE, 1 << 20);
+        for key in (0..1024).map(|number| number * SLICE) {
+            cache.load(key, &storage).unwrap();
+            assert_eq!(cache.peek(key, |words| words[0]), Some(0));
+            cache.pass(key);
+            assert_eq!(cache.peek(key, |words| words[0]), None);
+        }
+        let slots: usize = cache.shards.iter().map(|shard| shard.inner.read().slots.len()).sum();
+        assert!(slots <= SHARDS, "{slots} slots");
+        // Used by a request; dirty; written since it was loaded.
+        for key in [0, 1, 2].map(|number| number * SLICE) {
+            cache.load(key, &storage).unwrap();
+        }
+        cache.with(0, |_| ()).unwrap();
+        for key in [SLICE, 2 * SLICE] {
+            cache.change(key, |words| words[0] = 1).unwrap();
+        }
+        cache.begin_writes(2 * SLICE, &mut [0; SLICE as usize]);
+        cache.written(2 * SLICE);
+        for key in [0, SLICE, 2 * SLICE] {
+            cache.pass(key);
+            assert!(cache.peek(key, |_| ()).is_some(), "{key}");
+        }
     }
 }
