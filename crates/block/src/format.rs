@@ -171,6 +171,10 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// May be shorter.
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent>;
 
+    /// From now on maps of this image are drawn once, from front to back: what one has passed need
+    /// not be kept for the next. Requests find what they use all the same.
+    fn expect_one_pass(&self) {}
+
     /// How the cache of the map does; nothing for formats that need none.
     fn map_cache(&self) -> Option<MapCacheStats> {
         None

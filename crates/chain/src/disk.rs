@@ -214,6 +214,12 @@ impl Disk {
         &self.layers[0].format
     }
 
+    /// Tells the images that their maps are drawn once; see
+    /// [`Format::expect_one_pass`](vdkit_block::Format::expect_one_pass).
+    pub fn expect_one_pass(&self) {
+        self.layers.iter().for_each(|layer| layer.format.expect_one_pass());
+    }
+
     /// How the caches of the images' maps do, together; nothing where no image of the chain has one.
     pub fn map_cache(&self) -> Option<MapCacheStats> {
         let caches = self.layers.iter().filter_map(|layer| layer.format.map_cache());

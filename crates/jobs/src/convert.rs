@@ -162,6 +162,7 @@ pub(crate) fn convert_uncommitted(
 ) -> Result<Converted> {
     let started = Instant::now();
     let bytes = source.bytes();
+    source.disks().iter().for_each(Disk::expect_one_pass);
     let base = Base::open(registry, source, options)?;
     let (layers, base_disk) = match base {
         Some(base) => (base.layers, base.disk),

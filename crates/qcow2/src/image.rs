@@ -42,6 +42,8 @@ pub struct Qcow2 {
     /// Host offset of the active L1 table; changed under `meta`.
     l1_offset: AtomicU64,
     pub(crate) slices: SliceCache,
+    /// See [`Format::expect_one_pass`].
+    pub(crate) one_pass: AtomicBool,
     /// Host clusters that hold metadata: no guest data may be there. Empty when read-only.
     pub(crate) metadata: RwLock<FxHashSet<u64>>,
     pub(crate) in_flight: InFlight,
@@ -212,7 +214,7 @@ impl Qcow2 {
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
             // An image without an L2 table, a snapshot or a bitmap, such as a new one, refers to no
             // cluster behind its metadata and its file's end: refcounts there need no reading.
-            if is_blank(&header, &l1) && storage.caps().growable {
+            if is_blank(&header, &l1, &meta.refcounts) && storage.caps().growable {
                 let end = metadata.iter().max().map_or(0, |&last| last + 1);
                 meta.refcounts.zero_from(end.max(meta.frontier));
             }
@@ -228,6 +230,7 @@ impl Qcow2 {
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),
             slices: SliceCache::new(geometry.cluster_bytes(), limits.cache_bytes),
+            one_pass: AtomicBool::new(false),
             metadata: RwLock::new(metadata),
             in_flight: InFlight::default(),
             meta: Mutex::new(meta),
@@ -259,6 +262,7 @@ impl Qcow2 {
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),
             slices: SliceCache::new(self.geometry.cluster_bytes(), self.limits.cache_bytes),
+            one_pass: AtomicBool::new(false),
             metadata: RwLock::default(),
             in_flight: InFlight::default(),
             meta: Mutex::new(meta),
@@ -442,9 +446,13 @@ fn read_l1(header: &Header, storage: &dyn Storage) -> Result<Vec<u64>> {
     Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
 }
 
-/// Whether nothing but the header and its tables, which are empty, refers to clusters.
-fn is_blank(header: &Header, l1: &[u64]) -> bool {
-    header.snapshot_count == 0 && header.bitmaps().is_none() && l1.iter().all(|&word| word == 0)
+/// Whether nothing but the header and its tables, which are empty, refers to clusters, and each
+/// refcount block describes one range of them.
+fn is_blank(header: &Header, l1: &[u64], refcounts: &Refcounts) -> bool {
+    header.snapshot_count == 0
+        && header.bitmaps().is_none()
+        && l1.iter().all(|&word| word == 0)
+        && refcounts.blocks_differ()
 }
 
 /// Host clusters of the header, the tables and the refcount blocks.
@@ -530,6 +538,10 @@ impl Format for Qcow2 {
 
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
         self.map_cached(at, len)
+    }
+
+    fn expect_one_pass(&self) {
+        self.one_pass.store(true, Ordering::Relaxed);
     }
 
     fn map_cache(&self) -> Option<MapCacheStats> {

@@ -1,5 +1,7 @@
 //! Finding where guest bytes are.
 
+use std::sync::atomic::Ordering;
+
 use vdkit_block::{Extent, FileIndex, GuestOffset, HostOffset, Packed, Place, Result};
 
 use crate::entry::{L2Entry, State};
@@ -126,15 +128,16 @@ impl Qcow2 {
             };
             let key = self.slice_of(table, here);
             let look = |words: &[u64]| self.look(words, here, rest);
-            let mapping = run.mapping();
-            let found = match mapping {
+            let passing = run.mapping() && self.one_pass.load(Ordering::Relaxed);
+            let found = match passing {
                 true => self.slices.peek(key, look),
                 false => self.slices.with(key, look),
             };
             match found {
                 Some(Look::Run { extent, open }) => {
                     run.add(extent, open);
-                    if open && mapping {
+                    // (Where what comes next is another run, that one begins here.)
+                    if passing && !run.ended {
                         self.slices.pass(key);
                     }
                 }
@@ -474,14 +477,14 @@ mod tests {
 
     #[test]
     fn only_what_is_asked_for_again_is_kept() {
-        // One run: the slice that it ends in.
+        // One run: the slices that it begins and ends in.
         let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
         assert_eq!(runs(&image), 1);
-        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (2, 4096));
-        // Two: the one where they meet until it is passed, and what is behind it is read again.
+        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (2, 2 * 4096));
+        // Two: also the one where they meet, and what is behind it is read again.
         let (storage, image) = image_of(&[(6000, 5, 1, COPIED), (2192, 9000, 1, COPIED)]);
         assert_eq!(runs(&image), 2);
-        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (3, 4096));
+        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (3, 3 * 4096));
         // A request that comes again finds all of it.
         let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
         for _ in 0..2 {
@@ -492,9 +495,39 @@ mod tests {
         let (storage, image) = image_of(&[(8192, 5, 2, COPIED)]);
         assert_eq!(runs(&image), 8192);
         assert_eq!((storage.counts().reads, storage.counts().bytes_read), (2, 65536));
-        assert_eq!(image.slices.stats().used_bytes, 4096);
+        assert_eq!(image.slices.stats().used_bytes, 65536);
+        // Whoever asks once more finds it.
+        assert_eq!(runs(&image), 8192);
+        assert_eq!(storage.counts().reads, 2);
+    }
+
+    #[test]
+    fn of_one_pass_nothing_is_kept_that_it_has_passed() {
+        let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
+        image.expect_one_pass();
+        assert_eq!(runs(&image), 1);
+        assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (2, 4096));
+        // Runs that end within slices, with them, and just before and behind their ends.
+        for count in [1, 2, 510, 511, 512, 513, 1000, 1024, 4096] {
+            let all: Vec<_> = (0..8192 / count)
+                .map(|i| (count, 5 + i * (count + 1), 1, COPIED))
+                .chain([(8192 % count, 1 << 20, 1, COPIED)])
+                .collect();
+            let (storage, image) = image_of(&all);
+            image.expect_one_pass();
+            assert_eq!(runs(&image), (8192_u64.div_ceil(count)) as usize);
+            let counts = storage.counts();
+            // Behind long runs the slices that follow are read again, as without.
+            let most = if count < 4096 { (2, 65536) } else { (3, 65536 + 32768) };
+            let cost = (counts.reads, counts.bytes_read);
+            assert!(cost <= most, "{count}: {cost:?}");
+            // The last 32 MiB are asked for as a request asks.
+            let used = image.slices.stats().used_bytes;
+            assert!(used <= 2 * 4096, "{count}: {used}");
+        }
         // What a request has used stays for the next, whoever draws a map meanwhile.
         let (storage, image) = image_of(&[(8192, 5, 2, COPIED)]);
+        image.expect_one_pass();
         image.map_loading(GuestOffset(100 << 20), 65536).unwrap();
         assert_eq!(runs(&image), 8192);
         storage.reset();

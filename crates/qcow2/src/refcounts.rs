@@ -161,6 +161,13 @@ impl Refcounts {
         })
     }
 
+    /// Whether no two table entries name the same block.
+    pub(crate) fn blocks_differ(&self) -> bool {
+        let mut blocks: Vec<u64> = self.table.iter().copied().filter(|&entry| entry != 0).collect();
+        blocks.sort_unstable();
+        blocks.windows(2).all(|pair| pair[0] != pair[1])
+    }
+
     /// Takes refcounts from a cluster on for 0 without reading them: nothing in the image refers to
     /// such a cluster, so whatever the file says of it is a leak. Before any of them is asked for.
     pub(crate) fn zero_from(&mut self, cluster: u64) {
@@ -521,6 +528,7 @@ mod tests {
         let blocks = SLICES_MAX as u64 * 2;
         let mut refcounts = leaking(&storage, 9, blocks);
         let per_block = refcounts.geometry.refcount_block_entries();
+        assert!(refcounts.blocks_differ());
         refcounts.zero_from(per_block * 3 / 2);
         let end = per_block * (blocks - 1);
         refcounts.set_run(0, end, 7, &storage).unwrap();
@@ -531,6 +539,8 @@ mod tests {
         let mut get = |cluster| refcounts.get(cluster, &storage).unwrap();
         assert!((0..end).all(|cluster| get(cluster) == 7));
         assert_eq!((get(end), get(end + 1)), (8, 0));
+        refcounts.table[7] = refcounts.table[900];
+        assert!(!refcounts.blocks_differ());
     }
 
     #[test]
