@@ -23,7 +23,7 @@ STATIC := $(if $(LIBC_A),-C target-feature=+crt-static)
 RELR := $(shell getconf GNU_LIBC_VERSION 2>/dev/null | awk '$$2 >= 2.36 { print "yes" }')
 PACKED := $(if $(RELR),-C link-arg=-Wl$(comma)-z$(comma)pack-relative-relocs)
 
-# What a short run executes lies together: 15 % of its time.
+# What a short run executes lies together: an eighth of its time.
 ORDERED := -C linker=$(CURDIR)/scripts/link-in-order
 
 build: ## the command, at target/release/vdkit

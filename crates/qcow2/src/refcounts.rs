@@ -79,30 +79,25 @@ impl Refcounts {
                 ));
             }
         }
-        Ok(Self {
+        Ok(Self::new(geometry, header.refcount_table_offset, table))
+    }
+
+    fn new(geometry: Geometry, table_offset: HostOffset, table: Vec<u64>) -> Self {
+        Self {
             geometry,
-            table_offset: header.refcount_table_offset,
+            table_offset,
             table,
             slices: FxHashMap::default(),
             dirty: BTreeSet::new(),
             writing: BTreeSet::new(),
             dirty_table: BTreeSet::new(),
             zero_from: u64::MAX,
-        })
+        }
     }
 
     /// Refcounts of an image that is only read.
     pub(crate) fn empty(header: &Header) -> Self {
-        Self {
-            geometry: header.geometry,
-            table_offset: header.refcount_table_offset,
-            table: Vec::new(),
-            slices: FxHashMap::default(),
-            dirty: BTreeSet::new(),
-            writing: BTreeSet::new(),
-            dirty_table: BTreeSet::new(),
-            zero_from: u64::MAX,
-        }
+        Self::new(header.geometry, header.refcount_table_offset, Vec::new())
     }
 
     /// The cluster behind the last one that a block describes.
@@ -504,16 +499,7 @@ mod tests {
         for &block in &table {
             storage.write_at(&vec![0xff; 1 << cluster_bits], HostOffset(block)).unwrap();
         }
-        Refcounts {
-            geometry,
-            table_offset: HostOffset(0),
-            table,
-            slices: FxHashMap::default(),
-            dirty: BTreeSet::new(),
-            writing: BTreeSet::new(),
-            dirty_table: BTreeSet::new(),
-            zero_from: u64::MAX,
-        }
+        Refcounts::new(geometry, HostOffset(0), table)
     }
 
     fn flush(refcounts: &mut Refcounts, storage: &MemoryStorage) {

@@ -134,24 +134,26 @@ impl SliceCache {
 
     /// Looks at a cached slice by its host offset.
     pub(crate) fn with<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
-        let shard = self.shard(key);
-        let inner = shard.inner.read();
-        let slot = &inner.slots[*inner.index.get(&key)?];
-        shard.found.fetch_add(1, Ordering::Relaxed);
-        // Storing only on change keeps the line shared between readers.
-        if !slot.referenced.load(Ordering::Relaxed) {
-            slot.referenced.store(true, Ordering::Relaxed);
-        }
-        Some(look(&slot.words))
+        self.find(key, |slot| {
+            // Storing only on change keeps the line shared between readers.
+            if !slot.referenced.load(Ordering::Relaxed) {
+                slot.referenced.store(true, Ordering::Relaxed);
+            }
+            look(&slot.words)
+        })
     }
 
     /// As [`SliceCache::with`], for who draws a map: the slice counts as no more used than before.
     pub(crate) fn peek<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
+        self.find(key, |slot| look(&slot.words))
+    }
+
+    fn find<R>(&self, key: u64, look: impl FnOnce(&Slot) -> R) -> Option<R> {
         let shard = self.shard(key);
         let inner = shard.inner.read();
         let slot = &inner.slots[*inner.index.get(&key)?];
         shard.found.fetch_add(1, Ordering::Relaxed);
-        Some(look(&slot.words))
+        Some(look(slot))
     }
 
     /// Lets go of a slice that a map has gone through, unless somebody else uses it: the next one
