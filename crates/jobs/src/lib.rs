@@ -26,6 +26,7 @@ mod keys;
 pub mod libvirt;
 mod map;
 mod measure;
+mod missing;
 mod mover;
 mod new_files;
 mod plan;

@@ -11,6 +11,7 @@ use vdkit_block::{GuestOffset, HostOffset, Result, Storage, align_down};
 use vdkit_chain::{DiskPlace, Extents};
 
 use crate::holes::Holes;
+use crate::missing::Missing;
 use crate::source::Source;
 
 /// One piece of a job, in bytes of the target disk.
@@ -110,6 +111,7 @@ pub struct Planner<'a> {
     found: u64,
     at: u64,
     holes: Holes,
+    missing: Missing,
 }
 
 impl<'a> Planner<'a> {
@@ -124,6 +126,7 @@ impl<'a> Planner<'a> {
             found: 0,
             at: 0,
             holes: Holes::default(),
+            missing: Missing::default(),
         }
     }
 
@@ -298,6 +301,9 @@ impl<'a> Planner<'a> {
             let at = start + extent.at.0;
             let end = at + extent.len;
             let disk = self.disk.checked_sub(1).and_then(|index| self.source.disks().get(index));
+            if let Some(disk) = disk {
+                self.missing.refuse(disk, &extent)?;
+            }
             let hides_holes = disk.is_none_or(|disk| Holes::hides_holes(disk, extent.depth));
             match extent.place {
                 DiskPlace::Hole => self.push(at, end, Kind::Absent),

@@ -9,6 +9,7 @@ use vdkit_block::{GuestOffset, HostOffset, Packed, Result, Storage};
 use vdkit_chain::{Disk, DiskPlace, Extents};
 
 use crate::holes::Holes;
+use crate::missing::Missing;
 
 /// A run of a disk.
 #[derive(Clone, Copy, Debug)]
@@ -83,13 +84,14 @@ pub(crate) struct Runs<'a> {
     /// Of the extent found last, what is not given out yet.
     rest: Option<Run<'a>>,
     holes: Holes,
+    missing: Missing,
 }
 
 impl<'a> Runs<'a> {
     /// The runs of `len` bytes from `at` on.
     pub(crate) fn new(disk: &'a Disk, at: u64, len: u64) -> Result<Self> {
         let extents = if len == 0 { None } else { Some(disk.extents(GuestOffset(at), len)?) };
-        Ok(Self { disk, extents, rest: None, holes: Holes::default() })
+        Ok(Self { disk, extents, rest: None, holes: Holes::default(), missing: Missing::default() })
     }
 
     /// The next run, or nothing at the end.
@@ -97,20 +99,25 @@ impl<'a> Runs<'a> {
         let run = match self.rest.take() {
             Some(run) => run,
             None => match self.extents.as_mut().and_then(Iterator::next).transpose()? {
-                Some(extent) => Run {
-                    at: extent.at.0,
-                    len: extent.len,
-                    depth: extent.depth,
-                    hides_holes: Holes::hides_holes(self.disk, extent.depth),
-                    encrypted: self.disk.encryption(extent.depth).is_some(),
-                    kind: match extent.place {
-                        DiskPlace::Zero { .. } | DiskPlace::Hole => RunKind::Zero,
-                        DiskPlace::Packed { storage, packed } => {
-                            RunKind::Packed { storage, packed }
-                        }
-                        DiskPlace::Data { storage, offset } => RunKind::Data { storage, offset },
-                    },
-                },
+                Some(extent) => {
+                    self.missing.refuse(self.disk, &extent)?;
+                    Run {
+                        at: extent.at.0,
+                        len: extent.len,
+                        depth: extent.depth,
+                        hides_holes: Holes::hides_holes(self.disk, extent.depth),
+                        encrypted: self.disk.encryption(extent.depth).is_some(),
+                        kind: match extent.place {
+                            DiskPlace::Zero { .. } | DiskPlace::Hole => RunKind::Zero,
+                            DiskPlace::Packed { storage, packed } => {
+                                RunKind::Packed { storage, packed }
+                            }
+                            DiskPlace::Data { storage, offset } => {
+                                RunKind::Data { storage, offset }
+                            }
+                        },
+                    }
+                }
                 None => return Ok(None),
             },
         };

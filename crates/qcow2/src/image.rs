@@ -17,6 +17,7 @@ use crate::check;
 use crate::codec;
 use crate::encrypted;
 use crate::header::{DiskTables, Encryption, Header, LastingHeader, field};
+use crate::l1::{Cut, read_l1};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, incompatible};
 use crate::pool::{Pool, Space};
 use crate::refcounts::Refcounts;
@@ -41,6 +42,8 @@ pub struct Qcow2 {
     pub(crate) l1: RwLock<Vec<u64>>,
     /// Host offset of the active L1 table; changed under `meta`.
     l1_offset: AtomicU64,
+    /// An image that is read lacks L2 tables.
+    pub(crate) cut: Option<Cut>,
     pub(crate) slices: SliceCache,
     /// See [`Format::expect_one_pass`].
     pub(crate) one_pass: AtomicBool,
@@ -204,6 +207,11 @@ impl Qcow2 {
             Self::clear_autoclear(&mut header, &*storage, &mut warnings)?;
         }
         let l1 = read_l1(&header, &*storage)?;
+        let cut = Cut::find(&l1, header.geometry, &*storage, &mut warnings)?;
+        if let (true, Some(cut)) = (writable, cut) {
+            // What is allocated next would lie where tables are thought to be.
+            cut.refuse(&l1, header.l1_offset, &*storage)?;
+        }
         let geometry = header.geometry;
         let mut meta = Self::meta(&header, &*storage, writable)?;
         let mut metadata = FxHashSet::default();
@@ -229,6 +237,7 @@ impl Qcow2 {
             backing,
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),
+            cut,
             slices: SliceCache::new(geometry.cluster_bytes(), limits.cache_bytes),
             one_pass: AtomicBool::new(false),
             metadata: RwLock::new(metadata),
@@ -251,6 +260,8 @@ impl Qcow2 {
     pub(crate) fn reading(&self, disk: DiskTables) -> Result<Arc<Self>> {
         let header = self.header.with_disk(disk);
         let l1 = read_l1(&header, &*self.storage)?;
+        let mut warnings = Vec::new();
+        let cut = Cut::find(&l1, self.geometry, &*self.storage, &mut warnings)?;
         let meta = Self::meta(&header, &*self.storage, false)?;
         Ok(Arc::new(Self {
             geometry: self.geometry,
@@ -261,6 +272,7 @@ impl Qcow2 {
             backing: self.backing.clone(),
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),
+            cut,
             slices: SliceCache::new(self.geometry.cluster_bytes(), self.limits.cache_bytes),
             one_pass: AtomicBool::new(false),
             metadata: RwLock::default(),
@@ -271,7 +283,7 @@ impl Qcow2 {
             flush_requests: AtomicU64::new(0),
             dirty: AtomicBool::new(false),
             bitmaps: BitmapState::unread(&self.limits),
-            warnings: Vec::new(),
+            warnings,
             limits: self.limits,
             encryption: self.encryption.clone(),
             header: LastingHeader::new(header),
@@ -437,13 +449,6 @@ impl Qcow2 {
             format!("{expected}; run: vdkit check {}", self.storage.name()),
         )
     }
-}
-
-/// Reads the L1 table: one read.
-fn read_l1(header: &Header, storage: &dyn Storage) -> Result<Vec<u64>> {
-    let mut raw = vec![0; header.l1_entries as usize * 8];
-    storage.read_at(&mut raw, header.l1_offset)?;
-    Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
 }
 
 /// Whether nothing but the header and its tables, which are empty, refers to clusters, and each

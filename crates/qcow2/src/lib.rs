@@ -38,6 +38,7 @@ mod flush;
 mod growth;
 pub mod header;
 mod image;
+mod l1;
 pub mod layout;
 mod map;
 mod measure;

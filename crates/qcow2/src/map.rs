@@ -90,6 +90,9 @@ impl Qcow2 {
                 "an L2 table at a cluster boundary and no reserved bits",
             ));
         }
+        if let Some(cut) = self.cut {
+            cut.refuse(&[word], self.l1_offset() + l1_index * 8, &*self.storage)?;
+        }
         Ok(Some((HostOffset(offset), word & COPIED != 0)))
     }
 

@@ -1,0 +1,75 @@
+//! The L1 table, as it is read, and files that end before the L2 tables that it names: they were cut.
+//!
+//! L1 entries become durable after the tables that they name, so no crash leaves such an image. Taken
+//! for tables without entries, those that are missing would make whole stretches of the disk zero,
+//! silently.
+
+use vdkit_block::{Error, HostOffset, Result, Storage};
+
+use crate::header::Header;
+use crate::layout::{Geometry, OFFSET_MASK};
+
+/// Reads the L1 table: one read.
+pub(crate) fn read_l1(header: &Header, storage: &dyn Storage) -> Result<Vec<u64>> {
+    let mut raw = vec![0; header.l1_entries as usize * 8];
+    storage.read_at(&mut raw, header.l1_offset)?;
+    Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
+}
+
+/// The end of a file that lacks L2 tables.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cut {
+    len: u64,
+}
+
+impl Cut {
+    /// Compares an L1 table with the length of its file. A file that ends within a table may have been
+    /// made so, or cut there: that is worth a warning.
+    pub(crate) fn find(
+        l1: &[u64],
+        geometry: Geometry,
+        storage: &dyn Storage,
+        warnings: &mut Vec<String>,
+    ) -> Result<Option<Self>> {
+        let last = l1.iter().map(|word| word & OFFSET_MASK).max().unwrap_or(0);
+        if last == 0 {
+            return Ok(None);
+        }
+        let len = storage.len()?;
+        if last < len && last + geometry.cluster_bytes() > len {
+            warnings.push(format!(
+                "{}: the file ends, after {len} bytes, within an L2 table at offset {last:#x}; what \
+                 the rest of that table would map reads as zero",
+                storage.name()
+            ));
+        }
+        Ok((last >= len).then_some(Self { len }))
+    }
+
+    /// Refuses the first L1 entry of `words` whose table is missing; the first of them stands at
+    /// `offset`.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`].
+    pub(crate) fn refuse(
+        self,
+        words: &[u64],
+        offset: HostOffset,
+        storage: &dyn Storage,
+    ) -> Result<()> {
+        let missing = |word: &u64| word & OFFSET_MASK >= self.len;
+        let Some(index) = words.iter().position(missing) else { return Ok(()) };
+        Err(Error::corrupt(
+            storage.name(),
+            offset.0 + index as u64 * 8,
+            "L1 entry",
+            format!("{:#018x}", words[index]),
+            format!(
+                "an L2 table within the file, which has {} bytes: it was cut. Bring it back whole; \
+                 or, to do without what is lost, run: vdkit check {} --repair all",
+                self.len,
+                storage.name()
+            ),
+        ))
+    }
+}
