@@ -31,6 +31,7 @@
 mod disk;
 mod exchange;
 mod extent;
+mod missing;
 mod options;
 mod prompt;
 mod read;
@@ -45,6 +46,7 @@ mod write;
 
 pub use disk::{Disk, Layer, RequestGuard};
 pub use extent::{DiskExtent, DiskPlace, Extents};
+pub use missing::Missing;
 pub use options::{BackingChoice, OpenOptions};
 pub use prompt::Ready;
 pub use registry::{Probed, Registry, Stranger};

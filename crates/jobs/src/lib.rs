@@ -26,7 +26,6 @@ mod keys;
 pub mod libvirt;
 mod map;
 mod measure;
-mod missing;
 mod mover;
 mod new_files;
 mod plan;

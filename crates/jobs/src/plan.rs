@@ -8,10 +8,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use vdkit_block::{GuestOffset, HostOffset, Result, Storage, align_down};
-use vdkit_chain::{DiskPlace, Extents};
+use vdkit_chain::{DiskPlace, Extents, Missing};
 
 use crate::holes::Holes;
-use crate::missing::Missing;
 use crate::source::Source;
 
 /// One piece of a job, in bytes of the target disk.

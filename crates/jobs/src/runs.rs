@@ -6,10 +6,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{GuestOffset, HostOffset, Packed, Result, Storage};
-use vdkit_chain::{Disk, DiskPlace, Extents};
+use vdkit_chain::{Disk, DiskPlace, Extents, Missing};
 
 use crate::holes::Holes;
-use crate::missing::Missing;
 
 /// A run of a disk.
 #[derive(Clone, Copy, Debug)]

@@ -1,10 +1,13 @@
 //! Images whose file ends too early: what a job takes somewhere else is the whole disk, or nothing.
 
 use std::fs::OpenOptions as Files;
+use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use vdkit_block::{CancelToken, Error, FormatDriver, Monitor, NoProgress, Options, Repair};
-use vdkit_chain::{Disk, OpenOptions, Registry};
+use vdkit_block::{
+    CancelToken, Error, FormatDriver, GuestOffset, Monitor, NoProgress, Options, Repair,
+};
+use vdkit_chain::{Disk, Missing, OpenOptions, Registry};
 use vdkit_jobs::{
     CompareOptions, ConvertOptions, Destination, NewImage, Source, check, compare, convert, measure,
 };
@@ -87,7 +90,7 @@ impl Case {
             return Ok(std::fs::read(&target).unwrap());
         }
         let mut bytes = vec![0; self.bytes.len()];
-        open(&target).unwrap().read_at(&mut bytes, vdkit_block::GuestOffset(0)).unwrap();
+        open(&target).unwrap().read_at(&mut bytes, GuestOffset(0)).unwrap();
         Ok(bytes)
     }
 }
@@ -178,7 +181,7 @@ fn the_error_names_what_is_missing_and_what_mends_it() {
     let guest = guest.split(':').next().unwrap().trim_start_matches("0x");
     let guest = u64::from_str_radix(guest, 16).unwrap();
     let part = open(&cut).unwrap();
-    let found = part.extents(vdkit_block::GuestOffset(guest), 65536).unwrap();
+    let found = part.extents(GuestOffset(guest), 65536).unwrap();
     let found = found.flatten().next().unwrap();
     assert!(
         matches!(found.place, vdkit_chain::DiskPlace::Data { offset, .. } if offset.0 == 1 << 20),
@@ -206,7 +209,7 @@ fn missing_tables_are_no_empty_tables() {
     let cut = case.cut(4 << 16);
     let mut byte = [0];
     let disk = open(&cut).unwrap();
-    let error = disk.read_at(&mut byte, vdkit_block::GuestOffset(0)).unwrap_err();
+    let error = disk.read_at(&mut byte, GuestOffset(0)).unwrap_err();
     assert!(is_cut(&error) && error.to_string().contains("L1 entry at offset 0x30000"), "{error}");
     drop(disk);
     let before = std::fs::read(&cut).unwrap();
@@ -215,8 +218,57 @@ fn missing_tables_are_no_empty_tables() {
     assert!(is_cut(&error), "{error}");
     assert!(std::fs::read(&cut).unwrap() == before, "not even the header is touched");
     check(&registry(), &cut, &OpenOptions::read_only(), Repair::All, &monitor()).unwrap();
-    open(&cut).unwrap().read_at(&mut byte, vdkit_block::GuestOffset(0)).unwrap();
+    open(&cut).unwrap().read_at(&mut byte, GuestOffset(0)).unwrap();
     assert_eq!(byte, [0]);
+}
+
+/// A file that another program writes grows before its map says so.
+#[test]
+fn a_file_that_has_grown_meanwhile_was_not_cut() {
+    let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
+    let cut = case.cut(1 << 20);
+    let disk = open(&cut).unwrap();
+    let extents: Vec<_> =
+        disk.extents(GuestOffset(0), disk.guest_bytes()).unwrap().map(Result::unwrap).collect();
+    let mut missing = Missing::default();
+    assert!(extents.iter().any(|extent| missing.refuse(&disk, extent).is_err()));
+    let whole = std::fs::metadata(&case.image).unwrap().len();
+    Files::new().write(true).open(&cut).unwrap().set_len(whole).unwrap();
+    assert!(extents.iter().all(|extent| missing.refuse(&disk, extent).is_ok()));
+}
+
+/// Of a data file no check tells: what mends it is its length.
+#[test]
+fn a_data_file_that_was_cut_is_made_as_long_as_it_was() {
+    let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
+    let (image, data) = (case.raw.with_extension("external"), case.raw.with_extension("data"));
+    let options = format!("data_file={}", data.display());
+    qemu::convert((&case.raw, "raw"), (&image, "qcow2"), &["-o", &options]);
+    assert!(case.converted(&image, "raw").unwrap() == case.bytes);
+    let data = Files::new().write(true).open(&data).unwrap();
+    data.set_len(1 << 20).unwrap();
+    let error = case.converted(&image, "raw").unwrap_err();
+    assert!(is_cut(&error) && error.to_string().contains("truncate -s"), "{error}");
+    data.set_len(6 << 20).unwrap();
+    let bytes = case.converted(&image, "raw").unwrap();
+    assert!(bytes[..1 << 20] == case.bytes[..1 << 20] && bytes[1 << 20..].iter().all(|b| *b == 0));
+}
+
+/// What a lost refcount block has counted would be given away again.
+#[test]
+fn without_a_refcount_block_nothing_is_written() {
+    let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
+    let cut = case.cut(1 << 20);
+    let writable = OpenOptions { writable: true, ..OpenOptions::read_only().format("qcow2") };
+    drop(Disk::open(&registry(), &cut, &writable).unwrap());
+    let mut file = Files::new().write(true).open(&cut).unwrap();
+    // The second entry of the refcount table, at cluster 1.
+    file.seek(SeekFrom::Start(65536 + 8)).unwrap();
+    file.write_all(&(2u64 << 20).to_be_bytes()).unwrap();
+    let error = Disk::open(&registry(), &cut, &writable).unwrap_err();
+    let Error::Corrupt(fault) = &error else { panic!("{error}") };
+    assert_eq!((fault.structure, fault.offset), ("refcount table entry", 65544));
+    open(&cut).unwrap();
 }
 
 #[test]

@@ -204,13 +204,15 @@ impl Qcow2 {
                 check::rebuild_refcounts(&storage, &limits, &monitor)?;
                 header = Header::read(&*storage, &limits)?;
             }
-            Self::clear_autoclear(&mut header, &*storage, &mut warnings)?;
         }
         let l1 = read_l1(&header, &*storage)?;
         let cut = Cut::find(&l1, header.geometry, &*storage, &mut warnings)?;
         if let (true, Some(cut)) = (writable, cut) {
             // What is allocated next would lie where tables are thought to be.
             cut.refuse(&l1, header.l1_offset, &*storage)?;
+        }
+        if writable {
+            Self::clear_autoclear(&mut header, &*storage, &mut warnings)?;
         }
         let geometry = header.geometry;
         let mut meta = Self::meta(&header, &*storage, writable)?;

@@ -1,6 +1,7 @@
 //! The L1 table, as it is read, and files that end before the L2 tables that it names: they were cut.
 //!
-//! L1 entries become durable after the tables that they name, so no crash leaves such an image. Taken
+//! L1 entries become durable after the tables that they name, so no crash leaves such an image (but of a
+//! writer that asks for no durability: QEMU's `cache=unsafe`). Taken
 //! for tables without entries, those that are missing would make whole stretches of the disk zero,
 //! silently.
 

@@ -124,7 +124,12 @@ impl Qcow2 {
         while !run.ended {
             let here = at + run.done();
             let rest = len - run.done();
-            let Some((table, _)) = self.l2_table(self.geometry.l1_index(here))? else {
+            let table = match self.l2_table(self.geometry.l1_index(here)) {
+                // What came before it can be used without it.
+                Err(_) if run.found.is_some() => break,
+                table => table?,
+            };
+            let Some((table, _)) = table else {
                 let hole = Extent { len: self.absent_run(here, rest), place: Place::Hole };
                 run.add(hole, true);
                 continue;

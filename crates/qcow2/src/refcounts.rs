@@ -68,14 +68,21 @@ impl Refcounts {
                 *word = u64::from_be_bytes(*bytes);
             }
         }
+        // A block behind the end of the file would be taken for one of zeroes, and what it has
+        // counted be given away again.
+        let end = storage.len()?.min(HOST_OFFSET_END);
         for (index, &entry) in table.iter().enumerate() {
-            if entry & (geometry.cluster_bytes() - 1) != 0 || entry >= HOST_OFFSET_END {
+            if entry & (geometry.cluster_bytes() - 1) != 0 || entry >= end {
                 return Err(Error::corrupt(
                     storage.name(),
                     header.refcount_table_offset.0 + index as u64 * 8,
                     "refcount table entry",
                     format!("{entry:#x}"),
-                    "a host offset at a cluster boundary",
+                    format!(
+                        "a host offset at a cluster boundary, within the file of {end} bytes; run: \
+                         vdkit check {} --repair all",
+                        storage.name()
+                    ),
                 ));
             }
         }

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use vdkit_block::{Error, GuestOffset, Monitor, NoProgress, Result, is_zero};
-use vdkit_chain::{Disk, DiskPlace, Layer};
+use vdkit_chain::{Disk, DiskPlace, Layer, Missing};
 use vdkit_export::{ChangeMap, Committed, Export, Job};
 use vdkit_jobs::refuse_dependents;
 
@@ -169,12 +169,14 @@ impl<'a> Commit<'a> {
     /// Marks what the overlay holds.
     fn mark_what_is_there(&self) -> Result<()> {
         let mut at = 0;
+        let mut missing = Missing::default();
         while at < self.guest_bytes {
             self.job.cancel().check()?;
             let len = MAP_BYTES.min(self.guest_bytes - at);
             let disk = self.export.disk();
             for extent in disk.extents_of(1, GuestOffset(at), len)? {
                 let extent = extent?;
+                missing.refuse(&disk, &extent)?;
                 if !matches!(extent.place, DiskPlace::Hole) {
                     self.changes.mark(extent.at.0, extent.len);
                 }

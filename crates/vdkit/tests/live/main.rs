@@ -332,6 +332,29 @@ fn a_commit_that_would_damage_something_is_refused() {
     assert_eq!(bytes.iter().filter(|b| **b != 0).count(), 4096 + 512);
 }
 
+/// What the overlay has lost is not made zero in the base.
+#[test]
+fn an_overlay_that_was_cut_is_not_committed() {
+    let stage = Stage::new("writeback");
+    let base = stage.create("base", "qcow2", "");
+    let export = stage.serve(&base, "qcow2");
+    export.write(&[1; 1 << 20], 0, false).unwrap();
+    let overlay = stage.path("overlay");
+    stage.live.snapshot_external(&export, &overlay).unwrap();
+    export.write(&[2; 1 << 20], 0, false).unwrap();
+    export.flush().unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&overlay).unwrap();
+    let len = file.metadata().unwrap().len();
+    file.set_len(len - (512 << 10)).unwrap();
+    let error = stage.live.commit(&export, false).unwrap_err().to_string();
+    assert!(error.contains("the file was cut"), "{error}");
+    assert_eq!(export.chain().chain.len(), 2);
+    assert!(content_of(&base, "qcow2")[..1 << 20] == [1; 1 << 20]);
+    file.set_len(len).unwrap();
+    stage.live.commit(&export, false).unwrap();
+    assert_eq!(export.chain().chain.len(), 1);
+}
+
 #[test]
 fn a_commit_that_finds_no_space_leaves_the_disk_and_can_be_run_again() {
     let Some(small) = vdkit_testkit::fs::mounted("tmpfs", 16 << 20) else { return };

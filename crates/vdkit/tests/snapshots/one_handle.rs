@@ -58,7 +58,7 @@ fn a_damaged_entry_is_named_where_the_table_is_now() {
     let storage = create("cluster_size=4096");
     let before = word(&*storage, 40);
     // Not at a cluster boundary.
-    storage.write_at(&0x10200u64.to_be_bytes(), HostOffset(before)).unwrap();
+    storage.write_at(&0x2200u64.to_be_bytes(), HostOffset(before)).unwrap();
     let image = open(&storage);
     image.resize(4 * GUEST_BYTES).unwrap();
     let now = word(&*storage, 40);
