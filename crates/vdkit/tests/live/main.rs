@@ -345,7 +345,8 @@ fn an_overlay_that_was_cut_is_not_committed() {
     export.flush().unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(&overlay).unwrap();
     let len = file.metadata().unwrap().len();
-    file.set_len(len - (512 << 10)).unwrap();
+    assert!(len > 1 << 20);
+    file.set_len(768 << 10).unwrap();
     let error = stage.live.commit(&export, false).unwrap_err().to_string();
     assert!(error.contains("the file was cut"), "{error}");
     assert_eq!(export.chain().chain.len(), 2);
