@@ -194,16 +194,14 @@ impl Qcow2 {
             (false, _) => storage.clone(),
         };
         let mut warnings = Vec::new();
-        if writable {
-            if header.has(incompatible::DIRTY) {
-                warnings.push(format!(
-                    "{}: was not closed cleanly; its refcounts are rebuilt",
-                    storage.name()
-                ));
-                let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
-                check::rebuild_refcounts(&storage, &limits, &monitor)?;
-                header = Header::read(&*storage, &limits)?;
-            }
+        if writable && header.has(incompatible::DIRTY) {
+            warnings.push(format!(
+                "{}: was not closed cleanly; its refcounts are rebuilt",
+                storage.name()
+            ));
+            let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
+            check::rebuild_refcounts(&storage, &limits, &monitor)?;
+            header = Header::read(&*storage, &limits)?;
         }
         let l1 = read_l1(&header, &*storage)?;
         let cut = Cut::find(&l1, header.geometry, &*storage, &mut warnings)?;
