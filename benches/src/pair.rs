@@ -3,7 +3,8 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,9 @@ const AT_HAND_BYTES_MORE: u64 = 1 << 30;
 /// A program that takes less runs once more, untimed, just before: reading its own pages and the file system's
 /// metadata again, where the kernel dropped them, would take longer than its work.
 const REHEARSED_SECONDS_MAX: f64 = 0.25;
+/// XFS gives the blocks of a removed file back in the background, and no sync waits for that. Who shares blocks
+/// meanwhile waits for it, the longer the more extents the file had: up to a millisecond of four.
+const SETTLED_AFTER: Duration = Duration::from_millis(100);
 
 /// One way to do a cell's job.
 #[derive(Debug)]
@@ -220,6 +224,7 @@ fn run(candidate: &Candidate, scratch: &Scratch, at_hand: u64, rehearsed: bool) 
             candidate.program.run()?;
             remove(candidate)?;
             rustix::fs::syncfs(fs::File::open(&scratch.folder)?)?;
+            thread::sleep(SETTLED_AFTER);
         }
     }
     drop(held);

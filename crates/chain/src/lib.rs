@@ -26,6 +26,7 @@
 //! | encrypted bytes are decrypted by the key of the layer they lie in; none go out in the clear | `seal`, `read`, `write` |
 //! | an unpacked unit that was replaced is never served from the cache | `unit_cache` |
 //! | a chain that changes while it is served: nobody else writes an image of it, at no moment | `exchange`, `Storage::reopen_for_writing` |
+//! | a file that was cut is not taken for zeroes by who takes the whole disk | `missing` |
 //! | a write that failed half-way changes nothing | dropped [`Reservation`](vdkit_block::Reservation)s, `write` |
 
 mod disk;
