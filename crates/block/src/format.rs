@@ -264,11 +264,9 @@ pub trait Format: Send + Sync + fmt::Debug {
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()>;
 
     /// Makes everything that was written in place, published, zeroed or discarded before this
-    /// call durable, in the order that keeps the image consistent at each moment.
+    /// call durable, in the order that keeps the image consistent at each moment. One flush serves
+    /// all who asked before it began.
     fn flush(&self) -> Result<()>;
-
-    /// Whether a flush would have something to write: after a write in place there is often not.
-    fn dirty(&self) -> bool;
 
     /// Flushes, gives reserved space back and marks the image as cleanly closed. Dropping a
     /// format without this leaves what a crash would leave: consistent, perhaps with leaks.

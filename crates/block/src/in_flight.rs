@@ -6,7 +6,11 @@
 //! period is over when the phase has been flipped twice and each old counter was seen at zero.
 //! Nobody ever waits: whoever frees clusters asks [`InFlight::passed`] from time to time.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{AtomicU64, AtomicUsize, Ordering};
+
+/// A moment in the life of an image: see [`InFlight::passed`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp(u64);
 
 /// Counts requests in flight, by phase.
 #[derive(Debug, Default)]
@@ -49,14 +53,17 @@ impl InFlight {
         }
     }
 
-    /// A stamp for something freed now; see [`InFlight::passed`].
-    pub fn stamp(&self) -> u64 {
-        self.phase.load(Ordering::SeqCst)
+    /// A stamp for something that lost its last reference. To be taken after the reference is gone:
+    /// the phase may move between an earlier stamp and the change, and a request that enters then
+    /// would resolve the old reference and not be waited for.
+    pub fn stamp(&self) -> Stamp {
+        Stamp(self.phase.load(Ordering::SeqCst))
     }
 
     /// Whether every request that was in flight when `stamp` was taken has ended. Moves the phase
     /// on where it can, so that asking again later makes progress.
-    pub fn passed(&self, stamp: u64) -> bool {
+    pub fn passed(&self, stamp: Stamp) -> bool {
+        let Stamp(stamp) = stamp;
         for _ in 0..2 {
             let phase = self.phase.load(Ordering::SeqCst);
             if phase >= stamp + 2 {

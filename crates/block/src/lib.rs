@@ -47,6 +47,7 @@ mod policy;
 mod reservation;
 mod snapshots;
 mod storage;
+mod sync;
 mod units;
 mod zero;
 
@@ -64,7 +65,7 @@ pub use encryption::{
 pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result};
 pub use extent::{Extent, FileIndex, Packed, Place};
 pub use format::{BackingRef, Format, FormatCaps, MapCacheStats};
-pub use in_flight::{InFlight, InFlightGuard};
+pub use in_flight::{InFlight, InFlightGuard, Stamp};
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
 pub use policy::RefPolicy;

@@ -10,7 +10,8 @@ use crate::units::HostOffset;
 /// How much [`Storage::skim`] reads at once: it stays in a core's own cache.
 const SKIM_BYTES: u64 = 256 << 10;
 
-/// What a storage promises about its bytes, in QEMU's words.
+/// What is promised about the bytes of a disk, in QEMU's words. A storage bypasses the page cache where
+/// the mode says so. That a write is durable when it returns is the disk's promise: it flushes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CacheMode {
     /// The host's page cache is used; [`Storage::sync`] makes writes durable.

@@ -2,67 +2,68 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{HostOffset, Result, Storage};
+use vdkit_block::{HostOffset, Result};
+use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::compact;
-use crate::image::{BlockImage, Envelope};
+use crate::image::{BlockImage, Envelope, State};
 use crate::sectors::SectorMaps;
-use crate::table::write_pages;
+use crate::table::{Changed, write_pages};
 
-fn write_bitmaps(storage: &dyn Storage, bitmaps: &[(u64, Vec<u8>)]) -> Result<()> {
-    bitmaps.iter().try_for_each(|(start, bytes)| storage.write_at(bytes, HostOffset(*start)))
+/// Changed pages of the table and bitmaps of sectors as they were at one moment.
+pub struct Copies {
+    pages: Changed,
+    /// Host offset and bytes.
+    bitmaps: Vec<(u64, Vec<u8>)>,
+    /// Where the blocks end that these pages name.
+    end: u64,
+}
+
+impl<E: Envelope> Metadata for BlockImage<E> {
+    type State = State;
+    type Order = ();
+    type Dirty = Copies;
+
+    fn take(&self, state: &mut MutexGuard<'_, State>, _order: &mut ()) -> Result<Copies> {
+        let bitmaps = self.sectors.as_ref().map(SectorMaps::take_changed).unwrap_or_default();
+        Ok(Copies { pages: self.table.take_changed(), bitmaps, end: state.used_end })
+    }
+
+    fn write(&self, copies: &Copies, _order: &mut ()) -> Result<()> {
+        let (storage, geometry) = (&*self.storage, self.geometry());
+        if copies.pages.is_empty() && copies.bitmaps.is_empty() {
+            return storage.sync();
+        }
+        self.envelope.before_map(storage, &geometry, copies.end)?;
+        // The blocks' data, the file's length, and what the envelope wrote.
+        storage.sync()?;
+        write_pages(storage, &geometry, &copies.pages)?;
+        for (start, bytes) in &copies.bitmaps {
+            storage.write_at(bytes, HostOffset(*start))?;
+        }
+        storage.sync()
+    }
+
+    fn settle(&self, _state: &mut State, _copies: Copies, durable: bool) {
+        self.table.written(durable);
+        if let Some(sectors) = &self.sectors {
+            sectors.written(durable);
+        }
+    }
+
+    fn recycle(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 impl<E: Envelope> BlockImage<E> {
-    /// One flush for all who asked before it began.
-    pub(crate) fn flush_grouped(&self) -> Result<()> {
-        let request = self.flush_requests.fetch_add(1, Ordering::AcqRel) + 1;
-        let mut completed = self.flushing.lock();
-        if *completed >= request {
-            return Ok(());
-        }
-        let served = self.flush_requests.load(Ordering::Acquire);
-        self.flush_now()?;
-        *completed = served;
-        Ok(())
-    }
-
-    fn flush_now(&self) -> Result<()> {
-        let geometry = self.geometry();
-        let (changed, bitmaps, end) = {
-            let state = self.state.lock();
-            self.dirty.store(false, Ordering::Release);
-            let bitmaps = self.sectors.as_ref().map(SectorMaps::take_changed).unwrap_or_default();
-            (self.table.take_changed(), bitmaps, state.used_end)
-        };
-        if changed.is_empty() && bitmaps.is_empty() {
-            return self.storage.sync();
-        }
-        let done = self
-            .envelope
-            .before_map(&*self.storage, &geometry, end)
-            // The blocks' data, the file's length, and what the envelope wrote.
-            .and_then(|()| self.storage.sync())
-            .and_then(|()| write_pages(&*self.storage, &geometry, &changed))
-            .and_then(|()| write_bitmaps(&*self.storage, &bitmaps))
-            .and_then(|()| self.storage.sync());
-        self.table.written(done.is_ok());
-        if let Some(sectors) = &self.sectors {
-            sectors.written(done.is_ok());
-        }
-        if done.is_err() {
-            self.dirty.store(true, Ordering::Release);
-        }
-        done
-    }
-
     /// Flushes, gives back what was reserved ahead, and closes gaps that failed writes have left.
     pub(crate) fn close_cleanly(&self) -> Result<()> {
-        self.flush_grouped()?;
-        let _flushing = self.flushing.lock();
+        self.state.flush(self)?;
+        let _lead = self.state.lead();
         let mut state = self.state.lock();
         if !state.unfinished
-            || !state.pending.is_empty()
+            || !state.tickets.is_empty()
             || self.table.dirty()
             || self.sectors.as_ref().is_some_and(SectorMaps::dirty)
         {

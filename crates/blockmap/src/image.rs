@@ -5,13 +5,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::{Condvar, Mutex, RwLock};
-use rustc_hash::FxHashMap;
+use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction,
     Limits, MapCacheStats, Place, Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
     is_aligned,
 };
+use vdkit_meta::{Engine, Reclaim, Tickets};
 
 use crate::geometry::{Geometry, Slot};
 use crate::sectors::SectorMaps;
@@ -141,7 +141,8 @@ pub struct Opening {
 
 /// An image: the map, the allocator and the order of its metadata writes.
 ///
-/// Locks, in the order in which they are taken: `flushing`, `state`, then the table's own.
+/// Locks, in the order in which they are taken: the lead of flushes, `state`, then the table's own.
+/// Resizing moves blocks under both, when no request is in flight.
 #[derive(Debug)]
 pub struct BlockImage<E> {
     pub(crate) envelope: E,
@@ -157,22 +158,20 @@ pub struct BlockImage<E> {
     warnings: Vec<String>,
     /// Which sectors are in the blocks; nothing where all are.
     pub(crate) sectors: Option<SectorMaps>,
-    pub(crate) state: Mutex<State>,
-    /// A reservation ended.
-    pub(crate) ended: Condvar,
-    /// The number of the last flush request that is done.
-    pub(crate) flushing: Mutex<u64>,
-    pub(crate) flush_requests: AtomicU64,
-    pub(crate) dirty: AtomicBool,
-    /// The envelope was told that the guest's bytes change.
-    modified: AtomicBool,
+    pub(crate) state: Engine<State, ()>,
+    /// The envelope was told that the guest's bytes change: held while it is told.
+    telling: Mutex<()>,
+    /// It has written what it had to.
+    told: AtomicBool,
 }
 
 /// What writers change, under one lock.
 #[derive(Debug)]
-pub(crate) struct State {
-    pub(crate) pending: FxHashMap<Ticket, Pending>,
-    pub(crate) next_ticket: u64,
+pub struct State {
+    /// By numbers of guest blocks.
+    pub(crate) tickets: Tickets<Pending>,
+    /// Nothing is given up while an image is open.
+    reclaim: Reclaim<()>,
     /// New blocks begin here.
     pub(crate) frontier: u64,
     /// Where published blocks end.
@@ -189,11 +188,16 @@ pub(crate) struct State {
     pub(crate) unfinished: bool,
 }
 
+impl vdkit_meta::State for State {
+    type Freed = ();
+    fn reclaim(&mut self) -> &mut Reclaim<()> {
+        &mut self.reclaim
+    }
+}
+
 /// A reservation that is neither published nor released.
 #[derive(Clone, Debug)]
 pub(crate) struct Pending {
-    /// Numbers of guest blocks.
-    pub(crate) blocks: Range<u64>,
     pub(crate) space: NewBlocks,
     /// Bytes within the one block, which has its place already, that will be in the image.
     pub(crate) patch: Option<Range<u64>>,
@@ -224,8 +228,8 @@ impl<E: Envelope> BlockImage<E> {
         }
         let room = host_bytes.saturating_sub(envelope.tail_bytes());
         let state = State {
-            pending: FxHashMap::default(),
-            next_ticket: 0,
+            tickets: Tickets::default(),
+            reclaim: Reclaim::default(),
             frontier: used_end,
             used_end,
             room_end: if storage.caps().growable { used_end } else { room },
@@ -244,12 +248,9 @@ impl<E: Envelope> BlockImage<E> {
             in_flight: InFlight::default(),
             warnings: opening.warnings,
             sectors: (opening.has_parent && opening.sector_maps).then(SectorMaps::default),
-            state: Mutex::new(state),
-            ended: Condvar::new(),
-            flushing: Mutex::new(0),
-            flush_requests: AtomicU64::new(0),
-            dirty: AtomicBool::new(false),
-            modified: AtomicBool::new(false),
+            state: Engine::new(state, ()),
+            telling: Mutex::new(()),
+            told: AtomicBool::new(false),
             storage,
         })
     }
@@ -288,17 +289,18 @@ impl<E: Envelope> BlockImage<E> {
         }
     }
 
-    /// Tells the envelope once that the guest's bytes change.
+    /// Tells the envelope once that the guest's bytes change. Nobody changes them before it has
+    /// written what it has to.
     fn note_change(&self) -> Result<()> {
-        if self.modified.load(Ordering::Relaxed) || self.modified.swap(true, Ordering::AcqRel) {
+        if self.told.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.dirty.store(true, Ordering::Release);
-        let done = self.envelope.modified(&*self.storage);
-        if done.is_err() {
-            self.modified.store(false, Ordering::Release);
+        let _telling = self.telling.lock();
+        if !self.told.load(Ordering::Acquire) {
+            self.envelope.modified(&*self.storage)?;
+            self.told.store(true, Ordering::Release);
         }
-        done
+        Ok(())
     }
 
     /// The entry of a block.
@@ -526,11 +528,7 @@ impl<E: Envelope> Format for BlockImage<E> {
     }
 
     fn flush(&self) -> Result<()> {
-        if self.writable { self.flush_grouped() } else { Ok(()) }
-    }
-
-    fn dirty(&self) -> bool {
-        self.dirty.load(Ordering::Acquire)
+        if self.writable { self.state.flush(self) } else { Ok(()) }
     }
 
     fn close(&self) -> Result<()> {

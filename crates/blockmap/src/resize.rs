@@ -2,8 +2,8 @@
 
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_meta::MutexGuard;
 
 use crate::compact;
 use crate::geometry::{Geometry, Slot};
@@ -25,11 +25,11 @@ impl<E: Envelope> BlockImage<E> {
         }
         let guest_bytes = self.envelope.judge_size(self.storage.name(), guest_bytes)?;
         loop {
-            self.flush_grouped()?;
-            let _flushing = self.flushing.lock();
+            self.state.flush(self)?;
+            let _lead = self.state.lead();
             let mut state = self.state.lock();
-            while !state.pending.is_empty() {
-                self.ended.wait(&mut state);
+            while !state.tickets.is_empty() {
+                self.state.wait(&mut state);
             }
             if self.table.dirty() {
                 continue;

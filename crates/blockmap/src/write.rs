@@ -1,12 +1,13 @@
 //! Reserving blocks for a write and publishing them.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{
     Error, FileIndex, Fill, GuestOffset, HostOffset, Reservation, Result, Ticket, align_down,
     align_up,
 };
+use vdkit_meta::MutexGuard;
 
 use crate::geometry::Slot;
 use crate::image::{BlockImage, Envelope, NewBlocks, Pending, State};
@@ -26,14 +27,14 @@ impl<E: Envelope> BlockImage<E> {
         len: u64,
     ) -> Result<Option<Reservation<'_>>> {
         if self.table.crowded() {
-            self.flush_grouped()?;
+            self.state.flush(self)?;
         }
         let block_bytes = self.geometry().block_bytes;
         let first = at.0 / block_bytes;
         let last = (at.0 + len - 1) / block_bytes;
         let mut state = self.state.lock();
         while state.holds(first) {
-            self.ended.wait(&mut state);
+            self.state.wait(&mut state);
         }
         // The disk may have become smaller while we waited.
         self.in_range(at, len, vdkit_block::IoAction::Write)?;
@@ -68,8 +69,7 @@ impl<E: Envelope> BlockImage<E> {
         let block = at.0 / geometry.block_bytes;
         let Slot::At(start) = geometry.slot(self.word(block)?) else {
             let space = self.allocate(&mut state, 1)?;
-            let pending = Pending { blocks: block..block + 1, space, patch: None };
-            let ticket = state.pend(pending);
+            let ticket = state.tickets.open(block..block + 1, Pending { space, patch: None });
             drop(state);
             self.publish_ticket(ticket)?;
             // The map has changed: resolve again.
@@ -85,7 +85,7 @@ impl<E: Envelope> BlockImage<E> {
         let patch = first % geometry.block_bytes..first % geometry.block_bytes + (end - first);
         let host = HostOffset(start + geometry.skip + patch.start);
         let space = NewBlocks { start, count: 0, fresh: false };
-        let ticket = state.pend(Pending { blocks: block..block + 1, space, patch: Some(patch) });
+        let ticket = state.tickets.open(block..block + 1, Pending { space, patch: Some(patch) });
         let write = at.0..at.0 + len;
         let side = |whole: bool| if whole { Fill::Ready } else { Fill::Copy };
         let (head, tail) = (side(write.start == first), side(write.end == end));
@@ -110,7 +110,7 @@ impl<E: Envelope> BlockImage<E> {
         let blocks = first..first + space.count;
         let guest = first * block_bytes..(blocks.end * block_bytes).min(self.guest_len());
         let write = at.0..(at.0 + len).min(guest.end);
-        let ticket = state.pend(Pending { blocks, space, patch: None });
+        let ticket = state.tickets.open(blocks, Pending { space, patch: None });
         let fill = if space.fresh { Fill::Ready } else { Fill::Zero };
         let head = if write.start == guest.start { Fill::Ready } else { fill };
         let tail = if write.end == guest.end { Fill::Ready } else { fill };
@@ -182,28 +182,25 @@ impl<E: Envelope> BlockImage<E> {
     }
 
     pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
-        let Some(pending) = self.state.lock().pending.get(&ticket).cloned() else {
-            return Ok(());
-        };
-        let done = self.show(&pending);
+        let (blocks, pending) = self.state.lock().tickets.get(ticket).clone();
+        let done = self.show(&blocks, &pending);
         let mut state = self.state.lock();
-        state.pending.remove(&ticket);
+        state.tickets.close(ticket);
         match done {
             Ok(()) => {
                 let end = pending.space.start + pending.space.count * self.geometry().stride();
                 state.used_end = state.used_end.max(end);
                 state.unfinished = true;
-                self.dirty.store(true, Ordering::Release);
             }
             Err(_) => self.give_back(&mut state, pending.space),
         }
         drop(state);
-        self.ended.notify_all();
+        self.state.ended();
         done
     }
 
     /// Writes what stands before new blocks and changes their entries: of all or of none.
-    fn show(&self, pending: &Pending) -> Result<()> {
+    fn show(&self, blocks: &Range<u64>, pending: &Pending) -> Result<()> {
         if let (Some(patch), Some(sectors)) = (&pending.patch, &self.sectors) {
             while !sectors.mark(pending.space.start, patch.clone()) {
                 sectors.load(&*self.storage, pending.space.start, self.geometry().skip)?;
@@ -221,8 +218,8 @@ impl<E: Envelope> BlockImage<E> {
         }
         // Under the lock, so that a flush knows where blocks end before it sees the entries.
         let mut state = self.state.lock();
-        while !self.table.set(pending.blocks.start, &words) {
-            for block in pending.blocks.clone() {
+        while !self.table.set(blocks.start, &words) {
+            for block in blocks.clone() {
                 self.table.load(block, &geometry, &*self.storage)?;
             }
         }
@@ -233,11 +230,10 @@ impl<E: Envelope> BlockImage<E> {
 
     pub(crate) fn release_ticket(&self, ticket: Ticket) {
         let mut state = self.state.lock();
-        if let Some(pending) = state.pending.remove(&ticket) {
-            self.give_back(&mut state, pending.space);
-        }
+        let pending = state.tickets.close(ticket).1;
+        self.give_back(&mut state, pending.space);
         drop(state);
-        self.ended.notify_all();
+        self.state.ended();
     }
 
     /// Something may have been written to them, so they are not fresh any more.
@@ -248,16 +244,8 @@ impl<E: Envelope> BlockImage<E> {
 }
 
 impl State {
-    /// Keeps a reservation until it is published or released.
-    fn pend(&mut self, pending: Pending) -> Ticket {
-        self.next_ticket += 1;
-        let ticket = Ticket(self.next_ticket);
-        self.pending.insert(ticket, pending);
-        ticket
-    }
-
     /// Whether a reservation holds a guest block.
     fn holds(&self, block: u64) -> bool {
-        self.pending.values().any(|pending| pending.blocks.contains(&block))
+        self.tickets.overlap(&(block..block + 1))
     }
 }

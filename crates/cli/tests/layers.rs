@@ -7,6 +7,7 @@ use serde_json::Value;
 /// The house from the ground up: a crate may import what stands before it.
 const LAYERS: &[&[&str]] = &[
     &["vdkit-block", "vdkit-guest"],
+    &["vdkit-meta"],
     &["vdkit-luks", "vdkit-blockmap"],
     &[
         "vdkit-storage",
@@ -27,7 +28,7 @@ const LAYERS: &[&[&str]] = &[
     &["vdkit-cli"],
 ];
 
-/// Formats know storages only as the trait that they are handed, so each imports block alone, but
+/// Formats know storages only as the trait that they are handed, so each imports block and the engine of metadata alone, but
 /// for the encryption that is inside of others too, and what formats of tables of blocks share.
 const FORMATS: &[&str] = &[
     "vdkit-raw",
@@ -39,7 +40,7 @@ const FORMATS: &[&str] = &[
     "vdkit-vmdk",
     "vdkit-legacy",
 ];
-const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-luks", "vdkit-blockmap"];
+const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-meta", "vdkit-luks", "vdkit-blockmap"];
 
 /// Kept for tests; anybody may have it as a dev-dependency, nobody otherwise.
 const TESTKIT: &str = "vdkit-testkit";

@@ -188,10 +188,6 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
         Ok(())
     }
 
-    fn dirty(&self) -> bool {
-        false
-    }
-
     fn close(&self) -> Result<()> {
         Ok(())
     }

@@ -162,10 +162,6 @@ impl Format for LuksFormat {
         self.storage.sync()
     }
 
-    fn dirty(&self) -> bool {
-        false
-    }
-
     fn close(&self) -> Result<()> {
         if self.writable { self.storage.sync() } else { Ok(()) }
     }

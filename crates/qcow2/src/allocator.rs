@@ -4,15 +4,70 @@
 //! is made long enough for them ([`crate::growth`]), before anything refers to them. A batch costs a part of one
 //! barrier, the next flush's. What a crash leaves of it is a leak.
 
-use parking_lot::MutexGuard;
-use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use std::collections::VecDeque;
 
+use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_meta::{MutexGuard, Run};
+
+use crate::header::Header;
 use crate::image::{Freed, Meta, Qcow2};
 use crate::layout::{COMPRESSED, COPIED, OFFSET_MASK};
-use crate::pool::Space;
+use crate::pool::{Pool, Space};
+use crate::refcounts::Refcounts;
 
 /// Refcount blocks that one allocation reads at most in search of free clusters.
 const SCAN_BLOCKS_MAX: usize = 64;
+
+/// Which host clusters are in use, and which are ready to be.
+#[derive(Debug)]
+pub(crate) struct HostSpace {
+    pub(crate) refcounts: Refcounts,
+    pub(crate) pool: Pool,
+    /// Reserved clusters kept for refcount blocks to come.
+    pub(crate) spares: VecDeque<Space>,
+    /// Where the file grows: no cluster from here on is in use.
+    pub(crate) frontier: u64,
+    /// Clusters below the frontier are searched for free ones from here, once.
+    pub(crate) scan: u64,
+    pub(crate) scan_end: u64,
+    /// Clusters to reserve ahead next time.
+    pub(crate) batch: u64,
+    /// Snapshots of dirty metadata taken so far.
+    pub(crate) flush_sequence: u64,
+    /// All refcounts that were set while `flush_sequence` was below this are durable.
+    pub(crate) durable_sequence: u64,
+    /// The next byte for a compressed cluster, in a host cluster that has room.
+    pub(crate) packed_at: Option<HostOffset>,
+    /// Clusters of the refcount table.
+    pub(crate) table_clusters: u64,
+    /// Something may have been written beyond the frontier.
+    pub(crate) tail_written: bool,
+}
+
+impl HostSpace {
+    /// That of an image whose clusters all lie below `frontier`.
+    pub(crate) fn new(refcounts: Refcounts, frontier: u64, header: &Header) -> Self {
+        Self {
+            refcounts,
+            pool: Pool::default(),
+            spares: VecDeque::new(),
+            frontier,
+            scan: 0,
+            scan_end: frontier,
+            batch: ((1 << 20) >> header.geometry.cluster_bits).max(16),
+            flush_sequence: 0,
+            durable_sequence: 0,
+            packed_at: None,
+            table_clusters: header.refcount_table_clusters.into(),
+            tail_written: false,
+        }
+    }
+
+    /// Clusters whose refcounts a flush or a barrier has yet to make durable.
+    pub(crate) fn is_durable(&self, space: &Space) -> bool {
+        space.sequence < self.durable_sequence
+    }
+}
 
 /// What came of an attempt to put more clusters into the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,15 +89,17 @@ impl Qcow2 {
         count: u64,
         hint: Option<u64>,
     ) -> Result<Option<Space>> {
-        if let Some(space) = hint.and_then(|h| meta.pool.take_at(h, count)) {
+        if let Some(space) = hint.and_then(|h| meta.space.pool.take_at(h, count)) {
             return Ok(Some(space));
         }
-        if let Some(space) = meta.pool.take(count) {
+        if let Some(space) = meta.space.pool.take(count) {
             return Ok(Some(space));
         }
         let grown = self.grow(meta, count);
         // What was found may be in pieces; a shorter one is better than none.
-        if let Some(space) = meta.pool.take(count).or_else(|| meta.pool.take_longest(count)) {
+        if let Some(space) =
+            meta.space.pool.take(count).or_else(|| meta.space.pool.take_longest(count))
+        {
             return Ok(Some(space));
         }
         match grown? {
@@ -51,7 +108,7 @@ impl Qcow2 {
                 what: "the device is too small for more clusters".into(),
             }),
             Grown::Busy => {
-                self.ended.wait(meta);
+                self.meta.wait(meta);
                 Ok(None)
             }
         }
@@ -75,7 +132,7 @@ impl Qcow2 {
     /// Takes one cluster for a table; one that reads as zero where there is one. Nothing: as for
     /// [`Qcow2::allocate`].
     fn allocate_table(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<Option<Space>> {
-        match meta.pool.take_fresh(1) {
+        match meta.space.pool.take_fresh(1) {
             Some(space) => Ok(Some(space)),
             None => self.allocate(meta, 1, None),
         }
@@ -84,16 +141,19 @@ impl Qcow2 {
     /// Puts more clusters into the pool.
     fn grow(&self, meta: &mut Meta, count: u64) -> Result<Grown> {
         self.reclaim(meta)?;
-        let want = count.max(meta.batch);
-        if meta.pool.clusters() >= want || self.scan(meta, want)? >= want {
+        let want = count.max(meta.space.batch);
+        if meta.space.pool.clusters() >= want || self.scan(meta, want)? >= want {
             return Ok(Grown::Done);
         }
         loop {
-            let frontier = meta.frontier;
+            let frontier = meta.space.frontier;
             let grown = self.extend(meta, count)?;
             // After a crash all of a batch behind the end of the file may be in use, as leaks:
             // go on behind them.
-            if grown == Grown::Busy || meta.pool.clusters() > 0 || meta.frontier == frontier {
+            if grown == Grown::Busy
+                || meta.space.pool.clusters() > 0
+                || meta.space.frontier == frontier
+            {
                 return Ok(grown);
             }
         }
@@ -103,10 +163,10 @@ impl Qcow2 {
     fn scan(&self, meta: &mut Meta, want: u64) -> Result<u64> {
         let mut found = 0;
         for _ in 0..SCAN_BLOCKS_MAX {
-            if meta.scan >= meta.scan_end || found >= want {
+            if meta.space.scan >= meta.space.scan_end || found >= want {
                 break;
             }
-            let Meta { refcounts, scan, scan_end, .. } = meta;
+            let HostSpace { refcounts, scan, scan_end, .. } = &mut meta.space;
             if !refcounts.covered(*scan) {
                 let entries = self.geometry.refcount_block_entries();
                 *scan = (*scan / entries + 1) * entries;
@@ -115,11 +175,11 @@ impl Qcow2 {
             let mut runs = Vec::new();
             let stop =
                 refcounts.free_runs(*scan..*scan_end, &*self.storage, |f, c| runs.push((f, c)))?;
-            meta.scan = stop;
+            meta.space.scan = stop;
             for (first, count) in runs {
                 let take = count.min(want - found);
                 if take < count {
-                    meta.scan = first + take;
+                    meta.space.scan = first + take;
                 }
                 self.take_free(meta, first, take)?;
                 found += take;
@@ -148,13 +208,27 @@ impl Qcow2 {
                 ));
             }
         }
-        for cluster in first..first + count {
-            meta.refcounts.set(cluster, 1, &*self.storage)?;
+        self.reserve_run(meta, first, count, false)
+    }
+
+    /// Sets the refcounts of free clusters to 1 and puts them into the pool; after an error as many as
+    /// were set.
+    pub(crate) fn reserve_run(
+        &self,
+        meta: &mut Meta,
+        first: u64,
+        count: u64,
+        fresh: bool,
+    ) -> Result<()> {
+        let sequence = meta.space.flush_sequence;
+        let (count, result) = match meta.space.refcounts.set_run(first, count, 1, &*self.storage) {
+            Ok(()) => (count, Ok(())),
+            Err((done, error)) => (done, Err(error)),
+        };
+        if count > 0 {
+            meta.space.pool.add(Space { first, count, fresh, sequence });
         }
-        let sequence = meta.flush_sequence;
-        meta.pool.add(Space { first, count, fresh: false, sequence });
-        self.dirty.store(true, std::sync::atomic::Ordering::Release);
-        Ok(())
+        result
     }
 
     /// Puts freed clusters back into use once nobody can be reading them.
@@ -169,54 +243,52 @@ impl Qcow2 {
     /// Takes the references away from all freed clusters that nobody can be reading any more.
     /// Returns those that had only this one, in no list now: the caller puts them into the pool.
     pub(crate) fn take_released(&self, meta: &mut Meta) -> (Vec<Freed>, Result<()>) {
-        let (mut waiting, mut last) = (Vec::new(), Vec::<Freed>::new());
-        let mut result = Ok(());
-        for freed in std::mem::take(&mut meta.released) {
-            if result.is_err() || !self.in_flight.passed(freed.stamp) {
-                waiting.push(freed);
+        let (mut last, mut result) = (Vec::<Freed>::new(), Ok(()));
+        for freed in meta.reclaim.expired(&self.in_flight) {
+            if result.is_err() {
+                meta.reclaim.put_back([freed]);
                 continue;
             }
-            for cluster in freed.first..freed.first + freed.count {
+            let run = freed.run;
+            for cluster in run.first..run.first + run.count {
                 match self.drop_reference(meta, cluster) {
                     Ok(false) => {}
-                    Ok(true) => match last.last_mut() {
-                        Some(run)
-                            if run.first + run.count == cluster && run.punch == freed.punch =>
-                        {
-                            run.count += 1;
+                    Ok(true) => {
+                        let one = Freed { first: cluster, count: 1, punch: run.punch };
+                        if !last.last_mut().is_some_and(|run| run.join(&one)) {
+                            last.push(one);
                         }
-                        _ => last.push(Freed { first: cluster, count: 1, ..freed }),
-                    },
+                    }
                     Err(error) => {
-                        let count = freed.first + freed.count - cluster;
-                        waiting.push(Freed { first: cluster, count, ..freed });
+                        let count = run.first + run.count - cluster;
+                        let rest = Freed { first: cluster, count, punch: run.punch };
+                        meta.reclaim.put_back([freed.with(rest)]);
                         result = Err(error);
                         break;
                     }
                 }
             }
         }
-        meta.released.extend(waiting);
         (last, result)
     }
 
     /// Takes one reference from a cluster. Whether it was the last one: the refcount stays 1 then,
     /// as for all clusters of the pool.
     pub(crate) fn drop_reference(&self, meta: &mut Meta, cluster: u64) -> Result<bool> {
-        match meta.refcounts.get(cluster, &*self.storage)? {
+        match meta.space.refcounts.get(cluster, &*self.storage)? {
             // A damaged image counted too low; there is nothing to give back.
             0 => Ok(false),
             // As damaged: what is metadata must not become anything else.
             1 if self.metadata.read().contains(&cluster) => Ok(false),
             1 => {
-                if meta.packed_at.is_some_and(|at| self.geometry.host_cluster(at) == cluster) {
-                    meta.packed_at = None;
+                if meta.space.packed_at.is_some_and(|at| self.geometry.host_cluster(at) == cluster)
+                {
+                    meta.space.packed_at = None;
                 }
                 Ok(true)
             }
             more => {
-                self.dirty.store(true, std::sync::atomic::Ordering::Release);
-                meta.refcounts.set(cluster, more - 1, &*self.storage)?;
+                meta.space.refcounts.set(cluster, more - 1, &*self.storage)?;
                 Ok(false)
             }
         }
@@ -245,28 +317,26 @@ impl Qcow2 {
             None => self.storage.write_zeroes(table, cluster, ZeroMode::MayUnmap).map(|()| true),
         };
         match filled {
-            Ok(written) => meta.tables_first |= written,
+            Ok(written) => meta.dirty.tables_first |= written,
             Err(error) => {
-                meta.pool.add(Space { fresh: false, ..space });
+                meta.space.pool.add(Space { fresh: false, ..space });
                 return Err(error);
             }
         }
         if old.is_none() {
             self.slices.add_zeroes(table, cluster);
         }
-        meta.refcounts_first |= space.sequence >= meta.durable_sequence;
+        meta.dirty.refcounts_first |= !meta.space.is_durable(&space);
         self.metadata.write().insert(space.first);
         self.l1.write()[l1_index as usize] = table.0 | COPIED;
-        meta.dirty_l1.insert(l1_index / 64);
+        meta.dirty.l1.insert(l1_index / 64);
         if let Some(old) = old {
             let first = old.0 >> self.geometry.cluster_bits;
             // It may hold data one day, where no snapshot needs it any more.
             self.metadata.write().remove(&first);
-            let stamp = self.in_flight.stamp();
             // Or a check would take what is left of it for a table that lost its L1 entry.
-            meta.unlink([Freed { first, count: 1, stamp, punch: true }]);
+            meta.reclaim.unlink(&self.in_flight, [Freed { first, count: 1, punch: true }]);
         }
-        self.dirty.store(true, std::sync::atomic::Ordering::Release);
         Ok(Some(()))
     }
 
@@ -294,6 +364,11 @@ impl Meta {
     /// Puts clusters into the pool that lost their last reference, on disk too.
     pub(crate) fn add_reclaimed(&mut self, run: Freed) {
         // Their refcounts have long been durable, their bytes are anything.
-        self.pool.add(Space { first: run.first, count: run.count, fresh: false, sequence: 0 });
+        self.space.pool.add(Space {
+            first: run.first,
+            count: run.count,
+            fresh: false,
+            sequence: 0,
+        });
     }
 }

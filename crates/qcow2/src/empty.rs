@@ -1,7 +1,5 @@
 //! Emptying an image: afterwards its disk is what it stands on.
 
-use std::sync::atomic::Ordering;
-
 use vdkit_block::{Error, HostOffset, Result};
 
 use crate::image::Qcow2;
@@ -20,15 +18,14 @@ impl Qcow2 {
                 self.storage.name()
             )));
         }
-        let _flushing = self.flushing.lock();
+        let mut lead = self.meta.lead();
         let end = self.guest_len();
-        self.clear(0, end, |_| true)?;
-        self.flush_once()?;
-        if self.has_data_file() && self.meta.lock().snapshot_count == 0 {
+        self.clear(&mut lead, 0, end, |_| true)?;
+        self.meta.flush_led(self, &mut lead)?;
+        if self.has_data_file() && self.meta.lock().snapshots.count == 0 {
             // No entry on disk refers to it any more. Only a hint: the space is not counted.
             let _ = self.data.discard(HostOffset(0), end);
         }
-        self.dirty.store(true, Ordering::Release);
         Ok(())
     }
 }

@@ -12,9 +12,9 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 use vdkit_block::{HostOffset, Result, Storage};
+use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::bitmaps::record::BitmapCopies;
 use crate::header::field;
@@ -27,16 +27,33 @@ use crate::refcounts::DirtyRefcounts;
 /// there. A multiple of each slice's length.
 pub(crate) const PIECE_BYTES: usize = 64 << 10;
 
+/// Which parts of the map have changed, and what must be durable before they may be written.
+#[derive(Debug, Default)]
+pub(crate) struct Dirty {
+    /// L2 slices, by their host offset.
+    pub(crate) slices: BTreeSet<u64>,
+    /// Indexes of 512-byte sectors of the L1 table.
+    pub(crate) l1: BTreeSet<u64>,
+    /// Refcounts and the length of the file must be durable before the L2 slices and L1 entries.
+    pub(crate) refcounts_first: bool,
+    /// L2 tables that were copied or made zero past the cache must be durable before them.
+    pub(crate) tables_first: bool,
+    /// Guest data must be durable before them.
+    pub(crate) data_first: bool,
+}
+
 /// What was dirty at one moment, marked as being written.
-pub(crate) struct Taken {
+pub struct Taken {
     refcounts: DirtyRefcounts,
     l2: BTreeSet<u64>,
     l1: Writes,
     l1_sectors: BTreeSet<u64>,
     bitmaps: BitmapCopies,
-    unlinked: Vec<Freed>,
     barrier: bool,
     sequence: u64,
+    /// Copies of refcounts and L2 slices; none for a flush under the lock, which writes them from
+    /// where they are.
+    copies: (Writes, Writes),
 }
 
 /// Host offset and bytes of writes, neighbours joined.
@@ -51,74 +68,65 @@ impl Taken {
     }
 }
 
-impl Qcow2 {
-    /// Flushes; callers that come while another flush runs share the next one.
-    pub(crate) fn flush_grouped(&self) -> Result<()> {
-        let mine = self.flush_requests.fetch_add(1, Ordering::SeqCst) + 1;
-        let mut state = self.flushing.lock();
-        if state.completed >= mine {
-            return Ok(());
+impl Metadata for Qcow2 {
+    type State = Meta;
+    type Order = ();
+    type Dirty = Taken;
+
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<Taken> {
+        meta.check_header(&*self.storage)?;
+        self.place_bitmaps(meta)?;
+        let mut taken = self.take_dirty(meta);
+        let refcounts = meta.space.refcounts.copies(&taken.refcounts);
+        taken.copies = (refcounts, self.copies_of(&taken.l2));
+        meta.flush_running = true;
+        Ok(taken)
+    }
+
+    fn write(&self, taken: &Taken, _order: &mut ()) -> Result<()> {
+        let (refcounts, l2) = &taken.copies;
+        self.write_in_order(
+            taken,
+            || write_each(&*self.storage, refcounts),
+            || write_each(&*self.storage, l2),
+        )
+    }
+
+    fn settle(&self, meta: &mut Meta, taken: Taken, durable: bool) {
+        meta.flush_running = false;
+        if durable {
+            self.flushed(meta, taken);
+        } else {
+            self.flush_failed(meta, taken);
         }
-        // Everyone who asked up to now has finished their writes: this flush serves them too.
-        let serves = self.flush_requests.load(Ordering::SeqCst);
-        self.flush_once()?;
-        state.completed = serves;
+    }
+
+    fn recycle(&self) -> Result<()> {
+        self.recycle_clusters();
         Ok(())
     }
+}
 
-    /// One flush; the caller holds `flushing`.
-    pub(crate) fn flush_once(&self) -> Result<()> {
-        // Copies, so that others can go on while they are written.
-        let (taken, refcounts, l2) = {
-            let mut meta = self.meta.lock();
-            meta.check_header(&*self.storage)?;
-            self.place_bitmaps(&mut meta)?;
-            meta.flush_running = true;
-            let taken = self.take_dirty(&mut meta);
-            let refcounts = meta.refcounts.copies(&taken.refcounts);
-            let l2 = self.copies_of(&taken.l2);
-            (taken, refcounts, l2)
-        };
-        let result = self.write_in_order(
-            &taken,
-            || write_each(&*self.storage, &refcounts),
-            || write_each(&*self.storage, &l2),
-        );
-        let mut meta = self.meta.lock();
-        meta.flush_running = false;
-        match result {
-            Ok(()) => self.flushed(&mut meta, taken),
-            Err(_) => self.flush_failed(&mut meta, taken),
-        }
-        drop(meta);
-        self.ended.notify_all();
-        if result.is_ok() {
-            self.recycle();
-        }
-        result
-    }
-
+impl Qcow2 {
     /// Makes all dirty metadata durable without giving up the metadata lock: nobody can change what is
-    /// written, so no copy of it is made. Afterwards the disk says what memory says. The caller holds
-    /// `flushing`.
+    /// written, so no copy of it is made. Afterwards the disk says what memory says. The caller leads.
     pub(crate) fn flush_locked(&self, meta: &mut Meta) -> Result<()> {
         meta.check_header(&*self.storage)?;
         let taken = self.take_dirty(meta);
+        let unlinked = meta.reclaim.take_unlinked();
         let result = self.write_in_order(
             &taken,
-            || meta.refcounts.write(&taken.refcounts, &*self.storage),
+            || meta.space.refcounts.write(&taken.refcounts, &*self.storage),
             || self.write_slices(&taken.l2),
         );
-        match result {
-            Ok(()) => self.flushed(meta, taken),
-            Err(_) => self.flush_failed(meta, taken),
-        }
+        self.settle(meta, taken, result.is_ok());
+        meta.reclaim.committed(unlinked, result.is_ok());
         result
     }
 
     /// Gives clusters that nothing refers to any more back to the file system where the guest gave
     /// them up, and puts them into the pool. Not before: a late hole would erase a new owner's data.
-    pub(crate) fn recycle(&self) {
+    pub(crate) fn recycle_clusters(&self) {
         // A failure to read a refcount leaves them waiting.
         let (runs, _) = self.take_released(&mut self.meta.lock());
         self.punch(&runs);
@@ -138,17 +146,12 @@ impl Qcow2 {
     }
 
     fn take_dirty(&self, meta: &mut Meta) -> Taken {
+        let Dirty { slices, l1: l1_sectors, refcounts_first, tables_first, data_first } =
+            std::mem::take(&mut meta.dirty);
         // The data file is synced before the second group in any case.
-        let data_first = meta.data_first && !self.has_data_file();
-        let barrier = data_first || meta.refcounts_first || meta.tables_first;
-        meta.data_first = false;
-        meta.refcounts_first = false;
-        meta.tables_first = false;
-        // Before bits of bitmaps are looked for, as whoever sets one asks in the other order.
-        self.dirty.store(false, Ordering::SeqCst);
+        let data_first = data_first && !self.has_data_file();
         let bitmaps = self.copy_bitmaps();
-        let barrier = barrier || !bitmaps.is_empty();
-        let l1_sectors = std::mem::take(&mut meta.dirty_l1);
+        let barrier = data_first || refcounts_first || tables_first || !bitmaps.is_empty();
         let words = self.l1.read();
         let l1 = l1_sectors
             .iter()
@@ -159,17 +162,17 @@ impl Qcow2 {
                 (self.l1_offset().0 + sector * 512, bytes)
             })
             .collect();
-        let sequence = meta.flush_sequence;
-        meta.flush_sequence += 1;
+        let sequence = meta.space.flush_sequence;
+        meta.space.flush_sequence += 1;
         Taken {
-            refcounts: meta.refcounts.take_dirty(),
-            l2: std::mem::take(&mut meta.dirty_slices),
+            refcounts: meta.space.refcounts.take_dirty(),
+            l2: slices,
             l1,
             l1_sectors,
             bitmaps,
-            unlinked: std::mem::take(&mut meta.unlinked),
             barrier,
             sequence,
+            copies: Default::default(),
         }
     }
 
@@ -222,33 +225,29 @@ impl Qcow2 {
         for key in taken.l2 {
             self.slices.written(key);
         }
-        meta.refcounts.written(taken.refcounts);
+        meta.space.refcounts.written(taken.refcounts);
         self.bitmaps_flushed(taken.bitmaps);
-        meta.durable_sequence = taken.sequence + 1;
-        meta.released.extend(taken.unlinked);
+        meta.space.durable_sequence = taken.sequence + 1;
     }
 
     fn flush_failed(&self, meta: &mut Meta, taken: Taken) {
         for key in taken.l2 {
             if self.slices.write_failed(key) {
-                meta.dirty_slices.insert(key);
+                meta.dirty.slices.insert(key);
             }
         }
-        meta.refcounts.restore_dirty(taken.refcounts);
+        meta.space.refcounts.restore_dirty(taken.refcounts);
         self.bitmaps_failed(taken.bitmaps);
-        meta.dirty_l1.extend(taken.l1_sectors);
-        let later = std::mem::replace(&mut meta.unlinked, taken.unlinked);
-        meta.unlinked.extend(later);
-        meta.data_first = true;
-        meta.refcounts_first = true;
-        meta.tables_first = true;
-        self.dirty.store(true, Ordering::Release);
+        meta.dirty.l1.extend(taken.l1_sectors);
+        meta.dirty.data_first = true;
+        meta.dirty.refcounts_first = true;
+        meta.dirty.tables_first = true;
     }
 
     /// Flushes when dirty slices fill half of the cache, since they cannot be evicted.
     pub(crate) fn relieve_cache(&self) -> Result<()> {
-        if self.meta.lock().dirty_slices.len() > self.slices.capacity() / 2 {
-            self.flush_grouped()?;
+        if self.meta.lock().dirty.slices.len() > self.slices.capacity() / 2 {
+            self.meta.flush(self)?;
         }
         Ok(())
     }
@@ -257,9 +256,9 @@ impl Qcow2 {
     /// durable before refcounts may be behind.
     pub(crate) fn before_change(&self, meta: &mut Meta) -> Result<()> {
         meta.check_header(&*self.storage)?;
-        if self.header.lazy_refcounts() && !meta.lazy_dirty {
+        if self.header.lazy_refcounts() && !meta.header.lazy_dirty {
             self.write_incompatible(self.header.incompatible() | incompatible::DIRTY)?;
-            meta.lazy_dirty = true;
+            meta.header.lazy_dirty = true;
         }
         Ok(())
     }
@@ -271,71 +270,74 @@ impl Qcow2 {
 
     /// As [`vdkit_block::Format::close`].
     pub(crate) fn close_cleanly(&self) -> Result<()> {
-        let mut state = self.flushing.lock();
-        let serves = self.flush_requests.load(Ordering::SeqCst);
-        self.meta.lock().check_header(&*self.storage)?;
-        if self.dirty() || self.has_unreleased() {
-            self.flush_last()?;
-        }
-        self.recycle();
-        let shorter = self.give_back(&mut self.meta.lock())?;
-        if let Some(len) = shorter {
-            self.storage.set_len(len)?;
-        }
-        self.flush_last()?;
-        state.completed = serves;
+        self.meta.lead().run(|_| {
+            self.meta.lock().check_header(&*self.storage)?;
+            if self.needs_flush() {
+                self.flush_last()?;
+            }
+            self.recycle_clusters();
+            let shorter = self.give_back(&mut self.meta.lock())?;
+            if let Some(len) = shorter {
+                self.storage.set_len(len)?;
+            }
+            self.flush_last()
+        })?;
         let mut meta = self.meta.lock();
-        if meta.lazy_dirty {
+        if meta.header.lazy_dirty {
             self.write_incompatible(self.header.incompatible() & !incompatible::DIRTY)?;
-            meta.lazy_dirty = false;
+            meta.header.lazy_dirty = false;
         }
         Ok(())
     }
 
     /// A flush of an image that is being closed: nobody is there who would have to wait for the lock.
-    /// The caller holds `flushing`.
+    /// The caller leads.
     fn flush_last(&self) -> Result<()> {
         let mut meta = self.meta.lock();
         self.place_bitmaps(&mut meta)?;
         let result = self.flush_locked(&mut meta);
         drop(meta);
-        self.ended.notify_all();
+        self.meta.ended();
         result
     }
 
-    fn dirty(&self) -> bool {
-        self.dirty.load(Ordering::Acquire)
-    }
-
-    fn has_unreleased(&self) -> bool {
-        !self.meta.lock().unlinked.is_empty()
+    /// Whether clusters may change hands by a flush, so that one is due before those that are reserved
+    /// ahead are given back.
+    fn needs_flush(&self) -> bool {
+        let meta = self.meta.lock();
+        let Dirty { slices, l1, .. } = &meta.dirty;
+        !slices.is_empty()
+            || !l1.is_empty()
+            || meta.space.refcounts.is_dirty()
+            || meta.reclaim.unlinked().next().is_some()
+            || self.bitmaps_unwritten()
     }
 
     /// Frees all that is reserved ahead; returns the length that the file is to have, where it is
     /// another.
     fn give_back(&self, meta: &mut Meta) -> Result<Option<u64>> {
-        let mut runs: Vec<Space> = meta.pool.drain();
-        let end = end_without(meta.frontier, runs.iter().chain(&meta.spares));
+        let mut runs: Vec<Space> = meta.space.pool.drain();
+        let end = end_without(meta.space.frontier, runs.iter().chain(&meta.space.spares));
         self.link_spares(meta, end);
-        runs.extend(meta.spares.drain(..));
+        runs.extend(meta.space.spares.drain(..));
         runs.sort_by_key(|r| r.first);
-        meta.packed_at = None;
-        for (done, run) in runs.iter().enumerate().rev() {
-            if let Err(error) = meta.refcounts.set_run(run.first, run.count, 0, &*self.storage) {
-                for run in &runs[..=done] {
-                    meta.pool.add(*run);
-                }
+        meta.space.packed_at = None;
+        while let Some(run) = runs.pop() {
+            let freed = meta.space.refcounts.set_run(run.first, run.count, 0, &*self.storage);
+            if let Err((done, error)) = freed {
+                // What is free now is found again; the others are reserved as before.
+                let (first, count) = (run.first + done, run.count - done);
+                runs.push(Space { first, count, ..run });
+                runs.into_iter().for_each(|run| meta.space.pool.add(run));
+                (meta.space.scan, meta.space.scan_end) = (0, meta.space.frontier);
                 return Err(error);
             }
         }
-        if !runs.is_empty() {
-            self.dirty.store(true, Ordering::Release);
-        }
         // A later write finds the freed clusters again.
-        meta.scan = 0;
-        meta.scan_end = end;
-        meta.frontier = end;
-        meta.tail_written = true;
+        meta.space.scan = 0;
+        meta.space.scan_end = end;
+        meta.space.frontier = end;
+        meta.space.tail_written = true;
         if !self.storage.caps().growable {
             return Ok(None);
         }

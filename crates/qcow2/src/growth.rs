@@ -24,7 +24,6 @@ use crate::header::field;
 use crate::image::{Meta, Qcow2};
 use crate::layout::{HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX};
 use crate::measure::{GuestSizes, RefcountClusters};
-use crate::pool::Space;
 
 /// A batch never reserves more than this ahead.
 const BATCH_BYTES_MAX: u64 = 64 << 20;
@@ -56,8 +55,8 @@ impl Qcow2 {
         let bits = self.geometry.cluster_bits;
         let growable = self.storage.caps().growable;
         let limit = if growable { HOST_OFFSET_END } else { self.storage.len()? } >> bits;
-        let first = meta.frontier;
-        let want = count.max(meta.batch);
+        let first = meta.space.frontier;
+        let want = count.max(meta.space.batch);
         let spares = self.missing_spares(meta, first + want);
         let least = (first + count + spares).min(limit);
         let end = (first + want + spares).min(limit);
@@ -77,25 +76,25 @@ impl Qcow2 {
                 false => self.storage.set_len(end << bits)?,
             }
         }
-        let fresh = growable && !meta.tail_written;
+        let fresh = growable && !meta.space.tail_written;
         let next = match self.make_cover(meta, first, end, &cover, fresh) {
             Ok(next) => next,
             Err(error) => {
-                meta.tail_written = true;
+                meta.space.tail_written = true;
                 return Err(error);
             }
         };
         // From here on blocks in the new part are in use, whatever fails: it belongs to the file.
-        meta.frontier = end;
-        meta.tail_written = false;
+        meta.space.frontier = end;
+        meta.space.tail_written = false;
         if let Err(error) = self.reserve_tail(meta, next, end, fresh) {
             // What is free of it is found again.
-            meta.scan = meta.scan.min(next);
-            meta.scan_end = end;
+            meta.space.scan = meta.space.scan.min(next);
+            meta.space.scan_end = end;
             return Err(error);
         }
         self.keep_spares(meta);
-        meta.batch = (meta.batch * 2).min((BATCH_BYTES_MAX >> bits).max(16));
+        meta.space.batch = (meta.space.batch * 2).min((BATCH_BYTES_MAX >> bits).max(16));
         Ok(Grown::Done)
     }
 
@@ -115,9 +114,9 @@ impl Qcow2 {
                 return Ok(None);
             }
             // Where the table will soon be too small, all is made at once.
-            let table = meta.refcounts.table.len();
+            let table = meta.space.refcounts.table.len();
             let lasting = self.blocks_ahead(meta, batch.end, usize::MAX).end <= table;
-            if lasting && self.reach(meta, &batch, meta.spares.len()) >= least {
+            if lasting && self.reach(meta, &batch, meta.space.spares.len()) >= least {
                 self.settle_refcounts(meta)?;
                 reach = self.reach(meta, &batch, self.usable_spares(meta));
             }
@@ -138,7 +137,7 @@ impl Qcow2 {
     fn reach(&self, meta: &Meta, batch: &Range<u64>, mut more: usize) -> u64 {
         let bits = self.geometry.refcount_block_bits();
         for index in self.block_range(batch.start, batch.end) {
-            let linked = meta.refcounts.table.get(index).map(|&entry| entry != 0);
+            let linked = meta.space.refcounts.table.get(index).map(|&entry| entry != 0);
             match linked {
                 Some(true) => {}
                 Some(false) if more > 0 => more -= 1,
@@ -153,15 +152,12 @@ impl Qcow2 {
         let mut runs = Vec::new();
         let mut at = first;
         while at < end {
-            at = meta.refcounts.free_runs(at..end, &*self.storage, |f, c| runs.push((f, c)))?;
+            at = meta
+                .space
+                .refcounts
+                .free_runs(at..end, &*self.storage, |f, c| runs.push((f, c)))?;
         }
-        let sequence = meta.flush_sequence;
-        for (first, count) in runs {
-            meta.refcounts.set_run(first, count, 1, &*self.storage)?;
-            meta.pool.add(Space { first, count, fresh, sequence });
-        }
-        self.dirty.store(true, std::sync::atomic::Ordering::Release);
-        Ok(())
+        runs.into_iter().try_for_each(|(first, count)| self.reserve_run(meta, first, count, fresh))
     }
 
     /// Indexes of the blocks that describe a range of clusters.
@@ -171,18 +167,18 @@ impl Qcow2 {
     }
 
     fn missing_blocks(&self, meta: &Meta, indexes: Range<usize>) -> Vec<usize> {
-        let table = &meta.refcounts.table;
+        let table = &meta.space.refcounts.table;
         indexes.filter(|&k| table.get(k).is_none_or(|&offset| offset == 0)).collect()
     }
 
     /// What is missing so that refcounts for `first..end` can be set, and since that costs a
     /// barrier, for the growth to come.
     fn missing(&self, meta: &Meta, first: u64, end: u64) -> Result<Cover> {
-        let table_len = meta.refcounts.table.len();
+        let table_len = meta.space.refcounts.table.len();
         let ahead = self.blocks_ahead(meta, end, usize::MAX).end;
         let table_clusters = match self.larger_table(meta, end) {
-            Ok(clusters) if end > meta.refcounts.table_end() || ahead > table_len => clusters,
-            Err(error) if end > meta.refcounts.table_end() => return Err(error),
+            Ok(clusters) if end > meta.space.refcounts.table_end() || ahead > table_len => clusters,
+            Err(error) if end > meta.space.refcounts.table_end() => return Err(error),
             _ => 0,
         };
         let entries = table_clusters * self.geometry.cluster_bytes() / 8;
@@ -197,7 +193,7 @@ impl Qcow2 {
         let cluster = self.geometry.cluster_bytes();
         let entries = cluster / 8;
         let room = self.full().map_or(0, |full| full.table_with_room(&self.geometry));
-        let mut clusters = (meta.refcounts.table.len() as u64 / entries * 2).max(room);
+        let mut clusters = (meta.space.refcounts.table.len() as u64 / entries * 2).max(room);
         // The table itself and its blocks lie within what it describes.
         while (clusters * entries) << self.geometry.refcount_block_bits() < end + 2 * clusters {
             clusters *= 2;
@@ -218,7 +214,7 @@ impl Qcow2 {
     /// entries goes. None on a device, which has no fresh space.
     fn blocks_ahead(&self, meta: &Meta, end: u64, table_len: usize) -> Range<usize> {
         let bits = self.geometry.cluster_bits;
-        let ahead = (2 * meta.batch)
+        let ahead = (2 * meta.space.batch)
             .max(AHEAD_BYTES_MIN >> bits)
             .max(AHEAD_CLUSTERS_MIN)
             .max((end / 4).min(AHEAD_BYTES_MAX >> bits));
@@ -228,7 +224,7 @@ impl Qcow2 {
         }
         // An image without snapshots never needs more than all of its disk does.
         let useful = match self.full() {
-            Some(full) if meta.snapshot_count == 0 => full.blocks as usize,
+            Some(full) if meta.snapshots.count == 0 => full.blocks as usize,
             _ => table_len,
         };
         first..self.block_range(0, end + ahead).end.min(useful).min(table_len).max(first)
@@ -256,10 +252,10 @@ impl Qcow2 {
             return Ok(first);
         }
         let bits = self.geometry.cluster_bits;
-        let old_table_len = meta.refcounts.table.len();
+        let old_table_len = meta.space.refcounts.table.len();
         if cover.table_clusters > 0 {
             let entries = (cover.table_clusters << bits) / 8;
-            meta.refcounts.table.resize(entries as usize, 0);
+            meta.space.refcounts.table.resize(entries as usize, 0);
         }
         let mut own = Vec::new();
         // (A larger table is written whole, with its own blocks: entries for the old one must not
@@ -272,7 +268,7 @@ impl Qcow2 {
         let next = first + cover.table_clusters + own.len() as u64;
         if next > end {
             // Spares were linked already; they stay.
-            meta.refcounts.truncate_table(old_table_len);
+            meta.space.refcounts.truncate_table(old_table_len);
             return Err(Error::NoSpace {
                 file: self.storage.name().to_owned(),
                 what: "the device has no room for more refcounts".into(),
@@ -284,11 +280,11 @@ impl Qcow2 {
         let made = self.write_cover(meta, first, cover.table_clusters, &own, fresh);
         if made.is_err() {
             for &index in &own {
-                let block = HostOffset(meta.refcounts.table[index]);
-                meta.refcounts.forget_block(block);
-                meta.refcounts.table[index] = 0;
+                let block = HostOffset(meta.space.refcounts.table[index]);
+                meta.space.refcounts.forget_block(block);
+                meta.space.refcounts.table[index] = 0;
             }
-            meta.refcounts.truncate_table(old_table_len);
+            meta.space.refcounts.truncate_table(old_table_len);
         } else {
             self.metadata.write().extend(first..next);
         }
@@ -312,20 +308,22 @@ impl Qcow2 {
         }
         for (i, &index) in own.iter().enumerate() {
             let cluster = first + table_clusters + i as u64;
-            meta.refcounts.table[index] = cluster << bits;
+            meta.space.refcounts.table[index] = cluster << bits;
         }
         for cluster in first..first + used {
-            meta.refcounts.set(cluster, 1, storage)?;
+            meta.space.refcounts.set(cluster, 1, storage)?;
         }
         if table_clusters == 0 {
             self.settle_refcounts(meta)?;
             for &index in own {
-                meta.refcounts.set_block(index, HostOffset(meta.refcounts.table[index]));
+                meta.space
+                    .refcounts
+                    .set_block(index, HostOffset(meta.space.refcounts.table[index]));
             }
             return Ok(());
         }
         self.write_refcounts(meta, |meta| {
-            let table = &meta.refcounts.table;
+            let table = &meta.space.refcounts.table;
             let raw: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
             storage.write_at(&raw, HostOffset(first << bits))?;
             // Behind a barrier.
@@ -345,16 +343,17 @@ impl Qcow2 {
         settle: impl FnOnce(&mut Meta) -> Result<()>,
     ) -> Result<()> {
         debug_assert!(!meta.flush_running);
-        let taken = meta.refcounts.take_dirty();
-        let written = meta.refcounts.write(&taken, &*self.storage).and_then(|()| settle(meta));
+        let taken = meta.space.refcounts.take_dirty();
+        let written =
+            meta.space.refcounts.write(&taken, &*self.storage).and_then(|()| settle(meta));
         if let Err(error) = written {
-            meta.refcounts.restore_dirty(taken);
+            meta.space.refcounts.restore_dirty(taken);
             return Err(error);
         }
-        meta.refcounts.written(taken);
+        meta.space.refcounts.written(taken);
         // So are those of the pool, and the length of the file.
-        meta.flush_sequence += 1;
-        meta.durable_sequence = meta.flush_sequence;
+        meta.space.flush_sequence += 1;
+        meta.space.durable_sequence = meta.space.flush_sequence;
         Ok(())
     }
 
@@ -365,10 +364,10 @@ impl Qcow2 {
         fields[..8].copy_from_slice(&(first << bits).to_be_bytes());
         fields[8..].copy_from_slice(&(clusters as u32).to_be_bytes());
         self.switch_header(meta, field::REFCOUNT_TABLE, &fields)?;
-        let old = meta.refcounts.table_offset;
-        let old = self.clusters_of(old, meta.table_clusters << bits);
-        meta.refcounts.table_offset = HostOffset(first << bits);
-        meta.table_clusters = clusters;
+        let old = meta.space.refcounts.table_offset;
+        let old = self.clusters_of(old, meta.space.table_clusters << bits);
+        meta.space.refcounts.table_offset = HostOffset(first << bits);
+        meta.space.table_clusters = clusters;
         self.retire(meta, old);
         Ok(())
     }
@@ -376,9 +375,13 @@ impl Qcow2 {
     /// Spares that may be linked without a barrier. Where no order survives a crash, all may.
     fn usable_spares(&self, meta: &Meta) -> usize {
         if self.storage.volatile() {
-            return meta.spares.len();
+            return meta.space.spares.len();
         }
-        meta.spares.iter().take_while(|spare| spare.sequence < meta.durable_sequence).count()
+        meta.space
+            .spares
+            .iter()
+            .take_while(|spare| spare.sequence < meta.space.durable_sequence)
+            .count()
     }
 
     /// Makes the first spare a refcount block, where that costs no barrier.
@@ -386,24 +389,26 @@ impl Qcow2 {
         if self.usable_spares(meta) == 0 {
             return false;
         }
-        let Some(spare) = meta.spares.pop_front() else { return false };
-        meta.refcounts.set_block(index, HostOffset(spare.first << self.geometry.cluster_bits));
+        let Some(spare) = meta.space.spares.pop_front() else { return false };
+        meta.space
+            .refcounts
+            .set_block(index, HostOffset(spare.first << self.geometry.cluster_bits));
         self.metadata.write().insert(spare.first);
         true
     }
 
     /// How many more spares are wanted once the file ends at `end`.
     fn missing_spares(&self, meta: &Meta, end: u64) -> u64 {
-        let ahead = self.blocks_ahead(meta, end, meta.refcounts.table.len());
+        let ahead = self.blocks_ahead(meta, end, meta.space.refcounts.table.len());
         let missing = self.missing_blocks(meta, ahead).len();
-        missing.saturating_sub(meta.spares.len()) as u64
+        missing.saturating_sub(meta.space.spares.len()) as u64
     }
 
     /// Sets clusters aside for the refcount blocks that the growth to come will need.
     fn keep_spares(&self, meta: &mut Meta) {
-        for _ in 0..self.missing_spares(meta, meta.frontier) {
-            match meta.pool.take_fresh(1) {
-                Some(space) => meta.spares.push_back(space),
+        for _ in 0..self.missing_spares(meta, meta.space.frontier) {
+            match meta.space.pool.take_fresh(1) {
+                Some(space) => meta.space.spares.push_back(space),
                 None => break,
             }
         }
@@ -412,10 +417,10 @@ impl Qcow2 {
     /// Links the spares of a file that will end at `end`, so that they are there when it grows
     /// again. Those behind that end are left.
     pub(crate) fn link_spares(&self, meta: &mut Meta, end: u64) {
-        meta.spares.make_contiguous().sort_by_key(|spare| spare.first);
-        let ahead = self.blocks_ahead(meta, end, meta.refcounts.table.len());
+        meta.space.spares.make_contiguous().sort_by_key(|spare| spare.first);
+        let ahead = self.blocks_ahead(meta, end, meta.space.refcounts.table.len());
         for index in self.missing_blocks(meta, ahead) {
-            let within = meta.spares.front().is_some_and(|spare| spare.first < end);
+            let within = meta.space.spares.front().is_some_and(|spare| spare.first < end);
             if !within || !self.link_spare(meta, index) {
                 break;
             }

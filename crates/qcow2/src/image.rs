@@ -1,34 +1,36 @@
 //! An open image.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::RwLock;
 use rustc_hash::FxHashSet;
 use vdkit_block::{
     BackingRef, Bitmaps, CancelToken, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset,
     HostOffset, InFlight, IoAction, Limits, MapCacheStats, Monitor, NoProgress, OpenRequest,
     Packed, PackedReservation, Reservation, Reserver, Result, Secret, Snapshots, Storage, Ticket,
 };
+use vdkit_meta::{Engine, Reclaim, Run, State, Tickets};
 
+use crate::allocator::HostSpace;
 use crate::bitmaps::state::State as BitmapState;
 use crate::check;
 use crate::codec;
 use crate::encrypted;
+use crate::flush::Dirty;
 use crate::header::{DiskTables, Encryption, Header, LastingHeader, field};
 use crate::l1::{Cut, read_l1};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, incompatible};
-use crate::pool::{Pool, Space};
 use crate::refcounts::Refcounts;
 use crate::slices::SliceCache;
 use crate::write::Pending;
 
 /// A qcow2 image: the map, the allocator and the order of its metadata writes.
 ///
-/// Locks, in the order in which they are taken: `bitmaps.admin`, `flushing`, `meta`, then `l1`,
-/// `metadata` or a shard of `slices` (never two of these at once), or those of `bitmaps`. Guest
-/// data never moves under any of them.
+/// Locks, in the order in which they are taken: `bitmaps.admin`, the lead of flushes, `meta`, then
+/// `l1`, `metadata` or a shard of `slices` (never two of these at once), or those of `bitmaps`. No
+/// request of a guest moves data under any of them; resizing moves the data of the disk's last
+/// cluster under `meta`.
 #[derive(Debug)]
 pub struct Qcow2 {
     pub(crate) header: LastingHeader,
@@ -50,13 +52,7 @@ pub struct Qcow2 {
     /// Host clusters that hold metadata: no guest data may be there. Empty when read-only.
     pub(crate) metadata: RwLock<FxHashSet<u64>>,
     pub(crate) in_flight: InFlight,
-    pub(crate) meta: Mutex<Meta>,
-    /// A reservation ended.
-    pub(crate) ended: Condvar,
-    pub(crate) flushing: Mutex<FlushState>,
-    /// How many flushes were asked for.
-    pub(crate) flush_requests: AtomicU64,
-    pub(crate) dirty: AtomicBool,
+    pub(crate) meta: Engine<Meta, ()>,
     pub(crate) bitmaps: BitmapState,
     warnings: Vec<String>,
     pub(crate) limits: Limits,
@@ -64,78 +60,68 @@ pub struct Qcow2 {
     pub(crate) encryption: Option<vdkit_block::Encryption>,
 }
 
+/// The lead of flushes: whoever holds it keeps others from beginning one.
+pub(crate) type Lead<'a> = vdkit_meta::Lead<'a, ()>;
+
 /// What writers change, under one lock.
 #[derive(Debug)]
-pub(crate) struct Meta {
-    pub(crate) refcounts: Refcounts,
-    pub(crate) pool: Pool,
-    /// Reserved clusters kept for refcount blocks to come.
-    pub(crate) spares: VecDeque<Space>,
-    /// Where the file grows: no cluster from here on is in use.
-    pub(crate) frontier: u64,
-    /// Clusters below the frontier are searched for free ones from here, once.
-    pub(crate) scan: u64,
-    pub(crate) scan_end: u64,
-    /// Clusters to reserve ahead next time.
-    pub(crate) batch: u64,
-    pub(crate) pending: HashMap<Ticket, Pending, rustc_hash::FxBuildHasher>,
-    pub(crate) next_ticket: u64,
-    pub(crate) dirty_slices: BTreeSet<u64>,
-    /// Indexes of 512-byte sectors of the L1 table.
-    pub(crate) dirty_l1: BTreeSet<u64>,
-    /// Refcounts and the length of the file must be durable before the dirty L2 slices and L1
-    /// entries may be written.
-    pub(crate) refcounts_first: bool,
-    /// L2 tables that were copied or made zero past the cache must be durable before them.
-    pub(crate) tables_first: bool,
-    /// Guest data must be durable before them.
-    pub(crate) data_first: bool,
-    /// References that are gone from the map in memory, not yet on disk.
-    pub(crate) unlinked: Vec<Freed>,
-    /// References that are gone on disk too; their clusters wait for requests in flight.
-    pub(crate) released: Vec<Freed>,
-    /// Snapshots of dirty metadata taken so far.
-    pub(crate) flush_sequence: u64,
-    /// All refcounts that were set while `flush_sequence` was below this are durable.
-    pub(crate) durable_sequence: u64,
-    /// The next byte for a compressed cluster, in a host cluster that has room.
-    pub(crate) packed_at: Option<HostOffset>,
-    pub(crate) lazy_dirty: bool,
-    /// Clusters of the refcount table.
-    pub(crate) table_clusters: u64,
-    /// Something may have been written beyond the frontier.
-    pub(crate) tail_written: bool,
+pub struct Meta {
+    pub(crate) space: HostSpace,
+    pub(crate) dirty: Dirty,
+    pub(crate) tickets: Tickets<Pending>,
+    pub(crate) reclaim: Reclaim<Freed>,
+    pub(crate) header: HeaderState,
+    pub(crate) snapshots: SnapshotList,
     /// A flush holds copies of dirty metadata.
     pub(crate) flush_running: bool,
-    /// A header write failed and could not be taken back; see [`Meta::check_header`].
-    pub(crate) header_unknown: bool,
-    /// Where it was, and the bytes that shall stand there again.
-    pub(crate) header_before: (u64, Vec<u8>),
     /// New reservations wait; see [`Qcow2::exclusively`].
     pub(crate) closed: bool,
-    /// Internal snapshots.
-    pub(crate) snapshot_count: u32,
+}
+
+/// What of the header can be in doubt.
+#[derive(Debug, Default)]
+pub(crate) struct HeaderState {
+    /// The dirty bit of lazy refcounts is set on disk.
+    pub(crate) lazy_dirty: bool,
+    /// A header write failed and could not be taken back; see [`Meta::check_header`].
+    pub(crate) unknown: bool,
+    /// Where it was, and the bytes that shall stand there again.
+    pub(crate) before: (u64, Vec<u8>),
+}
+
+/// The table of internal snapshots.
+#[derive(Debug)]
+pub(crate) struct SnapshotList {
+    /// How many snapshots there are.
+    pub(crate) count: u32,
     /// Host offset of their table.
-    pub(crate) snapshots_offset: HostOffset,
+    pub(crate) offset: HostOffset,
     /// Bytes of their table, as far as they are known.
-    pub(crate) snapshots_bytes: u64,
+    pub(crate) bytes: u64,
 }
 
 /// A run of host clusters that lost one reference each.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Freed {
+pub struct Freed {
     pub(crate) first: u64,
     pub(crate) count: u64,
-    /// When, for [`InFlight::passed`].
-    pub(crate) stamp: u64,
     /// The guest gave the bytes up: give the space back to the file system.
     pub(crate) punch: bool,
 }
 
-#[derive(Debug, Default)]
-pub(crate) struct FlushState {
-    /// Flush requests up to this number are done.
-    pub(crate) completed: u64,
+impl Run for Freed {
+    fn join(&mut self, next: &Self) -> bool {
+        let joins = self.first + self.count == next.first && self.punch == next.punch;
+        self.count += if joins { next.count } else { 0 };
+        joins
+    }
+}
+
+impl State for Meta {
+    type Freed = Freed;
+    fn reclaim(&mut self) -> &mut Reclaim<Freed> {
+        &mut self.reclaim
+    }
 }
 
 impl Qcow2 {
@@ -217,14 +203,15 @@ impl Qcow2 {
         let mut metadata = FxHashSet::default();
         let mut bitmaps = BitmapState::unread(&limits);
         if writable {
-            metadata = metadata_clusters(&header, &meta.refcounts, &l1);
+            metadata = metadata_clusters(&header, &meta.space.refcounts, &l1);
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
             // An image without an L2 table, a snapshot or a bitmap, such as a new one, refers to no
             // cluster behind its metadata and its file's end: refcounts there need no reading.
-            if is_blank(&header, &l1, &meta.refcounts) && storage.caps().growable {
+            if is_blank(&header, &l1, &meta.space.refcounts) && storage.caps().growable {
                 let end = metadata.iter().max().map_or(0, |&last| last + 1);
-                meta.refcounts.zero_from(end.max(meta.frontier));
+                let from = end.max(meta.space.frontier);
+                meta.space.refcounts.zero_from(from);
             }
         }
         let backing =
@@ -242,11 +229,7 @@ impl Qcow2 {
             one_pass: AtomicBool::new(false),
             metadata: RwLock::new(metadata),
             in_flight: InFlight::default(),
-            meta: Mutex::new(meta),
-            ended: Condvar::new(),
-            flushing: Mutex::new(FlushState::default()),
-            flush_requests: AtomicU64::new(0),
-            dirty: AtomicBool::new(false),
+            meta: Engine::new(meta, ()),
             bitmaps,
             warnings,
             limits,
@@ -277,11 +260,7 @@ impl Qcow2 {
             one_pass: AtomicBool::new(false),
             metadata: RwLock::default(),
             in_flight: InFlight::default(),
-            meta: Mutex::new(meta),
-            ended: Condvar::new(),
-            flushing: Mutex::default(),
-            flush_requests: AtomicU64::new(0),
-            dirty: AtomicBool::new(false),
+            meta: Engine::new(meta, ()),
             bitmaps: BitmapState::unread(&self.limits),
             warnings,
             limits: self.limits,
@@ -340,35 +319,18 @@ impl Qcow2 {
             refcounts.covered_end().min(len / cluster)
         };
         Ok(Meta {
-            refcounts,
-            pool: Pool::default(),
-            spares: VecDeque::new(),
-            frontier,
-            scan: 0,
-            scan_end: frontier,
-            batch: ((1 << 20) >> header.geometry.cluster_bits).max(16),
-            pending: HashMap::default(),
-            next_ticket: 0,
-            dirty_slices: BTreeSet::new(),
-            dirty_l1: BTreeSet::new(),
-            refcounts_first: false,
-            tables_first: false,
-            data_first: false,
-            unlinked: Vec::new(),
-            released: Vec::new(),
-            flush_sequence: 0,
-            durable_sequence: 0,
-            packed_at: None,
-            lazy_dirty: false,
-            table_clusters: header.refcount_table_clusters.into(),
-            tail_written: false,
+            space: HostSpace::new(refcounts, frontier, header),
+            dirty: Dirty::default(),
+            tickets: Tickets::default(),
+            reclaim: Reclaim::default(),
+            header: HeaderState::default(),
+            snapshots: SnapshotList {
+                count: header.snapshot_count,
+                offset: header.snapshots_offset,
+                bytes: u64::from(header.snapshot_count) * 40,
+            },
             flush_running: false,
-            header_unknown: false,
-            header_before: (0, Vec::new()),
             closed: false,
-            snapshot_count: header.snapshot_count,
-            snapshots_offset: header.snapshots_offset,
-            snapshots_bytes: u64::from(header.snapshot_count) * 40,
         })
     }
 
@@ -614,11 +576,7 @@ impl Format for Qcow2 {
     }
 
     fn flush(&self) -> Result<()> {
-        if self.writable { self.flush_grouped() } else { Ok(()) }
-    }
-
-    fn dirty(&self) -> bool {
-        self.dirty.load(Ordering::Acquire)
+        if self.writable { self.meta.flush(self) } else { Ok(()) }
     }
 
     fn close(&self) -> Result<()> {

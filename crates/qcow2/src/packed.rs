@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use parking_lot::MutexGuard;
-use vdkit_block::{Error, FileIndex, GuestOffset, HostOffset, PackedReservation, Result, Ticket};
+use vdkit_block::{Error, FileIndex, GuestOffset, HostOffset, PackedReservation, Result};
+use vdkit_meta::MutexGuard;
 
 use crate::entry::L2Entry;
 use crate::image::{Meta, Qcow2};
@@ -13,8 +13,6 @@ use crate::write::Pending;
 /// Compressed clusters with space that are neither published nor released.
 #[derive(Debug)]
 pub(crate) struct PackedPending {
-    /// Guest clusters in bytes.
-    pub(crate) clusters: Range<u64>,
     /// Host offset and bytes of each cluster's compressed form.
     pub(crate) units: Vec<(HostOffset, u32)>,
 }
@@ -51,15 +49,13 @@ impl Qcow2 {
                 None => {}
                 Some(units) if !units.is_empty() => break units,
                 // The cluster that had room has as many references as its refcount can count.
-                Some(_) => meta.packed_at = None,
+                Some(_) => meta.space.packed_at = None,
             }
         };
         let host = units[0].0;
         let count = units.len();
-        let ticket = Ticket(meta.next_ticket);
-        meta.next_ticket += 1;
         let clusters = at.0..at.0 + count as u64 * cluster;
-        meta.pending.insert(ticket, Pending::Packed(PackedPending { clusters, units }));
+        let ticket = meta.tickets.open(clusters, Pending::Packed(PackedPending { units }));
         Ok(PackedReservation::new(self, ticket, FileIndex(0), host, count))
     }
 
@@ -115,7 +111,7 @@ impl Qcow2 {
             }
             let (first, last) = self.touched(offset, len);
             for cluster in first..=last.min(region.untouched.max(1) - 1) {
-                if meta.refcounts.get(cluster, &*self.storage)? >= max {
+                if meta.space.refcounts.get(cluster, &*self.storage)? >= max {
                     full = true;
                     break 'units;
                 }
@@ -124,8 +120,8 @@ impl Qcow2 {
                 if cluster >= region.untouched {
                     region.untouched = cluster + 1;
                 } else {
-                    let count = meta.refcounts.get(cluster, &*self.storage)?;
-                    meta.refcounts.set(cluster, count + 1, &*self.storage)?;
+                    let count = meta.space.refcounts.get(cluster, &*self.storage)?;
+                    meta.space.refcounts.set(cluster, count + 1, &*self.storage)?;
                 }
             }
             units.push((offset, len));
@@ -135,12 +131,12 @@ impl Qcow2 {
             let end = space.first + space.count;
             let first = region.untouched.clamp(space.first, end);
             if first < end {
-                meta.pool.add(Space { first, count: end - first, ..space });
+                meta.space.pool.add(Space { first, count: end - first, ..space });
             }
         }
         let in_cluster = offset.0 & (self.geometry.cluster_bytes() - 1);
         if !units.is_empty() {
-            meta.packed_at = (!full && in_cluster != 0).then_some(offset);
+            meta.space.packed_at = (!full && in_cluster != 0).then_some(offset);
         }
         Ok(Some(units))
     }
@@ -163,28 +159,28 @@ impl Qcow2 {
         let cluster = self.geometry.cluster_bytes();
         // What the entry of a compressed cluster can name.
         let limit = 1 << self.geometry.compressed_offset_bits();
-        if let Some(start) = meta.packed_at {
+        if let Some(start) = meta.space.packed_at {
             let next = (start.0 >> bits) + 1;
             let room = (next << bits) - start.0;
             let more = total.saturating_sub(room).div_ceil(cluster);
-            let mut taken = meta.pool.take_at(next, more);
-            if taken.is_none() && more > 0 && next == meta.frontier {
+            let mut taken = meta.space.pool.take_at(next, more);
+            if taken.is_none() && more > 0 && next == meta.space.frontier {
                 match self.allocate(meta, more, None)? {
-                    Some(space) => meta.pool.add(space),
+                    Some(space) => meta.space.pool.add(space),
                     None => return Ok(None),
                 }
-                if meta.packed_at != Some(start) {
+                if meta.space.packed_at != Some(start) {
                     // Its cluster was given up, and may be anybody's now.
                     return Ok(None);
                 }
-                taken = meta.pool.take_at(next, more);
+                taken = meta.space.pool.take_at(next, more);
             }
             let end = ((next + taken.map_or(0, |s| s.count)) << bits).min(limit);
             if end - start.0 >= least {
                 return Ok(Some(Region { start, end: HostOffset(end), untouched: next, taken }));
             }
             if let Some(space) = taken {
-                meta.pool.add(space);
+                meta.space.pool.add(space);
             }
         }
         let Some(space) = self.allocate(meta, total.div_ceil(cluster), None)? else {
@@ -193,7 +189,7 @@ impl Qcow2 {
         let start = HostOffset(space.first << bits);
         let end = start + (space.count << bits);
         if end.0 > limit {
-            meta.pool.add(space);
+            meta.space.pool.add(space);
             return Err(Error::NoSpace {
                 file: self.storage.name().to_owned(),
                 what: "an entry of a compressed cluster cannot name so large a host offset".into(),
@@ -209,19 +205,29 @@ impl Qcow2 {
             for cluster in first..=last {
                 // A failure leaves a leak.
                 if let Ok(true) = self.drop_reference(meta, cluster) {
-                    meta.pool.add(Space { first: cluster, count: 1, fresh: false, sequence: 0 });
+                    meta.space.pool.add(Space {
+                        first: cluster,
+                        count: 1,
+                        fresh: false,
+                        sequence: 0,
+                    });
                 }
             }
         }
     }
 
     /// Points the map at compressed units.
-    pub(crate) fn link_packed(&self, meta: &mut Meta, pending: &PackedPending) -> Result<()> {
-        let (geometry, start) = (self.geometry, pending.clusters.start);
+    pub(crate) fn link_packed(
+        &self,
+        meta: &mut Meta,
+        clusters: &Range<u64>,
+        pending: &PackedPending,
+    ) -> Result<()> {
+        let (geometry, start) = (self.geometry, clusters.start);
         // Shared host clusters got more references, and the bytes may lie in reused space.
-        meta.refcounts_first = true;
-        meta.data_first = true;
-        self.change_entries(meta, &pending.clusters, false, |at, _old| {
+        meta.dirty.refcounts_first = true;
+        meta.dirty.data_first = true;
+        self.change_entries(meta, clusters, false, |at, _old| {
             let (offset, len) = pending.units[((at - start) >> geometry.cluster_bits) as usize];
             L2Entry::compressed(offset, len.into(), &geometry)
         })

@@ -239,13 +239,17 @@ impl Refcounts {
     }
 
     /// Sets the refcounts of a run of clusters that blocks describe.
+    ///
+    /// # Errors
+    /// Those of the storage, and how many clusters from the front have the value: the others have
+    /// theirs as before.
     pub(crate) fn set_run(
         &mut self,
         first: u64,
         count: u64,
         value: u64,
         storage: &dyn Storage,
-    ) -> Result<()> {
+    ) -> std::result::Result<(), (u64, Error)> {
         let (order, entries) = (self.geometry.refcount_order, self.slice_entries());
         let block_entries = self.geometry.refcount_block_entries();
         let mut at = first;
@@ -253,7 +257,8 @@ impl Refcounts {
             let place = self.place(at).expect("a block was made before its refcounts are set");
             let in_block = (first + count).min((at / block_entries + 1) * block_entries);
             let upto = in_block.min(at + (entries - place.index));
-            let bytes = self.load_run(&place, self.slices_to(&place, in_block - at), storage)?;
+            let count = self.slices_to(&place, in_block - at);
+            let bytes = self.load_run(&place, count, storage).map_err(|e| (at - first, e))?;
             set_refcounts(bytes, place.index..place.index + (upto - at), order, value);
             self.dirty.insert(place.slice);
             at = upto;
@@ -341,6 +346,11 @@ impl Refcounts {
     fn table_words(&self, taken: &DirtyRefcounts) -> impl Iterator<Item = (u64, [u8; 8])> {
         let place = |index: &usize| self.table_offset.0 + *index as u64 * 8;
         taken.table.iter().map(move |index| (place(index), self.table[*index].to_be_bytes()))
+    }
+
+    /// Whether something has changed that no flush has taken along.
+    pub(crate) fn is_dirty(&self) -> bool {
+        !self.dirty.is_empty() || !self.dirty_table.is_empty()
     }
 
     /// What was taken reached the storage.

@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{Error, GuestOffset, HostOffset, Result, align_down};
+use vdkit_meta::MutexGuard;
 
 use crate::entry::{L2Entry, State};
 use crate::header::field;
-use crate::image::{Freed, Meta, Qcow2};
+use crate::image::{Freed, Lead, Meta, Qcow2};
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK, SUBCLUSTERS};
 use crate::pool::Space;
 
@@ -19,7 +19,7 @@ impl Qcow2 {
         if new > i64::MAX as u64 - self.geometry.cluster_bytes() {
             return Err(Error::Invalid(format!("{new} bytes is more than a disk can have")));
         }
-        if self.header.version() < 3 && self.meta.lock().snapshot_count > 0 {
+        if self.header.version() < 3 && self.meta.lock().snapshots.count > 0 {
             return Err(Error::unsupported(
                 self.storage.name(),
                 "resizing a version 2 image with snapshots",
@@ -27,18 +27,20 @@ impl Qcow2 {
             ));
         }
         let _admin = self.bitmaps.admin.lock();
-        let flushing = self.flushing_while_open();
+        let mut lead = self.lead_while_open();
         let old = self.guest_len();
         if old == new {
             return Ok(());
         }
         let resizing = self.bitmaps_before_resize(old, new)?;
-        let resized =
-            if new > old { self.enlarge(old, new, beneath) } else { self.shrink(old, new) };
-        resized.and(self.bitmaps_after_resize(&flushing, &resizing))
+        let resized = match new > old {
+            true => self.enlarge(&mut lead, old, new, beneath),
+            false => self.shrink(&mut lead, old, new),
+        };
+        resized.and(self.bitmaps_after_resize(&mut lead, &resizing))
     }
 
-    fn enlarge(&self, old: u64, new: u64, beneath: u64) -> Result<()> {
+    fn enlarge(&self, lead: &mut Lead<'_>, old: u64, new: u64, beneath: u64) -> Result<()> {
         let entries = self.geometry.l1_entries_for(new);
         if entries * 8 > L1_BYTES_MAX {
             return Err(Error::Invalid(format!(
@@ -50,10 +52,10 @@ impl Qcow2 {
         }
         self.hide_tail(old)?;
         // What a shrinking left there that a crash cut short.
-        self.clear(old, new, |entry| entry != L2Entry::default())?;
-        self.hide_beneath(old, new.min(beneath))?;
+        self.clear(lead, old, new, |entry| entry != L2Entry::default())?;
+        self.hide_beneath(lead, old, new.min(beneath))?;
         // Durable before the header shows what lies there.
-        self.flush_once()?;
+        self.meta.flush_led(self, lead)?;
         if self.has_data_file() && self.data.caps().growable && self.data.len()? < new {
             self.data.set_len(new)?;
         }
@@ -130,11 +132,11 @@ impl Qcow2 {
         let space = self.allocate_whole(meta, 1)?;
         let host = HostOffset(space.first << geometry.cluster_bits);
         if let Err(error) = self.write_data(GuestOffset(start), host, bytes) {
-            meta.pool.add(Space { fresh: false, ..space });
+            meta.space.pool.add(Space { fresh: false, ..space });
             return Err(error);
         }
-        meta.data_first = true;
-        meta.refcounts_first |= space.sequence >= meta.durable_sequence;
+        meta.dirty.data_first = true;
+        meta.dirty.refcounts_first |= !meta.space.is_durable(&space);
         self.change_range(meta, start..start + cluster, false, |_, old| L2Entry {
             bitmap: if old.is_compressed() {
                 L2Entry::data(host, &geometry).bitmap
@@ -147,7 +149,7 @@ impl Qcow2 {
 
     /// Hides what an image beneath has from the end of the disk on, up to `upto`. Not possible
     /// without zero flags, in version 2.
-    fn hide_beneath(&self, end: u64, upto: u64) -> Result<()> {
+    fn hide_beneath(&self, lead: &mut Lead<'_>, end: u64, upto: u64) -> Result<()> {
         let from = end.next_multiple_of(self.geometry.cluster_bytes());
         if self.header.version() < 3 || !self.has_backing() || from >= upto {
             return Ok(());
@@ -155,15 +157,16 @@ impl Qcow2 {
         let mut meta = self.meta.lock();
         self.enlarge_l1(&mut meta, self.geometry.l1_entries_for(upto), end)?;
         drop(meta);
-        self.for_tables(from, upto, |meta, clusters| {
+        self.for_tables(lead, from, upto, |meta, clusters| {
             self.change_range(meta, clusters, false, |_, old| self.zeroed(old, u32::MAX, true))
         })
     }
 
     /// Calls `change` for the part of each L2 table in a range, with no reservation in it. Flushes
-    /// when much is dirty; the caller holds `flushing`.
+    /// when much is dirty.
     fn for_tables(
         &self,
+        lead: &mut Lead<'_>,
         from: u64,
         upto: u64,
         mut change: impl FnMut(&mut MutexGuard<'_, Meta>, Range<u64>) -> Result<()>,
@@ -175,18 +178,17 @@ impl Qcow2 {
             let mut meta = self.meta.lock();
             self.wait_free(&mut meta, &(at..next));
             change(&mut meta, at..next)?;
-            let much = meta.dirty_slices.len() > self.slices.capacity() / 2;
+            let much = meta.dirty.slices.len() > self.slices.capacity() / 2;
             drop(meta);
             if much {
-                self.flush_once()?;
+                self.meta.flush_led(self, lead)?;
             }
             at = next;
         }
         Ok(())
     }
 
-    /// Changes entries of one L2 table, which is made where there is none; the caller holds
-    /// `flushing`.
+    /// Changes entries of one L2 table, which is made where there is none; the caller leads.
     fn change_range(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -202,7 +204,7 @@ impl Qcow2 {
     }
 
     /// Writes a larger L1 table and switches to it, and to the new size, by one header write. The
-    /// caller holds `flushing`.
+    /// caller leads.
     fn replace_l1(&self, meta: &mut MutexGuard<'_, Meta>, entries: u64, new: u64) -> Result<()> {
         let space = self.reserve_table(meta, entries * 8)?;
         let mut raw: Vec<u8> = self.l1.read().iter().flat_map(|w| w.to_be_bytes()).collect();
@@ -250,7 +252,7 @@ impl Qcow2 {
             if space.count == count {
                 return Ok(space);
             }
-            meta.pool.add(space);
+            meta.space.pool.add(space);
             self.extend(meta, count)?;
         }
         Err(Error::NoSpace {
@@ -259,14 +261,14 @@ impl Qcow2 {
         })
     }
 
-    fn shrink(&self, old: u64, new: u64) -> Result<()> {
+    fn shrink(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {
         // The smaller size first: what lies behind it is not needed from then on.
         self.switch_header(&mut self.meta.lock(), field::SIZE, &new.to_be_bytes())?;
         self.guest_bytes.store(new, Ordering::Release);
         // Not only for ourselves: other programs do not look there when they enlarge a disk.
         self.hide_tail(new)?;
-        self.clear(new, old, |_| true)?;
-        self.flush_once()?;
+        self.clear(lead, new, old, |_| true)?;
+        self.meta.flush_led(self, lead)?;
         if self.header.data_file_raw() && self.data.caps().growable {
             self.data.set_len(new)?;
         }
@@ -275,10 +277,16 @@ impl Qcow2 {
 
     /// Clears the whole clusters behind the end of the disk, up to `upto` and to the end of the L2
     /// table there, in tables that have an entry for which `asked` is true. To be flushed.
-    pub(crate) fn clear(&self, end: u64, upto: u64, asked: impl Fn(L2Entry) -> bool) -> Result<()> {
+    pub(crate) fn clear(
+        &self,
+        lead: &mut Lead<'_>,
+        end: u64,
+        upto: u64,
+        asked: impl Fn(L2Entry) -> bool,
+    ) -> Result<()> {
         let (cluster, span) = (self.geometry.cluster_bytes(), self.geometry.l2_span());
         let (from, upto) = (end.next_multiple_of(cluster), upto.next_multiple_of(span));
-        self.for_tables(from, upto, |meta, clusters| {
+        self.for_tables(lead, from, upto, |meta, clusters| {
             let l1_index = self.geometry.l1_index(GuestOffset(clusters.start));
             if self.l2_table(l1_index)?.is_none() {
                 return Ok(());
@@ -306,13 +314,12 @@ impl Qcow2 {
         let cluster = self.geometry.cluster_bytes();
         self.slices.forget(table, cluster);
         for key in (table.0..table.0 + cluster).step_by(self.slices.slice_bytes() as usize) {
-            meta.dirty_slices.remove(&key);
+            meta.dirty.slices.remove(&key);
         }
-        meta.dirty_l1.insert(l1_index / 64);
+        meta.dirty.l1.insert(l1_index / 64);
         let first = self.geometry.host_cluster(table);
         self.metadata.write().remove(&first);
-        let stamp = self.in_flight.stamp();
         // Or a check would take what is left of it for a table that lost its L1 entry.
-        meta.unlink([Freed { first, count: 1, stamp, punch: true }]);
+        meta.reclaim.unlink(&self.in_flight, [Freed { first, count: 1, punch: true }]);
     }
 }

@@ -7,16 +7,16 @@
 //! | the header points to them: one write within one sector; barrier | the old or the new image |
 //! | the old tables' clusters are released | leaks |
 //!
-//! The caller holds `flushing` and the metadata lock from the first step to the last, so that no
+//! The caller holds the lead of flushes and the metadata lock from the first step to the last, so that no
 //! flush writes older copies of what is replaced.
 
 use std::ops::Range;
 use std::time::Duration;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{HostOffset, Result, Storage};
+use vdkit_meta::MutexGuard;
 
-use crate::image::{FlushState, Freed, Meta, Qcow2};
+use crate::image::{Freed, Lead, Meta, Qcow2};
 use crate::pool::Space;
 
 /// What a disk writes whole or not at all.
@@ -44,52 +44,52 @@ impl Qcow2 {
     /// `act`.
     pub(crate) fn exclusively_between<B, R>(
         &self,
-        before: impl FnOnce(&MutexGuard<'_, FlushState>) -> Result<B>,
+        before: impl FnOnce(&mut Lead<'_>) -> Result<B>,
         act: impl FnOnce(&mut MutexGuard<'_, Meta>) -> Result<R>,
-        after: impl FnOnce(&MutexGuard<'_, FlushState>, B) -> Result<()>,
+        after: impl FnOnce(&mut Lead<'_>, B) -> Result<()>,
     ) -> Result<R> {
         self.need_writable()?;
         {
             let mut meta = self.meta.lock();
             while meta.closed {
-                self.ended.wait(&mut meta);
+                self.meta.wait(&mut meta);
             }
             meta.closed = true;
-            while !meta.pending.is_empty() {
-                self.ended.wait(&mut meta);
+            while !meta.tickets.is_empty() {
+                self.meta.wait(&mut meta);
             }
         }
-        let flushing = self.flushing.lock();
-        let result = before(&flushing).and_then(|prepared| {
+        let mut lead = self.meta.lead();
+        let result = before(&mut lead).and_then(|prepared| {
             let done = {
                 let mut meta = self.meta.lock();
                 self.settle(&mut meta).and_then(|()| act(&mut meta))
             };
-            let after = after(&flushing, prepared);
+            let after = after(&mut lead, prepared);
             done.and_then(|done| after.map(|()| done))
         });
-        drop(flushing);
+        drop(lead);
         // Without any lock: requests may need one to end.
         let stamp = self.in_flight.stamp();
         while !self.in_flight.passed(stamp) {
             std::thread::sleep(DRAIN_STEP);
         }
         self.meta.lock().closed = false;
-        self.ended.notify_all();
-        self.recycle();
+        self.meta.ended();
+        self.recycle_clusters();
         result
     }
 
-    /// Takes the lock of flushes while new reservations do not wait; see [`Qcow2::exclusively`].
-    pub(crate) fn flushing_while_open(&self) -> MutexGuard<'_, FlushState> {
+    /// Takes the lead of flushes while new reservations do not wait; see [`Qcow2::exclusively`].
+    pub(crate) fn lead_while_open(&self) -> Lead<'_> {
         loop {
-            let flushing = self.flushing.lock();
+            let lead = self.meta.lead();
             let mut meta = self.meta.lock();
             if !meta.closed {
-                return flushing;
+                return lead;
             }
-            drop(flushing);
-            self.ended.wait(&mut meta);
+            drop(lead);
+            self.meta.wait(&mut meta);
         }
     }
 
@@ -128,7 +128,7 @@ impl Qcow2 {
     /// Puts reserved clusters back into the pool that were perhaps written and are not used.
     pub(crate) fn unreserve(meta: &mut Meta, spaces: impl IntoIterator<Item = Space>) {
         for space in spaces {
-            meta.pool.add(Space { fresh: false, ..space });
+            meta.space.pool.add(Space { fresh: false, ..space });
         }
     }
 
@@ -151,8 +151,8 @@ impl Qcow2 {
         };
         let Err(error) = put(bytes) else { return Ok(()) };
         // The write, or a part of it, may have reached the disk all the same.
-        meta.header_unknown = put(&old).is_err();
-        meta.header_before = (at, old);
+        meta.header.unknown = put(&old).is_err();
+        meta.header.before = (at, old);
         Err(error)
     }
 
@@ -166,9 +166,9 @@ impl Qcow2 {
             metadata.remove(&cluster);
         }
         drop(metadata);
-        let stamp = self.in_flight.stamp();
         let count = clusters.end - clusters.start;
-        meta.released.push(Freed { first: clusters.start, count, stamp, punch: true });
+        let run = Freed { first: clusters.start, count, punch: true };
+        meta.reclaim.release(&self.in_flight, [run]);
     }
 
     /// Host clusters of a table, first and behind the last; none for an empty one.
@@ -184,13 +184,13 @@ impl Meta {
     /// # Errors
     /// I/O: it is still not known what the header on disk says, and nothing may be changed.
     pub(crate) fn check_header(&mut self, storage: &dyn Storage) -> Result<()> {
-        if !self.header_unknown {
+        if !self.header.unknown {
             return Ok(());
         }
-        let (at, old) = &self.header_before;
+        let (at, old) = &self.header.before;
         storage.write_at(old, HostOffset(*at))?;
         storage.sync()?;
-        self.header_unknown = false;
+        self.header.unknown = false;
         Ok(())
     }
 }

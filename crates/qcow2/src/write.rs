@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{
     FileIndex, Fill, GuestOffset, HostOffset, IoAction, Reservation, Result, Ticket, align_down,
 };
+use vdkit_meta::MutexGuard;
 
 use crate::entry::{L2Entry, State};
 use crate::image::{Freed, Meta, Qcow2};
@@ -20,23 +20,11 @@ pub(crate) enum Pending {
     Packed(PackedPending),
 }
 
-impl Pending {
-    /// The guest clusters that it holds, in bytes.
-    pub(crate) fn clusters(&self) -> &Range<u64> {
-        match self {
-            Self::Plain(p) => &p.clusters,
-            Self::Packed(p) => &p.clusters,
-        }
-    }
-}
-
 #[derive(Debug)]
 pub(crate) struct PlainPending {
-    /// Whole guest clusters, in bytes.
-    clusters: Range<u64>,
     /// What becomes data, in bytes, aligned to subclusters (or the end of the disk).
     guest: Range<u64>,
-    /// Host offset of `clusters.start`.
+    /// Host offset of the first cluster.
     host: HostOffset,
     /// New host clusters; nothing where the clusters have theirs already.
     space: Option<Space>,
@@ -91,28 +79,20 @@ impl Qcow2 {
         let end = end.min((at.0 / span + 1) * span);
         loop {
             if meta.closed {
-                self.ended.wait(meta);
+                self.meta.wait(meta);
                 continue;
             }
-            let held = meta.pending.values().map(Pending::clusters);
-            let nearest = held.filter(|r| r.end > start && r.start < end).map(|r| r.start).min();
-            match nearest {
-                None => return end,
-                Some(other) if other > at.0 => return end.min(other),
-                Some(_) => self.ended.wait(meta),
+            match meta.tickets.find(&(start..end), at.0, |_| true) {
+                Some(end) => return end,
+                None => self.meta.wait(meta),
             }
         }
     }
 
     /// Waits until no reservation overlaps a cluster-aligned range.
     pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, range: &Range<u64>) {
-        while meta
-            .pending
-            .values()
-            .map(Pending::clusters)
-            .any(|r| r.start < range.end && range.start < r.end)
-        {
-            self.ended.wait(meta);
+        while meta.tickets.overlap(range) {
+            self.meta.wait(meta);
         }
     }
 
@@ -274,7 +254,7 @@ impl Qcow2 {
         meta: &mut MutexGuard<'_, Meta>,
         at: GuestOffset,
         plan: &Plan,
-    ) -> Result<Option<PlainPending>> {
+    ) -> Result<Option<(Range<u64>, PlainPending)>> {
         let cluster = self.geometry.cluster_bytes();
         let count = (plan.clusters.end - plan.clusters.start) / cluster;
         let (host, space) = match plan.in_place {
@@ -287,13 +267,9 @@ impl Qcow2 {
             }
         };
         let got = space.map_or(count, |s| s.count);
-        Ok(Some(PlainPending {
-            clusters: plan.clusters.start..plan.clusters.start + got * cluster,
-            guest: 0..0,
-            host,
-            space,
-            data_first: plan.covers_data || !self.reads_zero(space),
-        }))
+        let clusters = plan.clusters.start..plan.clusters.start + got * cluster;
+        let data_first = plan.covers_data || !self.reads_zero(space);
+        Ok(Some((clusters, PlainPending { guest: 0..0, host, space, data_first })))
     }
 
     /// Whether the guest would read zeroes from new host clusters as they are. What is zero in the
@@ -316,10 +292,10 @@ impl Qcow2 {
         meta: &mut Meta,
         at: GuestOffset,
         plan: &Plan,
-        mut pending: PlainPending,
+        (clusters, mut pending): (Range<u64>, PlainPending),
     ) -> Reservation<'_> {
-        let write_end = plan.write_end.min(pending.clusters.end);
-        let last = if pending.clusters.end == plan.clusters.end {
+        let write_end = plan.write_end.min(clusters.end);
+        let last = if clusters.end == plan.clusters.end {
             plan.last
         } else {
             // Fewer clusters than planned: the last one is then written whole.
@@ -348,11 +324,9 @@ impl Qcow2 {
             self.fill(last, write_end, fresh, plan.in_place.is_some())
         };
         pending.data_first |= head == Fill::Copy || tail == Fill::Copy;
-        let ticket = Ticket(meta.next_ticket);
-        meta.next_ticket += 1;
-        let host = pending.host + (guest_start - pending.clusters.start);
+        let host = pending.host + (guest_start - clusters.start);
         let guest = pending.guest.clone();
-        meta.pending.insert(ticket, Pending::Plain(pending));
+        let ticket = meta.tickets.open(clusters, Pending::Plain(pending));
         Reservation::new(self, ticket, guest, at.0..write_end, FileIndex(0), host, head, tail)
             .zeroed(fresh)
             .untouched(untouched)
@@ -392,26 +366,20 @@ impl Qcow2 {
     /// As [`vdkit_block::Reserver::publish`].
     pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
         let mut meta = self.meta.lock();
-        let result = match meta.pending.get(&ticket) {
-            Some(pending) => self.load_entries(pending.clusters()),
-            None => unreachable!("a ticket lives until it is published or released"),
-        };
-        let result = match (result, meta.pending.get(&ticket)) {
-            (Ok(()), Some(_)) => {
-                // From here on a failure may leave some entries linked: the space stays reserved.
-                match meta.pending.remove(&ticket) {
-                    Some(Pending::Plain(p)) => self.link_data(&mut meta, &p),
-                    Some(Pending::Packed(p)) => self.link_packed(&mut meta, &p),
-                    None => Ok(()),
-                }
-            }
-            (result, _) => {
+        let result = self.load_entries(&meta.tickets.get(ticket).0);
+        let result = match result {
+            // From here on a failure may leave some entries linked: the space stays reserved.
+            Ok(()) => match meta.tickets.close(ticket) {
+                (clusters, Pending::Plain(p)) => self.link_data(&mut meta, &clusters, &p),
+                (clusters, Pending::Packed(p)) => self.link_packed(&mut meta, &clusters, &p),
+            },
+            Err(error) => {
                 self.drop_pending(&mut meta, ticket);
-                result
+                Err(error)
             }
         };
         drop(meta);
-        self.ended.notify_all();
+        self.meta.ended();
         result
     }
 
@@ -420,19 +388,18 @@ impl Qcow2 {
         let mut meta = self.meta.lock();
         self.drop_pending(&mut meta, ticket);
         drop(meta);
-        self.ended.notify_all();
+        self.meta.ended();
     }
 
     fn drop_pending(&self, meta: &mut Meta, ticket: Ticket) {
-        match meta.pending.remove(&ticket) {
-            Some(Pending::Plain(p)) => {
+        match meta.tickets.close(ticket).1 {
+            Pending::Plain(p) => {
                 if let Some(space) = p.space {
                     // The caller may have written there.
-                    meta.pool.add(Space { fresh: false, ..space });
+                    meta.space.pool.add(Space { fresh: false, ..space });
                 }
             }
-            Some(Pending::Packed(p)) => self.unreserve_packed(meta, &p),
-            None => {}
+            Pending::Packed(p) => self.unreserve_packed(meta, &p),
         }
     }
 
@@ -460,13 +427,12 @@ impl Qcow2 {
         mut new: impl FnMut(u64, L2Entry) -> L2Entry,
     ) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
-        let stamp = self.in_flight.stamp();
         self.change_slices(meta, clusters, |words, entries, first, freed| {
             for (index, at) in entries.zip((first..).step_by(cluster as usize)) {
                 let old = self.entry_in(words, index);
                 let entry = new(at, old);
                 self.put_entry(words, index, entry);
-                let lost = Freed { first: 0, count: 0, stamp, punch };
+                let lost = Freed { first: 0, count: 0, punch };
                 self.lost_reference(old, entry, lost, freed);
             }
         })
@@ -496,11 +462,10 @@ impl Qcow2 {
                 // Evicted by a concurrent reader since it was loaded.
                 self.slices.load(key, &*self.storage)?;
             }
-            meta.dirty_slices.insert(key);
-            meta.unlink(freed);
+            meta.dirty.slices.insert(key);
+            meta.reclaim.unlink(&self.in_flight, freed);
             at += (count as u64) << bits;
         }
-        self.dirty.store(true, std::sync::atomic::Ordering::Release);
         Ok(())
     }
 
@@ -536,14 +501,18 @@ impl Qcow2 {
         }
     }
 
-    fn link_data(&self, meta: &mut Meta, pending: &PlainPending) -> Result<()> {
-        let PlainPending { clusters, guest, host, .. } = pending;
+    fn link_data(
+        &self,
+        meta: &mut Meta,
+        clusters: &Range<u64>,
+        pending: &PlainPending,
+    ) -> Result<()> {
+        let PlainPending { guest, host, .. } = pending;
         let geometry = self.geometry;
         let (cluster, step) = (geometry.cluster_bytes(), geometry.subcluster_bytes());
         let new_space = pending.space.is_some();
-        meta.data_first |= pending.data_first;
-        let sequence = pending.space.map_or(0, |s| s.sequence + 1);
-        meta.refcounts_first |= sequence > meta.durable_sequence;
+        meta.dirty.data_first |= pending.data_first;
+        meta.dirty.refcounts_first |= pending.space.is_some_and(|s| !meta.space.is_durable(&s));
         if !geometry.extended {
             return self.link_whole(meta, clusters, *host);
         }
@@ -569,7 +538,7 @@ impl Qcow2 {
     /// there was nothing before, as in an image that is filled, that is one pass without a branch.
     fn link_whole(&self, meta: &mut Meta, clusters: &Range<u64>, host: HostOffset) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
-        let freed = Freed { first: 0, count: 0, stamp: self.in_flight.stamp(), punch: false };
+        let freed = Freed { first: 0, count: 0, punch: false };
         self.change_slices(meta, clusters, |words, entries, first, list| {
             let words = &mut words[entries];
             let new = (host.0 + (first - clusters.start)) | COPIED;
@@ -585,23 +554,5 @@ impl Qcow2 {
                 self.lost_reference(old, L2Entry { word: *word, bitmap: 0 }, freed, list);
             }
         })
-    }
-}
-
-impl Meta {
-    /// Notes references that are gone from the map, joining neighbours.
-    pub(crate) fn unlink(&mut self, freed: impl IntoIterator<Item = Freed>) {
-        for run in freed {
-            match self.unlinked.last_mut() {
-                Some(last)
-                    if last.first + last.count == run.first
-                        && last.punch == run.punch
-                        && last.stamp == run.stamp =>
-                {
-                    last.count += run.count;
-                }
-                _ => self.unlinked.push(run),
-            }
-        }
     }
 }

@@ -177,9 +177,6 @@ impl Format for RawFormat {
     }
 
     /// There is no metadata: writes in place are all there is.
-    fn dirty(&self) -> bool {
-        false
-    }
 
     fn close(&self) -> Result<()> {
         if self.writable { self.storage.sync() } else { Ok(()) }

@@ -58,10 +58,6 @@ impl FileStorage {
         {
             return Err(self.error(IoAction::Copy, to.0, len, errno));
         }
-        drop(_length);
-        if done > 0 {
-            self.settle()?;
-        }
         Ok(done)
     }
 

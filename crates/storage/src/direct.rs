@@ -161,9 +161,6 @@ impl Direct {
         let Length::Passed { before, .. } = length else { return Ok(()) };
         if padded > end.max(before) {
             retry(|| rustix::fs::ftruncate(of.file(), end.max(before)))?;
-            if of.cache().write_durable() {
-                retry(|| rustix::fs::fdatasync(of.file())).inspect_err(|e| of.fail_syncs(*e))?;
-            }
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::fs::{Mode, OFlags};
@@ -15,6 +15,7 @@ use vdkit_block::{
     CacheMode, CopyMethod, Error, HostOffset, IoAction, ReadOp, Result, Storage, StorageCaps,
     StorageExtent, ZeroMode,
 };
+use vdkit_meta::Commit;
 
 use crate::bulk::{BULK_BYTES_MIN, Bulk, FileSystem};
 use crate::direct::Direct;
@@ -37,14 +38,12 @@ const OFFSET_MAX: u64 = i64::MAX as u64;
 /// # Cache modes
 /// | mode | reads and writes | a write is durable | `sync` |
 /// |---|---|---|---|
-/// | writeback | page cache | after `sync` | fdatasync |
-/// | none | O_DIRECT | after `sync` | fdatasync |
-/// | writethrough | page cache | when it returns (RWF_DSYNC) | fdatasync |
-/// | directsync | O_DIRECT | when it returns (RWF_DSYNC) | fdatasync |
+/// | writeback, writethrough | page cache | after `sync` | fdatasync |
+/// | none, directsync | O_DIRECT | after `sync` | fdatasync |
 /// | unsafe | page cache | whenever the kernel pleases | nothing |
 ///
-/// In the durable modes zeroing, allocating, copying and resizing are durable when they return,
-/// too.
+/// What writethrough and directsync promise is the disk's to keep (`vdkit_chain::Disk`): it flushes
+/// after each change, and one sync serves all changes that wait for one.
 ///
 /// # Direct I/O
 /// Requests of any offset, length and memory work. Those that are not aligned to
@@ -63,9 +62,10 @@ pub struct FileStorage {
     /// would be cut off. So that pair holds this for writing, and everything that may make the
     /// file longer in one call holds it for reading.
     growth: RwLock<()>,
-    /// The errno of the first sync that failed, or 0. The kernel reports a lost page once and
-    /// then forgets it, so a later fdatasync would lie.
-    sync_error: AtomicI32,
+    /// One fdatasync for all who asked before it began, and the errno of the first that failed. The
+    /// kernel reports a lost page once for an open file and then forgets it: of two fdatasyncs side by
+    /// side one would hear of it and the other would not, and a later one would lie.
+    syncs: Commit<Option<i32>>,
     lock: Option<Mutex<ImageLock>>,
     in_memory: bool,
     /// Where data begins, as far as the last question about a hole told; see `find_extent`.
@@ -165,9 +165,8 @@ impl FileStorage {
             block_bytes: block_bytes(&file, kind),
         };
         let file_system = FileSystem::of(&file, kind);
-        let late = !options.cache.direct() && !options.cache.write_durable();
         let (bulk, past) = match kind {
-            FileKind::Regular if late => {
+            FileKind::Regular if direct.is_none() => {
                 (Bulk::new(file_system), PastCache::new(options.share, file_system))
             }
             _ => (Bulk::Plain, None),
@@ -186,7 +185,7 @@ impl FileStorage {
             lacks: Lacks::default(),
             direct,
             growth: RwLock::new(()),
-            sync_error: AtomicI32::new(0),
+            syncs: Commit::default(),
             lock,
         })
     }
@@ -289,10 +288,6 @@ impl FileStorage {
         }
     }
 
-    pub(crate) fn write_flags(&self) -> ReadWriteFlags {
-        if self.cache.write_durable() { ReadWriteFlags::DSYNC } else { ReadWriteFlags::empty() }
-    }
-
     /// Writes all of `buf`, whatever its alignment.
     pub(crate) fn write_bytes(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
         match &self.direct {
@@ -316,30 +311,17 @@ impl FileStorage {
         offset: u64,
         piece: usize,
     ) -> Result<(), Errno> {
-        let flags = self.write_flags();
         let mut done = 0;
         while done < buf.len() {
             let end = buf.len().min(done.saturating_add(piece));
-            let rest = [io::IoSlice::new(&buf[done..end])];
-            match rustix::io::pwritev2(&self.file, &rest, offset + done as u64, flags) {
+            match rustix::io::pwrite(&self.file, &buf[done..end], offset + done as u64) {
                 Ok(0) => return Err(Errno::IO),
                 Ok(n) => done += n,
                 Err(Errno::INTR) => {}
-                Err(errno) => {
-                    self.note_write_error(errno);
-                    return Err(errno);
-                }
+                Err(errno) => return Err(errno),
             }
         }
         Ok(())
-    }
-
-    /// A durable write that failed has taken the kernel's report of a lost page with it, so no
-    /// later sync would hear of it.
-    pub(crate) fn note_write_error(&self, errno: Errno) {
-        if self.cache.write_durable() && errno == Errno::IO {
-            self.fail_syncs(errno);
-        }
     }
 
     /// Makes all that was written durable, also in cache mode unsafe, for a file that nobody can see
@@ -348,33 +330,20 @@ impl FileStorage {
     /// # Errors
     /// [`Error::File`], also for a sync before this one that failed.
     pub fn sync_always(&self) -> Result<()> {
-        let before = self.sync_error.load(Ordering::Acquire);
-        if before != 0 {
-            let cause = io::Error::from_raw_os_error(before);
-            return Err(file_error(
-                &self.name,
-                IoAction::Sync,
-                io::Error::new(cause.kind(), format!("an earlier one failed ({cause})")),
-            ));
-        }
-        retry(|| rustix::fs::fdatasync(&self.file)).map_err(|errno| {
-            self.fail_syncs(errno);
-            file_error(&self.name, IoAction::Sync, errno)
+        let number = self.syncs.draw();
+        self.syncs.durable_up_to(number, |lead| {
+            let failed = lead.order();
+            if let Some(errno) = *failed {
+                let cause = io::Error::from_raw_os_error(errno);
+                let told = format!("an earlier one failed ({cause})");
+                let source = io::Error::new(cause.kind(), told);
+                return Err(file_error(&self.name, IoAction::Sync, source));
+            }
+            retry(|| rustix::fs::fdatasync(&self.file)).map_err(|errno| {
+                *failed = Some(errno.raw_os_error());
+                file_error(&self.name, IoAction::Sync, errno)
+            })
         })
-    }
-
-    pub(crate) fn fail_syncs(&self, errno: Errno) {
-        let _ = self.sync_error.compare_exchange(
-            0,
-            errno.raw_os_error(),
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        );
-    }
-
-    /// Ends a change that has no flag for durability, in the modes that promise it.
-    pub(crate) fn settle(&self) -> Result<()> {
-        if self.cache.write_durable() { self.sync() } else { Ok(()) }
     }
 }
 
@@ -461,7 +430,7 @@ impl Storage for FileStorage {
     }
 
     fn writes_promptly(&self) -> bool {
-        self.direct.is_none() && !self.cache.write_durable()
+        self.direct.is_none()
     }
 
     fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {

@@ -27,7 +27,7 @@
 //! | no process writes under another's feet | `lock` |
 //! | two unaligned direct writes to one block both survive | `range_lock` |
 //! | growing by `ftruncate` never cuts off a write that grew the file further | `FileStorage::growth` |
-//! | a failed `fdatasync` stays failed | `FileStorage::sync_error` |
+//! | a failed `fdatasync` stays failed, for all who wait for one | `FileStorage::syncs` |
 //!
 //! `unsafe` is confined to `sys` (ioctls, locks and mappings without a safe wrapper) and `ring` (io_uring).
 

@@ -69,8 +69,7 @@ impl FileStorage {
             FileKind::Regular => self.zero_file(offset.0, end, mode),
             FileKind::BlockDevice => self.zero_device(offset.0, end, mode),
         };
-        zeroed.map_err(|errno| self.error(IoAction::WriteZeroes, offset.0, len, errno))?;
-        self.settle()
+        zeroed.map_err(|errno| self.error(IoAction::WriteZeroes, offset.0, len, errno))
     }
 
     fn zero_file(&self, start: u64, end: u64, mode: ZeroMode) -> Result<(), Errno> {
@@ -186,14 +185,9 @@ impl FileStorage {
         }
         let _range = self.hold_range(at, len - rest);
         let _length = self.hold_length();
-        match retry(|| rustix::io::pwritev2(self.file(), &pieces[..count], at, self.write_flags()))
-        {
-            Ok(0) => Err(Errno::IO),
-            Ok(n) => Ok(n as u64),
-            Err(errno) => {
-                self.note_write_error(errno);
-                Err(errno)
-            }
+        match retry(|| rustix::io::pwritev(self.file(), &pieces[..count], at))? {
+            0 => Err(Errno::IO),
+            n => Ok(n as u64),
         }
     }
 
@@ -213,7 +207,7 @@ impl FileStorage {
             return Ok(());
         }
         if self.punch(start, end - start).map_err(fail)? {
-            return self.settle();
+            return Ok(());
         }
         if self.kind() == FileKind::BlockDevice {
             let _range = self.hold_range(start, end - start);
@@ -222,7 +216,7 @@ impl FileStorage {
             })
             .map_err(fail)?;
         }
-        self.settle()
+        Ok(())
     }
 
     pub(crate) fn allocate_range(&self, offset: HostOffset, len: u64) -> Result<()> {
@@ -241,8 +235,7 @@ impl FileStorage {
                 .allocate_blocks(offset.0, len)
                 .and_then(|done| if done { Ok(()) } else { self.fill_holes(offset.0, end) }),
         };
-        allocated.map_err(|errno| self.error(IoAction::Allocate, offset.0, len, errno))?;
-        self.settle()
+        allocated.map_err(|errno| self.error(IoAction::Allocate, offset.0, len, errno))
     }
 
     /// Writes zeroes wherever there is no data. Nobody else writes meanwhile: their bytes could
@@ -318,11 +311,8 @@ impl FileStorage {
                 "resize the device itself",
             ));
         }
-        {
-            let _alone = self.growth().write();
-            retry(|| rustix::fs::ftruncate(self.file(), len)).map_err(fail)?;
-        }
-        self.settle()
+        let _alone = self.growth().write();
+        retry(|| rustix::fs::ftruncate(self.file(), len)).map_err(fail)
     }
 
     /// Data or hole, and how far. Whatever the kernel cannot or will not say is data: that costs

@@ -165,9 +165,6 @@ impl Format for FixedVhd {
     }
 
     /// Only resizing writes metadata, and makes it durable itself.
-    fn dirty(&self) -> bool {
-        false
-    }
 
     fn close(&self) -> Result<()> {
         if self.writable { self.storage.sync() } else { Ok(()) }

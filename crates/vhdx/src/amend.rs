@@ -88,7 +88,7 @@ impl Vhdx {
         self.put_metadata(entry, &item)?;
         self.put_metadata(region.offset + 10, &count.to_le_bytes())?;
         self.put_flags(metadata::HAS_PARENT)?;
-        self.flush_grouped()?;
+        self.meta.flush(self)?;
         Ok(true)
     }
 
@@ -100,8 +100,8 @@ impl Vhdx {
     }
 
     fn region(&self, guid: Guid) -> Result<Region> {
-        let state = self.flushing.lock();
-        let found = state.regions.iter().find(|region| region.guid == guid).copied();
+        let mut lead = self.meta.lead();
+        let found = lead.order().regions.iter().find(|region| region.guid == guid).copied();
         found.ok_or_else(|| Error::Invalid(format!("{}: has no {guid}", self.storage.name())))
     }
 
@@ -126,9 +126,9 @@ impl Vhdx {
             }
         }
         // No block is partial any more, on disk too, before their bitmaps go.
-        self.flush_grouped()?;
+        self.meta.flush(self)?;
         self.free_bitmaps(&(0..blocks))?;
-        self.flush_grouped()?;
+        self.meta.flush(self)?;
         let region = self.region(METADATA_REGION)?;
         if let Some((entry, last, count)) = self.metadata.without_locator(&region) {
             let mut moved = [0; 32];
@@ -138,7 +138,7 @@ impl Vhdx {
             self.put_metadata(region.offset + 10, &count.to_le_bytes())?;
         }
         self.put_flags(0)?;
-        self.flush_grouped()
+        self.meta.flush(self)
     }
 
     /// Makes the sectors of a partial block that it does not have zero in its space.

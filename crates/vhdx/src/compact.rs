@@ -44,7 +44,7 @@ pub(crate) fn compact(
         if options.zero_scan {
             report.zero_clusters = image.drop_zero_blocks(monitor)?;
         }
-        image.flush_grouped()?;
+        image.meta.flush(&*image)?;
         report.moved_clusters = image.move_blocks(monitor)?;
     }
     image.close_cleanly()?;
@@ -142,11 +142,11 @@ impl Vhdx {
             drop(meta);
             (moved, waiting) = (moved + 1, waiting + unit);
             if waiting >= BATCH_BYTES || self.pages.dirty() > 64 {
-                self.flush_grouped()?;
+                self.meta.flush(self)?;
                 waiting = 0;
             }
         }
-        self.flush_grouped()?;
+        self.meta.flush(self)?;
         Ok(moved)
     }
 

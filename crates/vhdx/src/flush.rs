@@ -19,20 +19,71 @@
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{HostOffset, Result, ZeroMode};
+use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::guid::Guid;
 use crate::header::Header;
-use crate::image::{FlushState, Vhdx};
+use crate::image::{FlushState, Meta, Vhdx};
 use crate::log::entry::LoggedPage;
 use crate::log::pages_max;
 
 /// Dirty metadata as it was at one moment.
-struct Copies {
+pub struct Copies {
     pages: Vec<LoggedPage>,
-    /// So many blocks were given up, which these pages no longer show.
-    unlinked: usize,
     data_first: bool,
     file_bytes: u64,
+}
+
+impl Metadata for Vhdx {
+    type State = Meta;
+    type Order = FlushState;
+    type Dirty = Copies;
+
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut FlushState) -> Result<Copies> {
+        self.check_spoiled(meta)?;
+        Ok(Copies {
+            pages: self.pages.begin_write(),
+            data_first: std::mem::take(&mut meta.data_first),
+            file_bytes: self.file_bytes.load(Ordering::Acquire),
+        })
+    }
+
+    fn write(&self, copies: &Copies, order: &mut FlushState) -> Result<()> {
+        self.write_copies(order, copies)
+    }
+
+    fn settle(&self, meta: &mut Meta, _copies: Copies, durable: bool) {
+        if durable {
+            self.pages.written();
+        } else {
+            self.pages.failed();
+            meta.data_first = true;
+        }
+    }
+
+    /// Gives blocks back that nothing shows or uses any more: to the file system, and to the
+    /// allocator, which may hand them out again. Not before: a late hole would erase a new owner's
+    /// data.
+    fn recycle(&self) -> Result<()> {
+        let mut meta = self.meta.lock();
+        if meta.reclaim.released().next().is_none() {
+            return Ok(());
+        }
+        if meta.space.is_none() && !self.finds_gaps() {
+            self.space(&mut meta)?;
+        }
+        let ready = meta.reclaim.expired(&self.in_flight);
+        meta.freed |= !ready.is_empty();
+        for freed in ready.iter().map(|freed| freed.run) {
+            let (host, bytes) = (HostOffset(freed.host), freed.bytes);
+            let zero = self.storage.write_zeroes(host, bytes, ZeroMode::MayUnmap).is_ok();
+            // An allocator that does not exist yet will find the gap.
+            if let Some(space) = &mut meta.space {
+                space.give(freed.host, freed.bytes, zero);
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Vhdx {
@@ -51,68 +102,22 @@ impl Vhdx {
             return Ok(());
         }
         self.need_writable()?;
-        let mut state = self.flushing.lock();
+        let mut lead = self.meta.lead();
         if self.session.load(Ordering::Acquire) {
             return Ok(());
         }
-        let now = state.headers.current;
+        let headers = &mut lead.order().headers;
+        let now = headers.current;
         let next = Header {
             file_write: Guid::random()?,
             data_write: if data { Guid::random()? } else { now.data_write },
             log: Guid::ZERO,
             ..now
         };
-        state.headers.update(&*self.storage, next)?;
+        headers.update(&*self.storage, next)?;
+        // A header with the new GUIDs is durable now.
         self.session.store(true, Ordering::Release);
         Ok(())
-    }
-
-    /// Flushes; callers that come while another flush runs share the next one.
-    pub(crate) fn flush_grouped(&self) -> Result<()> {
-        let mine = self.flush_requests.fetch_add(1, Ordering::SeqCst) + 1;
-        let mut state = self.flushing.lock();
-        if state.completed >= mine {
-            return Ok(());
-        }
-        // Everyone who asked up to now has finished their writes: this flush serves them too.
-        let serves = self.flush_requests.load(Ordering::SeqCst);
-        self.flush_once(&mut state)?;
-        state.completed = serves;
-        Ok(())
-    }
-
-    /// One flush.
-    pub(crate) fn flush_once(&self, state: &mut FlushState) -> Result<()> {
-        let copies = {
-            let mut meta = self.meta.lock();
-            self.check_spoiled(&meta)?;
-            self.dirty.store(false, Ordering::SeqCst);
-            Copies {
-                pages: self.pages.begin_write(),
-                unlinked: meta.unlinked.len(),
-                data_first: std::mem::take(&mut meta.data_first),
-                file_bytes: self.file_bytes.load(Ordering::Acquire),
-            }
-        };
-        let result = self.write_copies(state, &copies);
-        let mut meta = self.meta.lock();
-        match result {
-            Ok(()) => {
-                self.pages.written();
-                let gone: Vec<_> = meta.unlinked.drain(..copies.unlinked).collect();
-                meta.released.extend(gone);
-            }
-            Err(_) => {
-                self.pages.failed();
-                meta.data_first = true;
-                self.dirty.store(true, Ordering::Release);
-            }
-        }
-        drop(meta);
-        if result.is_ok() {
-            self.recycle()?;
-        }
-        result
     }
 
     fn write_copies(&self, state: &mut FlushState, copies: &Copies) -> Result<()> {
@@ -185,53 +190,24 @@ impl Vhdx {
 
     /// Flushes when dirty pages would soon not fit into one entry of the log.
     pub(crate) fn relieve(&self) -> Result<()> {
-        if self.pages.dirty() > 100 { self.flush_grouped() } else { Ok(()) }
-    }
-
-    /// Gives blocks back that nothing shows or uses any more: to the file system, and to the
-    /// allocator, which may hand them out again. Not before: a late hole would erase a new owner's
-    /// data.
-    pub(crate) fn recycle(&self) -> Result<()> {
-        let mut meta = self.meta.lock();
-        if meta.released.is_empty() {
-            return Ok(());
-        }
-        if meta.space.is_none() && !self.finds_gaps() {
-            self.space(&mut meta)?;
-        }
-        let (ready, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut meta.released)
-            .into_iter()
-            .partition(|freed| self.in_flight.passed(freed.stamp));
-        meta.released = waiting;
-        meta.freed |= !ready.is_empty();
-        for freed in ready {
-            let (host, bytes) = (HostOffset(freed.host), freed.bytes);
-            let zero = self.storage.write_zeroes(host, bytes, ZeroMode::MayUnmap).is_ok();
-            // An allocator that does not exist yet will find the gap.
-            if let Some(space) = &mut meta.space {
-                space.give(freed.host, freed.bytes, zero);
-            }
-        }
-        Ok(())
+        if self.pages.dirty() > 100 { self.meta.flush(self) } else { Ok(()) }
     }
 
     /// As [`vdkit_block::Format::close`].
     pub(crate) fn close_cleanly(&self) -> Result<()> {
-        let mut state = self.flushing.lock();
-        let serves = self.flush_requests.load(Ordering::SeqCst);
-        self.flush_once(&mut state)?;
+        let mut lead = self.meta.lead();
+        self.meta.flush_led(self, &mut lead)?;
         if self.session.load(Ordering::Acquire) {
+            let state = lead.order();
             // What the log has is in its place now: durable, before the log goes.
             let file_bytes = self.file_bytes.load(Ordering::Acquire);
-            self.barrier(&mut state, file_bytes)?;
-            let FlushState { headers, log, .. } = &mut *state;
-            log.close(headers, &*self.storage)?;
+            self.barrier(state, file_bytes)?;
+            state.log.close(&mut state.headers, &*self.storage)?;
             self.session.store(false, Ordering::Release);
-            self.cut(&mut state)?;
+            self.cut(state)?;
             self.storage.sync()?;
             state.headers.synced();
         }
-        state.completed = serves;
         Ok(())
     }
 
@@ -239,7 +215,7 @@ impl Vhdx {
     /// say that the file was longer.
     fn cut(&self, state: &mut FlushState) -> Result<()> {
         let mut meta = self.meta.lock();
-        let in_use = !meta.released.is_empty() || !meta.pending.is_empty();
+        let in_use = meta.reclaim.released().next().is_some() || !meta.tickets.is_empty();
         if std::mem::take(&mut meta.freed) && !in_use && !self.fixed {
             // Where nothing was allocated, it is not known yet what is free at the end.
             self.space(&mut meta)?;

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use vdkit_block::{
     BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, IoAction,
     Limits, MapCacheStats, OpenRequest, Reservation, Reserver, Result, Storage, Ticket,
 };
+use vdkit_meta::{Engine, Reclaim, Run, State, Tickets};
 
 use crate::guid::Guid;
 use crate::header::{Header, Headers};
@@ -100,7 +101,7 @@ impl Parts {
 
 /// A VHDX image: the map, the allocator, and the order of its metadata writes.
 ///
-/// Locks, in the order in which they are taken: `flushing`, `meta`, then that of `pages`. Guest
+/// Locks, in the order in which they are taken: the lead of flushes, `meta`, then that of `pages`. Guest
 /// data never moves under any of them; space that must become zero before it can be given out
 /// does, under `meta`.
 #[derive(Debug)]
@@ -120,31 +121,23 @@ pub struct Vhdx {
     /// Length of the file, as far as blocks may lie in it.
     pub(crate) file_bytes: AtomicU64,
     pub(crate) in_flight: InFlight,
-    pub(crate) meta: Mutex<Meta>,
-    /// A reservation ended.
-    pub(crate) ended: Condvar,
-    pub(crate) flushing: Mutex<FlushState>,
-    pub(crate) flush_requests: AtomicU64,
+    pub(crate) meta: Engine<Meta, FlushState>,
     /// The headers say that this session writes.
     pub(crate) session: AtomicBool,
-    pub(crate) dirty: AtomicBool,
     warnings: Vec<String>,
 }
 
 /// What writers change, under one lock.
 #[derive(Debug)]
-pub(crate) struct Meta {
+pub struct Meta {
     pub(crate) space: Option<Space>,
-    pub(crate) pending: FxHashMap<u64, Pending>,
+    pub(crate) tickets: Tickets<Pending>,
     /// Guest blocks that got space which at least one reservation holds.
     pub(crate) blocks: FxHashMap<u64, PendingBlock>,
-    pub(crate) next_ticket: u64,
     /// Guest data must be durable before the map that shows it.
     pub(crate) data_first: bool,
-    /// Blocks that the map in memory does not show any more, but the one on disk may.
-    pub(crate) unlinked: Vec<Freed>,
-    /// Blocks that neither shows; requests in flight may still use them.
-    pub(crate) released: Vec<Freed>,
+    /// Blocks that were given up.
+    pub(crate) reclaim: Reclaim<Freed>,
     /// Space was given back since the file was cut last.
     pub(crate) freed: bool,
     /// Space that the guest was promised reads as zero could not be made so.
@@ -153,14 +146,31 @@ pub(crate) struct Meta {
 
 /// Space of a block that was given up.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Freed {
+pub struct Freed {
     pub(crate) host: u64,
     pub(crate) bytes: u64,
-    pub(crate) stamp: u64,
 }
 
+impl Run for Freed {
+    /// Blocks stay apart: each is made zero by itself.
+    fn join(&mut self, _next: &Self) -> bool {
+        false
+    }
+}
+
+impl State for Meta {
+    type Freed = Freed;
+    fn reclaim(&mut self) -> &mut Reclaim<Freed> {
+        &mut self.reclaim
+    }
+}
+
+/// The lead of flushes: whoever holds it keeps others from beginning one.
+pub(crate) type Lead<'a> = vdkit_meta::Lead<'a, FlushState>;
+
+/// The headers and the log, which one flush at a time writes.
 #[derive(Debug)]
-pub(crate) struct FlushState {
+pub struct FlushState {
     pub(crate) headers: Headers,
     pub(crate) log: LogWriter,
     /// As the region table lists them.
@@ -169,8 +179,6 @@ pub(crate) struct FlushState {
     pub(crate) unapplied: Vec<LoggedPage>,
     /// The file's length that is durable.
     pub(crate) durable_bytes: u64,
-    /// Flush requests up to this number are done.
-    pub(crate) completed: u64,
 }
 
 impl Vhdx {
@@ -221,29 +229,25 @@ impl Vhdx {
             taken: RwLock::new(taken),
             file_bytes: AtomicU64::new(file_bytes),
             in_flight: InFlight::default(),
-            meta: Mutex::new(Meta {
-                space: None,
-                pending: FxHashMap::default(),
-                blocks: FxHashMap::default(),
-                next_ticket: 0,
-                data_first: false,
-                unlinked: Vec::new(),
-                released: Vec::new(),
-                freed: false,
-                spoiled: false,
-            }),
-            ended: Condvar::new(),
-            flushing: Mutex::new(FlushState {
-                headers,
-                log: LogWriter::closed(),
-                regions: regions.all,
-                unapplied: Vec::new(),
-                durable_bytes: 0,
-                completed: 0,
-            }),
-            flush_requests: AtomicU64::new(0),
+            meta: Engine::new(
+                Meta {
+                    space: None,
+                    tickets: Tickets::default(),
+                    blocks: FxHashMap::default(),
+                    data_first: false,
+                    reclaim: Reclaim::default(),
+                    freed: false,
+                    spoiled: false,
+                },
+                FlushState {
+                    headers,
+                    log: LogWriter::closed(),
+                    regions: regions.all,
+                    unapplied: Vec::new(),
+                    durable_bytes: 0,
+                },
+            ),
             session: AtomicBool::new(false),
-            dirty: AtomicBool::new(false),
             warnings,
             storage,
         }))
@@ -366,11 +370,7 @@ impl Format for Vhdx {
     }
 
     fn flush(&self) -> Result<()> {
-        if self.writable { self.flush_grouped() } else { Ok(()) }
-    }
-
-    fn dirty(&self) -> bool {
-        self.dirty.load(Ordering::Acquire)
+        if self.writable { self.meta.flush(self) } else { Ok(()) }
     }
 
     fn close(&self) -> Result<()> {

@@ -55,7 +55,6 @@ impl Vhdx {
         self.pages.change(page, &*self.storage, |bytes| {
             bytes[at..at + 8].copy_from_slice(&entry.0.to_le_bytes());
         })?;
-        self.dirty.store(true, Ordering::Release);
         Ok(())
     }
 

@@ -8,10 +8,10 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_meta::MutexGuard;
 
-use crate::image::{FlushState, Meta, Vhdx};
+use crate::image::{FlushState, Lead, Meta, Vhdx};
 use crate::layout::{
     BAT_REGION, BatEntry, GUEST_BYTES_MAX, MIB, PAGE_BYTES, REGION_OFFSETS, State,
 };
@@ -40,28 +40,28 @@ impl Vhdx {
             return Ok(());
         }
         self.begin_session()?;
-        // Before `flushing` is taken, which whoever holds a reservation may need to go on.
+        // Before the lead is taken, which whoever holds a reservation may need to go on.
         let mut meta = self.meta.lock();
-        while !meta.pending.is_empty() {
-            self.ended.wait(&mut meta);
+        while !meta.tickets.is_empty() {
+            self.meta.wait(&mut meta);
         }
         drop(meta);
-        let mut state = self.flushing.lock();
-        self.flush_once(&mut state)?;
+        let mut lead = self.meta.lead();
+        self.meta.flush_led(self, &mut lead)?;
         if new > old {
-            self.grow(&mut state, old, new, beneath)
+            self.grow(&mut lead, old, new, beneath)
         } else {
-            self.shrink(&mut state, old, new)
+            self.shrink(&mut lead, old, new)
         }
     }
 
-    fn grow(&self, state: &mut FlushState, old: u64, new: u64, beneath: u64) -> Result<()> {
+    fn grow(&self, lead: &mut Lead<'_>, old: u64, new: u64, beneath: u64) -> Result<()> {
         let needed = self.geometry.bat_region_bytes(new);
-        let region = state.regions.iter().find(|region| region.guid == BAT_REGION).copied();
+        let region = lead.order().regions.iter().find(|region| region.guid == BAT_REGION).copied();
         if let Some(region) = region
             && needed > region.bytes
         {
-            self.move_table(state, region, needed)?;
+            self.move_table(lead.order(), region, needed)?;
         }
         self.own_tail(old, new, beneath)?;
         let blocks = self.geometry.blocks(old)..self.geometry.blocks(new);
@@ -69,11 +69,11 @@ impl Vhdx {
         while first < blocks.end {
             let last = (first + STEP_BLOCKS).min(blocks.end);
             self.new_entries(&mut self.meta.lock(), first..last)?;
-            self.flush_once(state)?;
+            self.meta.flush_led(self, lead)?;
             first = last;
         }
-        self.flush_once(state)?;
-        self.write_size(state, old, new)
+        self.meta.flush_led(self, lead)?;
+        self.write_size(lead, old, new)
     }
 
     /// Entries of blocks that are new: zero, whatever is beneath, or there, in a fixed image.
@@ -146,9 +146,9 @@ impl Vhdx {
     }
 
     /// Writes the size, durably, and takes it over.
-    fn write_size(&self, state: &mut FlushState, old: u64, new: u64) -> Result<()> {
+    fn write_size(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {
         self.put_size(new)?;
-        if let Err(error) = self.flush_once(state) {
+        if let Err(error) = self.meta.flush_led(self, lead) {
             // Not in memory, so not on disk either, by a later flush.
             let _ = self.put_size(old);
             return Err(error);
@@ -176,12 +176,11 @@ impl Vhdx {
             })?;
             done += part;
         }
-        self.dirty.store(true, Ordering::Release);
         Ok(())
     }
 
-    fn shrink(&self, state: &mut FlushState, old: u64, new: u64) -> Result<()> {
-        self.write_size(state, old, new)?;
+    fn shrink(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {
+        self.write_size(lead, old, new)?;
         let blocks = self.geometry.blocks(new)..self.geometry.blocks(old);
         let mut first = blocks.start;
         while first < blocks.end {
@@ -190,15 +189,15 @@ impl Vhdx {
             for block in first..last {
                 let index = self.geometry.payload_index(block);
                 let entry = self.entry(index)?;
-                if entry.has_data() && self.is_within_file(entry.host()) {
-                    self.unlink(&mut meta, entry.host(), self.geometry.block_bytes());
-                }
                 if entry != BatEntry::NOT_PRESENT {
                     self.set_entry(index, BatEntry::NOT_PRESENT)?;
                 }
+                if entry.has_data() && self.is_within_file(entry.host()) {
+                    self.unlink(&mut meta, entry.host(), self.geometry.block_bytes());
+                }
             }
             drop(meta);
-            self.flush_once(state)?;
+            self.meta.flush_led(self, lead)?;
             first = last;
         }
         Ok(())

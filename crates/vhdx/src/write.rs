@@ -7,11 +7,11 @@
 
 use std::ops::Range;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{
     Error, FileIndex, Fill, HostOffset, IoAction, Place, Reservation, Result, Ticket, ZeroMode,
     align_down,
 };
+use vdkit_meta::MutexGuard;
 
 use crate::image::{Freed, Meta, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
@@ -26,9 +26,7 @@ const RESERVATION_BYTES_MAX: u64 = 4 << 30;
 /// A reservation that is neither published nor released.
 #[derive(Debug)]
 pub(crate) struct Pending {
-    /// What it covers, in bytes; whole sectors where `copies`.
-    guest: Range<u64>,
-    /// What of it others must wait for.
+    /// Others must wait for what it covers, which is whole sectors.
     copies: bool,
     /// Its new blocks; none where the space is that of a partial block.
     blocks: Range<u64>,
@@ -75,7 +73,7 @@ impl Vhdx {
             match self.attempt(&mut meta, at, len.min(RESERVATION_BYTES_MAX))? {
                 Attempt::InPlace => return Ok(None),
                 Attempt::Reserved(reservation) => return Ok(Some(reservation)),
-                Attempt::Wait => self.ended.wait(&mut meta),
+                Attempt::Wait => self.meta.wait(&mut meta),
             }
         }
     }
@@ -134,13 +132,8 @@ impl Vhdx {
             return Some(write);
         }
         let start = align_down(write.start, self.geometry.sector_bytes());
-        let held = meta.pending.values().filter(|p| p.copies).map(|p| &p.guest);
-        let nearest = held.filter(|r| r.end > start && r.start < write.end).map(|r| r.start).min();
-        match nearest {
-            None => Some(write),
-            Some(other) if other > write.start => Some(write.start..other),
-            Some(_) => None,
-        }
+        let end = meta.tickets.find(&(start..write.end), write.start, |p| p.copies)?;
+        Some(write.start..end)
     }
 
     /// New space for a write that begins in a block without any.
@@ -220,11 +213,9 @@ impl Vhdx {
             let first = PendingBlock { host, holders: 0, published: false, fresh: plan.fresh };
             meta.blocks.entry(held).or_insert(first).holders += 1;
         }
-        let ticket = Ticket(meta.next_ticket);
-        meta.next_ticket += 1;
         let host = plan.block_host + (guest.start - (block << self.geometry.block_bits));
-        let pending = Pending { guest: guest.clone(), copies: plan.copies, blocks: new };
-        meta.pending.insert(ticket.0, pending);
+        let pending = Pending { copies: plan.copies, blocks: new };
+        let ticket = meta.tickets.open(guest.clone(), pending);
         Reservation::new(self, ticket, guest, write, FileIndex(0), HostOffset(host), head, tail)
             .zeroed(plan.zeroed)
             .untouched(plan.fresh)
@@ -233,23 +224,21 @@ impl Vhdx {
     /// As [`vdkit_block::Reserver::publish`].
     pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
         let mut meta = self.meta.lock();
-        let Some(pending) = meta.pending.remove(&ticket.0) else {
-            unreachable!("a ticket lives until it is published or released")
-        };
-        let result = self.show(&mut meta, &pending);
+        let (guest, pending) = meta.tickets.close(ticket);
+        let result = self.show(&mut meta, &guest, &pending);
         self.let_go(&mut meta, &pending);
         drop(meta);
-        self.ended.notify_all();
+        self.meta.ended();
         result
     }
 
     /// Lets the map show what was reserved.
-    fn show(&self, meta: &mut Meta, pending: &Pending) -> Result<()> {
+    fn show(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) -> Result<()> {
         if pending.copies {
             meta.data_first = true;
         }
         if pending.blocks.is_empty() {
-            return self.set_sectors(self.geometry.block_of(pending.guest.start), &pending.guest);
+            return self.fill_sectors(self.geometry.block_of(guest.start), guest, true);
         }
         for block in pending.blocks.clone() {
             let index = self.geometry.payload_index(block);
@@ -258,9 +247,9 @@ impl Vhdx {
             };
             let start = block << self.geometry.block_bits;
             let end = (start + self.geometry.block_bytes()).min(self.guest_len());
-            let whole = pending.guest.start <= start && end <= pending.guest.end;
+            let whole = guest.start <= start && end <= guest.end;
             if pending.copies && !whole {
-                let part = pending.guest.start.max(start)..pending.guest.end.min(end);
+                let part = guest.start.max(start)..guest.end.min(end);
                 if !held.published {
                     self.fill_sectors(block, &(start..start + self.geometry.block_bytes()), false)?;
                 }
@@ -275,10 +264,6 @@ impl Vhdx {
             meta.data_first |= !held.fresh;
         }
         Ok(())
-    }
-
-    fn set_sectors(&self, block: u64, guest: &Range<u64>) -> Result<()> {
-        self.fill_sectors(block, guest, true)
     }
 
     /// Sets or clears the bits of sectors that lie in one block.
@@ -297,37 +282,34 @@ impl Vhdx {
             })?;
             bit = next;
         }
-        self.dirty.store(true, std::sync::atomic::Ordering::Release);
         Ok(())
     }
 
     /// As [`vdkit_block::Reserver::release`].
     pub(crate) fn release_ticket(&self, ticket: Ticket) {
         let mut meta = self.meta.lock();
-        if let Some(pending) = meta.pending.remove(&ticket.0) {
-            if !pending.copies {
-                self.wipe(&mut meta, &pending);
-            }
-            self.let_go(&mut meta, &pending);
+        let (guest, pending) = meta.tickets.close(ticket);
+        if !pending.copies {
+            self.wipe(&mut meta, &guest, &pending);
         }
+        self.let_go(&mut meta, &pending);
         drop(meta);
-        self.ended.notify_all();
+        self.meta.ended();
     }
 
     /// Of the space of a reservation that failed, makes zero again what later reservations are promised
     /// to find zero: bytes may have been written to it. Left alone is what the map shows already (others
     /// may have written there since, in place) and what other reservations hold (they may have
     /// written their bytes): there the failed write's bytes are as good as none of them.
-    fn wipe(&self, meta: &mut Meta, pending: &Pending) {
+    fn wipe(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) {
         for block in pending.blocks.clone() {
             let Some(held) = meta.blocks.get(&block) else { continue };
             if held.published || held.holders == 1 {
                 continue;
             }
             let (start, host) = (block << self.geometry.block_bits, held.host);
-            let part = pending.guest.start.max(start)
-                ..pending.guest.end.min(start + self.geometry.block_bytes());
-            let others = meta.pending.values().map(|other| other.guest.clone()).collect();
+            let part = guest.start.max(start)..guest.end.min(start + self.geometry.block_bytes());
+            let others = meta.tickets.iter().map(|(other, _)| other.clone()).collect();
             for gap in without(part, others) {
                 let at = HostOffset(host + (gap.start - start));
                 let wiped = self.storage.write_zeroes(at, gap.end - gap.start, ZeroMode::MayUnmap);
@@ -355,23 +337,21 @@ impl Vhdx {
     /// Waits until no reservation holds any of these guest blocks.
     pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, blocks: &Range<u64>) {
         let bits = self.geometry.block_bits;
-        let held =
-            |p: &Pending| p.guest.start < blocks.end << bits && blocks.start << bits < p.guest.end;
-        while meta.pending.values().any(held) {
-            self.ended.wait(meta);
+        while meta.tickets.overlap(&(blocks.start << bits..blocks.end << bits)) {
+            self.meta.wait(meta);
         }
     }
 
-    /// Notes that a block's space is no longer shown.
+    /// Notes that a block's space is no longer shown, after its entry has changed.
     pub(crate) fn unlink(&self, meta: &mut Meta, host: u64, bytes: u64) {
-        meta.unlinked.push(Freed { host, bytes, stamp: self.in_flight.stamp() });
+        meta.reclaim.unlink(&self.in_flight, [Freed { host, bytes }]);
     }
 
     /// The allocator; made when it is needed first.
     pub(crate) fn space<'m>(&self, meta: &'m mut Meta) -> Result<&'m mut Space> {
         if meta.space.is_none() {
             let mut used = self.taken.read().clone();
-            let freed = meta.unlinked.iter().chain(&meta.released);
+            let freed = meta.reclaim.unlinked().chain(meta.reclaim.released());
             used.extend(freed.map(|freed| (freed.host, freed.host + freed.bytes)));
             let growable = self.storage.caps().growable;
             let gaps = self.finds_gaps();

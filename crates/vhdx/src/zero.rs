@@ -138,11 +138,11 @@ impl Vhdx {
         self.for_blocks(&blocks, |meta, block, old| {
             if old == new { Ok(()) } else { self.replace(meta, block, old, new) }
         })?;
-        self.flush_grouped()?;
+        self.meta.flush(self)?;
         if has_parent {
             self.free_bitmaps(&blocks)?;
         }
-        self.flush_grouped()
+        self.meta.flush(self)
     }
 
     /// Gives the sector bitmaps of blocks back that are not partial any more, on disk too.

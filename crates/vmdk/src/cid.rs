@@ -45,11 +45,15 @@ impl ContentId {
         Ok(self.place.is_some())
     }
 
-    /// What was written is durable now.
+    /// Whether another id was written that is not known to be durable. A sync that begins after this
+    /// answer makes it so.
+    pub(crate) fn is_written(&self) -> bool {
+        *self.written.lock() && !self.durable.load(Ordering::Acquire)
+    }
+
+    /// A sync has ended that began after the id was written.
     pub(crate) fn settled(&self) {
-        if *self.written.lock() {
-            self.durable.store(true, Ordering::Release);
-        }
+        self.durable.store(true, Ordering::Release);
     }
 
     /// Writes another id and makes it durable, once.
@@ -59,7 +63,7 @@ impl ContentId {
         }
         if self.change(storage)? {
             storage.sync()?;
-            self.durable.store(true, Ordering::Release);
+            self.settled();
         }
         Ok(())
     }

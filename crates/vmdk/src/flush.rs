@@ -8,105 +8,145 @@
 //! within a length that is durable and read as zero until their data is, and marks and id are
 //! there since an earlier flush.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{HostOffset, Result, Storage};
+use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::header::{SECTOR, field};
-use crate::image::{Freed, Meta, Vmdk};
+use crate::image::{Meta, Vmdk};
 use crate::tables::Key;
 use crate::write::SECTOR_ENTRIES;
 
+/// Which tables have changed, and what must be durable before they may be written.
+#[derive(Debug, Default)]
+pub(crate) struct Dirty {
+    /// Changed sectors of each chunk of tables, one bit each.
+    pub(crate) tables: BTreeMap<Key, u64>,
+    /// Changed sectors of directories: extent and sector within the directory.
+    pub(crate) directories: BTreeSet<(u32, u32)>,
+    /// Guest data must be durable before the tables that show it.
+    pub(crate) data_first: bool,
+    /// The longer files must be.
+    pub(crate) length_first: bool,
+}
+
 /// Changed metadata as it was at one moment.
-struct Copies {
+pub struct Copies {
     /// File, host offset and bytes, neighbours joined.
     writes: Vec<(u16, u64, Vec<u8>)>,
-    tables: Vec<(Key, u64)>,
-    directories: Vec<(u32, u32)>,
+    dirty: Dirty,
     /// Extents whose header is to be marked as unclean.
     marks: Vec<u32>,
     /// By extent: the length that the first barrier makes durable.
     lengths: Vec<u64>,
-    unlinked: Vec<Freed>,
+    /// Another content id was written before this moment.
+    id: bool,
     barrier: bool,
 }
 
-impl Vmdk {
-    /// Flushes; callers that come while another flush runs share the next one.
-    pub(crate) fn flush_grouped(&self) -> Result<()> {
-        let mine = self.flush_requests.fetch_add(1, Ordering::SeqCst) + 1;
-        let mut state = self.flushing.lock();
-        if state.completed >= mine {
-            return Ok(());
-        }
-        // Everyone who asked up to now has finished their writes: this flush serves them too.
-        let serves = self.flush_requests.load(Ordering::SeqCst);
-        self.flush_once()?;
-        state.completed = serves;
-        Ok(())
+impl Metadata for Vmdk {
+    type State = Meta;
+    type Order = ();
+    type Dirty = Copies;
+
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<Copies> {
+        self.copy_dirty(meta)
     }
 
+    fn write(&self, copies: &Copies, _order: &mut ()) -> Result<()> {
+        for &index in &copies.marks {
+            self.write_mark(index, true)?;
+        }
+        if copies.barrier && !copies.writes.is_empty() {
+            self.sync_all()?;
+        }
+        for (file, at, bytes) in &copies.writes {
+            self.files[usize::from(*file)].write_at(bytes, HostOffset(*at))?;
+        }
+        self.sync_all()
+    }
+
+    fn settle(&self, meta: &mut Meta, copies: Copies, durable: bool) {
+        if !durable {
+            for (key, bits) in copies.dirty.tables {
+                *meta.dirty.tables.entry(key).or_default() |= bits;
+            }
+            meta.dirty.directories.extend(copies.dirty.directories);
+            (meta.dirty.data_first, meta.dirty.length_first) = (true, true);
+            return;
+        }
+        for (key, _) in copies.dirty.tables {
+            if !meta.dirty.tables.contains_key(&key) {
+                self.tables.unpin(key);
+            }
+        }
+        for index in copies.marks {
+            meta.space[index as usize].unclean = true;
+        }
+        for (space, length) in meta.space.iter_mut().zip(copies.lengths) {
+            space.durable = space.durable.max(length);
+        }
+        if copies.id {
+            self.cid.settled();
+        }
+    }
+
+    /// Gives grains that nothing refers to any more back to the file system, and then into use. Not
+    /// the other way round: a late hole would erase a new owner's data.
+    fn recycle(&self) -> Result<()> {
+        let ready = self.meta.lock().reclaim.expired(&self.in_flight);
+        for freed in ready.iter().map(|freed| freed.run) {
+            if let Some(sparse) = self.piece(freed.extent).sparse() {
+                // Only a hint: the space is ours either way.
+                let _ = self.file_of(sparse.file).discard(HostOffset(freed.host), freed.bytes);
+            }
+        }
+        let mut meta = self.meta.lock();
+        for freed in ready.iter().map(|freed| freed.run) {
+            meta.space[freed.extent as usize].give_back(freed.host, freed.bytes);
+        }
+        Ok(())
+    }
+}
+
+impl Vmdk {
     /// Flushes where changed chunks fill half of the cache, since they cannot be dropped.
     pub(crate) fn relieve_cache(&self) -> Result<()> {
-        if self.meta.lock().dirty_tables.len() > self.tables.capacity() / 2 {
-            self.flush_grouped()?;
+        if self.meta.lock().dirty.tables.len() > self.tables.capacity() / 2 {
+            self.meta.flush(self)?;
         }
         Ok(())
-    }
-
-    /// One flush; the caller holds `flushing`.
-    fn flush_once(&self) -> Result<()> {
-        let copies = {
-            let mut meta = self.meta.lock();
-            self.copy_dirty(&mut meta)?
-        };
-        let result = self.write_copies(&copies);
-        let mut meta = self.meta.lock();
-        match &result {
-            Ok(()) => self.flushed(&mut meta, copies),
-            Err(_) => self.flush_failed(&mut meta, copies),
-        }
-        drop(meta);
-        self.ended.notify_all();
-        if result.is_ok() {
-            self.recycle();
-        }
-        result
     }
 
     fn copy_dirty(&self, meta: &mut Meta) -> Result<Copies> {
-        let tables: Vec<(Key, u64)> = meta.dirty_tables.iter().map(|(&k, &b)| (k, b)).collect();
         let mut writes = Vec::new();
-        for &(key, bits) in &tables {
+        for (&key, &bits) in &meta.dirty.tables {
             self.copy_tables(key, bits, &mut writes)?;
         }
-        let directories: Vec<(u32, u32)> = meta.dirty_directories.iter().copied().collect();
-        for &(index, sector) in &directories {
+        for &(index, sector) in &meta.dirty.directories {
             self.copy_directory(index, sector, &mut writes);
         }
-        let id = !writes.is_empty() && self.cid.change(&*self.storage)?;
+        let id = match writes.is_empty() {
+            true => self.cid.is_written(),
+            false => self.cid.change(&*self.storage)?,
+        };
         // Nothing failed: from here on this flush owns them.
-        self.dirty.store(false, Ordering::SeqCst);
-        meta.dirty_tables.clear();
-        meta.dirty_directories.clear();
-        let mut changed: Vec<u32> =
-            tables.iter().map(|(key, _)| key.0).chain(directories.iter().map(|d| d.0)).collect();
-        changed.dedup();
-        changed.sort_unstable();
-        changed.dedup();
-        let marks: Vec<u32> =
-            changed.iter().copied().filter(|&i| !meta.space[i as usize].unclean).collect();
-        let barrier = meta.data_first || meta.length_first || !marks.is_empty() || id;
-        (meta.data_first, meta.length_first) = (false, false);
+        let dirty = std::mem::take(&mut meta.dirty);
+        let tables = dirty.tables.keys().map(|key| key.0);
+        let changed: BTreeSet<u32> =
+            tables.chain(dirty.directories.iter().map(|place| place.0)).collect();
+        let unmarked = |index: &u32| !meta.space[*index as usize].unclean;
+        let marks: Vec<u32> = changed.into_iter().filter(unmarked).collect();
         Ok(Copies {
             writes: joined(writes),
-            tables,
-            directories,
+            barrier: dirty.data_first || dirty.length_first || !marks.is_empty() || id,
+            dirty,
             marks,
             lengths: meta.space.iter().map(|space| space.end).collect(),
-            unlinked: std::mem::take(&mut meta.unlinked),
-            barrier,
+            id,
         })
     }
 
@@ -158,19 +198,6 @@ impl Vmdk {
         }
     }
 
-    fn write_copies(&self, copies: &Copies) -> Result<()> {
-        for &index in &copies.marks {
-            self.write_mark(index, true)?;
-        }
-        if copies.barrier && !copies.writes.is_empty() {
-            self.sync_all()?;
-        }
-        for (file, at, bytes) in &copies.writes {
-            self.files[usize::from(*file)].write_at(bytes, HostOffset(*at))?;
-        }
-        self.sync_all()
-    }
-
     /// Makes everything durable that was written since the image was opened.
     fn sync_all(&self) -> Result<()> {
         let own = self.files.iter().any(|file| Arc::ptr_eq(file, &self.storage));
@@ -193,72 +220,22 @@ impl Vmdk {
         storage.write_at(&[u8::from(unclean)], HostOffset(field::UNCLEAN))
     }
 
-    fn flushed(&self, meta: &mut Meta, copies: Copies) {
-        for (key, _) in copies.tables {
-            if !meta.dirty_tables.contains_key(&key) {
-                self.tables.unpin(key);
-            }
-        }
-        for index in copies.marks {
-            meta.space[index as usize].unclean = true;
-        }
-        for (space, length) in meta.space.iter_mut().zip(copies.lengths) {
-            space.durable = space.durable.max(length);
-        }
-        self.cid.settled();
-        meta.released.extend(copies.unlinked);
-    }
-
-    fn flush_failed(&self, meta: &mut Meta, copies: Copies) {
-        for (key, bits) in copies.tables {
-            *meta.dirty_tables.entry(key).or_default() |= bits;
-        }
-        meta.dirty_directories.extend(copies.directories);
-        let later = std::mem::replace(&mut meta.unlinked, copies.unlinked);
-        meta.unlinked.extend(later);
-        (meta.data_first, meta.length_first) = (true, true);
-        self.dirty.store(true, Ordering::Release);
-    }
-
-    /// Gives grains that nothing refers to any more back to the file system, and then into use. Not
-    /// the other way round: a late hole would erase a new owner's data.
-    fn recycle(&self) {
-        let mut ready = Vec::new();
-        {
-            let mut meta = self.meta.lock();
-            meta.released.retain(|freed| {
-                let passed = self.in_flight.passed(freed.stamp);
-                if passed {
-                    ready.push(*freed);
-                }
-                !passed
-            });
-        }
-        for freed in &ready {
-            if let Some(sparse) = self.piece(freed.extent).sparse() {
-                // Only a hint: the space is ours either way.
-                let _ = self.file_of(sparse.file).discard(HostOffset(freed.host), freed.bytes);
-            }
-        }
-        let mut meta = self.meta.lock();
-        for freed in ready {
-            meta.space[freed.extent as usize].give_back(freed.host, freed.bytes);
-        }
-    }
-
     /// As [`vdkit_block::Format::close`].
     pub(crate) fn close_cleanly(&self) -> Result<()> {
-        let mut state = self.flushing.lock();
-        let serves = self.flush_requests.load(Ordering::SeqCst);
-        if self.dirty.load(Ordering::Acquire) {
-            self.flush_once()?;
+        let mut lead = self.meta.lead();
+        let unwritten = {
+            let Meta { dirty, reclaim, .. } = &*self.meta.lock();
+            let changed = !dirty.tables.is_empty() || !dirty.directories.is_empty();
+            changed || reclaim.unlinked().next().is_some()
+        };
+        if unwritten {
+            self.meta.flush_led(self, &mut lead)?;
         }
-        self.recycle();
+        self.recycle()?;
         for index in 0..self.extents.len() as u32 {
             self.close_extent(index)?;
         }
-        self.flush_once()?;
-        state.completed = serves;
+        self.meta.flush_led(self, &mut lead)?;
         self.clear_marks()
     }
 

@@ -1,26 +1,26 @@
 //! An open image.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::{Condvar, Mutex};
-use rustc_hash::FxHashMap;
+use parking_lot::Mutex;
 use vdkit_block::{
     BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, MapCacheStats,
     Packed, Reservation, Reserver, Result, Storage, Ticket,
 };
+use vdkit_meta::{Engine, Reclaim, Run, State, Tickets};
 
 use crate::cid::ContentId;
+use crate::flush::Dirty;
 use crate::sparse::Sparse;
-use crate::tables::{Key, Tables};
+use crate::tables::Tables;
 use crate::write::Pending;
 
 /// A VMDK image: the map over its extents, the grains that it hands out, the order of its writes.
 ///
-/// Locks, in the order in which they are taken: `flushing`, `meta`, then those of the table cache,
-/// of an extent's directories, or of the content id. Guest data never moves under any of them.
+/// Locks, in the order in which they are taken: the lead of flushes, `meta`, then those of the table
+/// cache, of an extent's directories, or of the content id. Guest data never moves under any of them.
 #[derive(Debug)]
 pub struct Vmdk {
     /// The descriptor's file, or the one extent.
@@ -37,12 +37,7 @@ pub struct Vmdk {
     pub(crate) warnings: Vec<String>,
     pub(crate) tables: Tables,
     pub(crate) in_flight: InFlight,
-    pub(crate) meta: Mutex<Meta>,
-    /// A reservation or a flush ended.
-    pub(crate) ended: Condvar,
-    pub(crate) flushing: Mutex<FlushState>,
-    pub(crate) flush_requests: AtomicU64,
-    pub(crate) dirty: AtomicBool,
+    pub(crate) meta: Engine<Meta, ()>,
     pub(crate) cid: ContentId,
     /// Largest grain; the file system's block where there is none.
     pub(crate) cluster_bytes: u64,
@@ -95,41 +90,37 @@ impl Piece {
 }
 
 /// What writers change, under one lock.
-#[derive(Debug, Default)]
-pub(crate) struct Meta {
+#[derive(Debug)]
+pub struct Meta {
     /// By extent.
     pub(crate) space: Vec<crate::space::Space>,
-    pub(crate) pending: FxHashMap<Ticket, Pending>,
-    pub(crate) next_ticket: u64,
-    /// Changed sectors of each chunk of tables, one bit each.
-    pub(crate) dirty_tables: BTreeMap<Key, u64>,
-    /// Changed sectors of directories: extent and sector within the directory.
-    pub(crate) dirty_directories: BTreeSet<(u32, u32)>,
-    /// Guest data must be durable before the tables that show it.
-    pub(crate) data_first: bool,
-    /// The longer files must be.
-    pub(crate) length_first: bool,
-    /// Grains that are gone from the map in memory, not yet on disk.
-    pub(crate) unlinked: Vec<Freed>,
-    /// Gone on disk too; they wait for requests in flight.
-    pub(crate) released: Vec<Freed>,
+    pub(crate) tickets: Tickets<Pending>,
+    pub(crate) reclaim: Reclaim<Freed>,
+    pub(crate) dirty: Dirty,
 }
 
 /// Grains that lost their entry.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Freed {
+pub struct Freed {
     pub(crate) extent: u32,
     /// Host offset in bytes.
     pub(crate) host: u64,
     pub(crate) bytes: u64,
-    /// When, for [`InFlight::passed`].
-    pub(crate) stamp: u64,
 }
 
-#[derive(Debug, Default)]
-pub(crate) struct FlushState {
-    /// Flush requests up to this number are done.
-    pub(crate) completed: u64,
+impl Run for Freed {
+    fn join(&mut self, next: &Self) -> bool {
+        let joins = self.extent == next.extent && self.host + self.bytes == next.host;
+        self.bytes += if joins { next.bytes } else { 0 };
+        joins
+    }
+}
+
+impl State for Meta {
+    type Freed = Freed;
+    fn reclaim(&mut self) -> &mut Reclaim<Freed> {
+        &mut self.reclaim
+    }
 }
 
 impl Vmdk {
@@ -312,11 +303,7 @@ impl Format for Vmdk {
     }
 
     fn flush(&self) -> Result<()> {
-        if self.writable { self.flush_grouped() } else { Ok(()) }
-    }
-
-    fn dirty(&self) -> bool {
-        self.dirty.load(Ordering::Acquire)
+        if self.writable { self.meta.flush(self) } else { Ok(()) }
     }
 
     fn close(&self) -> Result<()> {

@@ -5,15 +5,17 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Result, Storage,
 };
+use vdkit_meta::{Engine, Reclaim, Tickets};
 
 use crate::cid::ContentId;
 use crate::descriptor::{Access, ExtentLine, ExtentType, NO_PARENT};
+use crate::flush::Dirty;
 use crate::header::{SECTOR, SparseHeader, flag};
-use crate::image::{Flat, FlushState, Kind, Meta, Piece, Vmdk};
+use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::mend::mend_copies;
 use crate::source::{AnyHeader, Source, any_header};
 use crate::space::Space;
@@ -389,10 +391,16 @@ impl Opening<'_> {
         };
         let cluster_bytes = grains.unwrap_or_else(block);
         let words = extents.iter().filter_map(|p| p.sparse().map(Sparse::chunk_entries)).max();
+        let meta = Meta {
+            space,
+            tickets: Tickets::default(),
+            reclaim: Reclaim::default(),
+            dirty: Dirty::default(),
+        };
         let image = Vmdk {
             touched: files.iter().map(|_| AtomicBool::new(false)).collect(),
             tables: Tables::new(request.limits.cache_bytes, words.unwrap_or(1)),
-            meta: Mutex::new(Meta { space, ..Meta::default() }),
+            meta: Engine::new(meta, ()),
             storage,
             files,
             extents,
@@ -401,10 +409,6 @@ impl Opening<'_> {
             backing,
             warnings,
             in_flight: InFlight::default(),
-            ended: Condvar::new(),
-            flushing: Mutex::new(FlushState::default()),
-            flush_requests: AtomicU64::new(0),
-            dirty: AtomicBool::new(false),
             cid,
             cluster_bytes,
         };

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use vdkit_block::{Error, HostOffset, Result, Storage};
 
 use crate::header::SECTOR;
-use crate::image::{Meta, Piece, Vmdk};
+use crate::image::{Freed, Meta, Piece, Vmdk};
 use crate::sparse::Sparse;
 
 /// The first batch, and the largest.
@@ -173,7 +173,7 @@ impl Vmdk {
                 at += copies * bytes;
             }
             let space = &meta.space[index as usize];
-            meta.length_first |= run.host + run.bytes > space.durable;
+            meta.dirty.length_first |= run.host + run.bytes > space.durable;
             table += 1;
         }
         Ok(())
@@ -203,24 +203,18 @@ impl Vmdk {
             link(&mut sparse.redundant.write(), copy);
         }
         link(&mut sparse.directory.write(), at);
-        meta.dirty_directories.insert((index, (table * 4 / SECTOR) as u32));
+        meta.dirty.directories.insert((index, (table * 4 / SECTOR) as u32));
         // The copy of a table that was there already has nothing in it yet.
         self.mark_table(meta, index, sparse, table);
         self.touch(sparse.file);
-        self.dirty.store(true, Ordering::Release);
     }
 
     /// Puts freed grains back into use once nobody can be reading them.
     pub(crate) fn reclaim(&self, meta: &mut Meta) {
-        let mut waiting = Vec::new();
-        for freed in std::mem::take(&mut meta.released) {
-            if self.in_flight.passed(freed.stamp) {
-                meta.space[freed.extent as usize].give_back(freed.host, freed.bytes);
-            } else {
-                waiting.push(freed);
-            }
+        for freed in meta.reclaim.expired(&self.in_flight) {
+            let Freed { extent, host, bytes } = freed.run;
+            meta.space[extent as usize].give_back(host, bytes);
         }
-        meta.released = waiting;
     }
 }
 

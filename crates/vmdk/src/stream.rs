@@ -285,10 +285,6 @@ impl Format for StreamWriter {
         self.storage.sync()
     }
 
-    fn dirty(&self) -> bool {
-        !self.state.lock().closed
-    }
-
     fn close(&self) -> Result<()> {
         let mut state = self.state.lock();
         if state.closed {

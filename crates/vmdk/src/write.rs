@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{Fill, GuestOffset, Reservation, Result, Ticket, align_down};
+use vdkit_meta::MutexGuard;
 
 use crate::image::{Freed, Kind, Meta, Piece, Vmdk};
 use crate::space::{self, Run};
@@ -17,9 +17,7 @@ pub(crate) const SECTOR_ENTRIES: u64 = 128;
 /// A reservation that is neither published nor released.
 #[derive(Debug)]
 pub(crate) struct Pending {
-    pub(crate) extent: u32,
-    /// Guest bytes of its grains; the last one may reach beyond the extent.
-    pub(crate) grains: Range<u64>,
+    extent: u32,
     run: Run,
     /// The data must be durable before the entry that shows it.
     data_first: bool,
@@ -70,10 +68,7 @@ impl Vmdk {
         let head = if write.start == guest.start { Fill::Ready } else { self.fill(first, run) };
         let tail = if write.end == guest.end { Fill::Ready } else { self.fill(last, run) };
         let data_first = hides || !run.fresh || head == Fill::Copy || tail == Fill::Copy;
-        let ticket = Ticket(meta.next_ticket);
-        meta.next_ticket += 1;
-        let pending = Pending { extent: index, grains: start..grains_end, run, data_first };
-        meta.pending.insert(ticket, pending);
+        let ticket = meta.tickets.open(guest.clone(), Pending { extent: index, run, data_first });
         drop(meta);
         self.touch(sparse.file);
         let host = space::offset(&run);
@@ -107,24 +102,17 @@ impl Vmdk {
         let start = piece.start + align_down(at - piece.start, sparse.grain_bytes);
         let end = end.min(piece.end());
         loop {
-            let held = meta.pending.values().filter(|p| self.piece(p.extent).start == piece.start);
-            let held = held.map(|p| &p.grains).filter(|r| r.end > start && r.start < end);
-            match held.map(|r| r.start).min() {
-                None => return end,
-                Some(other) if other > at => return end.min(other),
-                Some(_) => self.ended.wait(meta),
+            match meta.tickets.find(&(start..end), at, |_| true) {
+                Some(end) => return end,
+                None => self.meta.wait(meta),
             }
         }
     }
 
     /// Waits until no reservation overlaps a range of the disk.
     pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, range: &Range<u64>) {
-        while meta.pending.values().any(|p| {
-            // A grain that reaches beyond its extent holds nothing of the next one.
-            let end = p.grains.end.min(self.piece(p.extent).end());
-            p.grains.start < range.end && range.start < end
-        }) {
-            self.ended.wait(meta);
+        while meta.tickets.overlap(range) {
+            self.meta.wait(meta);
         }
     }
 
@@ -161,41 +149,36 @@ impl Vmdk {
     /// As [`vdkit_block::Reserver::publish`].
     pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
         let mut meta = self.meta.lock();
-        let Some(pending) = meta.pending.remove(&ticket) else {
-            unreachable!("a ticket lives until it is published or released");
-        };
-        let result = self.link(&mut meta, &pending);
+        let (guest, pending) = meta.tickets.close(ticket);
+        let result = self.link(&mut meta, &guest, &pending);
         drop(meta);
-        self.ended.notify_all();
+        self.meta.ended();
         result
     }
 
-    fn link(&self, meta: &mut Meta, pending: &Pending) -> Result<()> {
+    fn link(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) -> Result<()> {
         let piece = self.piece(pending.extent);
         let Some(sparse) = piece.sparse() else { unreachable!("reserved in a sparse extent") };
         let run = pending.run;
         let end_of_run = run.host + run.bytes;
-        meta.data_first |= pending.data_first;
-        meta.length_first |= end_of_run > meta.space[pending.extent as usize].durable;
-        let start = pending.grains.start;
-        self.change_entries(meta, pending.extent, piece, sparse, &pending.grains, |at, _| {
-            Some(Sparse::word_at(run.host + (at - start)))
+        meta.dirty.data_first |= pending.data_first;
+        meta.dirty.length_first |= end_of_run > meta.space[pending.extent as usize].durable;
+        self.change_entries(meta, pending.extent, piece, sparse, guest, |at, _| {
+            Some(Sparse::word_at(run.host + (at - guest.start)))
         })
     }
 
     /// As [`vdkit_block::Reserver::release`].
     pub(crate) fn release_ticket(&self, ticket: Ticket) {
         let mut meta = self.meta.lock();
-        if let Some(pending) = meta.pending.remove(&ticket) {
-            // The caller may have written there.
-            let Run { host, bytes, .. } = pending.run;
-            meta.space[pending.extent as usize].give_back(host, bytes);
-        }
+        let pending = meta.tickets.close(ticket).1;
+        // The caller may have written there.
+        meta.space[pending.extent as usize].give_back(pending.run.host, pending.run.bytes);
         drop(meta);
-        self.ended.notify_all();
+        self.meta.ended();
     }
 
-    /// Changes the entries of a range of whole grains of one extent, whose tables exist. `new` gets
+    /// Changes the entries of a range of whole grains of one extent (its last one may be cut), whose tables exist. `new` gets
     /// the guest offset and the old entry, and returns the new word, or nothing where it stays.
     pub(crate) fn change_entries(
         &self,
@@ -208,7 +191,6 @@ impl Vmdk {
     ) -> Result<()> {
         let grain = sparse.grain_bytes;
         let limit = piece.limit.load(Ordering::Acquire);
-        let stamp = self.in_flight.stamp();
         let mut at = grains.start;
         while at < grains.end {
             let (key, slot) = self.slot(index, piece, sparse, at);
@@ -231,7 +213,7 @@ impl Vmdk {
                         *word = next;
                         bits |= 1 << piece_of(sparse, slot + n);
                         if let Entry::At(host) = old {
-                            freed.push(Freed { extent: index, host, bytes: grain, stamp });
+                            freed.push(Freed { extent: index, host, bytes: grain });
                         }
                     }
                     bits
@@ -242,11 +224,10 @@ impl Vmdk {
                 }
             };
             if bits != 0 {
-                *meta.dirty_tables.entry(key).or_default() |= bits;
+                *meta.dirty.tables.entry(key).or_default() |= bits;
                 self.touch(sparse.file);
-                self.dirty.store(true, Ordering::Release);
             }
-            meta.unlinked.append(&mut freed);
+            meta.reclaim.unlink(&self.in_flight, freed);
             if let Some((at, word)) = fault {
                 return Err(self.entry_fault(piece, sparse, at - piece.start, word));
             }
@@ -263,7 +244,7 @@ impl Vmdk {
         let pieces = sparse.table_entries.div_ceil(SECTOR_ENTRIES);
         let first = table % tables * pieces;
         let bits = (first..first + pieces).fold(0, |bits, bit| bits | 1 << bit);
-        *meta.dirty_tables.entry(key).or_default() |= bits;
+        *meta.dirty.tables.entry(key).or_default() |= bits;
         let _ = self.tables.change(key, |_| bits);
     }
 }

@@ -1,10 +1,9 @@
 //! Zeroing and giving up grains.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{HostOffset, Result, ZeroMode};
+use vdkit_meta::MutexGuard;
 
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::sparse::{Entry, Sparse};
@@ -77,7 +76,7 @@ impl Vmdk {
                 at = end;
             }
         }
-        self.flush_grouped()
+        self.meta.flush(self)
     }
 
     /// The part of a range that was done, in one piece.
@@ -231,7 +230,6 @@ impl Vmdk {
             })?;
             at = end;
         }
-        self.dirty.store(true, Ordering::Release);
         Ok(())
     }
 }

@@ -240,7 +240,6 @@ impl Reserver for MapFormat {
             let old = state.cells.insert(cluster, cell);
             self.free_cell(state, old);
         }
-        self.dirty.store(1, Ordering::SeqCst);
         self.changed.notify_all();
         Ok(())
     }
@@ -418,7 +417,6 @@ impl Format for MapFormat {
             };
             state.cells.insert(cluster, Cell::Zero { host });
         }
-        self.dirty.store(1, Ordering::SeqCst);
         Ok(clusters.start * CLUSTER..(clusters.end * CLUSTER).min(self.guest_bytes()))
     }
 
@@ -431,11 +429,7 @@ impl Format for MapFormat {
 
     fn flush(&self) -> Result<()> {
         self.flushes.fetch_add(1, Ordering::SeqCst);
-        self.dirty.store(0, Ordering::SeqCst);
         self.storage.sync()
-    }
-    fn dirty(&self) -> bool {
-        self.dirty.load(Ordering::SeqCst) != 0
     }
     fn close(&self) -> Result<()> {
         self.flush()

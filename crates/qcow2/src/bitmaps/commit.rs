@@ -5,14 +5,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use rustc_hash::FxHashSet;
 use vdkit_block::{Error, HostOffset, Result};
+use vdkit_meta::MutexGuard;
 
 use super::bits::Tracker;
 use super::state::{Directory, Entry};
 use super::{Bitmap, encode};
-use crate::image::{FlushState, Meta, Qcow2};
+use crate::image::{Lead, Meta, Qcow2};
 use crate::pool::Space;
 
 /// One bitmap of the new directory.
@@ -39,16 +39,16 @@ impl Qcow2 {
         directory.entries.iter().map(keep).collect()
     }
 
-    /// Switches to a new directory, which is `valid`. The caller holds `admin` and `flushing`; all
+    /// Switches to a new directory, which is `valid`. The caller holds `admin` and the lead; all
     /// that was written before is flushed first.
     pub(super) fn commit_bitmaps(
         &self,
-        _flushing: &MutexGuard<'_, FlushState>,
+        lead: &mut Lead<'_>,
         wanted: Vec<Wanted>,
         valid: bool,
     ) -> Result<()> {
         // With clusters for pages that have none yet.
-        self.flush_once()?;
+        self.meta.flush_led(self, lead)?;
         let mut meta = self.meta.lock();
         self.before_change(&mut meta)?;
         let (mut new, mut spaces) = (self.new_directory(wanted), Vec::new());
@@ -61,7 +61,7 @@ impl Qcow2 {
                 self.switch_directory(&mut meta, count, new.place, valid)
             });
         if let Err(error) = written {
-            if !meta.header_unknown {
+            if !meta.header.unknown {
                 Self::unreserve(&mut meta, spaces);
             }
             return Err(error);
@@ -165,9 +165,9 @@ impl Qcow2 {
     /// to record them.
     pub(super) fn writers_ended(&self) {
         let mut meta = self.meta.lock();
-        let upto = meta.next_ticket;
-        while meta.pending.keys().any(|ticket| ticket.0 < upto) {
-            self.ended.wait(&mut meta);
+        let moment = meta.tickets.moment();
+        while !meta.tickets.all_ended_before(moment) {
+            self.meta.wait(&mut meta);
         }
         drop(meta);
         let stamp = self.in_flight.stamp();

@@ -4,7 +4,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{BitmapStatus, Bitmaps, Error, HostOffset, Limits, NewBitmap, Result, Storage};
 
 use super::bits::{Page, Tracker};
@@ -15,7 +14,7 @@ use super::{
     NAME_BYTES_MAX, TABLE_ENTRIES_MAX, encode, flag, table_entries_for,
 };
 use crate::header::Header;
-use crate::image::{FlushState, Qcow2};
+use crate::image::{Lead, Qcow2};
 
 /// QEMU's choice of granularity is the cluster size within these bounds.
 const GRANULARITY_DEFAULT: Range<u64> = 4 << 10..64 << 10;
@@ -54,9 +53,7 @@ impl Qcow2 {
         let _admin = self.bitmaps.admin.lock();
         let mut wanted = self.wanted();
         change(self, &mut wanted)?;
-        let flushing = self.flushing.lock();
-        self.commit_bitmaps(&flushing, wanted, true)?;
-        drop(flushing);
+        self.commit_bitmaps(&mut self.meta.lead(), wanted, true)?;
         self.writers_ended();
         Ok(())
     }
@@ -145,11 +142,11 @@ impl Qcow2 {
         some.then_some(wanted)
     }
 
-    /// [`Bitmaps::mark_all_dirty`] for whoever holds `bitmaps.admin` and `flushing`, such as the
+    /// [`Bitmaps::mark_all_dirty`] for whoever holds `bitmaps.admin` and the lead, such as the
     /// return to a snapshot. Durable; nothing is done where no bitmap records.
-    pub(crate) fn mark_bitmaps_dirty(&self, flushing: &MutexGuard<'_, FlushState>) -> Result<()> {
+    pub(crate) fn mark_bitmaps_dirty(&self, lead: &mut Lead<'_>) -> Result<()> {
         match self.all_dirty() {
-            Some(wanted) => self.commit_bitmaps(flushing, wanted, true),
+            Some(wanted) => self.commit_bitmaps(lead, wanted, true),
             None => Ok(()),
         }
     }
@@ -270,7 +267,7 @@ fn for_runs(bytes: &[u8], count: u64, mut found: impl FnMut(u64, u64) -> Result<
 impl Bitmaps for Qcow2 {
     fn list(&self) -> Result<Vec<BitmapStatus>> {
         // No cluster changes its owner while a flush is kept waiting.
-        let _flushing = self.flushing.lock();
+        let _lead = self.meta.lead();
         let status = |entry: &Entry| {
             let dirty_bytes = entry.usable().then(|| self.dirty_bytes(entry)).transpose()?;
             let mut info = entry.bitmap.info();
@@ -285,7 +282,7 @@ impl Bitmaps for Qcow2 {
         name: &str,
         found: &mut dyn FnMut(Range<u64>) -> Result<()>,
     ) -> Result<()> {
-        let _flushing = self.flushing.lock();
+        let _lead = self.meta.lead();
         let entry = self.entry(name)?;
         self.visit_dirty(&entry, found)
     }
@@ -338,14 +335,14 @@ impl Bitmaps for Qcow2 {
         let recording = self.bitmaps.trackers.read().iter().find(|t| t.id == entry.id).cloned();
         if let Some(tracker) = recording {
             self.merge_into(&tracker, source, source_name)?;
-            return self.flush_grouped();
+            return self.meta.flush(self);
         }
         // One that does not record has its pages in memory for as long as this takes.
         let tracker = entry.tracker(false, self.guest_len(), &self.geometry);
         self.bitmaps.trackers.write().push(Arc::clone(&tracker));
         self.bitmaps.active.store(true, Ordering::Release);
         let merged =
-            self.merge_into(&tracker, source, source_name).and_then(|()| self.flush_grouped());
+            self.merge_into(&tracker, source, source_name).and_then(|()| self.meta.flush(self));
         let mut trackers = self.bitmaps.trackers.write();
         trackers.retain(|t| t.id != entry.id);
         self.bitmaps.active.store(!trackers.is_empty(), Ordering::Release);
@@ -355,6 +352,6 @@ impl Bitmaps for Qcow2 {
     fn mark_all_dirty(&self) -> Result<()> {
         self.need_writable()?;
         let _admin = self.bitmaps.admin.lock();
-        self.mark_bitmaps_dirty(&self.flushing.lock())
+        self.mark_bitmaps_dirty(&mut self.meta.lead())
     }
 }

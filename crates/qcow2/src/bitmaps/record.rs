@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{ErrorKind, HostOffset, Result, ZeroMode};
+use vdkit_meta::MutexGuard;
 
 use super::ALL_ONES;
 use super::bits::{Page, Tracker, Words};
@@ -50,12 +50,7 @@ impl Qcow2 {
 
     /// Sets bits in one bitmap.
     pub(super) fn note_in(&self, tracker: &Tracker, guest: Range<u64>) -> Result<()> {
-        let unsettled = tracker.mark(guest, |page| self.load_page(tracker, page))?;
-        // After the page was marked as dirty, as a flush asks in the other order.
-        if unsettled && !self.dirty.load(Ordering::SeqCst) {
-            self.dirty.store(true, Ordering::SeqCst);
-        }
-        Ok(())
+        tracker.mark(guest, |page| self.load_page(tracker, page))
     }
 
     /// Where a page of a bitmap is: its table's word, its index, and the offset in the cluster.
@@ -87,7 +82,16 @@ impl Qcow2 {
         self.bitmaps.trackers.read().clone()
     }
 
-    /// Finds clusters for dirty pages that have none; the caller holds `flushing`, and no copies
+    /// Whether something of a bitmap has yet to be written.
+    pub(crate) fn bitmaps_unwritten(&self) -> bool {
+        self.trackers().iter().any(|tracker| {
+            let mut directory = self.bitmaps.directory.lock();
+            let linked = directory.by_id(tracker.id).is_none_or(|e| e.unwritten.is_empty());
+            !linked || !tracker.dirty_pages().is_empty()
+        })
+    }
+
+    /// Finds clusters for dirty pages that have none; the caller leads, and no copies
     /// are being written. Where there is no space left the table says "all bits set" instead,
     /// which needs none and is no lie.
     pub(crate) fn place_bitmaps(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<()> {
@@ -113,7 +117,7 @@ impl Qcow2 {
 
     /// A cluster that reads as zero.
     fn bitmap_cluster(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<HostOffset> {
-        let space = match meta.pool.take_fresh(1) {
+        let space = match meta.space.pool.take_fresh(1) {
             Some(space) => space,
             None => loop {
                 if let Some(space) = self.allocate(meta, 1, None)? {
@@ -126,7 +130,7 @@ impl Qcow2 {
             let cluster = self.geometry.cluster_bytes();
             if let Err(error) = self.storage.write_zeroes(offset, cluster, ZeroMode::KeepAllocated)
             {
-                meta.pool.add(Space { fresh: false, ..space });
+                meta.space.pool.add(Space { fresh: false, ..space });
                 return Err(error);
             }
         }
@@ -146,7 +150,6 @@ impl Qcow2 {
                         // Dirty since clusters were found: for the next flush. The write that it
                         // stands for has not ended when this flush was asked for.
                         tracker.set_dirty(page);
-                        self.dirty.store(true, Ordering::SeqCst);
                         continue;
                     }
                     Some(cluster) => cluster,

@@ -5,12 +5,11 @@
 //! different sectors; so the bitmaps are declared invalid first, and valid again when all is done.
 //! A power cut in between loses them, and they say so.
 
-use parking_lot::MutexGuard;
 use vdkit_block::Result;
 
 use super::commit::WantedTable;
 use super::table_entries_for;
-use crate::image::{FlushState, Qcow2};
+use crate::image::{Lead, Qcow2};
 
 /// What [`Qcow2::bitmaps_before_resize`] did.
 pub(crate) struct Resizing {
@@ -21,7 +20,7 @@ pub(crate) struct Resizing {
 }
 
 impl Qcow2 {
-    /// To be called before the disk changes its size. The caller holds `admin` and `flushing`
+    /// To be called before the disk changes its size. The caller holds `admin` and the lead
     /// until after [`Qcow2::bitmaps_after_resize`].
     pub(crate) fn bitmaps_before_resize(&self, old: u64, new: u64) -> Result<Resizing> {
         let cluster = self.geometry.cluster_bytes();
@@ -44,7 +43,7 @@ impl Qcow2 {
     /// To be called when the disk has its new size, or has kept its old one after a failure.
     pub(crate) fn bitmaps_after_resize(
         &self,
-        flushing: &MutexGuard<'_, FlushState>,
+        lead: &mut Lead<'_>,
         resizing: &Resizing,
     ) -> Result<()> {
         let size = self.guest_len();
@@ -53,10 +52,10 @@ impl Qcow2 {
             return Ok(());
         }
         if size == resizing.new {
-            self.resize_tables(flushing, size)?;
+            self.resize_tables(lead, size)?;
             if resizing.new > resizing.old {
                 self.note(resizing.old..resizing.new)?;
-                self.flush_once()?;
+                self.meta.flush_led(self, lead)?;
             }
         }
         self.set_bitmaps_valid(&mut self.meta.lock(), true)
@@ -74,9 +73,9 @@ impl Qcow2 {
 
     /// Gives each bitmap that can be trusted a table for the new size. The clusters that stay are
     /// the same ones.
-    fn resize_tables(&self, flushing: &MutexGuard<'_, FlushState>, guest_bytes: u64) -> Result<()> {
+    fn resize_tables(&self, lead: &mut Lead<'_>, guest_bytes: u64) -> Result<()> {
         // Bits that were marked meanwhile go to the old clusters, which both tables name.
-        self.flush_once()?;
+        self.meta.flush_led(self, lead)?;
         let mut wanted = self.wanted();
         {
             let directory = self.bitmaps.directory.lock();
@@ -90,6 +89,6 @@ impl Qcow2 {
                 }
             }
         }
-        self.commit_bitmaps(flushing, wanted, false)
+        self.commit_bitmaps(lead, wanted, false)
     }
 }

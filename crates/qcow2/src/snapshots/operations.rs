@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use parking_lot::MutexGuard;
 use vdkit_block::{
     Error, Format, HostOffset, Monitor, NewSnapshot, Result, SnapshotInfo, Snapshots,
 };
+use vdkit_meta::MutexGuard;
 
 use super::names::{self, First};
 use super::rewrite::{Active, Change, Flags};
@@ -30,17 +30,17 @@ impl Snapshots for Qcow2 {
         self.need_own_data()?;
         let _admin = self.bitmaps.admin.lock();
         self.exclusively_between(
-            |flushing| {
+            |lead| {
                 let snapshots = self.read_list(&self.meta.lock())?.snapshots;
                 let index = names::find(self.storage.name(), &snapshots, which, First::Id)?;
                 let (old, new) = (self.guest_len(), self.size_to_apply(&snapshots[index])?);
                 // What the disk becomes differs from what it was anywhere: bitmaps that record
                 // say so before it does.
-                self.mark_bitmaps_dirty(flushing)?;
+                self.mark_bitmaps_dirty(lead)?;
                 self.bitmaps_before_resize(old, new)
             },
             |meta| self.apply_snapshot(meta, which, monitor),
-            |flushing, resizing| self.bitmaps_after_resize(flushing, &resizing),
+            |lead, resizing| self.bitmaps_after_resize(lead, &resizing),
         )
     }
 
@@ -110,14 +110,14 @@ impl Qcow2 {
     }
 
     fn read_list(&self, meta: &Meta) -> Result<SnapshotTable> {
-        let place = TablePlace { count: meta.snapshot_count, offset: meta.snapshots_offset };
+        let place = TablePlace { count: meta.snapshots.count, offset: meta.snapshots.offset };
         SnapshotTable::read(&*self.storage, place, &self.limits)
     }
 
     /// The list, for changing it.
     fn load_list(&self, meta: &mut Meta) -> Result<Vec<Snapshot>> {
         let table = self.read_list(meta)?;
-        meta.snapshots_bytes = table.bytes;
+        meta.snapshots.bytes = table.bytes;
         Ok(table.snapshots)
     }
 
@@ -299,7 +299,7 @@ impl Qcow2 {
         clusters: std::ops::Range<u64>,
     ) -> Result<()> {
         for cluster in clusters {
-            let refcount = meta.refcounts.get(cluster, &*self.storage)?;
+            let refcount = meta.space.refcounts.get(cluster, &*self.storage)?;
             if refcount != 1 || walk.deltas.get(cluster) != 0 || walk.is_metadata(cluster) {
                 return Err(walk.fault(
                     snapshot.l1_offset.0,

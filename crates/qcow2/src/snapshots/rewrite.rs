@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering;
 use vdkit_block::{Error, HostOffset, Monitor, Result};
+use vdkit_meta::MutexGuard;
 
 use super::deltas::Deltas;
 use super::walk::entries;
@@ -93,14 +93,16 @@ impl Qcow2 {
         )?;
         self.before_change(meta)?;
         let mut held = Vec::new();
-        let counted =
-            if change.counts_released { std::mem::take(&mut meta.released) } else { Vec::new() };
+        let counted = match change.counts_released {
+            true => meta.reclaim.take_released(),
+            false => Vec::new(),
+        };
         let result = self
             .reserve_places(meta, &mut change, &mut held)
             .and_then(|places| self.switch_to(meta, change, &places, monitor));
         if result.is_err() {
             Self::unreserve(meta, held);
-            meta.released.extend(counted);
+            meta.reclaim.put_back(counted);
         }
         result
     }
@@ -146,10 +148,10 @@ impl Qcow2 {
         } else {
             // Finding space may make the table larger.
             loop {
-                let clusters = meta.table_clusters;
+                let clusters = meta.space.table_clusters;
                 let space = self.reserve_table(meta, clusters << self.geometry.cluster_bits)?;
                 held.push(space);
-                if meta.table_clusters == clusters {
+                if meta.space.table_clusters == clusters {
                     break Some(space);
                 }
             }
@@ -181,11 +183,11 @@ impl Qcow2 {
     fn blocks_of(&self, meta: &Meta, deltas: &Deltas) -> Result<Vec<(usize, u64)>> {
         let mut touched: Vec<(usize, u64)> = Vec::new();
         for (cluster, _) in deltas.iter() {
-            let index = meta.refcounts.block_index(cluster);
+            let index = meta.space.refcounts.block_index(cluster);
             if touched.last().is_some_and(|&(last, _)| last == index) {
                 continue;
             }
-            match meta.refcounts.table.get(index) {
+            match meta.space.refcounts.table.get(index) {
                 Some(&offset) if offset != 0 => touched.push((index, offset)),
                 _ => return Err(self.refcount_fault(cluster, 0)),
             }
@@ -351,7 +353,7 @@ impl Qcow2 {
         if by == 0 {
             return Ok(false);
         }
-        let old = meta.refcounts.get(cluster, &*self.storage)?;
+        let old = meta.space.refcounts.get(cluster, &*self.storage)?;
         Ok(i128::from(old) + i128::from(by) == 1)
     }
 
@@ -371,7 +373,7 @@ impl Qcow2 {
             out.write(places.blocks[i].2, bytes)
         })?;
         out.finish()?;
-        let mut table = meta.refcounts.table.clone();
+        let mut table = meta.space.refcounts.table.clone();
         for &(index, _, new) in &places.blocks {
             table[index] = new << self.geometry.cluster_bits;
         }
@@ -398,7 +400,7 @@ impl Qcow2 {
         }
         if let Some(space) = places.refcount_table {
             put(field::REFCOUNT_TABLE, &(space.first << bits).to_be_bytes());
-            put(field::REFCOUNT_TABLE + 8, &(meta.table_clusters as u32).to_be_bytes());
+            put(field::REFCOUNT_TABLE + 8, &(meta.space.table_clusters as u32).to_be_bytes());
         }
         put(field::SNAPSHOTS, &(change.snapshots.len() as u32).to_be_bytes());
         let list = places.list.map_or(0, |space| space.first << bits);
@@ -434,36 +436,27 @@ impl Qcow2 {
             metadata.extend(places.blocks.iter().map(|&(_, _, new)| new));
         }
         if let Some(space) = places.refcount_table {
-            let old = self.clusters_of(meta.refcounts.table_offset, meta.table_clusters << bits);
-            meta.refcounts.table_offset = at(space.first);
+            let old = self
+                .clusters_of(meta.space.refcounts.table_offset, meta.space.table_clusters << bits);
+            meta.space.refcounts.table_offset = at(space.first);
             self.retire(meta, old);
         }
         for &(index, old, new) in &places.blocks {
-            meta.refcounts.forget_block(HostOffset(old));
-            meta.refcounts.forget_block(at(new));
-            meta.refcounts.table[index] = new << bits;
+            meta.space.refcounts.forget_block(HostOffset(old));
+            meta.space.refcounts.forget_block(at(new));
+            meta.space.refcounts.table[index] = new << bits;
             self.retire(meta, old >> bits..(old >> bits) + 1);
         }
-        self.retire(meta, self.clusters_of(meta.snapshots_offset, meta.snapshots_bytes));
-        meta.snapshots_offset = at(places.list.map_or(0, |space| space.first));
-        meta.snapshots_bytes = list_bytes;
-        meta.snapshot_count = change.snapshots.len() as u32;
+        self.retire(meta, self.clusters_of(meta.snapshots.offset, meta.snapshots.bytes));
+        meta.snapshots.offset = at(places.list.map_or(0, |space| space.first));
+        meta.snapshots.bytes = list_bytes;
+        meta.snapshots.count = change.snapshots.len() as u32;
         for clusters in &change.retired {
             self.retire(meta, clusters.clone());
         }
-        meta.packed_at = None;
-        let stamp = self.in_flight.stamp();
-        for cluster in freed {
-            match meta.released.last_mut() {
-                Some(run)
-                    if run.punch && run.stamp == stamp && run.first + run.count == cluster =>
-                {
-                    run.count += 1;
-                }
-                _ => meta.released.push(Freed { first: cluster, count: 1, stamp, punch: true }),
-            }
-        }
-        self.dirty.store(true, Ordering::Release);
+        meta.space.packed_at = None;
+        let freed = freed.into_iter().map(|first| Freed { first, count: 1, punch: true });
+        meta.reclaim.release(&self.in_flight, freed);
     }
 
     fn install_active(&self, meta: &mut Meta, active: &Active, places: &Places) {

@@ -34,10 +34,10 @@ impl<'a> Walk<'a> {
     pub(super) fn new(image: &'a Qcow2, meta: &Meta) -> Result<Self> {
         let file = image.storage.len()?.div_ceil(image.geometry.cluster_bytes());
         // A file that grows as it is written may end before what is reserved.
-        let end = file.max(meta.frontier);
+        let end = file.max(meta.space.frontier);
         let metadata = image.metadata.read().clone();
         let mut walk = Self { image, end, metadata, deltas: Deltas::default() };
-        for run in &meta.released {
+        for run in meta.reclaim.released() {
             for cluster in run.first..run.first + run.count {
                 walk.add(cluster, -1, cluster << image.geometry.cluster_bits)?;
             }

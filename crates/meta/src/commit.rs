@@ -1,0 +1,92 @@
+//! Group commit: one commit makes the changes of many callers durable.
+//!
+//! Every change has a number, drawn after the change was made. Whoever needs a change to be durable
+//! asks for all changes up to its number. The caller that gets the lead commits everything that was
+//! drawn before it began; the others wait, and most find that a commit has covered their number.
+//! (PostgreSQL's `XLogFlush` of a log sequence number is the model.)
+//!
+//! ```text
+//!   writer 1   change, draw 7 ── durable_up_to(7) ─► leads: covers 1..=8 ──────────► returns
+//!   writer 2   change, draw 8 ── durable_up_to(8) ─► waits ........................► returns
+//!   writer 3          change, draw 9 (the commit runs) ── durable_up_to(9) ─► waits, leads the next
+//! ```
+//!
+//! No boolean says "clean": a change that is made while a commit runs has a larger number than that
+//! commit covers.
+
+use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
+
+/// Numbers changes and commits them in groups. `O` is what only the leader touches.
+#[derive(Debug, Default)]
+pub struct Commit<O> {
+    drawn: AtomicU64,
+    leader: Mutex<Leader<O>>,
+}
+
+#[derive(Debug, Default)]
+struct Leader<O> {
+    /// All changes up to this number are durable.
+    durable: u64,
+    order: O,
+}
+
+/// The lead of a [`Commit`]: nobody else commits while it is held.
+#[derive(Debug)]
+pub struct Lead<'a, O> {
+    commit: &'a Commit<O>,
+    leader: MutexGuard<'a, Leader<O>>,
+}
+
+impl<O> Commit<O> {
+    /// Nothing has changed yet.
+    pub fn new(order: O) -> Self {
+        Self { drawn: AtomicU64::new(0), leader: Mutex::new(Leader { durable: 0, order }) }
+    }
+
+    /// The number of what was changed before this call. To be drawn after the change was made.
+    pub fn draw(&self) -> u64 {
+        self.drawn.fetch_add(1, Ordering::SeqCst) + 1
+    }
+
+    /// Returns when all changes up to `number` are durable: `commit` makes everything durable that
+    /// was changed before it began, or another caller's has done so meanwhile.
+    ///
+    /// # Errors
+    /// What `commit` returns. The numbers that it would have covered stay open: each of their callers
+    /// leads a commit of its own then, and hears of its own error.
+    pub fn durable_up_to<E>(
+        &self,
+        number: u64,
+        commit: impl FnOnce(&mut Lead<'_, O>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut lead = self.lead();
+        if lead.leader.durable >= number {
+            return Ok(());
+        }
+        lead.run(commit)
+    }
+
+    /// Waits until nobody commits, and takes the lead.
+    pub fn lead(&self) -> Lead<'_, O> {
+        Lead { commit: self, leader: self.leader.lock() }
+    }
+}
+
+impl<O> Lead<'_, O> {
+    /// Commits: `commit` makes everything durable that was changed before it began.
+    ///
+    /// # Errors
+    /// What `commit` returns.
+    pub fn run<E>(&mut self, commit: impl FnOnce(&mut Self) -> Result<(), E>) -> Result<(), E> {
+        // Before the commit looks at what has changed: later changes may be missing in it.
+        let covers = self.commit.drawn.load(Ordering::SeqCst);
+        commit(self)?;
+        self.leader.durable = covers;
+        Ok(())
+    }
+
+    /// What only the leader touches.
+    pub fn order(&mut self) -> &mut O {
+        &mut self.leader.order
+    }
+}

@@ -1,0 +1,36 @@
+//! What writable formats share beneath their maps: durability as a number.
+//!
+//! # The life of a durable write
+//!
+//! ```text
+//!   client        disk (chain)             format                engine              storage
+//!     │ write ──────►│ reserve ─────────────►│ space, a ticket ───► [Tickets]             │
+//!     │              │ data ────────────────────────────────────────────────────────────►│
+//!     │              │ publish ─────────────►│ entry changes in memory                   │
+//!     │              │                       │ what lost its place ► [Reclaim]: unlinked │
+//!     │              │ flush ────────────────────────────────────► [Commit]: draw n      │
+//!     │              │                       │                     lead, or wait for n   │
+//!     │              │                       │◄── take: copies of dirty pages            │
+//!     │              │                       │◄── write: group, barrier, group ─────────►│ sync
+//!     │              │                       │◄── settle: pages are clean                │
+//!     │              │                       │                     unlinked → released   │
+//!     │              │                       │◄── recycle: what no request can use       │
+//!     │◄─ answered ──│◄──────────────────────────── all up to n is durable               │
+//! ```
+//!
+//! A [`Metadata`] format supplies its dirty pages and their barriers. [`Engine`] does the rest, once
+//! for all formats. The same [`Commit`] groups the syncs of a file (`vdkit-storage`).
+//!
+//! The protocols are model-checked: see `tests/models`.
+
+mod commit;
+mod engine;
+mod reclaim;
+mod sync;
+mod tickets;
+
+pub use commit::{Commit, Lead};
+pub use engine::{Engine, Metadata, State};
+pub use reclaim::{Reclaim, Run, Stamped};
+pub use sync::MutexGuard;
+pub use tickets::Tickets;
