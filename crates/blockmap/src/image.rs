@@ -171,7 +171,7 @@ pub struct State {
     /// By numbers of guest blocks.
     pub(crate) tickets: Tickets<Pending>,
     /// Nothing is given up while an image is open.
-    reclaim: Reclaim<()>,
+    reclaim: Reclaim,
     /// New blocks begin here.
     pub(crate) frontier: u64,
     /// Where published blocks end.
@@ -189,8 +189,7 @@ pub struct State {
 }
 
 impl vdkit_meta::State for State {
-    type Freed = ();
-    fn reclaim(&mut self) -> &mut Reclaim<()> {
+    fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
 }

@@ -1,18 +1,15 @@
 //! One flush, as it is for every format.
 
-use parking_lot::Condvar;
 use vdkit_block::Result;
 
 use crate::commit::{Commit, Lead};
-use crate::reclaim::{Reclaim, Run};
-use crate::sync::{Mutex, MutexGuard};
+use crate::reclaim::Reclaim;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// What the writers of an image change, under one lock.
 pub trait State {
-    /// Host space that is given up.
-    type Freed: Run;
-    /// Where it waits.
-    fn reclaim(&mut self) -> &mut Reclaim<Self::Freed>;
+    /// Where host space waits that was given up.
+    fn reclaim(&mut self) -> &mut Reclaim;
 }
 
 /// What a format alone knows about its metadata: what is dirty, and in which groups it goes to disk

@@ -19,7 +19,7 @@
 //! ```
 //!
 //! A [`Metadata`] format supplies its dirty pages and their barriers. [`Engine`] does the rest, once
-//! for all formats. The same [`Commit`] groups the syncs of a file (`vdkit-storage`).
+//! for all formats. [`Syncs`] groups the syncs of a file in the same way (`vdkit-storage`).
 //!
 //! The protocols are model-checked: see `tests/models`.
 
@@ -27,10 +27,12 @@ mod commit;
 mod engine;
 mod reclaim;
 mod sync;
+mod syncs;
 mod tickets;
 
 pub use commit::{Commit, Lead};
 pub use engine::{Engine, Metadata, State};
-pub use reclaim::{Reclaim, Run, Stamped};
+pub use reclaim::{Freed, Reclaim, Stamped};
 pub use sync::MutexGuard;
+pub use syncs::{SyncError, Syncs};
 pub use tickets::Tickets;

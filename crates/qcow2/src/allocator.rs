@@ -7,10 +7,11 @@
 use std::collections::VecDeque;
 
 use vdkit_block::{Error, HostOffset, Result, ZeroMode};
-use vdkit_meta::{MutexGuard, Run};
+use vdkit_meta::{Freed, MutexGuard};
 
+use crate::flush::freed;
 use crate::header::Header;
-use crate::image::{Freed, Meta, Qcow2};
+use crate::image::{Meta, Qcow2};
 use crate::layout::{COMPRESSED, COPIED, OFFSET_MASK};
 use crate::pool::{Pool, Space};
 use crate::refcounts::Refcounts;
@@ -254,14 +255,14 @@ impl Qcow2 {
                 match self.drop_reference(meta, cluster) {
                     Ok(false) => {}
                     Ok(true) => {
-                        let one = Freed { first: cluster, count: 1, punch: run.punch };
+                        let one = Freed { first: cluster, count: 1, ..run };
                         if !last.last_mut().is_some_and(|run| run.join(&one)) {
                             last.push(one);
                         }
                     }
                     Err(error) => {
                         let count = run.first + run.count - cluster;
-                        let rest = Freed { first: cluster, count, punch: run.punch };
+                        let rest = Freed { first: cluster, count, ..run };
                         meta.reclaim.put_back([freed.with(rest)]);
                         result = Err(error);
                         break;
@@ -335,7 +336,7 @@ impl Qcow2 {
             // It may hold data one day, where no snapshot needs it any more.
             self.metadata.write().remove(&first);
             // Or a check would take what is left of it for a table that lost its L1 entry.
-            meta.reclaim.unlink(&self.in_flight, [Freed { first, count: 1, punch: true }]);
+            meta.reclaim.unlink(&self.in_flight, [freed(first, 1, true)]);
         }
         Ok(Some(()))
     }

@@ -14,11 +14,11 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use vdkit_block::{HostOffset, Result, Storage};
-use vdkit_meta::{Metadata, MutexGuard};
+use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::bitmaps::record::BitmapCopies;
 use crate::header::field;
-use crate::image::{Freed, Meta, Qcow2};
+use crate::image::{Meta, Qcow2};
 use crate::layout::incompatible;
 use crate::pool::Space;
 use crate::refcounts::DirtyRefcounts;
@@ -26,6 +26,11 @@ use crate::refcounts::DirtyRefcounts;
 /// Read or written at once at most, by way of the stack: one call after the other uses the same pages
 /// there. A multiple of each slice's length.
 pub(crate) const PIECE_BYTES: usize = 64 << 10;
+
+/// Host clusters that lost one reference each.
+pub(crate) fn freed(first: u64, count: u64, punch: bool) -> Freed {
+    Freed { file: 0, first, count, punch }
+}
 
 /// Which parts of the map have changed, and what must be durable before they may be written.
 #[derive(Debug, Default)]

@@ -10,7 +10,7 @@ use vdkit_block::{
     HostOffset, InFlight, IoAction, Limits, MapCacheStats, Monitor, NoProgress, OpenRequest,
     Packed, PackedReservation, Reservation, Reserver, Result, Secret, Snapshots, Storage, Ticket,
 };
-use vdkit_meta::{Engine, Reclaim, Run, State, Tickets};
+use vdkit_meta::{Engine, Reclaim, State, Tickets};
 
 use crate::allocator::HostSpace;
 use crate::bitmaps::state::State as BitmapState;
@@ -69,7 +69,8 @@ pub struct Meta {
     pub(crate) space: HostSpace,
     pub(crate) dirty: Dirty,
     pub(crate) tickets: Tickets<Pending>,
-    pub(crate) reclaim: Reclaim<Freed>,
+    /// Host clusters that lost one reference each.
+    pub(crate) reclaim: Reclaim,
     pub(crate) header: HeaderState,
     pub(crate) snapshots: SnapshotList,
     /// A flush holds copies of dirty metadata.
@@ -100,26 +101,8 @@ pub(crate) struct SnapshotList {
     pub(crate) bytes: u64,
 }
 
-/// A run of host clusters that lost one reference each.
-#[derive(Clone, Copy, Debug)]
-pub struct Freed {
-    pub(crate) first: u64,
-    pub(crate) count: u64,
-    /// The guest gave the bytes up: give the space back to the file system.
-    pub(crate) punch: bool,
-}
-
-impl Run for Freed {
-    fn join(&mut self, next: &Self) -> bool {
-        let joins = self.first + self.count == next.first && self.punch == next.punch;
-        self.count += if joins { next.count } else { 0 };
-        joins
-    }
-}
-
 impl State for Meta {
-    type Freed = Freed;
-    fn reclaim(&mut self) -> &mut Reclaim<Freed> {
+    fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
 }

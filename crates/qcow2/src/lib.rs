@@ -50,6 +50,7 @@ mod resize;
 mod slices;
 pub mod snapshots;
 mod switch;
+mod sync;
 mod write;
 mod zero;
 

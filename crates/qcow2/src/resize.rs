@@ -7,8 +7,9 @@ use vdkit_block::{Error, GuestOffset, HostOffset, Result, align_down};
 use vdkit_meta::MutexGuard;
 
 use crate::entry::{L2Entry, State};
+use crate::flush::freed;
 use crate::header::field;
-use crate::image::{Freed, Lead, Meta, Qcow2};
+use crate::image::{Lead, Meta, Qcow2};
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK, SUBCLUSTERS};
 use crate::pool::Space;
 
@@ -320,6 +321,6 @@ impl Qcow2 {
         let first = self.geometry.host_cluster(table);
         self.metadata.write().remove(&first);
         // Or a check would take what is left of it for a table that lost its L1 entry.
-        meta.reclaim.unlink(&self.in_flight, [Freed { first, count: 1, punch: true }]);
+        meta.reclaim.unlink(&self.in_flight, [freed(first, 1, true)]);
     }
 }

@@ -8,11 +8,10 @@
 //! once cannot push out slices that are used again. Dirty slices are never evicted; the image
 //! flushes before they fill the cache.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-
-use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use vdkit_block::{HostOffset, MapCacheStats, Result, Storage};
+
+use crate::sync::{AtomicBool, AtomicU64, Ordering, RwLock};
 
 /// Bytes of a slice where the cluster is not smaller.
 const SLICE_BYTES: u64 = 4096;
@@ -93,7 +92,12 @@ impl SliceCache {
         // Few slices make for few shards' worth of each; never less than 8 in a shard, so that a
         // small budget still holds a working set.
         let slices_max = ((budget_bytes / slice_bytes) as usize / SHARDS).max(8);
-        let shards = (0..SHARDS).map(|_| Shard::default()).collect();
+        Self::of_slices(slice_bytes, SHARDS, slices_max)
+    }
+
+    /// A cache of at most [`SHARDS`] shards with so many slices each.
+    pub(crate) fn of_slices(slice_bytes: u64, shards: usize, slices_max: usize) -> Self {
+        let shards = (0..shards).map(|_| Shard::default()).collect();
         Self { shards, slice_bytes, slices_max }
     }
 
@@ -104,7 +108,7 @@ impl SliceCache {
 
     /// How many slices fit in all.
     pub(crate) fn capacity(&self) -> usize {
-        self.slices_max * SHARDS
+        self.slices_max * self.shards.len()
     }
 
     /// Counts since the image was opened, and what is held now. `map_bytes` is the image's matter.
@@ -129,7 +133,7 @@ impl SliceCache {
 
     fn shard_index(&self, key: u64) -> usize {
         let mixed = (key / self.slice_bytes).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        (mixed >> 60) as usize % SHARDS
+        (mixed >> 60) as usize % self.shards.len()
     }
 
     /// Looks at a cached slice by its host offset.
@@ -162,7 +166,10 @@ impl SliceCache {
         let mut inner = self.shard(key).inner.write();
         let Some(&at) = inner.index.get(&key) else { return };
         let slot = &mut inner.slots[at];
-        if slot.state == SlotState::Clean && !slot.changed && !*slot.referenced.get_mut() {
+        if slot.state == SlotState::Clean
+            && !slot.changed
+            && !slot.referenced.load(Ordering::Relaxed)
+        {
             slot.state = SlotState::Free;
             inner.index.remove(&key);
             inner.free.push(at);
@@ -204,8 +211,10 @@ impl SliceCache {
         storage: &dyn Storage,
         mut look: impl FnMut(&[u64]) -> Seen,
     ) -> Result<()> {
-        let generations: [u64; SHARDS] =
-            std::array::from_fn(|i| self.shards[i].generation.load(Ordering::Acquire));
+        let mut generations = [0; SHARDS];
+        for (generation, shard) in generations.iter_mut().zip(&self.shards) {
+            *generation = shard.generation.load(Ordering::Acquire);
+        }
         // On the stack, where one call after the other uses the same pages.
         let mut bytes = [0; (AHEAD_MAX * SLICE_BYTES) as usize];
         let bytes = &mut bytes[..(count.min(AHEAD_MAX) * self.slice_bytes) as usize];
@@ -381,7 +390,7 @@ impl Slot {
             self.words = words.into();
         }
         (self.key, self.state, self.changed) = (key, SlotState::Clean, false);
-        *self.referenced.get_mut() = false;
+        self.referenced.store(false, Ordering::Relaxed);
     }
 }
 

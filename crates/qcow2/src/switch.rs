@@ -16,7 +16,8 @@ use std::time::Duration;
 use vdkit_block::{HostOffset, Result, Storage};
 use vdkit_meta::MutexGuard;
 
-use crate::image::{Freed, Lead, Meta, Qcow2};
+use crate::flush::freed;
+use crate::image::{Lead, Meta, Qcow2};
 use crate::pool::Space;
 
 /// What a disk writes whole or not at all.
@@ -167,7 +168,7 @@ impl Qcow2 {
         }
         drop(metadata);
         let count = clusters.end - clusters.start;
-        let run = Freed { first: clusters.start, count, punch: true };
+        let run = freed(clusters.start, count, true);
         meta.reclaim.release(&self.in_flight, [run]);
     }
 

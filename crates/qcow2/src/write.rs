@@ -5,10 +5,11 @@ use std::ops::Range;
 use vdkit_block::{
     FileIndex, Fill, GuestOffset, HostOffset, IoAction, Reservation, Result, Ticket, align_down,
 };
-use vdkit_meta::MutexGuard;
+use vdkit_meta::{Freed, MutexGuard};
 
 use crate::entry::{L2Entry, State};
-use crate::image::{Freed, Meta, Qcow2};
+use crate::flush::freed;
+use crate::image::{Meta, Qcow2};
 use crate::layout::{COMPRESSED, COPIED, SUBCLUSTERS};
 use crate::packed::PackedPending;
 use crate::pool::Space;
@@ -427,13 +428,13 @@ impl Qcow2 {
         mut new: impl FnMut(u64, L2Entry) -> L2Entry,
     ) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
-        self.change_slices(meta, clusters, |words, entries, first, freed| {
+        self.change_slices(meta, clusters, |words, entries, first, list| {
             for (index, at) in entries.zip((first..).step_by(cluster as usize)) {
                 let old = self.entry_in(words, index);
                 let entry = new(at, old);
                 self.put_entry(words, index, entry);
-                let lost = Freed { first: 0, count: 0, punch };
-                self.lost_reference(old, entry, lost, freed);
+                let lost = freed(0, 0, punch);
+                self.lost_reference(old, entry, lost, list);
             }
         })
     }
@@ -538,7 +539,7 @@ impl Qcow2 {
     /// there was nothing before, as in an image that is filled, that is one pass without a branch.
     fn link_whole(&self, meta: &mut Meta, clusters: &Range<u64>, host: HostOffset) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
-        let freed = Freed { first: 0, count: 0, punch: false };
+        let lost = freed(0, 0, false);
         self.change_slices(meta, clusters, |words, entries, first, list| {
             let words = &mut words[entries];
             let new = (host.0 + (first - clusters.start)) | COPIED;
@@ -551,7 +552,7 @@ impl Qcow2 {
             for (i, word) in (0..).zip(words) {
                 let old = L2Entry { word: *word, bitmap: 0 };
                 *word = new + i * cluster;
-                self.lost_reference(old, L2Entry { word: *word, bitmap: 0 }, freed, list);
+                self.lost_reference(old, L2Entry { word: *word, bitmap: 0 }, lost, list);
             }
         })
     }

@@ -15,7 +15,7 @@ use vdkit_block::{
     CacheMode, CopyMethod, Error, HostOffset, IoAction, ReadOp, Result, Storage, StorageCaps,
     StorageExtent, ZeroMode,
 };
-use vdkit_meta::Commit;
+use vdkit_meta::{SyncError, Syncs};
 
 use crate::bulk::{BULK_BYTES_MIN, Bulk, FileSystem};
 use crate::direct::Direct;
@@ -62,10 +62,8 @@ pub struct FileStorage {
     /// would be cut off. So that pair holds this for writing, and everything that may make the
     /// file longer in one call holds it for reading.
     growth: RwLock<()>,
-    /// One fdatasync for all who asked before it began, and the errno of the first that failed. The
-    /// kernel reports a lost page once for an open file and then forgets it: of two fdatasyncs side by
-    /// side one would hear of it and the other would not, and a later one would lie.
-    syncs: Commit<Option<i32>>,
+    /// One fdatasync for all who asked before it began.
+    syncs: Syncs<Errno>,
     lock: Option<Mutex<ImageLock>>,
     in_memory: bool,
     /// Where data begins, as far as the last question about a hole told; see `find_extent`.
@@ -185,7 +183,7 @@ impl FileStorage {
             lacks: Lacks::default(),
             direct,
             growth: RwLock::new(()),
-            syncs: Commit::default(),
+            syncs: Syncs::default(),
             lock,
         })
     }
@@ -330,20 +328,16 @@ impl FileStorage {
     /// # Errors
     /// [`Error::File`], also for a sync before this one that failed.
     pub fn sync_always(&self) -> Result<()> {
-        let number = self.syncs.draw();
-        self.syncs.durable_up_to(number, |lead| {
-            let failed = lead.order();
-            if let Some(errno) = *failed {
-                let cause = io::Error::from_raw_os_error(errno);
-                let told = format!("an earlier one failed ({cause})");
-                let source = io::Error::new(cause.kind(), told);
-                return Err(file_error(&self.name, IoAction::Sync, source));
+        let fdatasync = || retry(|| rustix::fs::fdatasync(&self.file));
+        let source = match self.syncs.sync(fdatasync) {
+            Ok(()) => return Ok(()),
+            Err(SyncError::Now(errno)) => errno.into(),
+            Err(SyncError::Earlier(errno)) => {
+                let cause = io::Error::from(errno);
+                io::Error::new(cause.kind(), format!("an earlier one failed ({cause})"))
             }
-            retry(|| rustix::fs::fdatasync(&self.file)).map_err(|errno| {
-                *failed = Some(errno.raw_os_error());
-                file_error(&self.name, IoAction::Sync, errno)
-            })
-        })
+        };
+        Err(file_error(&self.name, IoAction::Sync, source))
     }
 }
 

@@ -12,11 +12,11 @@
 //! # The life of a write to a file
 //!
 //! ```text
-//!   write_at ──► buffered? ──► pwritev2(RWF_DSYNC where each write must be durable)
+//!   write_at ──► buffered? ──► pwrite
 //!                   │ no (O_DIRECT)
-//!                   ├─ offset, length and memory aligned ──► pwritev2
+//!                   ├─ offset, length and memory aligned ──► pwrite
 //!                   └─ else: range lock ─► read the blocks at the edges into a bounce buffer
-//!                            ─► lay the bytes over them ─► pwritev2 ─► cut the file back to
+//!                            ─► lay the bytes over them ─► pwrite ─► cut the file back to
 //!                            the exact length where the last block passed its end
 //! ```
 //!

@@ -23,7 +23,7 @@ use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::guid::Guid;
 use crate::header::Header;
-use crate::image::{FlushState, Meta, Vhdx};
+use crate::image::{Log, Meta, Vhdx};
 use crate::log::entry::LoggedPage;
 use crate::log::pages_max;
 
@@ -36,10 +36,10 @@ pub struct Copies {
 
 impl Metadata for Vhdx {
     type State = Meta;
-    type Order = FlushState;
+    type Order = Log;
     type Dirty = Copies;
 
-    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut FlushState) -> Result<Copies> {
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut Log) -> Result<Copies> {
         self.check_spoiled(meta)?;
         Ok(Copies {
             pages: self.pages.begin_write(),
@@ -48,7 +48,7 @@ impl Metadata for Vhdx {
         })
     }
 
-    fn write(&self, copies: &Copies, order: &mut FlushState) -> Result<()> {
+    fn write(&self, copies: &Copies, order: &mut Log) -> Result<()> {
         self.write_copies(order, copies)
     }
 
@@ -75,11 +75,11 @@ impl Metadata for Vhdx {
         let ready = meta.reclaim.expired(&self.in_flight);
         meta.freed |= !ready.is_empty();
         for freed in ready.iter().map(|freed| freed.run) {
-            let (host, bytes) = (HostOffset(freed.host), freed.bytes);
+            let (host, bytes) = (HostOffset(freed.first), freed.count);
             let zero = self.storage.write_zeroes(host, bytes, ZeroMode::MayUnmap).is_ok();
             // An allocator that does not exist yet will find the gap.
             if let Some(space) = &mut meta.space {
-                space.give(freed.host, freed.bytes, zero);
+                space.give(freed.first, freed.count, zero);
             }
         }
         Ok(())
@@ -120,7 +120,7 @@ impl Vhdx {
         Ok(())
     }
 
-    fn write_copies(&self, state: &mut FlushState, copies: &Copies) -> Result<()> {
+    fn write_copies(&self, state: &mut Log, copies: &Copies) -> Result<()> {
         self.apply_late(state)?;
         if copies.pages.is_empty() {
             return self.barrier(state, copies.file_bytes);
@@ -148,7 +148,7 @@ impl Vhdx {
     }
 
     /// Changes these pages, through a log that is emptied first.
-    pub(crate) fn log_alone(&self, state: &mut FlushState, pages: &[LoggedPage]) -> Result<()> {
+    pub(crate) fn log_alone(&self, state: &mut Log, pages: &[LoggedPage]) -> Result<()> {
         let file_bytes = self.file_bytes.load(Ordering::Acquire);
         self.apply_late(state)?;
         state.log.restart(&mut state.headers, &*self.storage, state.durable_bytes)?;
@@ -173,7 +173,7 @@ impl Vhdx {
     }
 
     /// Writes pages that the log has to their place.
-    fn apply_late(&self, state: &mut FlushState) -> Result<()> {
+    fn apply_late(&self, state: &mut Log) -> Result<()> {
         for (at, page) in &state.unapplied {
             self.storage.write_at(&page[..], HostOffset(*at))?;
         }
@@ -181,7 +181,7 @@ impl Vhdx {
         Ok(())
     }
 
-    fn barrier(&self, state: &mut FlushState, file_bytes: u64) -> Result<()> {
+    fn barrier(&self, state: &mut Log, file_bytes: u64) -> Result<()> {
         self.storage.sync()?;
         state.headers.synced();
         state.durable_bytes = state.durable_bytes.max(file_bytes);
@@ -213,7 +213,7 @@ impl Vhdx {
 
     /// Cuts off what is free at the file's end. No entry of the log may count any more: it would
     /// say that the file was longer.
-    fn cut(&self, state: &mut FlushState) -> Result<()> {
+    fn cut(&self, state: &mut Log) -> Result<()> {
         let mut meta = self.meta.lock();
         let in_use = meta.reclaim.released().next().is_some() || !meta.tickets.is_empty();
         if std::mem::take(&mut meta.freed) && !in_use && !self.fixed {

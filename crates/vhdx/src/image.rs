@@ -9,7 +9,7 @@ use vdkit_block::{
     BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, IoAction,
     Limits, MapCacheStats, OpenRequest, Reservation, Reserver, Result, Storage, Ticket,
 };
-use vdkit_meta::{Engine, Reclaim, Run, State, Tickets};
+use vdkit_meta::{Engine, Reclaim, State, Tickets};
 
 use crate::guid::Guid;
 use crate::header::{Header, Headers};
@@ -121,7 +121,7 @@ pub struct Vhdx {
     /// Length of the file, as far as blocks may lie in it.
     pub(crate) file_bytes: AtomicU64,
     pub(crate) in_flight: InFlight,
-    pub(crate) meta: Engine<Meta, FlushState>,
+    pub(crate) meta: Engine<Meta, Log>,
     /// The headers say that this session writes.
     pub(crate) session: AtomicBool,
     warnings: Vec<String>,
@@ -136,41 +136,26 @@ pub struct Meta {
     pub(crate) blocks: FxHashMap<u64, PendingBlock>,
     /// Guest data must be durable before the map that shows it.
     pub(crate) data_first: bool,
-    /// Blocks that were given up.
-    pub(crate) reclaim: Reclaim<Freed>,
+    /// Space of blocks that were given up, in bytes of the file.
+    pub(crate) reclaim: Reclaim,
     /// Space was given back since the file was cut last.
     pub(crate) freed: bool,
     /// Space that the guest was promised reads as zero could not be made so.
     pub(crate) spoiled: bool,
 }
 
-/// Space of a block that was given up.
-#[derive(Clone, Copy, Debug)]
-pub struct Freed {
-    pub(crate) host: u64,
-    pub(crate) bytes: u64,
-}
-
-impl Run for Freed {
-    /// Blocks stay apart: each is made zero by itself.
-    fn join(&mut self, _next: &Self) -> bool {
-        false
-    }
-}
-
 impl State for Meta {
-    type Freed = Freed;
-    fn reclaim(&mut self) -> &mut Reclaim<Freed> {
+    fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
 }
 
 /// The lead of flushes: whoever holds it keeps others from beginning one.
-pub(crate) type Lead<'a> = vdkit_meta::Lead<'a, FlushState>;
+pub(crate) type Lead<'a> = vdkit_meta::Lead<'a, Log>;
 
 /// The headers and the log, which one flush at a time writes.
 #[derive(Debug)]
-pub struct FlushState {
+pub struct Log {
     pub(crate) headers: Headers,
     pub(crate) log: LogWriter,
     /// As the region table lists them.
@@ -239,7 +224,7 @@ impl Vhdx {
                     freed: false,
                     spoiled: false,
                 },
-                FlushState {
+                Log {
                     headers,
                     log: LogWriter::closed(),
                     regions: regions.all,

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use vdkit_block::{Error, HostOffset, Result, ZeroMode};
 use vdkit_meta::MutexGuard;
 
-use crate::image::{FlushState, Lead, Meta, Vhdx};
+use crate::image::{Lead, Log, Meta, Vhdx};
 use crate::layout::{
     BAT_REGION, BatEntry, GUEST_BYTES_MAX, MIB, PAGE_BYTES, REGION_OFFSETS, State,
 };
@@ -211,7 +211,7 @@ impl Vhdx {
     }
 
     /// Moves the block allocation table to a longer region.
-    fn move_table(&self, state: &mut FlushState, old: Region, bytes: u64) -> Result<()> {
+    fn move_table(&self, state: &mut Log, old: Region, bytes: u64) -> Result<()> {
         let taken = self.space(&mut self.meta.lock())?.take(&*self.storage, bytes, 1)?;
         self.note_file_bytes()?;
         self.copy_table(old, taken.at)?;

@@ -11,9 +11,9 @@ use vdkit_block::{
     Error, FileIndex, Fill, HostOffset, IoAction, Place, Reservation, Result, Ticket, ZeroMode,
     align_down,
 };
-use vdkit_meta::MutexGuard;
+use vdkit_meta::{Freed, MutexGuard};
 
-use crate::image::{Freed, Meta, Vhdx};
+use crate::image::{Meta, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
 use crate::map::{Look, fill_bits};
 use crate::space::Space;
@@ -344,7 +344,8 @@ impl Vhdx {
 
     /// Notes that a block's space is no longer shown, after its entry has changed.
     pub(crate) fn unlink(&self, meta: &mut Meta, host: u64, bytes: u64) {
-        meta.reclaim.unlink(&self.in_flight, [Freed { host, bytes }]);
+        meta.reclaim
+            .unlink(&self.in_flight, [Freed { file: 0, first: host, count: bytes, punch: true }]);
     }
 
     /// The allocator; made when it is needed first.
@@ -352,7 +353,7 @@ impl Vhdx {
         if meta.space.is_none() {
             let mut used = self.taken.read().clone();
             let freed = meta.reclaim.unlinked().chain(meta.reclaim.released());
-            used.extend(freed.map(|freed| (freed.host, freed.host + freed.bytes)));
+            used.extend(freed.map(|freed| (freed.first, freed.end())));
             let growable = self.storage.caps().growable;
             let gaps = self.finds_gaps();
             if gaps || !growable {

@@ -99,14 +99,14 @@ impl Metadata for Vmdk {
     fn recycle(&self) -> Result<()> {
         let ready = self.meta.lock().reclaim.expired(&self.in_flight);
         for freed in ready.iter().map(|freed| freed.run) {
-            if let Some(sparse) = self.piece(freed.extent).sparse() {
+            if let Some(sparse) = self.piece(freed.file).sparse() {
                 // Only a hint: the space is ours either way.
-                let _ = self.file_of(sparse.file).discard(HostOffset(freed.host), freed.bytes);
+                let _ = self.file_of(sparse.file).discard(HostOffset(freed.first), freed.count);
             }
         }
         let mut meta = self.meta.lock();
         for freed in ready.iter().map(|freed| freed.run) {
-            meta.space[freed.extent as usize].give_back(freed.host, freed.bytes);
+            meta.space[freed.file as usize].give_back(freed.first, freed.count);
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use vdkit_block::{
     BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, MapCacheStats,
     Packed, Reservation, Reserver, Result, Storage, Ticket,
 };
-use vdkit_meta::{Engine, Reclaim, Run, State, Tickets};
+use vdkit_meta::{Engine, Reclaim, State, Tickets};
 
 use crate::cid::ContentId;
 use crate::flush::Dirty;
@@ -95,30 +95,13 @@ pub struct Meta {
     /// By extent.
     pub(crate) space: Vec<crate::space::Space>,
     pub(crate) tickets: Tickets<Pending>,
-    pub(crate) reclaim: Reclaim<Freed>,
+    /// Grains that lost their entry: by extent, in bytes of its file.
+    pub(crate) reclaim: Reclaim,
     pub(crate) dirty: Dirty,
 }
 
-/// Grains that lost their entry.
-#[derive(Clone, Copy, Debug)]
-pub struct Freed {
-    pub(crate) extent: u32,
-    /// Host offset in bytes.
-    pub(crate) host: u64,
-    pub(crate) bytes: u64,
-}
-
-impl Run for Freed {
-    fn join(&mut self, next: &Self) -> bool {
-        let joins = self.extent == next.extent && self.host + self.bytes == next.host;
-        self.bytes += if joins { next.bytes } else { 0 };
-        joins
-    }
-}
-
 impl State for Meta {
-    type Freed = Freed;
-    fn reclaim(&mut self) -> &mut Reclaim<Freed> {
+    fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
 }

@@ -8,9 +8,10 @@
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_meta::Freed;
 
 use crate::header::SECTOR;
-use crate::image::{Freed, Meta, Piece, Vmdk};
+use crate::image::{Meta, Piece, Vmdk};
 use crate::sparse::Sparse;
 
 /// The first batch, and the largest.
@@ -212,8 +213,8 @@ impl Vmdk {
     /// Puts freed grains back into use once nobody can be reading them.
     pub(crate) fn reclaim(&self, meta: &mut Meta) {
         for freed in meta.reclaim.expired(&self.in_flight) {
-            let Freed { extent, host, bytes } = freed.run;
-            meta.space[extent as usize].give_back(host, bytes);
+            let Freed { file, first, count, .. } = freed.run;
+            meta.space[file as usize].give_back(first, count);
         }
     }
 }

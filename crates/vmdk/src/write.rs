@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{Fill, GuestOffset, Reservation, Result, Ticket, align_down};
-use vdkit_meta::MutexGuard;
+use vdkit_meta::{Freed, MutexGuard};
 
-use crate::image::{Freed, Kind, Meta, Piece, Vmdk};
+use crate::image::{Kind, Meta, Piece, Vmdk};
 use crate::space::{self, Run};
 use crate::sparse::{Entry, Sparse};
 use crate::tables::Key;
@@ -213,7 +213,12 @@ impl Vmdk {
                         *word = next;
                         bits |= 1 << piece_of(sparse, slot + n);
                         if let Entry::At(host) = old {
-                            freed.push(Freed { extent: index, host, bytes: grain });
+                            freed.push(Freed {
+                                file: index,
+                                first: host,
+                                count: grain,
+                                punch: true,
+                            });
                         }
                     }
                     bits

@@ -10,8 +10,9 @@ use super::deltas::Deltas;
 use super::walk::entries;
 use super::{Snapshot, SnapshotTable};
 use crate::check::reader::{self, Meter};
+use crate::flush::freed;
 use crate::header::field;
-use crate::image::{Freed, Meta, Qcow2};
+use crate::image::{Meta, Qcow2};
 use crate::layout::{COPIED, OFFSET_MASK};
 use crate::pool::Space;
 use crate::refcounts::{get_refcount, set_refcount};
@@ -414,7 +415,7 @@ impl Qcow2 {
         meta: &mut Meta,
         change: &Change,
         places: &Places,
-        freed: Vec<u64>,
+        gone: Vec<u64>,
         list_bytes: u64,
     ) {
         let bits = self.geometry.cluster_bits;
@@ -455,8 +456,8 @@ impl Qcow2 {
             self.retire(meta, clusters.clone());
         }
         meta.space.packed_at = None;
-        let freed = freed.into_iter().map(|first| Freed { first, count: 1, punch: true });
-        meta.reclaim.release(&self.in_flight, freed);
+        let gone = gone.into_iter().map(|first| freed(first, 1, true));
+        meta.reclaim.release(&self.in_flight, gone);
     }
 
     fn install_active(&self, meta: &mut Meta, active: &Active, places: &Places) {

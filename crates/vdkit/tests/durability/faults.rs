@@ -97,3 +97,57 @@ fn each_operation_may_fail_and_work_later() {
         }
     }
 }
+
+/// Fault D: closing gives back what is reserved ahead. Where the refcounts of a part of it could not be
+/// read, the clusters whose refcounts were 0 already went back to the allocator too, which handed
+/// them out without counting them.
+#[test]
+fn a_close_that_cannot_read_refcounts_gives_no_cluster_away_uncounted() {
+    // Refcounts of 64 clusters a slice: more slices than are kept.
+    let shape = Shape { options: "cluster_size=512,refcount_bits=64", backing: None };
+    let guest: u64 = 96 << 20;
+    let mut fired = 0;
+    for nth in [0, 1, 2, 5, 11, 40, 200, 600] {
+        let memory = Arc::new(MemoryStorage::new("image"));
+        let storage: Arc<dyn Storage> = memory.clone();
+        shape.create_of(&storage, guest);
+        let faulty = FaultyStorage::new(memory.clone());
+        let disk = shape.open(faulty.clone()).unwrap();
+        let mut model = vec![0; guest as usize];
+        let mut write = |disk: &Disk, at: u64, byte: u8, len: usize| {
+            disk.write_at(&vec![byte; len], GuestOffset(at)).unwrap();
+            model[at as usize..][..len].fill(byte);
+        };
+        for piece in 0..48 {
+            write(&disk, piece << 20, 1, 1 << 20);
+            disk.flush().unwrap();
+        }
+        // Holes in what is reserved, and refcounts from all over the file in the cache.
+        for piece in 0..24 {
+            disk.write_zeroes(GuestOffset(piece * (2 << 20)), 4096, true).unwrap();
+        }
+        disk.flush().unwrap();
+        let mut model_zero = Vec::new();
+        for piece in 0..24u64 {
+            model_zero.push((piece * (2 << 20)) as usize);
+        }
+        faulty.arm(FaultPlan::nth(&[FaultKind::Read], nth));
+        let closed = disk.close();
+        fired += faulty.fired();
+        assert_eq!(closed.is_err(), faulty.fired() > 0, "read {nth}");
+        faulty.heal();
+        for piece in 0..24u64 {
+            write(&disk, (48 + piece) << 20, 2, 1 << 20);
+        }
+        disk.flush().unwrap();
+        audit(&storage, false, &format!("read {nth} of the close failed"));
+        disk.close().unwrap();
+        for at in model_zero {
+            model[at..at + 4096].fill(0);
+        }
+        let what = format!("read {nth} of the close failed, closed again");
+        audit(&storage, true, &what);
+        assert!(read_all(&shape.open(storage).unwrap()) == model, "{what}: content");
+    }
+    assert!(fired > 0, "closing reads refcounts");
+}

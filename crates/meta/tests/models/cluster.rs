@@ -1,0 +1,219 @@
+//! One cluster's life: reserved, shown, unlinked, released, handed out again.
+
+use vdkit_block::Result;
+
+use crate::engine::{Engine, Metadata, State};
+use crate::in_flight::InFlight;
+use crate::reclaim::{Freed, Reclaim};
+use crate::sync::{Arc, AtomicU64, MutexGuard, Ordering, check, thread};
+use crate::tickets::Tickets;
+
+/// What a cluster holds.
+const OLD: u64 = 1;
+const SOMEBODY_ELSES: u64 = 2;
+
+const CLUSTER: Freed = Freed { file: 0, first: 1, count: 1, punch: false };
+
+#[derive(Clone, Copy, PartialEq)]
+enum Mistake {
+    None,
+    /// The stamp of the grace period is taken before the entry changes.
+    StampTooEarly,
+    /// The cluster is free when the entry in memory is gone.
+    FreedBeforeTheCommit,
+    /// Whoever ends a reservation wakes nobody.
+    NoWakeUp,
+}
+
+/// What stands in a request's way to a cluster that changes hands: the entry, and the cluster.
+#[derive(Default)]
+struct Shared {
+    flights: InFlight,
+    /// The map's entry: 0 refers to the cluster, 1 does not.
+    entry: AtomicU64,
+    content: AtomicU64,
+}
+
+fn a_reader_and_a_new_owner(mistake: Mistake) {
+    check(3, move || {
+        let shared = Arc::new(Shared::default());
+        shared.content.store(OLD, Ordering::SeqCst);
+        let other = shared.clone();
+        let reader = thread::spawn(move || {
+            let _guard = other.flights.enter();
+            if other.entry.load(Ordering::SeqCst) == 0 {
+                assert_eq!(other.content.load(Ordering::SeqCst), OLD, "read another's bytes");
+            }
+        });
+        // Others ask too, without the lock of the metadata: the phase moves at any moment.
+        let other = shared.clone();
+        let mover = thread::spawn(move || other.flights.passed(other.flights.stamp()));
+        let early = shared.flights.stamp();
+        shared.entry.store(1, Ordering::SeqCst);
+        let stamp = if mistake == Mistake::StampTooEarly { early } else { shared.flights.stamp() };
+        if shared.flights.passed(stamp) {
+            shared.content.store(SOMEBODY_ELSES, Ordering::SeqCst);
+        }
+        reader.join().unwrap();
+        mover.join().unwrap();
+    });
+}
+
+#[test]
+fn a_cluster_is_handed_out_when_no_request_can_use_it() {
+    a_reader_and_a_new_owner(Mistake::None);
+}
+
+#[test]
+#[should_panic(expected = "read another's bytes")]
+fn a_stamp_that_is_taken_too_early_is_found() {
+    a_reader_and_a_new_owner(Mistake::StampTooEarly);
+}
+
+/// An image of one entry, which refers to one cluster or none.
+struct Image {
+    meta: Engine<Meta, ()>,
+    flights: InFlight,
+    /// The entry as a power cut would leave it: 0 refers to the cluster.
+    disk: AtomicU64,
+    content: AtomicU64,
+}
+
+struct Meta {
+    entry: u64,
+    tickets: Tickets<()>,
+    reclaim: Reclaim,
+}
+
+impl State for Meta {
+    fn reclaim(&mut self) -> &mut Reclaim {
+        &mut self.reclaim
+    }
+}
+
+impl Metadata for Image {
+    type State = Meta;
+    type Order = ();
+    type Dirty = u64;
+
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<u64> {
+        Ok(meta.entry)
+    }
+
+    fn write(&self, entry: &u64, _order: &mut ()) -> Result<()> {
+        self.disk.store(*entry, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn settle(&self, _meta: &mut Meta, _entry: u64, _durable: bool) {}
+
+    fn recycle(&self) -> Result<()> {
+        let freed = self.meta.lock().reclaim.expired(&self.flights);
+        if !freed.is_empty() {
+            self.hand_out();
+        }
+        Ok(())
+    }
+}
+
+impl Image {
+    fn new() -> Self {
+        let (tickets, reclaim) = (Tickets::default(), Reclaim::default());
+        Self {
+            meta: Engine::new(Meta { entry: 0, tickets, reclaim }, ()),
+            flights: InFlight::default(),
+            disk: AtomicU64::new(0),
+            content: AtomicU64::new(OLD),
+        }
+    }
+
+    fn hand_out(&self) {
+        assert_eq!(self.disk.load(Ordering::SeqCst), 1, "a power cut now shows another's bytes");
+        self.content.store(SOMEBODY_ELSES, Ordering::SeqCst);
+    }
+}
+
+/// Two clients flush while one of them gives the cluster up.
+fn a_discard_and_flushes(mistake: Mistake) {
+    check(2, move || {
+        let image = Arc::new(Image::new());
+        let other = image.clone();
+        let discards = thread::spawn(move || {
+            let mut meta = other.meta.lock();
+            meta.entry = 1;
+            meta.reclaim.unlink(&other.flights, [CLUSTER]);
+            if mistake == Mistake::FreedBeforeTheCommit {
+                drop(meta);
+                other.hand_out();
+                return;
+            }
+            drop(meta);
+            other.meta.flush(&*other).unwrap();
+            assert_eq!(other.disk.load(Ordering::SeqCst), 1, "an acknowledged discard is lost");
+        });
+        let other = image.clone();
+        let reads = thread::spawn(move || {
+            let _guard = other.flights.enter();
+            let entry = other.meta.lock().entry;
+            if entry == 0 {
+                assert_eq!(other.content.load(Ordering::SeqCst), OLD, "read another's bytes");
+            }
+        });
+        image.meta.flush(&*image).unwrap();
+        discards.join().unwrap();
+        reads.join().unwrap();
+        image.meta.flush(&*image).unwrap();
+    });
+}
+
+#[test]
+fn a_cluster_is_free_when_its_entry_is_gone_on_disk() {
+    a_discard_and_flushes(Mistake::None);
+}
+
+#[test]
+#[should_panic(expected = "a power cut now shows another's bytes")]
+fn a_cluster_that_is_freed_before_the_commit_is_found() {
+    a_discard_and_flushes(Mistake::FreedBeforeTheCommit);
+}
+
+/// Three clients reserve ranges, two of which overlap.
+fn overlapping_reservations(mistake: Mistake) {
+    check(2, move || {
+        let image = Arc::new(Image::new());
+        let holders = Arc::new(AtomicU64::new(0));
+        let write = |range: std::ops::Range<u64>| {
+            let (image, holders) = (image.clone(), holders.clone());
+            move || {
+                let mut meta = image.meta.lock();
+                while meta.tickets.find(&range, range.start, |()| true).is_none() {
+                    image.meta.wait(&mut meta);
+                }
+                let ticket = meta.tickets.open(range, ());
+                drop(meta);
+                assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "two hold one cluster");
+                thread::yield_now();
+                holders.fetch_sub(1, Ordering::SeqCst);
+                image.meta.lock().tickets.close(ticket);
+                if mistake != Mistake::NoWakeUp {
+                    image.meta.ended();
+                }
+            }
+        };
+        let threads = [thread::spawn(write(0..2)), thread::spawn(write(0..1))];
+        write(0..3)();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert!(image.meta.lock().tickets.is_empty());
+    });
+}
+
+#[test]
+fn overlapping_reservations_wait_for_each_other() {
+    overlapping_reservations(Mistake::None);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_wake_up_that_is_left_out_is_found() {
+    overlapping_reservations(Mistake::NoWakeUp);
+}

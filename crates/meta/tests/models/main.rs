@@ -1,0 +1,28 @@
+//! The protocols of durability, run in every order of their steps.
+//!
+//! Each model includes the source of the protocol itself, over loom's locks and atomics. Each has a
+//! mutation, a mistake that somebody could make, and the model finds it: those tests expect a panic.
+
+#![allow(dead_code, reason = "a model uses a part of each protocol")]
+
+mod sync {
+    pub use crate::in_flight::{InFlight, Stamp};
+    pub use vdkit_testkit::loom_sync::*;
+}
+
+#[path = "../../src/commit.rs"]
+mod commit;
+#[path = "../../src/engine.rs"]
+mod engine;
+#[path = "../../../block/src/in_flight.rs"]
+#[allow(unused_imports, reason = "its own tests are not run here")]
+mod in_flight;
+#[path = "../../src/reclaim.rs"]
+mod reclaim;
+#[path = "../../src/syncs.rs"]
+mod syncs;
+#[path = "../../src/tickets.rs"]
+mod tickets;
+
+mod cluster;
+mod group;

@@ -1,0 +1,142 @@
+//! The cache of L2 slices, run in every order of its threads' steps: a slice that is read from disk
+//! while another thread changes, writes and drops it must not come back as it was.
+
+#![allow(dead_code, reason = "a model uses a part of the protocol")]
+
+mod sync {
+    pub use vdkit_testkit::loom_sync::*;
+}
+
+#[path = "../../src/slices.rs"]
+#[allow(unused_imports, reason = "its own tests are not run here")]
+mod slices;
+
+use std::fmt;
+
+use slices::SliceCache;
+use sync::{Arc, Mutex, check, thread};
+use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
+
+/// Bytes of a slice, and how many there are.
+const SLICE: u64 = 512;
+const SLICES: usize = 3;
+
+/// A disk of a few slices; of each one word counts.
+struct Disk(Mutex<[u64; SLICES]>);
+
+impl fmt::Debug for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Disk")
+    }
+}
+
+impl Storage for Disk {
+    fn name(&self) -> &str {
+        "disk"
+    }
+    fn caps(&self) -> StorageCaps {
+        unreachable!("not asked")
+    }
+    fn len(&self) -> Result<u64> {
+        Ok(SLICE * SLICES as u64)
+    }
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let slices = *self.0.lock();
+        buf.fill(0);
+        for (slice, word) in
+            buf.chunks_mut(SLICE as usize).zip(&slices[(offset.0 / SLICE) as usize..])
+        {
+            slice[..8].copy_from_slice(&word.to_be_bytes());
+        }
+        Ok(buf.len())
+    }
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        let word = u64::from_be_bytes(buf[..8].try_into().expect("eight bytes"));
+        self.0.lock()[(offset.0 / SLICE) as usize] = word;
+        Ok(())
+    }
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+    fn may_have_holes(&self) -> Result<bool> {
+        Ok(false)
+    }
+    fn extent_at(&self, _offset: HostOffset, _len: u64) -> Result<StorageExtent> {
+        unreachable!("not asked")
+    }
+    fn allocated_bytes(&self) -> Result<u64> {
+        unreachable!("not asked")
+    }
+}
+
+struct Image {
+    cache: SliceCache,
+    disk: Disk,
+}
+
+impl Image {
+    fn word(&self, key: u64) -> u64 {
+        loop {
+            if let Some(word) = self.cache.with(key, |words| words[0]) {
+                return word;
+            }
+            self.cache.load(key, &self.disk).unwrap();
+        }
+    }
+
+    /// Changes a slice and writes it, as a flush does.
+    fn change_and_flush(&self, key: u64, word: u64) {
+        while self.cache.change(key, |words| words[0] = word).is_none() {
+            self.cache.load(key, &self.disk).unwrap();
+        }
+        let mut bytes = [0; SLICE as usize];
+        self.cache.begin_writes(key, &mut bytes);
+        self.disk.write_at(&bytes, HostOffset(key)).unwrap();
+        self.cache.written(key);
+    }
+}
+
+/// One thread loads a slice. Another changes it, writes it, and drops it: by another slice that takes
+/// its room, or because its table is gone.
+fn a_load_beside_a_change(drop_it: impl Fn(&Image) + Send + Sync + Copy + 'static) {
+    check(2, move || {
+        let image = Arc::new(Image {
+            cache: SliceCache::of_slices(SLICE, 1, 1),
+            disk: Disk(Mutex::new([7; SLICES])),
+        });
+        let other = image.clone();
+        let reader = thread::spawn(move || other.word(0));
+        image.change_and_flush(0, 8);
+        drop_it(&image);
+        let seen = reader.join().unwrap();
+        assert!(seen == 7 || seen == 8, "a word that was never there");
+        assert_eq!(image.word(0), 8, "an old slice came back");
+    });
+}
+
+#[test]
+fn a_slice_that_was_evicted_does_not_come_back_as_it_was() {
+    a_load_beside_a_change(|image| image.cache.load(SLICE, &image.disk).unwrap());
+}
+
+/// A map that is drawn passes slices that lie behind each other, and keeps the last ones.
+#[test]
+fn a_walk_keeps_no_slice_that_has_changed() {
+    check(2, || {
+        let image = Arc::new(Image {
+            cache: SliceCache::of_slices(SLICE, 1, 2),
+            disk: Disk(Mutex::new([7; SLICES])),
+        });
+        let other = image.clone();
+        let walker = thread::spawn(move || {
+            let look = |words: &[u64]| {
+                assert!(words[0] == 7 || words[0] == 8);
+                slices::Seen::Kept
+            };
+            other.cache.walk(0, 2, &other.disk, look).unwrap();
+        });
+        image.change_and_flush(0, 8);
+        walker.join().unwrap();
+        assert_eq!(image.word(0), 8, "an old slice came back");
+    });
+}
