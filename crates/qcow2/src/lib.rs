@@ -48,6 +48,8 @@ mod pool;
 mod refcounts;
 mod resize;
 mod slices;
+#[cfg(test)]
+mod slices_tests;
 pub mod snapshots;
 mod switch;
 mod sync;

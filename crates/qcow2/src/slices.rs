@@ -16,7 +16,7 @@ use crate::sync::{AtomicBool, AtomicU64, Ordering, RwLock};
 /// Bytes of a slice where the cluster is not smaller.
 const SLICE_BYTES: u64 = 4096;
 const SLICE_WORDS: usize = SLICE_BYTES as usize / 8;
-const SHARDS: usize = 16;
+pub(crate) const SHARDS: usize = 16;
 /// Slices of a new table that are put into the cache: as many as a table of 64 KiB has.
 const SLICES_ADDED_MAX: u64 = 16;
 /// Slices that are read ahead at once: 64 KiB.
@@ -125,6 +125,16 @@ impl SliceCache {
             stats.used_bytes += shard.inner.read().index.len() as u64 * self.slice_bytes;
         }
         stats
+    }
+
+    /// Where the words of all slots are.
+    #[cfg(test)]
+    pub(crate) fn memory(&self) -> Vec<*const u64> {
+        let mut found = Vec::new();
+        for shard in &self.shards {
+            found.extend(shard.inner.read().slots.iter().map(|slot| slot.words.as_ptr()));
+        }
+        found
     }
 
     fn shard(&self, key: u64) -> &Shard {
@@ -407,70 +417,5 @@ impl Inner {
             }
         }
         None
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use vdkit_storage::MemoryStorage;
-
-    use super::*;
-
-    #[test]
-    fn a_full_cache_uses_its_memory_again() {
-        const SLICE: u64 = 512;
-        let storage = MemoryStorage::with_len("image", 4096 * SLICE);
-        let cache = SliceCache::new(SLICE, 0);
-        let load = |slices: std::ops::Range<u64>| {
-            for number in slices {
-                storage.write_at(&number.to_be_bytes(), HostOffset(number * SLICE)).unwrap();
-                cache.load(number * SLICE, &storage).unwrap();
-                assert_eq!(cache.with(number * SLICE, |words| words[0]), Some(number));
-            }
-        };
-        let addresses = || -> BTreeSet<*const u64> {
-            let shards = cache.shards.iter().map(|shard| shard.inner.read());
-            let of = |inner: parking_lot::RwLockReadGuard<'_, Inner>| {
-                inner.slots.iter().map(|slot| slot.words.as_ptr()).collect::<Vec<_>>()
-            };
-            shards.flat_map(of).collect()
-        };
-        load(0..2048);
-        let before = addresses();
-        assert_eq!(before.len(), cache.capacity());
-        load(2048..4096);
-        assert_eq!(addresses(), before);
-        assert_eq!(cache.stats().used_bytes, cache.capacity() as u64 * SLICE);
-    }
-
-    #[test]
-    fn what_a_map_has_passed_gives_its_memory_unless_it_is_in_use() {
-        const SLICE: u64 = 512;
-        let storage = MemoryStorage::with_len("image", 4096 * SLICE);
-        let cache = SliceCache::new(SLICE, 1 << 20);
-        for key in (0..1024).map(|number| number * SLICE) {
-            cache.load(key, &storage).unwrap();
-            assert_eq!(cache.peek(key, |words| words[0]), Some(0));
-            cache.pass(key);
-            assert_eq!(cache.peek(key, |words| words[0]), None);
-        }
-        let slots: usize = cache.shards.iter().map(|shard| shard.inner.read().slots.len()).sum();
-        assert!(slots <= SHARDS, "{slots} slots");
-        // Used by a request; dirty; written since it was loaded.
-        for key in [0, 1, 2].map(|number| number * SLICE) {
-            cache.load(key, &storage).unwrap();
-        }
-        cache.with(0, |_| ()).unwrap();
-        for key in [SLICE, 2 * SLICE] {
-            cache.change(key, |words| words[0] = 1).unwrap();
-        }
-        cache.begin_writes(2 * SLICE, &mut [0; SLICE as usize]);
-        cache.written(2 * SLICE);
-        for key in [0, SLICE, 2 * SLICE] {
-            cache.pass(key);
-            assert!(cache.peek(key, |_| ()).is_some(), "{key}");
-        }
     }
 }

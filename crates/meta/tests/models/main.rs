@@ -15,7 +15,6 @@ mod commit;
 #[path = "../../src/engine.rs"]
 mod engine;
 #[path = "../../../block/src/in_flight.rs"]
-#[allow(unused_imports, reason = "its own tests are not run here")]
 mod in_flight;
 #[path = "../../src/reclaim.rs"]
 mod reclaim;

@@ -8,7 +8,6 @@ mod sync {
 }
 
 #[path = "../../src/slices.rs"]
-#[allow(unused_imports, reason = "its own tests are not run here")]
 mod slices;
 
 use std::fmt;
