@@ -12,6 +12,7 @@
 //! - [`trials`] are what every writable format must stand.
 //! - [`disks`] makes a disk over such a storage.
 //! - `nbd` (a feature) serves one, and is a client that says what no other would.
+//! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
 //! - [`Killed`] is a process that does not outlive its test.
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] says what happens where a program is missing.
@@ -28,6 +29,8 @@ pub mod fuzz;
 pub mod guest;
 pub mod http;
 mod killed;
+#[cfg(feature = "model")]
+pub mod loom_sync;
 mod machine;
 mod meter;
 #[cfg(feature = "nbd")]
