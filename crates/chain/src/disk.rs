@@ -324,10 +324,9 @@ impl Disk {
         if self.writable { Ok(()) } else { Err(Error::ReadOnly { file: self.name.clone() }) }
     }
 
-    /// In the modes where a write is durable when it returns, makes the map durable that it
-    /// changed. (The storage does so for the data.)
+    /// In the modes where a write is durable when it returns, makes it durable.
     pub(crate) fn settle(&self) -> Result<()> {
-        if self.cache.write_durable() && self.top().dirty() { self.top().flush() } else { Ok(()) }
+        if self.cache.write_durable() { self.top().flush() } else { Ok(()) }
     }
 
     /// Makes everything durable that was done before this call.

