@@ -57,16 +57,12 @@ impl Disk {
         Some(Ok(Ready::Bytes))
     }
 
-    /// Whether [`Disk::write_at`] would as a rule wait for no disk: the map is cached, the storage
+    /// Whether [`Disk::write_unsettled`] would as a rule wait for no disk: the map is cached, the storage
     /// takes bytes promptly, and nothing has to be read to fill a cluster. A guess that costs
     /// little: space that has to be made for the map or the refcounts can still take long.
     pub fn write_ready(&self, at: GuestOffset, len: u64) -> bool {
         let top = self.top();
-        if !self.writable()
-            || self.cache().write_durable()
-            || top.encryption().is_some()
-            || self.check_range(at, len).is_err()
-        {
+        if !self.writable() || top.encryption().is_some() || self.check_range(at, len).is_err() {
             return false;
         }
         let _guard = self.enter();

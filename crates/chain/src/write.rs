@@ -62,10 +62,20 @@ impl Disk {
     /// [`Error::ReadOnly`]; [`Error::Invalid`] past the end of the disk; what the format and its
     /// storages return. After an error each byte of the range is either old or new.
     pub fn write_at(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
+        self.write_unsettled(buf, at)?;
+        self.settle()
+    }
+
+    /// As [`Disk::write_at`], but durable only after the next [`Disk::flush`], in every cache mode. In
+    /// the modes where each write is durable when it returns, the caller flushes before it tells
+    /// anybody that the write is done. One flush serves all such writes that returned before it.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`].
+    pub fn write_unsettled(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
         self.check_writable()?;
         self.check_range(at, buf.len() as u64)?;
-        self.write_source(Source::Bytes(buf), at)?;
-        self.settle()
+        self.write_source(Source::Bytes(buf), at)
     }
 
     /// Makes `len` bytes at `at` read as zero, by metadata where that can be. With `may_unmap`

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
-use vdkit_block::{Error, ErrorKind, GuestOffset, MapCacheStats, Result, SnapshotInfo, Snapshots};
+use vdkit_block::{
+    Error, ErrorKind, GuestOffset, IoAction, MapCacheStats, Result, SnapshotInfo, Snapshots,
+};
 use vdkit_chain::{Disk, Ready};
 
 use crate::changes::ChangeMap;
@@ -52,7 +54,24 @@ pub enum Change {
         /// Their space may be given back.
         may_unmap: bool,
     },
+    /// A flush.
+    Flush {
+        /// How many requests are answered after it.
+        requests: u64,
+    },
 }
+
+/// How durable a write of the fast lane is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Written {
+    /// As durable as was asked for.
+    Settled,
+    /// Durable after the next [`Export::flush`]: the client must not be answered before.
+    NeedsFlush,
+}
+
+/// What a request takes that waits for a flush, about.
+const WAITING_BYTES: u64 = 64;
 
 impl Change {
     /// Bytes of memory that it holds.
@@ -60,6 +79,15 @@ impl Change {
         match self {
             Self::Write(data) => data.len() as u64,
             Self::Zero { .. } => 0,
+            Self::Flush { requests } => requests * WAITING_BYTES,
+        }
+    }
+
+    /// Requests that wait for it.
+    pub(crate) fn requests(&self) -> u64 {
+        match self {
+            Self::Write(_) | Self::Zero { .. } => 1,
+            Self::Flush { requests } => *requests,
         }
     }
 }
@@ -249,13 +277,38 @@ impl Export {
     }
 
     /// The fast lane for a write: done at once, or nothing where it may have to wait. What found
-    /// no space is declined too: the slow lane keeps it.
+    /// no space is declined too: the slow lane keeps it. Declined in the cache modes where each
+    /// write is durable when it returns, as a sync waits; see [`Export::write_unsettled_ready`].
     pub fn write_ready(&self, data: &[u8], at: u64) -> Option<Result<()>> {
         let disk = self.hold_ready()?;
+        if disk.cache().write_durable() {
+            return None;
+        }
+        self.write_unsettled_on(&disk, data, at)
+    }
+
+    /// As [`Export::write_ready`], in every cache mode and for writes that must be `durable`, for a
+    /// caller that commits several of them with one flush. The answer says whether this one needs it.
+    pub fn write_unsettled_ready(
+        &self,
+        data: &[u8],
+        at: u64,
+        durable: bool,
+    ) -> Option<Result<Written>> {
+        let disk = self.hold_ready()?;
+        let written = if durable || disk.cache().write_durable() {
+            Written::NeedsFlush
+        } else {
+            Written::Settled
+        };
+        self.write_unsettled_on(&disk, data, at).map(|done| done.map(|()| written))
+    }
+
+    fn write_unsettled_on(&self, disk: &Held<'_>, data: &[u8], at: u64) -> Option<Result<()>> {
         if self.options.read_only || !disk.write_ready(GuestOffset(at), data.len() as u64) {
             return None;
         }
-        let done = disk.write_at(data, GuestOffset(at));
+        let done = disk.write_unsettled(data, GuestOffset(at));
         disk.changed(at, data.len() as u64);
         match done {
             Err(error) if self.keeps(&error) => None,
@@ -348,9 +401,15 @@ impl Export {
         Ok(())
     }
 
-    /// Whether a change that failed so is kept instead of reported.
+    /// Whether a change or a flush that failed so is kept instead of reported. A sync that found no
+    /// space has lost bytes, which no later attempt brings back: that is reported.
     pub fn keeps(&self, error: &Error) -> bool {
-        self.options.on_nospace == OnNoSpace::Pause && error.kind() == ErrorKind::NoSpace
+        let lost = matches!(
+            error,
+            Error::File { action: IoAction::Sync, .. } | Error::Io { action: IoAction::Sync, .. }
+        );
+        let pauses = self.options.on_nospace == OnNoSpace::Pause;
+        pauses && error.kind() == ErrorKind::NoSpace && !lost
     }
 
     /// Does a change that was kept; see `parking`.
@@ -358,6 +417,7 @@ impl Export {
         match change {
             Change::Write(data) => self.write(data, at, durable),
             Change::Zero { len, may_unmap } => self.zero(at, *len, *may_unmap, durable),
+            Change::Flush { .. } => self.flush(),
         }
     }
 

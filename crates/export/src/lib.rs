@@ -8,6 +8,9 @@
 //! request is done at once where it waits for no disk. Whatever it declines goes to the *slow lane*
 //! ([`Export::read`], [`Export::write`] …), which may block, on a thread of a bounded number.
 //!
+//! A front that commits many durable writes with one flush does them by
+//! [`Export::write_unsettled_ready`], calls [`Export::flush`], and answers all of them then.
+//!
 //! # A full disk
 //! With [`OnNoSpace::Pause`] a change that found no space is kept ([`Export::keep`]):
 //! it owns its bytes and what to call when it is done, holds no thread, and is tried again when
@@ -38,7 +41,7 @@ pub use bitmaps::BitmapList;
 pub use changes::ChangeMap;
 pub use control::{Answer, Command, Control, Controller, Status, ask};
 pub use counters::{Counters, Histogram, LatencyBucket, OpKind, OpStats, Stats, quantile};
-pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace, Served};
+pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace, Served, Written};
 pub use images::{Committed, ImageChain, Images};
 pub use job::{Job, JobStatus};
 pub use parking::{Claim, ParkedInfo};

@@ -74,9 +74,9 @@ struct Parked {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Parked>,
-    /// The one that is tried again now, which is not in the queue, waits as well.
-    trying: bool,
     bytes: u64,
+    /// Requests that wait for what is in the queue or is tried now.
+    requests: u64,
     /// The thread that tries again is there.
     running: bool,
     /// Somebody says that there may be space now.
@@ -86,6 +86,14 @@ struct State {
     reason: String,
     /// How often something was kept since the export began.
     total: u64,
+}
+
+impl State {
+    /// A change does not wait any more.
+    fn forget(&mut self, change: &Change) {
+        self.bytes = self.bytes.saturating_sub(change.held_bytes());
+        self.requests = self.requests.saturating_sub(change.requests());
+    }
 }
 
 /// The changes that wait.
@@ -147,7 +155,8 @@ impl Parking {
                 "out of space: writes wait until there is some ({error})"
             );
         }
-        state.total += 1;
+        state.total += change.requests();
+        state.requests += change.requests();
         state.bytes += change.held_bytes();
         state.queue.push_back(Parked { claim, change, at, durable, done });
         if !state.running {
@@ -161,7 +170,7 @@ impl Parking {
                 // No thread to try again: then the client has to know.
                 state.running = false;
                 let failed = std::mem::take(&mut state.queue);
-                state.bytes = 0;
+                (state.bytes, state.requests) = (0, 0);
                 state.since = None;
                 drop(state);
                 for parked in failed.into_iter().filter(|parked| parked.claim.answer()) {
@@ -183,7 +192,7 @@ impl Parking {
     pub(crate) fn info(&self) -> ParkedInfo {
         let state = self.state.lock();
         ParkedInfo {
-            requests: state.queue.len() as u64 + u64::from(state.trying),
+            requests: state.requests,
             bytes: state.bytes,
             seconds: state.since.map_or(0.0, |since| since.elapsed().as_secs_f64()),
             reason: state.reason.clone(),
@@ -196,8 +205,9 @@ impl Parking {
         let failed = {
             let mut state = self.state.lock();
             state.closed = true;
-            state.bytes = 0;
-            std::mem::take(&mut state.queue)
+            let failed = std::mem::take(&mut state.queue);
+            failed.iter().for_each(|parked| state.forget(&parked.change));
+            failed
         };
         self.changed.notify_all();
         for parked in failed.into_iter().filter(|parked| parked.claim.answer()) {
@@ -225,15 +235,13 @@ fn retry(export: &Export) {
                 }
                 return;
             };
-            state.trying = true;
             parked
         };
         let mut claim = parked.claim.0.lock();
         if *claim == ClaimState::Withdrawn {
             drop(claim);
             let mut state = parking.state.lock();
-            state.trying = false;
-            state.bytes = state.bytes.saturating_sub(parked.change.held_bytes());
+            state.forget(&parked.change);
             drop(state);
             parking.changed.notify_all();
             wait = false;
@@ -243,8 +251,8 @@ fn retry(export: &Export) {
             Err(error) if export.keeps(&error) => {
                 drop(claim);
                 let mut state = parking.state.lock();
-                state.trying = false;
                 if state.closed {
+                    state.forget(&parked.change);
                     drop(state);
                     if parked.claim.answer() {
                         (parked.done)(Err(error));
@@ -257,11 +265,7 @@ fn retry(export: &Export) {
             done => {
                 *claim = ClaimState::Answered;
                 drop(claim);
-                {
-                    let mut state = parking.state.lock();
-                    state.trying = false;
-                    state.bytes = state.bytes.saturating_sub(parked.change.held_bytes());
-                }
+                parking.state.lock().forget(&parked.change);
                 parking.changed.notify_all();
                 (parked.done)(done);
                 wait = false;

@@ -191,6 +191,7 @@ impl Lanes {
         let (kind, len) = match &change {
             Change::Write(data) => (OpKind::Write, data.len() as u64),
             Change::Zero { len, .. } => (OpKind::Zero, *len),
+            Change::Flush { .. } => (OpKind::Flush, 0),
         };
         let lanes = Arc::clone(self);
         let answer = move |done: Result<()>| {
@@ -207,6 +208,7 @@ impl Lanes {
         let done = match &change {
             Change::Write(data) => self.export.write(data, at, durable),
             Change::Zero { len, may_unmap } => self.export.zero(at, *len, *may_unmap, durable),
+            Change::Flush { .. } => self.export.flush(),
         };
         match done {
             Err(error) if self.export.keeps(&error) => {

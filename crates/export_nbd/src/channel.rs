@@ -22,6 +22,15 @@ pub trait Channel: Send + Sync + fmt::Debug {
     /// What the socket says; `WouldBlock` after the time that was set.
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
 
+    /// Some bytes where they are there already; nothing where [`Channel::recv`] may have to wait.
+    ///
+    /// # Errors
+    /// What the socket says.
+    fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
+        let _ = buf;
+        Ok(None)
+    }
+
     /// All of the bytes.
     ///
     /// # Errors
@@ -130,6 +139,10 @@ impl Channel for Socket {
         drop(looking);
         self.poll.in_vain();
         self.recv_with(buf, RecvFlags::empty())
+    }
+
+    fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
+        self.recv_now(buf)
     }
 
     fn send(&self, bytes: &[u8]) -> io::Result<()> {

@@ -9,6 +9,8 @@
 //!  server     sockets ─► a thread a connection
 //!  handshake  ─► which export, which kind of replies, which contexts
 //!  session    requests: a leader does what waits for nothing, others what may block
+//!  lead       which thread is the leader
+//!  commit, gathered   one flush for many replies
 //!  read       reads that may block
 //!  receiver, buffer   what was received, and memory for it
 //!  reply      replies, gathered
@@ -20,9 +22,12 @@
 
 mod buffer;
 mod channel;
+mod commit;
 mod contexts;
 mod exports;
+mod gathered;
 mod handshake;
+mod lead;
 mod poll;
 mod read;
 mod receiver;
@@ -30,6 +35,7 @@ mod reply;
 mod server;
 mod session;
 mod status;
+mod sync;
 mod tls;
 #[allow(missing_docs, reason = "the names are the protocol's own")]
 mod wire;

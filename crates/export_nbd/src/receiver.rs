@@ -48,22 +48,39 @@ impl Receiver {
         self.frugal = large;
     }
 
+    /// Room behind what waits, as far as it is wanted, where `needed` bytes fit in one piece.
+    fn room(&mut self, needed: usize) -> &mut [u8] {
+        if self.start + needed > self.buf.len() {
+            self.buf.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+        let most = if self.frugal { self.start + needed } else { self.buf.len() };
+        &mut self.buf[self.end..most]
+    }
+
     /// Receives until `needed` bytes wait in one piece; `false` where the connection ends before.
     pub fn fill(&mut self, channel: &dyn Channel, needed: usize) -> io::Result<bool> {
         while self.available() < needed {
-            if self.start + needed > self.buf.len() {
-                self.buf.copy_within(self.start..self.end, 0);
-                self.end -= self.start;
-                self.start = 0;
-            }
-            let most = if self.frugal { self.start + needed } else { self.buf.len() };
-            let got = channel.recv(&mut self.buf[self.end..most])?;
+            let got = channel.recv(self.room(needed))?;
             if got == 0 {
                 return Ok(false);
             }
             self.end += got;
         }
         Ok(true)
+    }
+
+    /// As [`Receiver::fill`], without waiting: whether `needed` bytes are there. [`Receiver::fill`]
+    /// finds the end of the connection, and errors.
+    pub fn fill_ready(&mut self, channel: &dyn Channel, needed: usize) -> bool {
+        while self.available() < needed {
+            match channel.recv_ready(self.room(needed)) {
+                Ok(Some(got)) if got > 0 => self.end += got,
+                _ => return false,
+            }
+        }
+        true
     }
 
     /// Receives a payload into a buffer, what waits here first.

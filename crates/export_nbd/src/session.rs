@@ -7,11 +7,14 @@
 //! does anything that may block, it sends what it has gathered and gives the lead to another
 //! thread; the slow request then runs beside what that one does. Threads are made when they are
 //! needed, up to [`THREADS_MAX`] a connection; with that many blocked, nothing more is received.
-//! No request is ever handed from one thread to another.
+//! See [`crate::lead`].
+//!
+//! The leader also does small writes that must be durable. Their replies wait for a flush, and one
+//! flush serves many of them: see [`crate::commit`].
 
 use std::io;
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
@@ -19,11 +22,14 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 use vdkit_block::Error;
 use vdkit_chain::Ready;
-use vdkit_export::{Change, Claim, Export, OpKind};
+use vdkit_export::{Change, Claim, Export, OpKind, Written};
 
 use crate::buffer::{Buffer, Buffers};
 use crate::channel::Channel;
+use crate::commit::{Batch, GATHERED_MAX, Unanswered, answer_kept};
+use crate::gathered::Gathered;
 use crate::handshake::Agreed;
+use crate::lead::Lead;
 use crate::receiver::Receiver;
 use crate::reply::{Outbox, Replier};
 use crate::status;
@@ -44,27 +50,34 @@ const WARY_WRITES: u32 = 32;
 /// all the same: giving the lead away and coming back costs about as much. (A flush of a file in
 /// memory, a durable write to a disk with a cache that keeps what it has.)
 const BRIEF: Duration = Duration::from_micros(100);
-/// The list of kept changes is searched for those that are done when it is so long.
-const KEPT_LIST_MAX: usize = 4096;
 /// A request with more than so many bytes in memory at once is the only such one of its connection.
 pub const ALONE_BYTES: u64 = 1 << 20;
 
+/// What the fast lane did with a request.
+#[derive(PartialEq)]
+enum Fast {
+    /// Done and answered.
+    Answered,
+    /// Done; answered after a flush.
+    Gathered,
+    /// Nothing: the request may block.
+    Declined,
+}
+
 /// A connection in transmission.
 pub struct Session {
-    channel: Arc<dyn Channel>,
+    pub(crate) channel: Arc<dyn Channel>,
     pub(crate) export: Arc<Export>,
     pub(crate) agreed: Agreed,
-    receiver: Mutex<Receiver>,
+    lead: Lead<Receiver>,
     pub(crate) replier: Arc<Replier>,
-    /// Threads that wait for the lead.
-    waiting: AtomicUsize,
-    threads: AtomicUsize,
-    closed: AtomicBool,
+    /// What is done and is answered after a flush.
+    pub(crate) gathered: Gathered<Unanswered>,
     wary: AtomicU32,
     /// How long the last request of a kind took in the slow lane, in nanoseconds.
-    took: [AtomicU64; command::KINDS],
+    pub(crate) took: [AtomicU64; command::KINDS],
     /// Changes that wait for space.
-    kept: Mutex<Vec<Weak<Claim>>>,
+    pub(crate) kept: Mutex<Vec<Weak<Claim>>>,
     buffers: Buffers,
     /// Held for a request that has more than [`ALONE_BYTES`] in memory at once: one at a time, so that a
     /// connection's memory is bounded.
@@ -76,6 +89,8 @@ enum Turn<'s> {
     /// This request may block; its payload is in the buffer. The guard is that of
     /// [`Session::large`], where it counts as such.
     Slow(Request, Instant, Buffer, Option<MutexGuard<'s, ()>>),
+    /// The thread's batch is to be committed.
+    Commit,
     /// The connection is over.
     End,
 }
@@ -88,11 +103,9 @@ impl Session {
             channel,
             export: agreed.export.clone(),
             agreed,
-            receiver: Mutex::new(Receiver::new()),
+            lead: Lead::new(Receiver::new(), THREADS_MAX),
             replier,
-            waiting: AtomicUsize::new(0),
-            threads: AtomicUsize::new(1),
-            closed: AtomicBool::new(false),
+            gathered: Gathered::new(GATHERED_MAX),
             wary: AtomicU32::new(0),
             took: std::array::from_fn(|_| AtomicU64::new(u64::MAX)),
             kept: Mutex::default(),
@@ -115,57 +128,67 @@ impl Session {
     }
 
     fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
-        let mut out = Outbox::default();
-        loop {
-            self.waiting.fetch_add(1, Ordering::SeqCst);
-            let mut receiver = self.receiver.lock();
-            self.waiting.fetch_sub(1, Ordering::SeqCst);
-            if self.closed.load(Ordering::SeqCst) {
-                return;
-            }
-            match self.lead(&mut receiver, &mut out) {
+        let (mut out, mut batch) = (Outbox::default(), Batch::new());
+        while let Some(mut receiver) = self.lead.take() {
+            match self.lead(&mut receiver, &mut out, &mut batch) {
                 Ok(Turn::Slow(request, began, mut buffer, large)) => {
-                    drop(receiver);
-                    self.need_follower(scope);
+                    let led = self.lead.pass(receiver, || self.start_thread(scope));
+                    // The next leader commits what is gathered. Without one this thread does.
+                    if !led && self.gathered.begin(&mut batch) {
+                        self.commit_beside(&mut batch, &mut out);
+                    }
                     self.slow(&request, began, &mut buffer, &mut out);
                     self.buffers.give_back(buffer);
                     drop(large);
                 }
-                Ok(Turn::End) | Err(_) => {
-                    self.closed.store(true, Ordering::SeqCst);
-                    return;
+                Ok(Turn::Commit) => {
+                    self.lead.pass(receiver, || self.start_thread(scope));
+                    self.commit_beside(&mut batch, &mut out);
                 }
+                Ok(Turn::End) => {
+                    self.lead.close();
+                    drop(receiver);
+                    if self.gathered.begin(&mut batch) {
+                        self.commit_beside(&mut batch, &mut out);
+                    }
+                }
+                // The client is gone.
+                Err(_) => self.lead.close(),
             }
         }
     }
 
-    /// Makes sure that somebody leads while this thread is away.
-    fn need_follower<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
-        if self.waiting.load(Ordering::SeqCst) > 0 {
-            return;
-        }
-        if self.threads.fetch_add(1, Ordering::SeqCst) >= THREADS_MAX {
-            self.threads.fetch_sub(1, Ordering::SeqCst);
-            return;
-        }
+    fn start_thread<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) -> bool {
         let builder = std::thread::Builder::new().name("nbd".to_owned());
-        if builder.spawn_scoped(scope, || self.work(scope)).is_err() {
-            // Then this thread leads again when it comes back.
-            self.threads.fetch_sub(1, Ordering::SeqCst);
-        }
+        builder.spawn_scoped(scope, || self.work(scope)).is_ok()
     }
 
-    /// Does requests until one may block or the connection ends.
-    fn lead(&self, receiver: &mut Receiver, out: &mut Outbox) -> io::Result<Turn<'_>> {
+    /// Ends the connection whose client is gone. The leader's receiving ends, too.
+    pub(crate) fn hang_up(&self) {
+        self.lead.close();
+        self.channel.shutdown(Shutdown::Both);
+    }
+
+    /// Does requests until one may block, a batch is to be committed or the connection ends.
+    fn lead(
+        &self,
+        receiver: &mut Receiver,
+        out: &mut Outbox,
+        batch: &mut Batch,
+    ) -> io::Result<Turn<'_>> {
         let extended = self.agreed.extended;
         let head = if extended { wire::EXTENDED_REQUEST_BYTES } else { wire::REQUEST_BYTES };
         let mut now = Instant::now();
+        let mut gathered = self.gathered.len();
         loop {
-            if receiver.available() < head {
-                self.replier.send_all(out)?;
+            if receiver.available() < head || gathered >= GATHERED_MAX {
+                if self.settle_gathered(receiver, Some(head), batch, out)? {
+                    return Ok(Turn::Commit);
+                }
                 if !receiver.fill(&*self.channel, head)? {
                     return Ok(Turn::End);
                 }
+                gathered = self.gathered.len();
                 now = Instant::now();
             }
             let Some(request) = Request::parse(receiver.bytes(), extended) else {
@@ -178,25 +201,34 @@ impl Session {
                 return Ok(Turn::End);
             }
             let payload = payload as usize;
-            receiver.expect_large(payload > INLINE_PAYLOAD_MAX);
-            let (buffer, large) = if payload <= INLINE_PAYLOAD_MAX {
-                let whole = head + payload;
-                if receiver.available() < whole {
-                    self.replier.send_all(out)?;
-                    if !receiver.fill(&*self.channel, whole)? {
-                        return Ok(Turn::End);
-                    }
+            let whole = head + payload;
+            let inline = payload <= INLINE_PAYLOAD_MAX;
+            receiver.expect_large(!inline);
+            if (!inline || receiver.available() < whole)
+                && self.settle_gathered(receiver, inline.then_some(whole), batch, out)?
+            {
+                // The next leader finds the request where it is.
+                return Ok(Turn::Commit);
+            }
+            let (buffer, large) = if inline {
+                if !receiver.fill(&*self.channel, whole)? {
+                    return Ok(Turn::End);
                 }
                 let began = now;
                 let bytes = &receiver.bytes()[head..whole];
-                if self.fast(&request, bytes, out)? {
+                let fast = self.fast(&request, began, bytes, out)?;
+                if fast != Fast::Declined {
                     now = Instant::now();
-                    self.count(&request, now - began, true);
-                    self.export.counters().lane(true);
+                    if fast == Fast::Answered {
+                        self.count(&request, now - began, true);
+                    } else {
+                        gathered += 1;
+                    }
+                    self.export.counters().lane(request.command != command::FLUSH);
                     receiver.consume(whole);
                     continue;
                 }
-                if self.is_brief(&request) && self.fault(&request).is_none() {
+                if self.is_brief(request.command) && self.fault(&request).is_none() {
                     self.perform(&request, began, bytes)?;
                     self.export.counters().lane(false);
                     receiver.consume(whole);
@@ -209,7 +241,6 @@ impl Session {
                 (buffer, None)
             } else {
                 receiver.consume(head);
-                self.replier.send_all(out)?;
                 let large = (payload as u64 > ALONE_BYTES).then(|| self.large.lock());
                 let mut buffer = self.buffers.take();
                 receiver.take_payload(&*self.channel, &mut buffer, payload)?;
@@ -222,6 +253,10 @@ impl Session {
     }
 
     pub(crate) fn count(&self, request: &Request, took: Duration, ok: bool) {
+        Self::count_on(&self.export, request, took, ok);
+    }
+
+    pub(crate) fn count_on(export: &Export, request: &Request, took: Duration, ok: bool) {
         let kind = match request.command {
             command::READ => OpKind::Read,
             command::WRITE => OpKind::Write,
@@ -230,15 +265,21 @@ impl Session {
             command::FLUSH => OpKind::Flush,
             _ => return,
         };
-        self.export.counters().done(kind, request.len, took, ok);
+        export.counters().done(kind, request.len, took, ok);
     }
 
-    /// The fast lane: done and answered, or `false` with nothing changed.
-    fn fast(&self, request: &Request, payload: &[u8], out: &mut Outbox) -> io::Result<bool> {
+    /// The fast lane: what waits for no disk.
+    fn fast(
+        &self,
+        request: &Request,
+        began: Instant,
+        payload: &[u8],
+        out: &mut Outbox,
+    ) -> io::Result<Fast> {
         match request.command {
             command::READ if request.len > 0 && request.len <= INLINE_READ_MAX => {
                 if self.fault(request).is_some() {
-                    return Ok(false);
+                    return Ok(Fast::Declined);
                 }
                 let len = request.len as usize;
                 self.replier.make_room(out, len)?;
@@ -247,27 +288,39 @@ impl Session {
                     Some(Ok(Ready::Bytes)) => self.replier.put_data(out, request, len),
                     Some(Ok(Ready::Zero)) => self.replier.put_zero(out, request),
                     // The slow lane tells what is wrong.
-                    Some(Err(_)) | None => return Ok(false),
+                    Some(Err(_)) | None => return Ok(Fast::Declined),
                 }
-                Ok(true)
+                Ok(Fast::Answered)
             }
-            command::WRITE if !payload.is_empty() && !request.has(request_flag::FUA) => {
+            command::WRITE if !payload.is_empty() => {
                 if self.fault(request).is_some() || self.is_wary() {
-                    return Ok(false);
+                    return Ok(Fast::Declined);
                 }
-                let began = Instant::now();
-                let Some(Ok(())) = self.export.write_ready(payload, request.offset) else {
-                    return Ok(false);
+                let start = Instant::now();
+                let fua = request.has(request_flag::FUA);
+                let Some(Ok(written)) =
+                    self.export.write_unsettled_ready(payload, request.offset, fua)
+                else {
+                    return Ok(Fast::Declined);
                 };
-                if began.elapsed() > PROMPT {
+                if start.elapsed() > PROMPT {
                     self.wary.store(WARY_WRITES, Ordering::Relaxed);
+                }
+                if written == Written::NeedsFlush {
+                    return Ok(self.gather(request, began));
                 }
                 self.replier.make_room(out, 0)?;
                 self.replier.put_ok(out, request);
-                Ok(true)
+                Ok(Fast::Answered)
             }
-            _ => Ok(false),
+            command::FLUSH if self.fault(request).is_none() => Ok(self.gather(request, began)),
+            _ => Ok(Fast::Declined),
         }
+    }
+
+    fn gather(&self, request: &Request, began: Instant) -> Fast {
+        self.gathered.add(Unanswered { request: *request, began });
+        Fast::Gathered
     }
 
     /// Whether writes waited lately.
@@ -279,12 +332,11 @@ impl Session {
         wary > 0
     }
 
-    /// Whether a request of the slow lane is likely to be short.
-    fn is_brief(&self, request: &Request) -> bool {
+    /// Whether a request of this kind is likely to be short in the slow lane.
+    pub(crate) fn is_brief(&self, command: u16) -> bool {
         let changes = [command::WRITE, command::FLUSH, command::TRIM, command::WRITE_ZEROES];
-        changes.contains(&request.command)
-            && self.took[usize::from(request.command)].load(Ordering::Relaxed)
-                <= BRIEF.as_nanos() as u64
+        changes.contains(&command)
+            && self.took[usize::from(command)].load(Ordering::Relaxed) <= BRIEF.as_nanos() as u64
     }
 
     /// What is wrong with a request before it is tried.
@@ -329,9 +381,7 @@ impl Session {
             None => self.perform(request, began, buffer.bytes()),
         };
         if done.is_err() {
-            // The client is gone: the leader shall hear of it.
-            self.closed.store(true, Ordering::SeqCst);
-            self.channel.shutdown(Shutdown::Both);
+            self.hang_up();
         }
     }
 
@@ -354,7 +404,6 @@ impl Session {
                 export.zero(at, len, may_unmap, fua)
             }
             command::TRIM => export.discard(at, len, fua),
-            command::FLUSH => export.flush(),
             command::CACHE => export.prefetch(at, len),
             _ => return self.replier.error(request, errno::INVAL, "unknown request"),
         };
@@ -364,9 +413,7 @@ impl Session {
                 Ok(())
             }
             done => {
-                if let Some(took) = self.took.get(usize::from(request.command)) {
-                    took.store(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
-                }
+                self.note_took(request.command, start.elapsed());
                 self.count(request, began.elapsed(), done.is_ok());
                 match done {
                     Ok(()) => self.replier.ok(request),
@@ -388,28 +435,12 @@ impl Session {
         };
         let (replier, request, export) = (self.replier.clone(), *request, self.export.clone());
         let fua = request.has(request_flag::FUA);
-        let kind = match request.command {
-            command::WRITE => OpKind::Write,
-            _ => OpKind::Zero,
-        };
         let counted = export.clone();
         let done = Box::new(move |done: vdkit_block::Result<()>| {
-            counted.counters().done(kind, request.len, began.elapsed(), done.is_ok());
-            // A client that is gone hears nothing.
-            let _ = match done {
-                Ok(()) => replier.ok(&request),
-                Err(error) => replier.error(&request, errno_of(&error), &error.to_string()),
-            };
+            Self::count_on(&counted, &request, began.elapsed(), done.is_ok());
+            answer_kept(&replier, &request, &done);
         });
-        let claim = Arc::new(Claim::default());
-        {
-            let mut kept = self.kept.lock();
-            if kept.len() >= KEPT_LIST_MAX {
-                kept.retain(|claim| claim.strong_count() > 0);
-            }
-            kept.push(Arc::downgrade(&claim));
-        }
-        export.keep_claimed(change, request.offset, fua, error, claim, done);
+        export.keep_claimed(change, request.offset, fua, error, self.new_claim(), done);
     }
 
     pub(crate) fn warn(&self, error: &Error) {

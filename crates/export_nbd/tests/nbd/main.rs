@@ -1,5 +1,6 @@
 //! The server against a client of our own: every style of reply, every request, right and wrong.
 
+mod commit;
 mod corpus;
 mod durable;
 mod handshake;

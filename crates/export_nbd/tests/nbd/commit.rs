@@ -1,0 +1,421 @@
+//! One flush for many replies: durable writes and flushes of a client with many requests under way.
+
+use std::collections::BTreeMap;
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use vdkit_block::{
+    CacheMode, GuestOffset, HostOffset, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::disks::{MIB, qcow2, reopen, reopen_in};
+use vdkit_testkit::nbd::Rig;
+use vdkit_testkit::nbd::client::*;
+use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage};
+
+/// A storage whose syncs wait while it is shut.
+#[derive(Debug)]
+struct Gate {
+    inner: Arc<dyn Storage>,
+    /// Whether it is shut, and how many syncs wait.
+    state: Mutex<(bool, usize)>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn before(inner: Arc<dyn Storage>) -> Arc<Self> {
+        Arc::new(Self { inner, state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    fn shut(&self) {
+        self.state.lock().0 = true;
+    }
+
+    fn open(&self) {
+        self.state.lock().0 = false;
+        self.changed.notify_all();
+    }
+
+    /// Waits until a sync waits.
+    fn met(&self) {
+        let mut state = self.state.lock();
+        while state.1 == 0 {
+            let waited = self.changed.wait_for(&mut state, Duration::from_secs(120));
+            assert!(!waited.timed_out(), "nobody syncs");
+        }
+    }
+}
+
+impl Storage for Gate {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+    fn caps(&self) -> StorageCaps {
+        self.inner.caps()
+    }
+    fn len(&self) -> Result<u64> {
+        self.inner.len()
+    }
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        self.inner.read_up_to(buf, offset)
+    }
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        self.inner.read_ready(buf, offset)
+    }
+    fn writes_promptly(&self) -> bool {
+        self.inner.writes_promptly()
+    }
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.inner.write_at(buf, offset)
+    }
+    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
+        self.inner.write_zeroes(offset, len, mode)
+    }
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.inner.discard(offset, len)
+    }
+    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.inner.allocate(offset, len)
+    }
+    fn sync(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        state.1 += 1;
+        self.changed.notify_all();
+        while state.0 {
+            self.changed.wait(&mut state);
+        }
+        state.1 -= 1;
+        drop(state);
+        self.inner.sync()
+    }
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.inner.set_len(len)
+    }
+    fn may_have_holes(&self) -> Result<bool> {
+        self.inner.may_have_holes()
+    }
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        self.inner.extent_at(offset, len)
+    }
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner.allocated_bytes()
+    }
+}
+
+/// Serves a disk of 4 MiB whose first half is there.
+fn rig(cache: CacheMode, storage: Arc<dyn Storage>) -> Rig {
+    let disk = qcow2(storage.clone(), 4 * MIB, "");
+    disk.write_at(&vec![0xee; 2 * MIB as usize], GuestOffset(0)).unwrap();
+    disk.close().unwrap();
+    let disk = reopen_in(cache, storage.clone(), true);
+    Rig::over(storage, disk, |_| {}, |_| {})
+}
+
+/// A gate before a memory that counts and fails, and a server in mode writethrough.
+fn gated() -> (Arc<Gate>, Arc<CountingStorage>, Arc<FaultyStorage>, Rig) {
+    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+    let counting = CountingStorage::new(faulty.clone());
+    let gate = Gate::before(counting.clone());
+    let rig = rig(CacheMode::Writethrough, gate.clone());
+    (gate, counting, faulty, rig)
+}
+
+/// Requests that go out in one send.
+#[derive(Default)]
+struct Burst {
+    bytes: Vec<u8>,
+    count: u64,
+}
+
+/// Cookies of a burst begin here.
+const FIRST: u64 = 1 << 32;
+
+impl Burst {
+    fn add(mut self, command: u16, flags: u16, at: u64, len: u32, payload: &[u8]) -> Self {
+        self.bytes.extend(0x2560_9513u32.to_be_bytes());
+        self.bytes.extend(flags.to_be_bytes());
+        self.bytes.extend(command.to_be_bytes());
+        self.bytes.extend((FIRST + self.count).to_be_bytes());
+        self.bytes.extend(at.to_be_bytes());
+        self.bytes.extend(len.to_be_bytes());
+        self.bytes.extend(payload);
+        self.count += 1;
+        self
+    }
+
+    /// So many writes of 4 KiB from the beginning of the disk on.
+    fn writes(self, count: u8, byte: u8) -> Self {
+        (0..count)
+            .fold(self, |burst, i| burst.add(WRITE, 0, u64::from(i) * 4096, 4096, &[byte; 4096]))
+    }
+}
+
+/// The cookies and errors of the next `count` answers, in the order of the cookies.
+fn answers(client: &mut Client, count: u64) -> BTreeMap<u64, Option<u32>> {
+    let mut answers = BTreeMap::new();
+    for _ in 0..count {
+        let chunk = client.chunk(|_| 0);
+        let error = (chunk.kind >= 1 << 15)
+            .then(|| u32::from_be_bytes(chunk.payload[..4].try_into().unwrap()));
+        assert!(answers.insert(chunk.cookie, error).is_none(), "answered twice");
+    }
+    answers
+}
+
+/// A client whose first durable write waits for its sync, and which has sent more since: all of it
+/// was taken, and nothing is answered.
+fn waiting(gate: &Gate, rig: &Rig, burst: &Burst) -> Client {
+    let mut client = rig.client(Style::Structured);
+    gate.shut();
+    client.request(WRITE, 0, MIB, 4096, &[1; 4096]);
+    gate.met();
+    client.put(&burst.bytes);
+    // A leader goes on while the other thread syncs, and takes requests in order.
+    let read = client.request(READ, 0, MIB, 1, b"");
+    let answer = client.chunk(|_| 1);
+    assert_eq!((answer.cookie, answer.kind), (read, 1));
+    client
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < Duration::from_secs(120), "never: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn writes_of_one_send_cost_few_syncs() {
+    let (_gate, counting, _, rig) = gated();
+    let mut client = rig.client(Style::Structured);
+    let before = counting.counts().syncs;
+    client.put(&Burst::default().writes(32, 5).bytes);
+    assert!(answers(&mut client, 32).values().all(Option::is_none));
+    let syncs = counting.counts().syncs - before;
+    assert!((1..=12).contains(&syncs), "{syncs} syncs");
+    assert_eq!(client.read(31 * 4096, 1).unwrap(), [5]);
+    rig.end();
+}
+
+#[test]
+fn what_comes_during_a_sync_shares_the_next_one() {
+    let (gate, counting, _, rig) = gated();
+    let before = counting.counts().syncs;
+    let burst =
+        (0..3).fold(Burst::default().writes(32, 5), |burst, _| burst.add(FLUSH, 0, 0, 0, b""));
+    let mut client = waiting(&gate, &rig, &burst);
+    gate.open();
+    assert!(answers(&mut client, 1 + burst.count).values().all(Option::is_none));
+    assert_eq!(counting.counts().syncs - before, 2);
+    rig.end();
+}
+
+#[test]
+fn any_number_of_requests_waits_for_one_sync() {
+    let (gate, counting, _, rig) = gated();
+    let before = counting.counts().syncs;
+    let burst = (0..2000).fold(Burst::default(), |burst, _| burst.add(FLUSH, 0, 0, 0, b""));
+    let mut client = waiting(&gate, &rig, &burst);
+    gate.open();
+    assert!(answers(&mut client, 1 + burst.count).values().all(Option::is_none));
+    let syncs = counting.counts().syncs - before;
+    assert!(syncs <= 1 + 2000 / 256 + 1, "{syncs} syncs");
+    rig.end();
+}
+
+#[test]
+fn each_answer_is_durable_at_that_moment() {
+    let modes = [(CacheMode::Writethrough, 0), (CacheMode::Writeback, FUA), (CacheMode::None, FUA)];
+    for (cache, flags) in modes {
+        let crash = CrashStorage::new();
+        let rig = rig(cache, crash.clone());
+        std::thread::scope(|scope| {
+            for number in 0..3u64 {
+                let (mut client, crash) = (rig.client(Style::Structured), &crash);
+                scope.spawn(move || {
+                    let mut open = BTreeMap::new();
+                    let places = (0..48u64).map(|i| match i % 4 {
+                        // In place, and where space has to be found.
+                        0 => 2 * MIB + (i * 3 + number) * 8192,
+                        _ => (i * 3 + number) * 4096,
+                    });
+                    let mut places = places.fuse();
+                    loop {
+                        while let Some(at) = places.next() {
+                            let byte = (at / 4096) as u8 | 1;
+                            let cookie = client.request(WRITE, flags, at, 4096, &[byte; 4096]);
+                            open.insert(cookie, (at, byte));
+                            if open.len() == 8 {
+                                break;
+                            }
+                        }
+                        if open.is_empty() {
+                            return;
+                        }
+                        let chunk = client.chunk(|_| 0);
+                        // At once: what another thread flushes later shall not help.
+                        let image = crash.crash_now();
+                        assert_eq!(chunk.kind, 0);
+                        let (at, byte) = open.remove(&chunk.cookie).unwrap();
+                        let disk = reopen(Arc::new(image.only_durable()), false);
+                        let mut found = [0; 4096];
+                        disk.read_at(&mut found, GuestOffset(at)).unwrap();
+                        assert!(found == [byte; 4096], "{cache}: {at:#x}");
+                    }
+                });
+            }
+        });
+        rig.end();
+    }
+}
+
+#[test]
+fn a_flush_among_other_requests_covers_what_was_answered_before() {
+    let crash = CrashStorage::new();
+    let rig = rig(CacheMode::Writeback, crash.clone());
+    let (mut client, mut other) = (rig.client(Style::Structured), rig.client(Style::Structured));
+    for round in 1..20u8 {
+        let at = 2 * MIB + u64::from(round) * 65536;
+        client.write(at, &[round; 512]).unwrap();
+        let burst = Burst::default().writes(3, round).add(FLUSH, 0, 0, 0, b"").writes(2, round);
+        other.put(&burst.bytes);
+        let flushed = FIRST + 3;
+        while *answers(&mut other, 1).first_key_value().unwrap().0 != flushed {}
+        let disk = reopen(Arc::new(crash.crash_now().only_durable()), false);
+        let mut found = [0];
+        disk.read_at(&mut found, GuestOffset(at)).unwrap();
+        assert_eq!(found, [round]);
+        // The other answers, however many came before the flush's.
+        other.request(READ, 0, at, 1, b"");
+        while other.chunk(|_| 1).kind != 1 {}
+    }
+    rig.end();
+}
+
+#[test]
+fn a_failed_sync_answers_all_of_its_writes_with_the_error() {
+    for (plan, errno) in [
+        (FaultPlan::nth(&[FaultKind::Sync], 0).lasting(), 5),
+        // Bytes are lost: nothing is gained by waiting for space.
+        (FaultPlan::nth(&[FaultKind::Sync], 0).lasting().no_space(), 28),
+    ] {
+        let (gate, _, faulty, rig) = gated();
+        let burst = Burst::default().writes(8, 5).add(FLUSH, 0, 0, 0, b"");
+        let mut client = waiting(&gate, &rig, &burst);
+        faulty.arm(plan);
+        gate.open();
+        let answers = answers(&mut client, 1 + burst.count);
+        assert!(answers.values().all(|error| *error == Some(errno)), "{answers:?}");
+        assert_eq!(rig.export.parked().total, 0);
+        faulty.heal();
+        assert_eq!(client.write(0, &[1; 4096]), Ok(()));
+        rig.end();
+    }
+}
+
+/// A disk whose flush finds no space for the map, and the client whose `count` requests wait.
+fn full_at_flush(flags: u16) -> (Arc<CrashStorage>, Arc<FaultyStorage>, Rig, Client, u64) {
+    let crash = CrashStorage::new();
+    let faulty = FaultyStorage::new(crash.clone());
+    let rig = rig(CacheMode::Writeback, faulty.clone());
+    let mut client = rig.client(Style::Structured);
+    client.run(WRITE, FUA, 2 * MIB, 65536, &[1; 65536]).unwrap();
+    // The data are written; what the flush writes finds no space.
+    faulty.arm(FaultPlan::nth(&[FaultKind::Write], 1).no_space().lasting());
+    let cookie = client.request(WRITE, flags, 3 * MIB, 65536, &[2; 65536]);
+    if flags & FUA == 0 {
+        assert!(client.answer(cookie, 0).is_ok());
+        client.request(FLUSH, 0, 0, 0, b"");
+        client.request(FLUSH, 0, 0, 0, b"");
+    }
+    let count = if flags & FUA == 0 { 2 } else { 1 };
+    eventually("parked", || rig.export.parked().requests == count);
+    (crash, faulty, rig, client, count)
+}
+
+#[test]
+fn a_flush_that_finds_no_space_waits_for_some() {
+    for flags in [0, FUA] {
+        let (crash, faulty, rig, mut client, count) = full_at_flush(flags);
+        // Nothing is answered, and reads go on.
+        assert_eq!(client.read(3 * MIB, 1).unwrap(), [2]);
+        faulty.heal();
+        rig.export.resume();
+        assert!(answers(&mut client, count).values().all(Option::is_none));
+        let disk = reopen(Arc::new(crash.crash_now().only_durable()), false);
+        let mut found = [0; 65536];
+        disk.read_at(&mut found, GuestOffset(3 * MIB)).unwrap();
+        assert!(found == [2; 65536]);
+        assert_eq!((rig.export.parked().requests, rig.export.parked().bytes), (0, 0));
+        rig.end();
+    }
+}
+
+#[test]
+fn neither_a_client_that_leaves_nor_the_end_waits_for_space() {
+    let (_, faulty, rig, client, _) = full_at_flush(FUA);
+    drop(client);
+    rig.settles_at(0);
+    faulty.heal();
+    rig.export.resume();
+    eventually("given up", || rig.export.parked().requests == 0);
+    rig.end();
+
+    let (_, faulty, rig, mut client, count) = full_at_flush(0);
+    rig.export.end_waiting();
+    assert!(answers(&mut client, count).values().all(|error| *error == Some(108)));
+    faulty.heal();
+    rig.end();
+}
+
+#[test]
+fn a_client_that_leaves_during_a_sync_leaves_nothing_behind() {
+    let (gate, _, _, rig) = gated();
+    let client = waiting(&gate, &rig, &Burst::default().writes(8, 5));
+    drop(client);
+    std::thread::sleep(Duration::from_millis(20));
+    gate.open();
+    rig.settles_at(0);
+    assert_eq!(rig.client(Style::Simple).read(7 * 4096, 1).unwrap(), [5]);
+    rig.end();
+}
+
+#[test]
+fn what_came_before_the_end_is_answered() {
+    let (_gate, _, _, rig) = gated();
+    for politely in [true, false] {
+        let mut client = rig.client(Style::Structured);
+        let burst = Burst::default().writes(20, 5).add(FLUSH, 0, 0, 0, b"");
+        let count = burst.count;
+        if politely {
+            client.put(&burst.add(DISC, 0, 0, 0, b"").bytes);
+        } else {
+            client.put(&burst.bytes);
+            client.socket.shutdown(Shutdown::Write).unwrap();
+        }
+        assert!(answers(&mut client, count).values().all(Option::is_none));
+        assert!(client.is_ended());
+    }
+    rig.end();
+}
+
+#[test]
+fn a_pause_keeps_replies_waiting_until_it_ends() {
+    let (gate, _, _, rig) = gated();
+    let mut client = waiting(&gate, &rig, &Burst::default().writes(8, 5));
+    // One flush is under way; that of the others waits.
+    rig.export.pause();
+    gate.open();
+    answers(&mut client, 1);
+    client.socket.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    let mut byte = [0];
+    let early = std::io::Read::read(&mut &client.socket, &mut byte).unwrap_err();
+    assert_eq!(early.kind(), std::io::ErrorKind::WouldBlock);
+    client.socket.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
+    rig.export.resume();
+    assert!(answers(&mut client, 8).values().all(Option::is_none));
+    rig.end();
+}
