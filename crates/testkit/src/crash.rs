@@ -156,14 +156,15 @@ impl CrashStorage {
     /// # Panics
     /// Where `source` cannot be read.
     pub fn holding(source: &dyn Storage) -> Arc<Self> {
-        Self::holding_on(source, &CrashClock::new())
+        Self::holding_in(source, CacheMode::Writeback, &CrashClock::new())
     }
 
-    /// As [`CrashStorage::holding`], on a clock that others are on too.
+    /// As [`CrashStorage::holding`], in a cache mode as [`CrashStorage::in_mode`], on a clock that
+    /// others are on too.
     ///
     /// # Panics
     /// Where `source` cannot be read.
-    pub fn holding_on(source: &dyn Storage, clock: &CrashClock) -> Arc<Self> {
+    pub fn holding_in(source: &dyn Storage, cache: CacheMode, clock: &CrashClock) -> Arc<Self> {
         let len = source.len().expect("the length of the source");
         let mut sectors = Sectors::new();
         let mut at = 0;
@@ -179,7 +180,7 @@ impl CrashStorage {
             }
             at = end;
         }
-        Self::with(sectors, len, CacheMode::Writeback, clock)
+        Self::with(sectors, len, cache, clock)
     }
 
     fn with(sectors: Sectors, len: u64, cache: CacheMode, clock: &CrashClock) -> Arc<Self> {

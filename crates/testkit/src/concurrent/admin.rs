@@ -162,7 +162,7 @@ impl Admin<'_> {
         let log = &mut deeds.log;
         log.changes.push(span.change(What::Size(new), 0, 1, answer));
         if first < last {
-            log.changes.push(span.change(What::Zero, first, last - first, answer));
+            log.changes.push(span.change(What::Passed, first, last - first, answer));
         }
         if rng.chance(1, 3) {
             self.stage.flush(log);

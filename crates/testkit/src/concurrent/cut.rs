@@ -32,8 +32,17 @@ pub struct Recording {
 impl Recording {
     /// Files that hold this, durably.
     pub fn new(content: &[MemoryStorage]) -> Self {
+        Self::over(content, CacheMode::Writeback)
+    }
+
+    /// As [`Recording::new`], of storages whose syncs do nothing and that say so.
+    pub fn volatile(content: &[MemoryStorage]) -> Self {
+        Self::over(content, CacheMode::Unsafe)
+    }
+
+    fn over(content: &[MemoryStorage], cache: CacheMode) -> Self {
         let clock = CrashClock::new();
-        let record = |file: &MemoryStorage| CrashStorage::holding_on(file, &clock);
+        let record = |file: &MemoryStorage| CrashStorage::holding_in(file, cache, &clock);
         let crash: Vec<Arc<CrashStorage>> = content.iter().map(record).collect();
         let faulty = crash.iter().map(|file| FaultyStorage::new(file.clone())).collect();
         Self { clock, crash, faulty }
@@ -42,6 +51,12 @@ impl Recording {
     /// For use by a disk.
     pub fn files(&self) -> Files {
         self.faulty.iter().map(|file| file.clone() as Arc<dyn Storage>).collect()
+    }
+
+    /// Everything works again; says whether anything had failed.
+    pub fn heal(&self) -> bool {
+        self.faulty.iter().for_each(|file| file.heal());
+        self.faulty.iter().any(|file| file.fired() > 0)
     }
 
     /// Lets calls wait now and then.
@@ -285,6 +300,9 @@ impl Run {
         let disk = shape.open(&files, false, CacheMode::Writeback).map_err(text)?;
         moment.judge_size(disk.guest_bytes())?;
         for (sector, bytes) in shape.read_window(&disk).map_err(text)? {
+            if shape.noisy && moment.is_new(sector) {
+                continue;
+            }
             let content = find_content(sector, &bytes, &self.history.first(sector));
             let content = content.ok_or_else(|| {
                 format!("sector {sector} holds what nobody wrote: {:02x?}..", &bytes[..32])
@@ -323,7 +341,7 @@ impl Run {
 ///
 /// # Errors
 /// What is wrong.
-fn go_on(shape: &Shape, files: &Files) -> Result<(), String> {
+pub fn go_on(shape: &Shape, files: &Files) -> Result<(), String> {
     let text = |error: vdkit_block::Error| error.to_string();
     let disk = shape.open(files, true, CacheMode::Writeback).map_err(text)?;
     let sectors = shape.sectors();
@@ -342,6 +360,10 @@ fn go_on(shape: &Shape, files: &Files) -> Result<(), String> {
     disk.close().map_err(text)?;
     drop(disk);
     shape.audit(files, true)?;
-    shape.check(files, Repair::Leaks).map_err(text)?;
-    shape.audit(files, false)
+    let report = shape.check(files, Repair::Leaks).map_err(text)?;
+    // What may be a lost table is kept.
+    if report.leaks_left() != report.leaks_kept {
+        return Err(format!("leaks that were not repaired: {:#?}", report.findings));
+    }
+    Ok(())
 }

@@ -44,6 +44,8 @@ pub enum What {
     Write(u64),
     /// They read as zero.
     Zero,
+    /// The end of the disk passed here: cut off, or new, they read as zero.
+    Passed,
     /// Zero or as before.
     Discard,
     /// The disk got so many bytes.
@@ -97,7 +99,7 @@ impl Change {
     fn makes(&self, content: u64) -> bool {
         match self.what {
             What::Write(number) | What::Size(number) => content == number,
-            What::Zero | What::Discard => content == ZERO,
+            What::Zero | What::Passed | What::Discard => content == ZERO,
         }
     }
 }
@@ -309,6 +311,17 @@ impl Moment<'_> {
     pub fn allows(&self, sector: u64, content: u64) -> bool {
         let began = |change: &Change| change.ticks_before <= self.ticks;
         self.history.allows(sector, content, &began, &|change| self.durable(change))
+    }
+
+    /// Whether a sector may be new in a survivor by a resize that is not durable yet, so that in some
+    /// formats it holds anything.
+    pub fn is_new(&self, sector: u64) -> bool {
+        let changes = self.history.changes.get(&sector).map_or(&[][..], Vec::as_slice);
+        let hides = |begin: u64| changes.iter().any(|c| c.begin > begin && self.durable(c));
+        changes.iter().any(|c| {
+            let began = c.what == What::Passed && c.ticks_before <= self.ticks;
+            began && !self.durable(c) && !hides(c.end)
+        })
     }
 
     /// Holds a sector of a survivor against what was acknowledged.

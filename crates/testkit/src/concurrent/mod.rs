@@ -20,4 +20,4 @@ mod cut;
 pub mod history;
 pub mod shape;
 
-pub use cut::{CACHES, Plan, Recording, Run, Survival, Verdict};
+pub use cut::{CACHES, Plan, Recording, Run, Survival, Verdict, go_on};

@@ -50,6 +50,8 @@ pub struct Shape {
     pub resizes: bool,
     /// The caller of a resize sees to it that no request is in flight.
     pub resizes_alone: bool,
+    /// A power cut in a resize may leave it larger, with noise in what is new.
+    pub noisy: bool,
     /// It has snapshots and bitmaps.
     pub keeps: bool,
     /// It stands on a raw image that holds data everywhere.
@@ -70,6 +72,7 @@ const QCOW2: Shape = Shape {
     unit: 64 * KIB,
     resizes: true,
     resizes_alone: false,
+    noisy: false,
     keeps: true,
     backed: false,
     lazy: false,
@@ -156,6 +159,8 @@ pub const SHAPES: &[Shape] = &[
         guest_bytes: MIB,
         window: 0,
         unit: 4 * KIB,
+        // The footer that stood there before.
+        noisy: true,
         ..VHD
     },
     VHDX,
@@ -168,6 +173,7 @@ pub const SHAPES: &[Shape] = &[
         guest_bytes: MIB,
         window: 0,
         unit: 4 * KIB,
+        noisy: true,
         ..VDI
     },
 ];

@@ -4,7 +4,9 @@
 //! Threads meet in another order each time, so a seed that failed may have to be tried several
 //! times.
 
+mod faults;
 mod power_cut;
+mod volatile;
 
 use vdkit_testkit::concurrent::clients::Mix;
 use vdkit_testkit::concurrent::history::WRITES;

@@ -4,7 +4,7 @@
 use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::admin::Chores;
 use vdkit_testkit::concurrent::shape::{SHAPES, Shape};
-use vdkit_testkit::concurrent::{Plan, Recording, Verdict};
+use vdkit_testkit::concurrent::{CACHES, Plan, Recording, Verdict};
 
 use super::{cases, plan};
 
@@ -55,21 +55,34 @@ fn acknowledged_writes_survive_beside_snapshots_and_bitmaps() {
     each(keeps(), Chores { snapshots: true, bitmaps: true, sizes: true }, 2);
 }
 
+const NOTHING: Chores = Chores { snapshots: false, bitmaps: false, sizes: false };
+
 /// How many power cuts lose something, of each kind of image in each cache mode.
 #[test]
 #[ignore = "figures, no verdict"]
 fn figures() {
-    for shape in SHAPES {
-        for offset in 0..4 {
+    let all = [
+        NOTHING,
+        Chores { sizes: true, ..NOTHING },
+        Chores { snapshots: true, ..NOTHING },
+        Chores { bitmaps: true, ..NOTHING },
+        Chores { snapshots: true, bitmaps: true, sizes: true },
+    ];
+    for (shape, chores) in SHAPES.iter().flat_map(|shape| all.map(|chores| (shape, chores))) {
+        if (chores.sizes && !shape.resizes)
+            || ((chores.snapshots || chores.bitmaps) && !shape.keeps)
+        {
+            continue;
+        }
+        for (offset, cache) in (0..).zip(CACHES) {
             let mut all = Verdict::default();
             for case in 0..cases(4) {
-                let verdict = cut(&plan(*shape, 96, offset + 4 * case));
+                let verdict = cut(&Plan { chores, ..plan(*shape, 96, offset + 4 * case) });
                 all.cuts += verdict.cuts;
                 all.bad_cuts += verdict.bad_cuts;
                 all.first = all.first.or(verdict.first);
             }
-            let cache = vdkit_testkit::concurrent::CACHES[offset as usize];
-            println!("{:16} {cache:14} {} of {}", shape.name, all.bad_cuts, all.cuts);
+            println!("{} {cache} {chores:?}: {} of {}", shape.name, all.bad_cuts, all.cuts);
             if let Some(first) = all.first {
                 println!("    {}", first.chars().take(600).collect::<String>());
             }
