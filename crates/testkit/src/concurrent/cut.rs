@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use parking_lot::RwLock;
-use vdkit_block::{CacheMode, HostOffset, NewBitmap, Repair, Storage};
+use vdkit_block::{CacheMode, HostOffset, Monitor, NewBitmap, Repair, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 
@@ -128,13 +128,7 @@ impl Plan {
     pub fn run(&self, recording: &Recording, arm: impl FnOnce()) -> (Run, Disk) {
         let disk = self.shape.open(&recording.files(), true, self.cache).expect("a good image");
         let first = content_of_window(&self.shape, &disk);
-        if self.chores.bitmaps {
-            let bitmaps = disk.top().bitmaps().expect("a format with bitmaps");
-            if !bitmaps.list().expect("a list").iter().any(|b| b.info.name == STEADY) {
-                let new = NewBitmap { name: STEADY, granularity: None, enabled: true };
-                bitmaps.add(&new).expect("adding a bitmap");
-            }
-        }
+        self.prepare(&disk);
         let front = self.front(disk);
         recording.stumble(true);
         arm();
@@ -147,6 +141,24 @@ impl Plan {
             history.judge(seen, &self.what());
         }
         (Run { plan: *self, history, deeds, ticks }, front.disk)
+    }
+
+    /// Takes away what an earlier run left for the administrator, and adds the bitmap that stays.
+    fn prepare(&self, disk: &Disk) {
+        if self.chores.snapshots {
+            let all = disk.top().snapshots().expect("a format with snapshots");
+            for snapshot in all.list().expect("a list") {
+                all.delete(&snapshot.name, &Monitor::default()).expect("deleting a snapshot");
+            }
+        }
+        if self.chores.bitmaps {
+            let all = disk.top().bitmaps().expect("a format with bitmaps");
+            for bitmap in all.list().expect("a list") {
+                all.remove(&bitmap.info.name).expect("removing a bitmap");
+            }
+            let new = NewBitmap { name: STEADY, granularity: None, enabled: true };
+            all.add(&new).expect("adding a bitmap");
+        }
     }
 
     fn work(
@@ -203,7 +215,8 @@ pub enum Survival {
 }
 
 impl Survival {
-    fn of(self, image: &CrashImage, rng: &mut Rng) -> MemoryStorage {
+    /// A survivor of one file.
+    pub fn of(self, image: &CrashImage, rng: &mut Rng) -> MemoryStorage {
         match self {
             Self::Nothing => image.only_durable(),
             Self::Everything => image.everything(),

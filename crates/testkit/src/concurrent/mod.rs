@@ -17,6 +17,7 @@
 pub mod admin;
 pub mod clients;
 mod cut;
+pub mod endurance;
 pub mod history;
 pub mod shape;
 

@@ -4,6 +4,8 @@
 //! Threads meet in another order each time, so a seed that failed may have to be tried several
 //! times.
 
+mod commit;
+mod endurance;
 mod faults;
 mod power_cut;
 mod volatile;
