@@ -22,7 +22,9 @@
 //!
 //! Several storages can lose their power at one moment: those on one [`CrashClock`].
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use vdkit_block::{
@@ -97,8 +99,39 @@ pub struct CrashStorage {
     clock: CrashClock,
     /// Its number on the clock.
     index: usize,
+    /// Calls wait now and then before they return.
+    stumbles: AtomicBool,
+    waits: AtomicU64,
     /// Whoever opens it again gets the same.
     itself: Weak<Self>,
+}
+
+/// The crashes of one storage, in the order of time; see [`CrashStorage::replay`].
+#[derive(Debug)]
+pub struct Replay {
+    storage: Arc<CrashStorage>,
+    image: CrashImage,
+    /// Events that the image has seen.
+    events: usize,
+}
+
+impl Replay {
+    /// A crash after the first `at` changes and syncs of all storages on the clock. Moments come in
+    /// ascending order.
+    ///
+    /// # Panics
+    /// Where there were not so many, or a later moment was asked for before.
+    pub fn at_tick(&mut self, at: usize) -> &CrashImage {
+        let ops = self.storage.clock.ops_of(self.storage.index, at);
+        let state = self.storage.state.lock();
+        let end = if ops == 0 { 0 } else { state.points[ops - 1] };
+        assert!(self.events <= end, "moments of a replay come in ascending order");
+        for event in &state.events[self.events..end] {
+            self.image.apply(event);
+        }
+        self.events = end;
+        &self.image
+    }
 }
 
 impl CrashStorage {
@@ -123,6 +156,15 @@ impl CrashStorage {
     /// # Panics
     /// Where `source` cannot be read.
     pub fn holding(source: &dyn Storage) -> Arc<Self> {
+        Self::holding_in(source, CacheMode::Writeback, &CrashClock::new())
+    }
+
+    /// As [`CrashStorage::holding`], in a cache mode as [`CrashStorage::in_mode`], on a clock that
+    /// others are on too.
+    ///
+    /// # Panics
+    /// Where `source` cannot be read.
+    pub fn holding_in(source: &dyn Storage, cache: CacheMode, clock: &CrashClock) -> Arc<Self> {
         let len = source.len().expect("the length of the source");
         let mut sectors = Sectors::new();
         let mut at = 0;
@@ -138,7 +180,7 @@ impl CrashStorage {
             }
             at = end;
         }
-        Self::with(sectors, len, CacheMode::Writeback, &CrashClock::new())
+        Self::with(sectors, len, cache, clock)
     }
 
     fn with(sectors: Sectors, len: u64, cache: CacheMode, clock: &CrashClock) -> Arc<Self> {
@@ -157,6 +199,8 @@ impl CrashStorage {
             }),
             clock: clock.clone(),
             index: clock.join(),
+            stumbles: AtomicBool::new(false),
+            waits: AtomicU64::new(0),
             itself: itself.clone(),
         })
     }
@@ -195,6 +239,30 @@ impl CrashStorage {
         image
     }
 
+    /// Walks through its crashes in the order of time, which costs less than asking for each.
+    pub fn replay(self: &Arc<Self>) -> Replay {
+        Replay { storage: self.clone(), image: self.initial.clone(), events: 0 }
+    }
+
+    /// Lets changes and syncs take a while now and then, so that other threads get between their
+    /// beginning and their end.
+    pub fn stumble(&self, on: bool) {
+        self.stumbles.store(on, Ordering::Relaxed);
+    }
+
+    /// Between the beginning and the end of a call.
+    fn linger(&self) {
+        if !self.stumbles.load(Ordering::Relaxed) {
+            return std::thread::yield_now();
+        }
+        let roll = Rng::new(self.waits.fetch_add(1, Ordering::Relaxed)).next_u64();
+        match roll % 8 {
+            0..=3 => {}
+            4 | 5 => std::thread::yield_now(),
+            _ => std::thread::sleep(Duration::from_micros(roll >> 8 & 63)),
+        }
+    }
+
     /// Looks at a crash after each number of operations, from `0` to [`CrashStorage::ops`].
     pub fn for_each_crash(&self, mut look: impl FnMut(usize, &CrashImage)) {
         let (events, points) = {
@@ -229,7 +297,7 @@ impl CrashStorage {
             self.record(&mut state, Event::Changed(Arc::new(change)));
             id
         };
-        std::thread::yield_now();
+        self.linger();
         self.state.lock().record(Event::Returned(id));
         if self.cache.write_durable() { self.sync() } else { Ok(()) }
     }
@@ -413,9 +481,13 @@ impl Storage for CrashStorage {
             state.record(Event::SyncBegan(sync));
             sync
         };
-        std::thread::yield_now();
+        self.linger();
         self.record(&mut self.state.lock(), Event::SyncReturned(sync));
         Ok(())
+    }
+
+    fn volatile(&self) -> bool {
+        self.cache == CacheMode::Unsafe
     }
 
     fn set_len(&self, len: u64) -> Result<()> {

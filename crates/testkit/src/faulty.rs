@@ -1,6 +1,7 @@
 //! A storage that fails when it is told to.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -82,16 +83,20 @@ struct State {
     plan: Option<FaultPlan>,
     matched: u64,
     fired: u64,
+    /// A sync has failed, and failed syncs are final.
+    lost: bool,
 }
 
 /// Passes everything on to another storage, but fails as planned. It has no descriptor and copies
 /// nothing inside the kernel, so that no byte goes past it.
 ///
-/// A failed `sync` here is not final as that of a file is, so that a test can choose either.
+/// A failed `sync` is final, as that of a file is, where a test says so
+/// ([`FaultyStorage::final_syncs`]); else the next one may work.
 #[derive(Debug)]
 pub struct FaultyStorage {
     inner: Arc<dyn Storage>,
     state: Mutex<State>,
+    final_syncs: AtomicBool,
 }
 
 /// How a call that is hit fails.
@@ -105,12 +110,25 @@ const SECTOR: u64 = 512;
 impl FaultyStorage {
     /// A storage that works until it is armed.
     pub fn new(inner: Arc<dyn Storage>) -> Arc<Self> {
-        Arc::new(Self { inner, state: Mutex::default() })
+        let (state, final_syncs) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(Self { inner, state, final_syncs })
     }
 
     /// Sets the plan, in place of an earlier one, and begins to count.
     pub fn arm(&self, plan: FaultPlan) {
-        *self.state.lock() = State { plan: Some(plan), ..State::default() };
+        let mut state = self.state.lock();
+        *state = State { plan: Some(plan), lost: state.lost, ..State::default() };
+    }
+
+    /// From now on a failed sync is final: all later ones fail too, also after
+    /// [`FaultyStorage::heal`].
+    pub fn final_syncs(&self) {
+        self.final_syncs.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether a sync has failed for good.
+    pub fn lost(&self) -> bool {
+        self.state.lock().lost
     }
 
     /// Works again. The counts stay.
@@ -235,13 +253,25 @@ impl Storage for FaultyStorage {
     }
 
     fn sync(&self) -> Result<()> {
-        self.fail_file(FaultKind::Sync, IoAction::Sync)?;
+        if self.lost() {
+            let file = self.inner.name().to_owned();
+            return Err(Error::File { file, action: IoAction::Sync, source: Errno::IO.into() });
+        }
+        let failed = self.fail_file(FaultKind::Sync, IoAction::Sync);
+        if failed.is_err() && self.final_syncs.load(Ordering::SeqCst) {
+            self.state.lock().lost = true;
+        }
+        failed?;
         self.inner.sync()
     }
 
     fn set_len(&self, len: u64) -> Result<()> {
         self.fail_file(FaultKind::SetLen, IoAction::Resize)?;
         self.inner.set_len(len)
+    }
+
+    fn volatile(&self) -> bool {
+        self.inner.volatile()
     }
 
     fn may_have_holes(&self) -> Result<bool> {
@@ -299,6 +329,20 @@ mod tests {
         storage.heal();
         storage.sync().unwrap();
         assert_eq!(storage.fired(), 10);
+    }
+
+    #[test]
+    fn a_failed_sync_is_final_where_it_shall_be() {
+        let (storage, _) = faulty();
+        storage.arm(FaultPlan::nth(&[FaultKind::Sync], 0));
+        assert!(storage.sync().is_err() && storage.sync().is_ok());
+        storage.final_syncs();
+        storage.arm(FaultPlan::nth(&[FaultKind::Sync], 0));
+        assert!(storage.sync().is_err() && storage.sync().is_err() && storage.lost());
+        storage.heal();
+        storage.arm(FaultPlan::nth(&[FaultKind::Sync], 9));
+        assert!(storage.sync().is_err());
+        storage.write_at(&[1], HostOffset(0)).unwrap();
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
 //! - [`guest`] boots a small Linux with given disks.
 //! - [`appliance`] makes OVAs by hand.
+//! - [`concurrent`] lets several clients use a disk while the power fails or calls do.
 //! - [`trials`] are what every writable format must stand.
 //! - [`disks`] makes a disk over such a storage.
 //! - `nbd` (a feature) serves one, and is a client that says what no other would.
@@ -19,6 +20,7 @@
 //! - [`processor_time`] bounds work on a machine that has other things to do as well.
 
 pub mod appliance;
+pub mod concurrent;
 mod counting;
 pub mod crash;
 mod crash_image;

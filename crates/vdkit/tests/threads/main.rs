@@ -1,17 +1,16 @@
 //! Many threads on one disk that stumbles now and then, so that they meet in unusual orders.
 //!
-//! Afterwards all that any of them saw is held against all that they did ([`history`]), the image
+//! Afterwards all that any of them saw is held against all that they did
+//! (`vdkit_testkit::concurrent::history`), the image
 //! is checked here and by QEMU, and power cuts are tried at moments of the run.
 
 #[path = "../support/mod.rs"]
 mod support;
 
-mod history;
 mod worker;
 
 use std::sync::Arc;
 
-use history::{Clock, History, Log, SECTOR, Seen, content_of};
 use support::disks::{Survival, Timeline, power_cut, survivors};
 use support::guest::Guest;
 use support::rig::{IntoGuest, Rig};
@@ -19,6 +18,7 @@ use support::shape::{Base, CBC, Content, DataFile, Shape, XTS};
 use vdkit_block::{Error, Limits};
 use vdkit_chain::Disk;
 use vdkit_testkit::Rng;
+use vdkit_testkit::concurrent::history::{Clock, History, Log, Moment, SECTOR, Seen, content_of};
 use worker::{Mix, Stage};
 
 /// What is tried in one test.
@@ -48,7 +48,7 @@ fn run_on(rig: &Rig, disk: Disk, guest: &Guest, plan: &Plan, seed: u64) {
     rig.disks.iter().for_each(|disk| disk.stumble(true));
     let logs = work(shape, plan, &disk, guest, seed, None);
     rig.disks.iter().for_each(|disk| disk.stumble(false));
-    let history = History::new(&logs, guest);
+    let history = History::new(&logs, &guest.0);
     logs.iter().flat_map(|log| &log.seen).for_each(|seen| history.judge(seen, &what));
     let last = settle(&history, &disk, guest, &what);
     disk.close().expect("closing");
@@ -216,30 +216,27 @@ fn a_power_cut_while_threads_write_keeps_what_was_flushed() {
         rig.disks.iter().for_each(|disk| disk.stumble(true));
         let logs = work(&shape, &plan, &disk, &guest, seed, Some(&timeline));
         drop(disk);
-        let history = History::new(&logs, &guest);
-        let flushes: Vec<_> = logs.iter().flat_map(|log| log.flushes.clone()).collect();
+        let history = History::new(&logs, &guest.0);
         for _ in 0..12 {
             let moment = rng.below(timeline.len() as u64 + 1) as usize;
-            let returned = flushes.iter().filter(|(_, ops)| *ops <= moment);
-            let flushed = returned.map(|(begin, _)| *begin).max().unwrap_or(0);
             let cuts = power_cut(&rig.disks, &timeline, moment);
             for survival in [Survival::Nothing, Survival::Everything, Survival::Lot] {
                 let survivor = rig.with_content(survivors(&cuts, survival, &mut rng));
                 let what = format!("{shape:?}, cut at {moment}, surviving: {survival:?}");
-                judge_survivor(&survivor, &history, &guest, flushed, &what);
+                judge_survivor(&survivor, &history.at(moment), &guest, &what);
             }
         }
     });
 }
 
-fn judge_survivor(rig: &Rig, history: &History, first: &Guest, flushed: u64, what: &str) {
+fn judge_survivor(rig: &Rig, moment: &Moment<'_>, first: &Guest, what: &str) {
     let disk = rig.open(true).unwrap_or_else(|error| panic!("{what}: {error}"));
     let mut bytes = vec![0xee; first.len() as usize];
     disk.read_at(&mut bytes, 0.into_guest()).expect("a survivor can be read");
     for (sector, bytes) in (0u64..).zip(bytes.chunks(SECTOR as usize)) {
         let before = first.read(sector * SECTOR, SECTOR);
         let content = content_of(sector, bytes, &before);
-        history.judge_survivor(sector, content, flushed, what);
+        moment.judge(sector, content).unwrap_or_else(|error| panic!("{what}: {error}"));
     }
     disk.close().expect("closing a survivor");
     rig.audit(true, what);
@@ -286,7 +283,7 @@ fn a_resize_beside_writes() {
             });
             rig.image().stumble(false);
             let what = format!("{shape:?}");
-            let history = History::new(&logs, &guest);
+            let history = History::new(&logs, &guest.0);
             logs.iter().flat_map(|log| &log.seen).for_each(|seen| history.judge(seen, &what));
             let mut last = vec![0xee; full as usize];
             disk.read_at(&mut last, 0.into_guest()).unwrap();

@@ -3,8 +3,10 @@
 use vdkit_block::Codec;
 use vdkit_chain::Disk;
 use vdkit_testkit::Rng;
+use vdkit_testkit::concurrent::history::{
+    Change, Clock, Flush, Log, SECTOR, Seen, WRITES, What, content_of, stamps,
+};
 
-use super::history::{Change, Clock, Log, SECTOR, Seen, WRITES, What, content_of, stamp};
 use super::support::disks::Timeline;
 use super::support::guest::Guest;
 use super::support::ops::pack;
@@ -63,8 +65,7 @@ impl Stage<'_> {
         let (first, count) = self.sectors(rng);
         if one_of(write) {
             self.change(log, What::Write(number), first, count, || {
-                let bytes: Vec<u8> =
-                    (first..first + count).flat_map(|s| stamp(s, number)).collect();
+                let bytes = stamps(first, count, number);
                 self.disk.write_at(&bytes, (first * SECTOR).into_guest()).expect("writing");
             });
         } else if one_of(packed) {
@@ -85,8 +86,8 @@ impl Stage<'_> {
         } else {
             let begin = self.clock.now();
             self.disk.flush().expect("flushing");
-            let changes = self.timeline.as_ref().map_or(0, Timeline::len);
-            log.flushes.push((begin, changes));
+            let ticks_after = self.timeline.as_ref().map_or(0, Timeline::len);
+            log.flushes.push(Flush { begin, ticks_after });
         }
     }
 
@@ -104,7 +105,7 @@ impl Stage<'_> {
     fn change(&self, log: &mut Log, what: What, first: u64, count: u64, call: impl FnOnce()) {
         let begin = self.clock.now();
         call();
-        log.changes.push(Change { what, first, count, begin, end: self.clock.now() });
+        log.changes.push(Change::done(what, first, count, begin, self.clock.now()));
     }
 
     /// Writes a compressed cluster or two. Sectors behind the end of the disk do not matter.
@@ -113,7 +114,7 @@ impl Stage<'_> {
         let first = near / in_cluster * in_cluster;
         let count = in_cluster.min(self.first.len() / SECTOR - first) * (1 + number % 2);
         let count = count.min(self.first.len() / SECTOR - first);
-        let bytes: Vec<u8> = (first..first + count).flat_map(|s| stamp(s, number)).collect();
+        let bytes = stamps(first, count, number);
         let codec = self.disk.top().caps().packed.unwrap_or(Codec::Deflate);
         // The stamps of a small cluster may not shrink.
         if let Some(units) = pack(codec, self.cluster, &bytes) {

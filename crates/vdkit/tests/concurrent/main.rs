@@ -1,0 +1,38 @@
+//! Many clients on one disk, while the power fails or calls of the storages do.
+//!
+//! Each run prints its seed when it fails; `VDKIT_SEED` replays it and `VDKIT_CASES` asks for more.
+//! Threads meet in another order each time, so a seed that failed may have to be tried several
+//! times.
+
+mod commit;
+mod endurance;
+mod faults;
+mod power_cut;
+mod volatile;
+
+use vdkit_testkit::concurrent::clients::Mix;
+use vdkit_testkit::concurrent::history::WRITES;
+use vdkit_testkit::concurrent::shape::Shape;
+use vdkit_testkit::concurrent::{CACHES, Plan};
+
+/// How many cases a test runs.
+fn cases(default: u64) -> u64 {
+    std::env::var("VDKIT_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(default)
+}
+
+/// A plan of so many calls of all clients together, with clients, cache mode and mix that follow
+/// from the seed.
+fn plan(shape: Shape, calls: u64, seed: u64) -> Plan {
+    let clients = [2, 8, 4, 16][seed as usize / 4 % 4];
+    Plan {
+        shape,
+        cache: CACHES[seed as usize % 4],
+        clients,
+        calls: calls.div_ceil(clients),
+        mix: if seed / 16 % 4 == 3 { Mix::WRITES } else { Mix::ALL },
+        chores: Default::default(),
+        faults: false,
+        first_write: WRITES,
+        seed,
+    }
+}
