@@ -15,7 +15,8 @@ const ARGUMENTS_AT: u32 = 16;
 /// Flags of `pwritev2` that make a write durable when it returns: RWF_DSYNC and RWF_SYNC.
 pub const SYNC_FLAGS: u32 = 0x2 | 0x4;
 
-/// What happens to system calls; those without a rule run as always.
+/// What happens to system calls; those without a rule run as always. The first rule for a call
+/// decides.
 #[derive(Clone, Debug, Default)]
 pub struct Filter {
     program: Vec<sock_filter>,

@@ -49,14 +49,18 @@ impl Recorded {
         let record = CrashStorage::holding(&contents(&file)?);
         // Sharing blocks and io_uring would go unseen; programs do without. A mapping that can be
         // written is refused below.
-        let filter = Filter::syncs()
+        let filter = Filter::new()
+            .pass(libc::SYS_fsync)
+            .pass(libc::SYS_fdatasync)
             .pass(libc::SYS_pwrite64)
             .pass(libc::SYS_pwritev)
             .pass(libc::SYS_pwritev2)
             .pass(libc::SYS_ftruncate)
             .pass(libc::SYS_fallocate)
             .pass_if(libc::SYS_mmap, 3, libc::MAP_SHARED as u32)
-            .refuse(libc::SYS_copy_file_range, libc::EOPNOTSUPP);
+            .refuse(libc::SYS_copy_file_range, libc::EOPNOTSUPP)
+            .refuse(libc::SYS_io_uring_setup, libc::ENOSYS)
+            .refuse(libc::SYS_io_setup, libc::ENOSYS);
         let (child, listener) = spawn(command, &filter)?;
         let metadata = file.metadata()?;
         let supervisor = Supervisor {
@@ -92,7 +96,11 @@ impl Recorded {
             let n = PIECE_BYTES.min((len - at) as usize);
             file.read_exact_at(&mut live[..n], at).expect("a read");
             self.record.read_padded(&mut recorded[..n], HostOffset(at)).expect("memory");
-            assert!(live[..n] == recorded[..n], "a change at {at} or behind that nobody saw");
+            if let Some(first) = (0..n).find(|i| live[*i] != recorded[*i]) {
+                let at = at + first as u64;
+                let (is, seen) = (live[first], recorded[first]);
+                panic!("byte {at} is {is:#x} and was seen as {seen:#x}: a change went unseen");
+            }
         }
         (self.record.clone(), status.code())
     }
