@@ -9,7 +9,7 @@
 //! ```text
 //! scratch   mounts tmpfs, xfs, ext4, btrfs    images    makes the images of the cells
 //!      \                                       /
-//!       groups  (null, file, check, compress, encryption, serve: which cells there are)
+//!       groups  (null, file, check, compress, encryption, serve, durable: which cells there are)
 //!          |
 //!        pair   runs the candidates in turn ── process  one program: time, CPU, memory
 //!          |                              └─── memory   what a program finds at hand
@@ -100,6 +100,7 @@ fn measure(options: &Options) -> Result<Report> {
                 Group::Compress => groups::compress::measure(options, &scratch, &mut save)?,
                 Group::Encryption => groups::encryption::measure(options, &scratch, &mut save)?,
                 Group::Serve => groups::serve::measure(options, &scratch, &mut save)?,
+                Group::Durable => groups::durable::measure(options, &scratch, &mut save)?,
             }
         }
         scratch.unmount()?;

@@ -26,12 +26,21 @@ pub enum Group {
     Encryption,
     /// Serving a disk over NBD, beside qemu-nbd and nbdkit, driven by fio.
     Serve,
+    /// Writes over NBD that are durable when they are answered, where syncs take longer and longer.
+    Durable,
 }
 
 impl Group {
     /// In the order of the document.
-    pub const ALL: [Self; 6] =
-        [Self::Null, Self::File, Self::Check, Self::Compress, Self::Encryption, Self::Serve];
+    pub const ALL: [Self; 7] = [
+        Self::Null,
+        Self::File,
+        Self::Check,
+        Self::Compress,
+        Self::Encryption,
+        Self::Serve,
+        Self::Durable,
+    ];
 
     /// As typed and as stored.
     pub fn name(self) -> &'static str {
@@ -42,6 +51,7 @@ impl Group {
             Self::Compress => "compress",
             Self::Encryption => "encryption",
             Self::Serve => "serve",
+            Self::Durable => "durable",
         }
     }
 }
@@ -119,7 +129,7 @@ pub struct Arguments {
     /// Only jobs whose name has this in it, such as `raw→qcow2`, `zstd` or `QD32`
     #[arg(long)]
     job: Option<String>,
-    /// Timed rounds after the one to warm up [default: 7; compress: 3]
+    /// Timed rounds after the one to warm up [default: 7; compress: 3; durable: 5]
     #[arg(long)]
     runs: Option<usize>,
     /// Small images and few rounds: does everything work? The numbers mean little
@@ -257,7 +267,9 @@ impl Options {
             Group::Check => matches!(file_system, FileSystem::Tmpfs | FileSystem::Ext4),
             Group::Compress => file_system == FileSystem::Host,
             Group::Encryption => file_system == FileSystem::Tmpfs,
-            Group::Serve => matches!(file_system, FileSystem::Tmpfs | FileSystem::Ext4),
+            Group::Serve | Group::Durable => {
+                matches!(file_system, FileSystem::Tmpfs | FileSystem::Ext4)
+            }
         };
         self.groups
             .iter()
@@ -299,6 +311,7 @@ impl Options {
         self.runs.unwrap_or(match (self.quick, group) {
             (true, _) => 2,
             (false, Group::Compress) => 3,
+            (false, Group::Durable) => 5,
             (false, _) => 7,
         })
     }
@@ -309,7 +322,8 @@ impl Options {
         let classic = if self.groups.iter().any(classic) { self.image_bytes * 5 } else { 0 };
         let real = if self.groups.contains(&Group::Compress) { self.real_bytes * 4 } else { 0 };
         // File systems want some room of their own; the files behind them are sparse.
-        let served = if self.groups.contains(&Group::Serve) { 4 << 30 } else { 0 };
+        let serves = |g: &Group| matches!(g, Group::Serve | Group::Durable);
+        let served = if self.groups.iter().any(serves) { 4 << 30 } else { 0 };
         classic.max(real).max(served) + (1 << 30)
     }
 }

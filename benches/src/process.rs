@@ -112,6 +112,7 @@ impl Program {
             user_seconds: seconds(usage.ru_utime),
             system_seconds: seconds(usage.ru_stime),
             memory_bytes_max: u64::try_from(usage.ru_maxrss).unwrap_or(0) * 1024,
+            syncs: None,
         })
     }
 }
@@ -130,6 +131,9 @@ pub struct Usage {
     pub system_seconds: f64,
     /// Peak resident memory.
     pub memory_bytes_max: u64,
+    /// In the group durable: syncs a request, where they were counted.
+    #[serde(default)]
+    pub syncs: Option<f64>,
 }
 
 /// An unnamed file for what a program says.

@@ -1,5 +1,7 @@
 //! Samples as JSON, medians and paired ratios as Markdown.
 
+mod durable;
+
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -141,6 +143,7 @@ impl Report {
             (Group::Compress, _) => compress_table(&cells),
             (Group::Encryption, _) => encryption_table(&cells),
             (Group::Serve, _) => serve_table(&cells),
+            (Group::Durable, _) => durable::table(&cells),
         }
     }
 }
@@ -362,7 +365,9 @@ impl Cell {
         for series in &self.series {
             let _ = write!(text, "  {}: {}", series.name, series.time());
         }
-        if self.name.group == Group::Serve {
+        if self.name.group == Group::Durable {
+            text = durable::short(self);
+        } else if self.name.group == Group::Serve {
             text.clear();
             for series in &self.series {
                 let _ = write!(text, "  {}: {}", series.name, series.rate());
@@ -512,6 +517,7 @@ mod tests {
             user_seconds: 0.0,
             system_seconds: 0.0,
             memory_bytes_max: 5 << 20,
+            syncs: None,
         };
         Series {
             name: name.to_owned(),

@@ -2,8 +2,10 @@
 
 pub mod check;
 pub mod compress;
+pub mod durable;
 pub mod encryption;
 pub mod file;
+mod nbd;
 pub mod null;
 pub mod serve;
 

@@ -5,12 +5,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
 use super::Save;
+use super::nbd::{Requests, Running, answer_of, memory_peak, processor, quiet, wait_for};
 use crate::options::{Group, Options};
 use crate::pair::{Cell, CellName, Series, order_of};
 use crate::process::{Program, Usage, interrupted};
@@ -182,16 +182,6 @@ impl Server {
     }
 }
 
-/// A server that is killed at the end.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// All jobs on each server.
 pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
     let bytes = if options.quick { DISK_BYTES / 4 } else { DISK_BYTES };
@@ -312,21 +302,9 @@ fn run(
     rustix::fs::sync();
     let socket = scratch.file("nbd.sock");
     let _ = fs::remove_file(&socket);
-    let child = server
-        .command(options, job, &image, &socket)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .with_context(|| server.name())?;
-    let running = Running(child);
-    let began = Instant::now();
-    while std::os::unix::net::UnixStream::connect(&socket).is_err() {
-        if began.elapsed() > Duration::from_secs(20) {
-            bail!("{} does not listen", server.name());
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let mut command = server.command(options, job, &image, &socket);
+    let running = Running(quiet(&mut command).spawn().with_context(|| server.name())?);
+    wait_for(&socket).with_context(|| server.name())?;
     if job.start == Start::Filled {
         Program::new("fio")
             .args(["--name=fill", "--ioengine=nbd", "--rw=write", "--bs=1M", "--iodepth=8"])
@@ -350,12 +328,8 @@ fn run(
         user_seconds: (after.0 - before.0) / requests.count,
         system_seconds: (after.1 - before.1) / requests.count,
         memory_bytes_max: memory,
+        syncs: None,
     })
-}
-
-struct Requests {
-    count: f64,
-    seconds: f64,
 }
 
 fn fio(
@@ -379,44 +353,12 @@ fn fio(
         program = program.arg("--time_based").arg(format!("--runtime={seconds}"));
     }
     program.run()?;
-    let text = fs::read_to_string(&answer)?;
-    // fio puts its own remarks before the JSON.
-    let json = text.find('{').map_or("", |start| &text[start..]);
-    let parsed: serde_json::Value = serde_json::from_str(json).context("fio's answer")?;
-    let result = &parsed["jobs"][0];
-    let mut total = Requests { count: 0.0, seconds: 0.0 };
-    for side in ["read", "write"] {
-        total.count += result[side]["total_ios"].as_f64().unwrap_or(0.0);
-        let millis = result[side]["runtime"].as_f64().unwrap_or(0.0);
-        total.seconds = total.seconds.max(millis / 1e3);
-    }
+    let (mut total, result) = answer_of(&answer)?;
     if job.fio.contains(&"--end_fsync=1") {
         // The last flush belongs to it.
         let millis = result["job_runtime"].as_f64().unwrap_or(0.0);
         let jobs = if job.fio.contains(&"--numjobs=16") { 16.0 } else { 1.0 };
         total.seconds = total.seconds.max(millis / 1e3 / jobs);
     }
-    if total.count == 0.0 || total.seconds == 0.0 {
-        bail!("fio did nothing");
-    }
     Ok(total)
-}
-
-/// Seconds of processor time so far, in user mode and in the kernel.
-fn processor(pid: u32) -> Result<(f64, f64)> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name in parentheses may hold anything.
-    let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or("").split_whitespace().collect();
-    let ticks = rustix::param::clock_ticks_per_second() as f64;
-    let field = |index: usize| -> Result<f64> {
-        Ok(fields.get(index).context("/proc/PID/stat")?.parse::<f64>()? / ticks)
-    };
-    Ok((field(11)?, field(12)?))
-}
-
-fn memory_peak(pid: u32) -> Result<u64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.trim().split(' ').next()).unwrap_or("0");
-    Ok(kib.parse::<u64>()? * 1024)
 }

@@ -34,6 +34,7 @@ use vdkit_storage::MemoryStorage;
 
 pub use crate::crash_image::CrashImage;
 use crate::crash_image::{Change, Event, SECTOR, Sector, Sectors};
+pub use crate::crash_steps::Step;
 use crate::rng::Rng;
 
 /// The longest length.
@@ -77,15 +78,15 @@ impl CrashClock {
 }
 
 #[derive(Debug)]
-struct State {
+pub(crate) struct State {
     live: Sectors,
-    len: u64,
-    events: Vec<Event>,
+    pub(crate) len: u64,
+    pub(crate) events: Vec<Event>,
     /// How many events had happened after each operation.
     points: Vec<usize>,
     /// Numbers of changes and syncs, from 1.
-    next: u64,
-    now: CrashImage,
+    pub(crate) next: u64,
+    pub(crate) now: CrashImage,
 }
 
 /// Memory that records every change; see the [module's documentation](self) for what survives a
@@ -94,8 +95,8 @@ struct State {
 pub struct CrashStorage {
     name: String,
     cache: CacheMode,
-    initial: CrashImage,
-    state: Mutex<State>,
+    pub(crate) initial: CrashImage,
+    pub(crate) state: Mutex<State>,
     clock: CrashClock,
     /// Its number on the clock.
     index: usize,
@@ -303,7 +304,7 @@ impl CrashStorage {
     }
 
     /// Records what ends an operation.
-    fn record(&self, state: &mut State, event: Event) {
+    pub(crate) fn record(&self, state: &mut State, event: Event) {
         state.record(event);
         state.points.push(state.events.len());
         self.clock.tick(self.index);
@@ -325,14 +326,14 @@ fn sector_of(bytes: [u8; SECTOR as usize]) -> Sector {
 }
 
 impl State {
-    fn record(&mut self, event: Event) {
+    pub(crate) fn record(&mut self, event: Event) {
         self.now.apply(&event);
         self.events.push(event);
     }
 
     /// The length that a change up to `end` has to settle, if any. That is also one which another
     /// thread has made and whose change still is under way: what is synced is not past the end.
-    fn grow(&mut self, end: u64) -> Option<u64> {
+    pub(crate) fn grow(&mut self, end: u64) -> Option<u64> {
         if end > self.len {
             self.len = end;
             return Some(end);
@@ -341,7 +342,7 @@ impl State {
     }
 
     /// Writes over `start..end`, `bytes` giving the content from an offset on.
-    fn write(&mut self, start: u64, end: u64, buf: &[u8]) -> Vec<(u64, Sector)> {
+    pub(crate) fn write(&mut self, start: u64, end: u64, buf: &[u8]) -> Vec<(u64, Sector)> {
         let mut touched = Vec::new();
         for number in start / SECTOR..end.div_ceil(SECTOR) {
             let base = number * SECTOR;
@@ -357,7 +358,7 @@ impl State {
     }
 
     /// Makes `start..end` zero. Sectors that were never touched are zero in every version.
-    fn clear(&mut self, start: u64, end: u64) -> Vec<(u64, Sector)> {
+    pub(crate) fn clear(&mut self, start: u64, end: u64) -> Vec<(u64, Sector)> {
         let mut touched = Vec::new();
         if start >= end {
             return touched;

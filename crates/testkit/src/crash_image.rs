@@ -40,6 +40,8 @@ pub(crate) enum Event {
     SyncBegan(u64),
     /// A sync was answered.
     SyncReturned(u64),
+    /// A change is durable by itself, without a sync.
+    Durable(u64),
 }
 
 #[derive(Clone, Debug)]
@@ -95,6 +97,7 @@ impl CrashImage {
                 let covered = self.syncs.remove(sync).unwrap_or_default();
                 self.make_durable(&covered);
             }
+            Event::Durable(id) => self.make_durable(&[*id]),
         }
     }
 
@@ -123,6 +126,11 @@ impl CrashImage {
     /// Changes that a crash may undo.
     pub fn unsynced(&self) -> usize {
         self.pending.len()
+    }
+
+    /// The length that is durable.
+    pub(crate) fn durable_len(&self) -> u64 {
+        self.durable_len.1
     }
 
     /// Whether a length of at least `end` hangs on a change whose caller still waits, so that a

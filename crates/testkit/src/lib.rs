@@ -4,6 +4,7 @@
 //! - [`FaultyStorage`] fails the n-th call of chosen kinds.
 //! - [`SharingStorage`] shares blocks, as on a file system with reflinks, or refuses to.
 //! - [`CrashStorage`] records every change, and makes what a disk may hold after a crash.
+//! - [`Recorded`] is a program whose changes of a file are recorded so, with syncs that take a while.
 //! - [`qemu`] asks QEMU's programs, and [`Machine`] its emulator.
 //! - [`fuzz`] is what the fuzz targets run.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
@@ -24,6 +25,7 @@ pub mod concurrent;
 mod counting;
 pub mod crash;
 mod crash_image;
+mod crash_steps;
 pub mod disks;
 mod faulty;
 pub mod fs;
@@ -40,6 +42,7 @@ pub mod nbd;
 mod pairs;
 mod peers;
 pub mod qemu;
+mod recorded;
 mod rng;
 mod sharing;
 pub mod trials;
@@ -52,5 +55,6 @@ pub use machine::Machine;
 pub use meter::processor_time;
 pub use pairs::{Choice, pairwise};
 pub use peers::{require_fuse, require_peer, require_python, require_root};
+pub use recorded::Recorded;
 pub use rng::Rng;
 pub use sharing::{NoShare, SharingStorage};

@@ -127,16 +127,17 @@ impl Tracker {
     }
 
     /// Sets the bits of a range of guest bytes. `load` says what a page holds that is not in memory
-    /// yet.
+    /// yet. Returns whether some of it must be written.
     pub(crate) fn mark(
         &self,
         guest: Range<u64>,
         load: impl Fn(usize) -> Result<Page>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let per_page = self.page_bytes * 8;
         let mut at = guest.start >> self.granularity_bits;
         // The disk may just have become smaller.
         let end = (((guest.end - 1) >> self.granularity_bits) + 1).min(self.bits);
+        let mut unsettled = false;
         while at < end {
             let page = at / per_page;
             let next = end.min((page + 1) * per_page);
@@ -144,10 +145,11 @@ impl Tracker {
                 && words.set(at - page * per_page..next - page * per_page)
             {
                 self.set_dirty(page as usize);
+                unsettled = true;
             }
             at = next;
         }
-        Ok(())
+        Ok(unsettled)
     }
 
     fn page(&self, index: usize, load: impl Fn(usize) -> Result<Page>) -> Result<&Page> {

@@ -50,7 +50,7 @@ impl Qcow2 {
 
     /// Sets bits in one bitmap.
     pub(super) fn note_in(&self, tracker: &Tracker, guest: Range<u64>) -> Result<()> {
-        tracker.mark(guest, |page| self.load_page(tracker, page))
+        tracker.mark(guest, |page| self.load_page(tracker, page)).map(|_| ())
     }
 
     /// Where a page of a bitmap is: its table's word, its index, and the offset in the cluster.
