@@ -27,18 +27,16 @@ fn stands(plan: &Plan) {
 
 fn each(shapes: impl Iterator<Item = Shape>, chores: Chores, default_cases: u64) {
     let seed = Rng::from_env(1).seed();
-    let shapes: Vec<Shape> = shapes.collect();
-    for case in 0..cases(default_cases) {
-        for (number, shape) in (0..).zip(&shapes) {
-            let seed = seed + case + number;
-            stands(&Plan { chores, ..plan(*shape, 96, seed) });
+    for shape in shapes {
+        for seed in seed..seed + cases(default_cases) {
+            stands(&Plan { chores, ..plan(shape, 96, seed) });
         }
     }
 }
 
 #[test]
 fn acknowledged_writes_survive() {
-    each(SHAPES.iter().copied(), Chores::default(), 8);
+    each(SHAPES.iter().copied(), Chores::default(), 6);
 }
 
 #[test]
