@@ -143,8 +143,9 @@ impl Admin<'_> {
     /// Smaller or larger, mostly so that the end lies within the window.
     fn resize(&self, deeds: &mut Deeds, _call: u64, rng: &mut Rng) {
         let disk = &self.front.disk;
-        let (old, sectors) = (disk.guest_bytes(), self.shape.sectors());
-        let (middle, end) = ((sectors.start + sectors.end) / 2, sectors.end);
+        let (old, windows) = (disk.guest_bytes(), self.shape.windows());
+        let last = &windows[windows.len() - 1];
+        let (middle, end) = ((windows[0].start + last.end) / 2, last.end);
         let new = match rng.below(3) {
             0 => self.shape.guest_bytes,
             _ => rng.within(middle..end + 16) / 8 * 8 * SECTOR,
@@ -158,11 +159,13 @@ impl Admin<'_> {
         };
         // What was cut off is gone, and what is new is zero.
         let range = old.min(new) / SECTOR..old.max(new).div_ceil(SECTOR);
-        let (first, last) = (range.start.max(sectors.start), range.end.min(sectors.end));
         let log = &mut deeds.log;
         log.changes.push(span.change(What::Size(new), 0, 1, answer));
-        if first < last {
-            log.changes.push(span.change(What::Passed, first, last - first, answer));
+        for window in windows {
+            let (first, last) = (range.start.max(window.start), range.end.min(window.end));
+            if first < last {
+                log.changes.push(span.change(What::Passed, first, last - first, answer));
+            }
         }
         if rng.chance(1, 3) {
             self.stage.flush(log);
@@ -204,7 +207,7 @@ impl Deeds {
             }
             if there {
                 let view = shape.view(all.view(name).map_err(text)?);
-                for (sector, bytes) in shape.read_window(&view).map_err(text)? {
+                for (sector, bytes) in shape.read_windows(&view).map_err(text)? {
                     let content = find_content(sector, &bytes, &history.first(sector));
                     let content = content.ok_or(format!("snapshot {name}: noise at {sector}"))?;
                     let Span { begin, end, .. } = *span;

@@ -116,8 +116,8 @@ impl Mix {
 pub struct Stage<'a> {
     /// The disk.
     pub front: &'a dyn Front,
-    /// The sectors that they work on, and what they held at first.
-    pub sectors: Range<u64>,
+    /// The sectors that they work on.
+    pub windows: Vec<Range<u64>>,
     /// What a sector held at first.
     pub first: &'a (dyn Fn(u64) -> [u8; SECTOR as usize] + Sync),
     /// Sectors of a unit of allocation.
@@ -205,18 +205,19 @@ impl Stage<'_> {
         }
     }
 
-    /// A run of sectors: a unit, a few sectors, or more; half of them in the first quarter of the
+    /// A run of sectors: a unit, a few sectors, or more; half of them in the first quarter of a
     /// window, so that many meet.
     fn run(&self, rng: &mut Rng) -> (u64, u64) {
-        let all = self.sectors.end - self.sectors.start;
-        let within = if rng.chance(1, 2) { all / 4 } else { all };
+        let window = &self.windows[rng.below(self.windows.len() as u64) as usize];
+        let all = window.end - window.start;
+        let within = if rng.chance(1, 2) { all.div_ceil(4) } else { all };
         let at = rng.below(within);
         let (at, count) = match rng.below(4) {
             0 => (at / self.unit * self.unit, self.unit.min(64)),
             1 => (at, 1 + rng.below(32)),
             _ => (at, 1 + rng.below(6)),
         };
-        (self.sectors.start + at, count.min(all - at))
+        (window.start + at, count.min(all - at))
     }
 
     fn change(

@@ -102,7 +102,7 @@ pub struct Run {
 /// What the window of a disk holds, as long as the disk.
 fn content_of_window(shape: &Shape, disk: &Disk) -> MemoryStorage {
     let memory = MemoryStorage::with_len("first", disk.guest_bytes());
-    for (sector, bytes) in shape.read_window(disk).expect("reading a good image") {
+    for (sector, bytes) in shape.read_windows(disk).expect("reading a good image") {
         memory.write_at(&bytes, HostOffset(sector * SECTOR)).expect("memory");
     }
     memory
@@ -174,7 +174,7 @@ impl Plan {
         };
         let stage = Stage {
             front,
-            sectors: self.shape.sectors(),
+            windows: self.shape.windows(),
             first: &first,
             unit: (self.shape.unit / SECTOR).max(1),
             cache: self.cache,
@@ -197,6 +197,11 @@ impl Plan {
             (logs, join(deeds))
         })
     }
+}
+
+fn noise(sector: u64, bytes: &[u8]) -> String {
+    let (head, tail) = (&bytes[..32], &bytes[bytes.len() - 16..]);
+    format!("sector {sector} holds what nobody wrote there: {head:02x?}..{tail:02x?}")
 }
 
 fn join<T>(thread: std::thread::ScopedJoinHandle<'_, T>) -> T {
@@ -312,14 +317,12 @@ impl Run {
         let text = |error: vdkit_block::Error| error.to_string();
         let disk = shape.open(&files, false, CacheMode::Writeback).map_err(text)?;
         moment.judge_size(disk.guest_bytes())?;
-        for (sector, bytes) in shape.read_window(&disk).map_err(text)? {
+        for (sector, bytes) in shape.read_windows(&disk).map_err(text)? {
             if shape.noisy && moment.is_new(sector) {
                 continue;
             }
             let content = find_content(sector, &bytes, &self.history.first(sector));
-            let content = content.ok_or_else(|| {
-                format!("sector {sector} holds what nobody wrote: {:02x?}..", &bytes[..32])
-            })?;
+            let content = content.ok_or_else(|| noise(sector, &bytes))?;
             moment.judge(sector, content)?;
         }
         self.deeds.judge_snapshots(shape, &disk, &self.history, moment)?;
@@ -339,9 +342,9 @@ impl Run {
     /// What it cannot show.
     pub fn judge_now(&self, disk: &Disk) -> Result<(), String> {
         let shape = &self.plan.shape;
-        for (sector, bytes) in shape.read_window(disk).map_err(|error| error.to_string())? {
+        for (sector, bytes) in shape.read_windows(disk).map_err(|error| error.to_string())? {
             let content = find_content(sector, &bytes, &self.history.first(sector));
-            let content = content.ok_or(format!("sector {sector} holds what nobody wrote"))?;
+            let content = content.ok_or_else(|| noise(sector, &bytes))?;
             let (begin, end) = (u64::MAX - 1, u64::MAX);
             self.history.try_judge(&Seen { sector, content, begin, end })?;
         }
@@ -356,9 +359,12 @@ impl Run {
 /// What is wrong.
 pub fn go_on(shape: &Shape, files: &Files) -> Result<(), String> {
     let text = |error: vdkit_block::Error| error.to_string();
+    if shape.driver.name() == "vdi" {
+        // A header counts the blocks of the file: those that leaked leave no room for others.
+        shape.check(files, Repair::Leaks).map_err(text)?;
+    }
     let disk = shape.open(files, true, CacheMode::Writeback).map_err(text)?;
-    let sectors = shape.sectors();
-    for first in sectors.clone().step_by(60) {
+    for first in shape.windows().into_iter().flat_map(|window| window.step_by(60)) {
         let bytes = stamps(first, 20, 1 << 60);
         let at = vdkit_block::GuestOffset(first * SECTOR);
         if at.0 + bytes.len() as u64 <= disk.guest_bytes() {

@@ -42,8 +42,10 @@ pub struct Shape {
     pub options: &'static str,
     /// Bytes of the guest disk.
     pub guest_bytes: u64,
-    /// Where clients work: the first byte.
+    /// Where clients work: the first byte of the first window.
     pub window: u64,
+    /// So many windows, in this many units one after the other.
+    pub windows: u64,
     /// The unit of allocation, or what clients shall take for one, in bytes.
     pub unit: u64,
     /// It can be resized.
@@ -60,7 +62,7 @@ pub struct Shape {
     pub lazy: bool,
 }
 
-/// Bytes of the window.
+/// Bytes of all windows.
 const WINDOW: u64 = 256 * KIB;
 
 const QCOW2: Shape = Shape {
@@ -69,6 +71,7 @@ const QCOW2: Shape = Shape {
     options: "",
     guest_bytes: 2 * MIB,
     window: 0,
+    windows: 1,
     unit: 64 * KIB,
     resizes: true,
     resizes_alone: false,
@@ -84,8 +87,9 @@ const VMDK: Shape =
 const VDI: Shape = Shape {
     name: "vdi",
     driver: &VdiDriver,
-    guest_bytes: 4 * MIB,
-    window: MIB - WINDOW / 2,
+    guest_bytes: 9 * MIB,
+    window: MIB - WINDOW / 16,
+    windows: 8,
     unit: MIB,
     resizes_alone: true,
     keeps: false,
@@ -96,8 +100,8 @@ const VHD: Shape = Shape {
     name: "vhd",
     driver: &VhdDriver,
     options: "force_size=on",
-    guest_bytes: 6 * MIB,
-    window: 2 * MIB - WINDOW / 2,
+    guest_bytes: 18 * MIB,
+    window: 2 * MIB - WINDOW / 16,
     unit: 2 * MIB,
     ..VDI
 };
@@ -158,6 +162,7 @@ pub const SHAPES: &[Shape] = &[
         options: "force_size=on,subformat=fixed",
         guest_bytes: MIB,
         window: 0,
+        windows: 1,
         unit: 4 * KIB,
         // The footer that stood there before.
         noisy: true,
@@ -165,13 +170,22 @@ pub const SHAPES: &[Shape] = &[
     },
     VHDX,
     Shape { name: "vhdx-fixed", options: "block_size=1M,subformat=fixed", ..VHDX },
-    Shape { name: "raw", driver: &RawDriver, guest_bytes: MIB, window: 0, unit: 4 * KIB, ..VDI },
+    Shape {
+        name: "raw",
+        driver: &RawDriver,
+        guest_bytes: MIB,
+        window: 0,
+        windows: 1,
+        unit: 4 * KIB,
+        ..VDI
+    },
     Shape {
         name: "luks",
         driver: &LuksDriver,
         options: "iter-time=0",
         guest_bytes: MIB,
         window: 0,
+        windows: 1,
         unit: 4 * KIB,
         noisy: true,
         ..VDI
@@ -188,8 +202,13 @@ impl Shape {
     }
 
     /// The sectors that clients work on.
-    pub fn sectors(&self) -> Range<u64> {
-        self.window / SECTOR..(self.window + WINDOW) / SECTOR
+    pub fn windows(&self) -> Vec<Range<u64>> {
+        let count = WINDOW / self.windows / SECTOR;
+        let window = |number: u64| {
+            let first = (self.window + number * self.unit) / SECTOR;
+            first..first + count
+        };
+        (0..self.windows).map(window).collect()
     }
 
     fn keys(&self) -> Vec<Secret> {
@@ -230,9 +249,11 @@ impl Shape {
 
     /// Data in every other stretch of the window, with a zero here and there.
     fn fill(&self, disk: &Disk) {
-        let sectors = self.sectors();
-        for (number, first) in sectors.clone().step_by(24).enumerate() {
-            let count = 12.min(sectors.end - first);
+        // A window that begins with nothing leaves its first unit to be allocated.
+        let skipped = if self.windows > 1 { 2 } else { 1 };
+        let windows = self.windows().into_iter().step_by(skipped);
+        for (number, first) in windows.flat_map(|window| window.step_by(24)).enumerate() {
+            let count = 12;
             let at = GuestOffset(first * SECTOR);
             let bytes = stamps(first, count, WRITES + (u64::from(u32::MAX) << 24));
             match number % 5 {
@@ -247,9 +268,7 @@ impl Shape {
         if !self.backed {
             return None;
         }
-        let sectors = self.sectors();
-        let count = (sectors.end - sectors.start) / 4 * 3;
-        let bytes = stamps(0, sectors.start + count, u64::from(u32::MAX) << 24);
+        let bytes = stamps(0, WINDOW / SECTOR / 4 * 3, u64::from(u32::MAX) << 24);
         let storage = MemoryStorage::from_bytes("base", &bytes).read_only();
         let format = RawFormat::new(Arc::new(storage), false).expect("a raw base");
         let info = ImageInfo::new("raw", format.guest_bytes());
@@ -297,16 +316,21 @@ impl Shape {
         Ok(())
     }
 
-    /// Reads as much of the window as the disk has, a sector at a time: its number and its bytes.
+    /// Reads as much of the windows as the disk has, a sector at a time: its number and its bytes.
     ///
     /// # Errors
     /// What the disk returns.
-    pub fn read_window(&self, disk: &Disk) -> Result<Vec<(u64, Vec<u8>)>> {
-        let end = disk.guest_bytes().min(self.window + WINDOW);
-        let mut bytes = vec![0xee; end.saturating_sub(self.window) as usize];
-        disk.read_at(&mut bytes, GuestOffset(self.window))?;
-        let sectors = bytes.chunks(SECTOR as usize).map(<[u8]>::to_vec);
-        Ok((self.window / SECTOR..).zip(sectors).collect())
+    pub fn read_windows(&self, disk: &Disk) -> Result<Vec<(u64, Vec<u8>)>> {
+        let mut all = Vec::new();
+        for window in self.windows() {
+            let end = disk.guest_bytes().min(window.end * SECTOR);
+            let start = window.start * SECTOR;
+            let mut bytes = vec![0xee; end.saturating_sub(start) as usize];
+            disk.read_at(&mut bytes, GuestOffset(start.min(end)))?;
+            let sectors = bytes.chunks(SECTOR as usize).map(<[u8]>::to_vec);
+            all.extend(window.zip(sectors));
+        }
+        Ok(all)
     }
 
     /// A format's view (a snapshot) on what the image stands on.

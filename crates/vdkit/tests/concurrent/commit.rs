@@ -159,7 +159,7 @@ fn work(case: &Case, seed: u64, recording: &Recording, first: &MemoryStorage) ->
     };
     let stage = Stage {
         front: &Served(&export),
-        sectors: 0..SECTORS,
+        windows: vec![0..SECTORS],
         first: &of_first,
         unit: 16,
         cache: case.cache,

@@ -4,7 +4,8 @@
 
 use std::collections::BTreeSet;
 
-use vdkit::{CacheMode, Disk, GuestOffset};
+use vdkit_block::{CacheMode, GuestOffset};
+use vdkit_chain::Disk;
 use vdkit_testkit::concurrent::admin::Chores;
 use vdkit_testkit::concurrent::history::{SECTOR, stamps};
 use vdkit_testkit::concurrent::shape::{SHAPES, Shape};
@@ -42,12 +43,22 @@ fn stands(plan: &Plan, fault: &FaultPlan, rng: &mut Rng) -> bool {
     let file = rng.below(recording.faulty.len() as u64) as usize;
     let (run, disk) = plan.run(&recording, || recording.faulty[file].arm(fault.clone()));
     let what = format!("{}, {fault:?} of file {file}", plan.what());
-    let fired = recording.heal();
+    let mut fired = recording.heal();
     run.judge_now(&disk).unwrap_or_else(|error| panic!("{what}, healed: {error}"));
     let cut = run.cut(&recording, CUTS, rng).first;
     assert!(cut.is_none(), "{what}: {}", cut.unwrap_or_default());
     disk.flush().unwrap_or_else(|error| panic!("{what}: a flush, healed: {error}"));
     run.judge_now(&disk).unwrap_or_else(|error| panic!("{what}, flushed: {error}"));
+    if rng.chance(1, 2) {
+        let fault = FaultPlan::nth(&FaultKind::CHANGES, rng.below(8));
+        recording.faulty[file].arm(fault.clone());
+        if disk.close().is_err() {
+            let what = format!("{what}, {fault:?} in closing");
+            fired |= recording.heal();
+            run.judge_now(&disk).unwrap_or_else(|error| panic!("{what}, healed: {error}"));
+        }
+        fired |= recording.heal();
+    }
     disk.close().unwrap_or_else(|error| panic!("{what}: closing, healed: {error}"));
     drop(disk);
     let (shape, files) = (&plan.shape, recording.files());
@@ -65,16 +76,16 @@ fn stands(plan: &Plan, fault: &FaultPlan, rng: &mut Rng) -> bool {
 fn each(lasting: bool, default_cases: u64) {
     let seed = Rng::from_env(7).seed();
     let mut unharmed: BTreeSet<&str> = SHAPES.iter().map(|shape| shape.name).collect();
-    for case in 0..cases(default_cases) {
-        for (number, shape) in (0..).zip(SHAPES) {
-            let seed = seed + 5 * case + number;
+    for seed in seed..seed + cases(default_cases) {
+        for shape in SHAPES {
             let mut rng = Rng::new(seed);
             let chores = Chores {
-                sizes: shape.resizes && rng.chance(1, 3),
+                // A resize that failed leaves noise in some formats.
+                sizes: shape.resizes && !shape.noisy && rng.chance(1, 3),
                 snapshots: shape.keeps && rng.chance(1, 3),
                 bitmaps: false,
             };
-            let fault = fault(KINDS[case as usize % 4], lasting, &mut rng);
+            let fault = fault(KINDS[seed as usize % 4], lasting, &mut rng);
             let plan = Plan { faults: true, chores, ..plan(*shape, 64, seed) };
             if stands(&plan, &fault, &mut rng) {
                 unharmed.remove(shape.name);
@@ -98,9 +109,8 @@ fn calls_that_fail_until_they_are_healed_lose_nothing() {
 #[test]
 fn a_failed_sync_is_final_for_every_client() {
     let seed = Rng::from_env(11).seed();
-    for case in 0..cases(4) {
-        for (number, shape) in (0..).zip(SHAPES) {
-            let seed = seed + 5 * case + number;
+    for seed in seed..seed + cases(4) {
+        for shape in SHAPES {
             let mut rng = Rng::new(seed);
             let plan = Plan { faults: true, ..plan(*shape, 64, seed) };
             let recording = Recording::new(&shape.make(false));
@@ -122,7 +132,7 @@ fn a_failed_sync_is_final_for_every_client() {
 }
 
 fn nothing_is_acknowledged(disk: &Disk, shape: &Shape, cache: CacheMode, what: &str) {
-    let first = shape.sectors().start;
+    let first = shape.windows()[0].start;
     std::thread::scope(|scope| {
         for client in 0..4 {
             scope.spawn(move || {

@@ -12,7 +12,7 @@ mod volatile;
 
 use vdkit_testkit::concurrent::clients::Mix;
 use vdkit_testkit::concurrent::history::WRITES;
-use vdkit_testkit::concurrent::shape::Shape;
+use vdkit_testkit::concurrent::shape::{SHAPES, Shape};
 use vdkit_testkit::concurrent::{CACHES, Plan};
 
 /// How many cases a test runs.
@@ -21,15 +21,17 @@ fn cases(default: u64) -> u64 {
 }
 
 /// A plan of so many calls of all clients together, with clients, cache mode and mix that follow
-/// from the seed.
+/// from the seed and the shape.
 fn plan(shape: Shape, calls: u64, seed: u64) -> Plan {
-    let clients = [2, 8, 4, 16][seed as usize / 4 % 4];
+    let place = SHAPES.iter().position(|other| other.name == shape.name).unwrap_or(0);
+    let lot = seed as usize + place;
+    let clients = [2, 8, 4, 16][lot / 4 % 4];
     Plan {
         shape,
-        cache: CACHES[seed as usize % 4],
+        cache: CACHES[lot % 4],
         clients,
         calls: calls.div_ceil(clients),
-        mix: if seed / 16 % 4 == 3 { Mix::WRITES } else { Mix::ALL },
+        mix: if lot / 16 % 4 == 3 { Mix::WRITES } else { Mix::ALL },
         chores: Default::default(),
         faults: false,
         first_write: WRITES,

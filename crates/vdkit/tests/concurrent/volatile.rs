@@ -1,7 +1,7 @@
 //! Storages whose syncs do nothing, as new targets of a conversion have them: the format keeps no
 //! order there. A call that fails loses nothing all the same, and the closed image is sound.
 
-use vdkit::CacheMode;
+use vdkit_block::CacheMode;
 use vdkit_testkit::concurrent::shape::SHAPES;
 use vdkit_testkit::concurrent::{Plan, Recording, go_on};
 use vdkit_testkit::{FaultKind, Rng};
@@ -19,13 +19,12 @@ const KINDS: [&[FaultKind]; 3] = [
 fn a_volatile_image_is_right_when_it_is_closed_whatever_failed_before() {
     let seed = Rng::from_env(13).seed();
     let mut fired = 0;
-    for case in 0..cases(9) {
-        for (number, shape) in (0..).zip(SHAPES) {
-            let seed = seed + 5 * case + number;
+    for seed in seed..seed + cases(9) {
+        for shape in SHAPES {
             let mut rng = Rng::new(seed);
-            let recording = Recording::volatile(&shape.make(case % 2 == 1));
+            let recording = Recording::volatile(&shape.make(seed % 2 == 1));
             let plan = Plan { faults: true, cache: CacheMode::Unsafe, ..plan(*shape, 64, seed) };
-            let fault = fault(KINDS[case as usize % 3], case / 3 % 2 == 1, &mut rng);
+            let fault = fault(KINDS[seed as usize % 3], seed / 3 % 2 == 1, &mut rng);
             let file = rng.below(recording.faulty.len() as u64) as usize;
             let arm = || recording.faulty[file].arm(fault.clone());
             let (run, disk) = plan.run(&recording, arm);
