@@ -101,7 +101,7 @@ impl Job {
         let share = self.disk_bytes / self.connections;
         Program::new("fio")
             .args(["--name=bench", "--ioengine=nbd", "--output-format=json", "--randrepeat=1"])
-            .args(["--thread", "--group_reporting", "--time_based", "--bs=4k"])
+            .args(["--thread", "--group_reporting", "--time_based", "--bs=4k", "--norandommap"])
             .arg(format!("--runtime={SECONDS}"))
             .arg(format!("--rw={rw}"))
             .arg(format!("--iodepth={}", DEPTH / self.connections))
@@ -291,7 +291,9 @@ fn run(
     syncs: Syncs,
 ) -> Result<Usage> {
     let image = job.prepare(options, scratch)?;
-    rustix::fs::sync();
+    if scratch.file_system != FileSystem::Tmpfs {
+        rustix::fs::sync();
+    }
     let (socket, answer) = (scratch.file("nbd.sock"), scratch.file("fio.json"));
     let _ = fs::remove_file(&socket);
     let mut command = server.command(options, job, &image, &socket);

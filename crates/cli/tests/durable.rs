@@ -9,9 +9,9 @@
 mod common;
 
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,10 +19,11 @@ use common::Scratch;
 use vdkit::{CheckReport, Disk, GuestOffset, Repair, Storage};
 use vdkit_testkit::nbd::client::{Client, DISC, FLUSH, FUA, Style, WRITE};
 use vdkit_testkit::trials::Trial;
-use vdkit_testkit::{CrashStorage, Recorded, Rng};
+use vdkit_testkit::{CrashStorage, Recorded, Rng, require_peer};
 
+const IMAGE: &str = "image";
 const SYNC_TAKES: Duration = Duration::from_millis(3);
-const DISK_BYTES: u64 = 256 << 20;
+const DISK_BYTES: u64 = 128 << 20;
 const BLOCK_BYTES: u64 = 4096;
 const WRITES: u64 = 400;
 const IN_FLIGHT: usize = 32;
@@ -137,17 +138,43 @@ fn drive(client: &mut Client, requests: &[Request], record: &CrashStorage) -> Ve
     }
 }
 
+/// Who serves.
+#[derive(Clone, Copy, Debug)]
+enum Server {
+    Vdkit,
+    QemuNbd,
+}
+
+impl Server {
+    fn command(self, scratch: &Scratch, format: &str, load: Load) -> Command {
+        let mut command;
+        match self {
+            Self::Vdkit => {
+                command = scratch.command(&["serve", IMAGE, "-f", format, "--nbd", "unix:s.sock"]);
+                command.args(["--cache", load.cache()]).stdout(Stdio::null());
+            }
+            Self::QemuNbd => {
+                command = Command::new("qemu-nbd");
+                command.args(["-f", format, "--cache", load.cache(), "--persistent", "-k"]);
+                command.arg(scratch.path("s.sock")).arg(IMAGE).current_dir(scratch.path(""));
+            }
+        }
+        command
+    }
+}
+
 /// Serves an image while the load runs.
-fn serve(scratch: &Scratch, image: &str, format: &str, load: Load, rng: &mut Rng) -> Run {
+fn serve(server: Server, scratch: &Scratch, format: &str, load: Load, rng: &mut Rng) -> Run {
     let size = DISK_BYTES.to_string();
-    scratch.ok(&["create", "-f", format, image, &size]);
-    let mut command = scratch.command(&["serve", image, "-f", format, "--nbd", "unix:s.sock"]);
-    command.args(["--cache", load.cache()]).stdout(Stdio::piped());
-    let mut served = Recorded::spawn(command, &scratch.path(image), SYNC_TAKES).unwrap();
-    let mut line = String::new();
-    BufReader::new(served.child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    assert!(line.starts_with("serving"), "{line}");
-    let promises = talk(&scratch.path("s.sock"), &load.requests(rng), &served.record);
+    scratch.ok(&["create", "-f", format, IMAGE, &size]);
+    let command = server.command(scratch, format, load);
+    let mut served = Recorded::spawn(command, &scratch.path(IMAGE), SYNC_TAKES).unwrap();
+    let socket = scratch.path("s.sock");
+    while UnixStream::connect(&socket).is_err() {
+        assert!(served.child.try_wait().unwrap().is_none(), "{server:?} ended");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let promises = talk(&socket, &load.requests(rng), &served.record);
     common::signal(served.child.id(), "TERM");
     let (record, code) = served.end();
     assert_eq!(code, Some(0));
@@ -209,7 +236,7 @@ fn holds(disk: &Disk, block: u64) -> bool {
 }
 
 /// All loads on one format.
-fn nothing_promised_is_lost(format: &str) {
+fn nothing_promised_is_lost(server: Server, format: &str) {
     let mut rng = Rng::from_env(0x7e57);
     let driver = vdkit::format(format).unwrap();
     let trial = Trial {
@@ -222,39 +249,52 @@ fn nothing_promised_is_lost(format: &str) {
     let mut faults = Vec::new();
     for load in LOADS {
         let scratch = Scratch::new();
-        let run = serve(&scratch, "image", format, load, &mut rng);
+        let run = serve(server, &scratch, format, load, &mut rng);
         assert!(run.promises.len() >= MOMENTS, "{load:?}: {} promises", run.promises.len());
         faults.extend(run.judge(&trial, &mut rng).map(|fault| format!("{load:?}: {fault}")));
     }
-    assert!(faults.is_empty(), "{format}, seed {:#x}:\n{}", rng.seed(), faults.join("\n"));
+    assert!(
+        faults.is_empty(),
+        "{server:?}, {format}, seed {:#x}:\n{}",
+        rng.seed(),
+        faults.join("\n")
+    );
 }
 
 #[test]
 fn raw_holds_what_was_promised() {
-    nothing_promised_is_lost("raw");
+    nothing_promised_is_lost(Server::Vdkit, "raw");
 }
 
 #[test]
 fn qcow2_holds_what_was_promised() {
-    nothing_promised_is_lost("qcow2");
+    nothing_promised_is_lost(Server::Vdkit, "qcow2");
 }
 
 #[test]
 fn vdi_holds_what_was_promised() {
-    nothing_promised_is_lost("vdi");
+    nothing_promised_is_lost(Server::Vdkit, "vdi");
 }
 
 #[test]
 fn vmdk_holds_what_was_promised() {
-    nothing_promised_is_lost("vmdk");
+    nothing_promised_is_lost(Server::Vdkit, "vmdk");
 }
 
 #[test]
 fn vhd_holds_what_was_promised() {
-    nothing_promised_is_lost("vpc");
+    nothing_promised_is_lost(Server::Vdkit, "vpc");
 }
 
 #[test]
 fn vhdx_holds_what_was_promised() {
-    nothing_promised_is_lost("vhdx");
+    nothing_promised_is_lost(Server::Vdkit, "vhdx");
+}
+
+/// The record and the judgement are not stricter than what a server can keep.
+#[test]
+fn qemu_nbd_holds_what_was_promised() {
+    if require_peer("qemu-nbd") {
+        nothing_promised_is_lost(Server::QemuNbd, "qcow2");
+    }
 }
