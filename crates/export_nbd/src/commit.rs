@@ -19,6 +19,10 @@ use crate::wire::{Request, command};
 /// A list of so many requests is committed at once.
 pub(crate) const GATHERED_MAX: usize = 256;
 
+/// So many threads of a connection commit side by side. Disks do several syncs in little more time
+/// than one, and each thread has less to wait for.
+pub(crate) const COMMITTERS: usize = 4;
+
 /// A request that is done and that is answered after a flush.
 #[derive(Clone, Copy)]
 pub(crate) struct Unanswered {

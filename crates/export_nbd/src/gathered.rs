@@ -1,11 +1,11 @@
 //! Requests that are done and are answered after the next flush.
 //!
 //! The leader adds a request here when its write has returned. Before the leader waits for the
-//! client, it takes all requests and commits them: one flush, then all replies. While one thread
-//! commits, the leader goes on adding; the committing thread takes these requests when it has sent
-//! its replies. So a leader and one committing thread serve any number of requests. A leader that
-//! has added [`Gathered::full`] requests commits beside the other thread, so that the list is
-//! bounded.
+//! client, it takes all requests and commits them: one flush, then all replies. Meanwhile the next
+//! leader gathers more. Up to `committers` threads commit side by side; one that has sent its
+//! replies takes what was gathered since. So a few threads serve any number of requests. With all
+//! of them busy the leader goes on adding, until the list is full: then it commits, too, so that
+//! the list is bounded.
 //!
 //! A thread flushes after it has taken the list, so the flush covers each write in the list.
 //!
@@ -17,6 +17,7 @@ use crate::sync::Mutex;
 pub struct Gathered<R> {
     state: Mutex<State<R>>,
     full: usize,
+    committers: usize,
 }
 
 struct State<R> {
@@ -26,9 +27,10 @@ struct State<R> {
 }
 
 impl<R> Gathered<R> {
-    /// An empty list, which is full with so many requests.
-    pub fn new(full: usize) -> Self {
-        Self { state: Mutex::new(State { requests: Vec::new(), committing: 0 }), full }
+    /// An empty list, which is full with `full` requests.
+    pub fn new(full: usize, committers: usize) -> Self {
+        let state = State { requests: Vec::new(), committing: 0 };
+        Self { state: Mutex::new(state), full, committers }
     }
 
     /// Adds a request. Its write has returned.
@@ -42,11 +44,11 @@ impl<R> Gathered<R> {
     }
 
     /// Takes all requests into the empty `batch`, for a caller that commits them now. Returns
-    /// `false` where there are none, or where another thread commits and will take them.
+    /// `false` where there are none, or where a committing thread will take them.
     pub fn begin(&self, batch: &mut Vec<R>) -> bool {
         let mut state = self.state.lock();
         let takes = !state.requests.is_empty()
-            && (state.committing == 0 || state.requests.len() >= self.full);
+            && (state.committing < self.committers || state.requests.len() >= self.full);
         if takes {
             std::mem::swap(&mut state.requests, batch);
             state.committing += 1;
@@ -59,7 +61,7 @@ impl<R> Gathered<R> {
     pub fn next(&self, batch: &mut Vec<R>) -> bool {
         let mut state = self.state.lock();
         if state.requests.is_empty() {
-            // Under the same lock: whoever adds from now on finds that nobody commits.
+            // Under the same lock: nobody counts on this thread for what is added from now on.
             state.committing -= 1;
             return false;
         }

@@ -26,7 +26,7 @@ use vdkit_export::{Change, Claim, Export, OpKind, Written};
 
 use crate::buffer::{Buffer, Buffers};
 use crate::channel::Channel;
-use crate::commit::{Batch, GATHERED_MAX, Unanswered, answer_kept};
+use crate::commit::{Batch, COMMITTERS, GATHERED_MAX, Unanswered, answer_kept};
 use crate::gathered::Gathered;
 use crate::handshake::Agreed;
 use crate::lead::Lead;
@@ -105,7 +105,7 @@ impl Session {
             agreed,
             lead: Lead::new(Receiver::new(), THREADS_MAX),
             replier,
-            gathered: Gathered::new(GATHERED_MAX),
+            gathered: Gathered::new(GATHERED_MAX, COMMITTERS),
             wary: AtomicU32::new(0),
             took: std::array::from_fn(|_| AtomicU64::new(u64::MAX)),
             kept: Mutex::default(),

@@ -26,9 +26,9 @@ struct Server {
 }
 
 impl Server {
-    fn new(full: usize, fault: Fault) -> Arc<Self> {
+    fn new(full: usize, committers: usize, fault: Fault) -> Arc<Self> {
         Arc::new(Self {
-            gathered: Gathered::new(full),
+            gathered: Gathered::new(full, committers),
             full,
             written: AtomicUsize::new(0),
             answered: Mutex::default(),
@@ -91,22 +91,27 @@ const PREEMPTIONS: usize = 3;
 
 #[test]
 fn every_request_is_answered_once_and_after_its_flush() {
-    check(PREEMPTIONS, || Server::new(100, Fault::None).lead(&[2, 1, 1]));
+    check(PREEMPTIONS, || Server::new(100, 1, Fault::None).lead(&[2, 1, 1]));
+}
+
+#[test]
+fn commits_run_side_by_side() {
+    check(PREEMPTIONS, || Server::new(100, 2, Fault::None).lead(&[1, 1, 1]));
 }
 
 #[test]
 fn a_full_list_is_committed_beside_another_commit() {
-    check(PREEMPTIONS, || Server::new(2, Fault::None).lead(&[1, 2, 1]));
+    check(PREEMPTIONS, || Server::new(2, 1, Fault::None).lead(&[1, 2, 1]));
 }
 
 #[test]
 #[should_panic(expected = "an answer before the write is durable")]
 fn a_flush_before_the_list_is_taken_is_too_early() {
-    check(PREEMPTIONS, || Server::new(100, Fault::FlushesTooEarly).lead(&[1, 1]));
+    check(PREEMPTIONS, || Server::new(100, 1, Fault::FlushesTooEarly).lead(&[1, 1]));
 }
 
 #[test]
 #[should_panic(expected = "every request is answered once")]
 fn what_is_gathered_during_a_commit_must_be_looked_for() {
-    check(PREEMPTIONS, || Server::new(100, Fault::NeverLooksAgain).lead(&[1, 1]));
+    check(PREEMPTIONS, || Server::new(100, 1, Fault::NeverLooksAgain).lead(&[1, 1]));
 }
