@@ -214,25 +214,12 @@ impl Session {
                 if !receiver.fill(&*self.channel, whole)? {
                     return Ok(Turn::End);
                 }
-                let began = now;
                 let bytes = &receiver.bytes()[head..whole];
-                let fast = self.fast(&request, began, bytes, out)?;
-                if fast != Fast::Declined {
+                let done = self.try_here(&request, now, bytes, out)?;
+                if done != Fast::Declined {
+                    gathered += usize::from(done == Fast::Gathered);
                     now = Instant::now();
-                    if fast == Fast::Answered {
-                        self.count(&request, now - began, true);
-                    } else {
-                        gathered += 1;
-                    }
-                    self.export.counters().lane(request.command != command::FLUSH);
                     receiver.consume(whole);
-                    continue;
-                }
-                if self.is_brief(request.command) && self.fault(&request).is_none() {
-                    self.perform(&request, began, bytes)?;
-                    self.export.counters().lane(false);
-                    receiver.consume(whole);
-                    now = Instant::now();
                     continue;
                 }
                 let mut buffer = self.buffers.take();
@@ -250,6 +237,31 @@ impl Session {
             self.export.counters().lane(false);
             return Ok(Turn::Slow(request, now, buffer, large));
         }
+    }
+
+    /// Does a request in the leader's own thread, where it waits for nothing or is likely to be brief.
+    fn try_here(
+        &self,
+        request: &Request,
+        began: Instant,
+        payload: &[u8],
+        out: &mut Outbox,
+    ) -> io::Result<Fast> {
+        let fast = self.fast(request, began, payload, out)?;
+        match fast {
+            Fast::Answered => self.count(request, began.elapsed(), true),
+            Fast::Gathered => {}
+            Fast::Declined => {
+                if !self.is_brief(request.command) || self.fault(request).is_some() {
+                    return Ok(Fast::Declined);
+                }
+                self.perform(request, began, payload)?;
+                self.export.counters().lane(false);
+                return Ok(Fast::Answered);
+            }
+        }
+        self.export.counters().lane(request.command != command::FLUSH);
+        Ok(fast)
     }
 
     pub(crate) fn count(&self, request: &Request, took: Duration, ok: bool) {

@@ -251,7 +251,7 @@ fn each_answer_is_durable_at_that_moment() {
                     });
                     let mut places = places.fuse();
                     loop {
-                        while let Some(at) = places.next() {
+                        for at in places.by_ref() {
                             let byte = (at / 4096) as u8 | 1;
                             let cookie = client.request(WRITE, flags, at, 4096, &[byte; 4096]);
                             open.insert(cookie, (at, byte));
