@@ -233,7 +233,7 @@ impl Stage<'_> {
             Ok(durable) if durable || self.cache.write_durable() => Answer::Durable,
             Ok(_) => Answer::Done,
             // Another one has made the disk smaller.
-            Err(error) if matches!(error, Error::Invalid(_)) => Answer::Failed,
+            Err(Error::Invalid(_)) => Answer::Failed,
             Err(error) => {
                 assert!(self.faults, "{what:?} of {count} sectors at {first} failed: {error}");
                 Answer::Failed
