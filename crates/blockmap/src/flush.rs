@@ -73,9 +73,14 @@ impl<E: Envelope> BlockImage<E> {
         let mut end = state.used_end;
         let gaps = state.given_back.iter().any(|start| *start < end);
         if gaps && geometry.skip == 0 {
-            let report = compact::close_gaps(&*self.storage, &geometry, None)?;
+            match compact::close_gaps(&*self.storage, &geometry, None) {
+                Ok(closed) => end = closed.end,
+                Err(error) => {
+                    self.follow_file(&mut state, None);
+                    return Err(error);
+                }
+            }
             self.table.forget();
-            end = report.end;
         }
         self.envelope.finish(&*self.storage, &geometry, end)?;
         self.storage.sync()?;

@@ -399,7 +399,11 @@ impl<E: Envelope> BlockImage<E> {
 }
 
 /// Where the blocks that a table names end.
-fn end_of_blocks(storage: &dyn Storage, geometry: &Geometry, host_bytes: u64) -> Result<u64> {
+pub(crate) fn end_of_blocks(
+    storage: &dyn Storage,
+    geometry: &Geometry,
+    host_bytes: u64,
+) -> Result<u64> {
     let mut end = geometry.first_block;
     walk(storage, geometry, |first, words| {
         for (n, word) in words.iter().enumerate() {

@@ -7,7 +7,7 @@ use vdkit_meta::MutexGuard;
 
 use crate::compact;
 use crate::geometry::{Geometry, Slot};
-use crate::image::{BlockImage, Envelope, State};
+use crate::image::{BlockImage, Envelope, State, end_of_blocks};
 use crate::table::{read_entries, write_entries, write_holes};
 
 /// Entries of one write.
@@ -39,51 +39,65 @@ impl<E: Envelope> BlockImage<E> {
     }
 
     fn resize_alone(&self, state: &mut MutexGuard<'_, State>, guest_bytes: u64) -> Result<()> {
-        let (old, geometry) = (self.guest_len(), self.geometry());
-        let entries = guest_bytes.div_ceil(geometry.block_bytes);
-        let (geometry, end) = if guest_bytes > old {
-            self.grow(state, &geometry, guest_bytes, entries)?
-        } else {
-            self.shrink(state.used_end, &geometry, guest_bytes, entries)?
+        let resized = self.resize_file(state, guest_bytes);
+        self.follow_file(state, resized.as_ref().ok().copied());
+        resized.map(|_| ())
+    }
+
+    /// Changes the file past the cache of the table, and takes the new size over as soon as the header
+    /// says it. Answers where blocks end. After an error memory has to follow the file.
+    fn resize_file(&self, state: &MutexGuard<'_, State>, guest_bytes: u64) -> Result<u64> {
+        let (old, before) = (self.guest_len(), self.geometry());
+        let entries = guest_bytes.div_ceil(before.block_bytes);
+        let grows = guest_bytes > old;
+        let (after, mut end) = match grows {
+            // The header last: nothing of what is prepared shows before.
+            true => self.prepare_growth(state, &before, entries)?,
+            // The header first: a crash then leaves a smaller disk, and blocks that nothing names.
+            false => (Geometry { entries: entries.min(before.entries), ..before }, state.used_end),
         };
-        self.envelope.finish(&*self.storage, &geometry, end)?;
-        self.storage.sync()?;
-        *self.geometry.write() = geometry;
-        self.table.forget();
+        if let Err(error) = self.envelope.resized(&*self.storage, &after, guest_bytes, end) {
+            // A part of it may be in the file. The first error is the one that tells.
+            let _ = self.envelope.resized(&*self.storage, &before, old, state.used_end);
+            return Err(error);
+        }
+        *self.geometry.write() = after;
         self.guest_bytes.store(guest_bytes, Ordering::Release);
-        let host_bytes = self.storage.len()?;
+        if !grows {
+            end = compact::close_gaps(&*self.storage, &after, None)?.end;
+        }
+        self.envelope.finish(&*self.storage, &after, end)?;
+        self.storage.sync()?;
+        Ok(end)
+    }
+
+    /// Makes memory say what the file says, whose blocks or entries were moved past the cache. `end` is
+    /// where blocks end; nothing where that failed half-way and has to be found.
+    pub(crate) fn follow_file(&self, state: &mut MutexGuard<'_, State>, end: Option<u64>) {
+        self.table.forget();
+        let host_bytes = match self.storage.len() {
+            Ok(bytes) => bytes,
+            Err(_) => self.host_bytes.load(Ordering::Acquire),
+        };
         self.host_bytes.store(host_bytes, Ordering::Release);
-        state.used_end = end;
-        state.frontier = end;
+        state.unfinished = end.is_none();
+        let found = || end_of_blocks(&*self.storage, &self.geometry(), host_bytes).ok();
+        // Where the table cannot be read, no block is taken for free.
+        let end = end.or_else(found).unwrap_or(host_bytes);
+        (state.used_end, state.frontier) = (end, end);
         state.given_back.clear();
         if self.storage.caps().growable {
             state.room_end = end;
             state.fresh_from = host_bytes;
         }
-        state.unfinished = false;
-        Ok(())
     }
 
-    /// The header first: a crash then leaves a smaller disk, and blocks that nothing names.
-    fn shrink(
-        &self,
-        end: u64,
-        geometry: &Geometry,
-        guest_bytes: u64,
-        entries: u64,
-    ) -> Result<(Geometry, u64)> {
-        let geometry = Geometry { entries: entries.min(geometry.entries), ..*geometry };
-        self.envelope.resized(&*self.storage, &geometry, guest_bytes, end)?;
-        let closed = compact::close_gaps(&*self.storage, &geometry, None)?;
-        Ok((geometry, closed.end))
-    }
-
-    /// The header last: nothing of what is prepared shows before.
-    fn grow(
+    /// Makes room for `entries`, which name no blocks yet, in the file. Answers what the image will be,
+    /// and where its blocks end.
+    fn prepare_growth(
         &self,
         state: &MutexGuard<'_, State>,
         geometry: &Geometry,
-        guest_bytes: u64,
         entries: u64,
     ) -> Result<(Geometry, u64)> {
         self.zero_behind_the_end(geometry)?;
@@ -98,7 +112,6 @@ impl<E: Envelope> BlockImage<E> {
             }
         }
         self.storage.sync()?;
-        self.envelope.resized(&*self.storage, &after, guest_bytes, end)?;
         Ok((after, end))
     }
 

@@ -63,8 +63,16 @@ impl FixedVhd {
     /// it takes the place of the guest's bytes there before the file is cut.
     fn move_footer(&self, footer: &Footer, old: u64, new: u64) -> Result<()> {
         let storage = &*self.storage;
-        storage.write_at(footer.bytes(), HostOffset(new))?;
-        storage.sync()?;
+        let mut guests = [0; FOOTER_BYTES];
+        storage.read_padded(&mut guests, HostOffset(new))?;
+        let put = storage.write_at(footer.bytes(), HostOffset(new)).and_then(|()| storage.sync());
+        if let Err(error) = put {
+            if new < old {
+                // The disk keeps its size, and these bytes are the guest's.
+                let _ = storage.write_at(&guests, HostOffset(new));
+            }
+            return Err(error);
+        }
         if new > old {
             let len = (new - old).min(FOOTER_BYTES as u64);
             storage.write_zeroes(HostOffset(old), len, ZeroMode::MayUnmap)?;
@@ -165,7 +173,6 @@ impl Format for FixedVhd {
     }
 
     /// Only resizing writes metadata, and makes it durable itself.
-
     fn close(&self) -> Result<()> {
         if self.writable { self.storage.sync() } else { Ok(()) }
     }

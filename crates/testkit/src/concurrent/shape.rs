@@ -164,8 +164,9 @@ pub const SHAPES: &[Shape] = &[
         window: 0,
         windows: 1,
         unit: 4 * KIB,
-        // The footer that stood there before.
-        noisy: true,
+        // Its one footer stands behind the disk: no order of writes keeps an image that grows whole at
+        // each moment (docs/formats/vpc.md).
+        resizes: false,
         ..VHD
     },
     VHDX,
