@@ -56,11 +56,7 @@ impl<E: Envelope> BlockImage<E> {
             // The header first: a crash then leaves a smaller disk, and blocks that nothing names.
             false => (Geometry { entries: entries.min(before.entries), ..before }, state.used_end),
         };
-        if let Err(error) = self.envelope.resized(&*self.storage, &after, guest_bytes, end) {
-            // A part of it may be in the file. The first error is the one that tells.
-            let _ = self.envelope.resized(&*self.storage, &before, old, state.used_end);
-            return Err(error);
-        }
+        self.envelope.resized(&*self.storage, &after, guest_bytes, end)?;
         *self.geometry.write() = after;
         self.guest_bytes.store(guest_bytes, Ordering::Release);
         if !grows {

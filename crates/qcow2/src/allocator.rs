@@ -222,10 +222,7 @@ impl Qcow2 {
         fresh: bool,
     ) -> Result<()> {
         let sequence = meta.space.flush_sequence;
-        let (count, result) = match meta.space.refcounts.set_run(first, count, 1, &*self.storage) {
-            Ok(()) => (count, Ok(())),
-            Err((done, error)) => (done, Err(error)),
-        };
+        let (count, result) = meta.space.refcounts.set_run(first, count, 1, &*self.storage);
         if count > 0 {
             meta.space.pool.add(Space { first, count, fresh, sequence });
         }

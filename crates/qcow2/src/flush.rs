@@ -328,8 +328,9 @@ impl Qcow2 {
         runs.sort_by_key(|r| r.first);
         meta.space.packed_at = None;
         while let Some(run) = runs.pop() {
-            let freed = meta.space.refcounts.set_run(run.first, run.count, 0, &*self.storage);
-            if let Err((done, error)) = freed {
+            let refcounts = &mut meta.space.refcounts;
+            let (done, freed) = refcounts.set_run(run.first, run.count, 0, &*self.storage);
+            if let Err(error) = freed {
                 // What is free now is found again; the others are reserved as before.
                 let (first, count) = (run.first + done, run.count - done);
                 runs.push(Space { first, count, ..run });

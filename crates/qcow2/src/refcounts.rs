@@ -238,18 +238,15 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Sets the refcounts of a run of clusters that blocks describe.
-    ///
-    /// # Errors
-    /// Those of the storage, and how many clusters from the front have the value: the others have
-    /// theirs as before.
+    /// Sets the refcounts of a run of clusters that blocks describe. Says how many from the front have
+    /// the value now; after an error of the storage the others have theirs as before.
     pub(crate) fn set_run(
         &mut self,
         first: u64,
         count: u64,
         value: u64,
         storage: &dyn Storage,
-    ) -> std::result::Result<(), (u64, Error)> {
+    ) -> (u64, Result<()>) {
         let (order, entries) = (self.geometry.refcount_order, self.slice_entries());
         let block_entries = self.geometry.refcount_block_entries();
         let mut at = first;
@@ -257,13 +254,16 @@ impl Refcounts {
             let place = self.place(at).expect("a block was made before its refcounts are set");
             let in_block = (first + count).min((at / block_entries + 1) * block_entries);
             let upto = in_block.min(at + (entries - place.index));
-            let count = self.slices_to(&place, in_block - at);
-            let bytes = self.load_run(&place, count, storage).map_err(|e| (at - first, e))?;
+            let slices = self.slices_to(&place, in_block - at);
+            let bytes = match self.load_run(&place, slices, storage) {
+                Ok(bytes) => bytes,
+                Err(error) => return (at - first, Err(error)),
+            };
             set_refcounts(bytes, place.index..place.index + (upto - at), order, value);
             self.dirty.insert(place.slice);
             at = upto;
         }
-        Ok(())
+        (count, Ok(()))
     }
 
     /// Runs of clusters with refcount 0 within `range`, whose first cluster a block describes;
@@ -492,18 +492,18 @@ mod tests {
             assert_eq!(runs, [(used, (1 << 15) - used)]);
         };
         assert_eq!(cost(&found), (1, 65536));
-        assert_eq!(cost(&|r| r.set_run(4, (1 << 15) - 4, 1, &*storage).unwrap()), (1, 65536));
+        assert_eq!(cost(&|r| r.set_run(4, (1 << 15) - 4, 1, &*storage).1.unwrap()), (1, 65536));
         // Slices that are there are not read again, nor those behind them.
         let thrice = |r: &mut Refcounts| {
             r.set(2048 * 3, 7, &*storage).unwrap();
-            r.set_run(2000, 2048 * 6, 1, &*storage).unwrap();
+            r.set_run(2000, 2048 * 6, 1, &*storage).1.unwrap();
             assert_eq!(r.get(2048 * 3, &*storage).unwrap(), 1);
         };
         assert_eq!(cost(&thrice), (3, 4096 * 7));
         // Nor those from where nothing is in use, which begin with a slice.
         let beyond = |r: &mut Refcounts| {
             r.zero_from(2048 * 2 + 1);
-            r.set_run(2000, 2048 * 6, 1, &*storage).unwrap();
+            r.set_run(2000, 2048 * 6, 1, &*storage).1.unwrap();
             assert_eq!(r.get(2048 * 8, &*storage).unwrap(), 0);
         };
         assert_eq!(cost(&beyond), (1, 4096 * 3));
@@ -534,7 +534,7 @@ mod tests {
         assert!(refcounts.blocks_differ());
         refcounts.zero_from(per_block * 3 / 2);
         let end = per_block * (blocks - 1);
-        refcounts.set_run(0, end, 7, &storage).unwrap();
+        refcounts.set_run(0, end, 7, &storage).1.unwrap();
         flush(&mut refcounts, &storage);
         // One more drops what is clean.
         refcounts.set(end, 8, &storage).unwrap();
@@ -552,7 +552,7 @@ mod tests {
             let storage = MemoryStorage::new("image");
             let mut refcounts = leaking(&storage, 16, 2);
             refcounts.zero_from(2048 * 3 + within);
-            refcounts.set_run(100, 2048 * 7, 7, &storage).unwrap();
+            refcounts.set_run(100, 2048 * 7, 7, &storage).1.unwrap();
             for again in 0..2 {
                 let mut get = |cluster| refcounts.get(cluster, &storage).unwrap();
                 assert_eq!((get(99), get(100)), (0xffff, 7), "{within} {again}");

@@ -176,8 +176,6 @@ impl Format for RawFormat {
         self.storage.sync()
     }
 
-    /// There is no metadata: writes in place are all there is.
-
     fn close(&self) -> Result<()> {
         if self.writable { self.storage.sync() } else { Ok(()) }
     }

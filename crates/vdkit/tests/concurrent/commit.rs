@@ -66,7 +66,7 @@ impl Case {
             [("raw", ""), ("qcow2", "cluster_size=4K"), ("vdi", ""), ("qcow2", "extended_l2=on")];
         Self {
             base: bases[seed as usize / 4 % 4],
-            base_sectors: if seed / 16 % 2 == 0 { SECTORS } else { SECTORS / 2 },
+            base_sectors: if (seed / 16).is_multiple_of(2) { SECTORS } else { SECTORS / 2 },
             overlay: ["cluster_size=8K", "", "cluster_size=16K,lazy_refcounts=on"]
                 [seed as usize % 3],
             cache: CACHES[seed as usize % 4],
@@ -159,7 +159,7 @@ fn work(case: &Case, seed: u64, recording: &Recording, first: &MemoryStorage) ->
     };
     let stage = Stage {
         front: &Served(&export),
-        windows: vec![0..SECTORS],
+        windows: Vec::from([0..SECTORS]),
         first: &of_first,
         unit: 16,
         cache: case.cache,
