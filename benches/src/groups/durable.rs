@@ -3,8 +3,8 @@
 //!
 //! Both programs serve the same image on the same file system in alternating rounds. On tmpfs their
 //! syncs take nothing, or run under [`vdkit_supervisor::SlowSyncs`], which makes each take a given
-//! time; syncs wait side by side, as on a device with a queue. On other file systems syncs are the
-//! device's own. As in the group serve, a run's figures are those of *one request* on average.
+//! time; syncs wait side by side, as on a device with a queue, or one after the other. On other file
+//! systems syncs are the device's own. As in the group serve, a run's figures are those of *one request* on average.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,13 +23,16 @@ use crate::scratch::Scratch;
 
 /// Microseconds that a sync takes, on tmpfs.
 const SYNC_MICROS: [u64; 4] = [0, 100, 1000, 5000];
+/// The same where one sync waits for the other.
+const LONE_SYNC_MICROS: u64 = 1000;
 const FORMATS: [&str; 2] = ["qcow2", "raw"];
 /// Requests in flight, on all connections together.
 const DEPTH: u64 = 32;
 const CONNECTIONS: [u64; 2] = [1, 8];
 
-/// Seconds of a run.
-const SECONDS: &str = "1";
+/// The time of a run, as fio takes it.
+const TIME: &str = "700ms";
+const TIME_QUICK: &str = "300ms";
 /// Bytes of a disk that is empty at the start: no run comes to its end.
 const EMPTY_BYTES: u64 = 16 << 30;
 /// Bytes of a full disk; quick: a quarter.
@@ -96,13 +99,14 @@ impl Job {
         Ok(image)
     }
 
-    fn fio(self, socket: &Path, answer: &Path) -> Program {
+    fn fio(self, options: &Options, socket: &Path, answer: &Path) -> Program {
+        let time = if options.quick { TIME_QUICK } else { TIME };
         let rw = if self.writes == Writes::InOrder { "write" } else { "randwrite" };
         let share = self.disk_bytes / self.connections;
         Program::new("fio")
             .args(["--name=bench", "--ioengine=nbd", "--output-format=json", "--randrepeat=1"])
             .args(["--thread", "--group_reporting", "--time_based", "--bs=4k", "--norandommap"])
-            .arg(format!("--runtime={SECONDS}"))
+            .arg(format!("--runtime={time}"))
             .arg(format!("--rw={rw}"))
             .arg(format!("--iodepth={}", DEPTH / self.connections))
             .arg(format!("--numjobs={}", self.connections))
@@ -154,6 +158,8 @@ enum Syncs {
     Own,
     /// So many microseconds.
     Take(u64, SlowSyncs),
+    /// So many microseconds, one after the other.
+    TakeAlone(u64, SlowSyncs),
 }
 
 impl Syncs {
@@ -162,11 +168,14 @@ impl Syncs {
         if file_system != FileSystem::Tmpfs {
             return Ok(vec![Self::Own]);
         }
-        let kind = |micros| match micros {
-            0 => Ok(Self::Own),
-            micros => Ok(Self::Take(micros, SlowSyncs::new(Duration::from_micros(micros))?)),
-        };
-        SYNC_MICROS.into_iter().map(kind).collect()
+        let slow = |micros| SlowSyncs::new(Duration::from_micros(micros));
+        let mut kinds = Vec::new();
+        for micros in SYNC_MICROS {
+            kinds.push(if micros == 0 { Self::Own } else { Self::Take(micros, slow(micros)?) });
+        }
+        let alone = slow(LONE_SYNC_MICROS)?.one_at_a_time();
+        kinds.push(Self::TakeAlone(LONE_SYNC_MICROS, alone));
+        Ok(kinds)
     }
 
     fn name(self, file_system: FileSystem) -> String {
@@ -174,6 +183,9 @@ impl Syncs {
             (Self::Own, FileSystem::Tmpfs) => "nothing".to_owned(),
             (Self::Own, _) => "its own time".to_owned(),
             (Self::Take(micros, _), _) => format!("{} ms", micros as f64 / 1e3),
+            (Self::TakeAlone(micros, _), _) => {
+                format!("{} ms, one at a time", micros as f64 / 1e3)
+            }
         }
     }
 }
@@ -247,7 +259,7 @@ fn cell(
     job: Job,
     syncs: Syncs,
 ) -> Result<Cell> {
-    eprint!("durable  {:6} {:13} {:42}", scratch.file_system.name(), name.content, name.job);
+    eprint!("durable  {:6} {:20} {:42}", scratch.file_system.name(), name.content, name.job);
     let mut series: Vec<Series> =
         SERVERS.iter().map(|s| empty(*s, options, scratch, job)).collect();
     // The first round warms up.
@@ -272,7 +284,7 @@ fn empty(server: Server, options: &Options, scratch: &Scratch, job: Job) -> Seri
     let socket = scratch.file("nbd.sock");
     let command = server.command(options, job, &job.image(scratch), &socket);
     let program = Program::new(command.get_program()).args(command.get_args());
-    let fio = job.fio(&socket, &scratch.file("fio.json"));
+    let fio = job.fio(options, &socket, &scratch.file("fio.json"));
     Series {
         name: server.name().to_owned(),
         command: format!("{} & {}", program.typed(&scratch.folder), fio.typed(&scratch.folder)),
@@ -300,11 +312,13 @@ fn run(
     quiet(&mut command);
     let serving = match syncs {
         Syncs::Own => Serving::Plain(Running(command.spawn().with_context(|| server.name())?)),
-        Syncs::Take(_, slow) => Serving::Slow(slow.spawn(command).with_context(|| server.name())?),
+        Syncs::Take(_, slow) | Syncs::TakeAlone(_, slow) => {
+            Serving::Slow(slow.spawn(command).with_context(|| server.name())?)
+        }
     };
     wait_for(&socket).with_context(|| server.name())?;
     let before = (processor_exact(serving.pid())?, serving.syncs());
-    job.fio(&socket, &answer).run()?;
+    job.fio(options, &socket, &answer).run()?;
     let after = (processor_exact(serving.pid())?, serving.syncs());
     let (Requests { count, seconds }, _) = answer_of(&answer)?;
     let memory = memory_peak(serving.pid())?;

@@ -17,13 +17,16 @@ const TRIAL_SYNCS: usize = 40;
 
 /// Programs under which each sync takes a given time at least.
 ///
-/// A sync is a call of fsync or fdatasync, or a write with RWF_DSYNC or RWF_SYNC. It waits so long
-/// and is then done as always. Any number of syncs wait side by side, whether of one file or of
-/// several, as on a device with a queue; nothing else waits for them. One thread of this process
-/// keeps the time, with a timer whose slack is a nanosecond.
+/// A sync is a call of fsync or fdatasync, or a write with RWF_DSYNC or RWF_SYNC. (Writes to a file
+/// that was opened with O_DSYNC or O_SYNC are none.) It waits so long and is then done as always.
+/// Any number of syncs wait side by side, whether of one file or of several, as on a device with a
+/// queue; nothing else waits for them. One thread of this process keeps the time, with a timer whose
+/// slack is a nanosecond.
 #[derive(Clone, Copy, Debug)]
 pub struct SlowSyncs {
     takes: Duration,
+    /// Each waits for those before it.
+    one_at_a_time: bool,
     /// What passing a call on and waking up costs: each wait is shorter by so much.
     overhead: Duration,
 }
@@ -34,9 +37,15 @@ impl SlowSyncs {
     /// # Errors
     /// Where the kernel has no user notification.
     pub fn new(takes: Duration) -> io::Result<Self> {
-        let plain = Self { takes, overhead: Duration::ZERO };
+        let plain = Self { takes, one_at_a_time: false, overhead: Duration::ZERO };
         let overhead = plain.measure()?.saturating_sub(takes);
-        Ok(Self { takes, overhead })
+        Ok(Self { overhead, ..plain })
+    }
+
+    /// The same on a device that does one sync after the other, each for itself: there the number
+    /// of syncs is what counts.
+    pub fn one_at_a_time(self) -> Self {
+        Self { one_at_a_time: true, ..self }
     }
 
     /// The median time of a sync that runs alone: how exact this is.
@@ -90,7 +99,7 @@ impl SlowSyncs {
         // Otherwise timers ring up to 50 µs late, so that they ring together.
         rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1))?;
         let waits = self.takes.saturating_sub(self.overhead);
-        // All wait equally long, so the first that came is due first.
+        // The first that came is due first.
         let mut waiting: VecDeque<(Instant, u64)> = VecDeque::new();
         loop {
             let timeout =
@@ -99,7 +108,13 @@ impl SlowSyncs {
                 Ready::Call => {
                     if let Some(call) = listener.receive()? {
                         count.fetch_add(1, Ordering::Relaxed);
-                        waiting.push_back((Instant::now() + waits, call.id));
+                        let last = waiting.back().filter(|_| self.one_at_a_time);
+                        // One that comes to a device at work is there before its turn.
+                        let due = match last {
+                            Some((before, _)) => *before + self.takes,
+                            None => Instant::now() + waits,
+                        };
+                        waiting.push_back((due, call.id));
                     }
                 }
                 Ready::Ended => return Ok(()),
@@ -163,7 +178,7 @@ mod tests {
     #[test]
     fn a_sync_never_takes_less() {
         let takes = Duration::from_millis(2);
-        let slow = SlowSyncs { takes, overhead: Duration::ZERO };
+        let slow = SlowSyncs { takes, one_at_a_time: false, overhead: Duration::ZERO };
         assert!(slow.measure().unwrap() >= takes);
     }
 }
