@@ -159,7 +159,7 @@ fn work(case: &Case, seed: u64, recording: &Recording, first: &MemoryStorage) ->
     };
     let stage = Stage {
         front: &Served(&export),
-        windows: Vec::from([0..SECTORS]),
+        windows: std::iter::once(0..SECTORS).collect(),
         first: &of_first,
         unit: 16,
         cache: case.cache,
