@@ -215,7 +215,7 @@ fn a_wake_up_that_is_left_out_is_found() {
         let ticket = image.reserve(0..2);
         let other = image.clone();
         // Ends its reservation and tells nobody.
-        thread::spawn(move || drop(other.meta.lock().tickets.close(ticket)));
+        thread::spawn(move || other.meta.lock().tickets.close(ticket));
         image.reserve(0..1);
     });
 }
