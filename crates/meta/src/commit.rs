@@ -66,6 +66,11 @@ impl<O> Commit<O> {
         lead.run(commit)
     }
 
+    /// The lead, where nobody commits.
+    pub fn try_lead(&self) -> Option<Lead<'_, O>> {
+        Some(Lead { commit: self, leader: self.leader.try_lock()? })
+    }
+
     /// Waits until nobody commits, and takes the lead.
     pub fn lead(&self) -> Lead<'_, O> {
         Lead { commit: self, leader: self.leader.lock() }

@@ -34,5 +34,5 @@ pub use commit::{Commit, Lead};
 pub use engine::{Engine, Metadata, State};
 pub use reclaim::{Freed, Reclaim, Stamped};
 pub use sync::MutexGuard;
-pub use syncs::{SyncError, Syncs};
+pub use syncs::{LANES_MAX, SyncError, Syncs};
 pub use tickets::Tickets;

@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::fs::{Mode, OFlags};
@@ -15,7 +15,7 @@ use vdkit_block::{
     CacheMode, CopyMethod, Error, HostOffset, IoAction, ReadOp, Result, Storage, StorageCaps,
     StorageExtent, ZeroMode,
 };
-use vdkit_meta::{SyncError, Syncs};
+use vdkit_meta::{LANES_MAX, SyncError, Syncs};
 
 use crate::bulk::{BULK_BYTES_MIN, Bulk, FileSystem};
 use crate::direct::Direct;
@@ -64,6 +64,8 @@ pub struct FileStorage {
     growth: RwLock<()>,
     /// One fdatasync for all who asked before it began.
     syncs: Syncs<Errno>,
+    /// Descriptions of the same file for syncs beside the first one; opened when two meet.
+    sync_lanes: OnceLock<Vec<File>>,
     lock: Option<Mutex<ImageLock>>,
     in_memory: bool,
     /// Where data begins, as far as the last question about a hole told; see `find_extent`.
@@ -184,6 +186,7 @@ impl FileStorage {
             direct,
             growth: RwLock::new(()),
             syncs: Syncs::default(),
+            sync_lanes: OnceLock::new(),
             lock,
         })
     }
@@ -201,6 +204,15 @@ impl FileStorage {
         let file = retry(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(fail)?;
         let options = FileOptions::read_write().cache(self.cache).lock(LockMode::Off);
         Self::from_file(File::from(file), self.name.clone(), &options)
+    }
+
+    /// The same file again, for syncs alone; as often as it can be had. The kernel tells a description
+    /// that is opened now of errors that no other has been told of.
+    fn open_lanes(&self) -> Vec<File> {
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let open = |_| rustix::fs::open(&path, flags, Mode::empty()).map(File::from).ok();
+        (1..LANES_MAX).map_while(open).collect()
     }
 
     /// A regular file or a block device.
@@ -328,8 +340,13 @@ impl FileStorage {
     /// # Errors
     /// [`Error::File`], also for a sync before this one that failed.
     pub fn sync_always(&self) -> Result<()> {
-        let fdatasync = || retry(|| rustix::fs::fdatasync(&self.file));
-        let source = match self.syncs.sync(fdatasync) {
+        let lanes = || 1 + self.sync_lanes.get_or_init(|| self.open_lanes()).len();
+        let fdatasync = |lane: usize| {
+            let lanes = self.sync_lanes.get().map_or(&[][..], Vec::as_slice);
+            let file = if lane == 0 { &self.file } else { &lanes[lane - 1] };
+            retry(|| rustix::fs::fdatasync(file))
+        };
+        let source = match self.syncs.sync(lanes, fdatasync) {
             Ok(()) => return Ok(()),
             Err(SyncError::Now(errno)) => errno.into(),
             Err(SyncError::Earlier(errno)) => {

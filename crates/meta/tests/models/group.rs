@@ -1,7 +1,7 @@
 //! Group commit, and the syncs of a file.
 
 use crate::commit::Commit;
-use crate::sync::{Arc, AtomicBool, Mutex, Ordering, check, thread};
+use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, check, thread};
 use crate::syncs::Syncs;
 
 /// A memory and a disk of one bit for each writer.
@@ -108,46 +108,62 @@ fn a_failed_commit_covers_nobody() {
     });
 }
 
-/// A file of which the kernel tells one sync that a page was lost.
-fn file_syncs(sync: impl Fn(&Syncs<i32>, &AtomicBool) -> bool + Send + Sync + Copy + 'static) {
-    check(3, move || {
+/// A file as the kernel sees it: how many pages were lost, and how many of them it has told each open
+/// description of.
+#[derive(Default)]
+struct Kernel {
+    lost: AtomicU64,
+    told: [AtomicU64; 2],
+}
+
+impl Kernel {
+    fn fdatasync(&self, description: usize) -> Result<(), i32> {
+        let lost = self.lost.load(Ordering::SeqCst);
+        let told = self.told[description].swap(lost, Ordering::SeqCst);
+        if told == lost { Ok(()) } else { Err(5) }
+    }
+}
+
+/// Three clients whose pages are lost sync at the same time.
+fn file_syncs(sync: impl Fn(&Syncs<i32>, &Kernel) -> bool + Send + Sync + Copy + 'static) {
+    check(2, move || {
         let syncs = Arc::new(Syncs::default());
-        let lost = Arc::new(AtomicBool::new(false));
-        let write = |page_is_lost: bool| {
-            let (syncs, lost) = (syncs.clone(), lost.clone());
+        let kernel = Arc::new(Kernel::default());
+        let write = || {
+            let (syncs, kernel) = (syncs.clone(), kernel.clone());
             move || {
-                if page_is_lost {
-                    lost.store(true, Ordering::SeqCst);
-                }
-                sync(&syncs, &lost)
+                kernel.lost.fetch_add(1, Ordering::SeqCst);
+                sync(&syncs, &kernel)
             }
         };
-        let threads = [thread::spawn(write(true)), thread::spawn(write(true))];
+        let threads = [thread::spawn(write()), thread::spawn(write())];
+        assert!(!write()(), "a write that is lost was acknowledged");
         for thread in threads {
             assert!(!thread.join().unwrap(), "a write that is lost was acknowledged");
         }
-        assert!(!sync(&syncs, &lost), "a failed sync does not stay failed");
+        assert!(!sync(&syncs, &kernel), "a failed sync does not stay failed");
     });
-}
-
-/// The kernel's fdatasync.
-fn fdatasync(lost: &AtomicBool) -> Result<(), i32> {
-    // It tells once.
-    if lost.swap(false, Ordering::SeqCst) { Err(5) } else { Ok(()) }
 }
 
 #[test]
 fn the_error_of_a_sync_reaches_all_who_wait() {
-    file_syncs(|syncs, lost| syncs.sync(|| fdatasync(lost)).is_ok());
+    file_syncs(|syncs, kernel| syncs.sync(|| 2, |lane| kernel.fdatasync(lane)).is_ok());
+}
+
+#[test]
+#[should_panic(expected = "a write that is lost was acknowledged")]
+fn lanes_that_share_a_description_are_found() {
+    file_syncs(|syncs, kernel| syncs.sync(|| 2, |_| kernel.fdatasync(0)).is_ok());
 }
 
 #[test]
 #[should_panic(expected = "a write that is lost was acknowledged")]
 fn an_error_given_to_one_of_two_is_found() {
-    file_syncs(|syncs, lost| {
+    file_syncs(|syncs, kernel| {
         // Asks for an earlier error before the call and not after it, and syncs beside others.
-        let failed = syncs.sync(|| Ok(())).is_err();
-        let done = fdatasync(lost);
-        !failed && syncs.sync(|| done).is_ok() && done.is_ok()
+        let failed = syncs.sync(|| 1, |_| Ok(())).is_err();
+        let done = kernel.fdatasync(0);
+        let told = syncs.sync(|| 1, |_| done).is_ok();
+        !failed && told
     });
 }
