@@ -26,6 +26,8 @@ const SYNC_TAKES: Duration = Duration::from_millis(3);
 const DISK_BYTES: u64 = 128 << 20;
 const BLOCK_BYTES: u64 = 4096;
 const WRITES: u64 = 400;
+/// From one strided write to the next: 256 KiB, eight writes to a block of 2 MiB.
+const STRIDE_BLOCKS: u64 = 64;
 const IN_FLIGHT: usize = 32;
 /// Moments at which the power fails.
 const MOMENTS: usize = 40;
@@ -37,6 +39,9 @@ const SURVIVORS: usize = 2;
 enum Load {
     /// Each write is durable when it is answered, and the next one lies behind it.
     WritethroughInOrder,
+    /// The same with gaps, so that large blocks are allocated again and again, and several writes
+    /// go to each.
+    WritethroughStrided,
     /// The same, here and there.
     WritethroughRandom,
     /// Each fourth write has FUA, and a flush follows each sixteenth: what was answered before the
@@ -44,20 +49,27 @@ enum Load {
     FuaAndFlushes,
 }
 
-const LOADS: [Load; 3] = [Load::WritethroughInOrder, Load::WritethroughRandom, Load::FuaAndFlushes];
+const LOADS: [Load; 4] = [
+    Load::WritethroughInOrder,
+    Load::WritethroughStrided,
+    Load::WritethroughRandom,
+    Load::FuaAndFlushes,
+];
 
 impl Load {
     fn cache(self) -> &'static str {
         match self {
-            Self::WritethroughInOrder | Self::WritethroughRandom => "writethrough",
             Self::FuaAndFlushes => "writeback",
+            _ => "writethrough",
         }
     }
 
     /// The blocks to write, each of them once.
     fn blocks(self, rng: &mut Rng) -> Vec<u64> {
-        if matches!(self, Self::WritethroughInOrder) {
-            return (0..WRITES).collect();
+        match self {
+            Self::WritethroughInOrder => return (0..WRITES).collect(),
+            Self::WritethroughStrided => return (0..WRITES).map(|n| n * STRIDE_BLOCKS).collect(),
+            Self::WritethroughRandom | Self::FuaAndFlushes => {}
         }
         let mut blocks = Vec::new();
         while blocks.len() < WRITES as usize {
