@@ -151,26 +151,10 @@ impl Qcow2 {
         let mut header = Header::read(&*storage, &limits)?;
         Self::refuse(&header, &*storage, writable)?;
         let encryption = unlock(&header, &storage, writable, &limits)?;
-        let data = match (header.has_data_file(), files.into_iter().next()) {
-            (true, Some(data)) => data,
-            (true, None) => {
-                return Err(Error::Invalid(format!(
-                    "{}: its guest data is in another file ({}), which was not opened",
-                    storage.name(),
-                    header.data_file_name().unwrap_or_else(|| "without a name".into())
-                )));
-            }
-            (false, _) => storage.clone(),
-        };
+        let data = Self::data_storage(&header, &storage, files)?;
         let mut warnings = Vec::new();
         if writable && header.has(incompatible::DIRTY) {
-            warnings.push(format!(
-                "{}: was not closed cleanly; its refcounts are rebuilt",
-                storage.name()
-            ));
-            let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
-            check::rebuild_refcounts(&storage, &limits, &monitor)?;
-            header = Header::read(&*storage, &limits)?;
+            header = Self::rebuild_refcounts(&storage, &limits, &mut warnings)?;
         }
         let l1 = read_l1(&header, &*storage)?;
         let cut = Cut::find(&l1, header.geometry, &*storage, &mut warnings)?;
@@ -220,6 +204,37 @@ impl Qcow2 {
             header: LastingHeader::new(header),
             storage,
         }))
+    }
+
+    /// Rebuilds the refcounts of an image that was not closed; returns its header as it is then.
+    fn rebuild_refcounts(
+        storage: &Arc<dyn Storage>,
+        limits: &Limits,
+        warnings: &mut Vec<String>,
+    ) -> Result<Header> {
+        let file = storage.name();
+        warnings.push(format!("{file}: was not closed cleanly; its refcounts are rebuilt"));
+        let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
+        check::rebuild_refcounts(storage, limits, &monitor)?;
+        Header::read(&**storage, limits)
+    }
+
+    /// Where guest data lives: the image itself, or its data file.
+    fn data_storage(
+        header: &Header,
+        storage: &Arc<dyn Storage>,
+        files: Vec<Arc<dyn Storage>>,
+    ) -> Result<Arc<dyn Storage>> {
+        if !header.has_data_file() {
+            return Ok(storage.clone());
+        }
+        files.into_iter().next().ok_or_else(|| {
+            Error::Invalid(format!(
+                "{}: its guest data is in another file ({}), which was not opened",
+                storage.name(),
+                header.data_file_name().unwrap_or_else(|| "without a name".into())
+            ))
+        })
     }
 
     /// The same file read through other tables.

@@ -100,6 +100,14 @@ pub struct Meta {
     pub(crate) dirty: Dirty,
 }
 
+impl Meta {
+    /// Of an image that was just opened.
+    pub(crate) fn new(space: Vec<crate::space::Space>) -> Self {
+        let (tickets, reclaim) = (Tickets::default(), Reclaim::default());
+        Self { space, tickets, reclaim, dirty: Dirty::default() }
+    }
+}
+
 impl State for Meta {
     fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim

@@ -9,11 +9,10 @@ use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Result, Storage,
 };
-use vdkit_meta::{Engine, Reclaim, Tickets};
+use vdkit_meta::Engine;
 
 use crate::cid::ContentId;
 use crate::descriptor::{Access, ExtentLine, ExtentType, NO_PARENT};
-use crate::flush::Dirty;
 use crate::header::{SECTOR, SparseHeader, flag};
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::mend::mend_copies;
@@ -391,12 +390,7 @@ impl Opening<'_> {
         };
         let cluster_bytes = grains.unwrap_or_else(block);
         let words = extents.iter().filter_map(|p| p.sparse().map(Sparse::chunk_entries)).max();
-        let meta = Meta {
-            space,
-            tickets: Tickets::default(),
-            reclaim: Reclaim::default(),
-            dirty: Dirty::default(),
-        };
+        let meta = Meta::new(space);
         let image = Vmdk {
             touched: files.iter().map(|_| AtomicBool::new(false)).collect(),
             tables: Tables::new(request.limits.cache_bytes, words.unwrap_or(1)),
