@@ -4,7 +4,7 @@ use crate::commit::Commit;
 use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Syncs that run side by side at most. A device with a queue does several in the time of one.
-pub const LANES_MAX: usize = 4;
+pub const LANES_MAX: usize = 16;
 
 /// A sync serves all who asked before it began. The first error is final: it reaches every one who
 /// waits, and everyone after.
