@@ -276,11 +276,12 @@ pub trait Format: Send + Sync + fmt::Debug {
     fn resize(&self, guest_bytes: u64) -> Result<()>;
 
     /// [`Format::resize`] of an image that stands on a disk of `beneath` bytes. Where that one
-    /// reaches into what is new, it must not show, not even after a crash in the middle. A format
-    /// that cannot hide it leaves that to the caller (the default).
-    fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
+    /// reaches into what is new, it must not show, not even after a crash in the middle. Returns
+    /// whether the format hid it; by default it leaves that to the caller.
+    fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<bool> {
         let _ = beneath;
-        self.resize(guest_bytes)
+        self.resize(guest_bytes)?;
+        Ok(false)
     }
 
     /// The image's internal snapshots, where the format has such.

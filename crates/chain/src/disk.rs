@@ -352,9 +352,6 @@ impl Disk {
     /// An image whose new space does not read as zero (raw LUKS) gets zeroes written; a power cut
     /// in the middle can leave it larger, with noise where it is new.
     ///
-    /// Where a format without zero flags (qcow2 version 2) grows over a longer backing image, a
-    /// power cut in the middle can leave the new size with the backing image's bytes showing.
-    ///
     /// # Errors
     /// [`Error::ReadOnly`]; what the format returns.
     pub fn resize(&self, guest_bytes: u64) -> Result<()> {
@@ -374,9 +371,10 @@ impl Disk {
             // Where the last unit is beneath, its rest would show: take it over.
             self.own_byte(before - 1)?;
         }
-        self.top().resize_over(guest_bytes, beneath)?;
-        // For formats that cannot hide it before: what is beneath, and what the old last cluster
-        // holds from before an earlier shrinking.
+        let hidden = self.top().resize_over(guest_bytes, beneath)?;
+        // What the old last cluster holds from before an earlier shrinking and, for formats that
+        // cannot hide it before they grow, what is beneath.
+        let beneath = if hidden { 0 } else { beneath };
         let cluster_bytes = self.top().caps().cluster_bytes.max(1);
         let last_cluster = before.checked_next_multiple_of(cluster_bytes).unwrap_or(before);
         let end = if self.top().new_reads_zero() {
@@ -384,12 +382,14 @@ impl Disk {
         } else {
             self.guest_bytes()
         };
-        if self.top().new_reads_zero() {
-            if before < end {
-                self.write_zeroes(GuestOffset(before), end - before, true)?;
-            }
-        } else if let Err(error) = self.zero_in_steps(before, end, monitor) {
-            // Noise is no part of the disk. The first error is the one that tells.
+        let zeroed = match self.top().new_reads_zero() {
+            true if before < end => self.write_zeroes(GuestOffset(before), end - before, true),
+            true => Ok(()),
+            false => self.zero_in_steps(before, end, monitor),
+        };
+        if let Err(error) = zeroed {
+            // Neither noise nor what lies beneath is part of the disk. The first error is the one
+            // that tells.
             let _ = self.top().resize(before);
             return Err(error);
         }

@@ -77,6 +77,20 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
+    /// How another image is opened beside one that is opened like this: for reading, with the same
+    /// references, limits, locks and keys.
+    #[must_use]
+    pub fn of_other(&self, format: Option<String>) -> Self {
+        Self {
+            format,
+            refs: self.refs.clone(),
+            limits: self.limits,
+            lock: self.lock,
+            keys: self.keys.clone(),
+            ..Self::read_only()
+        }
+    }
+
     /// For reading.
     pub fn read_only() -> Self {
         Self::default()

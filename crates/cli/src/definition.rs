@@ -1,13 +1,14 @@
 //! The command line's one definition: parsing, help, completions and man pages come from it.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io::Write;
 
 use clap::Command;
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ErrorKind};
 
 use crate::commands::{ALL, Group, Subcommand, find};
-use crate::failure::Exit;
+use crate::failure::{Exit, Tone, print_line};
+use crate::habits;
 
 /// The whole command. Subcommands are built when they are asked for: building all of them would
 /// cost more than converting a small image.
@@ -99,14 +100,24 @@ fn overview_help() -> String {
 }
 
 /// Prints what clap has to say: help and version on stdout, mistakes on stderr.
-pub fn report(error: &clap::Error) -> Exit {
+pub fn report(mut error: clap::Error, arguments: &[OsString]) -> Exit {
     let exit = match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Exit::Done,
         _ => Exit::Usage,
     };
+    let instead = habits::instead_of(&error, arguments);
+    if instead.is_some() {
+        // Clap's own advice: to pass the option as a name.
+        error.remove(ContextKind::Suggested);
+        error.remove(ContextKind::SuggestedArg);
+        error.remove(ContextKind::SuggestedSubcommand);
+    }
     // A closed pipe is the reader's right, and nobody can be told of anything else.
     let _ = error.print();
     let _ = std::io::stdout().flush();
+    if let Some(instead) = instead {
+        print_line(Tone::Hint, &format!("qemu-img's habit: {instead}"));
+    }
     exit
 }
 

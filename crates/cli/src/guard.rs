@@ -1,6 +1,6 @@
 //! Refusing to change an image that others stand on.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use vdkit::{CancelToken, Monitor, Progress, jobs};
 
@@ -29,10 +29,23 @@ pub fn refuse_dependents(
     doing: &str,
     cancel: &CancelToken,
 ) -> Result<(), Failure> {
-    if force.force {
+    if force.force { Ok(()) } else { refuse(&[image.to_owned()], doing, cancel) }
+}
+
+/// The same where a new image is to take the name of `image`: neither that one nor a file that goes
+/// with it may be what another image stands on.
+///
+/// # Errors
+/// As [`refuse_dependents`].
+pub fn refuse_replacing(image: &Path, cancel: &CancelToken) -> Result<(), Failure> {
+    if !image.is_file() {
         return Ok(());
     }
+    let images = jobs::replaced_files(&vdkit::registry(), image);
+    refuse(&images, "replacing it", cancel)
+}
+
+fn refuse(images: &[PathBuf], doing: &str, cancel: &CancelToken) -> Result<(), Failure> {
     let monitor = Monitor { cancel: cancel.clone(), progress: &Warnings };
-    let images = [image.to_owned()];
-    Ok(jobs::refuse_dependents(&vdkit::registry(), &images, &[], doing, &monitor)?)
+    Ok(jobs::refuse_dependents(&vdkit::registry(), images, &[], doing, &monitor)?)
 }

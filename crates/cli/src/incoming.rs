@@ -37,13 +37,20 @@ pub struct Opening<'a> {
     pub checksum: Option<&'a Checksum>,
     /// Where streams are spooled.
     pub spool: &'a Path,
+    /// A source without a single byte is a disk of no bytes, and no mistake.
+    pub allow_empty: bool,
 }
 
 impl Opening<'_> {
     /// Opens a source that the user named.
     pub fn open(&self, path: &Path, monitor: &Monitor<'_>) -> Result<Opened, Failure> {
         match self.stream(path, monitor)? {
-            Found::Disk(disk) => Ok(Opened::Image(Incoming::Disk(disk))),
+            Found::Disk(disk) => {
+                if disk.guest_bytes() == 0 && disk.top().name() == "raw" {
+                    self.refuse_empty(path)?;
+                }
+                Ok(Opened::Image(Incoming::Disk(disk)))
+            }
             Found::Package(storage) => self.package(storage),
             Found::Stream(stream) => {
                 let stream = match self.checksum {
@@ -51,7 +58,11 @@ impl Opening<'_> {
                     None => stream,
                 };
                 let mut stream = if self.as_it_is() { stream } else { stream.unpack()?.0 };
-                if self.is_package(path, &stream.peek(HEAD_BYTES)?) {
+                let head = stream.peek(HEAD_BYTES)?;
+                if head.is_empty() {
+                    self.refuse_empty(path)?;
+                }
+                if self.is_package(path, &head) {
                     // Its disks are read here and there.
                     return self.package(spool(stream, self.spool, monitor)?);
                 }
@@ -59,6 +70,19 @@ impl Opening<'_> {
                 Ok(Opened::Image(incoming))
             }
         }
+    }
+
+    /// A command that failed and should have sent a disk sends nothing.
+    fn refuse_empty(&self, path: &Path) -> Result<(), Failure> {
+        if self.allow_empty {
+            return Ok(());
+        }
+        let name = match path == Path::new(STANDARD) {
+            true => "standard input".to_owned(),
+            false => path.display().to_string(),
+        };
+        Err(Failure::failed(format!("{name}: is empty: there is no disk in it"))
+            .hint("if a disk of no bytes is wanted, say so with --allow-empty"))
     }
 
     fn package(&self, storage: Arc<dyn Storage>) -> Result<Opened, Failure> {

@@ -19,6 +19,7 @@ pub mod definition;
 pub mod failure;
 mod fuse;
 pub mod guard;
+mod habits;
 pub mod hex;
 mod incoming;
 mod keys;
@@ -48,9 +49,9 @@ pub fn main() -> ExitCode {
 pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
     let arguments: Vec<_> = arguments.into_iter().collect();
     let command = definition::command_for(arguments.get(1).map(|first| first.as_os_str()));
-    let matches = match command.try_get_matches_from(arguments) {
+    let matches = match command.try_get_matches_from(&arguments) {
         Ok(matches) => matches,
-        Err(error) => return definition::report(&error),
+        Err(error) => return definition::report(error, &arguments),
     };
     let Some((name, matches)) = matches.subcommand() else {
         return Exit::Usage;

@@ -6,14 +6,20 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use vdkit::export::{Export, OnNoSpace, Scrape, ScrapeAddress};
-use vdkit::{Disk, OpenOptions};
+use vdkit::{CancelToken, Disk, OpenOptions};
 
-use crate::arguments::{CacheOption, References, SnapshotOption, size};
+use crate::arguments::{CacheOption, Force, References, SnapshotOption, size};
 use crate::failure::{Failure, printable};
+use crate::guard;
 use crate::keys::Keys;
 
 /// How long clients' last requests may take at the end.
 pub const DRAIN: Duration = Duration::from_secs(30);
+
+/// What to do with an image that others stand on.
+const SERVED_BENEATH: &str = "make an overlay of it for the clients ('vdkit create NEW --backing \
+                              IMAGE'), or let nobody write ('--read-only'); if the others are not \
+                              needed any more, repeat with --force";
 
 /// How often the end is looked for.
 pub const POLL: Duration = Duration::from_millis(50);
@@ -69,6 +75,8 @@ pub struct ServedDisk {
     references: References,
     #[command(flatten)]
     keys: Keys,
+    #[command(flatten)]
+    force: Force,
 }
 
 /// Fewer heaps for more threads. The C library makes up to eight a processor, and what is given back
@@ -113,10 +121,15 @@ impl ServedDisk {
     /// Opens it.
     ///
     /// # Errors
-    /// As [`Disk::open`].
-    pub fn open(&self, image: &Path) -> Result<Disk, Failure> {
+    /// As [`Disk::open`]; where clients could write to what other images stand on.
+    pub fn open(&self, image: &Path, cancel: &CancelToken) -> Result<Disk, Failure> {
         share_the_heap();
-        Ok(Disk::open(&vdkit::registry(), image, &self.options())?)
+        let options = self.options();
+        if options.writable {
+            guard::refuse_dependents(image, &self.force, "letting clients write to it", cancel)
+                .map_err(|failure| failure.hint(SERVED_BENEATH))?;
+        }
+        Ok(Disk::open(&vdkit::registry(), image, &options)?)
     }
 
     /// Begins to tell the counts, where that is asked for.

@@ -451,6 +451,10 @@ fn disks_in_pieces_and_in_gzip() {
     packed(&scratch, "c.ova", "gnu", &["a.ovf", "bomb.gz"]);
     scratch.fails(1, "far more than the capacity", &["convert", "c.ova", "c.raw"]);
     assert!(!scratch.names().iter().any(|name| name.ends_with("c.raw")));
+    // Nor is anything unpacked that nothing bounds.
+    scratch.write("parts/a.ovf", ovf(&[(bomb, "ovf:capacity=\"${size}\"")]).as_bytes());
+    packed(&scratch, "d.ova", "gnu", &["a.ovf", "bomb.gz"]);
+    scratch.fails(1, "no capacity", &["convert", "d.ova", "d.raw"]);
 }
 
 #[test]

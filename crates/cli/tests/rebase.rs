@@ -232,6 +232,24 @@ fn snapshots_do_not_show_another_backing_image_unasked() {
     assert_eq!(scratch.ok(&["read", "top.qcow2", "0"]).bytes[1 << 19], 1);
 }
 
+#[test]
+fn snapshots_of_an_image_that_stood_on_nothing_do_not_show_a_new_backing_image() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "new.qcow2", "1M"]);
+    scratch.ok(&["write", "new.qcow2", "0", "1M", "--pattern", "2"]);
+    scratch.ok(&["create", "alone.qcow2", "1M"]);
+    scratch.ok(&["rebase", "alone.qcow2", "--no-backing"]);
+    scratch.ok(&["snapshot", "create", "alone.qcow2", "s"]);
+    let before = std::fs::read(scratch.path("alone.qcow2")).unwrap();
+    scratch.fails(5, "zeroes", &["rebase", "alone.qcow2", "--backing", "new.qcow2"]);
+    assert!(before == std::fs::read(scratch.path("alone.qcow2")).unwrap());
+    let shown = scratch.ok(&["read", "alone.qcow2", "0", "--snapshot", "s"]).bytes;
+    assert!(shown.iter().all(|byte| *byte == 0));
+    // Nothing changes for its snapshots.
+    scratch.ok(&["rebase", "alone.qcow2", "--no-backing"]);
+    scratch.ok(&["rebase", "--force", "alone.qcow2", "--backing", "new.qcow2"]);
+}
+
 /// What cannot be ended is not begun.
 #[test]
 fn a_format_that_cannot_change_its_parent_is_left_alone() {

@@ -108,6 +108,6 @@ fn found_format(
         }
     }
     let backing = NewBacking { name: name.to_owned(), format, open: path.exists() };
-    let found = backing.find(registry, image, &opening.refs)?;
+    let found = backing.find(registry, image, opening)?;
     Ok(found.reference.format.unwrap_or_default())
 }

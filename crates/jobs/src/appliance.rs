@@ -156,7 +156,14 @@ fn unzipped(package: &Package, index: usize, cancel: CancelToken) -> Result<Byte
         let found = packing.map_or("no packed file".to_owned(), |packing| packing.to_string());
         return Err(Error::corrupt(&name, 0, "file", found, "gzip, as the descriptor says"));
     }
-    let Some(capacity) = package.disks()[index].disk.capacity else { return Ok(stream) };
+    let Some(capacity) = package.disks()[index].disk.capacity else {
+        // A few bytes may unpack to a thousand times as many.
+        return Err(Error::unsupported(
+            &name,
+            "a packed disk whose descriptor says no capacity: nothing bounds what it unpacks to",
+            "take it out with tar and unpack it with gzip, if you trust it",
+        ));
+    };
     let left = capacity.saturating_add(capacity / 8).saturating_add(SLACK_BYTES);
     Ok(ByteStream::new(name, Bounded { inner: stream, left }))
 }

@@ -34,14 +34,7 @@ pub fn bitmaps(disk: &Disk) -> Result<&dyn Bitmaps> {
 /// # Errors
 /// [`Error::Invalid`] where the disks differ in size; what [`Bitmaps::merge`] returns.
 pub fn merge_bitmap(disk: &Disk, name: &str, source: &Disk, source_name: &str) -> Result<()> {
-    let (size, other) = (disk.guest_bytes(), source.guest_bytes());
-    if size != other {
-        return Err(Error::Invalid(format!(
-            "{} has {size} bytes and {} has {other}: a bitmap of one says nothing of the other",
-            disk.name(),
-            source.name()
-        )));
-    }
+    refuse_other_size(disk, source)?;
     bitmaps(disk)?.merge(name, bitmaps(source)?, source_name)
 }
 
@@ -62,10 +55,18 @@ pub(crate) fn bitmaps_to_copy(
     let Some(target) = target else {
         return Err(Error::Invalid("bitmaps need a target that is written".into()));
     };
-    bitmaps(target)?;
+    let there = bitmaps(target)?.list()?;
     let mut wanted = Vec::new();
     for bitmap in bitmaps(disk)?.list()? {
         let BitmapInfo { name, in_use, .. } = &bitmap.info;
+        if there.iter().any(|other| other.info.name == *name) {
+            return Err(Error::Invalid(format!(
+                "{}: has a bitmap '{name}' already; remove it first ('vdkit bitmap remove {} \
+                 {name}')",
+                target.name(),
+                target.name()
+            )));
+        }
         match (in_use, broken) {
             (false, _) => wanted.push(bitmap.info),
             (true, BrokenBitmaps::Skip) => monitor.progress.message(&format!(
@@ -80,15 +81,36 @@ pub(crate) fn bitmaps_to_copy(
             }
         }
     }
+    if !wanted.is_empty() {
+        refuse_other_size(target, disk)?;
+    }
     Ok(wanted)
+}
+
+/// A bitmap of one disk says nothing of a disk of another size.
+fn refuse_other_size(disk: &Disk, source: &Disk) -> Result<()> {
+    let (size, other) = (disk.guest_bytes(), source.guest_bytes());
+    if size == other {
+        return Ok(());
+    }
+    Err(Error::Invalid(format!(
+        "{} has {size} bytes and {} has {other}: a bitmap of one says nothing of the other",
+        disk.name(),
+        source.name()
+    )))
 }
 
 /// Makes the same bitmaps in a target that has its content.
 pub(crate) fn copy_bitmaps(source: &Disk, target: &Disk, wanted: &[BitmapInfo]) -> Result<()> {
     for BitmapInfo { name, granularity, enabled, .. } in wanted {
         let new = NewBitmap { name, granularity: Some(*granularity), enabled: *enabled };
-        bitmaps(target)?.add(&new)?;
-        merge_bitmap(target, name, source, name)?;
+        let all = bitmaps(target)?;
+        all.add(&new)?;
+        if let Err(error) = merge_bitmap(target, name, source, name) {
+            // Half a bitmap would be taken for a whole one. The first error is the one that tells.
+            let _ = all.remove(name);
+            return Err(error);
+        }
     }
     Ok(())
 }

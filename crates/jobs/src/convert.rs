@@ -56,14 +56,14 @@ pub struct ConvertOptions {
 pub struct Backing {
     /// The file, to open it.
     pub path: PathBuf,
-    /// Its format; none probes.
-    pub format: Option<String>,
+    /// How it is opened. [`ConvertOptions::keys`] are tried too.
+    pub opening: OpenOptions,
 }
 
 impl Backing {
     fn open(&self, registry: &Registry, keys: &[Secret]) -> Result<Disk> {
-        let options = OpenOptions { format: self.format.clone(), ..OpenOptions::read_only() };
-        let options = options.keys(keys.to_vec());
+        let mut options = self.opening.clone();
+        options.keys.extend_from_slice(keys);
         Disk::open(registry, &self.path, &options)
     }
 }

@@ -82,7 +82,10 @@ pub fn create(
         return Err(Error::Invalid(format!("{}: is there already", image.path.display())));
     }
     let base = match &image.backing {
-        Some(backing) => Some(backing.find(registry, image.path, &image.refs)?),
+        Some(backing) => {
+            let opening = OpenOptions { refs: image.refs.clone(), ..OpenOptions::read_only() };
+            Some(backing.find(registry, image.path, &opening)?)
+        }
         None => None,
     };
     let mut image = image.clone();
@@ -151,7 +154,8 @@ pub(crate) fn inherit(
 }
 
 impl NewBacking {
-    /// Looks at the image that a new one at `image` shall stand on.
+    /// Looks at the image that a new one at `image` shall stand on, as `opening` says of references,
+    /// limits, locks and keys.
     ///
     /// # Errors
     /// What opening it returns; [`Error::Invalid`] where its format would have to be guessed.
@@ -159,8 +163,15 @@ impl NewBacking {
         &self,
         registry: &Registry,
         image: &Path,
-        refs: &RefPolicy,
+        opening: &OpenOptions,
     ) -> Result<FoundBacking> {
+        if let Some((before, _)) = self.name.split_once(':').filter(|(b, _)| !b.contains('/')) {
+            return Err(Error::Invalid(format!(
+                "'{}': in an image's header, '{before}:' at the beginning of a name says a protocol, \
+                 and nobody could open what the image stands on; write './{}'",
+                self.name, self.name
+            )));
+        }
         let path = beside(image, &self.name);
         let found = |format, looked: Option<Looked>| FoundBacking {
             path: path.clone(),
@@ -182,11 +193,7 @@ impl NewBacking {
                 ))),
             };
         }
-        let options = OpenOptions {
-            format: self.format.clone(),
-            refs: refs.clone(),
-            ..OpenOptions::read_only()
-        };
+        let options = opening.of_other(self.format.clone());
         let looked = look_at(registry, &path, &options)?;
         if looked.probed && looked.format == "raw" {
             return Err(Error::Invalid(format!(

@@ -145,6 +145,12 @@ pub fn convert_stream(
         }
     };
     look_at_end(registry, &name, head, &pipe, bytes)?;
+    if !bytes.is_multiple_of(SECTOR) {
+        monitor.progress.message(&format!(
+            "{name}: ends within a sector, after {bytes} bytes: was all of it sent? The last sector \
+             is filled up with zeroes"
+        ));
+    }
     let bytes = options.size_of_new(bytes.next_multiple_of(SECTOR));
     let format = disk.map(|disk| disk.top().name().to_owned());
     target.finish(bytes, &monitor.cancel)?;

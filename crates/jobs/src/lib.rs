@@ -71,6 +71,7 @@ pub use keys::{KeysAfter, ListedKeys, add_key, change_key, list_keys, remove_key
 pub use map::{Map, MapRow, map};
 pub use measure::{MeasureReport, measure, measure_empty};
 pub use mover::MovedBytes;
+pub use new_files::replaced_files;
 pub use preset::{Preset, Use};
 pub use rebase::{RebaseOptions, RebaseReport, rebase, take_over};
 pub use resize::{Preallocation, ResizeOptions, resize};

@@ -12,6 +12,7 @@
 //! the threads' timing.
 
 mod in_kernel;
+mod place;
 
 use std::cell::OnceCell;
 use std::ops::Range;
@@ -20,9 +21,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde::Serialize;
-use vdkit_block::{
-    CompressionSpec, Error, Fill, GuestOffset, Monitor, PackedReservation, Reservation, Result,
-};
+use vdkit_block::{CompressionSpec, Error, GuestOffset, Monitor, Result};
 use vdkit_chain::Disk;
 use vdkit_storage::AlignedBuf;
 
@@ -33,7 +32,8 @@ use crate::queue::{Neighbours, Queue};
 use crate::share::{share, share_all};
 use crate::source::Source;
 use crate::turns::Turns;
-use crate::zero::{data_runs, is_zero};
+use crate::zero::data_runs;
+use place::Placed;
 
 /// Bytes that one thread moves alone before others are started: a small job is over by then.
 const ALONE_BYTES: u64 = 8 << 20;
@@ -179,23 +179,6 @@ impl Default for Buffers {
         let (runs, packed, lens) = (Vec::new(), Vec::new(), Vec::new());
         Self { bytes: AlignedBuf::new(0, PAGE_BYTES), runs, packed, lens, compressor: None }
     }
-}
-
-/// Target space for a part of a chunk.
-enum Placed<'a> {
-    Plain {
-        space: Reservation<'a>,
-        from: usize,
-    },
-    Packed {
-        space: PackedReservation<'a>,
-        bytes: Range<usize>,
-    },
-    /// Has its space already.
-    Mapped {
-        from: usize,
-        to: usize,
-    },
 }
 
 impl<'a> Mover<'a> {
@@ -507,7 +490,12 @@ impl<'a> Mover<'a> {
                 return self.in_turn(number, || self.write_runs(target, buffers, at));
             }
             self.in_turn(number, || Ok(()))?;
-            return self.write_runs(target, buffers, at);
+            return match self.options.compress {
+                Some(spec) if cluster > 1 && at.is_multiple_of(cluster) => {
+                    self.write_packed(target, buffers, spec, at)
+                }
+                _ => self.write_runs(target, buffers, at),
+            };
         }
         let packed = match self.options.compress {
             Some(spec) => Some(self.pack(target, buffers, spec, at)?),
@@ -527,202 +515,6 @@ impl<'a> Mover<'a> {
         self.in_turn(number, || self.place(target, buffers, at, cluster, packed, &mut placed))?;
         write(placed)
     }
-
-    /// Compresses each cluster of the chunk at `at` and puts it into its frame; `lens` says 0 for
-    /// one that stays plain and [`ZERO_CLUSTER`] for one that is zero.
-    fn pack(
-        &self,
-        target: &Disk,
-        buffers: &mut Buffers,
-        spec: CompressionSpec,
-        at: u64,
-    ) -> Result<()> {
-        let Buffers { bytes, packed, lens, compressor, .. } = buffers;
-        let (format, caps) = (target.top(), target.top().caps());
-        let (frame, cluster) = (format.packed_frame(), caps.cluster_bytes as usize);
-        packed.clear();
-        lens.clear();
-        let compressor = match compressor {
-            Some(compressor) => compressor,
-            None => compressor.insert(Compressor::new(spec)?),
-        };
-        // A short last cluster is compressed whole, with zeroes behind the end of the disk.
-        bytes.resize(bytes.len().next_multiple_of(cluster));
-        for (index, unit) in bytes.chunks_exact(cluster).enumerate() {
-            if is_zero(unit) {
-                lens.push(ZERO_CLUSTER);
-                continue;
-            }
-            let start = packed.len();
-            let payload = start + frame.head_bytes as usize;
-            packed.resize(payload, 0);
-            let mut smaller = compressor.compress(unit, packed);
-            if !smaller && caps.one_pass {
-                compressor.store(unit, packed)?;
-                smaller = true;
-            }
-            if !smaller {
-                packed.truncate(start);
-                lens.push(0);
-                continue;
-            }
-            let payload_bytes = (packed.len() - payload) as u32;
-            let framed = (packed.len() - start).next_multiple_of(frame.align.max(1) as usize);
-            packed.resize(start + framed, 0);
-            let unit_at = GuestOffset(at + (index * cluster) as u64);
-            format.frame_packed(unit_at, &mut packed[start..], payload_bytes);
-            lens.push(framed as u32);
-        }
-        Ok(())
-    }
-
-    /// Reserves target space for a chunk, in the order of the disk.
-    fn place<'t>(
-        &self,
-        target: &'t Disk,
-        buffers: &Buffers,
-        at: u64,
-        cluster: u64,
-        packed: Option<()>,
-        placed: &mut Vec<Placed<'t>>,
-    ) -> Result<()> {
-        let cluster = cluster as usize;
-        let clusters = buffers.bytes.len().div_ceil(cluster);
-        let kind = |index: usize| match packed {
-            Some(()) => match buffers.lens[index] {
-                ZERO_CLUSTER => PlaceKind::Zero,
-                0 => PlaceKind::Plain,
-                _ => PlaceKind::Packed,
-            },
-            None => {
-                let (from, to) = (index * cluster, (index + 1) * cluster);
-                // Runs are sorted: the first one that ends behind the cluster's start decides.
-                let run = buffers.runs.partition_point(|r| r.end <= from);
-                match buffers.runs.get(run) {
-                    Some(run) if run.start < to => PlaceKind::Plain,
-                    _ => PlaceKind::Zero,
-                }
-            }
-        };
-        let mut index = 0;
-        let mut packed_at = 0;
-        while index < clusters {
-            let this = kind(index);
-            let mut end = index + 1;
-            while end < clusters && kind(end) == this {
-                end += 1;
-            }
-            match this {
-                PlaceKind::Zero => add(&self.moved.zero_found, ((end - index) * cluster) as u64),
-                PlaceKind::Plain => {
-                    let to = (end * cluster).min(self.chunk_end(at, buffers.bytes.len()));
-                    self.place_plain(target, at, index * cluster, to, placed)?;
-                }
-                PlaceKind::Packed => {
-                    let first = GuestOffset(at + (index * cluster) as u64);
-                    let lens = &buffers.lens[index..end];
-                    packed_at =
-                        self.place_packed(target, first, lens, cluster, packed_at, placed)?;
-                }
-            }
-            index = end;
-        }
-        Ok(())
-    }
-
-    /// The chunk's length without the zeroes that fill up the last cluster of the disk.
-    fn chunk_end(&self, at: u64, len: usize) -> usize {
-        len.min((self.source.bytes() - at) as usize)
-    }
-
-    fn place_plain<'t>(
-        &self,
-        target: &'t Disk,
-        at: u64,
-        mut from: usize,
-        to: usize,
-        placed: &mut Vec<Placed<'t>>,
-    ) -> Result<()> {
-        while from < to {
-            let space = target.top().reserve(GuestOffset(at + from as u64), (to - from) as u64)?;
-            match space {
-                Some(space) if space.head == Fill::Ready && space.tail == Fill::Ready => {
-                    let next = (space.write.end - at) as usize;
-                    placed.push(Placed::Plain { space, from });
-                    from = next;
-                }
-                // Preallocated, or wants filling: the ordinary write path does it.
-                _ => {
-                    placed.push(Placed::Mapped { from, to });
-                    from = to;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns where the payload of the next unit begins.
-    fn place_packed<'t>(
-        &self,
-        target: &'t Disk,
-        first: GuestOffset,
-        mut lens: &[u32],
-        cluster: usize,
-        mut payload: usize,
-        placed: &mut Vec<Placed<'t>>,
-    ) -> Result<usize> {
-        let mut at = first;
-        while !lens.is_empty() {
-            let space = target.top().reserve_packed(at, lens)?;
-            let units = space.units;
-            let bytes: usize = lens[..units].iter().map(|&l| l as usize).sum();
-            placed.push(Placed::Packed { space, bytes: payload..payload + bytes });
-            add(&self.moved.clusters_compressed, units as u64);
-            add(&self.moved.packed_bytes, bytes as u64);
-            payload += bytes;
-            at += (units * cluster) as u64;
-            lens = &lens[units..];
-        }
-        Ok(payload)
-    }
-
-    fn write_placed(
-        &self,
-        target: &Disk,
-        buffers: &Buffers,
-        at: u64,
-        part: Placed<'_>,
-    ) -> Result<()> {
-        match part {
-            Placed::Plain { space, from } => {
-                let to = (space.write.end - at) as usize;
-                let put = |run: Range<usize>| {
-                    add(&self.moved.written, run.len() as u64);
-                    let from = at + run.start as u64;
-                    target.write_reserved(&space, &buffers.bytes[run], from)
-                };
-                if space.zeroed && self.options.compress.is_none() {
-                    let first = buffers.runs.partition_point(|r| r.end <= from);
-                    for run in buffers.runs[first..].iter().take_while(|r| r.start < to) {
-                        put(run.start.max(from)..run.end.min(to))?;
-                    }
-                } else {
-                    put(from..to)?;
-                }
-                space.publish()
-            }
-            Placed::Packed { space, bytes } => {
-                add(&self.moved.written, bytes.len() as u64);
-                target.top().file(space.file).write_at(&buffers.packed[bytes], space.host)?;
-                target.publish_packed(space)
-            }
-            Placed::Mapped { from, to } => {
-                add(&self.moved.written, (to - from) as u64);
-                let bytes = &buffers.bytes[from..to];
-                self.write_run(target, bytes, GuestOffset(at + from as u64))
-            }
-        }
-    }
 }
 
 /// Whether zeroes on a disk are bytes that are written (raw LUKS), not a word in a map or to the
@@ -735,14 +527,4 @@ fn writes_zeroes(target: &Disk) -> bool {
 /// waits for one piece.
 pub(crate) fn zero_max(target: &Disk) -> u64 {
     if writes_zeroes(target) { ZERO_BYTES_MAX } else { u64::MAX }
-}
-
-/// In the list of compressed lengths: the cluster is zero.
-const ZERO_CLUSTER: u32 = u32::MAX;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PlaceKind {
-    Zero,
-    Plain,
-    Packed,
 }

@@ -5,9 +5,15 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vdkit_block::{CancelToken, Error, FormatDriver, Limits, Options, Result, Storage};
+use vdkit_block::{
+    CancelToken, Error, FormatDriver, Limits, Monitor, NoProgress, Options, Result, Storage,
+};
 use vdkit_chain::Registry;
-use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
+use vdkit_storage::{
+    CommitOptions, FileOptions, FileStorage, LockMode, PendingFile, PendingRemoval,
+};
+
+use crate::dependents::dependents;
 
 /// What other files a new image shall have.
 pub(crate) struct WantedFiles<'a> {
@@ -29,13 +35,17 @@ pub(crate) struct WantedFiles<'a> {
 pub(crate) struct NewFiles {
     files: Vec<PendingFile>,
     /// Files of the image that is replaced, which the new one has no use for.
-    leftovers: Vec<PathBuf>,
+    leftovers: Vec<PendingRemoval>,
 }
 
 impl NewFiles {
     /// Makes the files that the format wants beside the image. One that is there already
     /// is replaced where that may be, and only if the user named it by an option, or the image
     /// that is replaced does: a file that a format's naming happens to meet is somebody else's.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] where a file is in use that would be replaced or removed: a source of this
+    /// conversion is; [`Error::Invalid`] for names that cannot be had; what the storages return.
     pub(crate) fn create(wanted: &WantedFiles<'_>, cancel: &CancelToken) -> Result<Self> {
         let WantedFiles { registry, driver, path, guest_bytes, options, replace, .. } = *wanted;
         let image = path.file_name().unwrap_or_default().to_string_lossy();
@@ -74,8 +84,8 @@ impl NewFiles {
             files.push(PendingFile::create(&target, wanted.file)?);
         }
         let theirs = old.iter().filter(|name| named_after(path, name)).map(|n| beside(path, n));
-        let leftovers = theirs.filter(|path| !taken.contains(&real_name(path))).collect();
-        Ok(Self { files, leftovers })
+        let leftovers: Vec<_> = theirs.filter(|path| !taken.contains(&real_name(path))).collect();
+        Ok(Self { files, leftovers: removals(wanted, leftovers, cancel)? })
     }
 
     /// Their bytes, in the order in which the image names them.
@@ -121,12 +131,40 @@ impl NewFiles {
             }
             placed.extend(fresh);
         }
-        for path in self.leftovers {
+        for file in self.leftovers {
             // The new image is there and whole; a file too many is no failure.
-            let _ = std::fs::remove_file(path);
+            let _ = file.remove();
         }
         Ok(placed)
     }
+}
+
+/// Locks the files that only the replaced image has. None of them is removed where another image
+/// stands on one.
+fn removals(
+    wanted: &WantedFiles<'_>,
+    leftovers: Vec<PathBuf>,
+    cancel: &CancelToken,
+) -> Result<Vec<PendingRemoval>> {
+    if leftovers.is_empty() {
+        return Ok(Vec::new());
+    }
+    let monitor = Monitor { cancel: cancel.clone(), progress: &NoProgress };
+    let image = [wanted.path.to_owned()];
+    let standing = dependents(wanted.registry, &leftovers, &image, &monitor)?;
+    let lock = wanted.file.lock;
+    let locked =
+        leftovers.iter().filter_map(|path| PendingRemoval::prepare(path, lock).transpose());
+    let locked = locked.collect::<Result<Vec<_>>>()?;
+    Ok(if standing.overlays.is_empty() { locked } else { Vec::new() })
+}
+
+/// The image at a path, last, and before it the files that go when it is replaced: those that it names
+/// and that are called after it.
+pub fn replaced_files(registry: &Registry, image: &Path) -> Vec<PathBuf> {
+    let names = files_of(registry, image);
+    let named = names.iter().filter(|name| named_after(image, name)).map(|n| beside(image, n));
+    named.chain([image.to_owned()]).collect()
 }
 
 /// Whether a file that the image at a path names is called after it, in the same folder, as formats call

@@ -118,7 +118,7 @@ pub fn rebase(
             ));
         }
         if !options.force {
-            refuse_for_snapshots(&disk)?;
+            refuse_for_snapshots(&disk, found.is_some())?;
         }
         let new = match &found {
             Some(found) => Some(open_new(registry, found, opening)?),
@@ -178,14 +178,9 @@ fn find(
     };
     if !path.exists() && header_only {
         // It may come later.
-        return NewBacking { open: false, ..backing.clone() }.find(registry, image, &opening.refs);
+        return NewBacking { open: false, ..backing.clone() }.find(registry, image, opening);
     }
-    let looking = OpenOptions {
-        format: backing.format.clone(),
-        refs: opening.refs.clone(),
-        lock: false,
-        ..OpenOptions::read_only()
-    };
+    let looking = OpenOptions { lock: false, ..opening.of_other(backing.format.clone()) };
     let chain = describe_chain(registry, &path, &looking)?;
     if let Some(link) = chain.links.iter().find(|link| same_file(&link.path, image)) {
         return Err(Error::Invalid(if same_file(&path, image) {
@@ -199,18 +194,11 @@ fn find(
             )
         }));
     }
-    backing.find(registry, image, &opening.refs)
+    backing.find(registry, image, opening)
 }
 
 fn open_new(registry: &Registry, found: &FoundBacking, opening: &OpenOptions) -> Result<Disk> {
-    let options = OpenOptions {
-        format: found.reference.format.clone(),
-        refs: opening.refs.clone(),
-        limits: opening.limits,
-        keys: opening.keys.clone(),
-        ..OpenOptions::read_only()
-    };
-    Disk::open(registry, &found.path, &options)
+    Disk::open(registry, &found.path, &opening.of_other(found.reference.format.clone()))
 }
 
 /// What could only fail at the end fails before anything is copied.
@@ -233,17 +221,20 @@ fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
 }
 
 /// Snapshots show what the image stands on where they hold nothing themselves, and get nothing of
-/// what is taken over.
-fn refuse_for_snapshots(disk: &Disk) -> Result<()> {
+/// what is taken over. Without a backing image they read zeroes there.
+fn refuse_for_snapshots(disk: &Disk, backed: bool) -> Result<()> {
     let info = disk.layers()[0].info();
-    if info.snapshots.is_empty() || info.backing_file.is_none() {
+    let old = info.backing_file.is_some();
+    if info.snapshots.is_empty() || !(old || backed) {
         return Ok(());
     }
+    let reads = if old { "the old backing image" } else { "zeroes" };
+    let shows = if backed { "the new one" } else { "zeroes" };
     Err(Error::Dependents {
         file: disk.name().to_owned(),
-        what: "its snapshots read the old backing image where they hold nothing themselves, and \
-               would show the new one"
-            .to_owned(),
+        what: format!(
+            "its snapshots read {reads} where they hold nothing themselves, and would show {shows}"
+        ),
         dependents: info.snapshots.iter().take(8).map(|s| s.name.clone()).collect(),
         hint: "delete the snapshots first; if the two backing images are the same or what the \
                snapshots show does not matter, repeat with --force"

@@ -1,14 +1,18 @@
 //! Reading a result back.
 
+use std::ops::Range;
+
 use parking_lot::Mutex;
 use vdkit_block::{Error, GuestOffset, Monitor, Result};
 use vdkit_chain::Disk;
 
+use crate::compare::Side;
 use crate::source::Source;
 
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// Reads every byte of both and compares them; no map and no hole is trusted.
+/// Reads both and compares them, but where both are holes by their maps and files: the target's are
+/// read anew.
 ///
 /// # Errors
 /// [`Error::Corrupt`] at the first chunk that differs.
@@ -19,38 +23,80 @@ pub(crate) fn verify(
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
     let bytes = source.bytes();
-    let state = Mutex::new((0u64, None::<Error>));
+    let state = Mutex::new(State { chunks: Chunks::new(source, target)?, failed: None });
     std::thread::scope(|scope| {
         for _ in 1..threads {
-            scope.spawn(|| verify_chunks(source, target, bytes, &state, monitor));
+            scope.spawn(|| verify_chunks(source, target, &state, monitor));
         }
-        verify_chunks(source, target, bytes, &state, monitor);
+        verify_chunks(source, target, &state, monitor);
     });
-    match state.into_inner().1 {
+    match state.into_inner().failed {
         Some(error) => Err(error),
         None => Ok(bytes),
     }
 }
 
-fn verify_chunks(
-    source: &Source,
-    target: &Disk,
+/// What the threads share.
+struct State<'a> {
+    chunks: Chunks<'a>,
+    failed: Option<Error>,
+}
+
+/// The parts of the disk that are to be read, in order.
+struct Chunks<'a> {
+    target: Side<'a>,
+    /// The source's pieces, each with the offset where it begins.
+    pieces: Vec<(u64, Side<'a>)>,
+    at: u64,
     bytes: u64,
-    state: &Mutex<(u64, Option<Error>)>,
-    monitor: &Monitor<'_>,
-) {
+}
+
+impl<'a> Chunks<'a> {
+    fn new(source: &'a Source, target: &'a Disk) -> Result<Self> {
+        let pieces = source.pieces().map(|(start, disk)| Ok((start, Side::new(disk)?)));
+        let pieces = pieces.collect::<Result<_>>()?;
+        Ok(Self { target: Side::new(target)?, pieces, at: 0, bytes: source.bytes() })
+    }
+
+    /// The next one. Nothing at the end.
+    fn next(&mut self) -> Result<Option<Range<u64>>> {
+        while self.at < self.bytes {
+            let at = self.at;
+            let piece = self.pieces.partition_point(|(start, _)| *start <= at) - 1;
+            let end = self.pieces.get(piece + 1).map_or(self.bytes, |(start, _)| *start);
+            let (start, source) = &mut self.pieces[piece];
+            let wanted = source.run_at(at - *start, end - *start)?;
+            let found = self.target.run_at(at, self.bytes)?;
+            if wanted.is_zero() && found.is_zero() {
+                self.at += wanted.len.min(found.len);
+                continue;
+            }
+            self.at = ((at / CHUNK_BYTES + 1) * CHUNK_BYTES).min(self.bytes);
+            return Ok(Some(at..self.at));
+        }
+        Ok(None)
+    }
+}
+
+fn verify_chunks(source: &Source, target: &Disk, state: &Mutex<State<'_>>, monitor: &Monitor<'_>) {
     let (mut want, mut got) = (Vec::new(), Vec::new());
+    let bytes = source.bytes();
     loop {
-        let at = {
+        let chunk = {
             let mut state = state.lock();
-            if state.0 >= bytes || state.1.is_some() {
+            if state.failed.is_some() {
                 return;
             }
-            let at = state.0;
-            state.0 += CHUNK_BYTES;
-            at
+            match state.chunks.next() {
+                Ok(Some(chunk)) => chunk,
+                Ok(None) => return,
+                Err(error) => {
+                    state.failed = Some(error);
+                    return;
+                }
+            }
         };
-        let len = CHUNK_BYTES.min(bytes - at) as usize;
+        let (at, len) = (chunk.start, (chunk.end - chunk.start) as usize);
         want.resize(len, 0);
         got.resize(len, 0);
         let same = monitor
@@ -69,7 +115,7 @@ fn verify_chunks(
                 )),
             });
         if let Err(error) = same {
-            state.lock().1.get_or_insert(error);
+            state.lock().failed.get_or_insert(error);
             return;
         }
         monitor.progress.update(at + len as u64, bytes);

@@ -13,6 +13,9 @@ use crate::image::{Lead, Meta, Qcow2};
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK, SUBCLUSTERS};
 use crate::pool::Space;
 
+/// Bytes of zeroes that are written at a time.
+const ZERO_STEP: u64 = 8 << 20;
+
 impl Qcow2 {
     /// As [`vdkit_block::Format::resize_over`].
     pub(crate) fn resize_to(&self, new: u64, beneath: u64) -> Result<()> {
@@ -148,19 +151,64 @@ impl Qcow2 {
         })
     }
 
-    /// Hides what an image beneath has from the end of the disk on, up to `upto`. Not possible
-    /// without zero flags, in version 2.
+    /// Hides what an image beneath has from the end of the disk on, up to `upto`: by zero flags, or
+    /// in version 2, which has none, by clusters of zeroes. To be flushed before the header shows
+    /// what lies there.
     fn hide_beneath(&self, lead: &mut Lead<'_>, end: u64, upto: u64) -> Result<()> {
         let from = end.next_multiple_of(self.geometry.cluster_bytes());
-        if self.header.version() < 3 || !self.has_backing() || from >= upto {
+        if !self.has_backing() || from >= upto {
             return Ok(());
         }
         let mut meta = self.meta.lock();
         self.enlarge_l1(&mut meta, self.geometry.l1_entries_for(upto), end)?;
         drop(meta);
-        self.for_tables(lead, from, upto, |meta, clusters| {
-            self.change_range(meta, clusters, false, |_, old| self.zeroed(old, u32::MAX, true))
-        })
+        if self.header.version() >= 3 {
+            return self.for_tables(lead, from, upto, |meta, clusters| {
+                self.change_range(meta, clusters, false, |_, old| self.zeroed(old, u32::MAX, true))
+            });
+        }
+        let hidden = self.write_zero_clusters(lead, from, upto);
+        if hidden.is_err() {
+            // The clusters that were made belong to nobody. The first error is the one that tells.
+            let _ = self.clear(lead, from, upto, |entry| entry != L2Entry::default());
+        }
+        hidden
+    }
+
+    /// Gives the clusters from `at` to `upto`, behind the end of the disk, host clusters of zeroes.
+    fn write_zero_clusters(&self, lead: &mut Lead<'_>, mut at: u64, upto: u64) -> Result<()> {
+        let (cluster, span) = (self.geometry.cluster_bytes(), self.geometry.l2_span());
+        let end = upto.next_multiple_of(cluster);
+        while at < end {
+            let next = ((at / span + 1) * span).min(end).min(at + cluster.max(ZERO_STEP));
+            let mut meta = self.meta.lock();
+            self.wait_free(&mut meta, &(at..next));
+            self.before_change(&mut meta)?;
+            let Some(space) = self.allocate(&mut meta, (next - at) / cluster, None)? else {
+                continue;
+            };
+            let host = HostOffset(space.first << self.geometry.cluster_bits);
+            let len = space.count * cluster;
+            drop(meta);
+            let written = self.write_data_zeroes(GuestOffset(at), host, len);
+            let mut meta = self.meta.lock();
+            if let Err(error) = written {
+                meta.space.pool.add(Space { fresh: false, ..space });
+                return Err(error);
+            }
+            meta.dirty.data_first = true;
+            meta.dirty.refcounts_first |= !meta.space.is_durable(&space);
+            self.change_range(&mut meta, at..at + len, false, |guest, _| {
+                L2Entry::data(host + (guest - at), &self.geometry)
+            })?;
+            let much = meta.dirty.slices.len() > self.slices.capacity() / 2;
+            drop(meta);
+            if much {
+                self.meta.flush_led(self, lead)?;
+            }
+            at += len;
+        }
+        Ok(())
     }
 
     /// Calls `change` for the part of each L2 table in a range, with no reservation in it. Flushes

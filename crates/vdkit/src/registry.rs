@@ -37,9 +37,49 @@ const APPLIANCE: Stranger = Stranger {
            them: --disk N); '-f raw' takes the tar file itself for a disk",
 };
 
-/// A registry of every format. Appliances (OVA) are refused, unless the format is named.
+/// A file whose name ends in a format's ending, and whose content is no image of any known format: a
+/// damaged or an empty image, more often than a raw disk.
+macro_rules! misnamed {
+    ($format:literal: $($ending:literal)|+) => {
+        Stranger {
+            is_one: |name, _| named(name, &[$($ending),+]),
+            what: concat!(
+                "its name says that it is a ", $format,
+                " image, and its content is none: it is damaged, empty, or something else"
+            ),
+            hint: "if every byte of it belongs to the disk, say so with '-f raw'",
+        }
+    };
+}
+
+const MISNAMED: [Stranger; 8] = [
+    misnamed!("qcow2": "qcow2"),
+    misnamed!("qcow": "qcow"),
+    misnamed!("vmdk": "vmdk"),
+    misnamed!("vdi": "vdi"),
+    misnamed!("vhd": "vhd" | "vpc"),
+    misnamed!("vhdx": "vhdx"),
+    misnamed!("qed": "qed"),
+    misnamed!("dmg": "dmg"),
+];
+
+/// Whether a file's name ends in one of these endings. The extents of a flat VMDK are called after
+/// it, and are raw.
+fn named(name: &str, endings: &[&str]) -> bool {
+    let path = std::path::Path::new(name);
+    let stem = path.file_stem().and_then(|part| part.to_str()).unwrap_or_default();
+    let ending = path.extension().and_then(|part| part.to_str()).unwrap_or_default();
+    let extent = stem.rsplit_once('-').is_some_and(|(_, last)| {
+        let number = last.strip_prefix('f').unwrap_or_default();
+        last == "flat" || (number.len() >= 3 && number.bytes().all(|b| b.is_ascii_digit()))
+    });
+    endings.iter().any(|known| known.eq_ignore_ascii_case(ending)) && !extent
+}
+
+/// A registry of every format. Refused unless the format is named: appliances (OVA), and files that
+/// are not what their names say.
 pub fn registry() -> Registry {
-    Registry::new(FORMATS.iter().copied()).refusing([APPLIANCE])
+    Registry::new(FORMATS.iter().copied()).refusing([APPLIANCE]).refusing(MISNAMED)
 }
 
 /// The driver of a format that a user named.
@@ -53,6 +93,14 @@ pub fn format(name: &str) -> Result<&'static dyn FormatDriver> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_says_a_format_but_for_extents_of_a_vmdk() {
+        assert!(named("dir.d/a.QCOW2", &["qcow2"]) && named("a.b.vpc", &["vhd", "vpc"]));
+        for name in ["qcow2", "a.qcow2.bak", "a.raw", "a.qcow2/b", "a-flat.vmdk", "a-f001.vmdk"] {
+            assert!(!named(name, &["qcow2", "vmdk"]), "{name}");
+        }
+    }
 
     #[test]
     fn each_format_is_found_by_its_name_and_named_once() {

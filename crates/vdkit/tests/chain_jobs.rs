@@ -326,6 +326,9 @@ fn stacks() -> Vec<Vec<Kind>> {
         vec![sealed(M), luks(M)],
         // It grows by what would be noise.
         vec![qcow2("cluster_size=4096", M), luks(M / 2 + 512)],
+        // It grows over what is beneath, without zero flags.
+        vec![qcow2("cluster_size=4096", M), qcow2("compat=0.10,cluster_size=512", M / 2), raw(M)],
+        vec![qcow2("cluster_size=4096", M), qcow2(SEALED_V2, M / 2 + 512), sealed_bottom(2 * M)],
     ]
 }
 
@@ -475,6 +478,72 @@ fn an_operation_fails_during_a_commit() {
             faults(&kinds, &mut rng, Stack::commit, committed);
         }
     });
+}
+
+/// An image that is made larger, over one that is longer: version 2 has no zero flags, and shows what
+/// is beneath unless zeroes are there first.
+#[test]
+fn an_image_that_grows_over_a_longer_one_never_shows_it() {
+    const M: u64 = 256 << 10;
+    let grow = |stack: &Stack| -> Result<()> {
+        let disk = stack.open(0, true)?;
+        let grown = disk.resize(M);
+        let closed = disk.close();
+        grown.and(closed)
+    };
+    let mut rng = Rng::new(1);
+    for options in ["compat=0.10,cluster_size=512", "cluster_size=4096", SEALED_V2] {
+        for before in [M / 2, M / 2 + 512, 512] {
+            let kinds = [qcow2(options, before), raw(2 * M)];
+            let images = make(&kinds, &mut rng);
+            let on = |images: &[MemoryStorage]| Stack {
+                kinds: kinds.to_vec(),
+                disks: images.iter().map(|image| SimDisk::new(image.clone())).collect(),
+            };
+            let mut wanted = on(&images).guest();
+            wanted.resize(M);
+            // As large as before or as large as wanted, and zero behind the old end.
+            let whole = |stack: &Stack, what: &str| {
+                let mut found = stack.guest();
+                assert!([before, M].contains(&found.len()), "{what}: {}", found.len());
+                found.resize(M);
+                same(what, &found, &wanted);
+                stack.audit(what);
+            };
+            let timeline = Timeline::default();
+            let recorded = Stack {
+                kinds: kinds.to_vec(),
+                disks: (images.iter().enumerate())
+                    .map(|(number, image)| SimDisk::recording(image.clone(), number, &timeline))
+                    .collect(),
+            };
+            grow(&recorded).expect("growing");
+            for moment in moments(timeline.len(), 40, &mut rng) {
+                let cuts = power_cut(&recorded.disks, &timeline, moment);
+                for survival in [Survival::Nothing, Survival::Everything, Survival::Lot] {
+                    let what = format!("{options}, {before}, {moment}, {survival:?}");
+                    let after = recorded.on(survivors(&cuts, survival, &mut rng));
+                    whole(&after, &what);
+                    grow(&after).expect("growing once more");
+                    whole(&after, &what);
+                }
+            }
+            for nth in 0.. {
+                let stack = on(&images);
+                let what = format!("{options}, {before}, operation {nth} and later ones fail");
+                let plan = FaultPlan::nth(&FaultKind::ALL, nth).lasting();
+                stack.disks[0].faulty().arm(plan);
+                let grown = grow(&stack);
+                stack.disks[0].faulty().heal();
+                whole(&stack, &what);
+                if grown.is_ok() {
+                    break;
+                }
+                grow(&stack).unwrap_or_else(|error| panic!("{what}: run again: {error}"));
+                whole(&stack, &what);
+            }
+        }
+    }
 }
 
 /// A cut between the base's last sync and the emptying is the one that matters: the bytes that the

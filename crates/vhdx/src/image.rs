@@ -363,12 +363,13 @@ impl Format for Vhdx {
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {
-        self.resize_over(guest_bytes, 0)
+        self.resize_over(guest_bytes, 0).map(drop)
     }
 
-    fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
+    fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<bool> {
         self.need_writable()?;
-        self.resize_to(guest_bytes, beneath)
+        self.resize_to(guest_bytes, beneath)?;
+        Ok(true)
     }
 }
 

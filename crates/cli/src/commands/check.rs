@@ -109,7 +109,7 @@ fn verdict(report: &CheckReport) -> Exit {
     }
 }
 
-fn print(report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
+fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
     for finding in &report.findings {
         let kind = match finding.severity {
             Severity::Leak => "leak",
@@ -135,6 +135,9 @@ fn print(report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
     }
     let (leaks, corruptions) = (report.leaks_left(), report.corruptions_left());
     out.line(match (leaks, corruptions) {
+        (0, 0) if format == "raw" => {
+            "nothing to check: a raw image has no metadata, and every byte of it may be right".to_owned()
+        }
         (0, 0) => "sound: no errors were found".to_owned(),
         (_, 0) if report.leaks_kept > 0 => format!(
             "only leaks: {leaks} clusters that nothing refers to; {} of them were kept, which look like \
@@ -203,7 +206,7 @@ impl Run for CheckArgs {
         if self.json.json {
             session.out.json(&self.answer(format, &report))?;
         } else {
-            print(&report, &mut session.out)?;
+            print(format, &report, &mut session.out)?;
             if let Some(hint) = hint(&report, repair, &self.image.display().to_string()) {
                 session.out.finish()?;
                 print_line(Tone::Hint, &hint);

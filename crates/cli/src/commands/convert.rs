@@ -141,6 +141,9 @@ pub struct ConvertArgs {
     /// Write into the existing TARGET instead of making a new one
     #[arg(short = 'n', long)]
     into: bool,
+    /// Take a source without a single byte for a disk of no bytes, instead of failing
+    #[arg(long)]
+    allow_empty: bool,
     #[command(flatten)]
     force: Force,
     /// Move at most so many bytes a second
@@ -280,6 +283,7 @@ impl ConvertArgs {
             options: &self.source_options(),
             checksum: self.checksum.as_ref(),
             spool: &spool,
+            allow_empty: self.allow_empty,
         };
         let mut disks = Vec::with_capacity(sources.len());
         // An image on a device needs to know its size before it is made.
@@ -452,6 +456,9 @@ impl ConvertArgs {
             let destination = self.existing(target, Some(driver.name().to_owned()));
             return Ok(Goal { destination, compress, backing: None });
         }
+        if !self.force.force {
+            guard::refuse_replacing(target, cancel)?;
+        }
         let found = self.found_backing(registry, target)?;
         let destination = Destination::New(NewImage {
             path: target.to_owned(),
@@ -460,8 +467,10 @@ impl ConvertArgs {
             backing: found.as_ref().map(|found| found.reference.clone()),
             cache: self.cache,
         });
-        let backing =
-            found.map(|found| Backing { path: found.path, format: found.reference.format });
+        let backing = found.map(|found| Backing {
+            path: found.path,
+            opening: self.source_options().of_other(found.reference.format),
+        });
         Ok(Goal { destination, compress, backing })
     }
 
@@ -545,7 +554,7 @@ impl ConvertArgs {
         let Some(name) = &self.backing else { return Ok(None) };
         let backing =
             NewBacking { name: name.clone(), format: self.backing_format.clone(), open: true };
-        Ok(Some(backing.find(registry, target, &self.references.policy())?))
+        Ok(Some(backing.find(registry, target, &self.source_options())?))
     }
 }
 

@@ -10,6 +10,7 @@ use vdkit::{FormatDriver, Monitor, Options};
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome, quoted};
+use crate::guard;
 use crate::keys::{NewImageKey, key_of_new};
 use crate::output::bytes_long;
 use crate::session::Session;
@@ -152,6 +153,9 @@ impl Run for CreateArgs {
             refs: self.references.policy(),
         };
         let cancel = session.cancel_on_signal()?;
+        // Also with --force, which says that the image itself is of no use any more.
+        guard::refuse_replacing(&self.image, &cancel)
+            .map_err(|failure| failure.hint("if they are of no use either, remove them first"))?;
         let progress = self.progress.reporter("create");
         let monitor = Monitor { cancel, progress: &progress };
         let created = jobs::create(&vdkit::registry(), &create, &monitor);

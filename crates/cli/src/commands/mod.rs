@@ -10,7 +10,7 @@ use vdkit::jobs::Preset;
 use vdkit::{Disk, FormatDriver};
 
 use crate::definition;
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, Tone, print_line};
 use crate::session::Session;
 
 pub mod amend;
@@ -201,14 +201,22 @@ pub(crate) fn target_driver(
             "make the disk under another name, and pack it when it is finished: 'vdkit convert DISK… {}'",
             path.display()
         ))),
-        Some((_, name)) => vdkit::format(name).map_err(|_| {
-            Failure::failed(format!(
-                "{}: its name asks for the {name} format, which this version does not write",
+        Some((_, name)) => match vdkit::format(name) {
+            Ok(driver) if driver.writes() => Ok(driver),
+            _ => Err(Failure::failed(format!(
+                "{}: its name asks for the {name} format, which vdkit does not write",
                 path.display()
             ))
-            .hint("choose another format with -f or -O, or another name")
-        }),
-        None => Ok(vdkit::format("raw")?),
+            .hint("choose another name, or the format with -f or -O")),
+        },
+        None => {
+            if !ending.is_empty() && !RAW_ENDINGS.iter().any(|raw| raw.eq_ignore_ascii_case(ending)) {
+                let name = path.display();
+                let text = format!("{name}: '.{ending}' is the name of no format: this is a raw disk");
+                print_line(Tone::Warning, &text);
+            }
+            Ok(vdkit::format("raw")?)
+        }
     }
 }
 
@@ -244,7 +252,18 @@ const FORMATS_OF_ENDINGS: &[(&str, &str)] = &[
     ("vhdx", "vhdx"),
     ("luks", "luks"),
     ("ova", "ova"),
+    ("qcow", "qcow"),
+    ("qed", "qed"),
+    ("hdd", "parallels"),
+    ("hds", "parallels"),
+    ("dmg", "dmg"),
+    ("cloop", "cloop"),
+    ("bochs", "bochs"),
+    ("iso", "ISO 9660"),
 ];
+
+/// Endings that people give to raw disks, beside those above.
+const RAW_ENDINGS: &[&str] = &["bin", "dd", "disk", "ima", "image"];
 
 /// Whether a path names a block device.
 pub(crate) fn is_device(path: &Path) -> bool {

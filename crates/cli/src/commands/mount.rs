@@ -75,7 +75,7 @@ impl Run for MountArgs {
     fn run(self, session: &mut Session) -> Outcome {
         // Before anything that has to be undone.
         let stop = session.cancel_on_signal()?;
-        let disk = self.disk.open(&self.image)?;
+        let disk = self.disk.open(&self.image, &stop)?;
         session.warn(&disk);
         let filename = disk.name().to_owned();
         let options = ExportOptions {

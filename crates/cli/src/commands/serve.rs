@@ -301,7 +301,7 @@ impl Run for ServeArgs {
         }
         // Before anything that has to be undone.
         let stop = session.cancel_on_signal()?;
-        let disk = self.disk.open(&self.image)?;
+        let disk = self.disk.open(&self.image, &stop)?;
         session.warn(&disk);
         self.check_bitmaps(&disk)?;
         let doors = self.doors()?;

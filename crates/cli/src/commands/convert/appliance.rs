@@ -158,7 +158,8 @@ impl ConvertArgs {
     ) -> Result<Vec<Source>, Failure> {
         let (spool, options) = (spool_folder(target), self.source_options());
         let checksum = self.checksum.as_ref();
-        let opening = Opening { registry, options: &options, checksum, spool: &spool };
+        let opening =
+            Opening { registry, options: &options, checksum, spool: &spool, allow_empty: false };
         let mut disks: Vec<Disk> = Vec::with_capacity(sources.len());
         for path in sources {
             match opening.open(path, monitor)? {

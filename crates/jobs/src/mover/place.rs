@@ -1,0 +1,299 @@
+//! Target space for a chunk, compressed or plain, and what goes there.
+
+use std::ops::Range;
+
+use vdkit_block::{CompressionSpec, Fill, GuestOffset, PackedReservation, Reservation, Result};
+use vdkit_chain::Disk;
+
+use super::{Buffers, Mover, add};
+use crate::compress::Compressor;
+use crate::zero::is_zero;
+
+/// In the list of compressed lengths: the cluster is zero.
+const ZERO_CLUSTER: u32 = u32::MAX;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PlaceKind {
+    Zero,
+    Plain,
+    Packed,
+}
+
+/// Target space for a part of a chunk.
+pub(super) enum Placed<'a> {
+    Plain {
+        space: Reservation<'a>,
+        from: usize,
+    },
+    Packed {
+        space: PackedReservation<'a>,
+        bytes: Range<usize>,
+    },
+    /// Has its space already.
+    Mapped {
+        from: usize,
+        to: usize,
+    },
+}
+
+impl Mover<'_> {
+    /// Writes what was read compressed, over what the target holds. One reservation at a time: other
+    /// threads may be writing zeroes, which wait for reservations.
+    pub(super) fn write_packed(
+        &self,
+        target: &Disk,
+        buffers: &mut Buffers,
+        spec: CompressionSpec,
+        at: u64,
+    ) -> Result<()> {
+        let cluster = target.top().caps().cluster_bytes as usize;
+        let len = buffers.bytes.len();
+        self.pack(target, buffers, spec, at)?;
+        // Behind the source's end the target keeps what it has, which one unit cannot hold too.
+        let keeps = target.guest_bytes() > at + len as u64;
+        let kind = |index: usize| match buffers.lens[index] {
+            ZERO_CLUSTER => PlaceKind::Zero,
+            0 => PlaceKind::Plain,
+            _ if keeps && (index + 1) * cluster > len => PlaceKind::Plain,
+            _ => PlaceKind::Packed,
+        };
+        let (mut index, mut payload) = (0, 0);
+        while index < buffers.lens.len() {
+            let this = kind(index);
+            let same = (index..buffers.lens.len()).take_while(|next| kind(*next) == this);
+            let end = index + same.count();
+            let range = index * cluster..(end * cluster).min(len);
+            match this {
+                PlaceKind::Zero => self.write_zero_gap(target, at, range)?,
+                PlaceKind::Plain => {
+                    let from = GuestOffset(at + range.start as u64);
+                    add(&self.moved.written, range.len() as u64);
+                    self.write_run(target, &buffers.bytes[range], from)?;
+                }
+                PlaceKind::Packed => {
+                    let mut placed = Vec::new();
+                    while index < end {
+                        let first = GuestOffset(at + (index * cluster) as u64);
+                        let lens = &buffers.lens[index..end];
+                        index += self.place_some(target, first, lens, &mut payload, &mut placed)?;
+                        for part in placed.drain(..) {
+                            self.write_placed(target, buffers, at, part)?;
+                        }
+                    }
+                }
+            }
+            index = end;
+        }
+        Ok(())
+    }
+
+    /// Compresses each cluster of the chunk at `at` and puts it into its frame; `lens` says 0 for
+    /// one that stays plain and [`ZERO_CLUSTER`] for one that is zero.
+    pub(super) fn pack(
+        &self,
+        target: &Disk,
+        buffers: &mut Buffers,
+        spec: CompressionSpec,
+        at: u64,
+    ) -> Result<()> {
+        let Buffers { bytes, packed, lens, compressor, .. } = buffers;
+        let (format, caps) = (target.top(), target.top().caps());
+        let (frame, cluster) = (format.packed_frame(), caps.cluster_bytes as usize);
+        packed.clear();
+        lens.clear();
+        let compressor = match compressor {
+            Some(compressor) => compressor,
+            None => compressor.insert(Compressor::new(spec)?),
+        };
+        // A short last cluster is compressed whole, with zeroes behind the end of the disk.
+        bytes.resize(bytes.len().next_multiple_of(cluster));
+        for (index, unit) in bytes.chunks_exact(cluster).enumerate() {
+            if is_zero(unit) {
+                lens.push(ZERO_CLUSTER);
+                continue;
+            }
+            let start = packed.len();
+            let payload = start + frame.head_bytes as usize;
+            packed.resize(payload, 0);
+            let mut smaller = compressor.compress(unit, packed);
+            if !smaller && caps.one_pass {
+                compressor.store(unit, packed)?;
+                smaller = true;
+            }
+            if !smaller {
+                packed.truncate(start);
+                lens.push(0);
+                continue;
+            }
+            let payload_bytes = (packed.len() - payload) as u32;
+            let framed = (packed.len() - start).next_multiple_of(frame.align.max(1) as usize);
+            packed.resize(start + framed, 0);
+            let unit_at = GuestOffset(at + (index * cluster) as u64);
+            format.frame_packed(unit_at, &mut packed[start..], payload_bytes);
+            lens.push(framed as u32);
+        }
+        Ok(())
+    }
+
+    /// Reserves target space for a chunk, in the order of the disk.
+    pub(super) fn place<'t>(
+        &self,
+        target: &'t Disk,
+        buffers: &Buffers,
+        at: u64,
+        cluster: u64,
+        packed: Option<()>,
+        placed: &mut Vec<Placed<'t>>,
+    ) -> Result<()> {
+        let cluster = cluster as usize;
+        let clusters = buffers.bytes.len().div_ceil(cluster);
+        let kind = |index: usize| match packed {
+            Some(()) => match buffers.lens[index] {
+                ZERO_CLUSTER => PlaceKind::Zero,
+                0 => PlaceKind::Plain,
+                _ => PlaceKind::Packed,
+            },
+            None => {
+                let (from, to) = (index * cluster, (index + 1) * cluster);
+                // Runs are sorted: the first one that ends behind the cluster's start decides.
+                let run = buffers.runs.partition_point(|r| r.end <= from);
+                match buffers.runs.get(run) {
+                    Some(run) if run.start < to => PlaceKind::Plain,
+                    _ => PlaceKind::Zero,
+                }
+            }
+        };
+        let mut index = 0;
+        let mut packed_at = 0;
+        while index < clusters {
+            let this = kind(index);
+            let mut end = index + 1;
+            while end < clusters && kind(end) == this {
+                end += 1;
+            }
+            match this {
+                PlaceKind::Zero => add(&self.moved.zero_found, ((end - index) * cluster) as u64),
+                PlaceKind::Plain => {
+                    let to = (end * cluster).min(self.chunk_end(at, buffers.bytes.len()));
+                    self.place_plain(target, at, index * cluster, to, placed)?;
+                }
+                PlaceKind::Packed => {
+                    let first = GuestOffset(at + (index * cluster) as u64);
+                    let lens = &buffers.lens[index..end];
+                    packed_at =
+                        self.place_packed(target, first, lens, cluster, packed_at, placed)?;
+                }
+            }
+            index = end;
+        }
+        Ok(())
+    }
+
+    /// The chunk's length without the zeroes that fill up the last cluster of the disk.
+    fn chunk_end(&self, at: u64, len: usize) -> usize {
+        len.min((self.source.bytes() - at) as usize)
+    }
+
+    pub(super) fn place_plain<'t>(
+        &self,
+        target: &'t Disk,
+        at: u64,
+        mut from: usize,
+        to: usize,
+        placed: &mut Vec<Placed<'t>>,
+    ) -> Result<()> {
+        while from < to {
+            let space = target.top().reserve(GuestOffset(at + from as u64), (to - from) as u64)?;
+            match space {
+                Some(space) if space.head == Fill::Ready && space.tail == Fill::Ready => {
+                    let next = (space.write.end - at) as usize;
+                    placed.push(Placed::Plain { space, from });
+                    from = next;
+                }
+                // Preallocated, or wants filling: the ordinary write path does it.
+                _ => {
+                    placed.push(Placed::Mapped { from, to });
+                    from = to;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns where the payload of the next unit begins.
+    fn place_packed<'t>(
+        &self,
+        target: &'t Disk,
+        first: GuestOffset,
+        mut lens: &[u32],
+        cluster: usize,
+        mut payload: usize,
+        placed: &mut Vec<Placed<'t>>,
+    ) -> Result<usize> {
+        let mut at = first;
+        while !lens.is_empty() {
+            let units = self.place_some(target, at, lens, &mut payload, placed)?;
+            at += (units * cluster) as u64;
+            lens = &lens[units..];
+        }
+        Ok(payload)
+    }
+
+    /// Reserves space for the first units of `lens`, as many as the format takes at once, and
+    /// returns their number. `payload` is where they begin in what was compressed, and moves on.
+    fn place_some<'t>(
+        &self,
+        target: &'t Disk,
+        at: GuestOffset,
+        lens: &[u32],
+        payload: &mut usize,
+        placed: &mut Vec<Placed<'t>>,
+    ) -> Result<usize> {
+        let space = target.top().reserve_packed(at, lens)?;
+        let units = space.units;
+        let bytes: usize = lens[..units].iter().map(|&l| l as usize).sum();
+        placed.push(Placed::Packed { space, bytes: *payload..*payload + bytes });
+        add(&self.moved.clusters_compressed, units as u64);
+        add(&self.moved.packed_bytes, bytes as u64);
+        *payload += bytes;
+        Ok(units)
+    }
+
+    pub(super) fn write_placed(
+        &self,
+        target: &Disk,
+        buffers: &Buffers,
+        at: u64,
+        part: Placed<'_>,
+    ) -> Result<()> {
+        match part {
+            Placed::Plain { space, from } => {
+                let to = (space.write.end - at) as usize;
+                let put = |run: Range<usize>| {
+                    add(&self.moved.written, run.len() as u64);
+                    let from = at + run.start as u64;
+                    target.write_reserved(&space, &buffers.bytes[run], from)
+                };
+                if space.zeroed && self.options.compress.is_none() {
+                    let first = buffers.runs.partition_point(|r| r.end <= from);
+                    for run in buffers.runs[first..].iter().take_while(|r| r.start < to) {
+                        put(run.start.max(from)..run.end.min(to))?;
+                    }
+                } else {
+                    put(from..to)?;
+                }
+                space.publish()
+            }
+            Placed::Packed { space, bytes } => {
+                add(&self.moved.written, bytes.len() as u64);
+                target.top().file(space.file).write_at(&buffers.packed[bytes], space.host)?;
+                target.publish_packed(space)
+            }
+            Placed::Mapped { from, to } => {
+                add(&self.moved.written, (to - from) as u64);
+                let bytes = &buffers.bytes[from..to];
+                self.write_run(target, bytes, GuestOffset(at + from as u64))
+            }
+        }
+    }
+}
