@@ -298,3 +298,35 @@ fn bitmaps_need_an_image_that_has_them_and_may_be_written() {
         assert_eq!(child.wait().unwrap().code(), Some(0));
     }
 }
+
+/// Who waits to be accepted still waits when that fails, so the server must not try again at once.
+#[test]
+fn a_control_socket_without_a_free_descriptor_does_not_spin() {
+    if !vdkit_testkit::require_peer("strace") {
+        return;
+    }
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    let mut command = std::process::Command::new("strace");
+    command.args(["-f", "-ttt", "-e", "trace=accept4", "-e"]);
+    command.args(["inject=accept4:error=EMFILE:when=1..6", "-o", "log"]);
+    command.args([env!("CARGO_BIN_EXE_vdkit"), "serve", "a.qcow2"]);
+    command.args(["--nbd", "unix:s.sock", "--control", "c.sock"]).current_dir(scratch.path(""));
+    let mut child = Killed(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("serving"), "{line}");
+    // It is answered once there are descriptors again.
+    scratch.ok(&["ctl", "c.sock", "status"]);
+    scratch.ok(&["ctl", "c.sock", "quit"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let log = std::fs::read_to_string(scratch.path("log")).unwrap();
+    let failed: Vec<f64> = log
+        .lines()
+        .filter(|line| line.contains("EMFILE"))
+        .map(|line| line.split_whitespace().nth(1).unwrap().parse().unwrap())
+        .collect();
+    assert_eq!(failed.len(), 6, "{log}");
+    // However slow the machine is, a pause is never shorter than it was asked to be.
+    assert!(failed.windows(2).all(|pair| pair[1] - pair[0] > 0.04), "{log}");
+}

@@ -27,6 +27,74 @@ fn into_a_new_image() {
     peer(&scratch.path(""), "qemu-img", &["check", "-q", "c.qcow2"]);
 }
 
+/// The calls of a run that make files durable or give them names, in their order, with what they are
+/// about.
+fn durable_calls(scratch: &Scratch, arguments: &[&str]) -> Vec<(String, String)> {
+    let output = std::process::Command::new("strace")
+        .args(["-f", "-qq", "-y", "-e", "trace=fdatasync,fsync,rename,renameat,renameat2"])
+        .arg(env!("CARGO_BIN_EXE_vdkit"))
+        .args(arguments)
+        .current_dir(scratch.path(""))
+        .output()
+        .expect("strace; `make peers` installs it");
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{log}");
+    let begun = log.lines().filter(|line| line.contains('(') && !line.contains("resumed>"));
+    begun
+        .map(|line| {
+            let (call, about) = line.split_once('(').unwrap();
+            let call = call.rsplit(' ').next().unwrap();
+            (call.to_owned(), about.to_owned())
+        })
+        .collect()
+}
+
+/// The bytes, then the name, then the folder: for each command that promises it, and each of an
+/// image's files.
+#[test]
+fn a_new_file_of_dd_is_synced_and_so_is_its_folder() {
+    let scratch = Scratch::new();
+    source(&scratch);
+    std::fs::create_dir(scratch.path("other")).unwrap();
+    std::fs::write(scratch.path("other/real"), "x").unwrap();
+    std::os::unix::fs::symlink("other/real", scratch.path("link.raw")).unwrap();
+    let home = scratch.path("").canonicalize().unwrap();
+    let home = home.to_str().unwrap();
+    let other = format!("{home}/other");
+    for (arguments, folder) in [
+        (&["dd", "if=a.raw", "of=b.raw"][..], home),
+        (&["dd", "if=a.raw", "of=c.qcow2", "conv=fsync"], home),
+        (&["dd", "if=a.raw", "of=d.vmdk", "-o", "subformat=monolithicFlat"], home),
+        (&["dd", "if=a.raw", "of=other/e.vdi"], &other),
+        (&["create", "f.qcow2", "1M"], home),
+        (&["create", "g.vmdk", "1M", "-o", "subformat=twoGbMaxExtentFlat"], home),
+        (&["create", "other/h.qcow2", "1M", "-o", "data_file=../h.raw"], &other),
+        (&["convert", "-t", "writeback", "a.raw", "-O", "vhdx", "i.vhdx"], home),
+        (&["convert", "-t", "writeback", "a.raw", "-O", "raw", "link.raw"], &other),
+    ] {
+        let calls = durable_calls(&scratch, arguments);
+        let renames = calls.iter().filter(|(call, _)| call.starts_with("rename"));
+        let mut given = Vec::new();
+        for (_, about) in renames {
+            // The hidden name is quoted first.
+            given.push(about.split('"').nth(1).unwrap().rsplit('/').next().unwrap().to_owned());
+        }
+        assert!(!given.is_empty(), "{arguments:?}: {calls:?}");
+        for hidden in &given {
+            let named = calls.iter().position(|(call, about)| {
+                call.starts_with("rename") && about.contains(hidden.as_str())
+            });
+            let synced = calls
+                .iter()
+                .rposition(|(call, about)| call == "fdatasync" && about.contains(hidden.as_str()));
+            assert!(synced.is_some() && synced < named, "{arguments:?}: {calls:#?}");
+        }
+        let last = calls.last().unwrap();
+        let found = last.0 == "fsync" && last.1.contains(&format!("<{folder}>"));
+        assert!(found, "{arguments:?}: {calls:#?}");
+    }
+}
+
 #[test]
 fn into_an_image_that_exists() {
     let scratch = Scratch::new();

@@ -511,3 +511,53 @@ fn the_counts_are_told_at_a_unix_socket() {
     assert!(!scratch.path("s.sock").exists());
     check(&scratch, "a.qcow2");
 }
+
+/// A socket that systemd holds is handed to each run of the service anew, so no run may shut it down.
+#[test]
+fn a_socket_that_was_handed_over_serves_the_next_run_too() {
+    use rustix::io::FdFlags;
+    use std::os::fd::AsRawFd;
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.raw", "1M"]);
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let unix = std::os::unix::net::UnixListener::bind(scratch.path("held.sock")).unwrap();
+    for run in 0..3 {
+        // As systemd does it: the sockets are descriptors 3 and 4 of the process.
+        let script = format!(
+            "exec 200<&{} 201<&{}; exec 3<&200 4<&201 200<&- 201<&-; LISTEN_FDS=2 LISTEN_PID=$$ exec {} serve -f raw a.raw",
+            tcp.as_raw_fd(),
+            unix.as_raw_fd(),
+            env!("CARGO_BIN_EXE_vdkit")
+        );
+        let inherited = |flags| {
+            rustix::io::fcntl_setfd(&tcp, flags).unwrap();
+            rustix::io::fcntl_setfd(&unix, flags).unwrap();
+        };
+        inherited(FdFlags::empty());
+        let mut command = Command::new("bash");
+        command.args(["-c", &script]).current_dir(scratch.path(""));
+        let spawned = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        inherited(FdFlags::CLOEXEC);
+        let mut served = Served { child: spawned, uri: String::new() };
+        let mut lines = BufReader::new(served.child.stdout.as_mut().unwrap());
+        let mut line = String::new();
+        lines.read_line(&mut line).unwrap();
+        assert!(line.contains("nbd://127.0.0.1:"), "run {run}: {line}");
+        // Each of them greets whoever comes.
+        let greets = |mut client: Box<dyn std::io::Read>| {
+            let mut greeting = [0; 8];
+            client.read_exact(&mut greeting).unwrap_or_else(|error| panic!("run {run}: {error}"));
+            assert_eq!(greeting, *b"NBDMAGIC", "run {run}");
+        };
+        let patience = Some(Duration::from_secs(120));
+        let client = std::net::TcpStream::connect(tcp.local_addr().unwrap()).unwrap();
+        client.set_read_timeout(patience).unwrap();
+        greets(Box::new(client));
+        let client = UnixStream::connect(scratch.path("held.sock")).unwrap();
+        client.set_read_timeout(patience).unwrap();
+        greets(Box::new(client));
+        served.end();
+    }
+    // Nor may it take the name away.
+    assert!(scratch.path("held.sock").exists());
+}

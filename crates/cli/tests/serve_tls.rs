@@ -146,3 +146,54 @@ fn keys_that_cannot_be_used_are_named_and_not_told() {
     scratch.write("psk/server-cert.pem", b"");
     scratch.fails(1, "another folder", &serve);
 }
+
+/// An authority whose file was moved away is a mistake: nobody may come in without a certificate.
+#[test]
+fn a_dangling_link_as_authority_lets_nobody_in() {
+    let scratch = Scratch::new();
+    if !certificates(&scratch) {
+        return;
+    }
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    let serve = ["serve", "a.qcow2", "--nbd", "unix:s", "--tls", "pki"];
+    std::fs::remove_file(scratch.path("pki/ca-cert.pem")).unwrap();
+    std::os::unix::fs::symlink("nowhere.pem", scratch.path("pki/ca-cert.pem")).unwrap();
+    scratch.fails(1, "pki/ca-cert.pem", &serve);
+    // Keys, too: certificates beside a link to them are not what was meant.
+    std::fs::remove_file(scratch.path("pki/ca-cert.pem")).unwrap();
+    std::os::unix::fs::symlink("nowhere.psk", scratch.path("pki/keys.psk")).unwrap();
+    scratch.fails(1, "pki/keys.psk", &serve);
+    std::fs::create_dir(scratch.path("psk")).unwrap();
+    std::os::unix::fs::symlink("nowhere.pem", scratch.path("psk/server-cert.pem")).unwrap();
+    keys(&scratch, "psk", &format!("bob:{KEY}\n"));
+    let serve = ["serve", "a.qcow2", "--nbd", "unix:s", "--tls", "psk"];
+    scratch.fails(1, "another folder", &serve);
+    assert!(!scratch.path("s").exists());
+}
+
+#[test]
+fn the_uri_of_a_server_with_tls_says_so() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    keys(&scratch, "psk", &format!("bob:{KEY}\n"));
+    let arguments = [
+        "serve",
+        "a.qcow2",
+        "--nbd",
+        "tcp:127.0.0.1:0",
+        "--nbd",
+        "unix:s",
+        "--tls",
+        "psk",
+        "--json",
+    ];
+    let mut command = scratch.command(&arguments);
+    let mut child = vdkit_testkit::Killed(command.stdout(Stdio::piped()).spawn().unwrap());
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let said: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let uris: Vec<&str> =
+        said["uris"].as_array().unwrap().iter().map(|uri| uri.as_str().unwrap()).collect();
+    assert!(uris[0].starts_with("nbds://127.0.0.1:"), "{uris:?}");
+    assert_eq!(uris[1], "nbds+unix:///?socket=s");
+}

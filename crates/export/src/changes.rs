@@ -8,6 +8,8 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
+use parking_lot::RwLock;
+
 /// Bytes that a mark stands for, at least.
 const REGION_BYTES_MIN: u64 = 64 << 10;
 /// Marks of one map, at most: 16 MiB of memory.
@@ -16,38 +18,100 @@ const REGIONS_MAX: u64 = 1 << 27;
 /// A bit for each region of the disk. Shared by threads.
 #[derive(Debug)]
 pub struct ChangeMap {
+    /// Held for writing only while the disk becomes larger, which happens while no request runs.
+    marks: RwLock<Marks>,
+    /// Bits that are set. Below zero for a moment where a mark is taken off before it was counted.
+    set: AtomicI64,
+}
+
+#[derive(Debug)]
+struct Marks {
     words: Box<[AtomicU64]>,
     region_bits: u32,
     guest_bytes: u64,
-    /// Bits that are set. Below zero for a moment where a mark is taken off before it was counted.
-    set: AtomicI64,
 }
 
 impl ChangeMap {
     /// For a disk of this size, without marks.
     pub fn new(guest_bytes: u64) -> Self {
+        Self { marks: RwLock::new(Marks::new(guest_bytes)), set: AtomicI64::new(0) }
+    }
+
+    /// The disk is larger now. What is new has no marks. (Those that are there stand for more where a
+    /// map of a disk so large would need more than there may be.)
+    pub fn grow(&self, guest_bytes: u64) {
+        let mut marks = self.marks.write();
+        let larger = Marks::new(guest_bytes);
+        let mut set = 0;
+        let mut at = Some(0);
+        while let Some(region) = at.and_then(|from| marks.next_set(from)) {
+            let start = region << marks.region_bits;
+            let end = start.saturating_add(1 << marks.region_bits).min(marks.guest_bytes);
+            set += larger.mark(start, end - start);
+            at = region.checked_add(1);
+        }
+        self.set.store(set, Ordering::SeqCst);
+        *marks = larger;
+    }
+
+    /// Bytes that the marks stand for, at most those of the disk.
+    pub fn marked_bytes(&self) -> u64 {
+        let marks = self.marks.read();
+        let set = self.set.load(Ordering::SeqCst).max(0) as u64;
+        (set << marks.region_bits).min(marks.guest_bytes)
+    }
+
+    /// Marks a range, which may reach past the end of the disk.
+    pub fn mark(&self, at: u64, len: u64) {
+        let marks = self.marks.read();
+        let new = marks.mark(at, len);
+        self.set.fetch_add(new, Ordering::SeqCst);
+    }
+
+    /// Takes the marks off the next marked run that ends behind `from`, at most `len` bytes (or one
+    /// region) of it, and says which that was.
+    pub fn take(&self, from: u64, len: u64) -> Option<Range<u64>> {
+        let marks = self.marks.read();
+        let regions = (len >> marks.region_bits).max(1);
+        let first = marks.next_set(from >> marks.region_bits)?;
+        let mut end = first;
+        while end < first + regions && self.clear(&marks, end) {
+            end += 1;
+        }
+        let end_byte = (end << marks.region_bits).min(marks.guest_bytes);
+        Some(first << marks.region_bits..end_byte)
+    }
+
+    /// Takes one mark off; says whether it was there.
+    fn clear(&self, marks: &Marks, region: u64) -> bool {
+        let Some(word) = marks.words.get((region / 64) as usize) else { return false };
+        let bit = 1 << (region % 64);
+        let was = word.fetch_and(!bit, Ordering::SeqCst) & bit != 0;
+        if was {
+            self.set.fetch_sub(1, Ordering::SeqCst);
+        }
+        was
+    }
+}
+
+impl Marks {
+    fn new(guest_bytes: u64) -> Self {
         let region = guest_bytes.div_ceil(REGIONS_MAX).max(REGION_BYTES_MIN).next_power_of_two();
         let words = guest_bytes.div_ceil(region).div_ceil(64);
         Self {
             words: (0..words).map(|_| AtomicU64::new(0)).collect(),
             region_bits: region.trailing_zeros(),
             guest_bytes,
-            set: AtomicI64::new(0),
         }
     }
 
-    /// Bytes that the marks stand for, at most those of the disk.
-    pub fn marked_bytes(&self) -> u64 {
-        let set = self.set.load(Ordering::SeqCst).max(0) as u64;
-        (set << self.region_bits).min(self.guest_bytes)
-    }
-
-    /// Marks a range, which may reach past the end of the disk.
-    pub fn mark(&self, at: u64, len: u64) {
+    /// Sets the marks of a range. Says how many are new.
+    fn mark(&self, at: u64, len: u64) -> i64 {
         let end = at.saturating_add(len).min(self.guest_bytes);
         if at >= end {
-            return;
+            return 0;
         }
+        let mut new = 0;
         let (first, last) = (at >> self.region_bits, (end - 1) >> self.region_bits);
         for word in first / 64..=last / 64 {
             let from = first.max(word * 64) - word * 64;
@@ -57,23 +121,10 @@ impl ChangeMap {
             // Most writes go where others went before.
             if word.load(Ordering::SeqCst) & bits != bits {
                 let before = word.fetch_or(bits, Ordering::SeqCst);
-                let new = (bits & !before).count_ones();
-                self.set.fetch_add(i64::from(new), Ordering::SeqCst);
+                new += i64::from((bits & !before).count_ones());
             }
         }
-    }
-
-    /// Takes the marks off the next marked run that begins at `from` or later, at most `len`
-    /// bytes (or one region) of it, and says which that was.
-    pub fn take(&self, from: u64, len: u64) -> Option<Range<u64>> {
-        let regions = (len >> self.region_bits).max(1);
-        let first = self.next_set(from >> self.region_bits)?;
-        let mut end = first;
-        while end < first + regions && self.clear(end) {
-            end += 1;
-        }
-        let end_byte = (end << self.region_bits).min(self.guest_bytes);
-        Some(first << self.region_bits..end_byte)
+        new
     }
 
     fn next_set(&self, from: u64) -> Option<u64> {
@@ -87,17 +138,6 @@ impl ChangeMap {
             (word, mask) = (word + 1, u64::MAX);
         }
         None
-    }
-
-    /// Takes one mark off; says whether it was there.
-    fn clear(&self, region: u64) -> bool {
-        let Some(word) = self.words.get((region / 64) as usize) else { return false };
-        let bit = 1 << (region % 64);
-        let was = word.fetch_and(!bit, Ordering::SeqCst) & bit != 0;
-        if was {
-            self.set.fetch_sub(1, Ordering::SeqCst);
-        }
-        was
     }
 }
 
@@ -149,9 +189,27 @@ mod tests {
     #[test]
     fn a_huge_disk_has_coarser_marks() {
         let map = ChangeMap::new(1 << 60);
-        assert!(map.words.len() * 8 <= 16 << 20);
+        assert!(map.marks.read().words.len() * 8 <= 16 << 20);
         map.mark((1 << 60) - 1, 1);
         assert_eq!(all(&map, u64::MAX).len(), 1);
+    }
+
+    #[test]
+    fn a_disk_that_grows_keeps_its_marks_and_gets_room_for_more() {
+        let map = ChangeMap::new(3 * REGION + 5);
+        map.mark(REGION, 1);
+        map.mark(3 * REGION, 5);
+        map.grow(200 * REGION);
+        map.mark(199 * REGION, 7);
+        assert_eq!(map.marked_bytes(), 3 * REGION);
+        let expected = [REGION..2 * REGION, 3 * REGION..4 * REGION, 199 * REGION..200 * REGION];
+        assert_eq!(all(&map, REGION), expected);
+        // To where a mark stands for more.
+        map.mark(70 * REGION, 1);
+        map.grow(1 << 60);
+        let found = all(&map, REGION);
+        assert!(found.len() == 1 && found[0].contains(&(70 * REGION)), "{found:?}");
+        assert_eq!(map.marked_bytes(), 0);
     }
 
     #[test]

@@ -14,7 +14,6 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -28,7 +27,7 @@ use crate::images::{Committed, ImageChain, Images};
 use crate::job::JobStatus;
 use crate::metrics;
 use crate::parking::ParkedInfo;
-use crate::socket::{Access, UnixSocket};
+use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 
 /// The longest line that is listened to.
 const LINE_MAX: u64 = 64 << 10;
@@ -283,14 +282,14 @@ struct Reply<'a> {
 
 /// A control socket, until it is dropped.
 pub struct Control {
-    socket: Arc<UnixSocket>,
-    stopping: Arc<AtomicBool>,
+    path: PathBuf,
+    wake: Arc<Wake>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl fmt::Debug for Control {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Control").field("path", &self.socket.path()).finish_non_exhaustive()
+        f.debug_struct("Control").field("path", &self.path).finish_non_exhaustive()
     }
 }
 
@@ -300,33 +299,51 @@ impl Control {
     /// # Errors
     /// What the system says.
     pub fn start(path: &Path, controller: Controller) -> io::Result<Self> {
-        let socket = Arc::new(UnixSocket::bind(path, Access::Owner)?);
-        let stopping = Arc::new(AtomicBool::new(false));
-        let (own, stop) = (socket.clone(), stopping.clone());
-        let thread = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
-            for client in own.incoming() {
-                if stop.load(Ordering::SeqCst) {
-                    return;
-                }
-                let (Ok(client), controller) = (client, controller.clone()) else { continue };
-                // A client that stays connected must not keep others out.
-                let _ = std::thread::Builder::new()
-                    .name("control".to_owned())
-                    .spawn(move || converse(&client, &controller));
-            }
-        })?;
-        Ok(Self { socket, stopping, thread: Some(thread) })
+        let socket = UnixSocket::bind(path, Access::Owner)?;
+        // A connection may be gone between poll and accept.
+        socket.set_nonblocking(true)?;
+        let wake = Arc::new(Wake::new()?);
+        let woken = Arc::clone(&wake);
+        let thread = std::thread::Builder::new()
+            .name("control".to_owned())
+            .spawn(move || accept(&socket, &woken, &controller))?;
+        Ok(Self { path: path.to_owned(), wake, thread: Some(thread) })
     }
 }
 
 impl Drop for Control {
     fn drop(&mut self) {
-        self.stopping.store(true, Ordering::SeqCst);
-        // Wakes the thread; it looks at the flag before it does anything else.
-        let _ = rustix::net::shutdown(&**self.socket, rustix::net::Shutdown::Both);
+        self.wake.wake();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+/// Answers all who come, until it is woken.
+fn accept(socket: &UnixSocket, wake: &Wake, controller: &Controller) {
+    loop {
+        let came = match wake.wait_at(&**socket) {
+            Ok(true) => socket.accept(),
+            Ok(false) => return,
+            Err(error) => Err(error),
+        };
+        let (client, controller) = match came {
+            Ok((client, _)) => (client, controller.clone()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+            Err(error) => {
+                tracing::warn!("control: a connection was not accepted: {error}");
+                // Whoever waits to be accepted still waits: without a pause this would spin.
+                if !wake.pause(ACCEPT_PAUSE) {
+                    return;
+                }
+                continue;
+            }
+        };
+        // A client that stays connected must not keep others out.
+        let _ = std::thread::Builder::new()
+            .name("control".to_owned())
+            .spawn(move || converse(&client, &controller));
     }
 }
 

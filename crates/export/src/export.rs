@@ -453,14 +453,17 @@ impl Export {
     }
 
     /// Makes the disk larger. Clients learn of it in their protocol's way, if it has one. A disk
-    /// in use is not made smaller: the guest has something there.
+    /// in use is not made smaller: the guest has something there. A commit that runs goes on, and has
+    /// the image beneath grow too.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a smaller size; as [`Disk::resize`].
+    /// [`Error::Invalid`] for a smaller size; [`Error::Busy`] while a job runs that does not follow
+    /// changes; as [`Disk::resize`].
     pub fn grow(&self, guest_bytes: u64) -> Result<()> {
         self.check_writable()?;
-        self.alone(|disk| {
-            self.refuse_during_job(disk.name())?;
+        self.exchange(|served| {
+            let disk = &served.disk;
+            self.refuse_growth_during_job(disk.name())?;
             let now = disk.guest_bytes();
             if guest_bytes < now {
                 return Err(Error::Invalid(format!(
@@ -470,6 +473,9 @@ impl Export {
                 )));
             }
             disk.resize(guest_bytes)?;
+            if let Some(changes) = &served.changes {
+                changes.grow(guest_bytes);
+            }
             disk.flush()
         })
     }

@@ -1,7 +1,7 @@
 //! Long work on a disk that is being served: one at a time, with progress, and an end.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
@@ -27,6 +27,7 @@ struct State {
 struct Running {
     kind: &'static str,
     cancel: CancelToken,
+    follows_growth: AtomicBool,
     done: AtomicU64,
     left: AtomicU64,
 }
@@ -56,6 +57,11 @@ impl Job<'_> {
         &self.running.cancel
     }
 
+    /// The disk may grow from now on: this job learns of it.
+    pub fn follows_growth(&self) {
+        self.running.follows_growth.store(true, Ordering::SeqCst);
+    }
+
     /// So many bytes were moved, and so many are left.
     pub fn moved(&self, done: u64, left: u64) {
         self.running.done.store(done, Ordering::Relaxed);
@@ -76,8 +82,8 @@ fn busy(file: &str, kind: &str) -> Error {
 }
 
 impl Export {
-    /// Begins work that exchanges images; nobody else does so, resizes, or changes snapshots or
-    /// bitmaps meanwhile.
+    /// Begins work that exchanges images; nobody else does so, resizes (but see
+    /// [`Job::follows_growth`]), or changes snapshots or bitmaps meanwhile.
     ///
     /// # Errors
     /// [`Error::Busy`] while another job runs; [`Error::Interrupted`] at the end of the service.
@@ -94,6 +100,7 @@ impl Export {
         let running = Arc::new(Running {
             kind,
             cancel: CancelToken::default(),
+            follows_growth: AtomicBool::new(false),
             done: AtomicU64::new(0),
             left: AtomicU64::new(0),
         });
@@ -136,6 +143,26 @@ impl Export {
         }
         while state.running.is_some() {
             self.jobs.ended.wait(&mut state);
+        }
+    }
+
+    /// Waits until the job that runs has ended; `false` where none runs.
+    pub fn wait_for_job(&self) -> bool {
+        let mut state = self.jobs.state.lock();
+        let Some(job) = state.running.clone() else { return false };
+        while state.running.as_ref().is_some_and(|running| Arc::ptr_eq(running, &job)) {
+            self.jobs.ended.wait(&mut state);
+        }
+        true
+    }
+
+    /// Refuses to make the disk larger under a job that would not notice. To be asked by whoever is
+    /// alone with the disk.
+    pub(crate) fn refuse_growth_during_job(&self, name: &str) -> Result<()> {
+        let running = self.jobs.state.lock().running.clone();
+        match running.filter(|running| !running.follows_growth.load(Ordering::SeqCst)) {
+            None => Ok(()),
+            Some(running) => Err(busy(name, running.kind)),
         }
     }
 

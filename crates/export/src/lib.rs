@@ -46,4 +46,4 @@ pub use images::{Committed, ImageChain, Images};
 pub use job::{Job, JobStatus};
 pub use parking::{Claim, ParkedInfo};
 pub use scrape::{Scrape, ScrapeAddress};
-pub use socket::{Access, UnixSocket};
+pub use socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake};

@@ -24,6 +24,10 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// At most so many bytes are kept, of all clients together; who comes then waits on its thread.
 const KEPT_BYTES_MAX: u64 = 256 << 20;
 
+/// What a change takes besides its bytes: its place here, its claim, and what is to be done when it is
+/// done. Zeroes have no bytes, and a client may send millions of them.
+const KEPT_BYTES_EACH: u64 = 256;
+
 /// Who waits for a change that is kept. Whoever will not be answered any more must withdraw what
 /// it asked for: the change would be done later, over what others have written since.
 #[derive(Debug, Default)]
@@ -75,6 +79,8 @@ struct Parked {
 struct State {
     queue: VecDeque<Parked>,
     bytes: u64,
+    /// Memory that all of it takes, `bytes` among it.
+    memory: u64,
     /// Requests that wait for what is in the queue or is tried now.
     requests: u64,
     /// The thread that tries again is there.
@@ -89,8 +95,17 @@ struct State {
 }
 
 impl State {
+    /// A change begins to wait.
+    fn count(&mut self, change: &Change) {
+        self.bytes += change.held_bytes();
+        self.memory += change.held_bytes() + KEPT_BYTES_EACH;
+        self.requests += change.requests();
+        self.total += change.requests();
+    }
+
     /// A change does not wait any more.
     fn forget(&mut self, change: &Change) {
+        self.memory = self.memory.saturating_sub(change.held_bytes() + KEPT_BYTES_EACH);
         self.bytes = self.bytes.saturating_sub(change.held_bytes());
         self.requests = self.requests.saturating_sub(change.requests());
     }
@@ -137,7 +152,7 @@ impl Parking {
     ) {
         let parking = &export.parking;
         let mut state = parking.state.lock();
-        while state.bytes >= KEPT_BYTES_MAX && !state.closed && !claim.withdrawn() {
+        while state.memory >= KEPT_BYTES_MAX && !state.closed && !claim.withdrawn() {
             parking.changed.wait_for(&mut state, RETRY_AFTER);
         }
         if state.closed {
@@ -155,9 +170,7 @@ impl Parking {
                 "out of space: writes wait until there is some ({error})"
             );
         }
-        state.total += change.requests();
-        state.requests += change.requests();
-        state.bytes += change.held_bytes();
+        state.count(&change);
         state.queue.push_back(Parked { claim, change, at, durable, done });
         if !state.running {
             state.running = true;
@@ -170,7 +183,7 @@ impl Parking {
                 // No thread to try again: then the client has to know.
                 state.running = false;
                 let failed = std::mem::take(&mut state.queue);
-                (state.bytes, state.requests) = (0, 0);
+                (state.bytes, state.memory, state.requests) = (0, 0, 0);
                 state.since = None;
                 drop(state);
                 for parked in failed.into_iter().filter(|parked| parked.claim.answer()) {
@@ -271,5 +284,27 @@ fn retry(export: &Export) {
                 wait = false;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_parked_change_counts_as_the_memory_that_it_takes() {
+        let mut state = State::default();
+        let changes = [
+            Change::Zero { len: 1 << 30, may_unmap: true },
+            Change::Write(vec![7]),
+            Change::Flush { requests: 3 },
+        ];
+        changes.iter().for_each(|change| state.count(change));
+        // Two pointers to what is done, and what that owns at least: who is to be answered.
+        let least = size_of::<Parked>() + size_of::<Claim>() + 64;
+        assert!(state.memory >= 3 * least as u64, "{} of {least}", state.memory);
+        assert!(state.bytes < state.memory, "what clients sent is told apart");
+        changes.iter().for_each(|change| state.forget(change));
+        assert_eq!((state.memory, state.bytes, state.requests), (0, 0, 0));
     }
 }

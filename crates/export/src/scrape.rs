@@ -20,7 +20,7 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags};
 
 use crate::export::Export;
 use crate::metrics;
-use crate::socket::{Access, UnixSocket};
+use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket};
 
 /// Connections at a time.
 const CLIENTS_MAX: usize = 16;
@@ -29,8 +29,6 @@ const CLIENT_TIME: Duration = Duration::from_secs(10);
 /// A request's head; what Prometheus sends is a few hundred bytes.
 const HEAD_MAX: usize = 8 << 10;
 const HEADERS_MAX: usize = 64;
-/// A moment's pause where a connection cannot be taken (too many open files, say).
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Where the counts can be had.
 #[derive(Clone, Debug, PartialEq, Eq)]

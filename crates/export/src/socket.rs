@@ -1,17 +1,24 @@
-//! Unix sockets that a service listens at.
+//! Unix sockets that a service listens at, and how it stops waiting there.
 
 use std::fs;
 use std::io;
 use std::ops::Deref;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 128;
+
+/// A moment's pause where a connection cannot be taken (too many open files, say).
+pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Who may connect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +85,58 @@ impl Drop for UnixSocket {
     }
 }
 
+/// Ends the waiting of threads at sockets. The sockets stay as they are: one that systemd handed over is
+/// systemd's too, which hands it to the next process of the service, and a socket that was shut down
+/// accepts nobody any more, whoever holds it.
+#[derive(Debug)]
+pub struct Wake(OwnedFd);
+
+impl Wake {
+    /// Nobody is woken yet.
+    ///
+    /// # Errors
+    /// Too many open files.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    /// Wakes all who wait, and all who will.
+    pub fn wake(&self) {
+        // Fails only where it counts to the top, which no number of wakings does.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+
+    /// Waits until somebody comes to a socket; `false` at the end. The socket must not block: who came
+    /// may be gone before it is accepted.
+    ///
+    /// # Errors
+    /// What poll(2) says.
+    pub fn wait_at(&self, socket: impl AsFd) -> io::Result<bool> {
+        self.wait(Some(socket.as_fd()), None)
+    }
+
+    /// Waits for a moment; `false` at the end.
+    pub fn pause(&self, time: Duration) -> bool {
+        self.wait(None, Some(time)).unwrap_or_else(|_| {
+            std::thread::sleep(time);
+            true
+        })
+    }
+
+    fn wait(&self, at: Option<BorrowedFd<'_>>, time: Option<Duration>) -> io::Result<bool> {
+        let time = time.and_then(|time| Timespec::try_from(time).ok());
+        loop {
+            let mut fds = vec![PollFd::new(&self.0, PollFlags::IN)];
+            fds.extend(at.as_ref().map(|at| PollFd::new(at, PollFlags::IN)));
+            match poll(&mut fds, time.as_ref()) {
+                Ok(_) => return Ok(fds[0].revents().is_empty()),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+}
+
 /// Removes a socket that a dead service left behind. A refused connection alone proves nothing:
 /// plain files refuse them too.
 fn remove_stale(path: &Path) -> io::Result<()> {
@@ -128,6 +187,29 @@ mod tests {
             assert_eq!(error.kind(), io::ErrorKind::AlreadyExists, "{kind}");
         }
         assert_eq!(fs::read(folder.path().join("link")).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn a_socket_outlives_the_waiting_at_it() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let wake = Wake::new().unwrap();
+        let bound = listener.local_addr().unwrap();
+        let first = std::net::TcpStream::connect(bound).unwrap();
+        assert!(wake.wait_at(&listener).unwrap());
+        listener.accept().unwrap();
+        drop(first);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| wake.wait_at(&listener).unwrap());
+            wake.wake();
+            assert!(!waits.join().unwrap(), "nobody came");
+        });
+        assert!(!wake.wait_at(&listener).unwrap() && !wake.pause(Duration::from_secs(600)));
+        // The next one who has it is reached.
+        let next = Wake::new().unwrap();
+        let _second = std::net::TcpStream::connect(bound).unwrap();
+        assert!(next.wait_at(&listener).unwrap() && listener.accept().is_ok());
+        assert!(next.pause(Duration::ZERO));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use fuser::{Errno, ReplyData, ReplyEmpty, ReplyWrite};
-use vdkit_block::Result;
+use vdkit_block::{Error, Result};
 use vdkit_chain::Ready;
 use vdkit_export::{Change, Export, OpKind};
 
@@ -241,10 +241,14 @@ impl Lanes {
         if !self.growable || bytes <= self.export.size() {
             return Ok(());
         }
-        match self.export.grow(bytes) {
-            // Somebody else was faster.
-            Err(_) if self.export.size() >= bytes => Ok(()),
-            done => done,
+        loop {
+            match self.export.grow(bytes) {
+                // Somebody else was faster.
+                Err(_) if self.export.size() >= bytes => return Ok(()),
+                // An exchange of images that would not notice, and takes a moment.
+                Err(Error::Busy { .. }) if self.export.wait_for_job() => {}
+                done => return done,
+            }
         }
     }
 

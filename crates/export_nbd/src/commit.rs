@@ -4,8 +4,8 @@
 //! later, together with other such writes and with FLUSH requests. See [`crate::gathered`].
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use vdkit_block::Error;
@@ -135,14 +135,8 @@ impl Session {
 
     /// A claim that is withdrawn when the client leaves.
     pub(crate) fn new_claim(&self) -> Arc<Claim> {
-        /// The list of kept changes is searched for those that are done when it is so long.
-        const KEPT_LIST_MAX: usize = 4096;
         let claim = Arc::new(Claim::default());
-        let mut kept = self.kept.lock();
-        if kept.len() >= KEPT_LIST_MAX {
-            kept.retain(|claim| claim.strong_count() > 0);
-        }
-        kept.push(Arc::downgrade(&claim));
+        self.kept.lock().add(&claim);
         claim
     }
 
@@ -154,6 +148,34 @@ impl Session {
     }
 }
 
+/// The claims of a connection's changes that wait for space, and of some that do not any more.
+#[derive(Debug, Default)]
+pub(crate) struct Kept(Vec<Weak<Claim>>);
+
+impl Kept {
+    /// Adds one. Says how many were looked at, to find those that are done: as that happens only when
+    /// the list has grown to twice what it was afterwards, few for each that is added.
+    fn add(&mut self, claim: &Arc<Claim>) -> usize {
+        /// Searching a shorter list would save nothing.
+        const SEARCH_MIN: usize = 4096;
+        let mut looked_at = 0;
+        if self.0.len() == self.0.capacity() {
+            looked_at = self.0.len();
+            self.0.retain(|claim| claim.strong_count() > 0);
+            self.0.reserve_exact(self.0.len().max(SEARCH_MIN));
+        }
+        self.0.push(Arc::downgrade(claim));
+        looked_at
+    }
+
+    /// Gives all of them up.
+    pub(crate) fn withdraw(&mut self) {
+        for claim in self.0.drain(..).filter_map(|claim| claim.upgrade()) {
+            claim.withdraw();
+        }
+    }
+}
+
 /// Answers a request that waited for space.
 pub(crate) fn answer_kept(replier: &Replier, request: &Request, done: &vdkit_block::Result<()>) {
     // The reply of a client that is gone is lost.
@@ -161,4 +183,25 @@ pub(crate) fn answer_kept(replier: &Replier, request: &Request, done: &vdkit_blo
         Ok(()) => replier.ok(request),
         Err(error) => replier.error(request, errno_of(error), &error.to_string()),
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_parked_changes_is_not_searched_for_each_of_them() {
+        let mut kept = Kept::default();
+        let claims: Vec<_> = (0..100_000).map(|_| Arc::new(Claim::default())).collect();
+        let looked_at: usize = claims.iter().map(|claim| kept.add(claim)).sum();
+        assert!(looked_at <= 2 * claims.len(), "{looked_at}");
+        assert_eq!(kept.0.len(), claims.len());
+        // Those that are done leave it.
+        let (mut kept, mut longest) = (Kept::default(), 0);
+        for _ in 0..100_000 {
+            kept.add(&Arc::new(Claim::default()));
+            longest = longest.max(kept.0.len());
+        }
+        assert!(longest <= 2 * 4096, "{longest}");
+    }
 }

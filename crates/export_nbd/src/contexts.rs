@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use vdkit_block::{GuestOffset, Result};
+use vdkit_block::{Error, GuestOffset, Result};
 use vdkit_chain::{Disk, DiskPlace};
 use vdkit_export::Export;
 
@@ -32,6 +32,9 @@ pub enum Context {
 #[derive(Clone, Debug)]
 pub struct BitmapView {
     name: String,
+    /// The image that has it. One that is served later, after a commit or a snapshot, may have none, or
+    /// another one of the same name.
+    image: String,
     dirty: Arc<OnceLock<Vec<Range<u64>>>>,
 }
 
@@ -40,16 +43,21 @@ impl BitmapView {
         if let Some(dirty) = self.dirty.get() {
             return Ok(dirty);
         }
+        let bitmaps = disk.top().bitmaps().filter(|_| disk.name() == self.image);
+        let Some(bitmaps) = bitmaps else {
+            let (name, image, now) = (&self.name, &self.image, disk.name());
+            return Err(Error::Invalid(format!(
+                "bitmap '{name}' is in {image}, and {now} is served now; what changed is not known"
+            )));
+        };
         let mut found: Vec<Range<u64>> = Vec::new();
-        if let Some(bitmaps) = disk.top().bitmaps() {
-            bitmaps.for_each_dirty(&self.name, &mut |run| {
-                match found.last_mut() {
-                    Some(last) if last.end == run.start => last.end = run.end,
-                    _ => found.push(run),
-                }
-                Ok(())
-            })?;
-        }
+        bitmaps.for_each_dirty(&self.name, &mut |run| {
+            match found.last_mut() {
+                Some(last) if last.end == run.start => last.end = run.end,
+                _ => found.push(run),
+            }
+            Ok(())
+        })?;
         Ok(self.dirty.get_or_init(|| found))
     }
 }
@@ -151,7 +159,9 @@ impl Runs<'_> {
 /// The contexts of an export that queries ask for, each once. Setting takes exact names only;
 /// listing takes `namespace:` and `qemu:dirty-bitmap:` for all beneath, and no query for all.
 pub fn matching(export: &Export, queries: &[String], setting: bool) -> Vec<Context> {
-    let bitmap = |name| Context::Bitmap(BitmapView { name, dirty: Arc::default() });
+    let image = export.filename();
+    let bitmap =
+        |name| Context::Bitmap(BitmapView { name, image: image.clone(), dirty: Arc::default() });
     let all = [Context::Allocation, Context::Depth]
         .into_iter()
         .chain(export.offered_bitmaps().into_iter().map(bitmap));

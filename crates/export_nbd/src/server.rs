@@ -3,24 +3,22 @@
 use std::fmt;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_export::{Access, UnixSocket};
+use vdkit_export::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 
 use crate::channel::{Channel, Socket};
 use crate::exports::Exports;
 use crate::handshake::{Agreed, HANDSHAKE_TIME, Handshake, Outcome, TlsState};
 use crate::session::Session;
 use crate::tls::Tls;
-
-/// A moment's pause where a connection cannot be taken (too many open files, say).
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Where a server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -88,12 +86,14 @@ impl Listener {
         }
     }
 
-    /// Where clients find an export of this name. Source: the NBD project's `doc/uri.md`.
-    pub fn uri(&self, name: &str) -> String {
+    /// Where clients find an export of this name, with TLS or without. Source: the NBD project's
+    /// `doc/uri.md`.
+    pub fn uri(&self, name: &str, tls: bool) -> String {
+        let scheme = if tls { "nbds" } else { "nbd" };
         let name = percent(name.as_bytes(), b"-._~/");
         let unix = |path: &Path| {
             let path = percent(path.as_os_str().as_encoded_bytes(), b"-._~/");
-            format!("nbd+unix:///{name}?socket={path}")
+            format!("{scheme}+unix:///{name}?socket={path}")
         };
         match self {
             Self::Unix(socket) => unix(socket.path()),
@@ -105,7 +105,7 @@ impl Listener {
             }
             Self::Tcp(listener) => {
                 let address = listener.local_addr().map(|address| address.to_string());
-                format!("nbd://{}/{name}", address.unwrap_or_default())
+                format!("{scheme}://{}/{name}", address.unwrap_or_default())
             }
         }
     }
@@ -123,14 +123,15 @@ impl Listener {
             }
         }
     }
+}
 
-    /// Makes a thread that waits in [`Listener::accept`] return.
-    fn wake(&self) {
-        let _ = match self {
-            Self::Unix(socket) => rustix::net::shutdown(&**socket, rustix::net::Shutdown::Both),
-            Self::Handed(socket) => rustix::net::shutdown(socket, rustix::net::Shutdown::Both),
-            Self::Tcp(socket) => rustix::net::shutdown(socket, rustix::net::Shutdown::Both),
-        };
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(socket) => (**socket).as_fd(),
+            Self::Handed(socket) => socket.as_fd(),
+            Self::Tcp(socket) => socket.as_fd(),
+        }
     }
 }
 
@@ -167,7 +168,8 @@ impl Default for ServerOptions {
 struct Shared {
     exports: Exports,
     options: ServerOptions,
-    stopping: AtomicBool,
+    /// Ends the waiting for clients.
+    wake: Wake,
     connections: Mutex<Vec<(u64, Arc<dyn Channel>)>>,
     gone: Condvar,
     next: AtomicU64,
@@ -177,7 +179,7 @@ struct Shared {
 /// A server: threads that listen and serve until [`Server::stop`].
 pub struct Server {
     shared: Arc<Shared>,
-    listeners: Vec<(Arc<Listener>, JoinHandle<()>)>,
+    listeners: Vec<JoinHandle<()>>,
 }
 
 impl fmt::Debug for Server {
@@ -199,7 +201,7 @@ impl Server {
         let shared = Arc::new(Shared {
             exports,
             options,
-            stopping: AtomicBool::new(false),
+            wake: Wake::new()?,
             connections: Mutex::default(),
             gone: Condvar::new(),
             next: AtomicU64::new(0),
@@ -207,12 +209,13 @@ impl Server {
         });
         let mut server = Self { shared, listeners: Vec::new() };
         for listener in listeners {
-            let listener = Arc::new(listener);
-            let (shared, socket) = (server.shared.clone(), listener.clone());
+            // A connection may be gone between poll and accept.
+            rustix::io::ioctl_fionbio(&listener, true)?;
+            let shared = server.shared.clone();
             let thread = std::thread::Builder::new()
                 .name("nbd-accept".to_owned())
-                .spawn(move || accept(&shared, &socket))?;
-            server.listeners.push((listener, thread));
+                .spawn(move || accept(&shared, &listener))?;
+            server.listeners.push(thread);
         }
         Ok(server)
     }
@@ -230,13 +233,9 @@ impl Server {
     /// Ends the service: no new connections; those there are receive nothing more, and what they
     /// have begun is done and answered. Waits for that at most `drain`, then cuts them off.
     pub fn stop(self, drain: Duration) {
-        self.shared.stopping.store(true, Ordering::SeqCst);
-        for (listener, _) in &self.listeners {
-            listener.wake();
-        }
-        for (listener, thread) in self.listeners {
+        self.shared.wake.wake();
+        for thread in self.listeners {
             let _ = thread.join();
-            drop(listener);
         }
         let until = Instant::now() + drain;
         let mut connections = self.shared.connections.lock();
@@ -259,15 +258,19 @@ impl Server {
 
 fn accept(shared: &Arc<Shared>, listener: &Listener) {
     loop {
-        let socket = listener.accept();
-        if shared.stopping.load(Ordering::SeqCst) {
-            return;
-        }
-        let socket = match socket {
+        let came = match shared.wake.wait_at(listener) {
+            Ok(true) => listener.accept(),
+            Ok(false) => return,
+            Err(error) => Err(error),
+        };
+        let socket = match came {
             Ok(socket) => socket,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(error) => {
                 tracing::warn!("a connection was not accepted: {error}");
-                std::thread::sleep(ACCEPT_PAUSE);
+                if !shared.wake.pause(ACCEPT_PAUSE) {
+                    return;
+                }
                 continue;
             }
         };

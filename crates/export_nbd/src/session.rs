@@ -14,19 +14,19 @@
 
 use std::io;
 use std::net::Shutdown;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 use vdkit_block::Error;
 use vdkit_chain::Ready;
-use vdkit_export::{Change, Claim, Export, OpKind, Written};
+use vdkit_export::{Change, Export, OpKind, Written};
 
 use crate::buffer::{Buffer, Buffers};
 use crate::channel::Channel;
-use crate::commit::{Batch, COMMITTERS, GATHERED_MAX, Unanswered, answer_kept};
+use crate::commit::{Batch, COMMITTERS, GATHERED_MAX, Kept, Unanswered, answer_kept};
 use crate::gathered::Gathered;
 use crate::handshake::Agreed;
 use crate::lead::Lead;
@@ -77,7 +77,7 @@ pub struct Session {
     /// How long the last request of a kind took in the slow lane, in nanoseconds.
     pub(crate) took: [AtomicU64; command::KINDS],
     /// Changes that wait for space.
-    pub(crate) kept: Mutex<Vec<Weak<Claim>>>,
+    pub(crate) kept: Mutex<Kept>,
     buffers: Buffers,
     /// Held for a request that has more than [`ALONE_BYTES`] in memory at once: one at a time, so that a
     /// connection's memory is bounded.
@@ -121,9 +121,7 @@ impl Session {
         self.replier.close();
         // A client that comes again sends again what it was not answered, and goes on from there:
         // what it sent before must not be done later.
-        for claim in self.kept.lock().drain(..).filter_map(|claim| claim.upgrade()) {
-            claim.withdraw();
-        }
+        self.kept.lock().withdraw();
         self.channel.shutdown(Shutdown::Both);
     }
 

@@ -46,13 +46,38 @@ pub struct Device {
     pub export: Arc<Export>,
     /// Features that the guest's driver uses.
     acked: AtomicU64,
-    /// The write cache as the guest has switched it.
-    writeback: AtomicBool,
+    writeback: Arc<WriteCache>,
+}
+
+/// The write cache as the guest has switched it. It outlives connections: a monitor tells of the switch
+/// when the guest sets it, and neither when it comes back nor when it agrees on features anew.
+#[derive(Debug)]
+pub struct WriteCache(AtomicBool);
+
+impl Default for WriteCache {
+    /// On, as it is before anybody has switched it.
+    fn default() -> Self {
+        Self(AtomicBool::new(true))
+    }
+}
+
+impl WriteCache {
+    pub fn is_on(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub fn switch(&self, on: bool) {
+        self.0.store(on, Ordering::Relaxed);
+    }
 }
 
 impl Device {
-    pub fn new(export: Arc<Export>) -> Self {
-        Self { export, acked: AtomicU64::new(0), writeback: AtomicBool::new(true) }
+    pub fn new(export: Arc<Export>, writeback: Arc<WriteCache>) -> Self {
+        Self { export, acked: AtomicU64::new(0), writeback }
+    }
+
+    pub fn writeback(&self) -> &WriteCache {
+        &self.writeback
     }
 
     /// Features that are offered.
@@ -76,18 +101,14 @@ impl Device {
 
     pub fn acknowledge(&self, features: u64) {
         self.acked.store(features, Ordering::Relaxed);
-        self.writeback.store(true, Ordering::Relaxed);
     }
 
     /// Whether a write must be durable when it is answered: the driver knows of no flush, or has
     /// switched the cache off.
     pub fn writes_durable(&self) -> bool {
         let acked = self.acked.load(Ordering::Relaxed);
-        let switched = acked & feature::CONFIG_WCE != 0;
-        match acked & feature::FLUSH != 0 {
-            true => switched && !self.writeback.load(Ordering::Relaxed),
-            false => !(switched && self.writeback.load(Ordering::Relaxed)),
-        }
+        let switches = acked & feature::CONFIG_WCE != 0;
+        acked & feature::FLUSH == 0 || (switches && !self.writeback.is_on())
     }
 
     /// Whole sectors of the disk; what is behind the last one cannot be reached.
@@ -108,7 +129,7 @@ impl Device {
         put(24, &[3]);
         put(26, &8_u16.to_le_bytes());
         put(28, &((unit / SECTOR_BYTES) as u32).to_le_bytes());
-        put(32, &[u8::from(self.writeback.load(Ordering::Relaxed))]);
+        put(32, &[u8::from(self.writeback.is_on())]);
         put(34, &QUEUES_MAX.to_le_bytes());
         if !self.export.read_only() {
             put(36, &RANGE_SECTORS_MAX.to_le_bytes());
@@ -125,7 +146,7 @@ impl Device {
     pub fn set_config(&self, offset: u32, bytes: &[u8]) -> bool {
         let switch = offset == CONFIG_WRITEBACK && bytes.len() == 1;
         if switch {
-            self.writeback.store(bytes[0] != 0, Ordering::Relaxed);
+            self.writeback.switch(bytes[0] != 0);
         }
         switch
     }

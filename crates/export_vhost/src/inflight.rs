@@ -4,6 +4,10 @@
 //! head of the last batch u16, the used index u16), then 16 bytes for each descriptor (in flight
 //! u8, 5 bytes unused, next u16, counter u64). See "Inflight I/O tracking" in QEMU's "Vhost-user
 //! Protocol". A process can die between any two stores; their order makes every state readable.
+//!
+//! Behind the queues' parts: a mark (u64) that says that this server made the memory, and whether the
+//! guest's write cache is on (u8). The monitor tells that once, when the guest switches it, and not to
+//! the server that takes over.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,6 +24,11 @@ const ENTRY_BYTES: usize = 16;
 const VERSION: u16 = 1;
 /// Each queue's part begins at a multiple of this.
 const ALIGN: usize = 64;
+
+/// What follows the queues' parts.
+const TAIL_BYTES: usize = ALIGN;
+const TAIL_MARK: u64 = u64::from_le_bytes(*b"vdkit-wc");
+const TAIL_WRITEBACK: usize = 8;
 
 const AT_VERSION: usize = 8;
 const AT_DESCRIPTORS: usize = 10;
@@ -42,17 +51,24 @@ pub struct Area {
     map: MmapRegion<()>,
     queues: u16,
     queue_size: u16,
+    /// Where the tail is, in memory that this server made.
+    tail: Option<usize>,
 }
 
 impl Area {
     /// Makes the memory; the monitor keeps its file.
     pub fn create(queues: u16, queue_size: u16) -> io::Result<(InflightArea, OwnedFd)> {
-        let size = part_bytes(queue_size) as u64 * u64::from(queues);
+        let parts = part_bytes(queue_size) as u64 * u64::from(queues);
+        let size = parts + TAIL_BYTES as u64;
         let file = rustix::fs::memfd_create(
             "vdkit-inflight",
             MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
         )?;
         rustix::fs::ftruncate(&file, size)?;
+        let mut tail = [0; TAIL_WRITEBACK + 1];
+        tail[..TAIL_WRITEBACK].copy_from_slice(&TAIL_MARK.to_ne_bytes());
+        tail[TAIL_WRITEBACK] = 1;
+        rustix::io::pwrite(&file, &tail, parts)?;
         // Then nobody can make a process die that looks into it.
         rustix::fs::fcntl_add_seals(file.as_fd(), SealFlags::SHRINK | SealFlags::GROW)?;
         Ok((InflightArea { size, file_offset: 0, queues, queue_size }, file))
@@ -65,8 +81,33 @@ impl Area {
             return Err(invalid("too little memory for the requests in flight"));
         }
         let file = FileOffset::new(file.into(), area.file_offset);
-        let map = MmapRegion::from_file(file, needed as usize).map_err(invalid)?;
-        Ok(Self { map, queues: area.queues, queue_size: area.queue_size })
+        let with_tail = needed + TAIL_BYTES as u64;
+        let mapped = area.size.min(with_tail);
+        let map = MmapRegion::from_file(file, mapped as usize).map_err(invalid)?;
+        let (queues, queue_size) = (area.queues, area.queue_size);
+        let mut area = Self { map, queues, queue_size, tail: None };
+        let mark =
+            |area: &Self| area.map.as_volatile_slice().load(needed as usize, Ordering::Acquire);
+        if mapped == with_tail && mark(&area).is_ok_and(|mark: u64| mark == TAIL_MARK) {
+            area.tail = Some(needed as usize);
+        }
+        Ok(area)
+    }
+
+    /// Whether the guest's write cache is on, as was noted last. Nothing where another server made
+    /// the memory.
+    pub fn writeback(&self) -> Option<bool> {
+        let at = self.tail? + TAIL_WRITEBACK;
+        let noted: u8 = self.map.as_volatile_slice().load(at, Ordering::Acquire).ok()?;
+        Some(noted != 0)
+    }
+
+    /// Notes it for the server that comes next.
+    pub fn note_writeback(&self, on: bool) {
+        let Some(tail) = self.tail else { return };
+        let slice = self.map.as_volatile_slice();
+        let stored = slice.store(u8::from(on), tail + TAIL_WRITEBACK, Ordering::Release);
+        debug_assert!(stored.is_ok(), "the tail was mapped");
     }
 
     /// The notes of one queue.
@@ -223,6 +264,27 @@ mod tests {
         notes.ending(3);
         assert_eq!(again(&notes, 8, 1), [4]);
         assert_eq!(again(&notes, 8, 1), [4]);
+    }
+
+    #[test]
+    fn the_write_cache_is_noted_where_the_memory_is_ours() {
+        let (described, file) = Area::create(2, 8).unwrap();
+        let again = file.try_clone().unwrap();
+        let area = Area::open(described, file).unwrap();
+        assert_eq!(area.writeback(), Some(true));
+        area.note_writeback(false);
+        assert_eq!(
+            Area::open(described, again.try_clone().unwrap()).unwrap().writeback(),
+            Some(false)
+        );
+        // Another server's memory: it ends with the queues, or has something else there.
+        let parts = described.size - TAIL_BYTES as u64;
+        let short = InflightArea { size: parts, ..described };
+        let short = Area::open(short, again.try_clone().unwrap()).unwrap();
+        short.note_writeback(true);
+        assert_eq!(short.writeback(), None);
+        rustix::io::pwrite(&again, &[7], parts).unwrap();
+        assert_eq!(Area::open(described, again).unwrap().writeback(), None);
     }
 
     #[test]

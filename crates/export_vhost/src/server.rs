@@ -12,6 +12,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use vdkit_export::{Access, Export, UnixSocket};
 
+use crate::device::WriteCache;
 use crate::session::Session;
 
 /// How long to wait after a failure that another attempt may not have.
@@ -96,6 +97,7 @@ impl Server {
 }
 
 fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Visits) {
+    let writeback = Arc::new(WriteCache::default());
     loop {
         let mut fds = [PollFd::new(&*listener.0, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
         match rustix::event::poll(&mut fds, None) {
@@ -109,7 +111,7 @@ fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Vis
             return;
         }
         let session = match listener.0.accept() {
-            Ok((socket, _)) => Session::new(socket, export.clone()),
+            Ok((socket, _)) => Session::new(socket, export.clone(), writeback.clone()),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(error) => Err(error),
         };

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use vdkit_export::Export;
 
 use crate::channel::{Channel, Message};
-use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, feature};
+use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, WriteCache, feature};
 use crate::inflight::Area;
 use crate::memory::{Memory, REGIONS_MAX};
 use crate::pool::Pool;
@@ -47,6 +47,8 @@ pub struct Session {
     memory: Memory,
     slots: Vec<Slot>,
     inflight: Option<Arc<Area>>,
+    /// The guest has switched its write cache in this session.
+    switched: bool,
     features: u64,
     protocol_features: u64,
     /// Where the monitor is told of a new size.
@@ -65,8 +67,12 @@ fn invalid(what: &str) -> io::Error {
 }
 
 impl Session {
-    pub fn new(socket: UnixStream, export: Arc<Export>) -> io::Result<Self> {
-        let device = Arc::new(Device::new(export));
+    pub fn new(
+        socket: UnixStream,
+        export: Arc<Export>,
+        writeback: Arc<WriteCache>,
+    ) -> io::Result<Self> {
+        let device = Arc::new(Device::new(export, writeback));
         let pool = Pool::new();
         let ring = |index| Slot::new(Ring::new(index, device.clone(), pool.clone()));
         Ok(Self {
@@ -77,6 +83,7 @@ impl Session {
             pool,
             memory: Memory::new(),
             inflight: None,
+            switched: false,
             features: 0,
             protocol_features: 0,
             backend: None,
@@ -228,6 +235,8 @@ impl Session {
                 if !self.device.set_config(offset, bytes) {
                     return Err(invalid("a setting that cannot be changed"));
                 }
+                self.switched = true;
+                self.note_writeback();
             }
             request::GET_INFLIGHT_FD => {
                 let asked = InflightArea::parse(&mut fields)?;
@@ -243,6 +252,7 @@ impl Session {
                 let area = InflightArea::parse(&mut fields)?;
                 let file = single(message.fds)?.ok_or_else(|| invalid("notes without a file"))?;
                 self.inflight = Some(Arc::new(Area::open(area, file)?));
+                self.take_over_writeback();
             }
             other => {
                 tracing::debug!(request = other, "vhost-user: an unknown message");
@@ -250,6 +260,22 @@ impl Session {
             }
         }
         Ok(Reply::Done)
+    }
+
+    /// What a server before this one was told of the write cache. Where that and this server's own
+    /// memory differ the cache is off, which costs time and no bytes.
+    fn take_over_writeback(&self) {
+        let noted = self.inflight.as_ref().and_then(|area| area.writeback());
+        if noted == Some(false) && !self.switched {
+            self.device.writeback().switch(false);
+        }
+        self.note_writeback();
+    }
+
+    fn note_writeback(&self) {
+        if let Some(area) = &self.inflight {
+            area.note_writeback(self.device.writeback().is_on());
+        }
     }
 
     fn set_features(&mut self, features: u64) -> io::Result<()> {

@@ -23,7 +23,7 @@ pub struct DdOptions {
     pub seek: u64,
     /// Zeroes of the source are left out: the target keeps what it has there.
     pub sparse: bool,
-    /// The target is made durable at the end.
+    /// The target is made durable at the end, and the name of a new one too.
     pub sync: bool,
 }
 
@@ -157,7 +157,10 @@ pub fn dd_new(
     monitor: &Monitor<'_>,
 ) -> Result<DdReport> {
     let plan = DdPlan::new(source.guest_bytes(), options)?;
-    let target = Target::create(registry, new, plan.target_bytes()?, None, &monitor.cancel)?;
+    let mut target = Target::create(registry, new, plan.target_bytes()?, None, &monitor.cancel)?;
+    if options.sync {
+        target.make_durable();
+    }
     if !target.disk.top().new_reads_zero() && plan.to > 0 {
         target.disk.write_zeroes(GuestOffset(0), plan.to, true)?;
     }

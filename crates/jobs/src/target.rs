@@ -273,6 +273,11 @@ impl Target {
         Ok(Disk::from_format(format, info, &OpenOptions::default()))
     }
 
+    /// Has a new image and its name made durable as it takes the name, whatever its cache mode.
+    pub(crate) fn make_durable(&mut self) {
+        self.commit = CommitOptions { sync_file: true, sync_folder: true };
+    }
+
     /// Closes the image.
     pub(crate) fn close(&self) -> Result<()> {
         self.disk.close()

@@ -98,7 +98,7 @@ impl FileStorage {
         let path = path.as_ref();
         let (file, kind) = open::open_file(path, options)?;
         let opened = Self::build(file, kind, path.display().to_string(), options);
-        if opened.is_err() && options.create == CreateMode::New {
+        if opened.is_err() && options.create.makes() {
             // It was made a moment ago and nobody wants it.
             let _ = std::fs::remove_file(path);
         }
@@ -110,8 +110,8 @@ impl FileStorage {
     /// # Errors
     /// As [`FileStorage::open`].
     pub fn create(path: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
-        let options = FileOptions { writable: true, create: CreateMode::New, ..*options };
-        Self::open(path, &options)
+        let create = if options.create.makes() { options.create } else { CreateMode::New };
+        Self::open(path, &FileOptions { writable: true, create, ..*options })
     }
 
     /// Takes over an open file; `name` is for messages. Status flags (O_APPEND, O_NONBLOCK,
@@ -130,7 +130,7 @@ impl FileStorage {
             m if m == rustix::fs::OFlags::RDONLY => !options.writable,
             _ => false,
         };
-        if !fits || options.create == CreateMode::New {
+        if !fits || options.create.makes() {
             return Err(Error::Invalid(format!(
                 "{name}: the descriptor is not open for {}",
                 if options.writable { "reading and writing" } else { "reading" }

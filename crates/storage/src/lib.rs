@@ -31,12 +31,14 @@
 //!
 //! `unsafe` is confined to `sys` (ioctls, locks and mappings without a safe wrapper) and `ring` (io_uring).
 
+mod access;
 mod batch;
 mod buffer;
 mod bulk;
 mod copy;
 mod direct;
 mod file;
+mod links;
 mod lock;
 mod memory;
 mod null;

@@ -28,6 +28,19 @@ pub enum CreateMode {
     None,
     /// It must not be there yet, and is made.
     New,
+    /// As [`CreateMode::New`], for its owner alone (mode 0600), whatever the umask lets.
+    Private,
+}
+
+impl CreateMode {
+    /// Whether the file is made.
+    pub(crate) fn makes(self) -> bool {
+        self != Self::None
+    }
+
+    fn permissions(self) -> Mode {
+        Mode::from_raw_mode(if self == Self::Private { 0o600 } else { 0o666 })
+    }
 }
 
 /// How many bytes of large writes to new places the page cache is given. What comes after them goes
@@ -141,9 +154,9 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
                 flags |= OFlags::EXCL;
             }
         }
-        CreateMode::New => flags |= OFlags::CREATE | OFlags::EXCL,
+        CreateMode::New | CreateMode::Private => flags |= OFlags::CREATE | OFlags::EXCL,
     }
-    let mode = Mode::from_raw_mode(0o666);
+    let mode = options.create.permissions();
     let file = retry(|| rustix::fs::open(path, flags, mode)).map_err(|errno| {
         if flags.contains(OFlags::EXCL) && errno == rustix::io::Errno::BUSY {
             return Error::Busy {

@@ -7,11 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use rustix::fs::{Gid, Mode, OFlags, Uid};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use vdkit_block::{CacheMode, Error, IoAction, Result};
 
+use crate::access;
 use crate::file::FileStorage;
+use crate::links;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{CreateMode, FileKind, FileOptions, file_error, kind_of_file, retry};
 
@@ -33,7 +35,8 @@ pub struct CommitOptions {
 /// place; dropping it removes it, and whatever had the name before stays as it was.
 ///
 /// A file that is replaced is held locked meanwhile, as a writer would, so that a running guest
-/// does not lose its disk; its mode and owner pass to the new file.
+/// does not lose its disk; its owner, its mode, its access control list and its extended attributes pass
+/// to the new file, which is its maker's alone until it has them.
 #[derive(Debug)]
 pub struct PendingFile {
     target: PathBuf,
@@ -67,12 +70,17 @@ impl PendingFile {
     pub fn create(target: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
         let target = real_target(target.as_ref())?;
         let replaced = Replaced::open(&target, options.lock)?;
-        let options = FileOptions { writable: true, create: CreateMode::New, ..*options };
+        // Whoever opens a file once keeps it: one that takes a private file's place is private from its
+        // first moment on.
+        let create = if replaced.is_some() { CreateMode::Private } else { CreateMode::New };
+        let options = FileOptions { writable: true, create, ..*options };
         let (temporary, storage) = create_beside(&target, &options)?;
         let pending =
             Self { target, temporary, storage: Arc::new(storage), replaced, committed: false };
         if let Some(replaced) = &pending.replaced {
-            pending.inherit(&replaced.file)?;
+            let name = pending.target.display().to_string();
+            access::pass_on(&replaced.file, pending.storage.file())
+                .map_err(|errno| file_error(&name, IoAction::Open, errno))?;
         }
         Ok(pending)
     }
@@ -118,24 +126,6 @@ impl PendingFile {
         }
         Ok(())
     }
-
-    /// Gives the new file the old one's owner and mode, as far as we may.
-    fn inherit(&self, old: &File) -> Result<()> {
-        let name = self.target.display().to_string();
-        let fail = |errno| file_error(&name, IoAction::Open, errno);
-        let stat = rustix::fs::fstat(old).map_err(fail)?;
-        let new = self.storage.file();
-        let (owner, group) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
-        let changed = rustix::fs::fchown(new, Some(owner), Some(group))
-            .or_else(|_| rustix::fs::fchown(new, None, Some(group)));
-        let mut mode = Mode::from_raw_mode(stat.st_mode);
-        if changed.is_err() {
-            // It stays with our own group, which the old mode said nothing about.
-            mode -= Mode::RWXG;
-        }
-        // After the owner: a change of owner clears bits of the mode.
-        rustix::fs::fchmod(new, mode).map_err(fail)
-    }
 }
 
 impl Drop for PendingFile {
@@ -149,7 +139,9 @@ impl Drop for PendingFile {
 impl Replaced {
     fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
         let name = target.display().to_string();
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        // Links were followed before: one that is there now was not.
+        let flags =
+            OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW;
         let file = match retry(|| rustix::fs::open(target, flags, Mode::empty())) {
             Ok(file) => File::from(file),
             Err(Errno::NOENT) => return Ok(None),
@@ -162,6 +154,9 @@ impl Replaced {
                 "write into it instead",
             ));
         }
+        let stat =
+            rustix::fs::fstat(&file).map_err(|errno| file_error(&name, IoAction::Open, errno))?;
+        links::check_owner(target, &stat)?;
         let lock = match lock {
             LockMode::Auto => Some(ImageLock::take(&name, &file, true)?),
             LockMode::Off => None,
@@ -175,14 +170,14 @@ fn real_target(target: &Path) -> Result<PathBuf> {
     if target.file_name().is_none() {
         return Err(Error::Invalid(format!("'{}' does not name a file", target.display())));
     }
-    match std::fs::canonicalize(target) {
-        Ok(real) => Ok(real),
-        Err(_) if target.is_symlink() => Err(Error::Invalid(format!(
+    let real = links::follow(target)?;
+    if real != target && !real.exists() {
+        return Err(Error::Invalid(format!(
             "'{}' is a symbolic link to a file that is not there",
             target.display()
-        ))),
-        Err(_) => Ok(target.to_owned()),
+        )));
     }
+    Ok(real)
 }
 
 /// Makes a file with an unused hidden name in the target's folder.

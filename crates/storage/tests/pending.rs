@@ -1,10 +1,19 @@
 //! Files that take their name only when they are finished.
 
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
 use std::path::Path;
+use std::process::Command;
 
+use rustix::fs::XattrFlags;
+use rustix::io::Errno;
 use vdkit_block::{ErrorKind, HostOffset, Storage};
-use vdkit_storage::{CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
+use vdkit_storage::{CommitOptions, CreateMode, FileOptions, FileStorage, LockMode, PendingFile};
+use vdkit_testkit::{require_peer, require_root};
+
+const ACCESS_LIST: &str = "system.posix_acl_access";
+const DEFAULT_LIST: &str = "system.posix_acl_default";
+/// A user who is nobody in particular.
+const STRANGER: u32 = 1234;
 
 fn names(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap().flatten();
@@ -120,6 +129,190 @@ fn a_symbolic_link_stays_one() {
     std::fs::remove_file(&real).unwrap();
     let dangling = PendingFile::create(&link, &FileOptions::default()).unwrap_err();
     assert_eq!(dangling.kind(), ErrorKind::Usage);
+}
+
+#[test]
+fn links_to_links_are_followed_and_circles_are_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    std::fs::create_dir(at("sub")).unwrap();
+    std::fs::write(at("sub/real"), "old").unwrap();
+    symlink("../second", at("sub/first")).unwrap();
+    symlink(at("sub/real"), at("second")).unwrap();
+    pending(&at("sub/first")).commit(CommitOptions::default()).unwrap();
+    assert_eq!(std::fs::read(at("sub/real")).unwrap(), b"new");
+    assert_eq!(names(&at("sub")), ["first", "real"]);
+    symlink("circle", at("circle")).unwrap();
+    PendingFile::create(at("circle"), &FileOptions::default()).unwrap_err();
+}
+
+/// A folder like `/tmp`.
+fn shared_folder() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o1777)).unwrap();
+    dir
+}
+
+#[test]
+fn a_strangers_link_in_a_shared_folder_is_not_followed() {
+    if !require_root() {
+        return;
+    }
+    let (own, shared) = (tempfile::tempdir().unwrap(), shared_folder());
+    let precious = own.path().join("precious");
+    std::fs::write(&precious, "old").unwrap();
+    let link = shared.path().join("disk");
+    symlink(&precious, &link).unwrap();
+    // The user's own link is the user's business.
+    drop(PendingFile::create(&link, &FileOptions::default()).unwrap());
+    lchown(&link, Some(STRANGER), None).unwrap();
+    let refused = PendingFile::create(&link, &FileOptions::default()).unwrap_err().to_string();
+    assert!(refused.contains("disk") && refused.contains("user 1234"), "{refused}");
+    // Nor is one that an own link leads to.
+    let second = own.path().join("second");
+    symlink(&link, &second).unwrap();
+    PendingFile::create(&second, &FileOptions::default()).unwrap_err();
+    // To a name that nobody has yet, neither.
+    std::fs::remove_file(&precious).unwrap();
+    PendingFile::create(&link, &FileOptions::default()).unwrap_err();
+    assert_eq!(names(own.path()), ["second"]);
+    // The folder's owner may.
+    chown(shared.path(), Some(STRANGER), None).unwrap();
+    std::fs::write(&precious, "old").unwrap();
+    drop(PendingFile::create(&link, &FileOptions::default()).unwrap());
+}
+
+#[test]
+fn a_strangers_file_in_a_shared_folder_is_not_replaced_and_given_to_the_stranger() {
+    if !require_root() {
+        return;
+    }
+    let shared = shared_folder();
+    let target = shared.path().join("disk");
+    std::fs::write(&target, "").unwrap();
+    drop(PendingFile::create(&target, &FileOptions::default()).unwrap());
+    chown(&target, Some(STRANGER), None).unwrap();
+    let refused = PendingFile::create(&target, &FileOptions::default()).unwrap_err().to_string();
+    assert!(refused.contains("user 1234"), "{refused}");
+    // Where only the owner of the folder writes, what lies there is as it should be.
+    std::fs::set_permissions(shared.path(), PermissionsExt::from_mode(0o755)).unwrap();
+    drop(PendingFile::create(&target, &FileOptions::default()).unwrap());
+}
+
+/// An access control list as the kernel keeps it: the owner reads and writes, the group may nothing,
+/// user 1234 reads, the mask lets read and write, others may nothing.
+fn list() -> Vec<u8> {
+    let entry = |tag: u16, may: u16, id: u32| {
+        [&tag.to_le_bytes()[..], &may.to_le_bytes(), &id.to_le_bytes()].concat()
+    };
+    let nobody = u32::MAX;
+    [
+        2_u32.to_le_bytes().to_vec(),
+        entry(1, 6, nobody),
+        entry(2, 4, STRANGER),
+        entry(4, 0, nobody),
+        entry(0x10, 6, nobody),
+        entry(0x20, 0, nobody),
+    ]
+    .concat()
+}
+
+fn attribute(path: &Path, name: &str) -> Option<Vec<u8>> {
+    let mut value = vec![0; 4096];
+    match rustix::fs::getxattr(path, name, &mut value[..]) {
+        Ok(len) => Some(value[..len].to_vec()),
+        Err(Errno::NODATA | Errno::OPNOTSUPP) => None,
+        Err(errno) => panic!("{name}: {errno}"),
+    }
+}
+
+/// Sets an attribute; `false`, and a word, where the file system has none.
+fn set(path: &Path, name: &str, value: &[u8]) -> bool {
+    match rustix::fs::setxattr(path, name, value, XattrFlags::empty()) {
+        Ok(()) => true,
+        Err(Errno::OPNOTSUPP) => {
+            eprintln!("*** SKIPPED: no {name} on the file system of {}", path.display());
+            false
+        }
+        Err(errno) => panic!("{name}: {errno}"),
+    }
+}
+
+#[test]
+fn a_replaced_file_passes_on_its_access_list_and_attributes() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("image");
+    std::fs::write(&target, "old").unwrap();
+    if !set(&target, ACCESS_LIST, &list()) || !set(&target, "user.purpose", b"backup") {
+        return;
+    }
+    let before = std::fs::metadata(&target).unwrap().mode();
+    assert_eq!(before & 0o777, 0o660, "the mask, not what the group may");
+    pending(&target).commit(CommitOptions::default()).unwrap();
+    assert_eq!(attribute(&target, ACCESS_LIST), Some(list()));
+    assert_eq!(attribute(&target, "user.purpose").as_deref(), Some(&b"backup"[..]));
+    assert_eq!(std::fs::metadata(&target).unwrap().mode(), before);
+    assert_eq!(std::fs::read(&target).unwrap(), b"new");
+}
+
+#[test]
+fn a_file_without_an_access_list_gets_none_from_its_folder_when_it_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("image");
+    std::fs::write(&target, "old").unwrap();
+    std::fs::set_permissions(&target, PermissionsExt::from_mode(0o640)).unwrap();
+    if !set(dir.path(), DEFAULT_LIST, &list()) {
+        return;
+    }
+    pending(&target).commit(CommitOptions::default()).unwrap();
+    assert_eq!(attribute(&target, ACCESS_LIST), None);
+    assert_eq!(std::fs::metadata(&target).unwrap().mode() & 0o777, 0o640);
+}
+
+#[test]
+#[ignore = "run by a_private_files_successor_is_private_from_its_first_moment_on"]
+fn traced_replacing() {
+    let dir = std::path::PathBuf::from(std::env::var_os("VDKIT_TRACED").unwrap());
+    std::fs::write(dir.join("image"), "old").unwrap();
+    std::fs::set_permissions(dir.join("image"), PermissionsExt::from_mode(0o600)).unwrap();
+    pending(&dir.join("image")).commit(CommitOptions::default()).unwrap();
+    pending(&dir.join("fresh")).commit(CommitOptions::default()).unwrap();
+}
+
+#[test]
+fn a_private_files_successor_is_private_from_its_first_moment_on() {
+    if !require_peer("strace") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("log");
+    let run = Command::new("strace")
+        .args(["-f", "-e", "trace=open,openat", "-o"])
+        .arg(&log)
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "traced_replacing", "--ignored", "--nocapture"])
+        .env("VDKIT_TRACED", dir.path())
+        .output()
+        .unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stdout));
+    let calls = std::fs::read_to_string(&log).unwrap();
+    let made = |name: &str| {
+        let hidden = format!("/.{name}.");
+        let mut found = calls.lines().filter(|c| c.contains(&hidden) && c.contains("O_EXCL"));
+        found.next().unwrap_or_else(|| panic!("{calls}")).to_owned()
+    };
+    assert!(made("image").contains(", 0600)"), "{}", made("image"));
+    assert!(made("fresh").contains(", 0666)"), "{}", made("fresh"));
+}
+
+#[test]
+fn a_private_file_is_its_owners_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("f");
+    let options = FileOptions { create: CreateMode::Private, ..FileOptions::default() };
+    FileStorage::create(&path, &options).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+    FileStorage::create(&path, &options).unwrap_err();
 }
 
 #[test]

@@ -131,7 +131,7 @@ struct Request {
 impl Request {
     fn of(operands: &[Operand]) -> Result<Self, Failure> {
         let (mut source, mut target, mut must_exist) = (None, None, false);
-        let mut options = DdOptions::default();
+        let mut options = DdOptions { sync: true, ..DdOptions::default() };
         for operand in operands {
             match operand.clone() {
                 Operand::Source(path) => source = Some(path),

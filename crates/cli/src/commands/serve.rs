@@ -28,7 +28,7 @@ The image stays open and locked until SIGINT or SIGTERM (or `vdkit ctl SOCKET qu
 clients have begun is done, everything is flushed, and the image is closed. SIGKILL loses nothing \
 that was flushed.
 
-Clients find it as nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME. There is no \
+Clients find it as nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME (nbds with --tls). There is no \
 authentication without --tls: whoever reaches the socket reads and writes the disk. A Unix socket \
 is as safe as its folder; TCP without TLS belongs on a trusted network.
 
@@ -128,13 +128,13 @@ impl ServeArgs {
                     None => continue,
                 },
             };
-            uris.push(listener.uri(&self.name));
+            uris.push(listener.uri(&self.name, self.tls.is_some()));
             listeners.push(listener);
         }
         for address in &self.nbd {
             let listener = Listener::bind(address)
                 .map_err(|error| Failure::failed(format!("{address}: {error}")))?;
-            uris.push(listener.uri(&self.name));
+            uris.push(listener.uri(&self.name, self.tls.is_some()));
             listeners.push(listener);
         }
         if listeners.is_empty() && self.vhost_user.is_none() && self.fuse.is_none() {

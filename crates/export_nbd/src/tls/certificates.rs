@@ -9,7 +9,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
-use super::{CA_CERTIFICATE, CERTIFICATE, PRIVATE_KEY, Session, bad};
+use super::{CA_CERTIFICATE, CERTIFICATE, PRIVATE_KEY, Session, bad, is_named};
 
 /// Reads the folder's certificates and key.
 pub(super) fn load(folder: &Path) -> io::Result<Arc<ServerConfig>> {
@@ -28,7 +28,7 @@ pub(super) fn load(folder: &Path) -> io::Result<Arc<ServerConfig>> {
         .with_safe_default_protocol_versions()
         .map_err(|error| bad(folder, error))?;
     let ca = folder.join(CA_CERTIFICATE);
-    let builder = if ca.try_exists()? {
+    let builder = if is_named(&ca)? {
         let mut roots = RootCertStore::empty();
         for certificate in certificates(CA_CERTIFICATE)? {
             roots.add(certificate).map_err(|error| bad(&ca, error))?;

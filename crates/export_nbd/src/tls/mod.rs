@@ -44,6 +44,16 @@ fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
 }
 
+/// Whether a file has this name. A name that leads nowhere (a link to a file that was moved, say) is a
+/// mistake and never a file that nobody wanted: whoever reads the file finds out.
+fn is_named(path: &Path) -> io::Result<bool> {
+    match std::fs::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(io::Error::new(error.kind(), format!("{}: {error}", path.display()))),
+    }
+}
+
 impl Tls {
     /// Reads the folder's certificates and key, or its keys.
     ///
@@ -52,10 +62,10 @@ impl Tls {
     /// both.
     pub fn from_folder(folder: &Path) -> io::Result<Self> {
         let keys = folder.join(KEYS);
-        if !keys.try_exists()? {
+        if !is_named(&keys)? {
             return Ok(Self(Kind::Certificates(certificates::load(folder)?)));
         }
-        if folder.join(CERTIFICATE).try_exists()? {
+        if is_named(&folder.join(CERTIFICATE))? {
             let why = format!(
                 "there is {CERTIFICATE} beside it, and a server asks for the one or for the other; \
                  move one of them to another folder"

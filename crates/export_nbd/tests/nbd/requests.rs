@@ -191,3 +191,38 @@ fn a_dirty_bitmap_is_told() {
     }
     rig.end();
 }
+
+/// After a commit or a snapshot another image is served. It has no bitmap, or another one of the same
+/// name: in neither case is it known what changed, and nothing would be backed up.
+#[test]
+fn a_bitmap_of_an_image_that_is_not_served_any_more_is_not_told_as_clean() {
+    let with_bitmap = |name: &str| {
+        let storage = std::sync::Arc::new(vdkit_storage::MemoryStorage::new(name));
+        let disk = vdkit_testkit::disks::qcow2(storage.clone(), 64 * MIB, "");
+        let new = vdkit_block::NewBitmap { name: "b0", granularity: Some(65536), enabled: true };
+        disk.top().bitmaps().unwrap().add(&new).unwrap();
+        (storage, disk)
+    };
+    let (storage, disk) = with_bitmap("overlay");
+    let (_, mut other) = with_bitmap("base");
+    let rig = Rig::over(storage, disk, |export| export.bitmaps = vec!["b0".to_owned()], |_| {});
+    let mut early = rig.client_with(Style::Extended, &["qemu:dirty-bitmap:b0"]);
+    let mut client = rig.client_with(Style::Extended, &["qemu:dirty-bitmap:b0"]);
+    early.write(3 * MIB, &[1; 100]).unwrap();
+    assert_eq!(statuses(&mut early, 64 * MIB)[1], (65536, 1));
+    let mut exchange = || {
+        let swap = |served: &mut vdkit_export::Served| {
+            std::mem::swap(&mut served.disk, &mut other);
+            Ok(())
+        };
+        rig.export.exchange(swap).unwrap();
+    };
+    exchange();
+    assert!(client.status(0, 0, 64 * MIB).is_err());
+    // Whoever has seen it goes on with what it was then.
+    assert_eq!(statuses(&mut early, 64 * MIB)[1], (65536, 1));
+    exchange();
+    assert_eq!(statuses(&mut client, 64 * MIB)[1], (65536, 1));
+    drop((client, early));
+    rig.end();
+}

@@ -295,6 +295,13 @@ impl Guest {
         self.set(5, &table, &[self.file.as_fd()]);
     }
 
+    /// As a monitor does that begins to migrate its guest, or whose guest starts the device anew.
+    pub fn agree_again(&self) {
+        self.send(2, 0, &numbers(&[self.features]), &[]);
+        // Answered when that is done.
+        self.get(1);
+    }
+
     /// Starts all queues, from where they are.
     pub fn start(&mut self) {
         for index in 0..self.queues.len() as u32 {

@@ -183,3 +183,77 @@ fn a_driver_without_flush_gets_durable_writes() {
         rig.end();
     }
 }
+
+/// The monitor tells of the switch once: it stays when features are agreed on again, when the monitor
+/// comes back, and when another server takes over what the monitor keeps for it.
+#[test]
+fn a_write_cache_that_was_switched_off_stays_off() {
+    use std::sync::Arc;
+    use vdkit_testkit::CountingStorage;
+    let counting = CountingStorage::new(Arc::new(vdkit_storage::MemoryStorage::new("image")));
+    let mut rig = Rig::with(counting.clone(), MIB, |_| {});
+    let mut guest = Guest::new(1);
+    guest.connect(&rig.socket);
+    guest.start();
+    guest.write(0, 0, &[1; 4096]);
+    guest.flush(0);
+    let is_durable = |guest: &mut Guest, value: u8| {
+        let before = counting.counts().syncs;
+        guest.write(0, 0, &[value; 4096]);
+        counting.counts().syncs > before
+    };
+    assert!(!is_durable(&mut guest, 2));
+    assert!(guest.set_config(32, &[0]));
+    assert!(is_durable(&mut guest, 3));
+    guest.agree_again();
+    assert!(is_durable(&mut guest, 4), "after features were agreed on again");
+    guest.disconnect();
+    guest.connect(&rig.socket);
+    guest.start();
+    assert_eq!(guest.config(32, 1), [0]);
+    assert!(is_durable(&mut guest, 5), "after the monitor came back");
+    guest.disconnect();
+    rig.restart();
+    guest.connect(&rig.socket);
+    guest.start();
+    assert_eq!(guest.config(32, 1), [0]);
+    assert!(is_durable(&mut guest, 6), "of another server");
+    // It is switched on again in the same way.
+    assert!(guest.set_config(32, &[1]));
+    assert!(!is_durable(&mut guest, 7));
+    guest.disconnect();
+    rig.restart();
+    guest.connect(&rig.socket);
+    guest.start();
+    assert_eq!(guest.config(32, 1), [1]);
+    assert!(!is_durable(&mut guest, 8));
+    // Switched while the monitor has no memory of notes at hand: what it brings later is older.
+    guest.disconnect();
+    let kept = guest.inflight.take();
+    guest.connect(&rig.socket);
+    assert!(guest.set_config(32, &[0]));
+    let (body, file) = kept.unwrap();
+    assert!(guest.try_set(32, &body, &[std::os::fd::AsFd::as_fd(&file)]));
+    guest.start();
+    assert!(is_durable(&mut guest, 9), "what was said last holds");
+    rig.end();
+}
+
+/// It cannot flush, whatever it says of a cache.
+#[test]
+fn a_driver_that_switches_a_cache_and_cannot_flush_gets_durable_writes() {
+    use std::sync::Arc;
+    use vdkit_testkit::CountingStorage;
+    let counting = CountingStorage::new(Arc::new(vdkit_storage::MemoryStorage::new("image")));
+    let rig = Rig::with(counting.clone(), MIB, |_| {});
+    let mut guest = Guest::new(1).without(F_FLUSH);
+    guest.connect(&rig.socket);
+    guest.start();
+    for round in 1..3 {
+        let before = counting.counts().syncs;
+        guest.write(0, 0, &[round; 4096]);
+        assert!(counting.counts().syncs > before, "{round}");
+        assert!(guest.set_config(32, &[1]));
+    }
+    rig.end();
+}

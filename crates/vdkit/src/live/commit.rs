@@ -11,6 +11,9 @@
 //!   clients are served │ from the base
 //! ```
 //!
+//! The disk may grow meanwhile. The base follows before the first byte that lies past its end is copied:
+//! as it is shorter until then, what is new reads as zero where the overlay holds nothing.
+//!
 //! # Why nothing is lost
 //! The base changes only where the overlay holds something, and what the overlay once holds it keeps
 //! until it is emptied: so nobody sees what was copied so far, and a commit that stops half-way, or
@@ -44,6 +47,7 @@ const ROUNDS_MAX: u32 = 8;
 pub(super) fn commit(images: &LiveImages, export: &Export, force: bool) -> Result<Committed> {
     let began = Instant::now();
     let job = export.begin_job("commit")?;
+    job.follows_growth();
     check_writable(export)?;
     let overlay = judge(images, export, &job, force)?;
     let base = export.disk().open_beneath(&images.registry)?;
@@ -141,11 +145,8 @@ impl<'a> Commit<'a> {
     fn begin(export: &'a Export, job: &'a Job<'a>, base: &Disk) -> Result<Self> {
         let changes = export.exchange(|served| {
             served.disk.share_beneath(base);
+            follow(&served.disk, base)?;
             let bytes = served.disk.guest_bytes();
-            if base.guest_bytes() < bytes {
-                // New bytes read as zero, as they did behind the end of a shorter image.
-                base.resize(bytes)?;
-            }
             let changes = Arc::new(ChangeMap::new(bytes));
             served.changes = Some(Arc::clone(&changes));
             Ok(changes)
@@ -196,9 +197,19 @@ impl Commit<'_> {
         while let Some(from) = at {
             self.job.cancel().check()?;
             at = if alone {
-                export.exchange(|served| self.piece(&served.disk, base, from))?
+                export.exchange(|served| {
+                    follow(&served.disk, base)?;
+                    self.piece(&served.disk, base, from)
+                })?
             } else {
-                self.piece(&export.disk(), base, from)?
+                // While it is held the disk does not grow.
+                let disk = export.disk();
+                if base.guest_bytes() < disk.guest_bytes() {
+                    drop(disk);
+                    export.exchange(|served| follow(&served.disk, base))?;
+                    continue;
+                }
+                self.piece(&disk, base, from)?
             };
             self.job.moved(self.moved, self.changes.marked_bytes());
         }
@@ -222,6 +233,7 @@ impl Commit<'_> {
             let began = Instant::now();
             let Some(lower) = &*base else { return Err(Error::Interrupted) };
             self.job.cancel().check()?;
+            follow(&served.disk, lower)?;
             let mut at = Some(0);
             while let Some(from) = at {
                 at = self.piece(&served.disk, lower, from)?;
@@ -241,6 +253,13 @@ impl Commit<'_> {
         })?;
         Ok((pause_seconds, self.moved))
     }
+}
+
+/// Makes the base as large as the disk. New bytes read as zero, as they did behind the end of a shorter
+/// image.
+fn follow(disk: &Disk, base: &Disk) -> Result<()> {
+    let bytes = disk.guest_bytes();
+    if base.guest_bytes() < bytes { base.resize(bytes) } else { Ok(()) }
 }
 
 /// Copies what the top image holds of a range into the base. Says how many bytes.

@@ -441,3 +441,47 @@ fn a_cluster_freed_in_the_base_is_not_used_again_under_a_reader() {
     disk.end_sharing_beneath().unwrap();
     base.close().unwrap();
 }
+
+/// A disk that grows while it is committed, as by appending to its file: at any moment, and with bytes
+/// written to where it was not before.
+#[test]
+fn a_disk_grows_while_a_commit_runs() {
+    for (number, (format, options)) in BASES.into_iter().enumerate() {
+        let mut rng = Rng::from_env(400 + number as u64);
+        println!("{format} {options}: seed {}", rng.seed());
+        let stage = Stage::new("writeback");
+        let base = stage.create("base", format, options);
+        let export = stage.serve(&base, format);
+        let mut known = vec![0; DISK_BYTES as usize];
+        rng.fill(&mut known);
+        let mut grown = 0;
+        for round in 0..10 {
+            stage.live.snapshot_external(&export, &stage.path(&round.to_string())).unwrap();
+            export.write(&known, 0, false).unwrap();
+            std::thread::scope(|scope| {
+                let commit = scope.spawn(|| stage.live.commit(&export, true));
+                while export.job().is_none() && !commit.is_finished() {
+                    std::hint::spin_loop();
+                }
+                while !commit.is_finished() && known.len() < 3 * DISK_BYTES as usize {
+                    let (at, len) = (known.len(), 512 * (1 + rng.below(300) as usize));
+                    known.resize(at + len + 512 * rng.below(200) as usize, 0);
+                    export.grow(known.len() as u64).unwrap();
+                    rng.fill(&mut known[at..at + len]);
+                    export.write(&known[at..at + len], at as u64, false).unwrap();
+                    grown += 1;
+                }
+                commit.join().unwrap().unwrap();
+            });
+            assert_eq!(export.chain().chain.len(), 1);
+            assert_eq!(export.size(), known.len() as u64);
+        }
+        assert!(grown > 0, "nothing ran beside anything");
+        export.close().unwrap();
+        drop(export);
+        assert_same(&content_of(&base, format), &known, "the base");
+        if format == "qcow2" {
+            assert_sound(&base);
+        }
+    }
+}
