@@ -71,7 +71,7 @@ pub fn close_gaps(
     judge_places(storage, geometry, &blocks)?;
     let stride = geometry.stride();
     let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
-    let mut closed = Closed { end: geometry.first_block, moved: 0 };
+    let mut closed = Closed { end: geometry.kept_end, moved: 0 };
     let (mut next, mut rest) = (0, blocks.len());
     while next < rest {
         closed.end = geometry.place(closed.end);

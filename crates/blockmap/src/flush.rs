@@ -1,7 +1,5 @@
 //! Making changes durable, in their order, and closing.
 
-use std::sync::atomic::Ordering;
-
 use vdkit_block::{HostOffset, Result};
 use vdkit_meta::{Metadata, MutexGuard};
 
@@ -60,6 +58,7 @@ impl<E: Envelope> BlockImage<E> {
     /// Flushes, gives back what was reserved ahead, and closes gaps that failed writes have left.
     pub(crate) fn close_cleanly(&self) -> Result<()> {
         self.state.flush(self)?;
+        self.check_lost()?;
         let _lead = self.state.lead();
         let mut state = self.state.lock();
         if !state.unfinished
@@ -80,21 +79,11 @@ impl<E: Envelope> BlockImage<E> {
                     return Err(error);
                 }
             }
-            self.table.forget();
         }
         self.envelope.finish(&*self.storage, &geometry, end)?;
         self.storage.sync()?;
-        state.used_end = end;
-        state.frontier = end;
-        state.given_back.clear();
-        let tail = self.envelope.tail_bytes();
-        if self.storage.caps().growable {
-            state.room_end = end;
-            state.fresh_from = end + tail;
-            self.host_bytes.store(end + tail, Ordering::Release);
-        }
+        self.follow_file(&mut state, Some(end));
         state.batch = 0;
-        state.unfinished = false;
         Ok(())
     }
 }

@@ -64,6 +64,9 @@ pub struct Geometry {
     pub floor: u64,
     /// Where the first host block begins in a file that wastes nothing.
     pub first_block: u64,
+    /// No new block begins below this offset, and no file ends below it: before it are headers, and the
+    /// names of a parent.
+    pub kept_end: u64,
     /// The entry of a block that reads as zero, where the format has one.
     pub zero: Option<u32>,
 }
@@ -84,8 +87,10 @@ impl Geometry {
         self.table_at + self.table_bytes()
     }
 
-    /// The first place for a block from `start` on (itself one) that is not in the table's way.
+    /// The first place for a block from `start` on (itself one) that is in the way neither of the table
+    /// nor of what is kept.
     pub fn place(&self, start: u64) -> u64 {
+        let start = start.max(self.kept_end);
         if start >= self.table_end() || start + self.stride() <= self.table_at {
             return start;
         }
@@ -95,7 +100,7 @@ impl Geometry {
 
     /// Where a file ends whose blocks end at `end`.
     pub fn file_end(&self, end: u64) -> u64 {
-        end.max(self.table_end())
+        end.max(self.table_end()).max(self.kept_end)
     }
 
     /// What an entry says. The offset is not judged.

@@ -99,6 +99,13 @@ pub trait Envelope: Send + Sync + fmt::Debug + 'static {
         end: u64,
     ) -> Result<()>;
 
+    /// Reads the header again, after a change of it that failed and may have reached the file, and goes by
+    /// it from now on. Answers the table and the bytes of the disk.
+    ///
+    /// # Errors
+    /// Those of the storage; what the header is refused for.
+    fn stored(&self, storage: &dyn Storage) -> Result<(Geometry, u64)>;
+
     /// The guest's bytes are about to change for the first time since the image was opened.
     fn modified(&self, storage: &dyn Storage) -> Result<()> {
         let _ = storage;
@@ -163,6 +170,8 @@ pub struct BlockImage<E> {
     telling: Mutex<()>,
     /// It has written what it had to.
     told: AtomicBool,
+    /// A resize failed, and then the header could not be read: which table the file goes by is unknown.
+    pub(crate) lost: AtomicBool,
 }
 
 /// What writers change, under one lock.
@@ -180,6 +189,8 @@ pub struct State {
     pub(crate) room_end: u64,
     /// From here on the file was never written.
     pub(crate) fresh_from: u64,
+    /// Behind that, where the envelope wrote what stands behind the blocks, ahead of need.
+    pub(crate) tails: Vec<u64>,
     /// Bytes by which the file grows next time.
     pub(crate) batch: u64,
     /// Blocks below the frontier that were reserved and given back.
@@ -233,6 +244,7 @@ impl<E: Envelope> BlockImage<E> {
             used_end,
             room_end: if storage.caps().growable { used_end } else { room },
             fresh_from: if storage.caps().growable { host_bytes } else { u64::MAX },
+            tails: Vec::new(),
             batch: 0,
             given_back: Vec::new(),
             unfinished: false,
@@ -250,6 +262,7 @@ impl<E: Envelope> BlockImage<E> {
             state: Engine::new(state, ()),
             telling: Mutex::new(()),
             told: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
             storage,
         })
     }
@@ -269,10 +282,19 @@ impl<E: Envelope> BlockImage<E> {
     }
 
     pub(crate) fn need_writable(&self) -> Result<()> {
-        if self.writable {
+        if !self.writable {
+            return Err(Error::ReadOnly { file: self.storage.name().to_owned() });
+        }
+        self.check_lost()
+    }
+
+    /// Nothing may be written to an image whose table is not known.
+    pub(crate) fn check_lost(&self) -> Result<()> {
+        if !self.lost.load(Ordering::Acquire) {
             return Ok(());
         }
-        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+        let source = std::io::Error::other("a resize failed, and the header cannot be read since");
+        Err(Error::io(self.storage.name(), IoAction::Write, 0, 0, source))
     }
 
     pub(crate) fn in_range(&self, at: GuestOffset, len: u64, action: IoAction) -> Result<()> {
@@ -404,7 +426,8 @@ pub(crate) fn end_of_blocks(
     geometry: &Geometry,
     host_bytes: u64,
 ) -> Result<u64> {
-    let mut end = geometry.first_block;
+    // A table that has moved may lie behind blocks, with room for more before it.
+    let mut end = geometry.kept_end;
     walk(storage, geometry, |first, words| {
         for (n, word) in words.iter().enumerate() {
             if let Slot::At(start) = geometry.slot(*word) {
@@ -487,6 +510,7 @@ impl<E: Envelope> Format for BlockImage<E> {
     }
 
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.check_lost()?;
         self.note_change()?;
         let geometry = self.geometry();
         if geometry.skip == 0 || self.sectors.is_some() {

@@ -68,9 +68,19 @@ impl<E: Envelope> BlockImage<E> {
     }
 
     /// Makes memory say what the file says, whose blocks or entries were moved past the cache. `end` is
-    /// where blocks end; nothing where that failed half-way and has to be found.
+    /// where blocks end; nothing where a change failed half-way, of which it has to be found how far
+    /// it came: the header may have reached the file, or not.
     pub(crate) fn follow_file(&self, state: &mut MutexGuard<'_, State>, end: Option<u64>) {
         self.table.forget();
+        if end.is_none() {
+            match self.envelope.stored(&*self.storage) {
+                Ok((geometry, guest_bytes)) => {
+                    *self.geometry.write() = geometry;
+                    self.guest_bytes.store(guest_bytes, Ordering::Release);
+                }
+                Err(_) => self.lost.store(true, Ordering::Release),
+            }
+        }
         let host_bytes = match self.storage.len() {
             Ok(bytes) => bytes,
             Err(_) => self.host_bytes.load(Ordering::Acquire),
@@ -85,6 +95,7 @@ impl<E: Envelope> BlockImage<E> {
         if self.storage.caps().growable {
             state.room_end = end;
             state.fresh_from = host_bytes;
+            state.tails.clear();
         }
     }
 
@@ -96,7 +107,7 @@ impl<E: Envelope> BlockImage<E> {
         geometry: &Geometry,
         entries: u64,
     ) -> Result<(Geometry, u64)> {
-        self.zero_behind_the_end(geometry)?;
+        self.zero_behind_the_end(geometry, entries)?;
         let (mut after, mut end) = (*geometry, state.used_end);
         if entries > geometry.entries {
             (after, end) = self.envelope.room_for(&*self.storage, geometry, entries, end)?;
@@ -111,18 +122,26 @@ impl<E: Envelope> BlockImage<E> {
         Ok((after, end))
     }
 
-    /// What is behind the end of the disk in its last block is shown by growing; it shall be zero.
-    fn zero_behind_the_end(&self, geometry: &Geometry) -> Result<()> {
-        let old = self.guest_len();
-        let within = old % geometry.block_bytes;
-        if within == 0 {
-            return Ok(());
+    /// What is behind the end of the disk is shown by growing, and shall be zero: the rest of its last
+    /// block, and blocks of entries that a disk of `entries` shows and this one does not. (A VHD that
+    /// was being made smaller when the power failed has such; other makers' tables may be longer
+    /// than their disks.)
+    fn zero_behind_the_end(&self, geometry: &Geometry, entries: u64) -> Result<()> {
+        let (old, block_bytes) = (self.guest_len(), geometry.block_bytes);
+        let last = entries.min(geometry.entries);
+        let mut first = old / block_bytes;
+        while first < last {
+            let mut words = vec![0; STEP_ENTRIES.min(last - first) as usize];
+            read_entries(&*self.storage, geometry, first, &mut words)?;
+            for (index, word) in (first..).zip(&words) {
+                let Slot::At(start) = geometry.slot(*word) else { continue };
+                let within = old.saturating_sub(index * block_bytes);
+                let at = HostOffset(start + geometry.skip + within);
+                self.storage.write_zeroes(at, block_bytes - within, ZeroMode::MayUnmap)?;
+            }
+            first += words.len() as u64;
         }
-        let mut word = [0];
-        read_entries(&*self.storage, geometry, old / geometry.block_bytes, &mut word)?;
-        let Slot::At(start) = geometry.slot(word[0]) else { return Ok(()) };
-        let at = HostOffset(start + geometry.skip + within);
-        self.storage.write_zeroes(at, geometry.block_bytes - within, ZeroMode::MayUnmap)
+        Ok(())
     }
 
     /// Gives every new entry its block behind `end`; answers where they end.

@@ -210,7 +210,7 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
                 leaks.push((from, free));
             }
         }
-        at = block.start + stride;
+        at = (block.start + stride).max(geometry.kept_end);
     }
     // Nothing is moved in an image whose damage stays.
     let mending = repair != Repair::Nothing && report.corruptions_left() == 0;

@@ -148,7 +148,12 @@ impl<E: Envelope> BlockImage<E> {
         }
         self.make_room(state, end)?;
         state.frontier = end;
-        let fresh = start + geometry.skip >= state.fresh_from;
+        let data = start + geometry.skip;
+        let tail_bytes = self.envelope.tail_bytes();
+        // A footer may lie in a block where blocks do not follow each other: the table is between.
+        let tail = state.tails.iter().any(|at| *at < end && data < at + tail_bytes);
+        let fresh = data >= state.fresh_from && !tail;
+        state.tails.retain(|at| at + tail_bytes > end);
         Ok(NewBlocks { start, count, fresh })
     }
 
@@ -167,17 +172,27 @@ impl<E: Envelope> BlockImage<E> {
         let geometry = self.geometry();
         let stride = geometry.stride();
         state.batch = (state.batch * 2).clamp(BATCH_MIN, BATCH_MAX);
-        // No more than the whole disk could need.
-        let all = geometry.first_block + geometry.entries * stride;
-        let ahead = (end + state.batch / stride * stride).min(all).max(end);
+        // No more than the whole disk could need, and whole blocks from here on.
+        let first = geometry.first_block.max(geometry.table_end());
+        let all = first + geometry.entries * stride;
+        let blocks = (state.batch / stride).min(all.saturating_sub(end) / stride);
+        let ahead = end + blocks * stride;
         state.unfinished = true;
-        let tail = self.envelope.tail_bytes();
-        if ahead + tail > self.storage.len()? {
-            self.storage.set_len(ahead + tail)?;
+        // Blocks may end before the table.
+        let tail_at = geometry.file_end(ahead).next_multiple_of(SECTOR);
+        let tail_bytes = self.envelope.tail_bytes();
+        let host_bytes = self.storage.len()?;
+        if tail_at + tail_bytes > host_bytes {
+            self.storage.set_len(tail_at + tail_bytes)?;
+            state.tails.push(tail_at);
+            if let Err(error) = self.envelope.grown(&*self.storage, tail_at) {
+                // So that the file ends with what shall stand at its end, and this is tried again.
+                let _ = self.storage.set_len(host_bytes);
+                return Err(error);
+            }
         }
-        self.envelope.grown(&*self.storage, ahead)?;
         state.room_end = ahead;
-        self.host_bytes.fetch_max(ahead + tail, Ordering::AcqRel);
+        self.host_bytes.fetch_max(tail_at + tail_bytes, Ordering::AcqRel);
         Ok(())
     }
 

@@ -42,6 +42,7 @@ pub(crate) fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
         block_bytes: BLOCK_BYTES,
         floor: base,
         first_block: base,
+        kept_end: base,
         zero: Some(ZERO),
     })
 }

@@ -106,8 +106,14 @@ impl Envelope for VdiEnvelope {
         let away = compact::blocks_below(storage, geometry, base)?;
         self.before_map(storage, geometry, start + away * stride)?;
         let end = compact::move_away(storage, geometry, base, start)?;
-        let after =
-            Geometry { table_at: geometry.base, base, floor: base, first_block: base, ..*geometry };
+        let after = Geometry {
+            table_at: geometry.base,
+            base,
+            floor: base,
+            first_block: base,
+            kept_end: base,
+            ..*geometry
+        };
         copy_table(storage, geometry, &after)?;
         Ok((after, end))
     }
@@ -133,6 +139,12 @@ impl Envelope for VdiEnvelope {
         storage.sync()?;
         *self.allocated.lock() = count;
         Ok(())
+    }
+
+    fn stored(&self, storage: &dyn Storage) -> Result<(Geometry, u64)> {
+        let header = Header::read(storage)?;
+        *self.allocated.lock() = header.allocated.into();
+        Ok((header.geometry(), header.disk_bytes))
     }
 
     /// Children know their parent by this UUID; it changes with the parent's data.

@@ -321,6 +321,7 @@ impl Header {
             block_bytes,
             floor: self.data_at.into(),
             first_block: self.data_at.into(),
+            kept_end: self.data_at.into(),
             zero: Some(ZERO),
         }
     }

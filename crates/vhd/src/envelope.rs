@@ -6,8 +6,10 @@ use rustc_hash::FxHashSet;
 use vdkit_block::{Error, HostOffset, Result, Storage};
 use vdkit_blockmap::{Envelope, Geometry, read_entries, write_entries};
 
+use crate::check::judge_capacity;
 use crate::footer::{FOOTER_BYTES, Footer, SECTOR, size_of};
 use crate::header::DynamicHeader;
+use crate::locate::Footers;
 
 /// Entries copied at once.
 const STEP_ENTRIES: u64 = 64 << 10;
@@ -43,6 +45,17 @@ impl VhdEnvelope {
 
     fn footer(&self) -> Footer {
         self.parts.lock().footer.clone()
+    }
+
+    /// Makes room up to `end` for a table, with the footer behind it.
+    fn lengthen(&self, storage: &dyn Storage, end: u64, entries: u64) -> Result<()> {
+        if storage.caps().growable {
+            storage.set_len(end + FOOTER_BYTES as u64)?;
+        } else if end + FOOTER_BYTES as u64 > storage.len()? {
+            let what = format!("a table of {entries} entries on a device");
+            return Err(Error::NoSpace { file: storage.name().to_owned(), what });
+        }
+        self.grown(storage, end)
     }
 }
 
@@ -108,7 +121,8 @@ impl Envelope for VhdEnvelope {
         Ok(size_of(file, guest_bytes, exact)?.0)
     }
 
-    /// In place where nothing follows the table at once, else behind the last block.
+    /// In place where nothing follows the table at once, else behind the last block: before a table that
+    /// has moved and leaves room there, or behind that.
     fn room_for(
         &self,
         storage: &dyn Storage,
@@ -116,20 +130,23 @@ impl Envelope for VhdEnvelope {
         entries: u64,
         end: u64,
     ) -> Result<(Geometry, u64)> {
-        let room = geometry.table_end().next_multiple_of(SECTOR) - geometry.table_at;
-        if entries * 4 <= room {
+        let header_at = self.parts.lock().header.at;
+        let sector_end = geometry.table_end().next_multiple_of(SECTOR);
+        // Another maker's header may begin in the table's last sector.
+        let begins_there = (geometry.table_end()..sector_end).contains(&header_at);
+        let room_end = if begins_there { header_at } else { sector_end };
+        if entries * 4 <= room_end - geometry.table_at {
             return Ok((*geometry, end));
         }
-        let table_at = geometry.file_end(end).next_multiple_of(SECTOR);
-        let table_end = (table_at + entries * 4).next_multiple_of(SECTOR);
-        if storage.caps().growable {
-            storage.set_len(table_end + FOOTER_BYTES as u64)?;
-        } else if table_end + FOOTER_BYTES as u64 > storage.len()? {
-            let what = format!("a table of {entries} entries on a device");
-            return Err(Error::NoSpace { file: storage.name().to_owned(), what });
-        }
-        self.grown(storage, table_end)?;
-        let after = Geometry { table_at, ..*geometry };
+        let bytes = (entries * 4).next_multiple_of(SECTOR);
+        let behind_blocks = end.max(geometry.kept_end).next_multiple_of(SECTOR);
+        let after = if behind_blocks + bytes <= geometry.table_at {
+            Geometry { table_at: behind_blocks, ..*geometry }
+        } else {
+            let table_at = geometry.file_end(end).next_multiple_of(SECTOR);
+            self.lengthen(storage, table_at + bytes, entries)?;
+            Geometry { table_at, ..*geometry }
+        };
         let mut first = 0;
         while first < geometry.entries {
             let mut words = vec![0; STEP_ENTRIES.min(geometry.entries - first) as usize];
@@ -137,7 +154,8 @@ impl Envelope for VhdEnvelope {
             write_entries(storage, &after, first, &words)?;
             first += words.len() as u64;
         }
-        Ok((after, table_end))
+        // Blocks go on where they end, and leave the table out.
+        Ok((after, end))
     }
 
     /// The table always has an entry for each block of the disk: it grows before the disk, and
@@ -174,5 +192,16 @@ impl Envelope for VhdEnvelope {
         }
         *parts = Parts { footer, header };
         Ok(())
+    }
+
+    fn stored(&self, storage: &dyn Storage) -> Result<(Geometry, u64)> {
+        let file = storage.name();
+        let footer = Footers::read(storage)?.best(file)?.clone();
+        let header = DynamicHeader::read(storage, footer.data_offset())?;
+        header.judge_sum(file)?;
+        judge_capacity(file, &footer, &header)?;
+        let stored = (header.geometry(), footer.disk_bytes());
+        *self.parts.lock() = Parts { footer, header };
+        Ok(stored)
     }
 }

@@ -11,6 +11,7 @@ use vdkit_block::{
 };
 
 use crate::footer::{FOOTER_BYTES, Footer, size_of};
+use crate::locate::Footers;
 
 /// An open fixed image.
 #[derive(Debug)]
@@ -18,8 +19,16 @@ pub(crate) struct FixedVhd {
     storage: Arc<dyn Storage>,
     writable: bool,
     guest_bytes: AtomicU64,
-    footer: Mutex<Footer>,
+    end: Mutex<End>,
     in_flight: InFlight,
+}
+
+/// What stands behind the disk.
+#[derive(Debug)]
+struct End {
+    footer: Footer,
+    /// Host offset of the footer, which may have 511 bytes.
+    at: u64,
 }
 
 impl FixedVhd {
@@ -42,7 +51,7 @@ impl FixedVhd {
             storage,
             writable,
             guest_bytes: AtomicU64::new(guest_bytes),
-            footer: Mutex::new(footer),
+            end: Mutex::new(End { footer, at: footer_at }),
             in_flight: InFlight::default(),
         })
     }
@@ -59,26 +68,43 @@ impl FixedVhd {
         Err(Error::ReadOnly { file: self.storage.name().to_owned() })
     }
 
-    /// The new footer is durable at the new end before the old one is the guest's zeroes; shrinking,
-    /// it takes the place of the guest's bytes there before the file is cut.
-    fn move_footer(&self, footer: &Footer, old: u64, new: u64) -> Result<()> {
+    /// Makes the disk longer: the footer says the old size until what it shows more is zero, so that no
+    /// old footer becomes the guest's. `at` is where it stands, here and in the file, also after an error.
+    fn grow(&self, at: &mut u64, footer: &Footer, larger: &Footer) -> Result<()> {
         let storage = &*self.storage;
+        let (old, new) = (footer.disk_bytes(), larger.disk_bytes());
+        let room_end = storage.len()?;
+        if *at < new {
+            let put = storage.write_at(footer.bytes(), HostOffset(new));
+            if let Err(error) = put.and_then(|()| storage.sync()) {
+                // The file ends with a footer, as before.
+                let _ = storage.set_len(room_end);
+                return Err(error);
+            }
+            *at = new;
+        }
+        // The old footer, and what other makers have between disk and footer.
+        let len = new.min(room_end) - old;
+        storage.write_zeroes(HostOffset(old), len, ZeroMode::MayUnmap)?;
+        storage.sync()?;
+        storage.write_at(larger.bytes(), HostOffset(*at))?;
+        storage.sync()
+    }
+
+    /// Makes the disk shorter: the footer takes the place of what the guest gives up, then the file is cut.
+    fn shrink(&self, at: &mut u64, smaller: &Footer) -> Result<()> {
+        let (storage, new) = (&*self.storage, smaller.disk_bytes());
         let mut guests = [0; FOOTER_BYTES];
         storage.read_padded(&mut guests, HostOffset(new))?;
-        let put = storage.write_at(footer.bytes(), HostOffset(new)).and_then(|()| storage.sync());
-        if let Err(error) = put {
-            if new < old {
-                // The disk keeps its size, and these bytes are the guest's.
-                let _ = storage.write_at(&guests, HostOffset(new));
-            }
+        let put = storage.write_at(smaller.bytes(), HostOffset(new));
+        let cut = put.and_then(|()| storage.sync());
+        let cut = cut.and_then(|()| storage.set_len(new + FOOTER_BYTES as u64));
+        if let Err(error) = cut {
+            // The disk keeps its size, and these bytes are the guest's.
+            let _ = storage.write_at(&guests, HostOffset(new));
             return Err(error);
         }
-        if new > old {
-            let len = (new - old).min(FOOTER_BYTES as u64);
-            storage.write_zeroes(HostOffset(old), len, ZeroMode::MayUnmap)?;
-        } else {
-            storage.set_len(new + FOOTER_BYTES as u64)?;
-        }
+        *at = new;
         storage.sync()
     }
 }
@@ -184,22 +210,26 @@ impl Format for FixedVhd {
             let hint = "convert it to a new image";
             return Err(Error::unsupported(file, "another size of a VHD on a device", hint));
         }
-        let mut footer = self.footer.lock();
+        let mut end = self.end.lock();
         let old = self.guest_bytes();
-        let (bytes, geometry) = size_of(file, guest_bytes, !footer.sized_by_geometry())?;
+        let (bytes, geometry) = size_of(file, guest_bytes, !end.footer.sized_by_geometry())?;
         if bytes == old {
             return Ok(());
         }
+        let End { footer, at } = &mut *end;
         let resized = footer.clone().sized(bytes, geometry);
-        let footer_at = self.storage.len()?.saturating_sub(FOOTER_BYTES as u64);
-        // What lies between the disk and its footer, in images of others, was never the guest's.
-        if bytes > old && footer_at > old {
-            let len = footer_at.min(bytes) - old;
-            self.storage.write_zeroes(HostOffset(old), len, ZeroMode::MayUnmap)?;
+        let done = match bytes > old {
+            true => self.grow(at, footer, &resized),
+            false => self.shrink(at, &resized),
+        };
+        if done.is_ok() {
+            *footer = resized;
+        } else if let Ok(Footers { back: Ok(stored), back_at, .. }) = Footers::read(&*self.storage)
+        {
+            // What failed may have reached the file.
+            *end = End { footer: stored, at: back_at };
         }
-        self.move_footer(&resized, footer_at, bytes)?;
-        *footer = resized;
-        self.guest_bytes.store(bytes, Ordering::Release);
-        Ok(())
+        self.guest_bytes.store(end.footer.disk_bytes(), Ordering::Release);
+        done
     }
 }

@@ -43,6 +43,8 @@ pub(crate) struct DynamicHeader {
     pub(crate) at: u64,
     /// Its sum is right.
     pub(crate) sound: bool,
+    /// Bytes of the file when it was read.
+    file_bytes: u64,
 }
 
 impl DynamicHeader {
@@ -68,7 +70,7 @@ impl DynamicHeader {
             return corrupt(0, "dynamic header", found, "'cxsparse'");
         }
         let sound = be32(&bytes, field::CHECKSUM) == checksum(&bytes, field::CHECKSUM);
-        let header = Self { bytes, at, sound };
+        let header = Self { bytes, at, sound, file_bytes: host_bytes };
         let block_bytes = header.block_bytes();
         if !block_bytes.is_power_of_two() || block_bytes < SECTOR {
             let found = format!("{block_bytes} bytes");
@@ -95,7 +97,8 @@ impl DynamicHeader {
 
     /// A new image's, at byte 512.
     pub(crate) fn new(table_at: u64, entries: u32, block_bytes: u32) -> Self {
-        let mut header = Self { bytes: [0; HEADER_BYTES], at: SECTOR, sound: true };
+        let (bytes, file_bytes) = ([0; HEADER_BYTES], u64::MAX);
+        let mut header = Self { bytes, at: SECTOR, sound: true, file_bytes };
         header.put(0, COOKIE);
         header.put(field::DATA_OFFSET, &NO_OFFSET.to_be_bytes());
         header.put(field::VERSION, &0x0001_0000_u32.to_be_bytes());
@@ -210,6 +213,8 @@ impl DynamicHeader {
     pub(crate) fn geometry(&self) -> Geometry {
         let table_end = self.table_at() + self.entries() * 4;
         let headers_end = (self.at + HEADER_BYTES as u64).max(2 * SECTOR);
+        // The locators' data lie between, in images over a parent.
+        let kept_end = self.data_end().next_multiple_of(SECTOR);
         Geometry {
             order: ByteOrder::Big,
             table_at: self.table_at(),
@@ -219,19 +224,18 @@ impl DynamicHeader {
             skip: self.bitmap_bytes(),
             block_bytes: self.block_bytes(),
             floor: headers_end,
-            // The locators' data lie between, in images over a parent.
-            first_block: self.data_end().max(table_end).next_multiple_of(SECTOR),
+            first_block: kept_end.max(table_end).next_multiple_of(SECTOR),
+            kept_end,
             zero: None,
         }
     }
 
-    /// Where the headers and the names of the parent end.
+    /// Where the headers and the names of the parent end. Behind a table of 511 GiB and more a name
+    /// lies further than 1 MiB. What is not in the file is no name.
     fn data_end(&self) -> u64 {
         let names = self.locators();
-        let ends =
-            names.iter().filter_map(|l| l.at.checked_add(l.len.next_multiple_of(512).into()));
-        // Names are near the start; what lies further is not what new blocks must be kept from.
-        let ends = ends.filter(|end| *end < 1 << 20);
+        let end = |name: &Locator| name.at.checked_add(name.len.into());
+        let ends = names.iter().filter_map(end).filter(|end| *end <= self.file_bytes);
         ends.max().unwrap_or(0).max(self.at + HEADER_BYTES as u64)
     }
 }

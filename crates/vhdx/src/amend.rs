@@ -83,6 +83,11 @@ impl Vhdx {
             ));
         };
         self.begin_metadata_session()?;
+        let blocks = self.geometry.blocks(self.guest_len());
+        if !self.geometry.has_parent && blocks > 0 {
+            // The table ended with the last block's entry; what the file holds behind it means nothing.
+            self.set_entry(geometry.bitmap_index(blocks - 1), BatEntry::NOT_PRESENT)?;
+        }
         self.put_metadata(offset, &bytes)?;
         let item = metadata::locator_entry(offset - region.offset, bytes.len() as u64);
         self.put_metadata(entry, &item)?;

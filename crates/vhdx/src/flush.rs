@@ -19,11 +19,12 @@
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{HostOffset, Result, ZeroMode};
-use vdkit_meta::{Metadata, MutexGuard};
+use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::guid::Guid;
 use crate::header::Header;
-use crate::image::{Log, Meta, Vhdx};
+use crate::image::{Lead, Log, Meta, Vhdx};
+use crate::layout::BITMAP_BYTES;
 use crate::log::entry::LoggedPage;
 use crate::log::pages_max;
 
@@ -147,17 +148,39 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Changes these pages, through a log that is emptied first.
+    /// Changes these pages, through a log that is emptied first. They are durable in the log, and get to
+    /// their place with [`Vhdx::apply_late`].
     pub(crate) fn log_alone(&self, state: &mut Log, pages: &[LoggedPage]) -> Result<()> {
+        self.empty_log(state)?;
+        let header = state.headers.current;
+        state.log.append(&*self.storage, &header, state.durable_bytes, pages)?;
+        state.headers.synced();
+        state.unapplied = pages.to_vec();
+        Ok(())
+    }
+
+    /// Makes what the log has durable in its place, and gives the log another GUID: a replay changes
+    /// nothing of it any more.
+    fn empty_log(&self, state: &mut Log) -> Result<()> {
         let file_bytes = self.file_bytes.load(Ordering::Acquire);
         self.apply_late(state)?;
         state.log.restart(&mut state.headers, &*self.storage, state.durable_bytes)?;
         state.durable_bytes = file_bytes;
-        let header = state.headers.current;
-        state.log.append(&*self.storage, &header, file_bytes, pages)?;
-        state.headers.synced();
-        state.unapplied = pages.to_vec();
-        self.apply_late(state)
+        Ok(())
+    }
+
+    /// Gives the space of sector bitmaps back whose entries are gone in memory. The log may have pages
+    /// of them, which a replay would write over what the space is used for next: so it is emptied
+    /// first.
+    pub(crate) fn give_bitmaps_back(&self, lead: &mut Lead<'_>, hosts: &[u64]) -> Result<()> {
+        if hosts.is_empty() {
+            return Ok(());
+        }
+        self.meta.flush_led(self, lead)?;
+        self.empty_log(lead.order())?;
+        let freed = |host: &u64| Freed { file: 0, first: *host, count: BITMAP_BYTES, punch: true };
+        self.meta.lock().reclaim.release(&self.in_flight, hosts.iter().map(freed));
+        self.recycle()
     }
 
     /// Entries of at most so many pages: pages of the block allocation table last, as what they
@@ -173,7 +196,7 @@ impl Vhdx {
     }
 
     /// Writes pages that the log has to their place.
-    fn apply_late(&self, state: &mut Log) -> Result<()> {
+    pub(crate) fn apply_late(&self, state: &mut Log) -> Result<()> {
         for (at, page) in &state.unapplied {
             self.storage.write_at(&page[..], HostOffset(*at))?;
         }

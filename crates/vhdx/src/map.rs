@@ -52,6 +52,10 @@ impl Vhdx {
     /// Changes an entry, in memory.
     pub(crate) fn set_entry(&self, index: u64, entry: BatEntry) -> Result<()> {
         let (page, at) = self.bat_place(index);
+        debug_assert!(
+            self.taken.read().iter().any(|(from, to)| *from <= page && page < *to),
+            "entry {index} lies outside of the table's region"
+        );
         self.pages.change(page, &*self.storage, |bytes| {
             bytes[at..at + 8].copy_from_slice(&entry.0.to_le_bytes());
         })?;

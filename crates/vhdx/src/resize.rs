@@ -9,11 +9,12 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{Error, HostOffset, Result, ZeroMode};
-use vdkit_meta::MutexGuard;
+use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::image::{Lead, Log, Meta, Vhdx};
 use crate::layout::{
-    BAT_REGION, BatEntry, GUEST_BYTES_MAX, MIB, PAGE_BYTES, REGION_OFFSETS, State,
+    BAT_REGION, BITMAP_BYTES, BatEntry, GUEST_BYTES_MAX, MIB, PAGE_BYTES, PRESENT, REGION_OFFSETS,
+    State,
 };
 use crate::log::entry::LoggedPage;
 use crate::regions::{self, Region};
@@ -82,7 +83,7 @@ impl Vhdx {
         while block < blocks.end {
             if !self.fixed {
                 self.set_entry(self.geometry.payload_index(block), BatEntry::ZERO)?;
-                self.clear_bitmap_entry(block, blocks.start)?;
+                self.clear_bitmap_entry(block)?;
                 block += 1;
                 continue;
             }
@@ -93,20 +94,27 @@ impl Vhdx {
             for index in 0..taken.count {
                 let entry = BatEntry::present(taken.at + index * unit);
                 self.set_entry(self.geometry.payload_index(block + index), entry)?;
-                self.clear_bitmap_entry(block + index, blocks.start)?;
+                self.clear_bitmap_entry(block + index)?;
             }
             block += taken.count;
         }
         Ok(())
     }
 
-    /// What stands in the entry of a sector bitmap all of whose blocks are new means nothing.
-    fn clear_bitmap_entry(&self, block: u64, first_new: u64) -> Result<()> {
+    /// Clears the entry of a sector bitmap that becomes a part of the table with a new block: what the
+    /// file holds there means nothing. An image over a parent has an entry for the bitmap of each
+    /// chunk that has blocks; others end with the entry of their last block, and what follows that
+    /// may be something else than the table.
+    fn clear_bitmap_entry(&self, block: u64) -> Result<()> {
         let chunk = 1 << self.geometry.chunk_bits();
-        if block.is_multiple_of(chunk) && block >= first_new {
-            self.set_entry(self.geometry.bitmap_index(block), BatEntry::NOT_PRESENT)?;
+        if !block.is_multiple_of(chunk) {
+            return Ok(());
         }
-        Ok(())
+        let of = if self.geometry.has_parent { Some(block) } else { block.checked_sub(1) };
+        match of {
+            Some(of) => self.set_entry(self.geometry.bitmap_index(of), BatEntry::NOT_PRESENT),
+            None => Ok(()),
+        }
     }
 
     /// Makes what lies behind the old end in the old last block read as zero, also where what is
@@ -192,20 +200,39 @@ impl Vhdx {
                 if entry != BatEntry::NOT_PRESENT {
                     self.set_entry(index, BatEntry::NOT_PRESENT)?;
                 }
-                if entry.has_data() && self.is_within_file(entry.host()) {
-                    self.unlink(&mut meta, entry.host(), self.geometry.block_bytes());
+                let bytes = self.geometry.block_bytes();
+                if entry.has_data() && self.is_within_file(entry.host(), bytes) {
+                    self.unlink(&mut meta, entry.host(), bytes);
                 }
             }
             drop(meta);
             self.meta.flush_led(self, lead)?;
             first = last;
         }
-        Ok(())
+        self.drop_bitmaps(lead, &blocks)
+    }
+
+    /// Gives up the sector bitmaps of chunks all of whose blocks are gone.
+    fn drop_bitmaps(&self, lead: &mut Lead<'_>, blocks: &Range<u64>) -> Result<()> {
+        if !self.geometry.has_parent {
+            return Ok(());
+        }
+        let chunk = 1 << self.geometry.chunk_bits();
+        let mut hosts = Vec::new();
+        for first in (blocks.start.next_multiple_of(chunk)..blocks.end).step_by(chunk as usize) {
+            let index = self.geometry.bitmap_index(first);
+            let entry = self.entry(index)?;
+            if entry.state_bits() == PRESENT && self.is_within_file(entry.host(), BITMAP_BYTES) {
+                self.set_entry(index, BatEntry::NOT_PRESENT)?;
+                hosts.push(entry.host());
+            }
+        }
+        self.give_bitmaps_back(lead, &hosts)
     }
 
     /// Whether a block at an offset lies where blocks may.
-    fn is_within_file(&self, host: u64) -> bool {
-        let end = host.saturating_add(self.geometry.block_bytes());
+    fn is_within_file(&self, host: u64, bytes: u64) -> bool {
+        let end = host.saturating_add(bytes);
         end <= self.file_bytes.load(Ordering::Acquire)
             && !self.taken.read().iter().any(|(from, to)| host < *to && *from < end)
     }
@@ -213,8 +240,11 @@ impl Vhdx {
     /// Moves the block allocation table to a longer region.
     fn move_table(&self, state: &mut Log, old: Region, bytes: u64) -> Result<()> {
         let taken = self.space(&mut self.meta.lock())?.take(&*self.storage, bytes, 1)?;
-        self.note_file_bytes()?;
-        self.copy_table(old, taken.at)?;
+        let copied = self.note_file_bytes().and_then(|()| self.copy_table(old, taken.at));
+        if let Err(error) = copied {
+            self.give_back(taken.at, bytes);
+            return Err(error);
+        }
         let mut regions = state.regions.clone();
         for region in &mut regions {
             if region.guid == BAT_REGION {
@@ -222,8 +252,10 @@ impl Vhdx {
             }
         }
         // No entry of the log may be for the old table from here on: its space is going to be
-        // used for something else.
+        // used for something else. After an error this one may be in the log or not: the space of
+        // the copy is nobody's until the image is opened again.
         self.log_alone(state, &both_tables(&regions))?;
+        // The log has the new place, whether it can be written to the region tables now or later.
         state.regions = regions;
         self.pages.clear();
         self.bat_offset.store(taken.at, Ordering::Release);
@@ -231,10 +263,20 @@ impl Vhdx {
         taken_ranges.retain(|range| *range != (old.offset, old.end()));
         taken_ranges.push((taken.at, taken.at + bytes));
         drop(taken_ranges);
-        if let Some(space) = &mut self.meta.lock().space {
-            space.give(old.offset, old.bytes, false);
+        let space = Freed { file: 0, first: old.offset, count: old.bytes, punch: true };
+        self.meta.lock().reclaim.release(&self.in_flight, [space]);
+        self.apply_late(state)?;
+        self.recycle()
+    }
+
+    /// Gives space back that the file never referred to; it holds anything.
+    fn give_back(&self, at: u64, bytes: u64) {
+        let zero = self.storage.write_zeroes(HostOffset(at), bytes, ZeroMode::MayUnmap).is_ok();
+        let mut meta = self.meta.lock();
+        meta.freed = true;
+        if let Some(space) = &mut meta.space {
+            space.give(at, bytes, zero);
         }
-        Ok(())
     }
 
     fn copy_table(&self, old: Region, to: u64) -> Result<()> {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use vdkit_block::{Error, Extent, HostOffset, Place, Result, align_down};
 
 use crate::image::{Meta, Vhdx};
-use crate::layout::{BITMAP_BYTES, BatEntry, PRESENT, State};
+use crate::layout::{BatEntry, PRESENT, State};
 use crate::map::Look;
 
 /// Blocks that are changed between two looks at how many pages are dirty: a page's entries.
@@ -148,7 +148,7 @@ impl Vhdx {
     /// Gives the sector bitmaps of blocks back that are not partial any more, on disk too.
     pub(crate) fn free_bitmaps(&self, blocks: &Range<u64>) -> Result<()> {
         let chunk = 1 << self.geometry.chunk_bits();
-        let mut block = blocks.start;
+        let (mut block, mut hosts) = (blocks.start, Vec::new());
         while block < blocks.end {
             self.relieve()?;
             let mut meta = self.meta.lock();
@@ -161,10 +161,11 @@ impl Vhdx {
                 .try_fold(false, |used, entry| entry.map(|entry| used || entry.is_partial()))?;
             if entry.state_bits() == PRESENT && !used {
                 self.set_entry(index, BatEntry::NOT_PRESENT)?;
-                self.unlink(&mut meta, entry.host(), BITMAP_BYTES);
+                hosts.push(entry.host());
             }
+            drop(meta);
             block = next;
         }
-        Ok(())
+        self.give_bitmaps_back(&mut self.meta.lead(), &hosts)
     }
 }

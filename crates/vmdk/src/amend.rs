@@ -3,7 +3,9 @@
 use vdkit_block::{AmendRequest, Error, HostOffset, Result};
 
 use crate::descriptor::{Descriptor, ExtentType, NO_PARENT};
+use crate::header::SECTOR;
 use crate::options::{ADAPTER_TYPE, HWVERSION, SPECS, SUBFORMAT, TOOLSVERSION, check_name};
+use crate::rewrite;
 use crate::source::{Placed, Source};
 
 /// As [`vdkit_block::FormatDriver::amend`].
@@ -93,30 +95,43 @@ fn set(descriptor: &mut Descriptor, field: &str, value: Option<&str>, file: &str
     Ok(())
 }
 
-/// Writes the new text over the old one.
+/// Writes the new text over the old one, of which a power cut leaves one.
 fn write(request: &AmendRequest, placed: &Placed, text: &str) -> Result<()> {
     let storage = &request.storage;
-    let mut bytes = text.as_bytes().to_vec();
-    match placed.room {
-        Some(room) if bytes.len() as u64 > room => {
-            return Err(Error::unsupported(
-                storage.name(),
-                format!("a descriptor of {} bytes in {room} that are kept for it", bytes.len()),
-                "convert it to a new image",
-            ));
+    let hint = "convert it to a new image";
+    if let Some(room) = placed.room.filter(|room| text.len() as u64 > *room) {
+        let what = format!("a descriptor of {} bytes in {room} that are kept for it", text.len());
+        return Err(Error::unsupported(storage.name(), what, hint));
+    }
+    let old = placed.descriptor.text();
+    let Some(all) = rewrite::rewrites(old, text, placed.room) else {
+        let what = "a change of several sectors of the descriptor, which a power cut could tear";
+        return Err(Error::unsupported(storage.name(), what, hint));
+    };
+    let mut len = old.len();
+    for rewrite in &all {
+        let text = rewrite.text.as_bytes();
+        let mut whole = len.max(text.len());
+        if let Some(room) = placed.room {
+            // Whatever was behind the text must not go on from it.
+            whole = whole.next_multiple_of(SECTOR as usize).min(room as usize);
         }
-        // What is left of a longer text would be read as a part of it.
-        Some(_) => {
-            let before = placed.descriptor.text().len();
-            bytes.resize(bytes.len().max(before), 0);
-            storage.write_at(&bytes, HostOffset(placed.at))?;
+        if placed.room.is_none() && storage.len()? < whole as u64 {
+            // Zeroes end a text, so that the length shows nothing of what is not written yet.
+            storage.set_len(whole as u64)?;
+            storage.sync()?;
         }
-        None => {
-            storage.write_at(&bytes, HostOffset(placed.at))?;
-            if storage.len()? > bytes.len() as u64 {
-                storage.set_len(bytes.len() as u64)?;
-            }
+        let mut bytes = text.to_vec();
+        bytes.resize(whole, 0);
+        for step in &rewrite.steps {
+            let part = step.start..step.end.min(whole);
+            storage.write_at(&bytes[part.clone()], HostOffset(placed.at + part.start as u64))?;
+            storage.sync()?;
         }
+        len = text.len();
+    }
+    if placed.room.is_none() && storage.len()? > len as u64 {
+        storage.set_len(len as u64)?;
     }
     storage.sync()
 }

@@ -31,6 +31,7 @@ mod map;
 mod mend;
 mod open;
 mod options;
+mod rewrite;
 mod source;
 mod space;
 mod sparse;

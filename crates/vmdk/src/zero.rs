@@ -45,13 +45,8 @@ impl Vmdk {
                     *flat.known_data.lock() = 0..0;
                 }
                 Kind::Sparse(sparse) if piece.writable => {
-                    self.zero_grains(
-                        index,
-                        piece,
-                        sparse,
-                        at..end,
-                        Goal::Zero { may_unmap: true },
-                    )?;
+                    let goal = Goal::Zero { may_unmap: true };
+                    self.zero_in_steps(index, piece, sparse, at..end, goal)?;
                 }
                 _ => {}
             }
@@ -67,14 +62,8 @@ impl Vmdk {
             if !piece.writable {
                 return Err(self.refuse(piece));
             }
-            let step = sparse.chunk_entries() * sparse.grain_bytes;
-            let mut at = piece.start;
-            while at < piece.end() {
-                let end = at.saturating_add(step).min(piece.end());
-                self.relieve_cache()?;
-                self.zero_grains(index as u32, piece, sparse, at..end, Goal::Hole)?;
-                at = end;
-            }
+            let all = piece.start..piece.end();
+            self.zero_in_steps(index as u32, piece, sparse, all, Goal::Hole)?;
         }
         self.meta.flush(self)
     }
@@ -89,10 +78,7 @@ impl Vmdk {
             let part = match &piece.kind {
                 _ if !piece.writable => at..at,
                 Kind::Flat(flat) => self.zero_flat(piece, flat, at..end, goal)?,
-                Kind::Sparse(sparse) => {
-                    self.relieve_cache()?;
-                    self.zero_grains(index, piece, sparse, at..end, goal)?
-                }
+                Kind::Sparse(sparse) => self.zero_in_steps(index, piece, sparse, at..end, goal)?,
                 Kind::Zero => at..end,
             };
             if !part.is_empty() {
@@ -127,6 +113,38 @@ impl Vmdk {
         self.file_of(flat.file).write_zeroes(host, part.end - part.start, mode)?;
         *flat.known_data.lock() = 0..0;
         Ok(part)
+    }
+
+    /// Changes the whole grains within a part of an extent, a chunk of tables at a time: changed chunks
+    /// stay in memory until a flush, of which there is one whenever they fill half of the cache.
+    /// Returns the first of them that it did in one piece.
+    fn zero_in_steps(
+        &self,
+        index: u32,
+        piece: &Piece,
+        sparse: &Sparse,
+        part: Range<u64>,
+        goal: Goal,
+    ) -> Result<Range<u64>> {
+        let span = sparse.chunk_entries() * sparse.grain_bytes;
+        let mut done = part.start..part.start;
+        let mut at = part.start;
+        while at < part.end {
+            let chunk_end = piece.start + ((at - piece.start) / span + 1).saturating_mul(span);
+            let next = chunk_end.min(part.end);
+            self.relieve_cache()?;
+            let step = self.zero_grains(index, piece, sparse, at..next, goal)?;
+            match done.is_empty() {
+                true => done = step,
+                false if step.start == done.end => done.end = step.end,
+                false => break,
+            }
+            if !done.is_empty() && done.end < next {
+                break;
+            }
+            at = next;
+        }
+        Ok(done)
     }
 
     /// Changes the whole grains within a part of an extent; returns them.

@@ -5,8 +5,10 @@
 //! All functions panic where a promise is broken, naming the seed.
 
 mod oracle;
+mod resizes;
 
 pub use oracle::Oracle;
+pub use resizes::Resizes;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,0 +1,94 @@
+//! Other sizes, where the table needs the places of the first blocks.
+
+mod support;
+
+use std::sync::Arc;
+
+use support::{DYNAMIC, Shared, found};
+use vdkit_block::{GuestOffset, Repair};
+use vdkit_testkit::trials::{Resizes, Trial};
+use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const SPACE: [FaultKind; 4] =
+    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
+/// Entries that fit between the header and the first block.
+const ROOM: u64 = (MIB - 512) / 4;
+
+const TABLES: Resizes<'_> = Resizes {
+    trial: Trial { guest_bytes: 200 * GIB, ..DYNAMIC },
+    sizes: &[ROOM * MIB, ROOM * MIB + 512, 600 * GIB, 3 * GIB + 1024, 520 * GIB],
+    ordered: false,
+};
+const SMALL: Resizes<'_> = Resizes {
+    trial: DYNAMIC,
+    sizes: &[12 * MIB + 512, 3 * MIB, 3 * MIB + 512, 20 * MIB, MIB],
+    ordered: false,
+};
+const STATIC: Resizes<'_> = Resizes { trial: Trial { options: "static=on", ..DYNAMIC }, ..SMALL };
+
+#[test]
+fn other_sizes_equal_the_model_live_and_offline() {
+    for images in [TABLES, SMALL, STATIC] {
+        images.model(true);
+        images.model(false);
+    }
+}
+
+#[test]
+fn a_resize_may_fail_at_any_call() {
+    for images in [SMALL, STATIC] {
+        images.faults(&FaultKind::CHANGES, false, false);
+        images.faults(&SPACE, true, true);
+        images.faults(&[FaultKind::Read], false, false);
+    }
+    let large = Resizes { sizes: &[ROOM * MIB + 512, 3 * GIB], ..TABLES };
+    large.faults(&FaultKind::CHANGES, false, false);
+    large.faults(&SPACE, true, true);
+}
+
+#[test]
+fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
+    SMALL.power_cut(3);
+    STATIC.power_cut(4);
+    Resizes { sizes: &[ROOM * MIB + 512, 3 * GIB], ..TABLES }.power_cut(5);
+}
+
+/// The first blocks have moved, and the new table stands in their places, when the disk is full: the cached
+/// table must not name those places.
+#[test]
+fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
+    let trial = Trial { guest_bytes: 200 * GIB, ..DYNAMIC };
+    for nth in 0.. {
+        let faulty = FaultyStorage::new(Arc::new(trial.image()));
+        let storage: Shared = faulty.clone();
+        let disk = trial.open(&storage, true).unwrap();
+        disk.write_at(&[0xaa; 65536], GuestOffset(0)).unwrap();
+        disk.flush().unwrap();
+        faulty.arm(FaultPlan::nth(&SPACE, nth).no_space().lasting());
+        let grown = disk.resize(700 * GIB);
+        faulty.heal();
+        disk.write_at(&[0xbb; 512], GuestOffset(3 * MIB + 1024)).unwrap();
+        let look = |disk: &vdkit_chain::Disk| {
+            let mut bytes = vec![0xee; 4 * MIB as usize];
+            disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+            for (at, found) in bytes.iter().enumerate() {
+                let wanted = match at as u64 {
+                    0..65536 => 0xaa,
+                    0x300_400..0x300_600 => 0xbb,
+                    _ => 0,
+                };
+                assert_eq!(*found, wanted, "failed at {nth}: byte {at:#x}");
+            }
+        };
+        look(&disk);
+        disk.close().unwrap();
+        look(&trial.open(&storage, true).unwrap());
+        assert_eq!(found(&storage, Repair::Nothing).0, 0, "failed at {nth}");
+        if grown.is_ok() {
+            assert!(nth > 5, "{nth} calls are not all");
+            return;
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! Other sizes, where tables grow by a sector, move behind the blocks, or come back, and where footers go.
+
+mod support;
+
+use std::sync::Arc;
+
+use support::{DYNAMIC, FIXED, STRIDE, Shared, create_over, found, put, written};
+use vdkit_block::{CompactOptions, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::trials::{Resizes, Trial};
+use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
+use vdkit_vhd::VhdDriver;
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const SPACE: [FaultKind; 4] =
+    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
+
+/// The table has 128 entries to a sector: it moves with each that is more.
+const TABLES: Resizes<'_> = Resizes {
+    trial: Trial { guest_bytes: 200 * MIB, ..DYNAMIC },
+    sizes: &[256 * MIB, 300 * MIB, 301 * MIB, 40 * MIB, GIB, 3 * MIB, 258 * MIB],
+    ordered: false,
+};
+/// Rounded up to what cylinders, heads and sectors can say.
+const ROUNDED: Resizes<'_> = Resizes {
+    trial: Trial { options: "", guest_bytes: 20 * MIB, ..DYNAMIC },
+    sizes: &[300 * MIB, 7 * MIB, 600 * GIB, 256 * MIB],
+    ordered: false,
+};
+const FIXED_SIZES: Resizes<'_> = Resizes {
+    trial: FIXED,
+    sizes: &[2 * MIB + 512, 3 * MIB, MIB + 1024, 5 * MIB, MIB],
+    ordered: true,
+};
+
+#[test]
+fn other_sizes_equal_the_model_live_and_offline() {
+    for images in [TABLES, ROUNDED, FIXED_SIZES] {
+        images.model(true);
+        images.model(false);
+    }
+}
+
+#[test]
+fn a_resize_may_fail_at_any_call() {
+    for images in [TABLES, FIXED_SIZES] {
+        images.faults(&FaultKind::CHANGES, false, false);
+    }
+    TABLES.faults(&SPACE, true, true);
+    // A full disk does not keep a file from being cut.
+    FIXED_SIZES.faults(&SPACE[..3], true, true);
+    TABLES.faults(&[FaultKind::Read], false, false);
+}
+
+#[test]
+fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
+    let few = Resizes { sizes: &[300 * MIB, 301 * MIB, 40 * MIB, GIB], ..TABLES };
+    few.power_cut(3);
+}
+
+/// Between the two footers that say the smaller size and the header that has fewer entries.
+#[test]
+fn growing_after_an_interrupted_shrink_shows_no_old_data() {
+    let images = Resizes {
+        trial: Trial { guest_bytes: 16 * MIB, ..DYNAMIC },
+        sizes: &[5 * MIB + 512, 16 * MIB],
+        ordered: false,
+    };
+    images.power_cut(5);
+}
+
+#[test]
+fn a_power_cut_leaves_no_old_footer_in_a_fixed_disk_that_grows() {
+    FIXED_SIZES.power_cut(7);
+}
+
+/// The table moves behind the first block, and blocks go on behind it: not in steps from the old
+/// beginning, which the footer was written by.
+#[test]
+fn a_footer_written_ahead_is_not_shown_to_the_guest() {
+    let trial = Trial { guest_bytes: 200 * MIB, ..DYNAMIC };
+    let storage: Shared = Arc::new(trial.image());
+    let disk = trial.open(&storage, true).unwrap();
+    disk.write_at(&[1; 512], GuestOffset(0)).unwrap();
+    disk.resize(300 * MIB).unwrap();
+    for block in 1..150 {
+        disk.write_at(&[2; 512], GuestOffset(block * 2 * MIB)).unwrap();
+    }
+    let look = |disk: &vdkit_chain::Disk| {
+        let mut bytes = vec![0xee; 2 * MIB as usize];
+        for block in 0..150 {
+            disk.read_at(&mut bytes, GuestOffset(block * 2 * MIB)).unwrap();
+            let first = if block == 0 { 1 } else { 2 };
+            assert!(bytes[..512].iter().all(|byte| *byte == first), "block {block}");
+            let strange = bytes[512..].iter().position(|byte| *byte != 0);
+            assert_eq!(strange, None, "block {block}");
+        }
+    };
+    look(&disk);
+    disk.close().unwrap();
+    look(&trial.open(&storage, false).unwrap());
+    assert_eq!(found(&storage, Repair::Nothing), (0, 0));
+}
+
+/// A table that moved is behind blocks that a later shrinking takes away: new blocks come before it, and
+/// the footer that is written ahead of them must not be put into it.
+#[test]
+fn a_footer_written_ahead_is_not_put_into_a_moved_table() {
+    let trial = Trial { guest_bytes: 64 * MIB, ..DYNAMIC };
+    let storage: Shared = Arc::new(trial.image());
+    let disk = trial.open(&storage, true).unwrap();
+    for block in 0..32 {
+        disk.write_at(&[block as u8 + 1; 512], GuestOffset(block * 2 * MIB)).unwrap();
+    }
+    disk.resize(300 * MIB).unwrap();
+    disk.resize(8 * MIB).unwrap();
+    disk.resize(900 * MIB).unwrap();
+    for block in 100..140 {
+        disk.write_at(&[block as u8; 512], GuestOffset(block * 2 * MIB)).unwrap();
+    }
+    disk.close().unwrap();
+    assert_eq!(found(&storage, Repair::Nothing).0, 0);
+    let disk = trial.open(&storage, false).unwrap();
+    let mut bytes = [0xee; 1024];
+    for block in 0..450 {
+        disk.read_at(&mut bytes, GuestOffset(block * 2 * MIB)).unwrap();
+        let wanted = match block {
+            0..4 => block as u8 + 1,
+            100..140 => block as u8,
+            _ => 0,
+        };
+        assert!(bytes[..512].iter().all(|byte| *byte == wanted), "block {block}");
+        assert!(bytes[512..].iter().all(|byte| *byte == 0), "block {block}");
+    }
+}
+
+/// On a full disk, live: what the resize had written by then, tables and footers, lies where the next
+/// blocks go, and must not be taken for space that was never written.
+#[test]
+fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
+    let trial = Trial { guest_bytes: 200 * MIB, ..DYNAMIC };
+    for nth in 0..24 {
+        let faulty = FaultyStorage::new(Arc::new(trial.image()));
+        let storage: Shared = faulty.clone();
+        let disk = trial.open(&storage, true).unwrap();
+        disk.write_at(&[0xaa; 65536], GuestOffset(0)).unwrap();
+        disk.flush().unwrap();
+        faulty.arm(FaultPlan::nth(&SPACE, nth).no_space().lasting());
+        let grown = disk.resize(600 * GIB);
+        faulty.heal();
+        let size = disk.guest_bytes();
+        assert!(grown.is_err() || size == 600 * GIB);
+        // A sector of each new block: the rest of it reads as zero.
+        for block in 1..6 {
+            disk.write_at(&[0xbb; 512], GuestOffset(block * 2 * MIB + 1024)).unwrap();
+        }
+        disk.flush().unwrap();
+        let look = |disk: &vdkit_chain::Disk| {
+            let mut bytes = vec![0xee; 2 * MIB as usize];
+            for block in 0..6 {
+                disk.read_at(&mut bytes, GuestOffset(block * 2 * MIB)).unwrap();
+                let (range, byte) = if block == 0 { (0..65536, 0xaa) } else { (1024..1536, 0xbb) };
+                for (at, found) in bytes.iter().enumerate() {
+                    let wanted = if range.contains(&at) { byte } else { 0 };
+                    assert_eq!(*found, wanted, "failed at {nth}: block {block}, byte {at:#x}");
+                }
+            }
+        };
+        look(&disk);
+        disk.close().unwrap();
+        look(&trial.open(&storage, true).unwrap());
+        assert_eq!(found(&storage, Repair::Nothing).0, 0, "failed at {nth}");
+    }
+}
+
+/// A table of 511 GiB ends at 1 MiB, and the parent's name is behind it.
+#[test]
+fn the_name_of_a_large_images_parent_is_not_written_over() {
+    let large = Trial { guest_bytes: 600 * GIB, ..DYNAMIC };
+    let base: Shared = Arc::new(large.image());
+    let child: Shared = Arc::new(MemoryStorage::new("child"));
+    create_over(&child, &base, "sub/base.vhd").unwrap();
+    let name = || VhdDriver.describe(&child, &Limits::default()).unwrap().backing_file;
+    assert_eq!(name().as_deref(), Some("sub/base.vhd"));
+    let open = || large.open(&child, true).unwrap().over(large.open(&base, false).unwrap());
+    let disk = open();
+    for block in [7, 3, 250_000] {
+        disk.write_at(&[0x22; 65536], GuestOffset(block * 2 * MIB)).unwrap();
+    }
+    disk.close().unwrap();
+    assert_eq!(name().as_deref(), Some("sub/base.vhd"));
+    let (options, limits, monitor) =
+        (CompactOptions { zero_scan: true }, Limits::default(), Monitor::default());
+    VhdDriver.compact(&child, &[], options, &limits, &monitor).unwrap();
+    assert_eq!(name().as_deref(), Some("sub/base.vhd"));
+    assert_eq!(found(&child, Repair::Nothing), (0, 0));
+    let disk = open();
+    let mut bytes = vec![0; 65536];
+    for block in [7, 3, 250_000] {
+        disk.read_at(&mut bytes, GuestOffset(block * 2 * MIB)).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0x22), "block {block}");
+    }
+}
+
+/// Other makers may put the name behind blocks. No block and no footer goes there.
+#[test]
+fn a_name_between_blocks_or_at_the_end_is_not_written_over() {
+    for between in [false, true] {
+        let base = written();
+        let child: Shared = Arc::new(MemoryStorage::new("child"));
+        create_over(&child, &base, "base.vhd").unwrap();
+        let open = || DYNAMIC.open(&child, true).unwrap().over(DYNAMIC.open(&base, false).unwrap());
+        let disk = open();
+        for block in [4, 1, 6] {
+            disk.write_at(&[0x33; 512], GuestOffset(block * 2 * MIB)).unwrap();
+        }
+        disk.close().unwrap();
+        // The name, of one sector, stands behind the three blocks now, and the footer behind it.
+        let mut name = [0; 512];
+        child.read_at(&mut name, HostOffset(2048)).unwrap();
+        child.write_at(&[0; 512], HostOffset(2048)).unwrap();
+        let end = child.len().unwrap() - 512;
+        let mut footer = [0; 512];
+        child.read_at(&mut footer, HostOffset(end)).unwrap();
+        child.write_at(&name, HostOffset(end)).unwrap();
+        child.write_at(&footer, HostOffset(end + 512)).unwrap();
+        put(&child, support::HEADER + 576 + 20, end as u32);
+        support::sum(&child, support::HEADER, 1024, 36);
+        let told = || VhdDriver.describe(&child, &Limits::default()).unwrap().backing_file;
+        assert_eq!(told().as_deref(), Some("base.vhd"));
+        if between {
+            let disk = open();
+            disk.write_at(&[0x44; 512], GuestOffset(0)).unwrap();
+            disk.close().unwrap();
+            // Block 4 is not there any more: a gap before the name.
+            let entry = support::TABLE + 4 * 4;
+            put(&child, entry, u32::MAX);
+        }
+        let (options, limits, monitor) =
+            (CompactOptions { zero_scan: true }, Limits::default(), Monitor::default());
+        VhdDriver.compact(&child, &[], options, &limits, &monitor).unwrap();
+        assert_eq!(told().as_deref(), Some("base.vhd"), "{between}");
+        found(&child, Repair::All);
+        assert_eq!(told().as_deref(), Some("base.vhd"), "{between}");
+        assert_eq!(found(&child, Repair::Nothing).0, 0, "{between}");
+        let disk = open();
+        disk.write_at(&vec![0x55; 3 * STRIDE as usize], GuestOffset(8 * MIB)).unwrap();
+        disk.close().unwrap();
+        assert_eq!(told().as_deref(), Some("base.vhd"), "{between}");
+    }
+}
+
+/// Virtual PC before 2004 left the last byte of the footer out.
+#[test]
+fn growing_with_a_footer_of_511_bytes_keeps_the_guests_last_byte() {
+    for size in [2 * MIB + 512, 4 * MIB] {
+        let storage: Shared = Arc::new(FIXED.image());
+        storage.write_at(&[0x5a; 2 << 20], HostOffset(0)).unwrap();
+        storage.set_len(storage.len().unwrap() - 1).unwrap();
+        let disk = FIXED.open(&storage, true).unwrap();
+        disk.resize(size).unwrap();
+        disk.close().unwrap();
+        let disk = FIXED.open(&storage, false).unwrap();
+        let mut bytes = vec![0xee; size as usize];
+        disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+        assert!(bytes[..2 << 20].iter().all(|byte| *byte == 0x5a), "{size}");
+        assert!(bytes[2 << 20..].iter().all(|byte| *byte == 0), "{size}");
+        assert_eq!(storage.len().unwrap(), size + 512);
+    }
+}
+
+/// The file has a footer at its end whatever is lost of a growth, where its length comes with its bytes.
+#[test]
+fn a_fixed_disk_that_grows_ends_with_a_footer_at_each_moment() {
+    let crash = CrashStorage::holding(&FIXED.image());
+    let disk = FIXED.open(&(crash.clone() as Shared), true).unwrap();
+    disk.resize(3 * MIB).unwrap();
+    for ops in 0..=crash.ops() {
+        let storage: Shared = Arc::new(crash.crash_at(ops).everything());
+        let size = FIXED.open(&storage, false).unwrap().guest_bytes();
+        assert!(size == 2 * MIB || size == 3 * MIB, "after {ops} changes: {size}");
+        assert_eq!(found(&storage, Repair::Nothing).0, 0);
+        found(&storage, Repair::Leaks);
+        assert_eq!(found(&storage, Repair::Nothing), (0, 0));
+        assert_eq!(storage.len().unwrap(), size + 512);
+    }
+}

@@ -1,0 +1,181 @@
+//! Other sizes, where the block allocation table needs another MiB or has an entry more at its end.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{MIB, disk_of, open_format, parent_ref, sound};
+use vdkit_block::{GuestOffset, Storage};
+use vdkit_chain::Disk;
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::trials::{Resizes, Trial};
+use vdkit_testkit::{CrashStorage, FaultKind, Rng};
+use vdkit_vhdx::VhdxDriver;
+
+const GIB: u64 = 1 << 30;
+const SPACE: [FaultKind; 4] =
+    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
+
+/// A table of 1 MiB is enough for 131,072 entries; those of sector bitmaps count.
+const TABLES: Resizes<'_> = Resizes {
+    trial: Trial {
+        driver: &VhdxDriver,
+        options: "block_size=1M",
+        guest_bytes: 100 * GIB,
+        write_bytes_max: MIB,
+        resizes: true,
+    },
+    sizes: &[126 * GIB, 130_976 * MIB, 131_041 * MIB, 131_042 * MIB, 3 * GIB, 300 * GIB],
+    ordered: false,
+};
+const LARGE_BLOCKS: Resizes<'_> = Resizes {
+    trial: Trial { options: "block_size=8M", guest_bytes: 1000 * GIB, ..TABLES.trial },
+    sizes: &[1021 * GIB, 1022 * GIB, 5 * MIB, 2000 * GIB],
+    ordered: false,
+};
+const SMALL: Resizes<'_> = Resizes {
+    trial: Trial { guest_bytes: 4 * MIB + 512, ..TABLES.trial },
+    sizes: &[7 * MIB, 3 * MIB + 1024, MIB, 12 * MIB, 2 * MIB],
+    ordered: false,
+};
+const FIXED: Resizes<'_> =
+    Resizes { trial: Trial { options: "block_size=1M,subformat=fixed", ..SMALL.trial }, ..SMALL };
+
+#[test]
+fn other_sizes_equal_the_model_live_and_offline() {
+    for images in [TABLES, LARGE_BLOCKS, SMALL, FIXED] {
+        images.model(true);
+        images.model(false);
+    }
+}
+
+#[test]
+fn a_resize_may_fail_at_any_call() {
+    let moved = Resizes { sizes: &[126 * GIB, 200 * GIB, 3 * GIB], ..TABLES };
+    for images in [moved, SMALL, FIXED] {
+        images.faults(&FaultKind::CHANGES, false, false);
+        images.faults(&SPACE, true, true);
+        images.faults(&[FaultKind::Read], false, false);
+    }
+}
+
+#[test]
+fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
+    SMALL.power_cut(3);
+    FIXED.power_cut(4);
+    Resizes { sizes: &[126 * GIB, 200 * GIB, 3 * GIB], ..TABLES }.power_cut(5);
+}
+
+/// An image without a parent ends its table with a block's entry, where the region may end, and what is
+/// behind the region is the guest's.
+#[test]
+fn growing_clears_no_guest_data_behind_the_table() {
+    for (options, old, new) in [
+        ("block_size=1M", 100 * GIB, 126 * GIB),
+        ("block_size=8M", 1000 * GIB, 1021 * GIB),
+        ("block_size=1M,logical_sector_size=4096", 100 * GIB, 127 * GIB),
+    ] {
+        let trial = Trial { options, guest_bytes: old, ..TABLES.trial };
+        let crash = CrashStorage::holding(&trial.image());
+        let storage: Arc<dyn Storage> = crash.clone();
+        let disk = trial.open(&storage, true).unwrap();
+        let write = |byte: u8| disk.write_at(&[byte; 8192], GuestOffset(0)).unwrap();
+        let look = |disk: &Disk, byte: u8, what: &str| {
+            let mut bytes = [0xee; 8192];
+            disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+            assert_eq!(bytes.iter().find(|found| **found != byte), None, "{options}, {what}");
+        };
+        write(0xaa);
+        disk.flush().unwrap();
+        disk.resize(new).unwrap();
+        look(&disk, 0xaa, "live");
+        // A replay of the log brings nothing of the guest's back.
+        write(0xbb);
+        disk.flush().unwrap();
+        let killed: Arc<dyn Storage> = Arc::new(crash.crash_now().everything());
+        look(&trial.open(&killed, true).unwrap(), 0xbb, "replayed");
+        disk.close().unwrap();
+        look(&trial.open(&storage, false).unwrap(), 0xbb, "closed");
+        sound(&storage, false, options);
+    }
+}
+
+/// The old place of a table that moved is a hole of the file, and of no account to the check.
+#[test]
+fn a_table_that_moves_leaves_no_leak() {
+    let storage: Arc<dyn Storage> = Arc::new(TABLES.trial.image());
+    let disk = TABLES.trial.open(&storage, true).unwrap();
+    disk.write_at(&[1; 4096], GuestOffset(0)).unwrap();
+    disk.resize(300 * GIB).unwrap();
+    disk.close().unwrap();
+    sound(&storage, false, "the table has moved");
+}
+
+fn child(size: u64) -> Arc<CrashStorage> {
+    let made: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    common::create(&made, size, "block_size=1M", Some(parent_ref()));
+    CrashStorage::holding(&*made)
+}
+
+fn open(storage: &Arc<dyn Storage>) -> Disk {
+    disk_of(open_format(storage, true).expect("opening"), true)
+}
+
+/// With a parent each chunk of 4 GiB has a sector bitmap: those of chunks that are gone are given up.
+#[test]
+fn a_child_that_is_made_smaller_leaves_no_sector_bitmap_behind() {
+    let storage: Arc<dyn Storage> = child(20 * GIB);
+    let disk = open(&storage);
+    for at in [0, 5 * GIB, 9 * GIB, 19 * GIB] {
+        disk.write_at(&[7; 512], GuestOffset(at + 4096)).unwrap();
+    }
+    disk.flush().unwrap();
+    disk.resize(6 * GIB).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    sound(&storage, false, "made smaller");
+    let disk = open(&storage);
+    disk.resize(20 * GIB).unwrap();
+    let mut bytes = [0xee; 512];
+    for (at, byte) in [(0, 7), (5 * GIB, 7), (9 * GIB, 0), (19 * GIB, 0)] {
+        disk.read_at(&mut bytes, GuestOffset(at + 4096)).unwrap();
+        assert_eq!(bytes, [byte; 512], "{at:#x}");
+        disk.write_at(&[8; 512], GuestOffset(at)).unwrap();
+        disk.read_at(&mut bytes, GuestOffset(at + 4096)).unwrap();
+        assert_eq!(bytes, [byte; 512], "{at:#x}, beside a write");
+    }
+    disk.close().unwrap();
+    sound(&storage, false, "grown again");
+}
+
+/// The log still has pages of a sector bitmap whose space becomes a block: a replay must not write them
+/// over the guest's data there.
+#[test]
+fn a_replay_writes_no_old_sector_bitmap_over_a_new_block() {
+    for shrink in [false, true] {
+        let crash = child(9 * GIB);
+        let storage: Arc<dyn Storage> = crash.clone();
+        let disk = open(&storage);
+        disk.write_at(&[7; 512], GuestOffset(8 * GIB + 4096)).unwrap();
+        disk.flush().unwrap();
+        if shrink {
+            disk.resize(3 * GIB).unwrap();
+        } else {
+            disk.top().empty().unwrap();
+        }
+        disk.flush().unwrap();
+        // Whole blocks, in all the space that was given up.
+        let bytes = vec![0x99; 8 * MIB as usize];
+        disk.write_at(&bytes, GuestOffset(0)).unwrap();
+        disk.flush().unwrap();
+        let mut rng = Rng::new(1);
+        let now = crash.crash_now();
+        for killed in [now.everything(), now.only_durable(), now.survivor(&mut rng)] {
+            let storage: Arc<dyn Storage> = Arc::new(killed);
+            let mut found = vec![0; bytes.len()];
+            open(&storage).read_at(&mut found, GuestOffset(0)).unwrap();
+            let strange = found.iter().position(|byte| *byte != 0x99);
+            assert_eq!(strange, None, "shrunk: {shrink}");
+        }
+    }
+}
