@@ -7,12 +7,17 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
 use crate::poll::{self, Lookers, Poll};
 
 /// Between two looks: some hundred nanoseconds, about as long as a look takes.
 const SPINS: u32 = 16;
+
+/// A peer that reads makes room for more within this time. One that first sends all that it has to
+/// say does not.
+const BRIEFLY: Duration = Duration::from_millis(2);
 
 /// A stream of bytes in both directions. One thread receives, one sends, at a time.
 pub trait Channel: Send + Sync + fmt::Debug {
@@ -37,6 +42,16 @@ pub trait Channel: Send + Sync + fmt::Debug {
     /// What the socket says.
     fn send(&self, bytes: &[u8]) -> io::Result<()>;
 
+    /// Those of the bytes that can be sent while waiting for the peer at most [`BRIEFLY`]: how many
+    /// were taken, and whether all of these have gone out. Where they have not,
+    /// [`Channel::send`] is to be called, if only with no bytes: it sends the rest first.
+    ///
+    /// # Errors
+    /// What the socket says.
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        self.send(bytes).map(|()| (bytes.len(), true))
+    }
+
     /// All of a header, then all of the data behind it.
     ///
     /// # Errors
@@ -54,6 +69,12 @@ pub trait Channel: Send + Sync + fmt::Debug {
 
     /// Ends one or both directions, also for whoever is waiting in another thread.
     fn shutdown(&self, how: Shutdown);
+
+    /// Whether nothing more will be received once what has arrived is read: the peer has left, or
+    /// one of the two has ended this direction. Does not wait.
+    fn has_left(&self) -> bool {
+        false
+    }
 }
 
 #[derive(Debug)]
@@ -88,10 +109,19 @@ impl Socket {
     }
 
     /// Some of the bytes, those of one slice behind those of another.
-    fn send_some(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let send =
-            || sendmsg(self.fd(), slices, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL);
+    fn send_some(&self, slices: &[IoSlice<'_>], flags: SendFlags) -> io::Result<usize> {
+        let flags = flags | SendFlags::NOSIGNAL;
+        let send = || sendmsg(self.fd(), slices, &mut SendAncillaryBuffer::default(), flags);
         Ok(rustix::io::retry_on_intr(send)?)
+    }
+
+    /// Waits until there is room for bytes to send, or until a moment. Whether there is room.
+    fn has_room_until(&self, until: Instant) -> bool {
+        let left = until.saturating_duration_since(Instant::now());
+        let wait = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
+        let fd = self.fd();
+        let mut fds = [PollFd::new(&fd, PollFlags::OUT)];
+        !left.is_zero() && rustix::event::poll(&mut fds, Some(&wait)).is_ok_and(|ready| ready > 0)
     }
 
     fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
@@ -152,9 +182,27 @@ impl Channel for Socket {
         }
     }
 
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        let (mut sent, mut until) = (0, None);
+        while sent < bytes.len() {
+            match self.send_some(&[IoSlice::new(&bytes[sent..])], SendFlags::DONTWAIT) {
+                Ok(more) => sent += more,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let until = *until.get_or_insert_with(|| Instant::now() + BRIEFLY);
+                    if !self.has_room_until(until) {
+                        break;
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok((sent, true))
+    }
+
     /// In one call, so that the peer is woken once.
     fn send_both(&self, head: &[u8], data: &[u8]) -> io::Result<()> {
-        let sent = self.send_some(&[IoSlice::new(head), IoSlice::new(data)])?;
+        let slices = [IoSlice::new(head), IoSlice::new(data)];
+        let sent = self.send_some(&slices, SendFlags::empty())?;
         if sent < head.len() {
             self.send(&head[sent..])?;
         }
@@ -180,6 +228,15 @@ impl Channel for Socket {
             Stream::Unix(stream) => stream.shutdown(how),
             Stream::Tcp(stream) => stream.shutdown(how),
         };
+    }
+
+    fn has_left(&self) -> bool {
+        let fd = self.fd();
+        let mut fds = [PollFd::new(&fd, PollFlags::RDHUP)];
+        // What cannot be asked is taken to be there: receiving from it tells.
+        let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
+        let over = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        asked && fds[0].revents().intersects(over)
     }
 }
 

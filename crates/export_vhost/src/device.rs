@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use vdkit_export::Export;
+use vdkit_export::{Client, Export};
 
 use crate::wire::CONFIG_MAX;
 
@@ -44,6 +44,8 @@ pub mod feature {
 #[derive(Debug)]
 pub struct Device {
     pub export: Arc<Export>,
+    /// The monitor, without which nothing is tried again that found no space.
+    pub client: Arc<Client>,
     /// Features that the guest's driver uses.
     acked: AtomicU64,
     /// The write cache as the guest has switched it.
@@ -51,8 +53,13 @@ pub struct Device {
 }
 
 impl Device {
-    pub fn new(export: Arc<Export>) -> Self {
-        Self { export, acked: AtomicU64::new(0), writeback: AtomicBool::new(true) }
+    pub fn new(export: Arc<Export>, client: Client) -> Self {
+        Self {
+            export,
+            client: Arc::new(client),
+            acked: AtomicU64::new(0),
+            writeback: AtomicBool::new(true),
+        }
     }
 
     /// Features that are offered.
