@@ -116,7 +116,8 @@ fn a_mount_that_ends_by_force_takes_its_writes_along() {
         } else {
             mounted.wait_for(writing.len() as u64);
         }
-        let unmount = Command::new("umount").args(["--force", "--lazy"]).arg(&mounted.file).status();
+        let unmount =
+            Command::new("umount").args(["--force", "--lazy"]).arg(&mounted.file).status();
         assert!(unmount.unwrap().success());
         for write in writing {
             write.join().unwrap().unwrap_err();

@@ -2,7 +2,9 @@
 //! in every order of their steps that a bound on preemptions allows. See `vdkit_testkit::loom_sync`.
 
 mod sync {
-    pub use vdkit_testkit::loom_sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
+    pub use vdkit_testkit::loom_sync::{
+        AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering,
+    };
 }
 
 #[path = "../../src/gathered.rs"]
