@@ -5,6 +5,7 @@ use std::io::{self, IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -70,8 +71,8 @@ pub trait Channel: Send + Sync + fmt::Debug {
     /// Ends one or both directions, also for whoever is waiting in another thread.
     fn shutdown(&self, how: Shutdown);
 
-    /// Whether nothing more will be received once what has arrived is read: the peer has left, or
-    /// one of the two has ended this direction. Does not wait.
+    /// Whether the peer has left, or has ended its direction, as far as its side of the connection
+    /// tells: also where what it sent before has not been received yet. Does not wait.
     fn has_left(&self) -> bool {
         false
     }
@@ -88,17 +89,23 @@ enum Stream {
 pub struct Socket {
     stream: Stream,
     poll: Poll,
+    /// The receiving direction was ended here, not by the peer.
+    ended_here: AtomicBool,
 }
 
 impl Socket {
     /// From this machine.
     pub fn unix(stream: UnixStream) -> Self {
-        Self { stream: Stream::Unix(stream), poll: Poll::new(Lookers::usual()) }
+        Self::over(Stream::Unix(stream), Lookers::usual())
     }
 
     /// From anywhere.
     pub fn tcp(stream: TcpStream) -> Self {
-        Self { stream: Stream::Tcp(stream), poll: Poll::new(Lookers::usual()) }
+        Self::over(Stream::Tcp(stream), Lookers::usual())
+    }
+
+    fn over(stream: Stream, lookers: &'static Lookers) -> Self {
+        Self { stream, poll: Poll::new(lookers), ended_here: AtomicBool::new(false) }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -223,6 +230,9 @@ impl Channel for Socket {
     }
 
     fn shutdown(&self, how: Shutdown) {
+        if how == Shutdown::Read {
+            self.ended_here.store(true, Ordering::SeqCst);
+        }
         // A peer that is gone already is no error here.
         let _ = match &self.stream {
             Stream::Unix(stream) => stream.shutdown(how),
@@ -232,11 +242,13 @@ impl Channel for Socket {
 
     fn has_left(&self) -> bool {
         let fd = self.fd();
-        let mut fds = [PollFd::new(&fd, PollFlags::RDHUP)];
+        // Where the service ends, what its clients have asked for is still done.
+        let ended_here = self.ended_here.load(Ordering::SeqCst);
+        let asks = if ended_here { PollFlags::empty() } else { PollFlags::RDHUP };
+        let mut fds = [PollFd::new(&fd, asks)];
         // What cannot be asked is taken to be there: receiving from it tells.
         let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
-        let over = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-        asked && fds[0].revents().intersects(over)
+        asked && fds[0].revents().intersects(asks | PollFlags::HUP | PollFlags::ERR)
     }
 }
 
@@ -269,7 +281,7 @@ mod tests {
     fn trusted() -> (Socket, UnixStream) {
         let (here, there) = UnixStream::pair().unwrap();
         let lookers = Box::leak(Box::new(Lookers::new(1)));
-        let socket = Socket { stream: Stream::Unix(here), poll: Poll::new(lookers) };
+        let socket = Socket::over(Stream::Unix(here), lookers);
         for _ in 0..4 {
             socket.poll.slept(poll::WINDOW);
         }
@@ -298,6 +310,38 @@ mod tests {
             drop(there);
             assert_eq!(socket.look(&mut buf, Instant::now()).unwrap(), Some(got));
         }
+    }
+
+    #[test]
+    fn a_peer_has_left_before_its_last_bytes_are_read_and_not_because_we_end() {
+        let (here, mut there) = UnixStream::pair().unwrap();
+        let socket = Socket::unix(here);
+        there.write_all(b"bytes").unwrap();
+        assert!(!socket.has_left());
+        drop(there);
+        assert!(socket.has_left());
+        let (here, there) = UnixStream::pair().unwrap();
+        let socket = Socket::unix(here);
+        socket.shutdown(Shutdown::Read);
+        assert!(!socket.has_left());
+        drop(there);
+        assert!(socket.has_left());
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_is_not_waited_for() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let socket = Socket::unix(here);
+        let bytes = vec![7; 3_000_000];
+        let (sent, all) = socket.send_ready(&bytes).unwrap();
+        assert!(all && sent > 0 && sent < bytes.len(), "{sent} bytes");
+        // Every byte is sent once.
+        let mut received = vec![0; sent];
+        (&there).read_exact(&mut received).unwrap();
+        assert!(received.iter().all(|byte| *byte == 7));
+        there.set_nonblocking(true).unwrap();
+        let empty = (&there).read(&mut [0]).unwrap_err();
+        assert_eq!(empty.kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]
