@@ -58,14 +58,16 @@ impl Export {
     }
 
     /// The bitmaps that a client may read: of those that were named when the service began or were
-    /// added since, the ones that the image has now and that can be trusted.
+    /// added since, the ones that the image has now and that can be trusted. Any stranger may ask, so
+    /// no client's requests wait for this.
     pub fn offered_bitmaps(&self) -> Vec<String> {
         let mut offered = self.offered.lock().clone();
         if offered.is_empty() {
             return offered;
         }
-        match self.list_bitmaps() {
-            Ok(BitmapList { bitmaps }) => offered.retain(|name| {
+        let disk = self.disk();
+        match bitmaps_of(&disk).and_then(Bitmaps::list) {
+            Ok(bitmaps) => offered.retain(|name| {
                 let here = |status: &&BitmapStatus| status.info.name == *name;
                 bitmaps.iter().find(here).is_some_and(|status| status.dirty_bytes.is_some())
             }),

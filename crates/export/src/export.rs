@@ -11,6 +11,7 @@ use vdkit_block::{
 use vdkit_chain::{Disk, Ready};
 
 use crate::changes::ChangeMap;
+use crate::client::{ASK_EVERY, Client};
 use crate::control::Answer;
 use crate::counters::{Counters, Stats};
 use crate::images::ImageChain;
@@ -92,7 +93,8 @@ impl Change {
     }
 }
 
-/// Called once when a change that was kept has been done, or will never be.
+/// Called once when a change that was kept has been done, or will never be. Changes of all clients
+/// wait for its return, so it must not wait for a client.
 pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// The disk of an export, and who watches it.
@@ -148,7 +150,7 @@ impl Deref for Held<'_> {
 impl Held<'_> {
     /// A range was changed, or that was tried and failed. Never to be called before: see
     /// [`ChangeMap`].
-    fn changed(&self, at: u64, len: u64) {
+    pub(crate) fn changed(&self, at: u64, len: u64) {
         if let Some(changes) = &self.0.changes {
             changes.mark(at, len);
         }
@@ -231,13 +233,35 @@ impl Export {
     /// The disk for one request. Waits while the export is paused, or somebody is
     /// alone with the disk.
     pub fn hold(&self) -> Held<'_> {
-        if self.paused.load(Ordering::Acquire) {
+        if self.paused() {
             let mut guard = self.pause.0.lock();
-            while self.paused.load(Ordering::Acquire) {
+            while self.paused() {
                 self.pause.1.wait(&mut guard);
             }
         }
         self.disk()
+    }
+
+    /// As [`Export::hold`], for a request of a client that may leave while it waits.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] where it has left.
+    pub(crate) fn hold_for(&self, client: &Client) -> Result<Held<'_>> {
+        if let Some(held) = self.hold_ready() {
+            return Ok(held);
+        }
+        if self.paused() {
+            let mut guard = self.pause.0.lock();
+            while self.paused() && !client.has_left() {
+                self.pause.1.wait_for(&mut guard, ASK_EVERY);
+            }
+        }
+        if client.has_left() {
+            return Err(Error::Interrupted);
+        }
+        let held = self.disk();
+        // Asked again, as somebody may have been alone with the disk for long.
+        if client.has_left() { Err(Error::Interrupted) } else { Ok(held) }
     }
 
     /// The disk for one who is no client: waits for nobody but those who are alone with it.
@@ -324,45 +348,6 @@ impl Export {
         self.hold().read_at(buf, GuestOffset(at))
     }
 
-    /// Writes; with `durable`, so that a power cut after it returned loses nothing of it.
-    ///
-    /// # Errors
-    /// As [`Disk::write_at`].
-    pub fn write(&self, data: &[u8], at: u64, durable: bool) -> Result<()> {
-        let disk = self.hold();
-        self.check_writable()?;
-        let done = disk.write_at(data, GuestOffset(at));
-        disk.changed(at, data.len() as u64);
-        done?;
-        self.settle(&disk, durable)
-    }
-
-    /// Writes zeroes.
-    ///
-    /// # Errors
-    /// As [`Disk::write_zeroes`].
-    pub fn zero(&self, at: u64, len: u64, may_unmap: bool, durable: bool) -> Result<()> {
-        let disk = self.hold();
-        self.check_writable()?;
-        let done = disk.write_zeroes(GuestOffset(at), len, may_unmap);
-        disk.changed(at, len);
-        done?;
-        self.settle(&disk, durable)
-    }
-
-    /// Gives bytes back.
-    ///
-    /// # Errors
-    /// As [`Disk::discard`].
-    pub fn discard(&self, at: u64, len: u64, durable: bool) -> Result<()> {
-        let disk = self.hold();
-        self.check_writable()?;
-        let done = disk.discard(GuestOffset(at), len);
-        disk.changed(at, len);
-        done?;
-        self.settle(&disk, durable)
-    }
-
     /// Makes everything durable whose request had ended before, by whatever front it came.
     ///
     /// # Errors
@@ -371,22 +356,8 @@ impl Export {
         self.hold().flush()
     }
 
-    /// Reads bytes into the host's cache.
-    ///
-    /// # Errors
-    /// What reading them returns.
-    pub fn prefetch(&self, at: u64, len: u64) -> Result<()> {
-        let mut piece = vec![0; len.min(1 << 20) as usize];
-        let mut done = 0;
-        while done < len {
-            let step = (len - done).min(piece.len() as u64);
-            self.read(&mut piece[..step as usize], at + done)?;
-            done += step;
-        }
-        Ok(())
-    }
-
-    fn settle(&self, disk: &Disk, durable: bool) -> Result<()> {
+    /// Makes a change durable where that was asked for.
+    pub(crate) fn settle(&self, disk: &Disk, durable: bool) -> Result<()> {
         if durable && !disk.cache().write_durable() { disk.flush() } else { Ok(()) }
     }
 
@@ -404,20 +375,34 @@ impl Export {
     /// Whether a change or a flush that failed so is kept instead of reported. A sync that found no
     /// space has lost bytes, which no later attempt brings back: that is reported.
     pub fn keeps(&self, error: &Error) -> bool {
+        self.options.on_nospace == OnNoSpace::Pause && Self::is_for_want_of_space(error)
+    }
+
+    /// Whether something failed for want of space, with nothing lost.
+    pub(crate) fn is_for_want_of_space(error: &Error) -> bool {
         let lost = matches!(
             error,
             Error::File { action: IoAction::Sync, .. } | Error::Io { action: IoAction::Sync, .. }
         );
-        let pauses = self.options.on_nospace == OnNoSpace::Pause;
-        pauses && error.kind() == ErrorKind::NoSpace && !lost
+        error.kind() == ErrorKind::NoSpace && !lost
     }
 
     /// Does a change that was kept; see `parking`.
-    pub(crate) fn apply(&self, change: &Change, at: u64, durable: bool) -> Result<()> {
+    pub(crate) fn apply(
+        &self,
+        client: &Client,
+        change: &Change,
+        at: u64,
+        durable: bool,
+    ) -> Result<()> {
+        if client.has_left() {
+            return Err(Error::Interrupted);
+        }
+        let requests = self.requests(client);
         match change {
-            Change::Write(data) => self.write(data, at, durable),
-            Change::Zero { len, may_unmap } => self.zero(at, *len, *may_unmap, durable),
-            Change::Flush { .. } => self.flush(),
+            Change::Write(data) => requests.write(data, at, durable),
+            Change::Zero { len, may_unmap } => requests.zero(at, *len, *may_unmap, durable),
+            Change::Flush { .. } => self.hold_for(client)?.flush(),
         }
     }
 
@@ -434,7 +419,8 @@ impl Export {
         self.keep_claimed(change, at, durable, error, Arc::default(), done);
     }
 
-    /// As [`Export::keep`], for one who may lose interest: see [`Claim::withdraw`].
+    /// As [`Export::keep`], for a client that may leave (then `done` is dropped) or lose interest: see
+    /// [`Claim::withdraw`].
     pub fn keep_claimed(
         self: &Arc<Self>,
         change: Change,
@@ -445,6 +431,12 @@ impl Export {
         done: Done,
     ) {
         Parking::keep(self, change, at, durable, error, claim, done);
+    }
+
+    /// Gives up what is kept for a client that has left. None of it is done any more when this
+    /// returns.
+    pub fn forget(&self, client: &Client) {
+        self.parking.forget(client);
     }
 
     /// What is kept for want of space.

@@ -5,6 +5,9 @@
 //! every second, and all others once one came through. `vdkit ctl SOCKET resume` makes it try at
 //! once.
 //!
+//! That thread serves all clients, so it waits for none of them: it hands an answer over ([`Done`])
+//! and goes on. Before each attempt it asks whether the client is still there.
+//!
 //! What was kept is written in any order relative to later requests: a client that has not been
 //! answered has no claim to an order.
 
@@ -14,8 +17,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
-use vdkit_block::Error;
+use vdkit_block::{Error, Result};
 
+use crate::client::{ASK_EVERY, Client};
 use crate::export::{Change, Done, Export};
 
 /// How long between two attempts.
@@ -28,10 +32,14 @@ const KEPT_BYTES_MAX: u64 = 256 << 20;
 /// done. Zeroes have no bytes, and a client may send millions of them.
 const KEPT_BYTES_EACH: u64 = 256;
 
-/// Who waits for a change that is kept. Whoever will not be answered any more must withdraw what
-/// it asked for: the change would be done later, over what others have written since.
+/// A client's wish that a change be made. Whoever will not be answered any more must withdraw what
+/// it asked for, or leave: the change would be made later, over what others have written since.
 #[derive(Debug, Default)]
-pub struct Claim(Mutex<ClaimState>);
+pub struct Claim {
+    /// Held while the change is tried.
+    state: Mutex<ClaimState>,
+    client: Arc<Client>,
+}
 
 #[derive(Debug, Default, PartialEq)]
 enum ClaimState {
@@ -42,23 +50,38 @@ enum ClaimState {
 }
 
 impl Claim {
+    /// A wish of this client.
+    pub fn of(client: &Arc<Client>) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::default(), client: client.clone() })
+    }
+
     /// Gives the change up, after an attempt that is under way. `false`: it has been done, or has
     /// failed, and was answered or is about to be. `true`: it will never be.
     pub fn withdraw(&self) -> bool {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         if *state == ClaimState::Waits {
             *state = ClaimState::Withdrawn;
         }
         *state == ClaimState::Withdrawn
     }
 
-    fn withdrawn(&self) -> bool {
-        *self.0.lock() == ClaimState::Withdrawn
+    /// Whether nobody waits any more. A client that has left has withdrawn all it asked for.
+    fn is_given_up(&self) -> bool {
+        let mut state = self.state.lock();
+        if *state == ClaimState::Waits && self.client.has_left() {
+            *state = ClaimState::Withdrawn;
+        }
+        *state == ClaimState::Withdrawn
+    }
+
+    /// As [`Claim::is_given_up`], as far as somebody has noticed it.
+    fn is_noted_as_given_up(&self) -> bool {
+        self.client.is_noted_as_left() || *self.state.lock() == ClaimState::Withdrawn
     }
 
     /// Whether there is still somebody to answer, which happens now.
     fn answer(&self) -> bool {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         let waits = *state == ClaimState::Waits;
         if waits {
             *state = ClaimState::Answered;
@@ -75,6 +98,15 @@ struct Parked {
     done: Done,
 }
 
+impl Parked {
+    /// Answers, unless nobody waits any more.
+    fn answer(self, done: Result<()>) {
+        if self.claim.answer() {
+            (self.done)(done);
+        }
+    }
+}
+
 #[derive(Default)]
 struct State {
     queue: VecDeque<Parked>,
@@ -83,6 +115,8 @@ struct State {
     memory: u64,
     /// Requests that wait for what is in the queue or is tried now.
     requests: u64,
+    /// Whose change is tried or answered now.
+    tried: Option<Arc<Client>>,
     /// The thread that tries again is there.
     running: bool,
     /// Somebody says that there may be space now.
@@ -108,6 +142,15 @@ impl State {
         self.memory = self.memory.saturating_sub(change.held_bytes() + KEPT_BYTES_EACH);
         self.bytes = self.bytes.saturating_sub(change.held_bytes());
         self.requests = self.requests.saturating_sub(change.requests());
+    }
+
+    /// Takes out of the queue what `chosen` says, for the caller to drop without the lock.
+    fn take(&mut self, chosen: impl Fn(&Parked) -> bool) -> Vec<Parked> {
+        let (taken, rest) =
+            std::mem::take(&mut self.queue).into_iter().partition::<VecDeque<_>, _>(chosen);
+        self.queue = rest;
+        taken.iter().for_each(|parked| self.forget(&parked.change));
+        taken.into()
     }
 }
 
@@ -152,14 +195,15 @@ impl Parking {
     ) {
         let parking = &export.parking;
         let mut state = parking.state.lock();
-        while state.memory >= KEPT_BYTES_MAX && !state.closed && !claim.withdrawn() {
-            parking.changed.wait_for(&mut state, RETRY_AFTER);
+        while state.memory >= KEPT_BYTES_MAX && !state.closed && !claim.is_given_up() {
+            parking.changed.wait_for(&mut state, ASK_EVERY);
         }
+        let parked = Parked { claim, change, at, durable, done };
         if state.closed {
             drop(state);
-            if claim.answer() {
-                done(Err(error));
-            }
+            return parked.answer(Err(error));
+        }
+        if parked.claim.is_given_up() {
             return;
         }
         if state.since.is_none() {
@@ -170,30 +214,29 @@ impl Parking {
                 "out of space: writes wait until there is some ({error})"
             );
         }
-        state.count(&change);
-        state.queue.push_back(Parked { claim, change, at, durable, done });
+        state.count(&parked.change);
+        state.queue.push_back(parked);
         if !state.running {
-            state.running = true;
-            let lost = export.name().to_owned();
-            let export = export.clone();
-            let spawned = std::thread::Builder::new()
-                .name("nospace".to_owned())
-                .spawn(move || retry(&export));
-            if spawned.is_err() {
+            state.running = parking.start(export);
+            if !state.running {
                 // No thread to try again: then the client has to know.
-                state.running = false;
-                let failed = std::mem::take(&mut state.queue);
-                (state.bytes, state.memory, state.requests) = (0, 0, 0);
+                let failed = state.take(|_| true);
                 state.since = None;
                 drop(state);
-                for parked in failed.into_iter().filter(|parked| parked.claim.answer()) {
-                    (parked.done)(Err(Error::NoSpace {
-                        file: lost.clone(),
-                        what: "and no thread to wait for it".to_owned(),
-                    }));
+                for parked in failed {
+                    let what = "and no thread to wait for it".to_owned();
+                    let file = export.name().to_owned();
+                    parked.answer(Err(Error::NoSpace { file, what }));
                 }
             }
         }
+    }
+
+    /// Starts the thread that tries again; says whether there is one.
+    fn start(&self, export: &Arc<Export>) -> bool {
+        let export = export.clone();
+        let builder = std::thread::Builder::new().name("nospace".to_owned());
+        builder.spawn(move || retry(&export)).is_ok()
     }
 
     /// Makes the next attempt begin now.
@@ -213,77 +256,104 @@ impl Parking {
         }
     }
 
+    /// See [`Export::forget`].
+    pub(crate) fn forget(&self, client: &Client) {
+        client.leave();
+        let is_own = |other: &Arc<Client>| std::ptr::eq(&**other, client);
+        let mut state = self.state.lock();
+        let gone = state.take(|parked| is_own(&parked.claim.client));
+        self.changed.notify_all();
+        while state.tried.as_ref().is_some_and(is_own) {
+            self.changed.wait(&mut state);
+        }
+        drop(state);
+        drop(gone);
+    }
+
     /// Gives up on what waits.
     pub(crate) fn close(&self) {
         let failed = {
             let mut state = self.state.lock();
             state.closed = true;
-            let failed = std::mem::take(&mut state.queue);
-            failed.iter().for_each(|parked| state.forget(&parked.change));
-            failed
+            state.take(|_| true)
         };
         self.changed.notify_all();
-        for parked in failed.into_iter().filter(|parked| parked.claim.answer()) {
-            (parked.done)(Err(Error::Interrupted));
+        failed.into_iter().for_each(|parked| parked.answer(Err(Error::Interrupted)));
+    }
+
+    /// The change that is tried next, after a pause where the last one found no space. Nothing
+    /// where none is left, and then the thread must end.
+    fn next(&self, export: &Export, pause: bool) -> Option<Parked> {
+        let mut state = self.state.lock();
+        if pause && !state.retry && !state.closed {
+            self.changed.wait_for(&mut state, RETRY_AFTER);
         }
+        state.retry = false;
+        let gone = if pause && state.queue.iter().any(|parked| parked.claim.is_noted_as_given_up())
+        {
+            state.take(|parked| parked.claim.is_noted_as_given_up())
+        } else {
+            Vec::new()
+        };
+        let next = state.queue.pop_front();
+        if let Some(parked) = &next {
+            state.tried = Some(parked.claim.client.clone());
+        } else {
+            state.running = false;
+            state.reason.clear();
+            if state.since.take().is_some() {
+                tracing::warn!(export = export.name(), "there is space again: writes go on");
+            }
+        }
+        drop(state);
+        // What is kept may do something when it is dropped.
+        drop(gone);
+        next
+    }
+
+    /// Tries a change. Says whether it found no space, and is kept again.
+    fn attempt(&self, export: &Export, parked: Parked) -> bool {
+        let client = &parked.claim.client;
+        let mut claim = parked.claim.state.lock();
+        let mut done = Err(Error::Interrupted);
+        if *claim == ClaimState::Waits {
+            done = export.apply(client, &parked.change, parked.at, parked.durable);
+            if done.is_err() && client.is_noted_as_left() {
+                *claim = ClaimState::Withdrawn;
+            }
+        }
+        let again = matches!(&done, Err(error) if export.keeps(error));
+        // Before the claim is given back: what was done cannot be withdrawn any more.
+        let answers = *claim == ClaimState::Waits && !again;
+        if answers {
+            *claim = ClaimState::Answered;
+        }
+        drop(claim);
+        let mut state = self.state.lock();
+        if again && !state.closed && !parked.claim.is_noted_as_given_up() {
+            state.queue.push_front(parked);
+        } else {
+            state.forget(&parked.change);
+            drop(state);
+            if answers {
+                (parked.done)(done);
+            } else if again {
+                parked.answer(done);
+            }
+            state = self.state.lock();
+        }
+        state.tried = None;
+        drop(state);
+        self.changed.notify_all();
+        again
     }
 }
 
 /// Tries what waits until nothing does.
 fn retry(export: &Export) {
-    let parking = &export.parking;
-    let mut wait = true;
-    loop {
-        let parked = {
-            let mut state = parking.state.lock();
-            if wait && !state.retry && !state.closed {
-                parking.changed.wait_for(&mut state, RETRY_AFTER);
-            }
-            state.retry = false;
-            let Some(parked) = state.queue.pop_front() else {
-                state.running = false;
-                state.reason.clear();
-                if state.since.take().is_some() {
-                    tracing::warn!(export = export.name(), "there is space again: writes go on");
-                }
-                return;
-            };
-            parked
-        };
-        let mut claim = parked.claim.0.lock();
-        if *claim == ClaimState::Withdrawn {
-            drop(claim);
-            let mut state = parking.state.lock();
-            state.forget(&parked.change);
-            drop(state);
-            parking.changed.notify_all();
-            wait = false;
-            continue;
-        }
-        match export.apply(&parked.change, parked.at, parked.durable) {
-            Err(error) if export.keeps(&error) => {
-                drop(claim);
-                let mut state = parking.state.lock();
-                if state.closed {
-                    state.forget(&parked.change);
-                    drop(state);
-                    if parked.claim.answer() {
-                        (parked.done)(Err(error));
-                    }
-                } else {
-                    state.queue.push_front(parked);
-                }
-                wait = true;
-            }
-            done => {
-                *claim = ClaimState::Answered;
-                drop(claim);
-                parking.state.lock().forget(&parked.change);
-                parking.changed.notify_all();
-                (parked.done)(done);
-                wait = false;
-            }
-        }
+    let mut pause = true;
+    while let Some(parked) = export.parking.next(export, pause) {
+        pause = export.parking.attempt(export, parked);
     }
 }
 

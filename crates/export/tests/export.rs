@@ -1,14 +1,15 @@
 //! What an export promises to every front.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use vdkit_block::{Error, ErrorKind, GuestOffset, Storage};
-use vdkit_export::{Change, Export, ExportOptions};
+use vdkit_block::{Error, ErrorKind, GuestOffset, NewBitmap, Storage};
+use vdkit_export::{Change, Claim, Client, Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen};
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage};
 
 const GROWING: [FaultKind; 4] =
     [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
@@ -117,4 +118,121 @@ fn what_is_kept_holds_a_bounded_amount_of_memory() {
     assert_eq!(export.parked().bytes, 0);
     faulty.heal();
     export.close().unwrap();
+}
+
+/// A client that is gone when it has been asked for so often.
+fn leaving(after: u32) -> (Client, Arc<AtomicU32>) {
+    let asked = Arc::new(AtomicU32::new(0));
+    let counted = asked.clone();
+    (Client::new(move || counted.fetch_add(1, Ordering::SeqCst) >= after), asked)
+}
+
+#[test]
+fn what_takes_long_ends_when_its_client_leaves() {
+    const DATA: u64 = 64 * MIB;
+    let counting = CountingStorage::new(Arc::new(MemoryStorage::new("image")));
+    let disk = qcow2(counting.clone(), 1 << 50, "cluster_size=2M");
+    disk.write_at(&vec![1; DATA as usize], GuestOffset(0)).unwrap();
+    let export = Export::new(disk, ExportOptions::default());
+    let before = counting.counts().bytes_read;
+    let (client, _) = leaving(4);
+    let done = export.requests(&client).prefetch(0, 1 << 50);
+    assert!(matches!(done, Err(Error::Interrupted)), "{done:?}");
+    let read = counting.counts().bytes_read - before;
+    assert!((MIB..DATA / 2).contains(&read), "{read} bytes");
+    // Half a PiB in steps.
+    for discards in [false, true] {
+        let (client, asked) = leaving(10);
+        let requests = export.requests(&client);
+        let done = if discards {
+            requests.discard(DATA, 1 << 49, true)
+        } else {
+            requests.zero(DATA, 1 << 49, true, false)
+        };
+        assert!(matches!(done, Err(Error::Interrupted)), "{done:?}");
+        assert_eq!(asked.load(Ordering::SeqCst), 11);
+    }
+    export.close().unwrap();
+}
+
+#[test]
+fn a_cache_keeps_no_more_than_a_gigabyte_of_one_request() {
+    let counting = CountingStorage::new(Arc::new(MemoryStorage::new("image")));
+    let disk = qcow2(counting.clone(), 1 << 40, "");
+    disk.write_at(&[1; 4096], GuestOffset(1 << 39)).unwrap();
+    let export = Export::new(disk, ExportOptions::default());
+    let client = Client::default();
+    // Holes count for nothing.
+    let before = counting.counts().bytes_read;
+    export.requests(&client).prefetch(0, 1 << 40).unwrap();
+    let read = counting.counts().bytes_read - before;
+    assert!((4096..16 * MIB).contains(&read), "{read} bytes");
+    export.close().unwrap();
+}
+
+#[test]
+fn a_change_is_not_tried_again_for_a_client_that_has_left() {
+    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+    let export = Export::new(qcow2(faulty.clone(), 4 * MIB, ""), ExportOptions::default());
+    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    let gone = Arc::new(AtomicBool::new(false));
+    let left = gone.clone();
+    let client = Arc::new(Client::new(move || left.load(Ordering::SeqCst)));
+    let (tell, told) = channel::<()>();
+    let done = Box::new(move |_| tell.send(()).unwrap());
+    let change = Change::Write(vec![5; 4096]);
+    export.keep_claimed(change, 0, false, no_space(), Claim::of(&client), done);
+    // Nobody has noticed that it left; space comes, and somebody else writes.
+    gone.store(true, Ordering::SeqCst);
+    faulty.heal();
+    export.write(&[6; 4096], 0, true).unwrap();
+    // What was to be called is dropped.
+    assert_eq!(told.recv_timeout(PATIENCE), Err(std::sync::mpsc::RecvTimeoutError::Disconnected));
+    let mut found = [0; 4096];
+    export.read(&mut found, 0).unwrap();
+    assert_eq!(found, [6; 4096]);
+    assert_eq!((export.parked().requests, export.parked().bytes), (0, 0));
+    export.close().unwrap();
+}
+
+#[test]
+fn a_client_that_is_forgotten_leaves_nothing_and_others_stay() {
+    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+    let export = Export::new(qcow2(faulty.clone(), 4 * MIB, ""), ExportOptions::default());
+    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    let stays = keep(&export, vec![1; 4096], 0);
+    let client = Arc::new(Client::default());
+    for at in 1..4 {
+        let change = Change::Write(vec![5; 4096]);
+        let done = Box::new(|_| panic!("nobody is there to be answered"));
+        export.keep_claimed(change, at * MIB, false, no_space(), Claim::of(&client), done);
+    }
+    assert_eq!(export.parked().requests, 4);
+    export.forget(&client);
+    assert_eq!((export.parked().requests, export.parked().bytes), (1, 4096));
+    faulty.heal();
+    export.resume();
+    stays.recv_timeout(PATIENCE).unwrap().unwrap();
+    let mut found = [9; 1];
+    export.read(&mut found, MIB).unwrap();
+    assert_eq!(found, [0]);
+    export.close().unwrap();
+}
+
+#[test]
+fn offered_bitmaps_are_told_while_requests_run() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    let disk = qcow2(storage, MIB, "");
+    let new = NewBitmap { name: "b", granularity: None, enabled: true };
+    disk.top().bitmaps().unwrap().add(&new).unwrap();
+    let bitmaps = vec!["b".to_owned(), "none".to_owned()];
+    let export = Export::new(disk, ExportOptions { bitmaps, ..ExportOptions::default() });
+    let (tell, told) = channel();
+    std::thread::scope(|scope| {
+        let request = export.hold();
+        scope.spawn(|| tell.send(export.offered_bitmaps()).unwrap());
+        let offered = told.recv_timeout(PATIENCE);
+        drop(request);
+        assert_eq!(offered.unwrap(), ["b"]);
+    });
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use fuser::{Errno, ReplyData, ReplyEmpty, ReplyWrite};
 use vdkit_block::{Error, Result};
 use vdkit_chain::Ready;
-use vdkit_export::{Change, Export, OpKind};
+use vdkit_export::{Change, Claim, Client, Export, OpKind};
 
 use crate::attributes::Attributes;
 use crate::buffer;
@@ -25,6 +25,8 @@ const WARY_WRITES: u32 = 32;
 #[derive(Debug)]
 pub struct Lanes {
     pub export: Arc<Export>,
+    /// Whoever has the file open, as long as it is mounted.
+    client: Arc<Client>,
     pub pool: Pool,
     pub attributes: Attributes,
     /// Writing past the end makes the disk larger.
@@ -60,9 +62,15 @@ impl ChangeReply for ReplyEmpty {
 }
 
 impl Lanes {
-    pub fn new(export: Arc<Export>, attributes: Attributes, growable: bool) -> Self {
+    pub fn new(
+        export: Arc<Export>,
+        client: Arc<Client>,
+        attributes: Attributes,
+        growable: bool,
+    ) -> Self {
         Self {
             export,
+            client,
             pool: Pool::default(),
             attributes,
             growable,
@@ -196,23 +204,31 @@ impl Lanes {
         let lanes = Arc::clone(self);
         let answer = move |done: Result<()>| {
             lanes.count(kind, len, began, done.is_ok());
-            lanes.attributes.touch();
+            if kind != OpKind::Flush {
+                lanes.attributes.touch();
+            }
             match done {
                 Ok(()) => reply.done(len),
                 Err(error) => reply.failed(lanes.failure(&error)),
             }
         };
+        // It may have waited for a thread while the mount was ended by force.
+        if self.client.has_left() {
+            return answer(Err(Error::Interrupted));
+        }
         if let Err(error) = self.grow_to(at.saturating_add(len)) {
             return answer(Err(error));
         }
+        let requests = self.export.requests(&self.client);
         let done = match &change {
-            Change::Write(data) => self.export.write(data, at, durable),
-            Change::Zero { len, may_unmap } => self.export.zero(at, *len, *may_unmap, durable),
+            Change::Write(data) => requests.write(data, at, durable),
+            Change::Zero { len, may_unmap } => requests.zero(at, *len, *may_unmap, durable),
             Change::Flush { .. } => self.export.flush(),
         };
         match done {
             Err(error) if self.export.keeps(&error) => {
-                self.export.keep(change, at, durable, error, Box::new(answer));
+                let claim = Claim::of(&self.client);
+                self.export.keep_claimed(change, at, durable, error, claim, Box::new(answer));
             }
             done => answer(done),
         }
@@ -224,12 +240,7 @@ impl Lanes {
         let lanes = Arc::clone(self);
         self.export.counters().lane(false);
         self.pool.run(0, move || {
-            let done = lanes.export.flush();
-            lanes.count(OpKind::Flush, 0, began, done.is_ok());
-            match done {
-                Ok(()) => reply.ok(),
-                Err(error) => reply.error(lanes.failure(&error)),
-            }
+            lanes.change(0, Change::Flush { requests: 1 }, true, began, reply);
         });
     }
 

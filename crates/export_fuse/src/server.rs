@@ -1,6 +1,7 @@
 //! Mounting, serving, and the end of it.
 
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,7 +10,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fuser::{Config, MountOption, Session, SessionACL, SessionUnmounter};
-use vdkit_export::Export;
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use vdkit_export::{Client, Export};
 
 use crate::attributes::Attributes;
 use crate::disk_file::DiskFile;
@@ -76,19 +79,28 @@ impl Server {
             owner.permissions &= !0o222;
         }
         let attributes = Attributes::new(owner);
-        let lanes = Arc::new(Lanes::new(export, attributes, options.growable));
+        let device = Arc::new(Mutex::new(None));
+        let watched = Arc::clone(&device);
+        let client = Arc::new(Client::new(move || watched.lock().as_ref().is_some_and(is_cut_off)));
+        let lanes = Arc::new(Lanes::new(export, Arc::clone(&client), attributes, options.growable));
         let failed = |source: io::Error| match source.kind() {
             io::ErrorKind::NotFound => MountError::NoHelper { file: file.to_owned() },
             _ => MountError::Mount { file: file.to_owned(), source },
         };
         let disk_file = DiskFile(Arc::clone(&lanes));
         let mut session = Session::new(disk_file, point.path(), &config).map_err(failed)?;
+        *device.lock() = Some(session.as_fd().try_clone_to_owned().map_err(failed)?);
         let unmounter = session.unmount_callable();
         let (tell, ended) = mpsc::channel();
+        let served = Arc::clone(&lanes);
         let session = std::thread::Builder::new()
             .name("fuse".to_owned())
             .spawn(move || {
                 let done = session.run();
+                // What is still kept for the mount must not be done over what others write.
+                served.export.forget(&client);
+                // With a descriptor left, the kernel would wait for answers.
+                device.lock().take();
                 // Nobody listens any more where patience ran out.
                 let _ = tell.send(());
                 done
@@ -153,6 +165,14 @@ impl Drop for Server {
             tracing::warn!("{}: cannot be unmounted: {error}", self.point.path().display());
         }
     }
+}
+
+/// Whether the kernel has ended the connection: unmounted by force, or aborted. An error says so
+/// also while nobody reads from the device.
+fn is_cut_off(device: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(device, PollFlags::empty())];
+    let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
+    asked && fds[0].revents().contains(PollFlags::ERR)
 }
 
 fn config_of(export: &Export, options: &ServerOptions) -> Config {

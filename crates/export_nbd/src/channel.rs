@@ -5,14 +5,20 @@ use std::io::{self, IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
 use crate::poll::{self, Lookers, Poll};
 
 /// Between two looks: some hundred nanoseconds, about as long as a look takes.
 const SPINS: u32 = 16;
+
+/// A peer that reads makes room for more within this time. One that first sends all that it has to
+/// say does not.
+const BRIEFLY: Duration = Duration::from_millis(2);
 
 /// A stream of bytes in both directions. One thread receives, one sends, at a time.
 pub trait Channel: Send + Sync + fmt::Debug {
@@ -37,6 +43,16 @@ pub trait Channel: Send + Sync + fmt::Debug {
     /// What the socket says.
     fn send(&self, bytes: &[u8]) -> io::Result<()>;
 
+    /// Those of the bytes that can be sent while waiting for the peer at most [`BRIEFLY`]: how many
+    /// were taken, and whether all of these have gone out. Where they have not,
+    /// [`Channel::send`] is to be called, if only with no bytes: it sends the rest first.
+    ///
+    /// # Errors
+    /// What the socket says.
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        self.send(bytes).map(|()| (bytes.len(), true))
+    }
+
     /// All of a header, then all of the data behind it.
     ///
     /// # Errors
@@ -54,6 +70,12 @@ pub trait Channel: Send + Sync + fmt::Debug {
 
     /// Ends one or both directions, also for whoever is waiting in another thread.
     fn shutdown(&self, how: Shutdown);
+
+    /// Whether the peer has left, or has ended its direction, as far as its side of the connection
+    /// tells: also where what it sent before has not been received yet. Does not wait.
+    fn has_left(&self) -> bool {
+        false
+    }
 }
 
 #[derive(Debug)]
@@ -67,17 +89,23 @@ enum Stream {
 pub struct Socket {
     stream: Stream,
     poll: Poll,
+    /// The receiving direction was ended here, not by the peer.
+    ended_here: AtomicBool,
 }
 
 impl Socket {
     /// From this machine.
     pub fn unix(stream: UnixStream) -> Self {
-        Self { stream: Stream::Unix(stream), poll: Poll::new(Lookers::usual()) }
+        Self::over(Stream::Unix(stream), Lookers::usual())
     }
 
     /// From anywhere.
     pub fn tcp(stream: TcpStream) -> Self {
-        Self { stream: Stream::Tcp(stream), poll: Poll::new(Lookers::usual()) }
+        Self::over(Stream::Tcp(stream), Lookers::usual())
+    }
+
+    fn over(stream: Stream, lookers: &'static Lookers) -> Self {
+        Self { stream, poll: Poll::new(lookers), ended_here: AtomicBool::new(false) }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -88,10 +116,19 @@ impl Socket {
     }
 
     /// Some of the bytes, those of one slice behind those of another.
-    fn send_some(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let send =
-            || sendmsg(self.fd(), slices, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL);
+    fn send_some(&self, slices: &[IoSlice<'_>], flags: SendFlags) -> io::Result<usize> {
+        let flags = flags | SendFlags::NOSIGNAL;
+        let send = || sendmsg(self.fd(), slices, &mut SendAncillaryBuffer::default(), flags);
         Ok(rustix::io::retry_on_intr(send)?)
+    }
+
+    /// Waits until there is room for bytes to send, or until a moment. Whether there is room.
+    fn has_room_until(&self, until: Instant) -> bool {
+        let left = until.saturating_duration_since(Instant::now());
+        let wait = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
+        let fd = self.fd();
+        let mut fds = [PollFd::new(&fd, PollFlags::OUT)];
+        !left.is_zero() && rustix::event::poll(&mut fds, Some(&wait)).is_ok_and(|ready| ready > 0)
     }
 
     fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
@@ -152,9 +189,27 @@ impl Channel for Socket {
         }
     }
 
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        let (mut sent, mut until) = (0, None);
+        while sent < bytes.len() {
+            match self.send_some(&[IoSlice::new(&bytes[sent..])], SendFlags::DONTWAIT) {
+                Ok(more) => sent += more,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let until = *until.get_or_insert_with(|| Instant::now() + BRIEFLY);
+                    if !self.has_room_until(until) {
+                        break;
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok((sent, true))
+    }
+
     /// In one call, so that the peer is woken once.
     fn send_both(&self, head: &[u8], data: &[u8]) -> io::Result<()> {
-        let sent = self.send_some(&[IoSlice::new(head), IoSlice::new(data)])?;
+        let slices = [IoSlice::new(head), IoSlice::new(data)];
+        let sent = self.send_some(&slices, SendFlags::empty())?;
         if sent < head.len() {
             self.send(&head[sent..])?;
         }
@@ -175,11 +230,25 @@ impl Channel for Socket {
     }
 
     fn shutdown(&self, how: Shutdown) {
+        if how == Shutdown::Read {
+            self.ended_here.store(true, Ordering::SeqCst);
+        }
         // A peer that is gone already is no error here.
         let _ = match &self.stream {
             Stream::Unix(stream) => stream.shutdown(how),
             Stream::Tcp(stream) => stream.shutdown(how),
         };
+    }
+
+    fn has_left(&self) -> bool {
+        let fd = self.fd();
+        // Where the service ends, what its clients have asked for is still done.
+        let ended_here = self.ended_here.load(Ordering::SeqCst);
+        let asks = if ended_here { PollFlags::empty() } else { PollFlags::RDHUP };
+        let mut fds = [PollFd::new(&fd, asks)];
+        // What cannot be asked is taken to be there: receiving from it tells.
+        let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
+        asked && fds[0].revents().intersects(asks | PollFlags::HUP | PollFlags::ERR)
     }
 }
 
@@ -212,7 +281,7 @@ mod tests {
     fn trusted() -> (Socket, UnixStream) {
         let (here, there) = UnixStream::pair().unwrap();
         let lookers = Box::leak(Box::new(Lookers::new(1)));
-        let socket = Socket { stream: Stream::Unix(here), poll: Poll::new(lookers) };
+        let socket = Socket::over(Stream::Unix(here), lookers);
         for _ in 0..4 {
             socket.poll.slept(poll::WINDOW);
         }
@@ -241,6 +310,38 @@ mod tests {
             drop(there);
             assert_eq!(socket.look(&mut buf, Instant::now()).unwrap(), Some(got));
         }
+    }
+
+    #[test]
+    fn a_peer_has_left_before_its_last_bytes_are_read_and_not_because_we_end() {
+        let (here, mut there) = UnixStream::pair().unwrap();
+        let socket = Socket::unix(here);
+        there.write_all(b"bytes").unwrap();
+        assert!(!socket.has_left());
+        drop(there);
+        assert!(socket.has_left());
+        let (here, there) = UnixStream::pair().unwrap();
+        let socket = Socket::unix(here);
+        socket.shutdown(Shutdown::Read);
+        assert!(!socket.has_left());
+        drop(there);
+        assert!(socket.has_left());
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_is_not_waited_for() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let socket = Socket::unix(here);
+        let bytes = vec![7; 3_000_000];
+        let (sent, all) = socket.send_ready(&bytes).unwrap();
+        assert!(all && sent > 0 && sent < bytes.len(), "{sent} bytes");
+        // Every byte is sent once.
+        let mut received = vec![0; sent];
+        (&there).read_exact(&mut received).unwrap();
+        assert!(received.iter().all(|byte| *byte == 7));
+        there.set_nonblocking(true).unwrap();
+        let empty = (&there).read(&mut [0]).unwrap_err();
+        assert_eq!(empty.kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]

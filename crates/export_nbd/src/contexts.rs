@@ -11,6 +11,10 @@ const ALLOCATION: &str = "base:allocation";
 const DEPTH: &str = "qemu:allocation-depth";
 const BITMAP: &str = "qemu:dirty-bitmap:";
 
+/// Pieces of the image's map that are walked for one reply. Neighbours are joined, so a reply of few
+/// runs can stand for any number of pieces; the protocol lets a reply describe less than was asked.
+const EXTENTS_MAX: usize = 64 << 10;
+
 /// Flags of `base:allocation`.
 const HOLE: u64 = 1;
 const ZERO: u64 = 2;
@@ -73,7 +77,8 @@ impl Context {
     }
 
     /// Calls `found` with length and flags of each run from `at` on, neighbours joined, until the
-    /// range ends or `found` has enough and says `false`.
+    /// range ends, `found` has enough and says `false`, or so much of the map has been walked that the
+    /// disk must be given back.
     ///
     /// # Errors
     /// Damage, and what storages return.
@@ -103,7 +108,7 @@ impl Context {
                 runs.push(end - at, 0);
             }
             Self::Allocation | Self::Depth => {
-                for extent in disk.extents(GuestOffset(at), len)? {
+                for extent in disk.extents(GuestOffset(at), len)?.take(EXTENTS_MAX) {
                     let extent = extent?;
                     let flags = match (self, extent.place) {
                         (Self::Depth, DiskPlace::Hole) => 0,

@@ -11,6 +11,7 @@
 //!  session    requests: a leader does what waits for nothing, others what may block
 //!  lead       which thread is the leader
 //!  commit, gathered   one flush for many replies
+//!  kept, late   requests that wait for space, and their replies
 //!  read       reads that may block
 //!  receiver, buffer   what was received, and memory for it
 //!  reply      replies, gathered
@@ -27,6 +28,8 @@ mod contexts;
 mod exports;
 mod gathered;
 mod handshake;
+mod kept;
+mod late;
 mod lead;
 mod poll;
 mod read;

@@ -34,7 +34,7 @@ impl Session {
         } else if request.len <= INLINE_READ_MAX {
             self.read_small(request, out)?
         } else if whole && request.len > ALONE_BYTES {
-            let _one = self.large.lock();
+            let _one = self.large_reads.lock();
             // Memory that is given back before the next such request may begin.
             self.read_whole(request, &mut Buffer::default())?
         } else if whole {

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -12,12 +13,17 @@ use crate::wire::{self, Chunk, Request, chunk};
 /// A thread sends what it has gathered when it has so much.
 const GATHER_BYTES: usize = 256 << 10;
 
+/// The leader waits at most so long for another thread that sends.
+const BRIEFLY: Duration = Duration::from_millis(2);
+
 /// Replies of one thread that are not sent yet.
 #[derive(Default)]
 pub struct Outbox {
     /// Zeroed once; only `buf[..used]` means something.
     buf: Vec<u8>,
     used: usize,
+    /// A part of what was here is still to be sent: see [`Replier::send_all_ready`].
+    torn: bool,
 }
 
 impl Outbox {
@@ -33,6 +39,22 @@ impl Outbox {
         self.used += len;
         &mut self.buf[start..start + len]
     }
+
+    /// Makes room for so many bytes.
+    fn reserve(&mut self, len: usize) {
+        if self.buf.len() < self.used + len {
+            self.buf.resize((self.used + len).max(GATHER_BYTES), 0);
+        }
+    }
+}
+
+/// What the thread that sends has to itself.
+#[derive(Default)]
+struct Sending {
+    /// The end of what was sent in part, which goes out before anything else.
+    rest: Vec<u8>,
+    /// There is such a rest, here or in the channel.
+    torn: bool,
 }
 
 /// Sends replies; shared by the threads of a connection.
@@ -40,7 +62,7 @@ pub struct Replier {
     channel: Arc<dyn Channel>,
     structured: bool,
     extended: bool,
-    sending: Mutex<()>,
+    sending: Mutex<Sending>,
     closed: AtomicBool,
 }
 
@@ -51,7 +73,7 @@ impl Replier {
             channel,
             structured,
             extended,
-            sending: Mutex::new(()),
+            sending: Mutex::default(),
             closed: AtomicBool::new(false),
         }
     }
@@ -75,15 +97,15 @@ impl Replier {
     }
 
     fn send_both(&self, head: &[u8], data: &[u8]) -> io::Result<()> {
-        let _one = self.sending.lock();
-        if self.closed.load(Ordering::SeqCst) {
-            return Err(io::ErrorKind::BrokenPipe.into());
-        }
-        let sent = if data.is_empty() {
-            self.channel.send(head)
-        } else {
-            self.channel.send_both(head, data)
-        };
+        let mut sending = self.sending.lock();
+        self.check_open()?;
+        let sent = self.send_rest(&mut sending).and_then(|()| {
+            if data.is_empty() {
+                self.channel.send(head)
+            } else {
+                self.channel.send_both(head, data)
+            }
+        });
         if sent.is_err() {
             // A reply may be cut in the middle: nothing after it would be understood.
             self.close();
@@ -91,25 +113,77 @@ impl Replier {
         sent
     }
 
+    fn send_rest(&self, sending: &mut Sending) -> io::Result<()> {
+        if std::mem::take(&mut sending.torn) {
+            self.channel.send(&sending.rest)?;
+            sending.rest.clear();
+        }
+        Ok(())
+    }
+
+    fn check_open(&self) -> io::Result<()> {
+        match self.closed.load(Ordering::SeqCst) {
+            true => Err(io::ErrorKind::BrokenPipe.into()),
+            false => Ok(()),
+        }
+    }
+
     /// Sends what was gathered.
     pub fn send_all(&self, out: &mut Outbox) -> io::Result<()> {
-        if out.used == 0 {
+        if out.used == 0 && !out.torn {
             return Ok(());
         }
         let used = std::mem::take(&mut out.used);
+        out.torn = false;
         self.send(&out.buf[..used])
+    }
+
+    /// As [`Replier::send_all`], for the leader, which must not wait for a client that does not read:
+    /// such a client may be sending, and read when somebody has received that. Where it returns
+    /// `false`, the caller gives the lead away and calls [`Replier::send_all`].
+    pub fn send_all_ready(&self, out: &mut Outbox) -> io::Result<bool> {
+        if out.used == 0 {
+            return Ok(!out.torn);
+        }
+        let Some(mut sending) = self.sending.try_lock_for(BRIEFLY) else { return Ok(false) };
+        self.check_open()?;
+        if sending.torn {
+            return Ok(false);
+        }
+        let used = std::mem::take(&mut out.used);
+        let (taken, all) =
+            self.channel.send_ready(&out.buf[..used]).inspect_err(|_| self.close())?;
+        if taken < used || !all {
+            sending.rest.extend(&out.buf[taken..used]);
+            (sending.torn, out.torn) = (true, true);
+        }
+        Ok(!out.torn)
+    }
+
+    /// Bytes that a reply takes, about.
+    fn reply_bytes(&self, payload: usize) -> usize {
+        payload + self.head() + wire::EXTENDED_CHUNK_BYTES
     }
 
     /// Makes room for a reply with `payload` bytes, sending what was gathered where it must.
     pub fn make_room(&self, out: &mut Outbox, payload: usize) -> io::Result<()> {
-        let needed = payload + self.head() + wire::EXTENDED_CHUNK_BYTES;
-        if out.used > 0 && out.used + needed > GATHER_BYTES {
+        if out.used > 0 && out.used + self.reply_bytes(payload) > GATHER_BYTES {
             self.send_all(out)?;
         }
-        if out.buf.len() < out.used + needed {
-            out.buf.resize((out.used + needed).max(GATHER_BYTES), 0);
-        }
+        out.reserve(self.reply_bytes(payload));
         Ok(())
+    }
+
+    /// As [`Replier::make_room`], for the leader; see [`Replier::send_all_ready`].
+    pub fn make_room_ready(&self, out: &mut Outbox, payload: usize) -> io::Result<bool> {
+        if out.used > 0
+            && out.used + self.reply_bytes(payload) > GATHER_BYTES
+            && !self.send_all_ready(out)?
+        {
+            return Ok(false);
+        }
+        out.reserve(self.reply_bytes(payload));
+        Ok(true)
     }
 
     /// Finishes a read's reply whose data stand in [`Outbox::data_room`].
@@ -190,8 +264,10 @@ impl Replier {
         self.chunk(request, chunk::OFFSET_HOLE, flags, &payload)
     }
 
-    /// The reply to a request that went well and answers nothing else.
+    /// The reply to a request that went well and answers nothing else. There are at most as many as
+    /// a leader receives requests at once, so they are never sent to make room.
     pub fn put_ok(&self, out: &mut Outbox, request: &Request) {
+        out.reserve(self.reply_bytes(0));
         if self.extended {
             let head = self.put_chunk(out, request, chunk::NONE, chunk::DONE, 0);
             out.used += head;
@@ -239,6 +315,19 @@ impl Replier {
             return self.send(&bytes);
         }
         self.chunk(request, chunk::ERROR, chunk::DONE, &error_payload(errno, text))
+    }
+
+    /// As [`Replier::error`], gathered.
+    pub fn put_error(&self, out: &mut Outbox, request: &Request, errno: u32, text: &str) {
+        let payload = error_payload(errno, text);
+        out.reserve(self.reply_bytes(payload.len()));
+        if self.structured {
+            let len = payload.len() as u64;
+            out.used += self.put_chunk(out, request, chunk::ERROR, chunk::DONE, len);
+            out.free(payload.len()).copy_from_slice(&payload);
+        } else {
+            wire::put_simple(out.free(wire::SIMPLE_REPLY_BYTES), errno, request.cookie);
+        }
     }
 
     /// Sends an error as the end of a reply in chunks, and from which offset of the disk on it holds.

@@ -151,7 +151,8 @@ fn percent(text: &[u8], plain: &[u8]) -> String {
 /// How a server behaves.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Connections at a time; more are turned away at once.
+    /// Connections at a time. One more takes the place of the one that has been negotiating for
+    /// longest, and is turned away where all have reached an export.
     pub connections_max: usize,
     /// From the first byte to the end of the negotiation, TLS included.
     pub handshake_time: Duration,
@@ -170,10 +171,18 @@ struct Shared {
     options: ServerOptions,
     /// Ends the waiting for clients.
     wake: Wake,
-    connections: Mutex<Vec<(u64, Arc<dyn Channel>)>>,
+    connections: Mutex<Vec<Connection>>,
     gone: Condvar,
     next: AtomicU64,
     served: AtomicU64,
+}
+
+/// A connection that counts.
+struct Connection {
+    id: u64,
+    channel: Arc<dyn Channel>,
+    /// It has reached an export. Until then it may have to make room for another one.
+    agreed: bool,
 }
 
 /// A server: threads that listen and serve until [`Server::stop`].
@@ -239,7 +248,7 @@ impl Server {
         }
         let until = Instant::now() + drain;
         let mut connections = self.shared.connections.lock();
-        for (_, channel) in connections.iter() {
+        for Connection { channel, .. } in connections.iter() {
             channel.shutdown(Shutdown::Read);
         }
         let mut cut = false;
@@ -248,7 +257,7 @@ impl Server {
                 self.shared.gone.wait(&mut connections);
             } else if self.shared.gone.wait_until(&mut connections, until).timed_out() {
                 cut = true;
-                for (_, channel) in connections.iter() {
+                for Connection { channel, .. } in connections.iter() {
                     channel.shutdown(Shutdown::Both);
                 }
             }
@@ -276,18 +285,12 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
         };
         let channel: Arc<dyn Channel> = Arc::new(socket);
         let id = shared.next.fetch_add(1, Ordering::Relaxed);
-        {
-            let mut connections = shared.connections.lock();
-            if connections.len() >= shared.options.connections_max {
-                tracing::warn!("a connection was turned away: there are {}", connections.len());
-                continue;
-            }
-            connections.push((id, channel.clone()));
+        if !shared.admit(id, &channel) {
+            continue;
         }
-        let (own, connection) = (shared.clone(), Connection { shared: shared.clone(), id });
+        let (own, place) = (shared.clone(), Place { shared: shared.clone(), id });
         let spawned = std::thread::Builder::new().name("nbd".to_owned()).spawn(move || {
-            let _registered = connection;
-            serve(&own, channel);
+            serve(&own, channel, &place);
         });
         if let Err(error) = spawned {
             tracing::warn!("no thread for a connection: {error}");
@@ -295,15 +298,43 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
     }
 }
 
+impl Shared {
+    /// Gives a new connection a place in the list; `false` where it is turned away.
+    fn admit(&self, id: u64, channel: &Arc<dyn Channel>) -> bool {
+        let mut connections = self.connections.lock();
+        if connections.len() >= self.options.connections_max {
+            // New ones are appended, so this is the oldest. An honest client negotiates within
+            // milliseconds, so it is rarely the one that has to go.
+            let Some(oldest) = connections.iter().position(|other| !other.agreed) else {
+                tracing::warn!("a connection was turned away: there are {}", connections.len());
+                return false;
+            };
+            tracing::debug!("a connection that was still negotiating makes room for another");
+            connections.remove(oldest).channel.shutdown(Shutdown::Both);
+        }
+        connections.push(Connection { id, channel: channel.clone(), agreed: false });
+        true
+    }
+}
+
 /// A connection's place in the list, which it leaves however it ends.
-struct Connection {
+struct Place {
     shared: Arc<Shared>,
     id: u64,
 }
 
-impl Drop for Connection {
+impl Place {
+    /// The connection has reached an export. `false` where it had to make room before that.
+    fn keep(&self) -> bool {
+        let mut connections = self.shared.connections.lock();
+        let own = connections.iter_mut().find(|connection| connection.id == self.id);
+        own.map(|connection| connection.agreed = true).is_some()
+    }
+}
+
+impl Drop for Place {
     fn drop(&mut self) {
-        self.shared.connections.lock().retain(|(id, _)| *id != self.id);
+        self.shared.connections.lock().retain(|connection| connection.id != self.id);
         self.shared.gone.notify_all();
     }
 }
@@ -322,13 +353,13 @@ fn negotiate(shared: &Shared, channel: &mut Arc<dyn Channel>) -> io::Result<Opti
     Ok(outcome.agreed())
 }
 
-fn serve(shared: &Shared, mut channel: Arc<dyn Channel>) {
+fn serve(shared: &Shared, mut channel: Arc<dyn Channel>, place: &Place) {
     let agreed = negotiate(shared, &mut channel).unwrap_or_else(|error| {
         tracing::debug!("a handshake failed: {error}");
         None
     });
     match agreed {
-        Some(agreed) if channel.set_timeout(None).is_ok() => {
+        Some(agreed) if place.keep() && channel.set_timeout(None).is_ok() => {
             tracing::debug!(export = agreed.export.name(), "a client begins");
             Session::new(channel, *agreed).run();
             shared.served.fetch_add(1, Ordering::Relaxed);

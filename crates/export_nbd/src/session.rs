@@ -22,13 +22,14 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 use vdkit_block::Error;
 use vdkit_chain::Ready;
-use vdkit_export::{Change, Export, OpKind, Written};
+use vdkit_export::{Client, Export, OpKind, Written};
 
 use crate::buffer::{Buffer, Buffers};
 use crate::channel::Channel;
-use crate::commit::{Batch, COMMITTERS, GATHERED_MAX, Kept, Unanswered, answer_kept};
+use crate::commit::{Batch, COMMITTERS, GATHERED_MAX, Settled, Unanswered};
 use crate::gathered::Gathered;
 use crate::handshake::Agreed;
+use crate::kept::LateReplies;
 use crate::lead::Lead;
 use crate::receiver::Receiver;
 use crate::reply::{Outbox, Replier};
@@ -62,6 +63,17 @@ enum Fast {
     Gathered,
     /// Nothing: the request may block.
     Declined,
+    /// Nothing: what is gathered has to be sent first, and the client does not read.
+    Unsent,
+}
+
+/// How a request went whose reply has no data.
+enum Performed {
+    Done(vdkit_block::Result<()>),
+    /// It was not tried: why.
+    Refused(u32, &'static str),
+    /// It found no space, and is answered later.
+    Kept,
 }
 
 /// A connection in transmission.
@@ -76,21 +88,27 @@ pub struct Session {
     wary: AtomicU32,
     /// How long the last request of a kind took in the slow lane, in nanoseconds.
     pub(crate) took: [AtomicU64; command::KINDS],
-    /// Changes that wait for space.
-    pub(crate) kept: Mutex<Kept>,
+    /// For whom requests are done, as long as it is there.
+    pub(crate) client: Arc<Client>,
+    /// Answers what waited for space.
+    pub(crate) late: Arc<LateReplies>,
     buffers: Buffers,
-    /// Held for a request that has more than [`ALONE_BYTES`] in memory at once: one at a time, so that a
-    /// connection's memory is bounded.
-    pub(crate) large: Mutex<()>,
+    /// Held for a payload of more than [`ALONE_BYTES`], and for a reply of as much: one of each at a
+    /// time, so that a connection's memory is bounded. Whoever holds the first does not wait for the
+    /// client, since a leader waits for it.
+    large_payloads: Mutex<()>,
+    pub(crate) large_reads: Mutex<()>,
 }
 
 /// How a leader's turn ended.
 enum Turn<'s> {
     /// This request may block; its payload is in the buffer. The guard is that of
-    /// [`Session::large`], where it counts as such.
+    /// [`Session::large_payloads`], where it counts as such.
     Slow(Request, Instant, Buffer, Option<MutexGuard<'s, ()>>),
     /// The thread's batch is to be committed.
     Commit,
+    /// Replies are to be sent to a client that does not read.
+    Send,
     /// The connection is over.
     End,
 }
@@ -99,7 +117,10 @@ impl Session {
     /// Takes over a connection after its handshake.
     pub fn new(channel: Arc<dyn Channel>, agreed: Agreed) -> Self {
         let replier = Arc::new(Replier::new(channel.clone(), agreed.structured, agreed.extended));
+        let watched = channel.clone();
         Self {
+            client: Arc::new(Client::new(move || watched.has_left())),
+            late: LateReplies::new(replier.clone(), channel.clone()),
             channel,
             export: agreed.export.clone(),
             agreed,
@@ -108,9 +129,9 @@ impl Session {
             gathered: Gathered::new(GATHERED_MAX, COMMITTERS),
             wary: AtomicU32::new(0),
             took: std::array::from_fn(|_| AtomicU64::new(u64::MAX)),
-            kept: Mutex::default(),
             buffers: Buffers::default(),
-            large: Mutex::new(()),
+            large_payloads: Mutex::new(()),
+            large_reads: Mutex::new(()),
         }
     }
 
@@ -118,10 +139,11 @@ impl Session {
     /// those that wait for space are given up.
     pub fn run(self) {
         std::thread::scope(|scope| self.work(scope));
-        self.replier.close();
         // A client that comes again sends again what it was not answered, and goes on from there:
         // what it sent before must not be done later.
-        self.kept.lock().withdraw();
+        self.export.forget(&self.client);
+        self.late.wait();
+        self.replier.close();
         self.channel.shutdown(Shutdown::Both);
     }
 
@@ -129,15 +151,22 @@ impl Session {
         let (mut out, mut batch) = (Outbox::default(), Batch::new());
         while let Some(mut receiver) = self.lead.take() {
             match self.lead(&mut receiver, &mut out, &mut batch) {
-                Ok(Turn::Slow(request, began, mut buffer, large)) => {
+                Ok(Turn::Slow(request, began, buffer, large)) => {
                     let led = self.lead.pass(receiver, || self.start_thread(scope));
                     // The next leader commits what is gathered. Without one this thread does.
                     if !led && self.gathered.begin(&mut batch) {
                         self.commit_beside(&mut batch, &mut out);
                     }
-                    self.slow(&request, began, &mut buffer, &mut out);
-                    self.buffers.give_back(buffer);
-                    drop(large);
+                    self.slow(&request, began, buffer, large, &mut out);
+                }
+                Ok(Turn::Send) => {
+                    let led = self.lead.pass(receiver, || self.start_thread(scope));
+                    if !led && self.gathered.begin(&mut batch) {
+                        self.commit_beside(&mut batch, &mut out);
+                    }
+                    if self.replier.send_all(&mut out).is_err() {
+                        self.hang_up();
+                    }
                 }
                 Ok(Turn::Commit) => {
                     self.lead.pass(receiver, || self.start_thread(scope));
@@ -151,7 +180,10 @@ impl Session {
                     }
                 }
                 // The client is gone.
-                Err(_) => self.lead.close(),
+                Err(_) => {
+                    self.client.leave();
+                    self.lead.close();
+                }
             }
         }
     }
@@ -163,6 +195,7 @@ impl Session {
 
     /// Ends the connection whose client is gone. The leader's receiving ends, too.
     pub(crate) fn hang_up(&self) {
+        self.client.leave();
         self.lead.close();
         self.channel.shutdown(Shutdown::Both);
     }
@@ -180,8 +213,10 @@ impl Session {
         let mut gathered = self.gathered.len();
         loop {
             if receiver.available() < head || gathered >= GATHERED_MAX {
-                if self.settle_gathered(receiver, Some(head), batch, out)? {
-                    return Ok(Turn::Commit);
+                match self.settle_gathered(receiver, Some(head), batch, out)? {
+                    Settled::All => {}
+                    Settled::Commit => return Ok(Turn::Commit),
+                    Settled::Send => return Ok(Turn::Send),
                 }
                 if !receiver.fill(&*self.channel, head)? {
                     return Ok(Turn::End);
@@ -202,11 +237,13 @@ impl Session {
             let whole = head + payload;
             let inline = payload <= INLINE_PAYLOAD_MAX;
             receiver.expect_large(!inline);
-            if (!inline || receiver.available() < whole)
-                && self.settle_gathered(receiver, inline.then_some(whole), batch, out)?
-            {
+            if !inline || receiver.available() < whole {
                 // The next leader finds the request where it is.
-                return Ok(Turn::Commit);
+                match self.settle_gathered(receiver, inline.then_some(whole), batch, out)? {
+                    Settled::All => {}
+                    Settled::Commit => return Ok(Turn::Commit),
+                    Settled::Send => return Ok(Turn::Send),
+                }
             }
             let (buffer, large) = if inline {
                 if !receiver.fill(&*self.channel, whole)? {
@@ -214,6 +251,9 @@ impl Session {
                 }
                 let bytes = &receiver.bytes()[head..whole];
                 let done = self.try_here(&request, now, bytes, out)?;
+                if done == Fast::Unsent {
+                    return Ok(Turn::Send);
+                }
                 if done != Fast::Declined {
                     gathered += usize::from(done == Fast::Gathered);
                     now = Instant::now();
@@ -226,12 +266,13 @@ impl Session {
                 (buffer, None)
             } else {
                 receiver.consume(head);
-                let large = (payload as u64 > ALONE_BYTES).then(|| self.large.lock());
+                let large = (payload as u64 > ALONE_BYTES).then(|| self.large_payloads.lock());
                 let mut buffer = self.buffers.take();
                 receiver.take_payload(&*self.channel, &mut buffer, payload)?;
                 (buffer, large)
             };
-            self.replier.send_all(out)?;
+            // What is left is sent once the lead is given away.
+            self.replier.send_all_ready(out)?;
             self.export.counters().lane(false);
             return Ok(Turn::Slow(request, now, buffer, large));
         }
@@ -249,17 +290,40 @@ impl Session {
         match fast {
             Fast::Answered => self.count(request, began.elapsed(), true),
             Fast::Gathered => {}
+            Fast::Unsent => return Ok(fast),
             Fast::Declined => {
-                if !self.is_brief(request.command) || self.fault(request).is_some() {
-                    return Ok(Fast::Declined);
-                }
-                self.perform(request, began, payload)?;
-                self.export.counters().lane(false);
-                return Ok(Fast::Answered);
+                return self.try_brief(request, began, payload, out);
             }
         }
         self.export.counters().lane(request.command != command::FLUSH);
         Ok(fast)
+    }
+
+    /// Does a request of the slow lane in the leader's own thread, where it is likely to be brief and
+    /// nobody has to wait for it where it is not: gathered requests are committed, and what finds no
+    /// space is kept, by threads that do not lead.
+    fn try_brief(
+        &self,
+        request: &Request,
+        began: Instant,
+        payload: &[u8],
+        out: &mut Outbox,
+    ) -> io::Result<Fast> {
+        let brief = self.is_brief(request.command) && self.fault(request).is_none();
+        if !brief || self.gathered.len() > 0 || !self.replier.send_all_ready(out)? {
+            return Ok(Fast::Declined);
+        }
+        let start = Instant::now();
+        if !matches!(self.change(request, payload), Performed::Done(Ok(()))) {
+            // The slow lane tells what is wrong, or keeps the request.
+            self.note_took(request.command, 2 * BRIEF);
+            return Ok(Fast::Declined);
+        }
+        self.note_took(request.command, start.elapsed());
+        self.count(request, began.elapsed(), true);
+        self.replier.put_ok(out, request);
+        self.export.counters().lane(false);
+        Ok(Fast::Answered)
     }
 
     pub(crate) fn count(&self, request: &Request, took: Duration, ok: bool) {
@@ -292,7 +356,9 @@ impl Session {
                     return Ok(Fast::Declined);
                 }
                 let len = request.len as usize;
-                self.replier.make_room(out, len)?;
+                if !self.replier.make_room_ready(out, len)? {
+                    return Ok(Fast::Unsent);
+                }
                 let data = out.data_room(self.replier.head(), len);
                 match self.export.read_ready(data, request.offset) {
                     Some(Ok(Ready::Bytes)) => self.replier.put_data(out, request, len),
@@ -319,7 +385,6 @@ impl Session {
                 if written == Written::NeedsFlush {
                     return Ok(self.gather(request, began));
                 }
-                self.replier.make_room(out, 0)?;
                 self.replier.put_ok(out, request);
                 Ok(Fast::Answered)
             }
@@ -383,74 +448,104 @@ impl Session {
         None
     }
 
-    /// The slow lane: may block.
-    fn slow(&self, request: &Request, began: Instant, buffer: &mut Buffer, out: &mut Outbox) {
-        let done = match self.fault(request) {
-            Some((errno, text)) => self.replier.error(request, errno, text),
-            None if request.command == command::READ => self.read(request, began, buffer, out),
-            None => self.perform(request, began, buffer.bytes()),
+    /// The slow lane: may block. Sends what the leader left to be sent first.
+    fn slow(
+        &self,
+        request: &Request,
+        began: Instant,
+        mut buffer: Buffer,
+        large: Option<MutexGuard<'_, ()>>,
+        out: &mut Outbox,
+    ) {
+        let done = match request.command {
+            // A leader may wait for this guard: given back before the client is waited for, which may
+            // not read before it has sent more.
+            _ if large.is_some() => {
+                let done = self.perform(request, began, buffer.bytes());
+                self.buffers.give_back(std::mem::take(&mut buffer));
+                drop(large);
+                self.replier.send_all(out).and_then(|()| self.conclude(request, began, done))
+            }
+            command::READ | command::BLOCK_STATUS => self
+                .replier
+                .send_all(out)
+                .and_then(|()| self.tell(request, began, &mut buffer, out)),
+            _ => self.replier.send_all(out).and_then(|()| {
+                let done = self.perform(request, began, buffer.bytes());
+                self.conclude(request, began, done)
+            }),
         };
+        self.buffers.give_back(buffer);
         if done.is_err() {
             self.hang_up();
         }
     }
 
-    /// Does a request that may block, and answers it.
-    fn perform(&self, request: &Request, began: Instant, payload: &[u8]) -> io::Result<()> {
+    /// Does a request whose reply has data.
+    fn tell(
+        &self,
+        request: &Request,
+        began: Instant,
+        buffer: &mut Buffer,
+        out: &mut Outbox,
+    ) -> io::Result<()> {
+        match self.fault(request) {
+            Some((errno, text)) => self.replier.error(request, errno, text),
+            None if request.command == command::READ => self.read(request, began, buffer, out),
+            None => status::answer(&self.replier, &self.agreed, request, buffer.bytes()),
+        }
+    }
+
+    /// Does a request whose reply has no data, and says how to answer it.
+    fn perform(&self, request: &Request, began: Instant, payload: &[u8]) -> Performed {
+        if let Some((errno, text)) = self.fault(request) {
+            return Performed::Refused(errno, text);
+        }
         let start = Instant::now();
-        let (at, len) = (request.offset, request.len);
-        let fua = request.has(request_flag::FUA);
-        let export = &self.export;
-        let done = match request.command {
-            command::BLOCK_STATUS => {
-                return status::answer(&self.replier, &self.agreed, request, payload);
-            }
-            command::WRITE => export.write(payload, at, fua),
-            command::WRITE_ZEROES => {
-                let may_unmap = !request.has(request_flag::NO_HOLE);
-                if request.has(request_flag::FAST_ZERO) && !self.zeroes_fast(at, len) {
-                    return self.replier.error(request, errno::NOTSUP, "no faster than a write");
-                }
-                export.zero(at, len, may_unmap, fua)
-            }
-            command::TRIM => export.discard(at, len, fua),
-            command::CACHE => export.prefetch(at, len),
-            _ => return self.replier.error(request, errno::INVAL, "unknown request"),
-        };
-        match done {
-            Err(error) if export.keeps(&error) && self.keepable(request) => {
+        match self.change(request, payload) {
+            Performed::Done(Err(error)) if self.is_to_be_kept(request, &error) => {
                 self.keep(request, error, payload, began);
-                Ok(())
+                Performed::Kept
             }
-            done => {
+            performed => {
                 self.note_took(request.command, start.elapsed());
-                self.count(request, began.elapsed(), done.is_ok());
-                match done {
-                    Ok(()) => self.replier.ok(request),
-                    Err(error) => self.fail(request, &error),
-                }
+                performed
             }
         }
     }
 
-    fn keepable(&self, request: &Request) -> bool {
-        matches!(request.command, command::WRITE | command::WRITE_ZEROES)
+    /// The change that a request asks for, tried once.
+    fn change(&self, request: &Request, payload: &[u8]) -> Performed {
+        let (at, len) = (request.offset, request.len);
+        let fua = request.has(request_flag::FUA);
+        let requests = self.export.requests(&self.client);
+        Performed::Done(match request.command {
+            command::WRITE => requests.write(payload, at, fua),
+            command::WRITE_ZEROES => {
+                let may_unmap = !request.has(request_flag::NO_HOLE);
+                if request.has(request_flag::FAST_ZERO) && !self.zeroes_fast(at, len) {
+                    return Performed::Refused(errno::NOTSUP, "no faster than a write");
+                }
+                requests.zero(at, len, may_unmap, fua)
+            }
+            command::TRIM => requests.discard(at, len, fua),
+            command::CACHE => requests.prefetch(at, len),
+            _ => return Performed::Refused(errno::INVAL, "unknown request"),
+        })
     }
 
-    /// Keeps a change that found no space; see `vdkit_export`.
-    fn keep(&self, request: &Request, error: Error, payload: &[u8], began: Instant) {
-        let change = match request.command {
-            command::WRITE => Change::Write(payload.to_vec()),
-            _ => Change::Zero { len: request.len, may_unmap: !request.has(request_flag::NO_HOLE) },
+    /// Answers a request that was performed.
+    fn conclude(&self, request: &Request, began: Instant, performed: Performed) -> io::Result<()> {
+        let done = match performed {
+            Performed::Kept => return Ok(()),
+            Performed::Refused(errno, text) => return self.replier.error(request, errno, text),
+            Performed::Done(done) => done,
         };
-        let (replier, request, export) = (self.replier.clone(), *request, self.export.clone());
-        let fua = request.has(request_flag::FUA);
-        let counted = export.clone();
-        let done = Box::new(move |done: vdkit_block::Result<()>| {
-            Self::count_on(&counted, &request, began.elapsed(), done.is_ok());
-            answer_kept(&replier, &request, &done);
-        });
-        export.keep_claimed(change, request.offset, fua, error, self.new_claim(), done);
+        self.count(request, began.elapsed(), done.is_ok());
+        match done {
+            Ok(()) => self.replier.ok(request),
+            Err(error) => self.fail(request, &error),
+        }
     }
 
     pub(crate) fn warn(&self, error: &Error) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use vdkit_export::Export;
+use vdkit_export::{Client, Export};
 
 use crate::wire::CONFIG_MAX;
 
@@ -44,6 +44,8 @@ pub mod feature {
 #[derive(Debug)]
 pub struct Device {
     pub export: Arc<Export>,
+    /// The monitor, without which nothing is tried again that found no space.
+    pub client: Arc<Client>,
     /// Features that the guest's driver uses.
     acked: AtomicU64,
     writeback: Arc<WriteCache>,
@@ -72,8 +74,8 @@ impl WriteCache {
 }
 
 impl Device {
-    pub fn new(export: Arc<Export>, writeback: Arc<WriteCache>) -> Self {
-        Self { export, acked: AtomicU64::new(0), writeback }
+    pub fn new(export: Arc<Export>, client: Client, writeback: Arc<WriteCache>) -> Self {
+        Self { export, client: Arc::new(client), acked: AtomicU64::new(0), writeback }
     }
 
     pub fn writeback(&self) -> &WriteCache {

@@ -1,9 +1,12 @@
 //! Doing a request, in either lane.
+//!
+//! A request is done to its end also where the monitor has left meanwhile: no other monitor comes
+//! before nothing is under way, and an error would reach a guest whose monitor connects again.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use vdkit_block::{Error, ErrorKind};
+use vdkit_block::Error;
 use vdkit_chain::Ready;
 use vdkit_export::{Change, OpKind};
 
@@ -204,10 +207,24 @@ pub fn slow(
     match request.kind {
         Kind::Read => Slow::Finished(read(device, mem, request, bounce)),
         Kind::Write => write(device, mem, request, progress, bounce),
-        Kind::Flush => Slow::Finished(told(device, device.export.flush())),
+        Kind::Flush => flush(device, progress),
         Kind::Discard => discard(device, mem, request),
         Kind::WriteZeroes => write_zeroes(device, mem, request, progress),
         Kind::GetId | Kind::Unknown => Slow::Finished(Status::Unsupported.into()),
+    }
+}
+
+/// Flushes, unless the export has done so once it found space.
+fn flush(device: &Device, progress: u64) -> Slow {
+    if progress > 0 {
+        return Slow::Finished(Status::Ok.into());
+    }
+    match device.export.flush() {
+        Err(error) if device.export.keeps(&error) => {
+            let change = Change::Flush { requests: 1 };
+            Slow::Full(Full { change, at: 0, durable: false, error, progress: 1 })
+        }
+        done => Slow::Finished(told(device, done)),
     }
 }
 
@@ -307,11 +324,8 @@ fn discard(device: &Device, mem: &Mem, request: &Request) -> Slow {
         Err(status) => return Slow::Finished(status.into()),
     };
     for range in ranges {
-        match device.export.discard(range.at, range.len, false) {
-            // Discarding is a hint: a full disk may leave it undone.
-            Err(error) if error.kind() == ErrorKind::NoSpace => {}
-            Err(error) => return Slow::Finished(told(device, Err(error))),
-            Ok(()) => {}
+        if let Err(error) = device.export.discard(range.at, range.len, false) {
+            return Slow::Finished(told(device, Err(error)));
         }
     }
     Slow::Finished(Status::Ok.into())

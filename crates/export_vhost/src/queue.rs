@@ -121,7 +121,7 @@ impl Job {
 
     /// Lets the export do a change when there is space, and goes on then.
     fn keep(mut self, full: Full) {
-        let claim = Arc::new(Claim::default());
+        let claim = Claim::of(&self.ring.device.client);
         let ring = self.ring.clone();
         let head = self.request.head;
         self.progress = full.progress;

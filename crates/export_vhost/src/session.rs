@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use vdkit_export::Export;
+use vdkit_export::{Client, Export};
 
 use crate::channel::{Channel, Message};
 use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, WriteCache, feature};
@@ -72,7 +72,9 @@ impl Session {
         export: Arc<Export>,
         writeback: Arc<WriteCache>,
     ) -> io::Result<Self> {
-        let device = Arc::new(Device::new(export, writeback));
+        let watched = socket.try_clone()?;
+        let client = Client::new(move || has_left(&watched));
+        let device = Arc::new(Device::new(export, client, writeback));
         let pool = Pool::new();
         let ring = |index| Slot::new(Ring::new(index, device.clone(), pool.clone()));
         Ok(Self {
@@ -100,6 +102,7 @@ impl Session {
             slot.stop();
         }
         self.pool.close();
+        self.device.export.forget(&self.device.client);
         self.channel.close();
     }
 
@@ -374,6 +377,13 @@ impl Session {
             tracing::warn!("vhost-user: the monitor cannot be told of the new size: {error}");
         }
     }
+}
+
+/// Whether the monitor has closed its end.
+fn has_left(socket: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
+    asked && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
 fn single(mut fds: Vec<OwnedFd>) -> io::Result<Option<OwnedFd>> {

@@ -88,7 +88,7 @@ pub struct ServeArgs {
     /// End when the last client has left
     #[arg(long)]
     once: bool,
-    /// Connections at a time
+    /// Connections at a time; one more takes the place of a peer that is still negotiating
     #[arg(long, value_name = "N", default_value_t = 1024)]
     connections: usize,
     #[command(flatten)]

@@ -91,7 +91,7 @@ impl Tls {
             socket,
             session: Mutex::new(self.session()?),
             received: Mutex::new(Received { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 }),
-            sending: Mutex::new(Vec::new()),
+            sending: Mutex::default(),
         };
         while channel.session.lock().is_handshaking() {
             let left = until.saturating_duration_since(Instant::now());
@@ -171,7 +171,14 @@ pub struct TlsChannel {
     /// Ciphertext, of whoever receives.
     received: Mutex<Received>,
     /// Ciphertext, of whoever sends: records go out in the order in which they were made.
-    sending: Mutex<Vec<u8>>,
+    sending: Mutex<Sending>,
+}
+
+/// Ciphertext that is on its way out: `buf[sent..]` has not been sent.
+#[derive(Default)]
+struct Sending {
+    buf: Vec<u8>,
+    sent: usize,
 }
 
 impl fmt::Debug for TlsChannel {
@@ -202,10 +209,27 @@ impl TlsChannel {
         self.push_held(&mut out)
     }
 
-    fn push_held(&self, out: &mut Vec<u8>) -> io::Result<()> {
-        out.clear();
-        self.session.lock().give_out(out)?;
-        if out.is_empty() { Ok(()) } else { self.socket.send(out) }
+    /// Adds what the session has to say to what is on its way out.
+    fn gather(&self, out: &mut Sending) -> io::Result<()> {
+        if out.sent == out.buf.len() {
+            out.buf.clear();
+            out.sent = 0;
+        }
+        self.session.lock().give_out(&mut out.buf)
+    }
+
+    fn push_held(&self, out: &mut Sending) -> io::Result<()> {
+        self.gather(out)?;
+        let rest = &out.buf[std::mem::replace(&mut out.sent, out.buf.len())..];
+        if rest.is_empty() { Ok(()) } else { self.socket.send(rest) }
+    }
+
+    /// As [`TlsChannel::push`], without waiting for long; says whether all has gone out.
+    fn push_ready(&self, out: &mut Sending) -> io::Result<bool> {
+        self.gather(out)?;
+        let (sent, _) = self.socket.send_ready(&out.buf[out.sent..])?;
+        out.sent += sent;
+        Ok(out.sent == out.buf.len())
     }
 }
 
@@ -235,11 +259,26 @@ impl Channel for TlsChannel {
 
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
         let mut out = self.sending.lock();
+        self.push_held(&mut out)?;
         for piece in bytes.chunks(SEND_BYTES) {
             self.session.lock().write(piece)?;
             self.push_held(&mut out)?;
         }
         Ok(())
+    }
+
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        let mut out = self.sending.lock();
+        let mut taken = 0;
+        for piece in bytes.chunks(SEND_BYTES) {
+            if !self.push_ready(&mut out)? {
+                break;
+            }
+            self.session.lock().write(piece)?;
+            taken += piece.len();
+        }
+        let all = self.push_ready(&mut out)?;
+        Ok((taken, all))
     }
 
     fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
@@ -249,11 +288,15 @@ impl Channel for TlsChannel {
     fn shutdown(&self, how: Shutdown) {
         if how != Shutdown::Read {
             self.session.lock().say_goodbye();
-            // Without waiting for whoever is sending: the socket ends all the same.
+            // Without waiting for whoever is sending, or for the peer: the socket ends all the same.
             if let Some(mut out) = self.sending.try_lock() {
-                let _ = self.push_held(&mut out);
+                let _ = self.push_ready(&mut out);
             }
         }
         self.socket.shutdown(how);
+    }
+
+    fn has_left(&self) -> bool {
+        self.socket.has_left()
     }
 }

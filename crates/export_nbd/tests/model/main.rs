@@ -2,13 +2,18 @@
 //! in every order of their steps that a bound on preemptions allows. See `vdkit_testkit::loom_sync`.
 
 mod sync {
-    pub use vdkit_testkit::loom_sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering};
+    pub use vdkit_testkit::loom_sync::{
+        AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering,
+    };
 }
 
 #[path = "../../src/gathered.rs"]
 mod gathered;
+#[path = "../../src/late.rs"]
+mod late;
 #[path = "../../src/lead.rs"]
 mod lead;
 
 mod committing;
 mod leading;
+mod replying;

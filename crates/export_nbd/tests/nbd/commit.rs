@@ -361,6 +361,43 @@ fn a_flush_that_finds_no_space_waits_for_some() {
     }
 }
 
+/// A full disk of which something is to be trimmed, and its client.
+fn full_at_trim(cache: CacheMode) -> (Arc<CrashStorage>, Arc<FaultyStorage>, Rig, Client) {
+    let crash = CrashStorage::new();
+    let faulty = FaultyStorage::new(crash.clone());
+    let rig = rig(cache, faulty.clone());
+    let mut client = rig.client(Style::Structured);
+    client.write(3 * MIB, &[2; 65536]).unwrap();
+    faulty.arm(FaultPlan::nth(&[FaultKind::Write], 0).no_space().lasting());
+    (crash, faulty, rig, client)
+}
+
+#[test]
+fn a_trim_that_finds_no_space_stays_undone() {
+    let (_, faulty, rig, mut client) = full_at_trim(CacheMode::Writethrough);
+    client.run(TRIM, 0, 0, 65536, b"").unwrap();
+    assert!(faulty.fired() > 0);
+    assert_eq!(rig.export.parked().total, 0);
+    faulty.heal();
+    rig.end();
+}
+
+#[test]
+fn a_durable_trim_waits_for_space() {
+    let (crash, faulty, rig, mut client) = full_at_trim(CacheMode::Writeback);
+    let trim = client.request(TRIM, FUA, 0, 65536, b"");
+    eventually("parked", || rig.export.parked().requests == 1);
+    assert_eq!(client.read(3 * MIB, 1).unwrap(), [2]);
+    faulty.heal();
+    rig.export.resume();
+    assert!(client.answer(trim, 0).is_ok());
+    let disk = reopen(Arc::new(crash.crash_now().only_durable()), false);
+    let mut found = [1; 65536];
+    disk.read_at(&mut found, GuestOffset(0)).unwrap();
+    assert!(found == [0; 65536], "the trim is not durable");
+    rig.end();
+}
+
 #[test]
 fn neither_a_client_that_leaves_nor_the_end_waits_for_space() {
     let (_, faulty, rig, client, _) = full_at_flush(FUA);

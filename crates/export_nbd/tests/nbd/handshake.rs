@@ -160,6 +160,32 @@ fn too_many_connections_are_turned_away() {
 }
 
 #[test]
+fn peers_that_say_nothing_keep_no_client_out() {
+    let rig = Rig::with(
+        std::sync::Arc::new(vdkit_storage::MemoryStorage::new("image")),
+        MIB,
+        |_| {},
+        |server| {
+            server.connections_max = 4;
+            server.handshake_time = Duration::from_secs(3600);
+        },
+    );
+    let mut first = rig.client(Style::Simple);
+    let mut silent: Vec<Client> = (0..3).map(|_| Client::dial(rig.path())).collect();
+    // The one that has said nothing for longest makes room; who has reached the export stays.
+    let second = rig.client(Style::Simple);
+    assert!(silent.remove(0).is_ended());
+    let clients: Vec<Client> = (0..2).map(|_| rig.client(Style::Simple)).collect();
+    assert!(silent.iter_mut().all(Client::is_ended));
+    assert_eq!(first.read(0, 1).unwrap(), [0]);
+    // All of them have: now there is no room.
+    let mut late = UnixStream::connect(rig.path()).unwrap();
+    assert_eq!(std::io::Read::read(&mut late, &mut [0]).unwrap(), 0);
+    drop((first, second, clients));
+    rig.end();
+}
+
+#[test]
 fn noise_harms_nobody_else() {
     let rig = Rig::new(MIB);
     let mut steady = rig.client(Style::Structured);

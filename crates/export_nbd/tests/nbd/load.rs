@@ -201,3 +201,41 @@ fn one_large_payload_is_in_memory_at_a_time() {
     });
     rig.end();
 }
+
+/// A client may send all of its requests before it reads a reply, where they are no more than a
+/// server has under way at a time: QEMU's takes 16.
+#[test]
+fn a_client_that_sends_before_it_reads_is_served() {
+    const KIB: u64 = 1 << 10;
+    for style in STYLES {
+        let rig = Rig::new(64 * MIB);
+        let mut client = rig.client(style);
+        client.write(0, &vec![7; 32 << 20]).unwrap();
+        for [reads, read_bytes, writes, write_bytes] in [
+            [8, 128 * KIB, 8, 128 * KIB],
+            [10, 64 * KIB, 6, 64 * KIB],
+            [4, 128 * KIB, 4, MIB],
+            [3, 8 * MIB, 3, 8 * MIB],
+            [100, 4 * KIB, 100, 4 * KIB],
+        ] {
+            let reads: Vec<u64> =
+                (0..reads).map(|_| client.request(READ, 0, 0, read_bytes, b"")).collect();
+            let payload = vec![7; write_bytes as usize];
+            let flags = if style == Style::Extended { PAYLOAD_LEN } else { 0 };
+            let writes: Vec<u64> = (0..writes)
+                .map(|_| client.request(WRITE, flags, 0, write_bytes, &payload))
+                .collect();
+            let mut open: std::collections::BTreeSet<u64> =
+                reads.iter().chain(&writes).copied().collect();
+            while !open.is_empty() {
+                let len = |cookie| if reads.contains(&cookie) { read_bytes as usize } else { 0 };
+                let chunk = client.chunk(len);
+                assert!(chunk.kind < 1 << 15);
+                if chunk.flags & 1 == 1 {
+                    assert!(open.remove(&chunk.cookie));
+                }
+            }
+        }
+        rig.end();
+    }
+}

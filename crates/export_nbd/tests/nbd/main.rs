@@ -2,6 +2,7 @@
 
 mod commit;
 mod corpus;
+mod departed;
 mod durable;
 mod handshake;
 mod large;

@@ -101,6 +101,89 @@ fn the_error_is_reported_when_that_is_wanted() {
     rig.end();
 }
 
+fn wait_for(rig: &Rig, requests: u64) {
+    let began = Instant::now();
+    while rig.export.parked().requests != requests {
+        assert!(began.elapsed() < Duration::from_secs(120), "{:?}", rig.export.parked());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A full disk, and a client with a write that waits for space, which does not read its replies.
+fn stalled() -> (Arc<FaultyStorage>, Rig, Client) {
+    let (faulty, rig) = full(OnNoSpace::Pause);
+    rig.client(Style::Simple).write(0, &vec![7; 16 << 20]).unwrap();
+    fill(&faulty);
+    let mut client = rig.client(Style::Structured);
+    client.request(WRITE, 0, 40 * MIB, 4096, &[5; 4096]);
+    wait_for(&rig, 1);
+    for _ in 0..4 {
+        client.request(READ, 0, 0, 16 * MIB, b"");
+    }
+    // The server has filled the socket.
+    let mut byte = [0];
+    let (got, _) =
+        rustix::net::recv(&client.socket, &mut byte, rustix::net::RecvFlags::PEEK).unwrap();
+    assert_eq!(got, 1);
+    std::thread::sleep(Duration::from_millis(300));
+    (faulty, rig, client)
+}
+
+#[test]
+fn a_client_that_does_not_read_keeps_no_other_clients_write_waiting() {
+    let (faulty, rig, stalled) = stalled();
+    let mut client = rig.client(Style::Structured);
+    let cookie = client.request(WRITE, 0, 50 * MIB, 4096, &[6; 4096]);
+    wait_for(&rig, 2);
+    faulty.heal();
+    rig.export.resume();
+    assert!(client.answer(cookie, 0).is_ok());
+    drop(stalled);
+    rig.end();
+}
+
+#[test]
+fn the_end_of_the_service_does_not_wait_for_a_client_that_does_not_read() {
+    let (faulty, rig, stalled) = stalled();
+    let (export, (tell, told)) = (rig.export.clone(), std::sync::mpsc::channel());
+    std::thread::spawn(move || {
+        export.end_waiting();
+        tell.send(()).unwrap();
+    });
+    told.recv_timeout(Duration::from_secs(60)).unwrap();
+    faulty.heal();
+    // And then the client is cut off.
+    rig.end_within(Duration::from_millis(100));
+    drop(stalled);
+}
+
+/// Replies that come late are whole, and between those of other requests, not within them.
+#[test]
+fn late_replies_come_among_others() {
+    let (faulty, rig, mut client) = stalled();
+    let more: Vec<u64> = (0..30)
+        .map(|i| client.request(WRITE, 0, (20 + i) * MIB, 4096, &[i as u8 + 1; 4096]))
+        .collect();
+    // A server that waits for this client to read does not see all of them yet.
+    faulty.heal();
+    rig.export.resume();
+    let (mut writes, mut read) = (Vec::new(), 0);
+    while writes.len() < 31 || read < 4 * (16 << 20) {
+        let chunk = client.chunk(|_| 0);
+        match chunk.kind {
+            0 => writes.push(chunk.cookie),
+            1 => {
+                assert!(chunk.payload[8..].iter().all(|byte| *byte == 7));
+                read += chunk.payload.len() - 8;
+            }
+            kind => panic!("chunk {kind}"),
+        }
+    }
+    writes.sort_unstable();
+    assert_eq!(writes[1..], more);
+    rig.end();
+}
+
 #[test]
 fn what_a_client_left_behind_is_never_done() {
     let (faulty, rig) = full(OnNoSpace::Pause);

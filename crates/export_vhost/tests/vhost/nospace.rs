@@ -60,6 +60,40 @@ fn writes_wait_and_go_on_when_there_is_space() {
     rig.end();
 }
 
+/// A flush finds no space for what the image has to note.
+fn waiting_flush() -> (Arc<FaultyStorage>, Rig, Guest, u16) {
+    let (faulty, rig) = full(OnNoSpace::Pause);
+    let mut guest = rig.boot(1);
+    guest.write(0, 2048, &[1; 4096]);
+    fill(&faulty);
+    let slot = guest.submit(0, FLUSH, 0, Data::None);
+    wait_for(&rig, 1);
+    assert_eq!(guest.collect(0), 0, "a flush that found no space was answered");
+    assert_eq!(guest.read(0, 2048, 512), [1; 512]);
+    (faulty, rig, guest, slot)
+}
+
+#[test]
+fn a_flush_waits_for_space() {
+    let (faulty, rig, mut guest, slot) = waiting_flush();
+    faulty.heal();
+    rig.export.resume();
+    assert_eq!(guest.finish(0, slot).0, 0);
+    assert_eq!(rig.export.parked().requests, 0);
+    rig.end();
+}
+
+/// A flush that the monitor takes back is done again when the queue goes on.
+#[test]
+fn stopping_does_not_wait_for_a_flush() {
+    let (faulty, rig, mut guest, slot) = waiting_flush();
+    guest.stop_queue(0);
+    faulty.heal();
+    guest.start_queue(0, 0);
+    assert_eq!(guest.finish(0, slot).0, 0);
+    rig.end();
+}
+
 #[test]
 fn a_report_is_an_error() {
     let (faulty, rig) = full(OnNoSpace::Report);

@@ -102,6 +102,7 @@ impl Client {
     pub fn dial(path: &Path) -> Self {
         let socket = UnixStream::connect(path).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
+        socket.set_write_timeout(Some(Duration::from_secs(120))).unwrap();
         let mut client = Self { socket, style: Style::Simple, size: 0, flags: 0, cookie: 0 };
         let hello = client.take(18);
         assert_eq!(&hello[..16], b"NBDMAGICIHAVEOPT");

@@ -101,8 +101,13 @@ impl Rig {
     }
 
     /// Ends the service, and checks the image.
-    pub fn end(mut self) -> Arc<dyn Storage> {
-        self.server.take().unwrap().stop(Duration::from_secs(120));
+    pub fn end(self) -> Arc<dyn Storage> {
+        self.end_within(Duration::from_secs(120))
+    }
+
+    /// As [`Rig::end`]; clients have so long, and are cut off then.
+    pub fn end_within(mut self, drain: Duration) -> Arc<dyn Storage> {
+        self.server.take().unwrap().stop(drain);
         self.export.close().unwrap();
         let (limits, monitor) = (Limits::default(), Monitor::default());
         let report = vdkit_qcow2::Qcow2Driver

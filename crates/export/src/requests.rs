@@ -1,0 +1,161 @@
+//! Requests of the slow lane, for a client that may leave while they wait or run.
+//!
+//! A request over a large range is done in steps. Between two steps the disk is free for whoever
+//! must be alone with it, and a request whose client has left ends.
+
+use std::ops::Range;
+
+use vdkit_block::{Error, GuestOffset, Result};
+use vdkit_chain::DiskPlace;
+
+use crate::client::{Client, STAYS};
+use crate::export::{Export, Held};
+
+/// Bytes that are zeroed or discarded in one step, and bytes whose map is walked in one.
+const STEP_BYTES: u64 = 1 << 30;
+/// Bytes that one request reads into the cache, at most. It is a hint, and more would push out what
+/// it has read first.
+const PREFETCH_BYTES_MAX: u64 = 1 << 30;
+/// Bytes that are read into the cache at a time.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// The requests of one client; see [`Export::requests`]. All of them fail with
+/// [`Error::Interrupted`] where the client leaves before they are done.
+#[derive(Debug)]
+pub struct Requests<'a> {
+    export: &'a Export,
+    client: &'a Client,
+}
+
+impl Export {
+    /// Requests on behalf of a client.
+    pub fn requests<'a>(&'a self, client: &'a Client) -> Requests<'a> {
+        Requests { export: self, client }
+    }
+
+    /// As [`Requests::write`], for this process.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write(&self, data: &[u8], at: u64, durable: bool) -> Result<()> {
+        self.requests(&STAYS).write(data, at, durable)
+    }
+
+    /// As [`Requests::zero`], for this process.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn zero(&self, at: u64, len: u64, may_unmap: bool, durable: bool) -> Result<()> {
+        self.requests(&STAYS).zero(at, len, may_unmap, durable)
+    }
+
+    /// As [`Requests::discard`], for this process.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn discard(&self, at: u64, len: u64, durable: bool) -> Result<()> {
+        self.requests(&STAYS).discard(at, len, durable)
+    }
+}
+
+impl Requests<'_> {
+    /// Writes; with `durable`, so that a power cut after it returned loses nothing of it.
+    ///
+    /// # Errors
+    /// As [`vdkit_chain::Disk::write_at`].
+    pub fn write(&self, data: &[u8], at: u64, durable: bool) -> Result<()> {
+        self.export.check_writable()?;
+        let disk = self.export.hold_for(self.client)?;
+        let done = disk.write_at(data, GuestOffset(at));
+        disk.changed(at, data.len() as u64);
+        done?;
+        self.export.settle(&disk, durable)
+    }
+
+    /// Writes zeroes. What fails in the middle has zeroed a part of the range.
+    ///
+    /// # Errors
+    /// As [`vdkit_chain::Disk::write_zeroes`].
+    pub fn zero(&self, at: u64, len: u64, may_unmap: bool, durable: bool) -> Result<()> {
+        self.in_steps(at, len, durable, |disk, at, len| disk.write_zeroes(at, len, may_unmap))
+    }
+
+    /// Gives bytes back. That is a hint: where the image needs space for it and finds none, it stays
+    /// undone, and only what must be durable can fail for want of space.
+    ///
+    /// # Errors
+    /// As [`vdkit_chain::Disk::discard`].
+    pub fn discard(&self, at: u64, len: u64, durable: bool) -> Result<()> {
+        self.in_steps(at, len, durable, |disk, at, len| match disk.discard(at, len) {
+            Err(error) if Export::is_for_want_of_space(&error) => Ok(()),
+            done => done,
+        })
+    }
+
+    /// Changes a range, step by step.
+    fn in_steps(
+        &self,
+        at: u64,
+        len: u64,
+        durable: bool,
+        change: impl Fn(&Held<'_>, GuestOffset, u64) -> Result<()>,
+    ) -> Result<()> {
+        self.export.check_writable()?;
+        let mut done = 0;
+        loop {
+            let disk = self.export.hold_for(self.client)?;
+            let (here, step) = (at.saturating_add(done), (len - done).min(STEP_BYTES));
+            let changed = change(&disk, GuestOffset(here), step);
+            disk.changed(here, step);
+            changed?;
+            done += step;
+            if done == len {
+                return self.export.settle(&disk, durable);
+            }
+            drop(disk);
+            self.check_client()?;
+        }
+    }
+
+    fn check_client(&self) -> Result<()> {
+        if self.client.has_left() { Err(Error::Interrupted) } else { Ok(()) }
+    }
+
+    /// Reads bytes into the host's cache: those of the range that are stored anywhere, and no more
+    /// than a cache may keep.
+    ///
+    /// # Errors
+    /// What reading them returns.
+    pub fn prefetch(&self, at: u64, len: u64) -> Result<()> {
+        let mut piece = Vec::new();
+        let mut left = PREFETCH_BYTES_MAX;
+        let (mut at, end) = (at, at.saturating_add(len));
+        while at < end && left > 0 {
+            let walked = (end - at).min(STEP_BYTES);
+            let data = next_data(&self.export.hold_for(self.client)?, at, walked)?;
+            let data_end = data.as_ref().map_or(at + walked, |data| data.end);
+            at = data.map_or(data_end, |data| data.start);
+            while at < data_end && left > 0 {
+                let len = PIECE_BYTES.min(data_end - at).min(left);
+                piece.resize(len as usize, 0);
+                self.export.hold_for(self.client)?.read_at(&mut piece, GuestOffset(at))?;
+                self.check_client()?;
+                at += len;
+                left -= len;
+            }
+            self.check_client()?;
+        }
+        Ok(())
+    }
+}
+
+/// The next bytes of a range that are stored anywhere.
+fn next_data(disk: &Held<'_>, at: u64, len: u64) -> Result<Option<Range<u64>>> {
+    for extent in disk.extents(GuestOffset(at), len)? {
+        let extent = extent?;
+        if matches!(extent.place, DiskPlace::Data { .. } | DiskPlace::Packed { .. }) {
+            return Ok(Some(extent.at.0..extent.at.0 + extent.len));
+        }
+    }
+    Ok(None)
+}

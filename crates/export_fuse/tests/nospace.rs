@@ -1,0 +1,144 @@
+//! A full disk makes the file slow, and breaks nothing.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use vdkit_block::Error;
+use vdkit_export::{Change, Export, ExportOptions};
+use vdkit_export_fuse::{Server, ServerOptions};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::disks::{MIB, qcow2};
+use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, require_fuse};
+
+const GROWING: [FaultKind; 4] =
+    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
+
+struct Mounted {
+    faulty: Arc<FaultyStorage>,
+    export: Arc<Export>,
+    server: Server,
+    file: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Mounted {
+    fn new() -> Self {
+        let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+        let export = Export::new(qcow2(faulty.clone(), 1 << 30, ""), ExportOptions::default());
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("disk");
+        let server = Server::start(export.clone(), &file, &ServerOptions::default()).unwrap();
+        Self { faulty, export, server, file, _folder: folder }
+    }
+
+    fn open(&self) -> File {
+        OpenOptions::new().read(true).write(true).open(&self.file).unwrap()
+    }
+
+    fn fill(&self) {
+        self.faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    }
+
+    fn wait_for(&self, requests: u64) {
+        let began = Instant::now();
+        while self.export.parked().requests != requests {
+            assert!(began.elapsed() < Duration::from_secs(120), "{:?}", self.export.parked());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Another program's write, which finds no space.
+    fn write_in_vain(&self, at: u64) -> JoinHandle<std::io::Result<()>> {
+        let file = self.open();
+        std::thread::spawn(move || file.write_all_at(&[5; 4096], at))
+    }
+
+    /// Has so much kept that whoever has more to keep waits on a thread.
+    fn brim(&self) {
+        let error = Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() };
+        // Pages that nothing has touched.
+        let kept = Change::Write(vec![0; 256 << 20]);
+        self.export.keep(kept, 512 * MIB, false, error, Box::new(|_| {}));
+    }
+
+    fn end(self) {
+        self.faulty.heal();
+        self.export.end_waiting();
+        self.server.stop(Duration::from_secs(60)).unwrap();
+        self.export.close().unwrap();
+    }
+}
+
+#[test]
+fn a_sync_waits_for_space() {
+    if !require_fuse() {
+        return;
+    }
+    let mounted = Mounted::new();
+    let file = mounted.open();
+    file.write_all_at(&[1; 65536], MIB).unwrap();
+    mounted.fill();
+    let syncing = std::thread::spawn(move || file.sync_data());
+    mounted.wait_for(1);
+    assert!(!syncing.is_finished());
+    let mut found = [0; 512];
+    mounted.open().read_exact_at(&mut found, MIB).unwrap();
+    assert_eq!(found, [1; 512]);
+    mounted.faulty.heal();
+    mounted.export.resume();
+    syncing.join().unwrap().unwrap();
+    mounted.end();
+}
+
+/// What was kept for the mount is not written over what others wrote since, whether there was room
+/// to keep it or it waited for some.
+#[test]
+fn a_mount_that_ends_by_force_takes_its_writes_along() {
+    if !require_fuse() {
+        return;
+    }
+    for brim in [false, true] {
+        let mounted = Mounted::new();
+        mounted.open().write_all_at(&[1; 4096], 0).unwrap();
+        mounted.fill();
+        if brim {
+            mounted.brim();
+        }
+        // More than there are threads.
+        let writing: Vec<_> = (1..40).map(|at| mounted.write_in_vain(at * MIB)).collect();
+        if brim {
+            std::thread::sleep(Duration::from_millis(300));
+        } else {
+            mounted.wait_for(writing.len() as u64);
+        }
+        let unmount =
+            Command::new("umount").args(["--force", "--lazy"]).arg(&mounted.file).status();
+        assert!(unmount.unwrap().success());
+        for write in writing {
+            write.join().unwrap().unwrap_err();
+        }
+        let began = Instant::now();
+        while !mounted.server.finished() {
+            assert!(began.elapsed() < Duration::from_secs(120), "the mount does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        mounted.faulty.heal();
+        for at in 1..40 {
+            mounted.export.write(&[6; 4096], at * MIB, false).unwrap();
+        }
+        mounted.export.flush().unwrap();
+        mounted.export.resume();
+        mounted.wait_for(0);
+        for at in 1..40 {
+            let mut found = [0; 4096];
+            mounted.export.read(&mut found, at * MIB).unwrap();
+            assert_eq!(found, [6; 4096], "{at} MiB");
+        }
+        mounted.end();
+    }
+}

@@ -1,0 +1,132 @@
+//! Clients that leave, and what they have asked for.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vdkit_block::{Error, Storage};
+use vdkit_export::Change;
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::disks::MIB;
+use vdkit_testkit::nbd::Rig;
+use vdkit_testkit::nbd::client::*;
+use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+
+const GROWING: [FaultKind; 4] =
+    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
+/// What is kept for want of space at most, of all clients.
+const KEPT_BYTES_MAX: usize = 256 << 20;
+
+fn served() -> (Arc<FaultyStorage>, Rig) {
+    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+    let storage: Arc<dyn Storage> = faulty.clone();
+    let rig = Rig::with(storage, 1 << 30, |_| {}, |_| {});
+    rig.client(Style::Simple).write(0, &[9; 4096]).unwrap();
+    (faulty, rig)
+}
+
+/// Fills the disk, and has so much kept that whoever has more to keep waits on a thread.
+fn brim(faulty: &FaultyStorage, rig: &Rig) {
+    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    let error = Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() };
+    // Pages that nothing has touched.
+    let kept = Change::Write(vec![0; KEPT_BYTES_MAX]);
+    rig.export.keep(kept, 512 * MIB, false, error, Box::new(|_| {}));
+}
+
+#[test]
+fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
+    // So many that they have all threads of the connection, and nobody receives.
+    for writes in [1, 40] {
+        let (faulty, rig) = served();
+        brim(&faulty, &rig);
+        let mut client = rig.client(Style::Structured);
+        for _ in 0..writes {
+            client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
+        }
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(rig.export.parked().requests, 1);
+        drop(client);
+        rig.settles_at(0);
+        faulty.heal();
+        rig.export.resume();
+        let mut client = rig.client(Style::Structured);
+        client.write(MIB, &[6; 4096]).unwrap();
+        client.run(FLUSH, 0, 0, 0, b"").unwrap();
+        let began = Instant::now();
+        while rig.export.parked().requests > 0 {
+            assert!(began.elapsed() < Duration::from_secs(120));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(client.read(MIB, 1).unwrap(), [6], "after {writes} writes");
+        rig.end();
+    }
+}
+
+/// Other requests of the connection go on meanwhile, and so do replies that wait for a flush.
+#[test]
+fn a_leader_does_not_wait_for_room_to_keep_a_write() {
+    let (faulty, rig) = served();
+    let mut client = rig.client(Style::Structured);
+    // All of them brief, so that the leader itself does the next one.
+    for at in 2..50 {
+        client.write(at * MIB, &[3; 4096]).unwrap();
+    }
+    brim(&faulty, &rig);
+    let write = client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
+    for _ in 0..50 {
+        let read = client.request(READ, 0, 0, 1, b"");
+        assert_eq!(client.chunk(|_| 1).cookie, read);
+    }
+    faulty.heal();
+    rig.export.resume();
+    assert!(client.answer(write, 0).is_ok());
+    rig.end();
+}
+
+#[test]
+fn a_paused_write_is_given_up_when_its_client_leaves() {
+    let rig = Rig::new(64 * MIB);
+    rig.export.pause();
+    let mut client = rig.client(Style::Structured);
+    for _ in 0..40 {
+        client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    drop(client);
+    rig.settles_at(0);
+    rig.export.resume();
+    assert_eq!(rig.client(Style::Structured).read(MIB, 1).unwrap(), [0]);
+    rig.end();
+}
+
+#[test]
+fn caching_holes_takes_no_time() {
+    let rig = Rig::new(7 << 40);
+    let mut client = rig.client(Style::Extended);
+    client.write(6 << 40, &[1; 4096]).unwrap();
+    for _ in 0..4 {
+        client.run(CACHE, 0, 0, 7 << 40, b"").unwrap();
+    }
+    rig.end();
+}
+
+#[test]
+fn a_block_status_reply_walks_a_bounded_part_of_the_map() {
+    const CLUSTERS: u64 = 70_000;
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    let options = "cluster_size=512";
+    let disk = vdkit_testkit::disks::qcow2(storage.clone(), CLUSTERS * 512, options);
+    // From the end to the beginning: each cluster is a piece of the map of its own, and all of them
+    // are one run.
+    for cluster in (0..CLUSTERS).rev() {
+        disk.write_at(&[1; 512], vdkit_block::GuestOffset(cluster * 512)).unwrap();
+    }
+    let rig = Rig::over(storage, disk, |_| {}, |_| {});
+    let mut client = rig.client_with(Style::Extended, &["base:allocation"]);
+    let first = client.status(0, 0, CLUSTERS * 512).unwrap().remove(0);
+    let [(len, 0)] = first[..] else { panic!("{first:?}") };
+    assert!(len > 0 && len < CLUSTERS * 512, "{len} of {}", CLUSTERS * 512);
+    let rest = client.status(0, len, CLUSTERS * 512 - len).unwrap().remove(0);
+    assert_eq!(rest, [(CLUSTERS * 512 - len, 0)]);
+    rig.end();
+}
