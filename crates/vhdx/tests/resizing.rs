@@ -156,7 +156,10 @@ fn a_replay_writes_no_old_sector_bitmap_over_a_new_block() {
         let crash = child(9 * GIB);
         let storage: Arc<dyn Storage> = crash.clone();
         let disk = open(&storage);
-        disk.write_at(&[7; 512], GuestOffset(8 * GIB + 4096)).unwrap();
+        // Three sector bitmaps, each with a block.
+        for at in [0, 4 * GIB, 8 * GIB] {
+            disk.write_at(&[7; 512], GuestOffset(at + 4096)).unwrap();
+        }
         disk.flush().unwrap();
         if shrink {
             disk.resize(3 * GIB).unwrap();
@@ -165,15 +168,15 @@ fn a_replay_writes_no_old_sector_bitmap_over_a_new_block() {
         }
         disk.flush().unwrap();
         // Whole blocks, in all the space that was given up.
-        let bytes = vec![0x99; 8 * MIB as usize];
-        disk.write_at(&bytes, GuestOffset(0)).unwrap();
+        let (at, bytes) = (GuestOffset(16 * MIB), vec![0x99; 8 * MIB as usize]);
+        disk.write_at(&bytes, at).unwrap();
         disk.flush().unwrap();
         let mut rng = Rng::new(1);
         let now = crash.crash_now();
         for killed in [now.everything(), now.only_durable(), now.survivor(&mut rng)] {
             let storage: Arc<dyn Storage> = Arc::new(killed);
             let mut found = vec![0; bytes.len()];
-            open(&storage).read_at(&mut found, GuestOffset(0)).unwrap();
+            open(&storage).read_at(&mut found, at).unwrap();
             let strange = found.iter().position(|byte| *byte != 0x99);
             assert_eq!(strange, None, "shrunk: {shrink}");
         }

@@ -153,7 +153,7 @@ impl Resizes<'_> {
         loop {
             let faulty = FaultyStorage::new(Arc::new(self.trial.image()));
             let storage: Arc<dyn Storage> = faulty.clone();
-            let disk = self.trial.open(&storage, true).expect("opening");
+            let mut disk = self.trial.open(&storage, true).expect("opening");
             let model = MemoryStorage::with_len("model", disk.guest_bytes());
             let what = self.what(&format!("fault {nth} of {kinds:?}, lasting {lasting}"));
             let (mut fired, mut left) = (false, nth);
@@ -174,7 +174,15 @@ impl Resizes<'_> {
                 }
                 if let Err(error) = done {
                     assert!(faulty.fired() > 0, "{what}: {error}, without a fault");
-                    self.go_on(&disk, &model, *size, op, &format!("{what}: {error}"));
+                    let what = format!("{what}: {error}");
+                    self.go_on(&disk, &model, op, &what);
+                    if nth % 2 == 0 {
+                        disk.close().expect(&what);
+                        drop(disk);
+                        disk = self.trial.open(&storage, true).expect(&what);
+                        verify(&disk, &model, &format!("{what}, opened again"));
+                    }
+                    disk.resize(*size).unwrap_or_else(|e| panic!("{what}, and again: {e}"));
                 }
                 resized(&model, disk.guest_bytes());
                 verify(&disk, &model, &what);
@@ -193,7 +201,7 @@ impl Resizes<'_> {
     }
 
     /// After a resize that failed.
-    fn go_on(&self, disk: &Disk, model: &MemoryStorage, size: u64, op: u64, what: &str) {
+    fn go_on(&self, disk: &Disk, model: &MemoryStorage, op: u64, what: &str) {
         let before = model.len().expect("memory");
         resized(model, disk.guest_bytes());
         verify(disk, model, what);
@@ -207,7 +215,6 @@ impl Resizes<'_> {
         }
         disk.flush().expect(what);
         verify(disk, model, &format!("{what}, written to since (it had {before})"));
-        disk.resize(size).unwrap_or_else(|error| panic!("{what}, and again: {error}"));
     }
 
     /// The power is cut at each change that a resize makes: the disk has the old size or the new one, and
