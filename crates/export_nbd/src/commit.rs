@@ -5,7 +5,6 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use vdkit_block::Error;
