@@ -260,7 +260,7 @@ pub trait Format: Send + Sync + fmt::Debug {
 
     /// The guest does not need the bytes any more. Whole clusters are given back; afterwards they
     /// read as zero, never as what a backing image has there. Whatever cannot be given back stays
-    /// as it is.
+    /// as it is. (Raw images on block devices: see [`crate::Storage::forget`].)
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()>;
 
     /// Makes everything that was written in place, published, zeroed or discarded before this

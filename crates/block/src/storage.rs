@@ -245,6 +245,12 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Err(read_only(self.name()))
     }
 
+    /// Gives space back as [`Storage::discard`] does, and where that is not possible also in a way after
+    /// which the bytes may read as anything: for a guest that said that it does not need them.
+    fn forget(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.discard(offset, len)
+    }
+
     /// Makes sure that writes to the range will not run out of space; makes the storage longer
     /// where needed. What is there stays.
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {

@@ -132,7 +132,8 @@ impl Disk {
     }
 
     /// The guest does not need `len` bytes at `at` any more. They read as zero or as before
-    /// afterwards, never as something else.
+    /// afterwards, never as something else; but a raw disk on a block device that can give space back in
+    /// no other way (a thin LVM volume, say) reads there as that device pleases.
     ///
     /// # Errors
     /// As [`Disk::write_at`].

@@ -431,3 +431,45 @@ fn a_commit_tells_how_far_it_is_and_can_be_stopped() {
     }
     assert_eq!(scratch.ok(&["read", &top, "0", "1"]).bytes, [4]);
 }
+
+/// Whoever appends to the file of a disk knows nothing of commits.
+#[test]
+fn appends_to_a_growable_file_go_on_while_images_are_exchanged() {
+    if !require_fuse() {
+        return;
+    }
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "16M"]);
+    let service = Service::start(&scratch, &["base.qcow2", "--fuse", "disk", "--growable"]);
+    let file = std::fs::OpenOptions::new().write(true).open(scratch.path("disk")).unwrap();
+    let mut expected = vec![0; 16 << 20];
+    for round in 1..=3_u8 {
+        let overlay = scratch.path(&format!("{round}.qcow2")).display().to_string();
+        let append = |expected: &mut Vec<u8>, command: &[&str]| {
+            let mut command = scratch.command(command).stdout(Stdio::null()).spawn().unwrap();
+            let mut appended = 0;
+            while appended == 0 || (command.try_wait().unwrap().is_none() && appended < 500) {
+                let bytes = [round; 20_000];
+                file.write_all_at(&bytes, expected.len() as u64)
+                    .unwrap_or_else(|error| panic!("round {round}, append {appended}: {error}"));
+                expected.extend(bytes);
+                appended += 1;
+            }
+            command.wait().unwrap().code()
+        };
+        // An exchange that would not notice that the disk grows says so.
+        if append(&mut expected, &["ctl", "c.sock", "snapshot-external", &overlay]) != Some(0) {
+            let _ = std::fs::remove_file(&overlay);
+            scratch.ok(&["ctl", "c.sock", "snapshot-external", &overlay]);
+        }
+        file.write_all_at(&vec![round; 16 << 20], 0).unwrap();
+        expected[..16 << 20].fill(round);
+        assert_eq!(append(&mut expected, &["ctl", "c.sock", "commit", "--force"]), Some(0));
+    }
+    drop(file);
+    service.quit(&scratch);
+    scratch.ok(&["check", "base.qcow2"]);
+    let bytes = scratch.ok(&["read", "base.qcow2", "0"]).bytes;
+    // A disk is made of whole sectors.
+    assert!(bytes.len() >= expected.len() && bytes[..expected.len()] == expected);
+}

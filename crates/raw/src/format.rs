@@ -167,7 +167,7 @@ impl Format for RawFormat {
 
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.check_writable()?;
-        self.storage.discard(HostOffset(at.0), len)?;
+        self.storage.forget(HostOffset(at.0), len)?;
         self.remember_data(0..0);
         Ok(())
     }

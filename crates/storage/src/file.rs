@@ -483,7 +483,11 @@ impl Storage for FileStorage {
     }
 
     fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.discard_range(offset, len)
+        self.discard_range(offset, len, false)
+    }
+
+    fn forget(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.discard_range(offset, len, true)
     }
 
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {

@@ -191,7 +191,13 @@ impl FileStorage {
         }
     }
 
-    pub(crate) fn discard_range(&self, offset: HostOffset, len: u64) -> Result<()> {
+    /// Gives space back; with `undefined` also where the bytes may read as anything afterwards.
+    pub(crate) fn discard_range(
+        &self,
+        offset: HostOffset,
+        len: u64,
+        undefined: bool,
+    ) -> Result<()> {
         self.check_writable()?;
         let fail = |errno| self.error(IoAction::Discard, offset.0, len, errno);
         let end_of_file = self.raw_len().map_err(fail)?;
@@ -209,7 +215,8 @@ impl FileStorage {
         if self.punch(start, end - start).map_err(fail)? {
             return Ok(());
         }
-        if self.kind() == FileKind::BlockDevice {
+        // No device promises what it reads as after this request, and some that know no other one.
+        if undefined && self.kind() == FileKind::BlockDevice {
             let _range = self.hold_range(start, end - start);
             try_once(&self.lacks.discard, || {
                 sys::device_discard(self.file().as_fd(), start, end - start)

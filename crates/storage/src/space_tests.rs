@@ -165,3 +165,27 @@ fn a_walk_over_holes_sees_what_changed_meanwhile() {
     assert_eq!(run(0), (false, 2 * step));
     assert_eq!(run(2 * step), (true, 64 << 10));
 }
+
+/// After BLKDISCARD the bytes may read as anything, old ones of other places too. Whoever gives zeroes
+/// back counts on zeroes.
+#[test]
+fn a_device_that_cannot_punch_is_not_asked_for_a_discard_with_an_undefined_result() {
+    let Some(device) = vdkit_testkit::fs::loop_device(4 << 20, 512) else { return };
+    let file = FileStorage::open(device.path(), &FileOptions::read_write()).unwrap();
+    file.lacks.punch.store(true, Ordering::Relaxed);
+    file.write_at(&[7; 1 << 20], HostOffset(0)).unwrap();
+    file.sync().unwrap();
+    let used = || {
+        let stat = rustix::fs::stat(device.file()).unwrap();
+        stat.st_blocks
+    };
+    let before = used();
+    file.discard(HostOffset(0), 1 << 20).unwrap();
+    let mut bytes = vec![0; 1 << 20];
+    file.read_at(&mut bytes, HostOffset(0)).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 7), "the device was asked all the same");
+    assert_eq!(used(), before);
+    // A guest that needs the bytes no more gets what the device can do.
+    file.forget(HostOffset(0), 1 << 20).unwrap();
+    assert!(used() < before);
+}
