@@ -292,8 +292,12 @@ impl Resizes<'_> {
         disk.close().expect(what);
         drop(disk);
         self.trial.audit(&storage, false, what);
-        self.trial.check(&storage, Repair::Leaks);
-        self.trial.audit(&storage, true, &format!("{what}, repaired"));
+        let mended = self.trial.check(&storage, Repair::Leaks);
+        // A qcow2 repair of leaks leaves what may be a table whose reference was lost, and says so.
+        let left = mended.leaks - mended.leaks_fixed;
+        assert!(left == 0 || self.trial.driver.name() == "qcow2", "{what}: {left} leaks stay");
+        let after = self.trial.check(&storage, Repair::Nothing);
+        assert_eq!((after.corruptions, after.leaks), (0, left), "{what}, repaired");
         let disk = self.trial.open(&storage, false).expect(what);
         verify(&disk, &model, &format!("{what}, grown again, closed"));
     }
