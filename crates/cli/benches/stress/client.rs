@@ -14,7 +14,7 @@ use crate::{CLIENTS, DISK_BYTES, PATIENCE};
 /// What is written and read is a number of these.
 const UNIT: u64 = 4096;
 /// Units side by side that belong to one client; the next ones belong to the next client.
-const STRIPE: u64 = 16;
+const STRIPE: u64 = 32;
 /// Requests under way. QEMU's server takes as many before it has to send, so a client may send all
 /// of them before it reads.
 const DEPTH: usize = 16;

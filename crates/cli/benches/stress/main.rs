@@ -29,8 +29,8 @@ use vdkit_testkit::{Rng, fs};
 const PATIENCE: Duration = Duration::from_secs(60);
 const CLIENTS: u64 = 4;
 /// The disk; all images of a chain and a snapshot's copies fit into the file system.
-const DISK_BYTES: u64 = 8 << 20;
-const FILE_SYSTEM_BYTES: u64 = 160 << 20;
+const DISK_BYTES: u64 = 16 << 20;
+const FILE_SYSTEM_BYTES: u64 = 320 << 20;
 
 struct Wanted {
     length: Duration,
