@@ -274,7 +274,7 @@ fn a_header_with_a_backing_name_makes_room() {
     let dir = scratch.path("");
     for length in [1, 20, 60, 200] {
         let base = format!("{}.qcow2", "b".repeat(length));
-        scratch.ok(&["create", "--force", &base, "4M"]);
+        scratch.ok(&["create", &base, "4M"]);
         peer(
             &dir,
             "qemu-img",

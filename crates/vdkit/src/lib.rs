@@ -117,5 +117,5 @@ pub use vdkit_stream as stream;
 pub mod live;
 mod registry;
 
-pub use registry::{FORMATS, format, registry};
+pub use registry::{FORMATS, format, format_of_name, registry};
 pub use vdkit_vhd::azure_faults;

@@ -63,6 +63,20 @@ const MISNAMED: [Stranger; 8] = [
     misnamed!("dmg": "dmg"),
 ];
 
+/// The format that a file's name says, by its ending. Raw disks are called anything.
+pub fn format_of_name(name: &str) -> Option<&'static str> {
+    const ENDINGS: [(&str, &str); 7] = [
+        ("qcow2", "qcow2"),
+        ("vmdk", "vmdk"),
+        ("vdi", "vdi"),
+        ("vhd", "vhd"),
+        ("vpc", "vhd"),
+        ("vhdx", "vhdx"),
+        ("luks", "luks"),
+    ];
+    ENDINGS.iter().find(|(ending, _)| named(name, &[ending])).map(|(_, format)| *format)
+}
+
 /// Whether a file's name ends in one of these endings. The extents of a flat VMDK are called after
 /// it, and are raw.
 fn named(name: &str, endings: &[&str]) -> bool {

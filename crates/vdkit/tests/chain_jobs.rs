@@ -514,7 +514,7 @@ fn an_image_that_grows_over_a_longer_one_never_shows_it() {
             let recorded = Stack {
                 kinds: kinds.to_vec(),
                 disks: (images.iter().enumerate())
-                    .map(|(number, image)| SimDisk::recording(image.clone(), number, &timeline))
+                    .map(|(number, image)| SimDisk::recording(image, number, &timeline))
                     .collect(),
             };
             grow(&recorded).expect("growing");

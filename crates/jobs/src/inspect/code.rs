@@ -33,7 +33,7 @@ codes! {
     ReferenceExtent "extent-file" Refuse "A VMDK descriptor names other files as its extents.";
     ParentImage "parent-image" Refuse "The image is a difference to a parent image.";
     SeveralFormats "several-formats" Refuse "The file can be read as more than one format, so that two programs may see two disks.";
-    FormatMismatch "format-mismatch" Refuse "The format is not the one that was asked for.";
+    FormatMismatch "format-mismatch" Refuse "The format is not the one that was asked for, or that the file's name says.";
     FormatBanned "format-banned" Refuse "The format is obsolete or has no safe reader.";
     NotADisk "not-a-disk-image" Refuse "The file is an archive, a compressed file or a program.";
     NestedFormat "nested-format" Refuse "The guest's disk itself begins as a disk image, and would be taken for one after conversion to raw.";
