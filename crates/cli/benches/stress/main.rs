@@ -17,8 +17,8 @@ mod client;
 mod service;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use client::{Client, Tally};
@@ -93,10 +93,11 @@ fn live(wanted: &Wanted, kind: &str, seed: u64) -> Tally {
         panic!("no {kind} can be mounted here");
     };
     let mut rng = Rng::new(seed);
-    let service = Service::start(&wanted.program, mounted.path(), &mut rng);
+    let service = Arc::new(Service::start(&wanted.program, mounted.path(), &mut rng));
+    explain_faults(&service, seed);
     let (over, empty) = (AtomicBool::new(false), AtomicBool::new(false));
     let tally = std::thread::scope(|scope| {
-        let (service, over, empty) = (&service, &over, &empty);
+        let (service, over, empty) = (&*service, &over, &empty);
         let clients: Vec<_> = (0..CLIENTS)
             .map(|number| {
                 let seed = rng.next_u64();
@@ -109,27 +110,30 @@ fn live(wanted: &Wanted, kind: &str, seed: u64) -> Tally {
         std::thread::sleep(wanted.life);
         // From here on there is space, and nobody pauses: all must come to an end.
         empty.store(true, Ordering::SeqCst);
-        judge(service, seed, filler);
+        filler.join().expect("a fault ends the process");
         over.store(true, Ordering::SeqCst);
-        let mut tally = judge(service, seed, admin);
+        let mut tally = admin.join().expect("a fault ends the process");
         service.ctl(&["resume"]);
         for client in clients {
-            tally.add(&judge(service, seed, client));
+            tally.add(&client.join().expect("a fault ends the process"));
         }
         tally
     });
-    if let Err(fault) = service.end() {
-        panic!("seed {seed}: {fault}");
-    }
+    service.end();
+    // The next life explains its own.
+    let _ = std::panic::take_hook();
     tally
 }
 
-/// The thread's result; where it found a fault, all that can be said of the service, and the end.
-fn judge<T>(service: &Service, seed: u64, thread: ScopedJoinHandle<'_, T>) -> T {
-    thread.join().unwrap_or_else(|_| {
+/// Where a thread finds a fault, all that can be said of the service is said at that moment, while
+/// the thread's connection is still there, and the process ends: other threads may wait for ever.
+fn explain_faults(service: &Arc<Service>, seed: u64) {
+    let (service, usual) = (Arc::clone(service), std::panic::take_hook());
+    std::panic::set_hook(Box::new(move |fault| {
+        usual(fault);
         eprintln!("seed {seed}");
         service.explain();
-        // Other threads may wait for ever.
+        service.kill();
         std::process::exit(1)
-    })
+    }));
 }
