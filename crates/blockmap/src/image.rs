@@ -288,8 +288,23 @@ impl<E: Envelope> BlockImage<E> {
         self.check_lost()
     }
 
-    /// Nothing may be written to an image whose table is not known.
+    /// Nothing may be written to an image whose table is not known: a resize failed, and so did
+    /// reading the header, which is tried again here.
     pub(crate) fn check_lost(&self) -> Result<()> {
+        if !self.lost.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut state = self.state.lock();
+        // Space that somebody has reserved is in no table, and would be taken for free.
+        if self.lost.load(Ordering::Acquire) && state.tickets.is_empty() {
+            self.follow_file(&mut state, None);
+        }
+        drop(state);
+        self.refuse_lost()
+    }
+
+    /// The same for who holds the state.
+    pub(crate) fn refuse_lost(&self) -> Result<()> {
         if !self.lost.load(Ordering::Acquire) {
             return Ok(());
         }

@@ -77,6 +77,7 @@ impl<E: Envelope> BlockImage<E> {
                 Ok((geometry, guest_bytes)) => {
                     *self.geometry.write() = geometry;
                     self.guest_bytes.store(guest_bytes, Ordering::Release);
+                    self.lost.store(false, Ordering::Release);
                 }
                 Err(_) => self.lost.store(true, Ordering::Release),
             }

@@ -36,7 +36,8 @@ impl<E: Envelope> BlockImage<E> {
         while state.holds(first) {
             self.state.wait(&mut state);
         }
-        // The disk may have become smaller while we waited.
+        // The disk may have become smaller while we waited, or a resize have failed.
+        self.refuse_lost()?;
         self.in_range(at, len, vdkit_block::IoAction::Write)?;
         if self.sectors.is_some() {
             return self.reserve_sectors(state, at, len);

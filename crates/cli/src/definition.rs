@@ -116,7 +116,7 @@ pub fn report(mut error: clap::Error, arguments: &[OsString]) -> Exit {
     let _ = error.print();
     let _ = std::io::stdout().flush();
     if let Some(instead) = instead {
-        print_line(Tone::Hint, &format!("qemu-img's habit: {instead}"));
+        print_line(Tone::Hint, instead);
     }
     exit
 }

@@ -63,8 +63,6 @@ const HABITS: &[Habit] = &[
     of("bitmap", &["--enable"], "'vdkit bitmap enable IMAGE NAME'"),
     of("bitmap", &["--disable"], "'vdkit bitmap disable IMAGE NAME'"),
     of("bitmap", &["--merge"], "'vdkit bitmap merge IMAGE NAME SOURCE'"),
-    of("rebase", &["-u"], "'--unsafe' changes only the name in the header"),
-    of("map", &["-s", "-l"], "OFFSET and LENGTH are named as 'vdkit map --help' shows"),
     any(
         &["-p"],
         "progress shows by itself on a terminal; '--progress bar' shows it anywhere, '--progress json' for programs",

@@ -165,7 +165,8 @@ impl NewBacking {
         image: &Path,
         opening: &OpenOptions,
     ) -> Result<FoundBacking> {
-        if let Some((before, _)) = self.name.split_once(':').filter(|(b, _)| !b.contains('/')) {
+        let protocol = self.name.split_once(':').filter(|(before, _)| !before.contains('/'));
+        if let Some((before, _)) = protocol.filter(|_| self.open) {
             return Err(Error::Invalid(format!(
                 "'{}': in an image's header, '{before}:' at the beginning of a name says a protocol, \
                  and nobody could open what the image stands on; write './{}'",
