@@ -11,7 +11,7 @@ use vdkit_block::Error;
 
 use crate::receiver::Receiver;
 use crate::reply::Outbox;
-use crate::session::{Session, errno_of};
+use crate::session::{Session, Turn, errno_of};
 use crate::wire::{Request, command};
 
 /// A list of so many requests is committed at once.
@@ -31,28 +31,17 @@ pub(crate) struct Unanswered {
 /// Requests that one thread commits together. The memory is used again.
 pub(crate) type Batch = Vec<Unanswered>;
 
-/// What a leader has to do before it may wait for the client.
-#[derive(Debug, PartialEq)]
-pub(crate) enum Settled {
-    /// Nothing.
-    All,
-    /// Give the lead away and commit the batch.
-    Commit,
-    /// Give the lead away and send what is left to be sent.
-    Send,
-}
-
 impl Session {
     /// Called by the leader before it waits for the client: sends the replies in `out` and commits
-    /// what is gathered, unless the `needed` bytes are there after all. What is likely to take long is
-    /// left to the caller, once it has given the lead away.
+    /// what is gathered, unless the `needed` bytes are there after all. Returns how the leader's turn
+    /// ends where the rest is likely to take long: the caller does it after it has given the lead away.
     pub(crate) fn settle_gathered(
         &self,
         receiver: &mut Receiver,
         needed: Option<usize>,
         batch: &mut Batch,
         out: &mut Outbox,
-    ) -> io::Result<Settled> {
+    ) -> io::Result<Option<Turn<'_>>> {
         let gathered = self.gathered.len();
         if gathered == 0 {
             return self.settle_sending(out);
@@ -64,14 +53,14 @@ impl Session {
         if let Some(needed) = needed.filter(|_| tries)
             && receiver.fill_ready(&*self.channel, needed)
         {
-            return Ok(Settled::All);
+            return Ok(None);
         }
         if !self.gathered.begin(batch) {
             return self.settle_sending(out);
         }
         if !brief {
             self.replier.send_all_ready(out)?;
-            return Ok(Settled::Commit);
+            return Ok(Some(Turn::Commit));
         }
         while self.commit(batch, out).is_none() {
             if !self.gathered.next(batch) {
@@ -79,12 +68,12 @@ impl Session {
             }
         }
         // No space: the batch is kept by a thread that may wait until that is possible.
-        Ok(Settled::Commit)
+        Ok(Some(Turn::Commit))
     }
 
-    fn settle_sending(&self, out: &mut Outbox) -> io::Result<Settled> {
+    fn settle_sending(&self, out: &mut Outbox) -> io::Result<Option<Turn<'_>>> {
         let sent = self.replier.send_all_ready(out)?;
-        Ok(if sent { Settled::All } else { Settled::Send })
+        Ok((!sent).then_some(Turn::Send))
     }
 
     /// Commits a batch that [`Gathered::begin`](crate::gathered::Gathered::begin) gave, and then

@@ -26,7 +26,7 @@ use vdkit_export::{Client, Export, OpKind, Written};
 
 use crate::buffer::{Buffer, Buffers};
 use crate::channel::Channel;
-use crate::commit::{Batch, COMMITTERS, GATHERED_MAX, Settled, Unanswered};
+use crate::commit::{Batch, COMMITTERS, GATHERED_MAX, Unanswered};
 use crate::gathered::Gathered;
 use crate::handshake::Agreed;
 use crate::kept::LateReplies;
@@ -101,7 +101,7 @@ pub struct Session {
 }
 
 /// How a leader's turn ended.
-enum Turn<'s> {
+pub(crate) enum Turn<'s> {
     /// This request may block; its payload is in the buffer. The guard is that of
     /// [`Session::large_payloads`], where it counts as such.
     Slow(Request, Instant, Buffer, Option<MutexGuard<'s, ()>>),
@@ -213,10 +213,8 @@ impl Session {
         let mut gathered = self.gathered.len();
         loop {
             if receiver.available() < head || gathered >= GATHERED_MAX {
-                match self.settle_gathered(receiver, Some(head), batch, out)? {
-                    Settled::All => {}
-                    Settled::Commit => return Ok(Turn::Commit),
-                    Settled::Send => return Ok(Turn::Send),
+                if let Some(turn) = self.settle_gathered(receiver, Some(head), batch, out)? {
+                    return Ok(turn);
                 }
                 if !receiver.fill(&*self.channel, head)? {
                     return Ok(Turn::End);
@@ -239,10 +237,9 @@ impl Session {
             receiver.expect_large(!inline);
             if !inline || receiver.available() < whole {
                 // The next leader finds the request where it is.
-                match self.settle_gathered(receiver, inline.then_some(whole), batch, out)? {
-                    Settled::All => {}
-                    Settled::Commit => return Ok(Turn::Commit),
-                    Settled::Send => return Ok(Turn::Send),
+                let needed = inline.then_some(whole);
+                if let Some(turn) = self.settle_gathered(receiver, needed, batch, out)? {
+                    return Ok(turn);
                 }
             }
             let (buffer, large) = if inline {

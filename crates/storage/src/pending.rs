@@ -48,8 +48,8 @@ pub struct PendingFile {
 
 /// The file that is there already.
 #[derive(Debug)]
-struct Replaced {
-    file: File,
+pub(crate) struct Replaced {
+    pub(crate) file: File,
     lock: Option<ImageLock>,
 }
 
@@ -137,7 +137,8 @@ impl Drop for PendingFile {
 }
 
 impl Replaced {
-    fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
+    /// Locks a file as a writer does; nothing where there is none.
+    pub(crate) fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
         let name = target.display().to_string();
         // Links were followed before: one that is there now was not.
         let flags =
