@@ -22,7 +22,7 @@ impl<E: Envelope> Metadata for BlockImage<E> {
     type Order = ();
     type Dirty = Copies;
 
-    fn take(&self, state: &mut MutexGuard<'_, State>, _order: &mut ()) -> Result<Copies> {
+    fn take(&self, state: &mut MutexGuard<'_, State>, _alone: bool) -> Result<Copies> {
         let bitmaps = self.sectors.as_ref().map(SectorMaps::take_changed).unwrap_or_default();
         Ok(Copies { pages: self.table.take_changed(), bitmaps, end: state.used_end })
     }
@@ -49,41 +49,36 @@ impl<E: Envelope> Metadata for BlockImage<E> {
         }
     }
 
+    fn is_dirty(&self, _state: &State) -> bool {
+        self.table.dirty() || self.sectors.as_ref().is_some_and(SectorMaps::dirty)
+    }
+
     fn recycle(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Also closes gaps that failed writes have left.
+    fn trim(&self, state: &mut MutexGuard<'_, State>, _order: &mut ()) -> Result<()> {
+        self.find_again(state)?;
+        if !state.unfinished {
+            return Ok(());
+        }
+        let trimmed = self.trim_file(state);
+        self.follow_file(state, trimmed.as_ref().ok().copied());
+        state.batch = 0;
+        trimmed.map(drop)
     }
 }
 
 impl<E: Envelope> BlockImage<E> {
-    /// Flushes, gives back what was reserved ahead, and closes gaps that failed writes have left.
-    pub(crate) fn close_cleanly(&self) -> Result<()> {
-        self.state.flush(self)?;
-        self.check_lost()?;
-        let _lead = self.state.lead();
-        let mut state = self.state.lock();
-        if !state.unfinished
-            || !state.tickets.is_empty()
-            || self.table.dirty()
-            || self.sectors.as_ref().is_some_and(SectorMaps::dirty)
-        {
-            return Ok(());
-        }
-        let geometry = self.geometry();
+    /// Ends the file behind the blocks; says where that is.
+    fn trim_file(&self, state: &State) -> Result<u64> {
+        let (storage, geometry) = (&*self.storage, self.geometry());
         let mut end = state.used_end;
-        let gaps = state.given_back.iter().any(|start| *start < end);
-        if gaps && geometry.skip == 0 {
-            match compact::close_gaps(&*self.storage, &geometry, None) {
-                Ok(closed) => end = closed.end,
-                Err(error) => {
-                    self.follow_file(&mut state, None);
-                    return Err(error);
-                }
-            }
+        if geometry.skip == 0 && state.given_back.iter().any(|start| *start < end) {
+            end = compact::close_gaps(storage, &geometry, None)?.end;
         }
-        self.envelope.finish(&*self.storage, &geometry, end)?;
-        self.storage.sync()?;
-        self.follow_file(&mut state, Some(end));
-        state.batch = 0;
-        Ok(())
+        self.envelope.finish(storage, &geometry, end)?;
+        Ok(end)
     }
 }

@@ -11,7 +11,7 @@ use vdkit_block::{
     Limits, MapCacheStats, Place, Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
     is_aligned,
 };
-use vdkit_meta::{Engine, Reclaim, Tickets};
+use vdkit_meta::{Engine, MutexGuard, Reclaim, Tickets};
 
 use crate::geometry::{Geometry, Slot};
 use crate::sectors::SectorMaps;
@@ -203,6 +203,10 @@ impl vdkit_meta::State for State {
     fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
+
+    fn idle(&self) -> bool {
+        self.tickets.is_empty()
+    }
 }
 
 /// A reservation that is neither published nor released.
@@ -294,12 +298,15 @@ impl<E: Envelope> BlockImage<E> {
         if !self.lost.load(Ordering::Acquire) {
             return Ok(());
         }
-        let mut state = self.state.lock();
+        self.find_again(&mut self.state.lock())
+    }
+
+    /// The same for who holds the state.
+    pub(crate) fn find_again(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
         // Space that somebody has reserved is in no table, and would be taken for free.
         if self.lost.load(Ordering::Acquire) && state.tickets.is_empty() {
-            self.follow_file(&mut state, None);
+            self.follow_file(state, None);
         }
-        drop(state);
         self.refuse_lost()
     }
 
@@ -574,7 +581,7 @@ impl<E: Envelope> Format for BlockImage<E> {
     }
 
     fn close(&self) -> Result<()> {
-        if self.writable { self.close_cleanly() } else { Ok(()) }
+        if self.writable { self.state.close(self) } else { Ok(()) }
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {

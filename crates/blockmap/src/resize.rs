@@ -24,18 +24,8 @@ impl<E: Envelope> BlockImage<E> {
             ));
         }
         let guest_bytes = self.envelope.judge_size(self.storage.name(), guest_bytes)?;
-        loop {
-            self.state.flush(self)?;
-            let _lead = self.state.lead();
-            let mut state = self.state.lock();
-            while !state.tickets.is_empty() {
-                self.state.wait(&mut state);
-            }
-            if self.table.dirty() {
-                continue;
-            }
-            return self.resize_alone(&mut state, guest_bytes);
-        }
+        let (_lead, mut state) = self.state.quiesce(self)?;
+        self.resize_alone(&mut state, guest_bytes)
     }
 
     fn resize_alone(&self, state: &mut MutexGuard<'_, State>, guest_bytes: u64) -> Result<()> {

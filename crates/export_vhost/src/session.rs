@@ -182,42 +182,6 @@ impl Session {
                 self.memory.remove(MemoryRegion::parse(&mut fields)?)?;
                 self.share_memory();
             }
-            request::SET_VRING_NUM => {
-                let (index, size) = (fields.u32()?, fields.u32()?);
-                let size = u16::try_from(size).ok().filter(|size| *size <= QUEUE_SIZE_MAX);
-                self.slot(index)?.setup.size =
-                    size.ok_or_else(|| invalid("a queue that is too large"))?;
-            }
-            request::SET_VRING_ADDR => self.place(RingAddresses::parse(&mut fields)?)?,
-            request::SET_VRING_BASE => {
-                let (index, base) = (fields.u32()?, fields.u32()?);
-                // The wrap counters of packed rings would be above.
-                self.slot(index)?.setup.base = base as u16;
-            }
-            request::GET_VRING_BASE => {
-                let index = fields.u32()?;
-                let base = self.slot(index)?.take_away();
-                let mut body = index.to_ne_bytes().to_vec();
-                body.extend(u32::from(base).to_ne_bytes());
-                return Ok(Reply::Bytes(body));
-            }
-            request::SET_VRING_KICK => {
-                let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_kick(fd)?;
-                self.start(index)?;
-            }
-            request::SET_VRING_CALL => {
-                let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_call(fd)?;
-            }
-            request::SET_VRING_ERR => {
-                let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_err(fd)?;
-            }
-            request::SET_VRING_ENABLE => {
-                let (index, enable) = (fields.u32()?, fields.u32()?);
-                self.enable(index, enable != 0)?;
-            }
             request::GET_PROTOCOL_FEATURES => return Ok(Reply::Number(protocol::OFFERED)),
             request::SET_PROTOCOL_FEATURES => {
                 let features = fields.u64()?;
@@ -256,6 +220,51 @@ impl Session {
                 let file = single(message.fds)?.ok_or_else(|| invalid("notes without a file"))?;
                 self.inflight = Some(Arc::new(Area::open(area, file)?));
                 self.take_over_writeback();
+            }
+            _ => return self.handle_ring(message),
+        }
+        Ok(Reply::Done)
+    }
+
+    /// A message about a ring, or one that nobody knows.
+    fn handle_ring(&mut self, message: Message) -> io::Result<Reply> {
+        let mut fields = Fields(&message.body);
+        match message.request {
+            request::SET_VRING_NUM => {
+                let (index, size) = (fields.u32()?, fields.u32()?);
+                let size = u16::try_from(size).ok().filter(|size| *size <= QUEUE_SIZE_MAX);
+                self.slot(index)?.setup.size =
+                    size.ok_or_else(|| invalid("a queue that is too large"))?;
+            }
+            request::SET_VRING_ADDR => self.place(RingAddresses::parse(&mut fields)?)?,
+            request::SET_VRING_BASE => {
+                let (index, base) = (fields.u32()?, fields.u32()?);
+                // The wrap counters of packed rings would be above.
+                self.slot(index)?.setup.base = base as u16;
+            }
+            request::GET_VRING_BASE => {
+                let index = fields.u32()?;
+                let base = self.slot(index)?.take_away();
+                let mut body = index.to_ne_bytes().to_vec();
+                body.extend(u32::from(base).to_ne_bytes());
+                return Ok(Reply::Bytes(body));
+            }
+            request::SET_VRING_KICK => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_kick(fd)?;
+                self.start(index)?;
+            }
+            request::SET_VRING_CALL => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_call(fd)?;
+            }
+            request::SET_VRING_ERR => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_err(fd)?;
+            }
+            request::SET_VRING_ENABLE => {
+                let (index, enable) = (fields.u32()?, fields.u32()?);
+                self.enable(index, enable != 0)?;
             }
             other => {
                 tracing::debug!(request = other, "vhost-user: an unknown message");

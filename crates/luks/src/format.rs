@@ -178,15 +178,16 @@ impl Format for LuksFormat {
             let (file, what) = (file.to_owned(), "size");
             return Err(Error::Limit { file, what, found: guest_bytes, limit });
         };
+        if !self.storage.caps().growable && end > self.storage.len()? {
+            return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));
+        }
         // Requests that come meanwhile find no byte of the disk behind the end of the file.
         let before = self.guest_bytes.fetch_min(bytes, Ordering::AcqRel);
-        if self.storage.caps().growable {
-            if let Err(error) = self.storage.set_len(end) {
-                self.guest_bytes.store(before, Ordering::Release);
-                return Err(error);
-            }
-        } else if end > self.storage.len()? {
-            return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));
+        if self.storage.caps().growable
+            && let Err(error) = self.storage.set_len(end)
+        {
+            self.guest_bytes.store(before, Ordering::Release);
+            return Err(error);
         }
         self.guest_bytes.store(bytes, Ordering::Release);
         Ok(())

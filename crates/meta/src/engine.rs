@@ -10,6 +10,9 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 pub trait State {
     /// Where host space waits that was given up.
     fn reclaim(&mut self) -> &mut Reclaim;
+
+    /// Whether no reservation is open.
+    fn idle(&self) -> bool;
 }
 
 /// What a format alone knows about its metadata: what is dirty, and in which groups it goes to disk
@@ -22,18 +25,15 @@ pub trait Metadata {
     /// Copies of dirty metadata as it was at one moment.
     type Dirty;
 
-    /// Copies what is dirty. From here on it counts as being written; on an error it does not.
+    /// Copies what is dirty. From here on it counts as being written; on an error it does not. `alone`:
+    /// the lock is held until it is written, so what [`Metadata::write`] can find need not be copied.
     ///
     /// # Errors
     /// What the storage returns.
-    fn take(
-        &self,
-        state: &mut MutexGuard<'_, Self::State>,
-        order: &mut Self::Order,
-    ) -> Result<Self::Dirty>;
+    fn take(&self, state: &mut MutexGuard<'_, Self::State>, alone: bool) -> Result<Self::Dirty>;
 
     /// Writes the groups, each behind its barrier, and makes them durable, with all guest data that
-    /// was written before. Called without the lock of the state.
+    /// was written before. Must not take the lock of the state.
     ///
     /// # Errors
     /// What the storage returns.
@@ -42,11 +42,36 @@ pub trait Metadata {
     /// What was taken is durable, or dirty again.
     fn settle(&self, state: &mut Self::State, dirty: Self::Dirty, durable: bool);
 
+    /// Whether the map has changed since it was taken last.
+    fn is_dirty(&self, state: &Self::State) -> bool;
+
     /// Frees space that nobody can reach any more; see [`Reclaim::expired`].
     ///
     /// # Errors
     /// What the storage returns.
     fn recycle(&self) -> Result<()>;
+
+    /// The image is closed, no reservation is open, and the map is durable: gives up what was
+    /// reserved ahead of need, and cuts the file. A commit makes durable what changes here.
+    ///
+    /// # Errors
+    /// What the storage returns. Memory and file must agree then, too.
+    fn trim(
+        &self,
+        _state: &mut MutexGuard<'_, Self::State>,
+        _order: &mut Self::Order,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// All is durable: writes what says that the image was closed cleanly, durably. Called without
+    /// the lock of the state.
+    ///
+    /// # Errors
+    /// What the storage returns.
+    fn finish(&self, _order: &mut Self::Order) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The lock of an image's writers, its open reservations' end, and its group commit.
@@ -96,7 +121,7 @@ impl<S: State, O> Engine<S, O> {
         F: Metadata<State = S, Order = O>,
     {
         let number = self.commit.draw();
-        self.commit.durable_up_to(number, |lead| self.commit_dirty(format, lead))
+        self.commit.durable_up_to(number, |lead| self.commit_dirty(format, lead, false))
     }
 
     /// A flush by who has the lead.
@@ -107,26 +132,69 @@ impl<S: State, O> Engine<S, O> {
     where
         F: Metadata<State = S, Order = O>,
     {
-        lead.run(|lead| self.commit_dirty(format, lead))
+        lead.run(|lead| self.commit_dirty(format, lead, false))
     }
 
-    fn commit_dirty<F>(&self, format: &F, lead: &mut Lead<'_, O>) -> Result<()>
+    /// Waits until no reservation is open and the map is durable. It stays so as long as both parts of
+    /// the answer are held.
+    ///
+    /// # Errors
+    /// As [`Engine::flush`].
+    pub fn quiesce<F>(&self, format: &F) -> Result<(Lead<'_, O>, MutexGuard<'_, S>)>
     where
         F: Metadata<State = S, Order = O>,
     {
-        // Copies, so that others can go on while they are written.
-        let (dirty, unlinked) = {
+        let mut lead = self.lead();
+        loop {
             let mut state = self.lock();
-            let dirty = format.take(&mut state, lead.order())?;
-            // Those whose reference is gone from what was copied, and no others.
-            (dirty, state.reclaim().take_unlinked())
-        };
-        let written = format.write(&dirty, lead.order());
-        {
-            let mut state = self.lock();
-            format.settle(&mut state, dirty, written.is_ok());
-            state.reclaim().committed(unlinked, written.is_ok());
+            if !state.idle() {
+                // Whoever holds a reservation may need a flush to go on.
+                drop(lead);
+                self.wait(&mut state);
+                drop(state);
+                lead = self.lead();
+            } else if state.reclaim().unlinked().next().is_some() || format.is_dirty(&state) {
+                drop(state);
+                lead.run(|lead| self.commit_dirty(format, lead, true))?;
+            } else {
+                return Ok((lead, state));
+            }
         }
+    }
+
+    /// Flushes, gives back what nobody uses, and marks the image as closed. It can be used again: the
+    /// next change begins as after opening.
+    ///
+    /// # Errors
+    /// As [`Engine::flush`]. What a crash would leave is left then, and closing can be tried again.
+    pub fn close<F>(&self, format: &F) -> Result<()>
+    where
+        F: Metadata<State = S, Order = O>,
+    {
+        format.recycle()?;
+        let (mut lead, mut state) = self.quiesce(format)?;
+        let trimmed = format.trim(&mut state, lead.order());
+        drop(state);
+        trimmed?;
+        lead.run(|lead| self.commit_dirty(format, lead, true))?;
+        format.finish(lead.order())
+    }
+
+    fn commit_dirty<F>(&self, format: &F, lead: &mut Lead<'_, O>, alone: bool) -> Result<()>
+    where
+        F: Metadata<State = S, Order = O>,
+    {
+        let mut state = self.lock();
+        let dirty = format.take(&mut state, alone)?;
+        // Those whose reference is gone from what was taken, and no others.
+        state.reclaim().begin_commit();
+        // Of an image that others use, copies are written, so that they can go on.
+        let held = alone.then_some(state);
+        let written = format.write(&dirty, lead.order());
+        let mut state = held.unwrap_or_else(|| self.lock());
+        format.settle(&mut state, dirty, written.is_ok());
+        state.reclaim().end_commit(written.is_ok());
+        drop(state);
         self.ended();
         written?;
         format.recycle()

@@ -58,6 +58,8 @@ impl Stamped {
 #[derive(Debug, Default)]
 pub struct Reclaim {
     unlinked: Vec<Stamped>,
+    /// Unlinked still, until the commit has ended that runs.
+    committing: Vec<Stamped>,
     released: Vec<Stamped>,
 }
 
@@ -74,19 +76,19 @@ impl Reclaim {
         push(&mut self.released, flights.stamp(), runs);
     }
 
-    /// What is unlinked, to be kept with the commit that takes the changed map to disk.
-    #[must_use]
-    pub fn take_unlinked(&mut self) -> Vec<Stamped> {
-        std::mem::take(&mut self.unlinked)
+    /// A commit begins that takes the changed map to disk.
+    pub fn begin_commit(&mut self) {
+        debug_assert!(self.committing.is_empty(), "one commit at a time");
+        self.committing = std::mem::take(&mut self.unlinked);
     }
 
-    /// The commit has ended that took these along: they are released, or still unlinked.
-    pub fn committed(&mut self, runs: Vec<Stamped>, durable: bool) {
+    /// It has ended: what was unlinked when it began is released, or still unlinked.
+    pub fn end_commit(&mut self, durable: bool) {
+        let runs = std::mem::take(&mut self.committing);
         if durable {
             self.released.extend(runs);
         } else {
-            let later = std::mem::replace(&mut self.unlinked, runs);
-            self.unlinked.extend(later);
+            self.unlinked.splice(0..0, runs);
         }
     }
 
@@ -108,9 +110,9 @@ impl Reclaim {
         std::mem::take(&mut self.released)
     }
 
-    /// What waits for a commit.
+    /// What waits for a commit, or for the end of the one that runs.
     pub fn unlinked(&self) -> impl Iterator<Item = &Freed> {
-        self.unlinked.iter().map(|stamped| &stamped.run)
+        self.committing.iter().chain(&self.unlinked).map(|stamped| &stamped.run)
     }
 
     /// What waits for requests in flight.

@@ -93,6 +93,15 @@ impl L2Entry {
         CompressedPlace { offset: HostOffset(offset), bytes: sectors * 512 - (offset & 511) }
     }
 
+    /// The host bytes that an entry with space names: where they begin, and how many they are.
+    pub fn named_bytes(self, geometry: &Geometry) -> (HostOffset, u64) {
+        if self.is_compressed() {
+            let place = self.compressed_place(geometry);
+            return (place.offset, place.bytes);
+        }
+        (self.host(), geometry.cluster_bytes())
+    }
+
     /// Whether a plain entry has host space. In a data file, guest offset 0 lives at host offset
     /// 0, so there an entry has space when it is marked COPIED.
     pub fn has_space(self, data_file: bool) -> bool {

@@ -56,9 +56,9 @@ pub struct Taken {
     bitmaps: BitmapCopies,
     barrier: bool,
     sequence: u64,
-    /// Copies of refcounts and L2 slices; none for a flush under the lock, which writes them from
+    /// Copies of refcounts and L2 slices; no slices for a flush under the lock, which writes them from
     /// where they are.
-    copies: (Writes, Writes),
+    copies: (Writes, Option<Writes>),
 }
 
 /// Host offset and bytes of writes, neighbours joined.
@@ -78,12 +78,12 @@ impl Metadata for Qcow2 {
     type Order = ();
     type Dirty = Taken;
 
-    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<Taken> {
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, alone: bool) -> Result<Taken> {
         meta.check_header(&*self.storage)?;
         self.place_bitmaps(meta)?;
         let mut taken = self.take_dirty(meta);
         let refcounts = meta.space.refcounts.copies(&taken.refcounts);
-        taken.copies = (refcounts, self.copies_of(&taken.l2));
+        taken.copies = (refcounts, (!alone).then(|| self.copies_of(&taken.l2)));
         meta.flush_running = true;
         Ok(taken)
     }
@@ -93,7 +93,10 @@ impl Metadata for Qcow2 {
         self.write_in_order(
             taken,
             || write_each(&*self.storage, refcounts),
-            || write_each(&*self.storage, l2),
+            || match l2 {
+                Some(copies) => write_each(&*self.storage, copies),
+                None => self.write_slices(&taken.l2),
+            },
         )
     }
 
@@ -106,8 +109,37 @@ impl Metadata for Qcow2 {
         }
     }
 
+    /// Refcounts alone wait for nothing: they say of clusters that nothing refers to that they are
+    /// reserved.
+    fn is_dirty(&self, meta: &Meta) -> bool {
+        let Dirty { slices, l1, .. } = &meta.dirty;
+        !slices.is_empty() || !l1.is_empty() || self.bitmaps_unwritten()
+    }
+
+    /// Gives clusters that nothing refers to any more back to the file system where the guest gave
+    /// them up, and puts them into the pool. Not before: a late hole would erase a new owner's data.
     fn recycle(&self) -> Result<()> {
-        self.recycle_clusters();
+        // A failure to read a refcount leaves them waiting.
+        let (runs, _) = self.take_released(&mut self.meta.lock());
+        self.punch(&runs);
+        let mut meta = self.meta.lock();
+        for run in runs {
+            meta.add_reclaimed(run);
+        }
+        Ok(())
+    }
+
+    fn trim(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<()> {
+        meta.check_header(&*self.storage)?;
+        self.give_back(meta)
+    }
+
+    fn finish(&self, _order: &mut ()) -> Result<()> {
+        let mut meta = self.meta.lock();
+        if meta.header.lazy_dirty {
+            self.write_incompatible(self.header.incompatible() & !incompatible::DIRTY)?;
+            meta.header.lazy_dirty = false;
+        }
         Ok(())
     }
 }
@@ -118,27 +150,15 @@ impl Qcow2 {
     pub(crate) fn flush_locked(&self, meta: &mut Meta) -> Result<()> {
         meta.check_header(&*self.storage)?;
         let taken = self.take_dirty(meta);
-        let unlinked = meta.reclaim.take_unlinked();
+        meta.reclaim.begin_commit();
         let result = self.write_in_order(
             &taken,
             || meta.space.refcounts.write(&taken.refcounts, &*self.storage),
             || self.write_slices(&taken.l2),
         );
         self.settle(meta, taken, result.is_ok());
-        meta.reclaim.committed(unlinked, result.is_ok());
+        meta.reclaim.end_commit(result.is_ok());
         result
-    }
-
-    /// Gives clusters that nothing refers to any more back to the file system where the guest gave
-    /// them up, and puts them into the pool. Not before: a late hole would erase a new owner's data.
-    pub(crate) fn recycle_clusters(&self) {
-        // A failure to read a refcount leaves them waiting.
-        let (runs, _) = self.take_released(&mut self.meta.lock());
-        self.punch(&runs);
-        let mut meta = self.meta.lock();
-        for run in runs {
-            meta.add_reclaimed(run);
-        }
     }
 
     /// Gives those clusters back to the file system that the guest gave up.
@@ -273,54 +293,8 @@ impl Qcow2 {
         self.storage.sync()
     }
 
-    /// As [`vdkit_block::Format::close`].
-    pub(crate) fn close_cleanly(&self) -> Result<()> {
-        self.meta.lead().run(|_| {
-            self.meta.lock().check_header(&*self.storage)?;
-            if self.needs_flush() {
-                self.flush_last()?;
-            }
-            self.recycle_clusters();
-            let shorter = self.give_back(&mut self.meta.lock())?;
-            if let Some(len) = shorter {
-                self.storage.set_len(len)?;
-            }
-            self.flush_last()
-        })?;
-        let mut meta = self.meta.lock();
-        if meta.header.lazy_dirty {
-            self.write_incompatible(self.header.incompatible() & !incompatible::DIRTY)?;
-            meta.header.lazy_dirty = false;
-        }
-        Ok(())
-    }
-
-    /// A flush of an image that is being closed: nobody is there who would have to wait for the lock.
-    /// The caller leads.
-    fn flush_last(&self) -> Result<()> {
-        let mut meta = self.meta.lock();
-        self.place_bitmaps(&mut meta)?;
-        let result = self.flush_locked(&mut meta);
-        drop(meta);
-        self.meta.ended();
-        result
-    }
-
-    /// Whether clusters may change hands by a flush, so that one is due before those that are reserved
-    /// ahead are given back.
-    fn needs_flush(&self) -> bool {
-        let meta = self.meta.lock();
-        let Dirty { slices, l1, .. } = &meta.dirty;
-        !slices.is_empty()
-            || !l1.is_empty()
-            || meta.space.refcounts.is_dirty()
-            || meta.reclaim.unlinked().next().is_some()
-            || self.bitmaps_unwritten()
-    }
-
-    /// Frees all that is reserved ahead; returns the length that the file is to have, where it is
-    /// another.
-    fn give_back(&self, meta: &mut Meta) -> Result<Option<u64>> {
+    /// Frees all that is reserved ahead, and cuts the file behind the rest.
+    fn give_back(&self, meta: &mut Meta) -> Result<()> {
         let mut runs: Vec<Space> = meta.space.pool.drain();
         let end = end_without(meta.space.frontier, runs.iter().chain(&meta.space.spares));
         self.link_spares(meta, end);
@@ -345,11 +319,14 @@ impl Qcow2 {
         meta.space.frontier = end;
         meta.space.tail_written = true;
         if !self.storage.caps().growable {
-            return Ok(None);
+            return Ok(());
         }
         let len = end << self.geometry.cluster_bits;
         let present = self.storage.len()?;
-        Ok((len < present || (self.storage.volatile() && len > present)).then_some(len))
+        if len < present || (self.storage.volatile() && len > present) {
+            self.storage.set_len(len)?;
+        }
+        Ok(())
     }
 }
 

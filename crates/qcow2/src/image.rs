@@ -105,6 +105,10 @@ impl State for Meta {
     fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
+
+    fn idle(&self) -> bool {
+        self.tickets.is_empty()
+    }
 }
 
 impl Qcow2 {
@@ -578,7 +582,7 @@ impl Format for Qcow2 {
     }
 
     fn close(&self) -> Result<()> {
-        if self.writable { self.close_cleanly() } else { Ok(()) }
+        if self.writable { self.meta.close(self) } else { Ok(()) }
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {

@@ -101,32 +101,8 @@ impl Qcow2 {
         let Some(mut region) = self.packed_region(meta, total, lens[0].into())? else {
             return Ok(None);
         };
-        let max = self.geometry.refcount_max();
         let mut units = Vec::with_capacity(lens.len());
-        let mut offset = region.start;
-        let mut full = false;
-        'units: for &len in lens {
-            if offset.0 + u64::from(len) > region.end.0 {
-                break;
-            }
-            let (first, last) = self.touched(offset, len);
-            for cluster in first..=last.min(region.untouched.max(1) - 1) {
-                if meta.space.refcounts.get(cluster, &*self.storage)? >= max {
-                    full = true;
-                    break 'units;
-                }
-            }
-            for cluster in first..=last {
-                if cluster >= region.untouched {
-                    region.untouched = cluster + 1;
-                } else {
-                    let count = meta.space.refcounts.get(cluster, &*self.storage)?;
-                    meta.space.refcounts.set(cluster, count + 1, &*self.storage)?;
-                }
-            }
-            units.push((offset, len));
-            offset += u64::from(len);
-        }
+        let counted = self.count_packed(meta, &mut region, lens, &mut units);
         if let Some(space) = region.taken {
             let end = space.first + space.count;
             let first = region.untouched.clamp(space.first, end);
@@ -134,11 +110,50 @@ impl Qcow2 {
                 meta.space.pool.add(Space { first, count: end - first, ..space });
             }
         }
-        let in_cluster = offset.0 & (self.geometry.cluster_bytes() - 1);
-        if !units.is_empty() {
-            meta.space.packed_at = (!full && in_cluster != 0).then_some(offset);
+        match counted {
+            Ok(full) if !units.is_empty() => {
+                let room = !full && self.geometry.in_cluster(GuestOffset(region.start.0)) != 0;
+                meta.space.packed_at = room.then_some(region.start);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                self.unreserve_packed(meta, &PackedPending { units });
+                return Err(error);
+            }
         }
         Ok(Some(units))
+    }
+
+    /// Counts the references of as many units as fit, which go to `units`, and moves the region's start
+    /// behind them. Whether a cluster has as many references as its refcount can count.
+    fn count_packed(
+        &self,
+        meta: &mut Meta,
+        region: &mut Region,
+        lens: &[u32],
+        units: &mut Vec<(HostOffset, u32)>,
+    ) -> Result<bool> {
+        let refcounts = &mut meta.space.refcounts;
+        for &len in lens {
+            let offset = region.start;
+            if offset.0 + u64::from(len) > region.end.0 {
+                break;
+            }
+            let (first, last) = self.touched(offset, len);
+            // A unit is smaller than a cluster: of those that it touches the first one alone can have
+            // other units.
+            if first < region.untouched {
+                let count = refcounts.get(first, &*self.storage)?;
+                if count >= self.geometry.refcount_max() {
+                    return Ok(true);
+                }
+                refcounts.set(first, count + 1, &*self.storage)?;
+            }
+            region.untouched = region.untouched.max(last + 1);
+            units.push((offset, len));
+            region.start = offset + u64::from(len);
+        }
+        Ok(false)
     }
 
     /// Host clusters that a unit's sectors lie in, first and last.

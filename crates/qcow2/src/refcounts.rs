@@ -348,11 +348,6 @@ impl Refcounts {
         taken.table.iter().map(move |index| (place(index), self.table[*index].to_be_bytes()))
     }
 
-    /// Whether something has changed that no flush has taken along.
-    pub(crate) fn is_dirty(&self) -> bool {
-        !self.dirty.is_empty() || !self.dirty_table.is_empty()
-    }
-
     /// What was taken reached the storage.
     pub(crate) fn written(&mut self, _taken: DirtyRefcounts) {
         self.writing.clear();

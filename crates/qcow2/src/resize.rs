@@ -36,6 +36,8 @@ impl Qcow2 {
         if old == new {
             return Ok(());
         }
+        // Also what a header may name that could not be taken back: nothing may be written there.
+        self.before_change(&mut self.meta.lock())?;
         let resizing = self.bitmaps_before_resize(old, new)?;
         let resized = match new > old {
             true => self.enlarge(&mut lead, old, new, beneath),

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use vdkit_block::{HostOffset, Result, Storage};
-use vdkit_meta::MutexGuard;
+use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::flush::freed;
 use crate::image::{Lead, Meta, Qcow2};
@@ -77,8 +77,8 @@ impl Qcow2 {
         }
         self.meta.lock().closed = false;
         self.meta.ended();
-        self.recycle_clusters();
-        result
+        let recycled = self.recycle();
+        result.and_then(|done| recycled.map(|()| done))
     }
 
     /// Takes the lead of flushes while new reservations do not wait; see [`Qcow2::exclusively`].

@@ -485,20 +485,19 @@ impl Qcow2 {
             return;
         }
         let data_file = self.has_data_file();
-        let bits = self.geometry.cluster_bits;
-        if old.is_compressed() {
-            if old.word == new.word {
-                return;
+        let lost = match old.is_compressed() {
+            true => old.word != new.word,
+            false => {
+                old.has_space(data_file)
+                    && !data_file
+                    && (new.word & COMPRESSED != 0 || old.host() != new.host())
             }
-            let place = old.compressed_place(&self.geometry);
-            let first = place.offset.0 >> bits;
-            let last = (place.offset.0 + place.bytes - 1) >> bits;
+        };
+        if lost {
+            let (offset, bytes) = old.named_bytes(&self.geometry);
+            let first = self.geometry.host_cluster(offset);
+            let last = self.geometry.host_cluster(offset + (bytes - 1));
             list.push(Freed { first, count: last - first + 1, ..freed });
-        } else if old.has_space(data_file)
-            && !data_file
-            && (new.word & COMPRESSED != 0 || old.host() != new.host())
-        {
-            list.push(Freed { first: old.host().0 >> bits, count: 1, ..freed });
         }
     }
 

@@ -2,6 +2,8 @@
 //!
 //! - [`CountingStorage`] counts calls and bytes, so that a test can bound them.
 //! - [`FaultyStorage`] fails the n-th call of chosen kinds.
+//! - [`GatedStorage`] lets calls wait, so that a test can put a step of its own between two of another
+//!   thread's.
 //! - [`SharingStorage`] shares blocks, as on a file system with reflinks, or refuses to.
 //! - [`CrashStorage`] records every change, and makes what a disk may hold after a crash.
 //! - [`Recorded`] is a program whose changes of a file are recorded so, with syncs that take a while.
@@ -30,6 +32,7 @@ pub mod disks;
 mod faulty;
 pub mod fs;
 pub mod fuzz;
+mod gated;
 pub mod guest;
 pub mod http;
 mod killed;
@@ -50,6 +53,7 @@ pub mod trials;
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashClock, CrashImage, CrashStorage};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
+pub use gated::{GatedCall, GatedStorage};
 pub use killed::Killed;
 pub use machine::Machine;
 pub use meter::processor_time;

@@ -7,88 +7,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
 use vdkit::{
-    CacheMode, CreateRequest, Disk, GuestOffset, HostOffset, Limits, OpenOptions, OpenRequest,
-    Options, Result, Storage, StorageExtent, ZeroMode,
+    CacheMode, CreateRequest, Disk, GuestOffset, Limits, OpenOptions, OpenRequest, Options, Storage,
 };
-use vdkit_block::StorageCaps;
-use vdkit_testkit::CrashStorage;
-
-/// A storage whose syncs wait at a gate.
-#[derive(Debug)]
-struct Gated {
-    inner: Arc<CrashStorage>,
-    gate: Mutex<Gate>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Gate {
-    closed: bool,
-    waiting: u32,
-}
-
-impl Gated {
-    fn set(&self, closed: bool) {
-        self.gate.lock().closed = closed;
-        self.changed.notify_all();
-    }
-
-    /// Waits until a sync waits at the gate.
-    fn reached(&self) {
-        let mut gate = self.gate.lock();
-        self.changed.wait_while(&mut gate, |gate| gate.waiting == 0);
-    }
-}
-
-impl Storage for Gated {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-    fn caps(&self) -> StorageCaps {
-        self.inner.caps()
-    }
-    fn len(&self) -> Result<u64> {
-        self.inner.len()
-    }
-    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
-        self.inner.read_up_to(buf, offset)
-    }
-    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        self.inner.write_at(buf, offset)
-    }
-    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
-        self.inner.write_zeroes(offset, len, mode)
-    }
-    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.inner.discard(offset, len)
-    }
-    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.inner.allocate(offset, len)
-    }
-    fn sync(&self) -> Result<()> {
-        let mut gate = self.gate.lock();
-        gate.waiting += 1;
-        self.changed.notify_all();
-        self.changed.wait_while(&mut gate, |gate| gate.closed);
-        gate.waiting -= 1;
-        drop(gate);
-        self.inner.sync()
-    }
-    fn set_len(&self, len: u64) -> Result<()> {
-        self.inner.set_len(len)
-    }
-    fn may_have_holes(&self) -> Result<bool> {
-        self.inner.may_have_holes()
-    }
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        self.inner.extent_at(offset, len)
-    }
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.inner.allocated_bytes()
-    }
-}
+use vdkit_testkit::{CrashStorage, FaultKind, GatedStorage};
 
 fn open(format: &str, storage: Arc<dyn Storage>, cache: CacheMode) -> Disk {
     let (driver, limits) = (vdkit::format(format).unwrap(), Limits::default());
@@ -112,12 +34,11 @@ fn write_beside_a_flush(format: &'static str, options: &str, cache: CacheMode) {
     };
     driver.create(&request).unwrap();
     crash.sync().unwrap();
-    let gated =
-        Arc::new(Gated { inner: crash.clone(), gate: Mutex::default(), changed: Condvar::new() });
+    let gated = GatedStorage::new(crash.clone());
     let disk = Arc::new(open(format, gated.clone(), cache));
     // A session has begun, and space is reserved.
     disk.write_at(&[7; 4096], GuestOffset(6 << 20)).unwrap();
-    gated.set(true);
+    gated.hold(|call| call.kind == FaultKind::Sync && !call.done);
     let first = disk.clone();
     let first = std::thread::spawn(move || first.write_at(&[1; 512], GuestOffset(0)).unwrap());
     gated.reached();
@@ -131,7 +52,7 @@ fn write_beside_a_flush(format: &'static str, options: &str, cache: CacheMode) {
     let survivor = match acknowledged.recv_timeout(Duration::from_millis(150)) {
         Ok(survivor) => survivor,
         Err(RecvTimeoutError::Timeout) => {
-            gated.set(false);
+            gated.release();
             acknowledged.recv().unwrap()
         }
         Err(error) => panic!("{what}: {error}"),
@@ -139,7 +60,7 @@ fn write_beside_a_flush(format: &'static str, options: &str, cache: CacheMode) {
     let mut found = [0; 512];
     let after = open(format, Arc::new(survivor), CacheMode::Writeback);
     after.read_at(&mut found, GuestOffset(512)).unwrap();
-    gated.set(false);
+    gated.release();
     first.join().unwrap();
     second.join().unwrap();
     assert_eq!(found, [2; 512], "{what}: an acknowledged write is lost");

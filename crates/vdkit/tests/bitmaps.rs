@@ -262,6 +262,51 @@ fn a_fault_at_any_call_leaves_bitmaps_that_can_be_trusted() {
     }
 }
 
+/// The table of "fine" becomes longer, so all bitmaps are invalid meanwhile. The next change of the
+/// directory must not declare them valid where the resize has left them behind.
+#[test]
+fn a_resize_that_failed_leaves_no_bitmap_that_lies() {
+    let kinds = [FaultKind::Read, FaultKind::Write, FaultKind::Zero, FaultKind::Sync];
+    for nth in 0.. {
+        let (rig, _) = Rig::new(&shape(Content::Empty));
+        let disk = rig.open(true).expect("opening");
+        let old = disk.guest_bytes();
+        let faulty = rig.image().faulty();
+        faulty.arm(FaultPlan::nth(&kinds, nth));
+        let resized = disk.resize(old.next_multiple_of(16 << 20) + (16 << 20));
+        let calls = faulty.matched();
+        faulty.heal();
+        let size = disk.guest_bytes();
+        let at = size - CLUSTER;
+        write(&disk, at, 512).expect("writing");
+        let third = NewBitmap { name: "third", granularity: None, enabled: true };
+        bitmaps(&disk).add(&third).expect("adding");
+        write(&disk, at - CLUSTER, 512).expect("writing");
+        disk.close().expect("closing");
+        drop(disk);
+        let read_only = rig.open(false).expect("opening");
+        let list = bitmaps(&read_only).list().expect("a list");
+        assert_eq!(list.len(), 3, "{nth}");
+        for bitmap in list.iter().filter(|bitmap| !bitmap.info.in_use) {
+            let name = bitmap.info.name.as_str();
+            let found = dirty(bitmaps(&read_only), name);
+            assert!(marks(&found, at - CLUSTER, 1), "{nth} {name}: {found:x?}");
+            if name != "third" {
+                assert!(marks(&found, at, 1), "{nth} {name}: {found:x?}");
+                let grown = size > old;
+                assert!(!grown || marks(&found, old, size - old), "{nth} {name}: {found:x?}");
+            }
+        }
+        let trusted = list.iter().filter(|bitmap| !bitmap.info.in_use).count();
+        assert!(trusted == 3 || resized.is_err(), "{nth}: {list:?}");
+        rig.audit(true, "after a fault");
+        if calls <= nth {
+            assert!(nth > 10, "{nth} calls were failed");
+            return;
+        }
+    }
+}
+
 #[test]
 fn without_space_for_marks_everything_counts_as_marked() {
     // Every cluster of the disk is there, so that only the bitmaps need new ones.

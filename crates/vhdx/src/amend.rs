@@ -38,7 +38,7 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
         }
         None => false,
     };
-    image.close_cleanly()?;
+    image.meta.close(&*image)?;
     Ok(if changed { vec!["backing".to_owned()] } else { Vec::new() })
 }
 

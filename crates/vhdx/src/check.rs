@@ -426,7 +426,7 @@ fn mend_entries(
         image.relieve()?;
         image.set_entry(bad.index, bad.new)?;
     }
-    image.close_cleanly()
+    image.meta.close(&*image)
 }
 
 /// Cuts off what is behind the last structure.

@@ -47,7 +47,7 @@ pub(crate) fn compact(
         image.meta.flush(&*image)?;
         report.moved_clusters = image.move_blocks(monitor)?;
     }
-    image.close_cleanly()?;
+    image.meta.close(&*image)?;
     report.left_alone = image.bitmaps_at_end()?;
     if options.zero_scan {
         report.punched_bytes = punch_zeroes(&**storage, monitor)?;

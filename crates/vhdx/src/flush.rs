@@ -40,7 +40,7 @@ impl Metadata for Vhdx {
     type Order = Log;
     type Dirty = Copies;
 
-    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut Log) -> Result<Copies> {
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _alone: bool) -> Result<Copies> {
         self.check_spoiled(meta)?;
         Ok(Copies {
             pages: self.pages.begin_write(),
@@ -60,6 +60,10 @@ impl Metadata for Vhdx {
             self.pages.failed();
             meta.data_first = true;
         }
+    }
+
+    fn is_dirty(&self, _meta: &Meta) -> bool {
+        self.pages.dirty() > 0
     }
 
     /// Gives blocks back that nothing shows or uses any more: to the file system, and to the
@@ -84,6 +88,18 @@ impl Metadata for Vhdx {
             }
         }
         Ok(())
+    }
+
+    fn finish(&self, state: &mut Log) -> Result<()> {
+        if !self.session.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        // What the log has is durable in its place: the commit before this had no pages to log.
+        state.log.close(&mut state.headers, &*self.storage)?;
+        self.session.store(false, Ordering::Release);
+        self.cut(state)?;
+        let file_bytes = self.file_bytes.load(Ordering::Acquire);
+        self.barrier(state, file_bytes)
     }
 }
 
@@ -214,24 +230,6 @@ impl Vhdx {
     /// Flushes when dirty pages would soon not fit into one entry of the log.
     pub(crate) fn relieve(&self) -> Result<()> {
         if self.pages.dirty() > 100 { self.meta.flush(self) } else { Ok(()) }
-    }
-
-    /// As [`vdkit_block::Format::close`].
-    pub(crate) fn close_cleanly(&self) -> Result<()> {
-        let mut lead = self.meta.lead();
-        self.meta.flush_led(self, &mut lead)?;
-        if self.session.load(Ordering::Acquire) {
-            let state = lead.order();
-            // What the log has is in its place now: durable, before the log goes.
-            let file_bytes = self.file_bytes.load(Ordering::Acquire);
-            self.barrier(state, file_bytes)?;
-            state.log.close(&mut state.headers, &*self.storage)?;
-            self.session.store(false, Ordering::Release);
-            self.cut(state)?;
-            self.storage.sync()?;
-            state.headers.synced();
-        }
-        Ok(())
     }
 
     /// Cuts off what is free at the file's end. No entry of the log may count any more: it would

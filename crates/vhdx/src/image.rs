@@ -148,6 +148,10 @@ impl State for Meta {
     fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
+
+    fn idle(&self) -> bool {
+        self.tickets.is_empty()
+    }
 }
 
 /// The lead of flushes: whoever holds it keeps others from beginning one.
@@ -359,7 +363,7 @@ impl Format for Vhdx {
     }
 
     fn close(&self) -> Result<()> {
-        if self.writable { self.close_cleanly() } else { Ok(()) }
+        if self.writable { self.meta.close(self) } else { Ok(()) }
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {

@@ -41,14 +41,8 @@ impl Vhdx {
             return Ok(());
         }
         self.begin_session()?;
-        // Before the lead is taken, which whoever holds a reservation may need to go on.
-        let mut meta = self.meta.lock();
-        while !meta.tickets.is_empty() {
-            self.meta.wait(&mut meta);
-        }
+        let (mut lead, meta) = self.meta.quiesce(self)?;
         drop(meta);
-        let mut lead = self.meta.lead();
-        self.meta.flush_led(self, &mut lead)?;
         if new > old {
             self.grow(&mut lead, old, new, beneath)
         } else {

@@ -226,6 +226,9 @@ impl Vhdx {
         let mut meta = self.meta.lock();
         let (guest, pending) = meta.tickets.close(ticket);
         let result = self.show(&mut meta, &guest, &pending);
+        if result.is_err() {
+            self.wipe(&mut meta, &guest, &pending);
+        }
         self.let_go(&mut meta, &pending);
         drop(meta);
         self.meta.ended();
@@ -289,9 +292,7 @@ impl Vhdx {
     pub(crate) fn release_ticket(&self, ticket: Ticket) {
         let mut meta = self.meta.lock();
         let (guest, pending) = meta.tickets.close(ticket);
-        if !pending.copies {
-            self.wipe(&mut meta, &guest, &pending);
-        }
+        self.wipe(&mut meta, &guest, &pending);
         self.let_go(&mut meta, &pending);
         drop(meta);
         self.meta.ended();
@@ -302,6 +303,10 @@ impl Vhdx {
     /// may have written there since, in place) and what other reservations hold (they may have
     /// written their bytes): there the failed write's bytes are as good as none of them.
     fn wipe(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) {
+        if pending.copies {
+            // Nothing is promised about what the map does not show of such a block.
+            return;
+        }
         for block in pending.blocks.clone() {
             let Some(held) = meta.blocks.get(&block) else { continue };
             if held.published || held.holders == 1 {

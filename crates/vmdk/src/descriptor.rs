@@ -67,6 +67,16 @@ pub struct Descriptor {
     pub extents: Vec<ExtentLine>,
 }
 
+/// The text up to the first zero byte.
+fn text_of(bytes: &[u8], file: &str) -> Result<String> {
+    let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
+    // Names in other encodings are bytes that no file here has; all else is ASCII.
+    std::str::from_utf8(&bytes[..end]).map(str::to_owned).map_err(|_| {
+        let hint = "write its file names in UTF-8";
+        Error::unsupported(file, "a descriptor that is not UTF-8", hint)
+    })
+}
+
 impl Descriptor {
     /// Reads a descriptor: text up to the first zero byte. Its first byte lies at `base` in `file`.
     ///
@@ -74,19 +84,7 @@ impl Descriptor {
     /// [`Error::Corrupt`] for lines that cannot be understood; [`Error::Unsupported`] for kinds of
     /// extents that have no reader.
     pub fn parse(bytes: &[u8], base: u64, file: &str) -> Result<Self> {
-        let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
-        // Names in other encodings are bytes that no file here has; all else is ASCII.
-        let text = match std::str::from_utf8(&bytes[..end]) {
-            Ok(text) => text.to_owned(),
-            // Byte by byte (Latin-1), so that offsets stay what they are.
-            Err(_) => {
-                return Err(Error::unsupported(
-                    file,
-                    "a descriptor that is not UTF-8",
-                    "write its file names in UTF-8",
-                ));
-            }
-        };
+        let text = text_of(bytes, file)?;
         let mut parsed = Self {
             text: String::new(),
             cid: 0,

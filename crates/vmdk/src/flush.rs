@@ -17,6 +17,7 @@ use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::header::{SECTOR, field};
 use crate::image::{Meta, Vmdk};
+use crate::space::Space;
 use crate::tables::Key;
 use crate::write::SECTOR_ENTRIES;
 
@@ -52,7 +53,7 @@ impl Metadata for Vmdk {
     type Order = ();
     type Dirty = Copies;
 
-    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<Copies> {
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _alone: bool) -> Result<Copies> {
         self.copy_dirty(meta)
     }
 
@@ -109,6 +110,28 @@ impl Metadata for Vmdk {
             meta.space[freed.file as usize].give_back(freed.first, freed.count);
         }
         Ok(())
+    }
+
+    fn is_dirty(&self, meta: &Meta) -> bool {
+        !meta.dirty.tables.is_empty() || !meta.dirty.directories.is_empty()
+    }
+
+    fn trim(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<()> {
+        (0..).zip(&mut meta.space).try_for_each(|(index, space)| self.trim_extent(index, space))
+    }
+
+    /// Takes the unclean marks away. Who found one leaves it: nobody has checked the copies since.
+    fn finish(&self, _order: &mut ()) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let mut any = false;
+        for (index, space) in (0..).zip(&mut meta.space) {
+            if space.unclean && !space.unclean_before {
+                self.write_mark(index, false)?;
+                (space.unclean, any) = (false, true);
+            }
+        }
+        drop(meta);
+        if any { self.sync_all() } else { Ok(()) }
     }
 }
 
@@ -220,64 +243,27 @@ impl Vmdk {
         storage.write_at(&[u8::from(unclean)], HostOffset(field::UNCLEAN))
     }
 
-    /// As [`vdkit_block::Format::close`].
-    pub(crate) fn close_cleanly(&self) -> Result<()> {
-        let mut lead = self.meta.lead();
-        let unwritten = {
-            let Meta { dirty, reclaim, .. } = &*self.meta.lock();
-            let changed = !dirty.tables.is_empty() || !dirty.directories.is_empty();
-            changed || reclaim.unlinked().next().is_some()
-        };
-        if unwritten {
-            self.meta.flush_led(self, &mut lead)?;
-        }
-        self.recycle()?;
-        for index in 0..self.extents.len() as u32 {
-            self.close_extent(index)?;
-        }
-        self.meta.flush_led(self, &mut lead)?;
-        self.clear_marks()
-    }
-
     /// Cuts what is reserved ahead off an extent's file, and gives unused grains back.
-    fn close_extent(&self, index: u32) -> Result<()> {
+    fn trim_extent(&self, index: u32, space: &mut Space) -> Result<()> {
         let piece = self.piece(index);
         let Some(sparse) = piece.sparse().filter(|_| piece.writable) else { return Ok(()) };
-        let mut meta = self.meta.lock();
-        let space = &mut meta.space[index as usize];
         let storage = self.file_of(sparse.file);
-        let growable = storage.caps().growable;
-        if growable {
-            space.trim();
-        }
         for &(host, bytes) in &space.free {
             // A reservation that was dropped may have left bytes there.
             let _ = storage.discard(HostOffset(host), bytes);
         }
-        let (end, len) = (space.frontier, storage.len()?);
-        if !growable || !(len > end || (space.grown && len < end)) {
+        if !storage.caps().growable {
             return Ok(());
         }
-        storage.set_len(end)?;
-        self.touch(sparse.file);
-        (space.end, space.durable) = (end, space.durable.min(end));
-        Ok(())
-    }
-
-    fn clear_marks(&self) -> Result<()> {
-        let mut any = false;
-        for index in 0..self.extents.len() as u32 {
-            let mut meta = self.meta.lock();
-            let Some(space) = meta.space.get_mut(index as usize) else { continue };
-            // Who found the mark leaves it: nobody has checked the copies since.
-            if space.unclean && !space.unclean_before {
-                space.unclean = false;
-                drop(meta);
-                self.write_mark(index, false)?;
-                any = true;
-            }
+        let (end, len) = (space.needed_end(), storage.len()?);
+        if len > end || (space.grown && len < end) {
+            storage.set_len(end)?;
+            self.touch(sparse.file);
+            (space.end, space.durable) = (end, space.durable.min(end));
         }
-        if any { self.sync_all() } else { Ok(()) }
+        // Only now: what lies behind the frontier is taken for zeroes.
+        space.cut();
+        Ok(())
     }
 }
 

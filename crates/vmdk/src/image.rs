@@ -112,6 +112,10 @@ impl State for Meta {
     fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
+
+    fn idle(&self) -> bool {
+        self.tickets.is_empty()
+    }
 }
 
 impl Vmdk {
@@ -298,7 +302,7 @@ impl Format for Vmdk {
     }
 
     fn close(&self) -> Result<()> {
-        if self.writable { self.close_cleanly() } else { Ok(()) }
+        if self.writable { self.meta.close(self) } else { Ok(()) }
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {

@@ -273,13 +273,6 @@ impl Opening<'_> {
         let second = copy
             .filter(|_| keeps_copy)
             .map(|at| (at, self.directory(&flavor, storage, at, entries, table_bytes, len)));
-        let mend = |error: Error| match error {
-            Error::Corrupt(mut fault) if writable => {
-                fault.expected.push_str("; run: vdkit check --repair all");
-                Error::Corrupt(fault)
-            }
-            other => other,
-        };
         let (directory_at, directory, redundant_at, redundant) = match (primary, second) {
             (Ok(directory), None) => (at, directory, None, Vec::new()),
             (Ok(directory), Some((copy_at, Ok(copy)))) => (at, directory, Some(copy_at), copy),
@@ -291,7 +284,9 @@ impl Opening<'_> {
                 self.warnings.push(format!("{error}; the redundant grain directory is used"));
                 (copy_at, copy, None, Vec::new())
             }
-            (Err(error), _) | (_, Some((_, Err(error)))) => return Err(mend(error)),
+            (Err(error), _) | (_, Some((_, Err(error)))) => {
+                return Err(repairable(error, writable));
+            }
         };
         let bytes = entries * 4;
         let descriptor = header.descriptor.saturating_mul(SECTOR);
@@ -443,6 +438,17 @@ fn plain(
         metadata: RwLock::default(),
         front: Vec::new(),
         entry_bytes,
+    }
+}
+
+/// The error about a directory, which a repair may bring back.
+fn repairable(error: Error, writable: bool) -> Error {
+    match error {
+        Error::Corrupt(mut fault) if writable => {
+            fault.expected.push_str("; run: vdkit check --repair all");
+            Error::Corrupt(fault)
+        }
+        other => other,
     }
 }
 

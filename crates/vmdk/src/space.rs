@@ -95,14 +95,16 @@ impl Space {
         Some(Run { host, bytes: taken, fresh: false })
     }
 
-    /// Lowers the frontier over free grains at its end.
-    pub(crate) fn trim(&mut self) {
-        while let Some(&(host, bytes)) = self.free.last()
-            && host + bytes == self.frontier
-        {
-            self.frontier = host;
-            self.free.pop();
-        }
+    /// Where the file can end: before the free grains at its end.
+    pub(crate) fn needed_end(&self) -> u64 {
+        let last = |end, &(host, bytes): &(u64, u64)| if host + bytes == end { host } else { end };
+        self.free.iter().rev().fold(self.frontier, last)
+    }
+
+    /// The file has nothing behind its [`Space::needed_end`] any more.
+    pub(crate) fn cut(&mut self) {
+        self.frontier = self.needed_end();
+        self.free.retain(|run| run.0 < self.frontier);
     }
 }
 
@@ -277,7 +279,8 @@ mod tests {
         let run = space.take_free(1024, false).unwrap();
         assert_eq!((run.host, run.bytes, run.fresh), (1024, 1024, false));
         assert!(space.take_free(4096, false).is_none());
-        space.trim();
+        assert_eq!(space.needed_end(), 7168);
+        space.cut();
         assert_eq!((space.frontier, space.free.len()), (7168, 1));
         assert_eq!(space.take_free(4096, true).unwrap().bytes, 512);
     }

@@ -5,104 +5,14 @@ use std::net::Shutdown;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-use vdkit_block::{
-    CacheMode, GuestOffset, HostOffset, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
-};
+use vdkit_block::{CacheMode, GuestOffset, Storage};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen, reopen_in};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
-use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage};
-
-/// A storage whose syncs wait while it is shut.
-#[derive(Debug)]
-struct Gate {
-    inner: Arc<dyn Storage>,
-    /// Whether it is shut, and how many syncs wait.
-    state: Mutex<(bool, usize)>,
-    changed: Condvar,
-}
-
-impl Gate {
-    fn before(inner: Arc<dyn Storage>) -> Arc<Self> {
-        Arc::new(Self { inner, state: Mutex::default(), changed: Condvar::new() })
-    }
-
-    fn shut(&self) {
-        self.state.lock().0 = true;
-    }
-
-    fn open(&self) {
-        self.state.lock().0 = false;
-        self.changed.notify_all();
-    }
-
-    /// Waits until a sync waits.
-    fn met(&self) {
-        let mut state = self.state.lock();
-        while state.1 == 0 {
-            let waited = self.changed.wait_for(&mut state, Duration::from_secs(120));
-            assert!(!waited.timed_out(), "nobody syncs");
-        }
-    }
-}
-
-impl Storage for Gate {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-    fn caps(&self) -> StorageCaps {
-        self.inner.caps()
-    }
-    fn len(&self) -> Result<u64> {
-        self.inner.len()
-    }
-    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
-        self.inner.read_up_to(buf, offset)
-    }
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        self.inner.read_ready(buf, offset)
-    }
-    fn writes_promptly(&self) -> bool {
-        self.inner.writes_promptly()
-    }
-    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        self.inner.write_at(buf, offset)
-    }
-    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
-        self.inner.write_zeroes(offset, len, mode)
-    }
-    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.inner.discard(offset, len)
-    }
-    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.inner.allocate(offset, len)
-    }
-    fn sync(&self) -> Result<()> {
-        let mut state = self.state.lock();
-        state.1 += 1;
-        self.changed.notify_all();
-        while state.0 {
-            self.changed.wait(&mut state);
-        }
-        state.1 -= 1;
-        drop(state);
-        self.inner.sync()
-    }
-    fn set_len(&self, len: u64) -> Result<()> {
-        self.inner.set_len(len)
-    }
-    fn may_have_holes(&self) -> Result<bool> {
-        self.inner.may_have_holes()
-    }
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        self.inner.extent_at(offset, len)
-    }
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.inner.allocated_bytes()
-    }
-}
+use vdkit_testkit::{
+    CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, GatedStorage,
+};
 
 /// Serves a disk of 4 MiB whose first half is there.
 fn rig(cache: CacheMode, storage: Arc<dyn Storage>) -> Rig {
@@ -113,11 +23,16 @@ fn rig(cache: CacheMode, storage: Arc<dyn Storage>) -> Rig {
     Rig::over(storage, disk, |_| {}, |_| {})
 }
 
+/// Holds all syncs.
+fn shut(gate: &GatedStorage) {
+    gate.hold(|call| call.kind == FaultKind::Sync && !call.done);
+}
+
 /// A gate before a memory that counts and fails, and a server in mode writethrough.
-fn gated() -> (Arc<Gate>, Arc<CountingStorage>, Arc<FaultyStorage>, Rig) {
+fn gated() -> (Arc<GatedStorage>, Arc<CountingStorage>, Arc<FaultyStorage>, Rig) {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let counting = CountingStorage::new(faulty.clone());
-    let gate = Gate::before(counting.clone());
+    let gate = GatedStorage::new(counting.clone());
     let rig = rig(CacheMode::Writethrough, gate.clone());
     (gate, counting, faulty, rig)
 }
@@ -166,11 +81,11 @@ fn answers(client: &mut Client, count: u64) -> BTreeMap<u64, Option<u32>> {
 
 /// A client whose first durable write waits for its sync, and which has sent more since: all of it
 /// was taken, and nothing is answered.
-fn waiting(gate: &Gate, rig: &Rig, burst: &Burst) -> Client {
+fn waiting(gate: &GatedStorage, rig: &Rig, burst: &Burst) -> Client {
     let mut client = rig.client(Style::Structured);
-    gate.shut();
+    shut(gate);
     client.request(WRITE, 0, MIB, 4096, &[1; 4096]);
-    gate.met();
+    gate.reached();
     client.put(&burst.bytes);
     // A leader goes on while the other thread syncs, and takes requests in order.
     let read = client.request(READ, 0, MIB, 1, b"");
@@ -213,7 +128,7 @@ fn what_comes_during_a_sync_shares_the_next_ones() {
     let burst =
         (0..24).fold(Burst::default().writes(8, 5), |burst, _| burst.add(FLUSH, 0, 0, 0, b""));
     let mut client = waiting(&gate, &rig, &burst);
-    gate.open();
+    gate.release();
     assert!(answers(&mut client, 1 + burst.count).values().all(Option::is_none));
     let syncs = counting.counts().syncs - before;
     assert!((2..=6).contains(&syncs), "{syncs} syncs");
@@ -226,7 +141,7 @@ fn any_number_of_requests_waits_for_one_sync() {
     let before = counting.counts().syncs;
     let burst = (0..2000).fold(Burst::default(), |burst, _| burst.add(FLUSH, 0, 0, 0, b""));
     let mut client = waiting(&gate, &rig, &burst);
-    gate.open();
+    gate.release();
     assert!(answers(&mut client, 1 + burst.count).values().all(Option::is_none));
     let syncs = counting.counts().syncs - before;
     assert!(syncs <= 1 + 2000 / 256 + 1, "{syncs} syncs");
@@ -313,7 +228,7 @@ fn a_failed_sync_answers_all_of_its_writes_with_the_error() {
         let burst = Burst::default().writes(8, 5).add(FLUSH, 0, 0, 0, b"");
         let mut client = waiting(&gate, &rig, &burst);
         faulty.arm(plan);
-        gate.open();
+        gate.release();
         let answers = answers(&mut client, 1 + burst.count);
         assert!(answers.values().all(|error| *error == Some(errno)), "{answers:?}");
         assert_eq!(rig.export.parked().total, 0);
@@ -422,7 +337,7 @@ fn a_client_that_leaves_during_a_sync_leaves_nothing_behind() {
     let client = waiting(&gate, &rig, &Burst::default().writes(8, 5));
     drop(client);
     std::thread::sleep(Duration::from_millis(20));
-    gate.open();
+    gate.release();
     rig.settles_at(0);
     assert_eq!(rig.client(Style::Simple).read(7 * 4096, 1).unwrap(), [5]);
     rig.end();

@@ -79,6 +79,8 @@ struct Image {
 
 struct Meta {
     entry: u64,
+    /// The entry as a commit has taken it.
+    taken: u64,
     tickets: Tickets<()>,
     reclaim: Reclaim,
 }
@@ -87,6 +89,10 @@ impl State for Meta {
     fn reclaim(&mut self) -> &mut Reclaim {
         &mut self.reclaim
     }
+
+    fn idle(&self) -> bool {
+        self.tickets.is_empty()
+    }
 }
 
 impl Metadata for Image {
@@ -94,7 +100,8 @@ impl Metadata for Image {
     type Order = ();
     type Dirty = u64;
 
-    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<u64> {
+    fn take(&self, meta: &mut MutexGuard<'_, Meta>, _alone: bool) -> Result<u64> {
+        meta.taken = meta.entry;
         Ok(meta.entry)
     }
 
@@ -105,11 +112,21 @@ impl Metadata for Image {
 
     fn settle(&self, _meta: &mut Meta, _entry: u64, _durable: bool) {}
 
+    fn is_dirty(&self, meta: &Meta) -> bool {
+        meta.entry != meta.taken
+    }
+
     fn recycle(&self) -> Result<()> {
         let freed = self.meta.lock().reclaim.expired(&self.flights);
         if !freed.is_empty() {
             self.hand_out();
         }
+        Ok(())
+    }
+
+    fn trim(&self, meta: &mut MutexGuard<'_, Meta>, _order: &mut ()) -> Result<()> {
+        assert!(meta.tickets.is_empty(), "space of an open reservation is given up");
+        assert_eq!(self.disk.load(Ordering::SeqCst), meta.entry, "the file is cut too early");
         Ok(())
     }
 }
@@ -118,7 +135,7 @@ impl Image {
     fn new() -> Self {
         let (tickets, reclaim) = (Tickets::default(), Reclaim::default());
         Self {
-            meta: Engine::new(Meta { entry: 0, tickets, reclaim }, ()),
+            meta: Engine::new(Meta { entry: 0, taken: 0, tickets, reclaim }, ()),
             flights: InFlight::default(),
             disk: AtomicU64::new(0),
             content: AtomicU64::new(OLD),
@@ -217,5 +234,62 @@ fn a_wake_up_that_is_left_out_is_found() {
         // Ends its reservation and tells nobody.
         thread::spawn(move || other.meta.lock().tickets.close(ticket));
         image.reserve(0..1);
+    });
+}
+
+/// A client closes the image while another one reserves, changes the map, and flushes before it lets
+/// go of what it has reserved.
+fn a_close_beside_a_writer(close: impl Fn(&Image) -> Result<()> + Send + Sync + Copy + 'static) {
+    check(3, move || {
+        let image = Arc::new(Image::new());
+        let other = image.clone();
+        let writes = thread::spawn(move || {
+            let ticket = other.reserve(0..1);
+            other.meta.flush(&*other).unwrap();
+            let mut meta = other.meta.lock();
+            meta.entry = 1;
+            meta.reclaim.unlink(&other.flights, [CLUSTER]);
+            meta.tickets.close(ticket);
+            drop(meta);
+            other.meta.ended();
+        });
+        close(&image).unwrap();
+        writes.join().unwrap();
+        close(&image).unwrap();
+        assert_eq!(image.disk.load(Ordering::SeqCst), 1);
+        assert_eq!(image.content.load(Ordering::SeqCst), SOMEBODY_ELSES, "nobody recycled it");
+    });
+}
+
+#[test]
+fn closing_waits_for_reservations_and_what_they_publish() {
+    a_close_beside_a_writer(|image| image.meta.close(image));
+}
+
+#[test]
+#[should_panic(expected = "space of an open reservation is given up")]
+fn a_close_that_waits_for_no_reservation_is_found() {
+    a_close_beside_a_writer(|image| {
+        loop {
+            let mut meta = image.meta.lock();
+            if !image.is_dirty(&meta) {
+                return image.trim(&mut meta, &mut ());
+            }
+            drop(meta);
+            image.meta.flush(image)?;
+        }
+    });
+}
+
+#[test]
+#[should_panic(expected = "the file is cut too early")]
+fn a_close_that_looks_at_the_map_before_the_lock_is_found() {
+    a_close_beside_a_writer(|image| {
+        image.meta.flush(image)?;
+        let mut meta = image.meta.lock();
+        while !meta.idle() {
+            image.meta.wait(&mut meta);
+        }
+        image.trim(&mut meta, &mut ())
     });
 }

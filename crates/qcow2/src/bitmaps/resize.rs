@@ -5,10 +5,12 @@
 //! different sectors; so the bitmaps are declared invalid first, and valid again when all is done.
 //! A power cut in between loses them, and they say so.
 
+use std::sync::atomic::Ordering;
+
 use vdkit_block::Result;
 
 use super::commit::WantedTable;
-use super::table_entries_for;
+use super::{flag, table_entries_for};
 use crate::image::{Lead, Qcow2};
 
 /// What [`Qcow2::bitmaps_before_resize`] did.
@@ -51,14 +53,33 @@ impl Qcow2 {
             self.resize_trackers(size);
             return Ok(());
         }
-        if size == resizing.new {
-            self.resize_tables(lead, size)?;
-            if resizing.new > resizing.old {
-                self.note(resizing.old..resizing.new)?;
-                self.meta.flush_led(self, lead)?;
-            }
+        if size == resizing.new
+            && let Err(error) = self.resize_bitmaps(lead, resizing)
+        {
+            self.distrust_bitmaps();
+            return Err(error);
         }
         self.set_bitmaps_valid(&mut self.meta.lock(), true)
+    }
+
+    fn resize_bitmaps(&self, lead: &mut Lead<'_>, resizing: &Resizing) -> Result<()> {
+        self.resize_tables(lead, resizing.new)?;
+        if resizing.new > resizing.old {
+            self.note(resizing.old..resizing.new)?;
+            self.meta.flush_led(self, lead)?;
+        }
+        Ok(())
+    }
+
+    /// No bitmap can be trusted from now on: the directory that is written next says so, which will be
+    /// declared valid.
+    fn distrust_bitmaps(&self) {
+        let mut trackers = self.bitmaps.trackers.write();
+        self.bitmaps.active.store(false, Ordering::Release);
+        trackers.clear();
+        for entry in &mut self.bitmaps.directory.lock().entries {
+            entry.bitmap.flags |= flag::IN_USE;
+        }
     }
 
     fn resize_trackers(&self, guest_bytes: u64) {

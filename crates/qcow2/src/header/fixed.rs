@@ -117,54 +117,9 @@ impl FixedFields {
         limits: &Limits,
         mut faults: Option<&mut Vec<Fault>>,
     ) -> Result<Header> {
-        let fault = |offset: u64, what, found: String, expected: String| {
-            Err(Error::corrupt(file, offset, what, found, expected))
-        };
-        if !CLUSTER_BITS.contains(&self.cluster_bits) {
-            return fault(20, "cluster_bits", self.cluster_bits.to_string(), "9 to 21".into());
-        }
-        if self.refcount_order > 6 {
-            return fault(96, "refcount_order", self.refcount_order.to_string(), "0 to 6".into());
-        }
-        let geometry = Geometry {
-            cluster_bits: self.cluster_bits,
-            extended: self.incompatible & incompatible::EXTENDED_L2 != 0,
-            refcount_order: self.refcount_order,
-        };
-        if geometry.extended && self.cluster_bits < EXTENDED_CLUSTER_BITS_MIN {
-            return fault(
-                20,
-                "cluster_bits",
-                self.cluster_bits.to_string(),
-                format!("at least {EXTENDED_CLUSTER_BITS_MIN} with extended L2 entries"),
-            );
-        }
+        let geometry = self.geometry(file)?;
         let cluster = geometry.cluster_bytes();
-        if self.version == 3
-            && (self.header_bytes < V3_HEADER_BYTES_MIN || u64::from(self.header_bytes) > cluster)
-        {
-            return fault(
-                100,
-                "header_length",
-                self.header_bytes.to_string(),
-                format!("{V3_HEADER_BYTES_MIN} to {cluster}"),
-            );
-        }
-        if self.size > i64::MAX as u64 - cluster {
-            return fault(24, "size", format!("{:#x}", self.size), "less than 2^63".into());
-        }
-        let encryption = match self.crypt_method {
-            0 => Encryption::None,
-            1 => Encryption::LegacyAes,
-            2 => Encryption::Luks,
-            other => {
-                return Err(Error::unsupported(
-                    file,
-                    format!("encryption method {other}"),
-                    "none, AES and LUKS are known",
-                ));
-            }
-        };
+        let encryption = self.encryption(file)?;
         // A table that is lost counts as empty where the caller collects faults; one that is
         // merely too long has as many entries as can be.
         let refcount_table = match (self.refcount_table(file, file_len, &geometry), &mut faults) {
@@ -205,6 +160,51 @@ impl FixedFields {
             backing_name: None,
             extensions: Vec::new(),
         })
+    }
+
+    /// What tables and clusters look like, and that a disk of such clusters can have the size.
+    fn geometry(&self, file: &str) -> Result<Geometry> {
+        let fault = |offset: u64, what, found: String, expected: String| {
+            Err(Error::corrupt(file, offset, what, found, expected))
+        };
+        if !CLUSTER_BITS.contains(&self.cluster_bits) {
+            return fault(20, "cluster_bits", self.cluster_bits.to_string(), "9 to 21".into());
+        }
+        if self.refcount_order > 6 {
+            return fault(96, "refcount_order", self.refcount_order.to_string(), "0 to 6".into());
+        }
+        let geometry = Geometry {
+            cluster_bits: self.cluster_bits,
+            extended: self.incompatible & incompatible::EXTENDED_L2 != 0,
+            refcount_order: self.refcount_order,
+        };
+        if geometry.extended && self.cluster_bits < EXTENDED_CLUSTER_BITS_MIN {
+            let found = self.cluster_bits.to_string();
+            let expected = format!("at least {EXTENDED_CLUSTER_BITS_MIN} with extended L2 entries");
+            return fault(20, "cluster_bits", found, expected);
+        }
+        let cluster = geometry.cluster_bytes();
+        let v3_bytes = u64::from(V3_HEADER_BYTES_MIN)..=cluster;
+        if self.version == 3 && !v3_bytes.contains(&self.header_bytes.into()) {
+            let expected = format!("{V3_HEADER_BYTES_MIN} to {cluster}");
+            return fault(100, "header_length", self.header_bytes.to_string(), expected);
+        }
+        if self.size > i64::MAX as u64 - cluster {
+            return fault(24, "size", format!("{:#x}", self.size), "less than 2^63".into());
+        }
+        Ok(geometry)
+    }
+
+    fn encryption(&self, file: &str) -> Result<Encryption> {
+        match self.crypt_method {
+            0 => Ok(Encryption::None),
+            1 => Ok(Encryption::LegacyAes),
+            2 => Ok(Encryption::Luks),
+            other => {
+                let what = format!("encryption method {other}");
+                Err(Error::unsupported(file, what, "none, AES and LUKS are known"))
+            }
+        }
     }
 
     fn codec(&self, file: &str) -> Result<Codec> {

@@ -119,17 +119,13 @@ impl<'a> Walk<'a> {
                 return Err(self.image.entry_fault(table, index as u64, entry.word, expected));
             }
             let at = table.offset + index as u64 * geometry.l2_entry_bytes();
-            let (first, last) = if entry.is_compressed() {
-                let place = entry.compressed_place(&geometry);
-                let end = place.offset.0 + place.bytes - 1;
-                (place.offset.0 >> geometry.cluster_bits, end >> geometry.cluster_bits)
-            } else if entry.has_space(false) {
-                copied |= entry.is_copied();
-                let cluster = geometry.host_cluster(entry.host());
-                (cluster, cluster)
-            } else {
+            if !entry.is_compressed() && !entry.has_space(false) {
                 continue;
-            };
+            }
+            copied |= !entry.is_compressed() && entry.is_copied();
+            let (offset, bytes) = entry.named_bytes(&geometry);
+            let (first, last) =
+                (geometry.host_cluster(offset), geometry.host_cluster(offset + (bytes - 1)));
             for cluster in first..=last {
                 if cluster >= self.end || self.metadata.contains(&cluster) {
                     return Err(self.fault(

@@ -58,12 +58,8 @@ impl Dangling<'_> {
             let bytes = reader::read_table(&*image.storage, table.offset, cluster)?;
             for index in 0..image.geometry().l2_entries() as usize {
                 let entry = mapping::entry_at(&bytes, index, image.geometry().extended);
-                if entry.is_compressed() {
-                    let place = entry.compressed_place(image.geometry());
-                    self.add(place.offset.0, place.bytes);
-                } else {
-                    self.add(entry.host().0, cluster);
-                }
+                let (offset, bytes) = entry.named_bytes(image.geometry());
+                self.add(offset.0, bytes);
             }
         }
         Ok(())

@@ -335,13 +335,8 @@ impl<'a> Search<'a> {
                 lost += 1;
                 continue;
             }
-            let (offset, bytes) = if entry.is_compressed() {
-                let place = entry.compressed_place(geometry);
-                (place.offset.0, place.bytes)
-            } else {
-                (entry.host().0, image.cluster_bytes())
-            };
-            for cluster in image.clusters_of(offset, bytes) {
+            let (offset, bytes) = entry.named_bytes(geometry);
+            for cluster in image.clusters_of(offset.0, bytes) {
                 possible &= cluster != own >> geometry.cluster_bits && self.is_used(cluster);
                 if self.is_orphan(cluster) {
                     lost += 1;

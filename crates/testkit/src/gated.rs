@@ -1,0 +1,170 @@
+//! A storage whose calls wait at a gate.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
+
+use crate::faulty::FaultKind;
+
+/// Nothing that a test waits for takes so long.
+const HANG: Duration = Duration::from_secs(120);
+
+/// A call at the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GatedCall {
+    /// What it is.
+    pub kind: FaultKind,
+    /// Where it reads or writes; 0 for `sync`, the new length for `set_len`.
+    pub offset: u64,
+    /// The storage beneath has done it, and the caller is about to hear of that.
+    pub done: bool,
+}
+
+type Which = Box<dyn Fn(GatedCall) -> bool + Send>;
+
+#[derive(Default)]
+struct Gate {
+    held: Option<Which>,
+    waiting: u32,
+    /// How often the gate was opened.
+    opened: u64,
+}
+
+/// Passes everything on to another storage, but for calls that a test holds: those wait until the test
+/// lets them go. So a test puts another thread's step between two of its own, without a pause.
+pub struct GatedStorage {
+    inner: Arc<dyn Storage>,
+    gate: Mutex<Gate>,
+    changed: Condvar,
+}
+
+impl fmt::Debug for GatedStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GatedStorage").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl GatedStorage {
+    /// A storage that holds nothing yet.
+    pub fn new(inner: Arc<dyn Storage>) -> Arc<Self> {
+        Arc::new(Self { inner, gate: Mutex::default(), changed: Condvar::new() })
+    }
+
+    /// Holds each call of which `which` says so, from now on. Each call is asked for twice: before
+    /// the storage beneath does it, and afterwards.
+    pub fn hold(&self, which: impl Fn(GatedCall) -> bool + Send + 'static) {
+        self.gate.lock().held = Some(Box::new(which));
+    }
+
+    /// Waits until a call is held.
+    ///
+    /// # Panics
+    /// Where none comes.
+    pub fn reached(&self) {
+        let mut gate = self.gate.lock();
+        let nobody = |gate: &mut Gate| gate.waiting == 0;
+        let waited = self.changed.wait_while_for(&mut gate, nobody, HANG);
+        assert!(!waited.timed_out(), "nobody came to the gate");
+    }
+
+    /// Lets the calls go that wait, and holds no others.
+    pub fn release(&self) {
+        let mut gate = self.gate.lock();
+        gate.held = None;
+        gate.opened += 1;
+        self.changed.notify_all();
+    }
+
+    fn stop(&self, call: GatedCall) {
+        let mut gate = self.gate.lock();
+        if !gate.held.as_ref().is_some_and(|which| which(call)) {
+            return;
+        }
+        let opened = gate.opened;
+        gate.waiting += 1;
+        self.changed.notify_all();
+        self.changed.wait_while(&mut gate, |gate| gate.opened == opened);
+        gate.waiting -= 1;
+    }
+
+    fn pass<R>(
+        &self,
+        kind: FaultKind,
+        offset: u64,
+        act: impl FnOnce(&dyn Storage) -> Result<R>,
+    ) -> Result<R> {
+        self.stop(GatedCall { kind, offset, done: false });
+        let result = act(&*self.inner);
+        self.stop(GatedCall { kind, offset, done: true });
+        result
+    }
+}
+
+impl Storage for GatedStorage {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn caps(&self) -> StorageCaps {
+        self.inner.caps()
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.inner.len()
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        self.pass(FaultKind::Read, offset.0, |inner| inner.read_up_to(buf, offset))
+    }
+
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        self.inner.read_ready(buf, offset)
+    }
+
+    fn writes_promptly(&self) -> bool {
+        self.inner.writes_promptly()
+    }
+
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.pass(FaultKind::Write, offset.0, |inner| inner.write_at(buf, offset))
+    }
+
+    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
+        self.pass(FaultKind::Zero, offset.0, |inner| inner.write_zeroes(offset, len, mode))
+    }
+
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.pass(FaultKind::Discard, offset.0, |inner| inner.discard(offset, len))
+    }
+
+    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.pass(FaultKind::Allocate, offset.0, |inner| inner.allocate(offset, len))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.pass(FaultKind::Sync, 0, |inner| inner.sync())
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.pass(FaultKind::SetLen, len, |inner| inner.set_len(len))
+    }
+
+    fn volatile(&self) -> bool {
+        self.inner.volatile()
+    }
+
+    fn may_have_holes(&self) -> Result<bool> {
+        self.inner.may_have_holes()
+    }
+
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        self.inner.extent_at(offset, len)
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner.allocated_bytes()
+    }
+}

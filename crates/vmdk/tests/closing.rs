@@ -1,0 +1,44 @@
+//! What closing an image does, and what is left where it fails.
+
+use std::sync::Arc;
+
+use vdkit_block::{
+    CreateRequest, FormatDriver, GuestOffset, Limits, OpenRequest, Options, Storage,
+};
+use vdkit_storage::MemoryStorage;
+use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_vmdk::VmdkDriver;
+
+/// The file could not be cut, so what lies behind its last grain is still there: an abandoned write's
+/// bytes.
+#[test]
+fn space_behind_the_end_is_not_taken_for_fresh_after_a_close_that_failed() {
+    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+    let storage: Arc<dyn Storage> = faulty.clone();
+    let (files, limits) = (Vec::new(), Limits::default());
+    VmdkDriver
+        .create(&CreateRequest {
+            storage: storage.clone(),
+            files: Vec::new(),
+            guest_bytes: 16 << 20,
+            options: Options::default(),
+            backing: None,
+            backing_bytes: None,
+        })
+        .unwrap();
+    let request = OpenRequest { storage: storage.clone(), files, writable: true, limits };
+    let format = VmdkDriver.open(request).unwrap();
+    let reservation = format.reserve(GuestOffset(0), 65536).unwrap().unwrap();
+    storage.write_at(&[7; 65536], reservation.host).unwrap();
+    drop(reservation);
+    faulty.arm(FaultPlan::nth(&[FaultKind::SetLen], 0));
+    format.close().unwrap_err();
+    assert_eq!(faulty.fired(), 1);
+    faulty.heal();
+    let again = format.reserve(GuestOffset(0), 65536).unwrap().unwrap();
+    let mut bytes = vec![9; 65536];
+    storage.read_padded(&mut bytes, again.host).unwrap();
+    assert!(!again.zeroed || bytes.iter().all(|byte| *byte == 0), "zeroes were promised");
+    again.publish().unwrap();
+    format.close().unwrap();
+}
