@@ -82,7 +82,7 @@ impl Descriptor {
             Err(_) => {
                 return Err(Error::unsupported(
                     file,
-                    "a descriptor that is not UTF-8",
+                    "not supported: a descriptor that is not UTF-8",
                     "write its file names in UTF-8",
                 ));
             }
@@ -268,7 +268,7 @@ fn extent_line(line: &str, at: u64, file: &str) -> Result<Option<ExtentLine>> {
         other => {
             return Err(Error::unsupported(
                 file,
-                format!("an extent of type {}", clip(other)),
+                format!("not supported: an extent of type {}", clip(other)),
                 "extents of types FLAT, SPARSE, ZERO, VMFS, VMFSSPARSE and SESPARSE are read",
             ));
         }
