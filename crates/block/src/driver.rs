@@ -78,7 +78,7 @@ impl Options {
                     continue;
                 }
                 let (key, value) = pair.split_once('=').ok_or_else(|| {
-                    Error::Invalid(format!("option '{pair}' is not of the form key=value"))
+                    Error::Invalid(format!("'{pair}' is not of the form KEY=VALUE: 'vdkit formats {format}' lists the options"))
                 })?;
                 options.set(format, specs, key.trim(), value)?;
             }
@@ -217,16 +217,25 @@ pub fn parse_size(text: &str) -> Result<u64> {
     if whole.is_empty() && fraction.is_empty() {
         return Err(bad());
     }
-    let whole: u128 = if whole.is_empty() { 0 } else { whole.parse().map_err(|_| bad())? };
-    if fraction.len() > 18 || whole > u128::from(u64::MAX) {
+    // More digits than fit are a number all the same.
+    let whole: u128 = if whole.is_empty() { 0 } else { whole.parse().unwrap_or(u128::MAX) };
+    if fraction.len() > 18 {
         return Err(bad());
+    }
+    let too_large = || {
+        Error::Invalid(format!(
+            "'{text}' is too large: the largest size is 8E less one byte (2^63 - 1)"
+        ))
+    };
+    if whole > u128::from(u64::MAX) {
+        return Err(too_large());
     }
     let fraction_value: u128 =
         if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| bad())? };
     let part = (fraction_value << shift) / 10u128.pow(fraction.len() as u32);
     let bytes = (whole << shift) + part;
     if bytes > i64::MAX as u128 {
-        return Err(bad());
+        return Err(too_large());
     }
     Ok(bytes as u64)
 }
@@ -650,7 +659,7 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         let _ = (files, options, limits, monitor);
         Err(Error::unsupported(
             storage.name(),
-            format!("compacting a {} image in place", self.name()),
+            format!("not supported: compacting a {} image in place", self.name()),
             "convert it to a new image, which has no free space in it",
         ))
     }
@@ -667,7 +676,7 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         let _ = monitor;
         Err(Error::unsupported(
             request.storage.name(),
-            format!("changing properties of a {} image in place", self.name()),
+            format!("not supported: changing properties of a {} image in place", self.name()),
             "convert it to a new image that has them",
         ))
     }

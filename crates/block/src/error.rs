@@ -127,7 +127,7 @@ impl LockHolder {
 #[non_exhaustive]
 pub enum Error {
     /// A request to the operating system failed.
-    #[error("{file}: cannot {action} {len} bytes at offset {offset:#x}: {source}")]
+    #[error("{file}: cannot {action} {len} bytes at offset {offset:#x}: {}", plain(source))]
     Io {
         /// The file, as the user named it.
         file: String,
@@ -141,7 +141,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A file-level request (open, rename, lock, sync) failed.
-    #[error("{file}: cannot {action}: {source}")]
+    #[error("{file}: cannot {action}: {}", plain(source))]
     File {
         /// The file, as the user named it.
         file: String,
@@ -213,6 +213,8 @@ pub enum Error {
         file: String,
         /// Who holds the lock, where that can be found out.
         holder: Option<LockHolder>,
+        /// It was to be written to, or to be replaced; not only read.
+        writing: bool,
     },
     /// Something other than a lock holds the file: it is mounted, or part of a volume.
     #[error("{file}: is in use: {what}")]
@@ -242,11 +244,22 @@ pub enum Error {
         /// The limit.
         limit: u64,
     },
+    /// A write to an image whose format was neither named nor recognised.
+    #[error(
+        "{file}: no header says which format it has, and written as {format} its guest could make it look \
+         like another format; name its format"
+    )]
+    Guessed {
+        /// The file, as the user named it.
+        file: String,
+        /// What it would be taken for.
+        format: String,
+    },
     /// The caller asked for something impossible.
     #[error("{0}")]
     Invalid(String),
     /// A write to something opened for reading.
-    #[error("{file}: opened read-only")]
+    #[error("{file}: is open for reading only")]
     ReadOnly {
         /// The file, as the user named it.
         file: String,
@@ -254,6 +267,15 @@ pub enum Error {
     /// The job was cancelled.
     #[error("interrupted")]
     Interrupted,
+}
+
+/// The system's answer without its number, which says the same to fewer people.
+pub fn plain(error: &io::Error) -> String {
+    let text = error.to_string();
+    match text.rfind(" (os error ") {
+        Some(at) if text.ends_with(')') => text[..at].to_owned(),
+        _ => text,
+    }
 }
 
 /// The coarse class of an [`Error`], on which exit codes are built.
@@ -290,7 +312,7 @@ impl Error {
             Self::Refused(_) | Self::Dependents { .. } => ErrorKind::Refused,
             Self::Locked { .. } | Self::Busy { .. } => ErrorKind::Locked,
             Self::NoSpace { .. } => ErrorKind::NoSpace,
-            Self::Invalid(_) => ErrorKind::Usage,
+            Self::Invalid(_) | Self::Guessed { .. } => ErrorKind::Usage,
             Self::Interrupted => ErrorKind::Interrupted,
         }
     }

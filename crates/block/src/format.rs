@@ -200,7 +200,7 @@ pub trait Format: Send + Sync + fmt::Debug {
         let _ = (packed_bytes, out);
         Err(Error::unsupported(
             self.storage().name(),
-            format!("{} data in a {} image", packed.codec, self.name()),
+            format!("not supported: {} data in a {} image", packed.codec, self.name()),
             "this format has no compressed data",
         ))
     }
@@ -229,7 +229,7 @@ pub trait Format: Send + Sync + fmt::Debug {
         let _ = (at, lens);
         Err(Error::unsupported(
             self.storage().name(),
-            format!("writing compressed data to a {} image", self.name()),
+            format!("not supported: writing compressed data to a {} image", self.name()),
             "convert to qcow2 instead",
         ))
     }
@@ -253,7 +253,7 @@ pub trait Format: Send + Sync + fmt::Debug {
     fn empty(&self) -> Result<()> {
         Err(Error::unsupported(
             self.storage().name(),
-            format!("emptying a {} image", self.name()),
+            format!("not supported: emptying a {} image", self.name()),
             "only an image that can stand on another one can hold nothing",
         ))
     }

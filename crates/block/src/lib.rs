@@ -62,7 +62,7 @@ pub use driver::{
 pub use encryption::{
     CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,
 };
-pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result};
+pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain};
 pub use extent::{Extent, FileIndex, Packed, Place};
 pub use format::{BackingRef, Format, FormatCaps, MapCacheStats};
 pub use in_flight::{InFlight, InFlightGuard, Stamp};

@@ -316,7 +316,7 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// it keeps everyone away from now on, and the new one does too: at no moment can another
     /// process take it for writing. Where this fails, the locks are as before.
     fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
-        let hint = "open it for writing in the first place";
+        let hint = "open it for writing from the beginning";
         Err(Error::unsupported(self.name(), "cannot be opened for writing while it is read", hint))
     }
 

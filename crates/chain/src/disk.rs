@@ -111,7 +111,7 @@ fn view(format: &dyn Format, which: &str, writable: bool) -> Result<Arc<dyn Form
     let side = format.snapshots().ok_or_else(|| {
         Error::unsupported(
             file,
-            format!("snapshots inside a {} image", format.name()),
+            format!("not supported: snapshots inside a {} image", format.name()),
             "leave out the name of a snapshot",
         )
     })?;
@@ -160,6 +160,9 @@ impl Disk {
                 && layers.is_empty()
             {
                 layer.format = view(&*layer.format, which, options.writable)?;
+                // The others are not in it, and the marks are those of the disk as it is now.
+                layer.info.snapshots.clear();
+                layer.info.bitmaps.clear();
             }
             layers.push(layer);
         }

@@ -74,9 +74,9 @@ impl Disk {
         };
         if layer.probed() && layer.info().format == "raw" {
             return Err(Error::Invalid(format!(
-                "{}: was not recognised as any format, and no overlay says that it is raw; if it \
-                 is, end the service: 'vdkit rebase --unsafe {} --backing {} --backing-format \
-                 raw' says so",
+                "{}: no header says which format it has, and its overlay names none; if it is raw, end \
+                 the service and have the overlay say so: 'vdkit rebase --unsafe {} --backing {} \
+                 --backing-format raw'",
                 layer.path().display(),
                 self.name(),
                 layer.path().display()

@@ -80,8 +80,8 @@ pub fn open_split(
         }
         if here == depth && found.guessed() {
             return Err(Error::Invalid(format!(
-                "{}: was not recognised as any format, and no overlay says that it is raw; if it \
-                 is, 'vdkit rebase --unsafe {} --backing {} --backing-format raw' says so",
+                "{}: no header says which format it has, and its overlay names none; if it is raw, have \
+                 the overlay say so: 'vdkit rebase --unsafe {} --backing {} --backing-format raw'",
                 found.path.display(),
                 layers.last().map_or(path, Layer::path).display(),
                 found.path.display()

@@ -37,12 +37,8 @@ impl Found {
         if !self.fallback {
             return Ok(());
         }
-        Err(Error::Invalid(format!(
-            "{}: was not recognised as any format and would be written as raw, where the guest \
-             can make it look like another; name the format with '-f {}'",
-            self.path.display(),
-            self.driver.name()
-        )))
+        let format = self.driver.name().to_owned();
+        Err(Error::Guessed { file: self.path.display().to_string(), format })
     }
 }
 
@@ -169,7 +165,11 @@ impl<'a> Walk<'a> {
                 (probed.driver, probed.fallback)
             }
         };
-        let info = driver.describe(&storage, &self.options.limits)?;
+        let described = driver.describe(&storage, &self.options.limits);
+        let info = match described {
+            Err(error) if !probed => return Err(self.other_format(&*storage, driver, error)),
+            described => described?,
+        };
         check_given(&path, wanted, &info)?;
         if let Some((overlay, backing)) = expected {
             check_identity(&overlay, backing, &path, &info)?;
@@ -177,6 +177,26 @@ impl<'a> Walk<'a> {
         self.next = self.after(&info, &namer)?;
         self.depth += 1;
         Ok(Some(Found { path, storage, driver, probed, fallback, info, namer }))
+    }
+
+    /// What is said of an image whose format was named, and that cannot be described as such: where it is
+    /// one of another format, nothing is wrong with it.
+    fn other_format(&self, storage: &dyn Storage, named: &dyn FormatDriver, error: Error) -> Error {
+        let found = match self.registry.probe(storage) {
+            Ok(probed) if !probed.fallback && probed.driver.name() != named.name() => probed.driver,
+            _ => return error,
+        };
+        let hint = if self.depth == 0 {
+            "leave the format out: it is recognised by its header".to_owned()
+        } else {
+            format!(
+                "its overlay names the wrong format: 'vdkit rebase --unsafe OVERLAY --backing FILE \
+                 --backing-format {}' corrects that",
+                found.name()
+            )
+        };
+        let what = format!("is a {} image, and was to be opened as {}", found.name(), named.name());
+        Error::unsupported(storage.name(), what, hint)
     }
 
     /// What stands beneath an image.

@@ -1,7 +1,8 @@
 //! Writes: in place where the map allows, else into reserved space that is then published.
 
 use vdkit_block::{
-    Error, Fill, GuestOffset, IoAction, PackedReservation, Place, Reservation, Result, ZeroMode,
+    Error, ErrorKind, FileIndex, Fill, GuestOffset, HostOffset, IoAction, PackedReservation, Place,
+    Reservation, Result, ZeroMode,
 };
 
 use crate::disk::Disk;
@@ -179,18 +180,23 @@ impl Disk {
         reservation: PackedReservation<'_>,
         units: &[impl AsRef<[u8]>],
     ) -> Result<()> {
+        let len = units.iter().map(|unit| unit.as_ref().len()).sum();
         let storage = self.top().file(reservation.file);
-        if let [unit] = units {
-            storage.write_at(unit.as_ref(), reservation.host)?;
+        let moved = if let [unit] = units {
+            storage.write_at(unit.as_ref(), reservation.host)
         } else {
-            let mut joined = Scratch::new(units.iter().map(|unit| unit.as_ref().len()).sum());
+            let mut joined = Scratch::new(len);
             let mut rest = &mut joined[..];
             for unit in units {
                 let (piece, behind) = rest.split_at_mut(unit.as_ref().len());
                 piece.copy_from_slice(unit.as_ref());
                 rest = behind;
             }
-            storage.write_at(&joined, reservation.host)?;
+            storage.write_at(&joined, reservation.host)
+        };
+        if let Err(error) = moved {
+            self.empty_packed(&reservation, len as u64, &error);
+            return Err(error);
         }
         self.publish_packed(reservation)
     }
@@ -302,38 +308,63 @@ impl Disk {
         at: GuestOffset,
         done: u64,
     ) -> Result<u64> {
-        let (guest, write) = (reservation.guest.clone(), reservation.write.clone());
+        let write = reservation.write.clone();
         let written = write.end.saturating_sub(write.start);
         if write.start != at.0 || written == 0 || written > source.len() - done {
             let broken = std::io::Error::other("the format reserved another range");
             return Err(Error::io(self.name(), IoAction::Write, at.0, written, broken));
         }
         let data = source.slice(done, written);
-        if let Some(encryption) = self.top().encryption() {
-            self.fill_sealed(encryption, &reservation, data)?;
-            reservation.publish()?;
-            return Ok(written);
+        if let Err(error) = self.fill_reserved(&reservation, data) {
+            self.empty_reserved(&reservation, &error);
+            return Err(error);
         }
+        reservation.publish()?;
+        Ok(written)
+    }
+
+    /// What was written of a write that found the file system full goes back to it. Nothing refers there,
+    /// and the metadata of all that was written before need the space when the image is closed. To be
+    /// called before the reservation is dropped.
+    pub fn empty_reserved(&self, reservation: &Reservation<'_>, error: &Error) {
+        let guest = &reservation.guest;
+        self.empty_host(reservation.file, reservation.host, guest.end - guest.start, error);
+    }
+
+    /// As [`Disk::empty_reserved`], for `len` bytes of compressed units.
+    pub fn empty_packed(&self, reservation: &PackedReservation<'_>, len: u64, error: &Error) {
+        self.empty_host(reservation.file, reservation.host, len, error);
+    }
+
+    fn empty_host(&self, file: FileIndex, host: HostOffset, len: u64, error: &Error) {
+        if error.kind() == ErrorKind::NoSpace {
+            // The first error is the one that tells.
+            let _ = self.top().file(file).discard(host, len);
+        }
+    }
+
+    /// Moves the bytes of a write, and what goes around them, into reserved space.
+    fn fill_reserved(&self, reservation: &Reservation<'_>, data: Source<'_>) -> Result<()> {
+        if let Some(encryption) = self.top().encryption() {
+            return self.fill_sealed(encryption, reservation, data);
+        }
+        let (guest, write) = (reservation.guest.clone(), reservation.write.clone());
         // What has to be written: the write, and each side that is not ready yet.
         let start = if reservation.head == Fill::Ready { write.start } else { guest.start };
         let end = if reservation.tail == Fill::Ready { write.end } else { guest.end };
         let plain = matches!(data, Source::Bytes(_)) && (start, end) == (write.start, write.end);
-        if !plain && end - start <= COALESCE_BYTES_MAX {
-            let mut piece = Scratch::new((end - start) as usize);
-            let (head, rest) = piece.split_at_mut((write.start - start) as usize);
-            let (body, tail) = rest.split_at_mut(written as usize);
-            self.fill(reservation.head, head, start)?;
-            data.copy_to(body);
-            self.fill(reservation.tail, tail, write.end)?;
-            let storage = self.top().file(reservation.file);
-            storage.write_at(&piece, reservation.host_of(start))?;
-        } else {
-            self.move_fill(&reservation, reservation.head, start, write.start)?;
-            self.move_data(&reservation, data)?;
-            self.move_fill(&reservation, reservation.tail, write.end, end)?;
+        if plain || end - start > COALESCE_BYTES_MAX {
+            self.move_fill(reservation, reservation.head, start, write.start)?;
+            self.move_data(reservation, data)?;
+            return self.move_fill(reservation, reservation.tail, write.end, end);
         }
-        reservation.publish()?;
-        Ok(written)
+        let mut piece = Scratch::new((end - start) as usize);
+        let (head, rest) = piece.split_at_mut((write.start - start) as usize);
+        let (body, tail) = rest.split_at_mut((write.end - write.start) as usize);
+        self.fill(reservation.head, head, start)?;
+        data.copy_to(body);
+        self.fill(reservation.tail, tail, write.end)?;
+        self.top().file(reservation.file).write_at(&piece, reservation.host_of(start))
     }
 
     /// The bytes that a fill puts at a guest offset.

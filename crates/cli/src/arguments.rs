@@ -1,18 +1,47 @@
 //! Arguments that several subcommands share: one definition each.
 
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 
 use clap::{Args, ValueHint};
 use vdkit::{BackingChoice, CacheMode, OpenOptions, RefPolicy, parse_size};
 
+use crate::failure::{Tone, print_line};
+use crate::output::bytes_long;
 use crate::progress::{ProgressMode, Reporter};
 
-/// Reads a size with a binary unit.
+/// Reads a size with a binary unit. What other programs count in thousands is told of: see [`print_notes`].
 ///
 /// # Errors
 /// The text is not a size.
 pub fn size(text: &str) -> Result<u64, String> {
-    parse_size(text).map_err(|error| error.to_string())
+    let bytes = parse_size(text).map_err(|error| error.to_string())?;
+    let unit = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
+    if let [power, b'B'] = unit.as_bytes() {
+        let power = power.to_ascii_uppercase() as char;
+        let number = text.strip_suffix(unit).unwrap_or(text);
+        note(format!(
+            "'{text}' is {}: units are powers of 1024 ({number}{power}iB)",
+            bytes_long(bytes)
+        ));
+    }
+    Ok(bytes)
+}
+
+/// What is worth saying of the arguments, once.
+static NOTES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+fn note(text: String) {
+    let mut notes = NOTES.lock().unwrap_or_else(PoisonError::into_inner);
+    if !notes.contains(&text) {
+        notes.push(text);
+    }
+}
+
+/// Prints what was noted while arguments were read, once.
+pub fn print_notes() {
+    let notes = std::mem::take(&mut *NOTES.lock().unwrap_or_else(PoisonError::into_inner));
+    notes.iter().for_each(|text| print_line(Tone::Note, text));
 }
 
 /// Which other files an image may make us open.

@@ -40,6 +40,12 @@ fn subcommand(entry: &'static Subcommand) -> Command {
     Command::new(entry.name).about(entry.about).defer(entry.augment)
 }
 
+/// Whether a subcommand can read an image that another process writes.
+pub fn reads_shared(entry: &Subcommand) -> bool {
+    let command = (entry.augment)(Command::new(entry.name));
+    command.get_arguments().any(|argument| argument.get_long() == Some("force-share"))
+}
+
 /// Help texts that only a reader of the help needs; see [`Subcommand::augment`].
 pub fn with_texts(command: Command, entry: &Subcommand) -> Command {
     let mut long = entry.about.to_owned();
@@ -60,7 +66,7 @@ pub fn with_texts(command: Command, entry: &Subcommand) -> Command {
 pub const EXIT_CODES: &str = "\
 0 done, 1 failed, 2 wrong usage, 3 the images differ or only leaks were found,
 4 corrupt, 5 refused by policy, 6 in use by another process, 7 no space left,
-130 interrupted";
+8 cannot be checked, 130 interrupted";
 
 /// The first command lines for a newcomer.
 const START: &str = "\

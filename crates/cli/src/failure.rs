@@ -2,8 +2,11 @@
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
 
-use vdkit::{Error, ErrorKind};
+use vdkit::{Error, ErrorKind, IoAction, plain};
+
+use crate::{commands, locks, protocols};
 
 /// How the command ends; the numbers are a contract with scripts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +28,8 @@ pub enum Exit {
     Locked = 6,
     /// No space left.
     NoSpace = 7,
+    /// The image cannot be checked.
+    Unchecked = 8,
     /// Interrupted.
     Interrupted = 130,
 }
@@ -45,6 +50,15 @@ impl From<ErrorKind> for Exit {
 
 /// What a subcommand answers.
 pub type Outcome = Result<Exit, Failure>;
+
+/// What was being done when something failed, for hints.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Context<'a> {
+    /// The subcommand.
+    pub command: &'a str,
+    /// It has an option to read an image that another process writes.
+    pub force_share: bool,
+}
 
 /// Why a subcommand failed.
 #[derive(Debug)]
@@ -99,6 +113,18 @@ impl Failure {
         }
     }
 
+    /// The same with another exit code, and a word more.
+    pub fn exiting(self, exit: Exit, word: &str) -> Self {
+        match self {
+            Self::Engine(error) => {
+                let hint = hint_for(&error, &Context::default());
+                Self::Told(exit, format!("{}{word}", message_of(&error)), hint)
+            }
+            Self::Told(_, message, hint) => Self::Told(exit, format!("{message}{word}"), hint),
+            Self::ClosedPipe => Self::ClosedPipe,
+        }
+    }
+
     /// The exit code.
     pub fn exit(&self) -> Exit {
         match self {
@@ -109,9 +135,9 @@ impl Failure {
     }
 
     /// Prints the message and the hint to stderr.
-    pub fn print(&self) {
+    pub fn print(&self, context: &Context<'_>) {
         let (message, hint) = match self {
-            Self::Engine(error) => (message_of(error), hint_for(error)),
+            Self::Engine(error) => (message_of(error), hint_for(error, context)),
             Self::Told(_, message, hint) => (message.clone(), hint.clone()),
             Self::ClosedPipe => return,
         };
@@ -139,6 +165,8 @@ pub enum Tone {
     Error,
     /// `warning:`
     Warning,
+    /// `note:`
+    Note,
     /// `hint:`
     Hint,
 }
@@ -148,6 +176,7 @@ pub fn print_line(tone: Tone, text: &str) {
     let (label, colour) = match tone {
         Tone::Error => ("error", "\x1b[1;31m"),
         Tone::Warning => ("warning", "\x1b[1;33m"),
+        Tone::Note => ("note", "\x1b[1m"),
         Tone::Hint => ("hint", "\x1b[1;36m"),
     };
     let stderr = io::stderr();
@@ -160,8 +189,26 @@ pub fn print_line(tone: Tone, text: &str) {
     };
 }
 
-/// Names come from strangers' images: control characters must not reach a terminal.
+/// Names come from strangers' images: control characters must not reach a terminal. The numbers of the
+/// system's errors say nothing that their words do not.
 pub fn printable(text: &str) -> std::borrow::Cow<'_, str> {
+    const NUMBER: &str = " (os error ";
+    if text.contains(NUMBER) {
+        let mut parts = text.split(NUMBER);
+        let mut plain = parts.next().unwrap_or_default().to_owned();
+        for part in parts {
+            let digits = part.trim_start_matches(|c: char| c.is_ascii_digit());
+            match digits.strip_prefix(')') {
+                Some(rest) if digits.len() < part.len() => plain.push_str(rest),
+                _ => plain.extend([NUMBER, part]),
+            }
+        }
+        return escaped(&plain).into_owned().into();
+    }
+    escaped(text)
+}
+
+fn escaped(text: &str) -> std::borrow::Cow<'_, str> {
     if !text.chars().any(|c| c.is_control() && c != '\n') {
         return text.into();
     }
@@ -191,31 +238,77 @@ fn message_of(error: &Error) -> String {
         Error::Refused(refusal) => {
             format!("refused: {}: names '{}': {}", refusal.file, refusal.target, refusal.reason)
         }
+        Error::Locked { file, holder: Some(holder), .. } if holder.pid == std::process::id() => {
+            format!("{file}: this command uses it already, for something else")
+        }
+        Error::File { file, action: IoAction::Open, source } => not_opened(file, source),
+        Error::Guessed { file, format } => format!(
+            "{file}: no header says which format it has, and written as {format} its guest could make it \
+             look like another format"
+        ),
         other => other.to_string(),
     }
 }
 
+/// Why a file cannot be opened, or made.
+fn not_opened(file: &str, source: &io::Error) -> String {
+    if source.kind() != io::ErrorKind::NotFound {
+        return format!("{file}: cannot open: {}", plain(source));
+    }
+    if let Some((message, _)) = protocols::unread(file) {
+        return message;
+    }
+    match missing_folder(file) {
+        Some(folder) => format!("{file}: the folder {} is not there", quoted(&folder)),
+        None => format!("{file}: there is no such file"),
+    }
+}
+
+/// The first folder of a path that is not there.
+fn missing_folder(file: &str) -> Option<String> {
+    let folders = Path::new(file).ancestors().skip(1).filter(|path| !path.as_os_str().is_empty());
+    let missing = folders.take_while(|folder| folder.symlink_metadata().is_err()).last();
+    missing.map(|folder| folder.display().to_string())
+}
+
 /// What the user may do about it.
-fn hint_for(error: &Error) -> Option<String> {
+fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
     let hint = match error {
         Error::Unsupported { hint, .. }
         | Error::Key { hint, .. }
         | Error::Dependents { hint, .. } => hint.clone(),
         Error::Refused(refusal) => refusal.hint.clone(),
-        Error::Corrupt(fault) => {
+        Error::Corrupt(fault) if context.command != "check" => {
             format!("'vdkit check {}' lists what is damaged", quoted(&fault.file))
         }
-        Error::Locked { holder: Some(holder), .. } if holder.is_this_process() => {
-            "choose another target: one of the two is read, or is a part of what would be replaced"
-                .to_owned()
+        Error::Locked { holder, writing, .. } => {
+            locks::hint(holder.as_ref(), context.force_share && !writing, context.command)
         }
-        Error::Locked { .. } => {
-            "stop that process first; to look at the image all the same, read with --force-share"
-                .to_owned()
+        Error::Busy { .. } => "release it first, by what holds it: umount, losetup -d, swapoff, vgchange -an, \
+                               mdadm --stop"
+            .to_owned(),
+        Error::Guessed { format, .. } => {
+            // The format of a target has another letter than that of an image that is changed.
+            let letter = if matches!(context.command, "convert" | "dd") { 'O' } else { 'f' };
+            format!("if every byte of it belongs to the disk, say so with '-{letter} {format}'")
         }
-        Error::NoSpace { .. } => "make room on that file system or choose another one".to_owned(),
-        Error::Io { .. } | Error::File { .. } if error.kind() == ErrorKind::NoSpace => {
-            "make room on that file system or choose another one".to_owned()
+        Error::File { file, action: IoAction::Open, source }
+            if source.kind() == io::ErrorKind::NotFound =>
+        {
+            let folder = || {
+                let parent = Path::new(file).parent()?;
+                missing_folder(file).map(|_| format!("'mkdir -p {}' makes it", quoted(&parent.display().to_string())))
+            };
+            return protocols::unread(file).map(|(_, hint)| hint).or_else(folder);
+        }
+        Error::NoSpace { file, .. } | Error::Io { file, .. } | Error::File { file, .. }
+            if error.kind() == ErrorKind::NoSpace =>
+        {
+            match commands::is_device(Path::new(file)) {
+                true => "a device has the size that it has: make it larger (LVM: lvextend) or choose another one",
+                false => "make room on that file system or choose another one",
+            }
+            .to_owned()
         }
         _ => return None,
     };
@@ -250,7 +343,7 @@ mod tests {
             assert_eq!(Exit::from(kind) as u8, code, "{kind:?}");
         }
         assert_eq!(Exit::Done as u8, 0);
-        assert_eq!(Exit::Differs as u8, 3);
+        assert_eq!((Exit::Differs as u8, Exit::Unchecked as u8), (3, 8));
     }
 
     #[test]
@@ -258,7 +351,14 @@ mod tests {
         let failure = Failure::from(Error::unsupported("a.img", "LUKS", "decrypt it first"));
         assert_eq!(failure.to_string(), "a.img: LUKS");
         let Failure::Engine(error) = &failure else { panic!() };
-        assert_eq!(hint_for(error).as_deref(), Some("decrypt it first"));
+        assert_eq!(hint_for(error, &Context::default()).as_deref(), Some("decrypt it first"));
+    }
+
+    #[test]
+    fn numbers_of_errors_are_not_printed() {
+        let error = io::Error::from_raw_os_error(2);
+        assert_eq!(printable(&format!("a: {error}; b")), "a: No such file or directory; b");
+        assert_eq!(printable("x (os error y) (os error 3)"), "x (os error y)");
     }
 
     #[test]

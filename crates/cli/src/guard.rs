@@ -1,11 +1,12 @@
-//! Refusing to change an image that others stand on.
+//! Refusing to change an image that others stand on, and to write over a device that is in use for something.
 
 use std::path::{Path, PathBuf};
 
+use vdkit::jobs::Occupied;
 use vdkit::{CancelToken, Monitor, Progress, jobs};
 
 use crate::arguments::Force;
-use crate::failure::{Failure, Tone, print_line};
+use crate::failure::{Exit, Failure, Tone, print_line};
 
 /// Prints messages; for what is over before a bar would show.
 struct Warnings;
@@ -43,6 +44,30 @@ pub fn refuse_replacing(image: &Path, cancel: &CancelToken) -> Result<(), Failur
     }
     let images = jobs::replaced_files(&vdkit::registry(), image);
     refuse(&images, "replacing it", cancel)
+}
+
+/// Refuses to write a disk onto a block device on which there is something else, unless that is forced.
+/// `but` is what the device may hold: an image of this format, into which is written.
+///
+/// # Errors
+/// Exit code 5, saying what is there.
+pub fn refuse_occupied(device: &Path, force: bool, but: Option<&str>) -> Result<(), Failure> {
+    if force || !super::commands::is_device(device) {
+        return Ok(());
+    }
+    let Some(found) = jobs::occupied(&vdkit::registry(), device)? else { return Ok(()) };
+    if matches!(found, Occupied::Image(format) if but == Some(format)) {
+        return Ok(());
+    }
+    let name = device.display();
+    Err(Failure::Told(
+        Exit::Refused,
+        format!("{name}: holds {found}, which would be overwritten"),
+        Some(
+            "is it the right device? 'lsblk -f' shows what is where; --force overwrites it"
+                .to_owned(),
+        ),
+    ))
 }
 
 fn refuse(images: &[PathBuf], doing: &str, cancel: &CancelToken) -> Result<(), Failure> {

@@ -10,6 +10,8 @@ struct Habit {
     command: Option<&'static str>,
     /// The options, in their spellings.
     options: &'static [&'static str],
+    /// They are known, and mean something there with an empty value alone.
+    empty: bool,
     /// What to do instead.
     instead: &'static str,
 }
@@ -19,24 +21,70 @@ const fn of(
     options: &'static [&'static str],
     instead: &'static str,
 ) -> Habit {
-    Habit { command: Some(command), options, instead }
+    Habit { command: Some(command), options, empty: false, instead }
+}
+
+const fn empty(
+    command: &'static str,
+    options: &'static [&'static str],
+    instead: &'static str,
+) -> Habit {
+    Habit { command: Some(command), options, empty: true, instead }
 }
 
 const fn any(options: &'static [&'static str], instead: &'static str) -> Habit {
-    Habit { command: None, options, instead }
+    Habit { command: None, options, empty: false, instead }
 }
+
+/// What is said of options that choose a cache mode where there is none to choose.
+const CACHE_READING: &str = "this command reads through the page cache, and changes nothing there";
+const CACHE_WRITING: &str =
+    "what this command writes is durable when it is done; there is no cache mode to choose";
 
 /// The table. Those of one subcommand come before those of any.
 const HABITS: &[Habit] = &[
+    of("amend", &["-t", "--cache"], CACHE_WRITING),
+    of(
+        "amend",
+        &["--force"],
+        "keys of an encrypted image: 'vdkit key remove' and 'vdkit key change', which have --force",
+    ),
+    of("bitmap", &["--add"], "'vdkit bitmap add IMAGE NAME'"),
+    of("bitmap", &["--remove"], "'vdkit bitmap remove IMAGE NAME'"),
+    of("bitmap", &["--clear"], "'vdkit bitmap clear IMAGE NAME'"),
+    of("bitmap", &["--enable"], "'vdkit bitmap enable IMAGE NAME'"),
+    of("bitmap", &["--disable"], "'vdkit bitmap disable IMAGE NAME'"),
+    of("bitmap", &["--merge"], "'vdkit bitmap merge IMAGE NAME SOURCE'"),
+    of("check", &["-T", "--cache"], CACHE_READING),
+    of("commit", &["-d", "--drop"], "'--keep' leaves the overlay's content where it is"),
+    of("commit", &["-b", "--base"], "'--to BASE' commits to an image further down"),
+    of("commit", &["-t", "--cache"], CACHE_WRITING),
+    of(
+        "commit",
+        &["-r", "--rate"],
+        "there is no limit of its own; 'systemd-run --scope -p IOWriteBandwidthMax=\"/dev/DISK 50M\" \
+         vdkit commit …' has the kernel hold it back",
+    ),
+    of("compare", &["-T", "--cache"], CACHE_READING),
+    of("compare", &["--a-format"], "-f names the first image's format"),
+    of("compare", &["--b-format"], "-F names the second image's format"),
+    of("convert", &["--source-format"], "-f names the sources' format"),
+    of("convert", &["--source-snapshot"], "'--snapshot NAME' (-l NAME) reads a snapshot"),
+    of("convert", &["--source-cache"], "'--src-cache MODE' (-T MODE)"),
+    of("convert", &["--target-options"], "'-o KEY=VALUE'"),
+    of("convert", &["--target-cache"], "'--cache MODE' (-t MODE)"),
+    of("convert", &["--no-create"], "'--into' (-n) writes into a target that exists"),
+    of("convert", &["--sparse-size"], "'--detect-zeros SIZE' (-S SIZE)"),
+    of("convert", &["--parallel"], "'--threads N' (-m N)"),
     of(
         "convert",
-        &["-W"],
+        &["-W", "--oob-writes"],
         "vdkit writes out of order, with several threads, by itself; -m N says how many",
     ),
     of(
         "convert",
-        &["-C"],
-        "vdkit shares or copies within the file system by itself; '--detect-zeros off' lets the kernel copy what it would look at for zeroes",
+        &["-C", "--copy-range-offloading"],
+        "vdkit shares or copies within the file system by itself; '--detect-zeros off' lets the kernel copy what would be searched for zeroes",
     ),
     of("convert", &["-s"], "'--snapshot NAME' (-l NAME) reads a snapshot"),
     of(
@@ -50,22 +98,37 @@ const HABITS: &[Habit] = &[
         "vdkit stops at a read error; 'ddrescue' copies what can be read of a failing device",
     ),
     of("convert", &["-D"], "all data files of the target are made anew"),
-    of("info", &["--backing-chain"], "'vdkit info' lists the whole chain; 'vdkit tree' draws it"),
-    of("snapshot", &["-l"], "'vdkit snapshot list IMAGE'"),
-    of("snapshot", &["-c"], "'vdkit snapshot create IMAGE NAME'"),
-    of("snapshot", &["-a"], "'vdkit snapshot apply IMAGE NAME'"),
-    of("snapshot", &["-d"], "'vdkit snapshot delete IMAGE NAME'"),
-    of("commit", &["-d"], "'--keep' leaves the overlay's content where it is"),
-    of("commit", &["-b"], "'--to BASE' commits to an image further down"),
-    of("bitmap", &["--add"], "'vdkit bitmap add IMAGE NAME'"),
-    of("bitmap", &["--remove"], "'vdkit bitmap remove IMAGE NAME'"),
-    of("bitmap", &["--clear"], "'vdkit bitmap clear IMAGE NAME'"),
-    of("bitmap", &["--enable"], "'vdkit bitmap enable IMAGE NAME'"),
-    of("bitmap", &["--disable"], "'vdkit bitmap disable IMAGE NAME'"),
-    of("bitmap", &["--merge"], "'vdkit bitmap merge IMAGE NAME SOURCE'"),
+    of(
+        "convert",
+        &["--source-image-opts"],
+        "name the file itself; -f names its format, --key-file its key",
+    ),
+    empty("convert", &["-B", "--backing"], "leave the option out for an image that stands alone"),
+    of("create", &["--backing-unsafe"], "'-u' does not open the backing image"),
+    empty("create", &["-b", "--backing"], "leave the option out for an image that stands alone"),
+    of("dd", &["--output-format"], "'--target-format FORMAT' (-O FORMAT)"),
+    of(
+        "info",
+        &["-b", "--backing-chain"],
+        "'vdkit info --chain' describes each image of the chain; 'vdkit tree' draws it",
+    ),
+    of("map", &["--start-offset"], "'--start OFFSET'"),
+    of("map", &["--max-length"], "'--length SIZE'"),
+    of(
+        "rebase",
+        &["-c", "--compress"],
+        "clusters that are copied are stored as they are; 'vdkit convert --compress' makes a compressed image",
+    ),
+    of("rebase", &["-t", "--cache", "-T", "--backing-cache"], CACHE_WRITING),
+    of("rebase", &["--backing-unsafe"], "'--unsafe' (-u) changes the name only"),
+    empty("rebase", &["-b", "--backing"], "'--no-backing' makes it stand alone"),
+    of("snapshot", &["-l", "--list"], "'vdkit snapshot list IMAGE'"),
+    of("snapshot", &["-c", "--create"], "'vdkit snapshot create IMAGE NAME'"),
+    of("snapshot", &["-a", "--apply"], "'vdkit snapshot apply IMAGE NAME'"),
+    of("snapshot", &["-d", "--delete"], "'vdkit snapshot delete IMAGE NAME'"),
     any(
-        &["-p"],
-        "progress shows by itself on a terminal; '--progress bar' shows it anywhere, '--progress json' for programs",
+        &["-p", "--progres"],
+        "progress shows by itself on a terminal; '--progress bar' shows it from the first moment, '--progress json' anywhere, for programs",
     ),
     any(
         &["-q", "--quiet"],
@@ -84,10 +147,25 @@ const HABITS: &[Habit] = &[
     ),
 ];
 
-/// Subcommands of qemu-img that vdkit has under another name.
+/// Subcommands of qemu-img and of other tools that vdkit has under another name.
 const WORDS: &[(&str, &str)] = &[
     ("bench", "'vdkit lab' measures this host, 'vdkit serve' beside fio an image"),
     ("nbd", "'vdkit serve IMAGE --nbd unix:SOCKET'"),
+    ("export", "'vdkit serve IMAGE --nbd unix:SOCKET', or 'vdkit mount IMAGE FILE'"),
+    ("copy", "'vdkit convert SOURCE TARGET'"),
+    ("cp", "'vdkit convert SOURCE TARGET'"),
+    (
+        "clone",
+        "'vdkit create NEW --backing IMAGE' makes an overlay, 'vdkit convert IMAGE NEW' a copy",
+    ),
+    ("repair", "'vdkit check --repair all IMAGE'"),
+    ("sparsify", "'vdkit compact IMAGE'"),
+    (
+        "shrink",
+        "'vdkit resize --shrink IMAGE SIZE' makes the disk smaller, 'vdkit compact IMAGE' the file",
+    ),
+    ("ls", "'vdkit tree DIR' shows the images of a folder, 'vdkit info IMAGE' describes one"),
+    ("list", "'vdkit tree DIR' shows the images of a folder, 'vdkit info IMAGE' describes one"),
 ];
 
 /// What qemu-img's users do here instead of what `error` complains of.
@@ -96,11 +174,16 @@ pub(crate) fn instead_of(error: &clap::Error, arguments: &[OsString]) -> Option<
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
     };
+    let command = arguments.get(1).and_then(|first| first.to_str());
     match error.kind() {
         ErrorKind::UnknownArgument => {
             let given = text(ContextKind::InvalidArg)?.split('=').next()?;
-            let command = arguments.get(1).and_then(|first| first.to_str())?;
-            instead(command, given)
+            instead(command?, given, false)
+        }
+        // Named with its value: "--backing <NEW>".
+        ErrorKind::InvalidValue if text(ContextKind::InvalidValue)?.is_empty() => {
+            let given = text(ContextKind::InvalidArg)?.split(' ').next()?;
+            instead(command?, given, true)
         }
         ErrorKind::InvalidSubcommand => {
             let word = text(ContextKind::InvalidSubcommand)?;
@@ -110,9 +193,11 @@ pub(crate) fn instead_of(error: &clap::Error, arguments: &[OsString]) -> Option<
     }
 }
 
-fn instead(command: &str, option: &str) -> Option<&'static str> {
+fn instead(command: &str, option: &str, empty: bool) -> Option<&'static str> {
     let habit = HABITS.iter().find(|habit| {
-        habit.command.is_none_or(|of| of == command) && habit.options.contains(&option)
+        habit.empty == empty
+            && habit.command.is_none_or(|of| of == command)
+            && habit.options.contains(&option)
     });
     habit.map(|habit| habit.instead)
 }
@@ -135,9 +220,12 @@ mod tests {
         for habit in HABITS {
             for option in habit.options {
                 let commands = ALL.iter().map(|entry| entry.name);
+                let line = |name| {
+                    if habit.empty { [name, "x", *option, ""] } else { [name, option, "a", "b"] }
+                };
                 let answered = commands
                     .filter(|name| habit.command.is_none_or(|of| of == *name))
-                    .filter(|name| said(&[name, option, "a", "b"]) == Some(habit.instead));
+                    .filter(|name| said(&line(name)) == Some(habit.instead));
                 assert!(answered.count() > 0, "{:?} {option}", habit.command);
             }
         }
@@ -146,5 +234,92 @@ mod tests {
         }
         assert_eq!(said(&["info", "--output=json", "x"]), Some("'--json' answers as JSON"));
         assert_eq!(said(&["info", "--bogus", "x"]), None);
+    }
+
+    /// The options of qemu-img 10.0's subcommands, by its manual page and its `--help`.
+    const QEMU_IMG: &[(&str, &str)] = &[
+        (
+            "amend",
+            "-q --quiet -p --progress -f --format --image-opts -t --cache --force -o --object",
+        ),
+        (
+            "bitmap",
+            "-f --format --image-opts --add --remove --clear --enable --disable --merge -b --source-file \
+             -F --source-format -g --granularity --object",
+        ),
+        (
+            "check",
+            "-q --quiet -f --format --image-opts -T --cache -U --force-share --output -r --repair --object",
+        ),
+        (
+            "commit",
+            "-q --quiet -p --progress -f --format --image-opts -t --cache -d --drop -b --base -r --rate --object",
+        ),
+        (
+            "compare",
+            "-q --quiet -p --progress -f --a-format -F --b-format --image-opts -s --strict -T --cache -U \
+             --force-share --object",
+        ),
+        (
+            "convert",
+            "-q --quiet -p --progress -f --source-format --image-opts --source-image-opts -l \
+             --source-snapshot -T --source-cache -O --target-format --target-image-opts -o \
+             --target-options -c --compress -t --target-cache -B --backing -F --backing-format -n \
+             --no-create --target-is-zero -S --sparse-size --bitmaps --skip-broken-bitmaps -U \
+             --force-share -r --rate -m --parallel -C --copy-range-offloading --salvage -W \
+             --oob-writes --object -s -D",
+        ),
+        (
+            "create",
+            "-q --quiet -f --format -o --options -b --backing -F --backing-format -u --backing-unsafe --object",
+        ),
+        ("dd", "-f --format --image-opts -O --output-format -U --force-share"),
+        ("info", "-f --format --image-opts -b --backing-chain -U --force-share --object --output"),
+        (
+            "map",
+            "-f --format --image-opts -s --start-offset -l --max-length --output -U --force-share --object",
+        ),
+        (
+            "measure",
+            "-O --target-format -s --size -f --format --image-opts -l --snapshot -o --output -U \
+             --force-share --object",
+        ),
+        (
+            "rebase",
+            "-q --quiet -p --progress -f --format --image-opts -t --cache -b --backing -F \
+             --backing-format -T --backing-cache -u --backing-unsafe -c --compress -U --force-share \
+             --object",
+        ),
+        ("resize", "-q --quiet -f --format --image-opts --shrink --preallocation --object"),
+        (
+            "snapshot",
+            "-q --quiet -f --format --image-opts -U --force-share --object -l --list -c --create -a \
+             --apply -d --delete",
+        ),
+    ];
+
+    #[test]
+    fn each_option_of_qemu_img_is_there_or_answered() {
+        let mut all = command();
+        all.build();
+        for (name, options) in QEMU_IMG {
+            let subcommand = all.find_subcommand(name).unwrap();
+            for option in options.split_whitespace() {
+                let known =
+                    subcommand.get_arguments().any(|argument| match option.strip_prefix("--") {
+                        Some(long) => argument.get_long() == Some(long),
+                        None => argument.get_short() == option.chars().nth(1),
+                    });
+                let answer = said(&[name, option, "a", "b"]);
+                assert_ne!(known, answer.is_some(), "{name} {option}: {answer:?}");
+            }
+        }
+        for name in
+            ["amend", "bench", "bitmap", "check", "commit", "compare", "convert", "create", "dd"]
+                .into_iter()
+                .chain(["info", "map", "measure", "rebase", "resize", "snapshot"])
+        {
+            assert!(all.find_subcommand(name).is_some() || said(&[name, "x"]).is_some(), "{name}");
+        }
     }
 }

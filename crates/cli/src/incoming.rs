@@ -112,7 +112,7 @@ impl Opening<'_> {
                 let input = input.map_err(|error| {
                     Failure::failed(format!("standard input cannot be read: {error}"))
                 })?;
-                return Ok(Found::Stream(ByteStream::new(STANDARD, input)));
+                return Ok(Found::Stream(ByteStream::new("standard input", input)));
             }
             return self.file(name, monitor);
         }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, ValueHint};
-use vdkit::{OpenOptions, Secret};
+use vdkit::{OpenOptions, Secret, plain};
 
 use crate::failure::Failure;
 
@@ -137,7 +137,8 @@ pub(crate) fn key_of_new(
 
 fn from_file() -> impl TypedValueParser<Value = Secret> {
     PathBufValueParser::new().try_map(|path: PathBuf| {
-        let file = File::open(&path).map_err(|error| format!("cannot open it: {error}"))?;
+        let file =
+            File::open(&path).map_err(|error| format!("cannot open it: {}", plain(&error)))?;
         read(file)
     })
 }
@@ -145,7 +146,7 @@ fn from_file() -> impl TypedValueParser<Value = Secret> {
 fn from_fd(text: &str) -> Result<Secret, String> {
     let number: u32 = text.parse().map_err(|_| "a file descriptor is a number".to_owned())?;
     let file = File::open(format!("/proc/self/fd/{number}"))
-        .map_err(|error| format!("cannot open it: {error}"))?;
+        .map_err(|error| format!("cannot open it: {}", plain(&error)))?;
     read(file)
 }
 
@@ -158,7 +159,7 @@ fn from_env(name: &str) -> Result<Secret, String> {
 
 fn read(file: File) -> Result<Secret, String> {
     let secret = Secret::read(file, KEY_BYTES_MAX);
-    nonempty(secret.map_err(|error| format!("cannot read it: {error}"))?)
+    nonempty(secret.map_err(|error| format!("cannot read it: {}", plain(&error)))?)
 }
 
 fn nonempty(secret: Secret) -> Result<Secret, String> {

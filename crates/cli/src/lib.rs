@@ -23,8 +23,11 @@ mod habits;
 pub mod hex;
 mod incoming;
 mod keys;
+mod locks;
 pub mod output;
 pub mod progress;
+mod protocols;
+mod runs;
 pub mod sandbox;
 mod serving;
 pub mod session;
@@ -32,7 +35,7 @@ pub mod time;
 
 use std::process::ExitCode;
 
-use failure::{Exit, Failure};
+use failure::{Context, Exit, Failure};
 use session::Session;
 
 /// Runs the command line of this process.
@@ -59,6 +62,7 @@ pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
     let Some(command) = commands::find(name) else {
         return Exit::Usage;
     };
+    arguments::print_notes();
     let mut session = Session::new();
     let answer = (command.run)(matches, &mut session).and_then(|exit| {
         session.out.finish()?;
@@ -70,7 +74,8 @@ pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
         Err(failure) => {
             // What was printed before the failure comes first, as it was meant.
             let _ = session.out.finish();
-            failure.print();
+            let force_share = definition::reads_shared(command);
+            failure.print(&Context { command: command.name, force_share });
             failure.exit()
         }
     }

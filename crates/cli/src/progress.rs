@@ -2,7 +2,7 @@
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -40,6 +40,7 @@ pub struct Reporter {
     started: Instant,
     next_us: AtomicU64,
     last: [AtomicU64; 2],
+    begun: AtomicBool,
     bar: OnceLock<ProgressBar>,
 }
 
@@ -84,6 +85,7 @@ impl Reporter {
             started: Instant::now(),
             next_us: AtomicU64::new(wait.as_micros() as u64),
             last: Default::default(),
+            begun: AtomicBool::new(false),
             bar: OnceLock::new(),
         }
     }
@@ -108,6 +110,11 @@ impl Reporter {
             }
             Shape::Silent => {}
         }
+    }
+
+    /// Whether the job has told anything of its progress, and so may have changed its target.
+    pub fn begun(&self) -> bool {
+        self.begun.load(Ordering::Relaxed)
     }
 
     /// Says what is worth knowing and no warning: as progress is shown, so not at all with `none`.
@@ -166,6 +173,7 @@ impl Reporter {
 
 impl Progress for Reporter {
     fn update(&self, done: u64, total: u64) {
+        self.begun.store(true, Ordering::Relaxed);
         if self.shape == Shape::Silent {
             return;
         }

@@ -258,7 +258,7 @@ fn mistakes_are_told() {
     scratch.fails(1, "raw image", &["bitmap", "list", "-f", "raw", "a.raw"]);
     scratch.fails(2, "NAME", &["bitmap", "add", "a.qcow2"]);
     scratch.fails(2, "SOURCE", &["bitmap", "merge", "a.qcow2", "one"]);
-    scratch.fails(2, "fewer", &["bitmap", "list", "a.qcow2", "one"]);
+    scratch.fails(2, "too many names", &["bitmap", "list", "a.qcow2", "one"]);
     scratch.fails(2, "for add", &["bitmap", "clear", "-g", "4K", "a.qcow2", "one"]);
     scratch.fails(2, "for merge", &["bitmap", "clear", "-b", "a.qcow2", "a.qcow2", "one"]);
     scratch.fails(2, "force-share", &["bitmap", "clear", "-U", "a.qcow2", "one"]);

@@ -311,7 +311,7 @@ fn into_what_exists() {
     assert_eq!(scratch.json_of("info", 0, &["old.qcow2"])["cluster-size"], 4096);
     // A raw target has to be named as raw, and one that is too small is not cut.
     scratch.write("small.raw", &[1; 512]);
-    scratch.fails(2, "-f raw", &["convert", "--into", "disk.raw", "small.raw"]);
+    scratch.fails(2, "no header says", &["convert", "--into", "disk.raw", "small.raw"]);
     let answer =
         scratch.fails(2, "512", &["convert", "--into", "-O", "raw", "disk.raw", "small.raw"]);
     assert!(answer.stderr.contains("resize"), "{answer:?}");
@@ -526,7 +526,7 @@ fn files_of_others_are_not_replaced_by_extents() {
     scratch.ok(&convert("b.vmdk"));
     same(&scratch, "disk.raw", "b.vmdk");
     // A name that would not be opened again is not given.
-    scratch.fails(2, "colon", &convert("nbd:c.vmdk"));
+    scratch.fails(2, "colon", &convert("./nbd:c.vmdk"));
     // What is cut short is no disk full of zeroes.
     let extent = std::fs::File::options().write(true).open(scratch.path("b-flat.vmdk"));
     extent.unwrap().set_len(1 << 20).unwrap();

@@ -183,7 +183,7 @@ fn a_block_device_is_used_as_it_is() {
     peer(&scratch.path(""), "qemu-img", &["check", "-q", "-f", "qcow2", name]);
     let json = scratch.json_of("info", 0, &[name]);
     assert_eq!((&json["format"], &json["device"]), (&"qcow2".into(), &true.into()));
-    assert_eq!(scratch.json_of("create", 0, &[name])["virtual-size"], 8 << 20);
+    assert_eq!(scratch.json_of("create", 0, &["--force", name])["virtual-size"], 8 << 20);
 }
 
 #[test]

@@ -167,7 +167,11 @@ fn an_overlay_that_must_not_be_is_refused() {
     scratch.fails(2, "needs a FILE", &snapshot);
     service.quit(&scratch);
     let service = Service::start(&scratch, &["a.qcow2", "--read-only"]);
-    scratch.fails(1, "read-only", &[&snapshot[..], &["b.qcow2"]].concat());
+    scratch.fails(
+        1,
+        "the served disk: is open for reading only",
+        &[&snapshot[..], &["b.qcow2"]].concat(),
+    );
     service.quit(&scratch);
     let service = Service::start(&scratch, &["x.qcow2", "--key-file", "key"]);
     scratch.fails(1, "plain text", &[&snapshot[..], &["b.qcow2"]].concat());
@@ -207,7 +211,7 @@ fn a_guest_goes_on_through_commits() {
         }
         verified(client);
         io(&scratch, &["read -P 9 63M 64k", "write -P 8 62M 64k", "flush"]);
-        scratch.fails(1, "no commit runs", &["ctl", "c.sock", "commit-cancel"]);
+        scratch.fails(1, "no commit is running", &["ctl", "c.sock", "commit-cancel"]);
         scratch.fails(1, "stands on no other image", &["ctl", "c.sock", "commit"]);
         service.quit(&scratch);
         if format == "qcow2" {
@@ -399,7 +403,7 @@ fn a_commit_tells_how_far_it_is_and_can_be_stopped() {
         assert!(String::from_utf8_lossy(&answer.stderr).contains("interrupted"));
         assert_eq!(grown.code, Some(0), "a disk may grow meanwhile: {grown:?}");
         assert_eq!(beside.code, Some(1), "{beside:?}");
-        assert!(beside.stderr.contains("a commit runs"), "{beside:?}");
+        assert!(beside.stderr.contains("a commit is running"), "{beside:?}");
         true
     });
     assert!(stopped, "it is never there to be stopped");

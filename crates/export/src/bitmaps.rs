@@ -16,7 +16,7 @@ pub struct BitmapList {
 
 fn bitmaps_of(disk: &Disk) -> Result<&dyn Bitmaps> {
     disk.top().bitmaps().ok_or_else(|| {
-        let what = format!("dirty bitmaps in a {} image", disk.top().name());
+        let what = format!("not supported: dirty bitmaps in a {} image", disk.top().name());
         Error::unsupported(disk.name(), what, "convert to qcow2")
     })
 }

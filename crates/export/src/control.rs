@@ -190,8 +190,12 @@ impl Controller {
 
     fn images(&self) -> vdkit_block::Result<&dyn Images> {
         self.images.as_deref().ok_or_else(|| {
-            let hint = "end it, and change its image then";
-            Error::unsupported(&self.export.filename(), "this service exchanges no images", hint)
+            let hint = "end it first, and change the image then";
+            Error::unsupported(
+                &self.export.filename(),
+                "this server keeps the image that it was started with",
+                hint,
+            )
         })
     }
 

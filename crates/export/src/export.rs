@@ -371,7 +371,9 @@ impl Export {
     /// [`Error::ReadOnly`].
     pub fn check_writable(&self) -> Result<()> {
         if self.options.read_only {
-            return Err(Error::ReadOnly { file: self.options.name.clone() });
+            let name = &self.options.name;
+            let file = if name.is_empty() { "the served disk" } else { name };
+            return Err(Error::ReadOnly { file: file.to_owned() });
         }
         Ok(())
     }
@@ -506,7 +508,7 @@ impl Export {
         self.alone(|disk| {
             self.refuse_during_job(disk.name())?;
             let side = disk.top().snapshots().ok_or_else(|| {
-                let what = format!("snapshots inside a {} image", disk.top().name());
+                let what = format!("not supported: snapshots inside a {} image", disk.top().name());
                 let hint = "take an overlay instead: vdkit create --backing";
                 Error::unsupported(disk.name(), what, hint)
             })?;

@@ -77,7 +77,7 @@ impl Drop for Job<'_> {
 }
 
 fn busy(file: &str, kind: &str) -> Error {
-    let what = format!("a {kind} runs; 'vdkit ctl SOCKET status' shows how far it is");
+    let what = format!("a {kind} is running; 'vdkit ctl SOCKET status' shows how far it is");
     Error::Busy { file: file.to_owned(), what }
 }
 
@@ -125,7 +125,7 @@ impl Export {
     pub fn cancel_job(&self, kind: &str) -> Result<()> {
         let mut state = self.jobs.state.lock();
         let Some(job) = state.running.clone().filter(|running| running.kind == kind) else {
-            return Err(Error::Invalid(format!("no {kind} runs")));
+            return Err(Error::Invalid(format!("no {kind} is running")));
         };
         job.cancel.cancel();
         while state.running.as_ref().is_some_and(|running| Arc::ptr_eq(running, &job)) {

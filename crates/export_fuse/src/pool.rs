@@ -67,7 +67,7 @@ impl Pool {
                 Ok(_) => state.threads += 1,
                 Err(error) if state.threads == 0 => {
                     drop(state);
-                    tracing::warn!("no thread for a request that may block: {error}");
+                    tracing::warn!("cannot start a thread for a request that may block: {error}");
                     return work();
                 }
                 Err(_) => {}

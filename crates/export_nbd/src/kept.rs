@@ -43,7 +43,9 @@ impl LateReplies {
         let own = self.clone();
         let spawned = std::thread::Builder::new().name("nbd-late".to_owned());
         if let Err(error) = spawned.spawn(move || own.send()) {
-            tracing::warn!("no thread for late replies: the connection ends: {error}");
+            tracing::warn!(
+                "cannot start a thread for late replies, so the connection ends: {error}"
+            );
             // A client that is never answered would wait for ever. Nothing waits to send from here
             // on, so this thread may do it.
             self.channel.shutdown(Shutdown::Both);

@@ -44,9 +44,12 @@ impl std::str::FromStr for Address {
         match text.split_once(':') {
             Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
             Some(("tcp", rest)) => {
-                let port = rest.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
+                let port = rest.rsplit_once(':').map(|(_, port)| (port, port.parse::<u16>()));
                 match port {
-                    Some(Ok(_)) => Ok(Self::Tcp(rest.to_owned())),
+                    Some((_, Ok(_))) => Ok(Self::Tcp(rest.to_owned())),
+                    Some((port, _)) if !port.is_empty() && !port.ends_with(']') => {
+                        Err(format!("'{port}' is no port: ports are numbers from 0 to 65535"))
+                    }
                     _ => Err(format!("'{text}' has no port: write tcp:HOST:PORT")),
                 }
             }
@@ -293,7 +296,7 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
             serve(&own, channel, &place);
         });
         if let Err(error) = spawned {
-            tracing::warn!("no thread for a connection: {error}");
+            tracing::warn!("cannot start a thread for a connection: {error}");
         }
     }
 }

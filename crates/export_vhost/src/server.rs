@@ -103,7 +103,7 @@ fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Vis
         match rustix::event::poll(&mut fds, None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
-                tracing::error!("vhost-user: nobody can be waited for: {error}");
+                tracing::error!("vhost-user: cannot wait for a monitor: {error}");
                 return;
             }
         }

@@ -22,7 +22,7 @@ pub fn bitmaps(disk: &Disk) -> Result<&dyn Bitmaps> {
     disk.top().bitmaps().ok_or_else(|| {
         Error::unsupported(
             disk.name(),
-            format!("dirty bitmaps in a {} image", disk.top().name()),
+            format!("not supported: dirty bitmaps in a {} image", disk.top().name()),
             "convert to qcow2",
         )
     })

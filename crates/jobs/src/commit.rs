@@ -227,7 +227,7 @@ fn own_what_lies_beyond(above: &Disk, base: &Disk, monitor: &Monitor<'_>) -> Res
         return Err(Error::unsupported(
             base.name(),
             format!(
-                "growing to the {to} bytes of an overlay that is kept as it is (after a power cut \
+                "not supported: growing to the {to} bytes of an overlay that is kept as it is (after a power cut \
                  the overlay could show noise)"
             ),
             format!("make it as large first: 'vdkit resize {} {to}'", base.name()),

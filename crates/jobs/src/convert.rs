@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use serde::Serialize;
-use vdkit_block::{CancelToken, Codec, CompressionSpec, Error, Monitor, Result, Secret};
+use vdkit_block::{
+    BitmapInfo, CancelToken, Codec, CompressionSpec, Error, Monitor, Result, Secret,
+};
 use vdkit_chain::{Disk, OpenOptions, Registry, same_file};
 
 use crate::bitmap::{BrokenBitmaps, bitmaps_to_copy, copy_bitmaps};
@@ -114,6 +116,61 @@ pub struct ConvertReport {
     pub threads: usize,
     /// Wall time.
     pub seconds: f64,
+    /// What the sources' images hold beside the disk, and the target does not.
+    pub left_behind: LeftBehind,
+}
+
+/// What images hold beside their disks, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LeftBehind {
+    /// Internal snapshots.
+    pub snapshots: Vec<String>,
+    /// Persistent dirty bitmaps.
+    pub bitmaps: Vec<String>,
+}
+
+impl LeftBehind {
+    /// The snapshots, and the bitmaps that are not `copied`. Each image that has some is named in a message.
+    fn of(source: &Source, copied: &[BitmapInfo], monitor: &Monitor<'_>) -> Self {
+        let mut all = Self::default();
+        for disk in source.disks() {
+            let info = disk.layers()[0].info();
+            let snapshots: Vec<_> = info.snapshots.iter().map(|one| one.name.clone()).collect();
+            if !snapshots.is_empty() {
+                monitor.progress.message(&format!(
+                    "{}: the snapshots in it are not converted ({}): the new image holds the disk as it \
+                     is now; '--snapshot NAME' converts one of them",
+                    disk.name(),
+                    some_of(&snapshots)
+                ));
+            }
+            let missing = |name: &str| copied.iter().all(|bitmap| bitmap.name != name);
+            let bitmaps = info.bitmaps.iter().filter(|one| missing(&one.name));
+            let bitmaps: Vec<_> = bitmaps.map(|one| one.name.clone()).collect();
+            if !bitmaps.is_empty() {
+                monitor.progress.message(&format!(
+                    "{}: the dirty bitmaps in it are not copied ({}); '--bitmaps' copies those that can \
+                     be trusted into a qcow2 image",
+                    disk.name(),
+                    some_of(&bitmaps)
+                ));
+            }
+            all.snapshots.extend(snapshots);
+            all.bitmaps.extend(bitmaps);
+        }
+        all
+    }
+}
+
+/// Names for a message, the first of many.
+fn some_of(names: &[String]) -> String {
+    const NAMES_MAX: usize = 8;
+    let mut said = names.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join(", ");
+    if names.len() > NAMES_MAX {
+        said.push_str(&format!(" and {} more", names.len() - NAMES_MAX));
+    }
+    said
 }
 
 /// Converts a source.
@@ -180,6 +237,10 @@ pub(crate) fn convert_uncommitted(
         Some(broken) => bitmaps_to_copy(source, disk, broken, monitor)?,
         None => Vec::new(),
     };
+    let left_behind = match &target {
+        Some(_) => LeftBehind::of(source, &bitmaps, monitor),
+        None => LeftBehind::default(),
+    };
     let moved = moving.run(source, disk, 0, monitor)?;
     if let (Some(target), [from]) = (disk, source.disks()) {
         copy_bitmaps(from, target, &bitmaps)?;
@@ -195,7 +256,8 @@ pub(crate) fn convert_uncommitted(
         _ => size,
     };
     let threads = moving.worked();
-    let report = ConvertReport { virtual_size, format, moved, verified, threads, seconds };
+    let report =
+        ConvertReport { virtual_size, format, moved, verified, threads, seconds, left_behind };
     Ok(Converted { target, report })
 }
 
@@ -307,7 +369,7 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
         ))),
         None => Err(Error::unsupported(
             target.name(),
-            format!("compressed data in this {} image", target.top().name()),
+            format!("not supported: compressed data in this {} image", target.top().name()),
             "choose qcow2 without a data file",
         )),
     }

@@ -189,7 +189,8 @@ impl NewBacking {
             return match &self.format {
                 Some(format) => Ok(found(Some(format.clone()), None)),
                 None => Err(Error::Invalid(format!(
-                    "the format of '{}' is needed where it is not opened",
+                    "the format of '{}' must be named where it is not opened: '--backing-format FORMAT' \
+                     (-F FORMAT)",
                     self.name
                 ))),
             };
@@ -198,8 +199,8 @@ impl NewBacking {
         let looked = look_at(registry, &path, &options)?;
         if looked.probed && looked.format == "raw" {
             return Err(Error::Invalid(format!(
-                "{}: no header says what format it has, and if it is taken for raw without being \
-                 told its guest can make it look like another; give its format (raw)",
+                "{}: no header says which format it has, and its guest could make it look like any; if it \
+                 is raw, say so: '--backing-format raw' (-F raw)",
                 path.display()
             )));
         }

@@ -17,7 +17,7 @@ use vdkit_block::{CancelToken, Error, Monitor, Options, Progress, Result};
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_stream::{ByteStream, InPipe, spool};
 
-use crate::convert::{ConvertOptions, ConvertReport, Moving, convert};
+use crate::convert::{ConvertOptions, ConvertReport, LeftBehind, Moving, convert};
 use crate::mover::MovedBytes;
 use crate::source::Source;
 use crate::target::{Destination, Target};
@@ -156,7 +156,16 @@ pub fn convert_stream(
     target.finish(bytes, &monitor.cancel)?;
     let seconds = started.elapsed().as_secs_f64();
     let (threads, verified) = (moving.worked(), None);
-    Ok(ConvertReport { virtual_size: bytes, format, moved, verified, threads, seconds })
+    let left_behind = LeftBehind::default();
+    Ok(ConvertReport {
+        virtual_size: bytes,
+        format,
+        moved,
+        verified,
+        threads,
+        seconds,
+        left_behind,
+    })
 }
 
 /// What takes a stream as it comes.

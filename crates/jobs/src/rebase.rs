@@ -113,7 +113,7 @@ pub fn rebase(
             // Before anything is copied: what was copied would be of no use.
             return Err(Error::unsupported(
                 disk.name(),
-                format!("putting a {top} image on another one, or on none, in place"),
+                format!("not supported: putting a {top} image on another one in place"),
                 "convert it to a new image: that one stands alone",
             ));
         }
@@ -207,7 +207,7 @@ fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
     if info.format == "raw" {
         return Err(Error::unsupported(
             disk.name(),
-            "a backing file of a raw image",
+            "not supported: a backing file of a raw image",
             "convert it to qcow2 first",
         ));
     }

@@ -74,7 +74,7 @@ fn side(disk: &Disk) -> Result<&dyn Snapshots> {
     disk.top().snapshots().ok_or_else(|| {
         Error::unsupported(
             disk.name(),
-            format!("snapshots inside a {} image", disk.top().name()),
+            format!("not supported: snapshots inside a {} image", disk.top().name()),
             "convert it to qcow2, which has them",
         )
     })

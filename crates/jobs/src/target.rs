@@ -248,12 +248,15 @@ impl Target {
             None => open(CacheMode::Writeback)?,
         };
         if disk.guest_bytes() < bytes {
+            let name = path.display();
+            let larger = match device {
+                true => "it is a device: make it larger (LVM: lvextend), or choose another one"
+                    .to_owned(),
+                false => format!("make it larger first, as with 'vdkit resize {name} {bytes}'"),
+            };
             return Err(Error::Invalid(format!(
-                "{}: has {} bytes, the source has {bytes}; make it larger first, as with \
-                 'vdkit resize {} {bytes}'",
-                path.display(),
-                disk.guest_bytes(),
-                path.display()
+                "{name}: has {} bytes, the source has {bytes}; {larger}",
+                disk.guest_bytes()
             )));
         }
         let (commit, keys) = (CommitOptions::default(), options.keys);

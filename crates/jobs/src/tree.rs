@@ -167,7 +167,7 @@ fn open_error(path: &Path, source: std::io::Error) -> Error {
     Error::File { file: path.display().to_string(), action: IoAction::Open, source }
 }
 
-/// Regular files, links left out: each file counts once, under its own name.
+/// Regular files, links and unfinished files left out: each file counts once, under its own name.
 fn list_files(
     folder: &Path,
     deep: usize,
@@ -180,6 +180,9 @@ fn list_files(
         let entry = entry.map_err(fail)?;
         let kind = entry.file_type().map_err(fail)?;
         if kind.is_file() {
+            if vdkit_storage::unfinished_name(&entry.path()).is_some() {
+                continue; // no image yet
+            }
             if files.len() >= FILES_MAX {
                 return Err(Error::Limit {
                     file: folder.display().to_string(),

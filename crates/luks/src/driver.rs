@@ -86,7 +86,7 @@ impl FormatDriver for LuksDriver {
         if request.backing.is_some() {
             return Err(Error::unsupported(
                 storage.name(),
-                "a luks image with a backing file",
+                "not supported: a luks image with a backing file",
                 "luks has no place for its name; create a qcow2 image with encrypt.format=luks",
             ));
         }

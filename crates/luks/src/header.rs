@@ -152,7 +152,7 @@ impl Header {
         if version != 1 {
             return Err(Error::unsupported(
                 file,
-                format!("LUKS version {version}"),
+                format!("not supported: LUKS version {version}"),
                 "version 1 is known; where its cipher and key derivation allow, 'cryptsetup convert \
                  --type luks1' makes one, else open it with cryptsetup and copy the device",
             ));
@@ -270,7 +270,10 @@ impl Header {
         CipherSpec::find(name, mode, self.key_bytes as usize).ok_or_else(|| {
             Error::unsupported(
                 file,
-                format!("the cipher {name}-{mode} with keys of {} bytes", self.key_bytes),
+                format!(
+                    "not supported: the cipher {name}-{mode} with keys of {} bytes",
+                    self.key_bytes
+                ),
                 format!("known are {KNOWN}; open it with cryptsetup and copy the device"),
             )
         })
@@ -284,7 +287,7 @@ impl Header {
         Hash::find(&self.hash_name).ok_or_else(|| {
             Error::unsupported(
                 file,
-                format!("the hash {}", self.hash_name),
+                format!("not supported: the hash {}", self.hash_name),
                 format!(
                     "known are {}; open it with cryptsetup and copy the device",
                     HASH_NAMES.join(", ")

@@ -64,7 +64,7 @@ pub(crate) fn unlock(
     if header.data_file_raw() {
         return Err(Error::unsupported(
             file,
-            "an encrypted image with a raw data file",
+            "not supported: an encrypted image with a raw data file",
             "no encrypted file can be read as the disk; use the program that made it",
         ));
     }
@@ -76,7 +76,7 @@ pub(crate) fn unlock(
     if writable {
         return Err(Error::unsupported(
             file,
-            "writing with the legacy AES encryption, which protects nothing",
+            "not supported: writing with the legacy AES encryption, which protects nothing",
             "convert it to a new image: 'vdkit convert OLD NEW -O qcow2 -o encrypt.format=luks'",
         ));
     }

@@ -65,14 +65,14 @@ impl Qcow2 {
         if self.has_data_file() {
             return Err(Error::unsupported(
                 file,
-                "compressed clusters in an image with a data file",
+                "not supported: compressed clusters in an image with a data file",
                 "leave out --compress or the data file",
             ));
         }
         if self.encryption.is_some() {
             return Err(Error::unsupported(
                 file,
-                "compressed clusters in an encrypted image",
+                "not supported: compressed clusters in an encrypted image",
                 "leave out --compress or the encryption",
             ));
         }

@@ -26,7 +26,7 @@ impl Qcow2 {
         if self.header.version() < 3 && self.meta.lock().snapshots.count > 0 {
             return Err(Error::unsupported(
                 self.storage.name(),
-                "resizing a version 2 image with snapshots",
+                "not supported: resizing a version 2 image with snapshots",
                 "their size is not recorded; delete the snapshots or convert to compat=1.1",
             ));
         }

@@ -19,6 +19,7 @@ use vdkit_meta::{LANES_MAX, SyncError, Syncs};
 
 use crate::bulk::{BULK_BYTES_MIN, Bulk, FileSystem};
 use crate::direct::Direct;
+use crate::held::{Change, refuse_attached};
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
 use crate::past_cache::{Lane, PastCache};
@@ -146,6 +147,9 @@ impl FileStorage {
     }
 
     fn build(file: File, kind: FileKind, name: String, options: &FileOptions) -> Result<Self> {
+        if options.writable && !options.create.makes() && options.lock == LockMode::Auto {
+            refuse_attached(&name, &file, Change::Write)?;
+        }
         open::set_flags(&name, &file, options.cache)?;
         let direct = if options.cache.direct() {
             Some(Direct::new(&name, &file, kind, options.cache)?)
@@ -559,6 +563,7 @@ impl Storage for FileStorage {
 
     fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
         let Some(lock) = &self.lock else { return Ok(Arc::new(self.open_again()?)) };
+        refuse_attached(&self.name, &self.file, Change::Write)?;
         let mut lock = lock.lock();
         lock.become_writer(&self.name, &self.file)?;
         let opened = self.open_again().and_then(|mut again| {

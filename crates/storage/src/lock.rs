@@ -23,7 +23,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 
-use vdkit_block::{Error, IoAction, LockHolder, Result};
+use vdkit_block::{Error, IoAction, LockHolder, Result, plain};
 
 use crate::open::file_error;
 use crate::sys::{self, Conflict, OfdLock};
@@ -111,7 +111,8 @@ impl ImageLock {
         let error = match taken {
             Ok(None) => return Ok(()),
             Ok(Some((byte, conflict))) => {
-                Error::Locked { file: name.to_owned(), holder: find_holder(file, byte, conflict) }
+                let (file_name, holder) = (name.to_owned(), find_holder(file, byte, conflict));
+                Error::Locked { file: file_name, holder, writing: self.used.contains(&WRITE) }
             }
             Err(source) if matches!(source.raw_os_error(), Some(libc::ENOLCK | libc::ENOSYS)) => {
                 file_error(
@@ -120,7 +121,8 @@ impl ImageLock {
                     io::Error::new(
                         source.kind(),
                         format!(
-                            "{source} (does its file system have locks? they can be turned off)"
+                            "{} (its file system may have no locks; '--force-share' reads without them)",
+                            plain(&source)
                         ),
                     ),
                 )

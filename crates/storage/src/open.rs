@@ -8,6 +8,7 @@ use std::path::Path;
 use rustix::fs::{FileType, Mode, OFlags};
 use vdkit_block::{CacheMode, Error, IoAction, Result};
 
+use crate::held;
 use crate::lock::LockMode;
 use crate::sys;
 
@@ -161,10 +162,10 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         if flags.contains(OFlags::EXCL) && errno == rustix::io::Errno::BUSY {
             return Error::Busy {
                 file: name.clone(),
-                what: mounted_at(path).map_or_else(
-                    || "mounted, or part of a volume or array".to_owned(),
-                    |at| format!("mounted at {at}"),
-                ),
+                what: rustix::fs::stat(path)
+                    .ok()
+                    .and_then(|found| held::by_whom(found.st_rdev))
+                    .unwrap_or_else(|| "mounted, or part of a volume or array".to_owned()),
             };
         }
         file_error(&name, IoAction::Open, errno)
@@ -189,17 +190,6 @@ pub(crate) fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rusti
             other => return other,
         }
     }
-}
-
-/// Where a block device is mounted, for messages.
-fn mounted_at(path: &Path) -> Option<String> {
-    let device = rustix::fs::stat(path).ok()?.st_rdev;
-    let wanted = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-    let table = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
-    table.lines().find_map(|line| {
-        let mut fields = line.split(' ');
-        (fields.nth(2)? == wanted).then(|| fields.nth(1).map(str::to_owned)).flatten()
-    })
 }
 
 /// Sets the status flags that the rest of the crate counts on: blocking, offsets obeyed

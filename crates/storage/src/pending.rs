@@ -13,6 +13,7 @@ use vdkit_block::{CacheMode, Error, IoAction, Result};
 
 use crate::access;
 use crate::file::FileStorage;
+use crate::held::{Change, refuse_attached};
 use crate::links;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{CreateMode, FileKind, FileOptions, file_error, kind_of_file, retry};
@@ -158,6 +159,9 @@ impl Replaced {
         let stat =
             rustix::fs::fstat(&file).map_err(|errno| file_error(&name, IoAction::Open, errno))?;
         links::check_owner(target, &stat)?;
+        if lock == LockMode::Auto {
+            refuse_attached(&name, &file, Change::Replace)?;
+        }
         let lock = match lock {
             LockMode::Auto => Some(ImageLock::take(&name, &file, true)?),
             LockMode::Off => None,
@@ -204,6 +208,24 @@ fn create_beside(target: &Path, options: &FileOptions) -> Result<(PathBuf, FileS
             Ok(storage) => return Ok((path, storage.named(target.display().to_string()))),
         }
     }
+}
+
+/// The name that an unfinished file was to take, by its own (shortened where that is very long); none of
+/// other files.
+pub fn unfinished_name(path: &Path) -> Option<OsString> {
+    let name = path.file_name()?.as_bytes();
+    let stem = name.strip_prefix(b".")?.strip_suffix(b".partial")?;
+    let at = stem.iter().rposition(|byte| *byte == b'.').filter(|at| *at > 0)?;
+    let maker = std::str::from_utf8(&stem[at + 1..]).ok()?;
+    let (process, count) = maker.split_once('-')?;
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    (number(process) && number(count)).then(|| OsString::from_vec(stem[..at].to_vec()))
+}
+
+/// Whether nobody is making this unfinished file any more: its maker holds it locked for as long as it
+/// lives, on whatever machine.
+pub fn is_abandoned(path: &Path) -> bool {
+    unfinished_name(path).is_some() && FileStorage::open(path, &FileOptions::read_only()).is_ok()
 }
 
 /// Renames, but not over a file that appeared meanwhile.

@@ -53,7 +53,7 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     if request.backing.is_some() {
         return Err(Error::unsupported(
             storage.name(),
-            "a VDI image with a backing file",
+            "not supported: a VDI image with a backing file",
             "VDI has no place for its name; create a qcow2 image",
         ));
     }

@@ -75,7 +75,7 @@ impl FormatDriver for VdiDriver {
         if writable && header.version.0 == 0 {
             return Err(Error::unsupported(
                 storage.name(),
-                "writing to a VDI image of version 0",
+                "not supported: writing to a VDI image of version 0",
                 "convert it to a new image",
             ));
         }
@@ -119,7 +119,7 @@ impl FormatDriver for VdiDriver {
         if header.version.0 == 0 {
             return Err(Error::unsupported(
                 storage.name(),
-                "compacting a VDI image of version 0",
+                "not supported: compacting a VDI image of version 0",
                 "convert it to a new image, which has no free space in it",
             ));
         }

@@ -210,7 +210,7 @@ impl Header {
             major => {
                 return Err(Error::unsupported(
                     file,
-                    format!("VDI version {major}.{}", version & 0xffff),
+                    format!("not supported: VDI version {major}.{}", version & 0xffff),
                     "versions 0 and 1 are known; VBoxManage clonemedium makes 1.1 of it",
                 ));
             }
@@ -218,7 +218,7 @@ impl Header {
         if !header.block_bytes.is_power_of_two() || !BLOCK_BYTES.contains(&header.block_bytes) {
             return Err(Error::unsupported(
                 file,
-                format!("blocks of {} bytes", header.block_bytes),
+                format!("not supported: blocks of {} bytes", header.block_bytes),
                 "powers of two from 4 KiB to 1 GiB are known",
             ));
         }

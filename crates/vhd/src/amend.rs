@@ -15,7 +15,7 @@ pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
     if !request.options.is_empty() {
         return Err(Error::unsupported(
             storage.name(),
-            "changing options of a vpc image in place",
+            "not supported: changing options of a vpc image in place",
             "convert it to a new image that has them",
         ));
     }
@@ -25,7 +25,7 @@ pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
     let refused = || {
         Error::unsupported(
             storage.name(),
-            "putting a vpc image on another parent, or on none, in place",
+            "not supported: putting a vpc image on another parent, or on none, in place",
             "convert it to a new image: that one stands alone",
         )
     };

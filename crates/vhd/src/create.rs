@@ -113,7 +113,7 @@ pub(crate) fn identity(file: &str, backing: &BackingRef) -> Result<Uuid> {
     found.filter(|_| vhd).ok_or_else(|| {
         Error::unsupported(
             file,
-            format!("a VHD on '{}', which is not known to be a VHD", backing.name),
+            format!("not supported: a VHD on '{}', which is not known to be a VHD", backing.name),
             "a VHD knows its parent by that one's unique ID; create a qcow2 image, or convert the \
              parent first",
         )

@@ -225,7 +225,11 @@ impl Format for FixedVhd {
         let file = self.storage.name();
         if !self.storage.caps().growable {
             let hint = "convert it to a new image";
-            return Err(Error::unsupported(file, "another size of a VHD on a device", hint));
+            return Err(Error::unsupported(
+                file,
+                "not supported: another size of a VHD on a device",
+                hint,
+            ));
         }
         let mut end = self.end.lock();
         let old = self.guest_bytes();

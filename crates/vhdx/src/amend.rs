@@ -19,7 +19,7 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
     if !request.options.is_empty() {
         return Err(Error::unsupported(
             storage.name(),
-            "changing options of a vhdx image in place",
+            "not supported: changing options of a vhdx image in place",
             "convert it to a new image that has them",
         ));
     }
@@ -48,14 +48,17 @@ impl Vhdx {
         if self.fixed {
             return Err(Error::unsupported(
                 file,
-                "a fixed vhdx image on another one",
+                "not supported: a fixed vhdx image on another one",
                 "convert it to a dynamic one first",
             ));
         }
         if backing.format.as_deref().is_some_and(|format| format != "vhdx") {
             return Err(Error::unsupported(
                 file,
-                format!("a vhdx image on a {} image", backing.format.as_deref().unwrap_or("")),
+                format!(
+                    "not supported: a vhdx image on a {} image",
+                    backing.format.as_deref().unwrap_or("")
+                ),
                 "its parent must be a vhdx image; convert it to qcow2 instead",
             ));
         }
@@ -69,7 +72,7 @@ impl Vhdx {
         if geometry.bat_region_bytes(self.guest_len()) > table.bytes {
             return Err(Error::unsupported(
                 file,
-                "sector bitmaps in a block allocation table without room for them",
+                "not supported: sector bitmaps in a block allocation table without room for them",
                 "convert it to a new image that stands on the other one",
             ));
         }
@@ -78,7 +81,7 @@ impl Vhdx {
         let Some(LocatorPlace { offset, entry, count }) = place else {
             return Err(Error::unsupported(
                 file,
-                "another parent locator in a metadata region without room for it",
+                "not supported: another parent locator in a metadata region without room for it",
                 "convert it to a new image",
             ));
         };

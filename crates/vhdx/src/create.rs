@@ -26,7 +26,10 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
         Some(backing) if backing.format.as_deref().is_some_and(|format| format != "vhdx") => {
             return Err(Error::unsupported(
                 storage.name(),
-                format!("a vhdx image on a {} image", backing.format.as_deref().unwrap_or("")),
+                format!(
+                    "not supported: a vhdx image on a {} image",
+                    backing.format.as_deref().unwrap_or("")
+                ),
                 "its parent must be a vhdx image; create a qcow2 image instead",
             ));
         }

@@ -63,14 +63,17 @@ impl Header {
         if self.version != 1 {
             return Err(Error::unsupported(
                 file,
-                format!("VHDX version {} [2.2.2]", self.version),
+                format!("not supported: VHDX version {} [2.2.2]", self.version),
                 "only version 1 is known",
             ));
         }
         if self.log_version != 0 && self.log != Guid::ZERO {
             return Err(Error::unsupported(
                 file,
-                format!("a log of version {} that must be replayed [2.2.2]", self.log_version),
+                format!(
+                    "not supported: a log of version {} that must be replayed [2.2.2]",
+                    self.log_version
+                ),
                 "only version 0 is known; open the image once with the program that wrote it",
             ));
         }

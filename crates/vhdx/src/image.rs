@@ -193,7 +193,7 @@ impl Vhdx {
         if writable && parts.headers.current.log_bytes == 0 {
             return Err(Error::unsupported(
                 storage.name(),
-                "writing to an image without a log [2.2.2]",
+                "not supported: writing to an image without a log [2.2.2]",
                 "convert it to a new image",
             ));
         }

@@ -168,7 +168,9 @@ fn read_table(storage: &dyn Storage, region: &Region, table: &[u8]) -> Result<Ve
         if !known && flags & IS_REQUIRED != 0 {
             return Err(Error::unsupported(
                 file,
-                format!("a required metadata item that is not known: {id} [2.6.1.2]"),
+                format!(
+                    "not supported: a required metadata item that is not known: {id} [2.6.1.2]"
+                ),
                 "convert the image with the program that wrote it",
             ));
         }

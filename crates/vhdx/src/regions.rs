@@ -123,7 +123,10 @@ impl Regions {
         if let Some(region) = all.iter().find(unknown) {
             return Err(Error::unsupported(
                 storage.name(),
-                format!("a required region that is not known: {} [2.2.3.2]", region.guid),
+                format!(
+                    "not supported: a required region that is not known: {} [2.2.3.2]",
+                    region.guid
+                ),
                 "convert the image with the program that wrote it",
             ));
         }

@@ -125,7 +125,7 @@ impl Vhdx {
         if state == State::NotPresent && self.geometry.has_parent && beneath > old {
             return Err(Error::unsupported(
                 self.storage.name(),
-                "growing over a parent that is longer than the last block is known of",
+                "not supported: growing over a parent that is longer than the last block is known of",
                 "make the disk as long as its parent first, or convert it",
             ));
         }

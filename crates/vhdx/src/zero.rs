@@ -127,7 +127,7 @@ impl Vhdx {
         if self.fixed {
             return Err(Error::unsupported(
                 self.storage.name(),
-                "emptying a fixed VHDX image",
+                "not supported: emptying a fixed VHDX image",
                 "its blocks stay where they are; write zeroes instead",
             ));
         }

@@ -16,7 +16,7 @@ pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
     let Some(placed) = source.placed else {
         return Err(Error::unsupported(
             file,
-            "changing fields of an extent without a descriptor",
+            "not supported: changing fields of an extent without a descriptor",
             "name the disk's descriptor instead of one of its extents",
         ));
     };
@@ -45,7 +45,7 @@ pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
                 {
                     return Err(Error::unsupported(
                         file,
-                        "a parent of a disk whose extents have no holes",
+                        "not supported: a parent of a disk whose extents have no holes",
                         "convert it to monolithicSparse",
                     ));
                 }
@@ -53,7 +53,10 @@ pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
                 let id = id.and_then(|id| u32::from_str_radix(id, 16).ok()).ok_or_else(|| {
                     Error::unsupported(
                         file,
-                        format!("a parent ('{}') that is no VMDK image", backing.name),
+                        format!(
+                            "not supported: a parent ('{}') that is no VMDK image",
+                            backing.name
+                        ),
                         "a VMDK stands on a VMDK; convert the parent, or the image to qcow2",
                     )
                 })?;
@@ -82,7 +85,7 @@ fn refuse_others(request: &AmendRequest, descriptor: &Descriptor) -> Result<()> 
         }
         return Err(Error::unsupported(
             request.storage.name(),
-            format!("changing {} of a VMDK image in place", spec.key),
+            format!("not supported: changing {} of a VMDK image in place", spec.key),
             "convert it to a new image that has it",
         ));
     }
@@ -105,7 +108,7 @@ fn write(request: &AmendRequest, placed: &Placed, text: &str) -> Result<()> {
     }
     let old = placed.descriptor.text();
     let Some(all) = rewrite::rewrites(old, text, placed.room) else {
-        let what = "a change of several sectors of the descriptor, which a power cut could tear";
+        let what = "not supported: a change of several sectors of the descriptor, which a power cut could tear";
         return Err(Error::unsupported(storage.name(), what, hint));
     };
     let mut len = old.len();

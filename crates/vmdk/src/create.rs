@@ -37,7 +37,7 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     if new.subformat.is_flat() && request.backing.is_some() {
         return Err(Error::unsupported(
             storage.name(),
-            format!("a {} image with a backing file", new.subformat.create_type()),
+            format!("not supported: a {} image with a backing file", new.subformat.create_type()),
             "its extents have no holes; create a monolithicSparse image",
         ));
     }
@@ -69,7 +69,7 @@ pub(crate) fn descriptor(request: &CreateRequest, new: &NewVmdk, bytes: u64) -> 
         parent_cid = known.filter(|_| vmdk).ok_or_else(|| {
             Error::unsupported(
                 file,
-                format!("a parent ('{}') that is no VMDK image", backing.name),
+                format!("not supported: a parent ('{}') that is no VMDK image", backing.name),
                 "a VMDK stands on a VMDK, whose content id it notes; create a qcow2 image",
             )
         })?;
@@ -161,7 +161,7 @@ fn sparse_extent(
     if !storage.caps().growable {
         return Err(Error::unsupported(
             storage.name(),
-            "a sparse VMDK image on a device",
+            "not supported: a sparse VMDK image on a device",
             "it grows as a file does; create it on a file system",
         ));
     }

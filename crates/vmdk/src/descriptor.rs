@@ -73,7 +73,7 @@ fn text_of(bytes: &[u8], file: &str) -> Result<String> {
     // Names in other encodings are bytes that no file here has; all else is ASCII.
     std::str::from_utf8(&bytes[..end]).map(str::to_owned).map_err(|_| {
         let hint = "write its file names in UTF-8";
-        Error::unsupported(file, "a descriptor that is not UTF-8", hint)
+        Error::unsupported(file, "not supported: a descriptor that is not UTF-8", hint)
     })
 }
 
@@ -266,7 +266,7 @@ fn extent_line(line: &str, at: u64, file: &str) -> Result<Option<ExtentLine>> {
         other => {
             return Err(Error::unsupported(
                 file,
-                format!("an extent of type {}", clip(other)),
+                format!("not supported: an extent of type {}", clip(other)),
                 "extents of types FLAT, SPARSE, ZERO, VMFS, VMFSSPARSE and SESPARSE are read",
             ));
         }

@@ -118,12 +118,12 @@ impl SeSparse {
             Err(Error::unsupported(file, what, "only what ESXi 6.5 and later write is known"))
         };
         if le64(bytes, 8) != SE_VERSION {
-            return strange(format!("seSparse version {:#x}", le64(bytes, 8)));
+            return strange(format!("not supported: seSparse version {:#x}", le64(bytes, 8)));
         }
         let (grain_sectors, table_sectors) = (le64(bytes, 24), le64(bytes, 32));
         if (grain_sectors, table_sectors) != (8, 64) || le64(bytes, 40) != 0 {
             return strange(format!(
-                "seSparse grains of {grain_sectors} sectors, tables of {table_sectors}, flags {:#x}",
+                "not supported: seSparse grains of {grain_sectors} sectors, tables of {table_sectors}, flags {:#x}",
                 le64(bytes, 40)
             ));
         }
@@ -172,7 +172,7 @@ impl SeSparse {
         if le64(bytes, 24) != 0 {
             return Err(Error::unsupported(
                 file,
-                "a journal that must be replayed",
+                "not supported: a journal that must be replayed",
                 "let ESXi open and close the disk once",
             ));
         }

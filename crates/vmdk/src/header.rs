@@ -137,7 +137,7 @@ impl SparseHeader {
         if !(1..=3).contains(&header.version) {
             return Err(Error::unsupported(
                 file,
-                format!("version {} of the sparse extent header", header.version),
+                format!("not supported: version {} of the sparse extent header", header.version),
                 "versions 1 to 3 are known",
             ));
         }
@@ -161,7 +161,7 @@ impl SparseHeader {
         if header.compression > 1 {
             return Err(Error::unsupported(
                 file,
-                format!("compression method {}", header.compression),
+                format!("not supported: compression method {}", header.compression),
                 "only deflate (1) is known",
             ));
         }

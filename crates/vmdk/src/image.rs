@@ -312,7 +312,7 @@ impl Format for Vmdk {
         }
         Err(Error::unsupported(
             self.storage.name(),
-            "changing the size of a VMDK image in place",
+            "not supported: changing the size of a VMDK image in place",
             "convert it to qcow2 or raw, resize that, and convert it back",
         ))
     }

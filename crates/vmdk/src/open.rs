@@ -102,7 +102,10 @@ impl Opening<'_> {
         if line.access == Access::None {
             return Err(Error::unsupported(
                 self.request.storage.name(),
-                format!("the extent '{}', which it says may not be read (NOACCESS)", line.name),
+                format!(
+                    "not supported: the extent '{}', which it says may not be read (NOACCESS)",
+                    line.name
+                ),
                 "change NOACCESS to RDONLY in the descriptor if that is wrong",
             ));
         }

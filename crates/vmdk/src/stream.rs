@@ -74,7 +74,7 @@ impl StreamWriter {
         if request.backing.is_some() {
             return Err(Error::unsupported(
                 storage.name(),
-                "a streamOptimized image with a backing file",
+                "not supported: a streamOptimized image with a backing file",
                 "leave out --backing, or create a monolithicSparse image",
             ));
         }
@@ -165,7 +165,7 @@ impl StreamWriter {
     fn backwards(&self, at: GuestOffset) -> Error {
         Error::unsupported(
             self.storage.name(),
-            format!("writing at guest offset {at} of a stream that is beyond it"),
+            format!("not supported: writing at guest offset {at} of a stream that is beyond it"),
             "a streamOptimized image is written in one pass, in the order of the disk",
         )
     }
@@ -304,7 +304,7 @@ impl Format for StreamWriter {
     fn resize(&self, _guest_bytes: u64) -> Result<()> {
         Err(Error::unsupported(
             self.storage.name(),
-            "changing the size of a stream",
+            "not supported: changing the size of a stream",
             "its size stands in the header that was written first",
         ))
     }

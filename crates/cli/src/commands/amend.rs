@@ -68,7 +68,7 @@ impl Run for AmendArgs {
         if self.json.json {
             session.out.json(&report)?;
         } else if report.changed.is_empty() {
-            session.out.line(format!("{}: is so already", self.image.display()))?;
+            session.out.line(format!("{}: has these options already", self.image.display()))?;
         } else {
             let changed = report.changed.join(", ");
             session.out.line(format!("{}: changed {changed}", self.image.display()))?;

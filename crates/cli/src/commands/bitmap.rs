@@ -133,10 +133,10 @@ impl BitmapArgs {
         let given = usize::from(self.name.is_some()) + usize::from(self.source.is_some());
         if given < wanted {
             let what = if given == 0 { "the NAME of a bitmap" } else { "the SOURCE bitmap too" };
-            return Err(Failure::usage(format!("this action needs {what}")));
+            return Err(Failure::usage(format!("{what} is missing")));
         }
         if given > wanted {
-            return Err(Failure::usage("this action takes fewer names".to_owned()));
+            return Err(Failure::usage("too many names are given".to_owned()));
         }
         if action != Action::Add && (self.granularity.is_some() || self.disabled) {
             return Err(Failure::usage("--granularity and --disabled are for add".to_owned()));

@@ -5,12 +5,13 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::jobs;
-use vdkit::{CheckReport, Finding, Monitor, Repair, Severity};
+use vdkit::{CheckReport, Error, Finding, Monitor, Repair};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, Opening, ProgressOption};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_long};
+use crate::runs;
 use crate::session::Session;
 
 /// The row of the table.
@@ -20,13 +21,14 @@ pub const COMMAND: Subcommand = Subcommand {
     group: Group::Change,
     details: "\
 Reads all of the image's metadata and none of its data. Exit codes: 0 sound, 3 only leaks (space that \
-nothing refers to: harmless), 4 corrupt. With --repair the code tells what remains. A repair that would \
+nothing refers to: harmless), 4 corrupt, 8 it cannot be checked (it is not what its name says, or uses \
+what vdkit does not know). With --repair the code tells what remains. A repair that would \
 give up guest data which a damaged table no longer leads to is refused without --force; where the table was \
 wiped, what looks like that data is kept. Warnings change no code.",
     examples: "
 vdkit check disk.qcow2
 vdkit check --repair leaks disk.qcow2   give leaked space back
-vdkit check --repair all disk.qcow2     mend all that can be mended; keep a copy first
+vdkit check --repair all disk.qcow2     repair all that can be repaired; keep a copy first
 ",
     augment: augment::<CheckArgs>,
     run: run::<CheckArgs>,
@@ -45,7 +47,7 @@ pub struct CheckArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Mend leaks, or all that can be mended
+    /// Repair leaks, or all that can be repaired
     #[arg(short = 'r', long, value_name = "leaks|all", value_enum, hide_possible_values = true)]
     repair: Option<RepairChoice>,
     /// With --repair all: also give up data that a damaged or wiped table no longer leads to
@@ -110,22 +112,12 @@ fn verdict(report: &CheckReport) -> Exit {
 }
 
 fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
-    for finding in &report.findings {
-        let kind = match finding.severity {
-            Severity::Leak => "leak",
-            Severity::Corruption => "corruption",
-            Severity::Warning => "warning",
-        };
-        let mended = if finding.repaired { " (repaired)" } else { "" };
-        out.line(format!(
-            "{kind}: {} at offset {:#x}: {}{mended}",
-            finding.structure, finding.offset, finding.message
-        ))?;
-    }
+    let (lines, told) = runs::lines(&report.findings);
+    lines.iter().try_for_each(|line| out.line(line))?;
     let found = report.leaks + report.corruptions + report.warnings;
-    let unlisted = found.saturating_sub(report.findings.len() as u64);
+    let unlisted = found.saturating_sub(told as u64);
     if unlisted > 0 {
-        out.line(format!("… and {unlisted} more"))?;
+        out.line(format!("… and {unlisted} more ({found} in all)"))?;
     }
     if report.leaks_fixed + report.corruptions_fixed > 0 {
         out.line(format!(
@@ -203,7 +195,12 @@ impl Run for CheckArgs {
         let options = self.opening.options();
         let checked = jobs::check(&vdkit::registry(), &self.image, &options, repair, &monitor);
         progress.finish();
-        let jobs::Checked { format, report } = checked?;
+        let jobs::Checked { format, report } = checked.map_err(|error| match error {
+            Error::Unsupported { .. } => {
+                Failure::from(error).exiting(Exit::Unchecked, "; so it cannot be checked")
+            }
+            other => other.into(),
+        })?;
         if self.json.json {
             session.out.json(&self.answer(format, &report))?;
         } else {

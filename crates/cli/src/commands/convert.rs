@@ -8,6 +8,7 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::convert::Backing;
@@ -18,7 +19,7 @@ use vdkit::jobs::{
 use vdkit::stream::{Checksum, OutPipe};
 use vdkit::{
     BackingChoice, CacheMode, CancelToken, Codec, CompressionSpec, FormatDriver, Monitor,
-    OpenOptions, Options, Registry, Secret,
+    OpenOptions, Options, Registry, Secret, same_file,
 };
 
 use super::{Group, Run, Subcommand, augment, run};
@@ -29,6 +30,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::incoming::{Opened, Opening, STANDARD, spool_folder};
 use crate::keys::{Keys, TargetKey, key_of_new};
+use crate::protocols;
 use crate::session::Session;
 
 /// The row of the table.
@@ -101,7 +103,7 @@ pub struct ConvertArgs {
     compress: Option<Compress>,
     /// Make the target an overlay on this image, one of those that the source stands on, and store
     /// only what lies above it; a relative name counts from the target's folder
-    #[arg(short = 'B', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    #[arg(short = 'B', long, value_parser = NonEmptyStringValueParser::new(), value_name = "FILE", value_hint = ValueHint::FilePath)]
     backing: Option<String>,
     /// Format of the image given with --backing; without it the header is probed
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
@@ -144,8 +146,9 @@ pub struct ConvertArgs {
     /// Take a source without a single byte for a disk of no bytes, instead of failing
     #[arg(long)]
     allow_empty: bool,
-    #[command(flatten)]
-    force: Force,
+    /// Also where images in the same folder stand on the target, and over what is on a block device
+    #[arg(long)]
+    force: bool,
     /// Move at most so many bytes a second
     #[arg(short = 'r', long, value_name = "SIZE", value_parser = size)]
     rate: Option<u64>,
@@ -226,12 +229,22 @@ impl Run for ConvertArgs {
 
     fn run(self, session: &mut Session) -> Outcome {
         let registry = vdkit::registry();
+        let images: Vec<_> = self.images.iter().map(|name| standard(name)).collect();
         let Some((target, sources)) =
-            self.images.split_last().filter(|(_, sources)| !sources.is_empty())
+            images.split_last().filter(|(_, sources)| !sources.is_empty())
         else {
             return Err(Failure::usage("the TARGET is missing")
                 .hint("'vdkit convert SOURCE null:' reads without writing"));
         };
+        if let Some(source) = sources.iter().find(|source| same_file(source, target)) {
+            return Err(Failure::usage(format!(
+                "{} and {} are one file, which cannot be source and target at once",
+                source.display(),
+                target.display()
+            ))
+            .hint("give the target another name; it can take the old one's place when it is finished ('mv')"));
+        }
+        protocols::refuse_target(target)?;
         if self.snapshot.is_some() && sources.len() > 1 {
             return Err(Failure::usage("--snapshot is for one source: convert each by itself"));
         }
@@ -253,11 +266,25 @@ impl Run for ConvertArgs {
             self.convert(&registry, sources, target, &monitor)
         };
         progress.finish();
-        let answer = answer?;
+        let answer = answer.inspect_err(|_| {
+            if self.into || super::is_device(target) {
+                super::tell_half_written(target, &progress);
+            }
+        })?;
         if self.json.json {
             session.out.json(&answer)?;
         }
         Ok(Exit::Done)
+    }
+}
+
+/// A name of standard input or output as the one that stands for both here.
+fn standard(name: &Path) -> PathBuf {
+    const NAMES: [&str; 4] = ["/dev/stdin", "/dev/stdout", "/dev/fd/0", "/dev/fd/1"];
+    if NAMES.iter().any(|known| name == Path::new(known)) {
+        STANDARD.into()
+    } else {
+        name.to_owned()
     }
 }
 
@@ -420,16 +447,7 @@ impl ConvertArgs {
         }
         let device = super::is_device(target);
         if self.into || (device && self.target_format.is_none()) {
-            guard::refuse_dependents(target, &self.force, "writing into it", cancel)?;
-            self.refuse_options_of_new_images(
-                "the target exists and keeps its own options",
-                false,
-            )?;
-            // A device has no name to tell its format by, and no header to be trusted.
-            let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
-            let compress = self.compress.map(|wanted| self.compress_into(registry, target, wanted));
-            let destination = self.existing(target, format);
-            return Ok(Goal { destination, compress: compress.transpose()?, backing: None });
+            return self.goal_in_existing(registry, target, device, cancel);
         }
         let format = self.target_format.as_deref();
         let driver = match self.made_for {
@@ -446,17 +464,18 @@ impl ConvertArgs {
             let file = std::io::stdout().as_fd().try_clone_to_owned().map_err(|error| {
                 Failure::failed(format!("standard output cannot be written: {error}"))
             })?;
-            let pipe = Arc::new(OutPipe::new(STANDARD, File::from(file)));
+            let pipe = Arc::new(OutPipe::new("standard output", File::from(file)));
             let format = driver.name().to_owned();
             let destination = Destination::Pipe { pipe, format, options };
             return Ok(Goal { destination, compress, backing: None });
         }
         if device {
+            guard::refuse_occupied(target, self.force, None)?;
             self.create_on_device(registry, target, driver, options, source_bytes, cancel)?;
             let destination = self.existing(target, Some(driver.name().to_owned()));
             return Ok(Goal { destination, compress, backing: None });
         }
-        if !self.force.force {
+        if !self.force {
             guard::refuse_replacing(target, cancel)?;
         }
         let found = self.found_backing(registry, target)?;
@@ -472,6 +491,26 @@ impl ConvertArgs {
             opening: self.source_options().of_other(found.reference.format),
         });
         Ok(Goal { destination, compress, backing })
+    }
+
+    /// A target that is written into as it is.
+    fn goal_in_existing(
+        &self,
+        registry: &Registry,
+        target: &Path,
+        device: bool,
+        cancel: &CancelToken,
+    ) -> Result<Goal, Failure> {
+        let force = Force { force: self.force };
+        guard::refuse_dependents(target, &force, "writing into it", cancel)?;
+        self.refuse_options_of_new_images("the target exists and keeps its own options", false)?;
+        // A device has no name to tell its format by, and no header to be trusted.
+        let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
+        let image = format.as_deref().and_then(|name| vdkit::format(name).ok());
+        guard::refuse_occupied(target, self.force, image.map(|driver| driver.name()))?;
+        let compress = self.compress.map(|wanted| self.compress_into(registry, target, wanted));
+        let destination = self.existing(target, format);
+        Ok(Goal { destination, compress: compress.transpose()?, backing: None })
     }
 
     fn existing(&self, target: &Path, format: Option<String>) -> Destination {

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{self, CreateOptions, NewBacking, Preset, Use};
@@ -9,10 +10,11 @@ use vdkit::{FormatDriver, Monitor, Options};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
-use crate::failure::{Exit, Failure, Outcome, quoted};
+use crate::failure::{Exit, Failure, Outcome, Tone, print_line, quoted};
 use crate::guard;
 use crate::keys::{NewImageKey, key_of_new};
 use crate::output::bytes_long;
+use crate::protocols;
 use crate::session::Session;
 
 /// The row of the table.
@@ -52,7 +54,7 @@ pub struct CreateArgs {
     #[arg(long = "for", value_name = "TARGET")]
     made_for: Option<Preset>,
     /// Stand on this image; a relative name counts from the new image's folder
-    #[arg(short = 'b', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    #[arg(short = 'b', long, value_parser = NonEmptyStringValueParser::new(), value_name = "FILE", value_hint = ValueHint::FilePath)]
     backing: Option<String>,
     /// Format of the image given with --backing; without it the header is probed
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
@@ -60,7 +62,7 @@ pub struct CreateArgs {
     /// Do not open the backing image; needs SIZE and --backing-format
     #[arg(short = 'u', long, requires = "backing", requires = "backing_format", requires = "size")]
     unsafe_backing: bool,
-    /// Replace a file that is there already
+    /// Replace a file that is there already, or what is on a block device
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -111,10 +113,34 @@ impl CreateArgs {
     }
 }
 
+impl CreateArgs {
+    /// Says where the disk has another size than the one asked for, or one that nobody wants.
+    fn note_size(&self, format: &str, guest_bytes: u64) {
+        /// No disk is so small: a unit was forgotten.
+        const SMALL: u64 = 64 << 10;
+        let Some(asked) = self.size else { return };
+        let mut said = Vec::new();
+        if guest_bytes != asked {
+            said.push(format!(
+                "{} asked for, and the disk has {guest_bytes}: the next size that a {format} image can \
+                 have",
+                if asked == 1 { "1 byte was".to_owned() } else { format!("{asked} bytes were") }
+            ));
+        }
+        if (1..SMALL).contains(&asked) {
+            said.push("a size without a unit is in bytes: 20G is 20 GiB".to_owned());
+        }
+        if !said.is_empty() {
+            print_line(Tone::Note, &said.join("; "));
+        }
+    }
+}
+
 impl Run for CreateArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
+        protocols::refuse_target(&self.image)?;
         let driver = self.driver()?;
         let own = self.options.options.iter().map(String::as_str);
         let preset = self.made_for.map(|preset| preset.options(Use::Disk));
@@ -152,6 +178,7 @@ impl Run for CreateArgs {
             replace: self.force,
             refs: self.references.policy(),
         };
+        guard::refuse_occupied(&self.image, self.force, None)?;
         let cancel = session.cancel_on_signal()?;
         // Also with --force, which says that the image itself is of no use any more.
         guard::refuse_replacing(&self.image, &cancel)
@@ -161,6 +188,7 @@ impl Run for CreateArgs {
         let created = jobs::create(&vdkit::registry(), &create, &monitor);
         progress.finish();
         let created = created?;
+        self.note_size(driver.name(), created.guest_bytes);
         let answer = CreateAnswer {
             filename: self.image.display().to_string(),
             format: driver.name(),

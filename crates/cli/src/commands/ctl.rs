@@ -6,13 +6,15 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 use serde_json::Value;
+use vdkit::Progress;
 use vdkit::export::{Command, ask};
-use vdkit::{Progress, parse_size};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Json, ProgressOption, size};
+use crate::arguments::{Json, ProgressOption, print_notes, size};
 use crate::failure::{Exit, Failure, Outcome};
+use crate::output::bytes_long;
 use crate::session::Session;
+use crate::time;
 
 /// How often it is looked whether a commit is over, and after how many looks it is asked how far it
 /// is.
@@ -116,6 +118,11 @@ enum Action {
 }
 
 impl Action {
+    /// As users type it.
+    fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+
     /// What its values are.
     fn values(self) -> &'static [&'static str] {
         match self {
@@ -143,13 +150,13 @@ impl CtlArgs {
         let usage = |what: String| Err(Failure::usage(format!("{what}; see: vdkit help ctl")));
         let wanted = self.action.values();
         if let Some(missing) = wanted.get(self.values.len()) {
-            return usage(format!("it needs a {missing}"));
+            return usage(format!("'{}' needs a {missing}", self.action.name()));
         }
         if self.values.len() > wanted.len() {
             return usage(if wanted.is_empty() {
-                "this action takes no VALUE".to_owned()
+                format!("'{}' takes no VALUE", self.action.name())
             } else {
-                format!("this action takes {} alone", wanted.join(" "))
+                format!("'{}' takes {} alone", self.action.name(), wanted.join(" "))
             });
         }
         if self.action != Action::BitmapAdd && (self.granularity.is_some() || self.disabled) {
@@ -194,7 +201,11 @@ impl CtlArgs {
             Action::BitmapEnable => Command::BitmapEnable { name: value() },
             Action::BitmapDisable => Command::BitmapDisable { name: value() },
             Action::BitmapMerge => Command::BitmapMerge { source: value(), into: value() },
-            Action::Resize => Command::Resize { size: parse_size(&value())? },
+            Action::Resize => {
+                let size = size(&value()).map_err(Failure::usage)?;
+                print_notes();
+                Command::Resize { size }
+            }
         })
     }
 }
@@ -224,7 +235,7 @@ impl CtlArgs {
                     self.look(&progress);
                 }
             }
-            commit.join().unwrap_or_else(|_| Err(Failure::failed("the commit was lost")))
+            commit.join().unwrap_or_else(|_| Err(Failure::failed("the command that waited for the commit failed; 'status' shows whether it is running")))
         });
         progress.finish();
         let hint = "unless it says otherwise, the disk is as before, and it can be run again";
@@ -241,14 +252,43 @@ impl CtlArgs {
     }
 }
 
+/// A value that people read in another form, with its key; nothing where they do not read it.
+fn readable(key: &str, value: &Value) -> Option<(String, String)> {
+    let number = value.as_u64();
+    match (key, number) {
+        ("date-nanoseconds", _) => None,
+        ("date-seconds", Some(seconds)) => {
+            let taken = u32::try_from(seconds).map_or_else(|_| seconds.to_string(), time::utc);
+            Some(("taken (UTC)".to_owned(), taken))
+        }
+        ("vm-clock-nanoseconds", Some(clock)) => Some(("VM clock".to_owned(), time::clock(clock))),
+        ("vm-state-bytes", Some(bytes)) => Some(("VM state".to_owned(), bytes_long(bytes))),
+        ("disk-bytes", Some(bytes)) => Some(("disk".to_owned(), bytes_long(bytes))),
+        _ => {
+            let name = key.replace('-', " ");
+            match (name.strip_suffix(" nanoseconds"), number) {
+                (Some(name), Some(time)) => {
+                    Some((format!("{name} seconds"), format!("{:.6}", time as f64 / 1e9)))
+                }
+                _ if value == "" => None,
+                _ => Some((name, value.as_str().map_or_else(|| value.to_string(), str::to_owned))),
+            }
+        }
+    }
+}
+
 /// An answer as lines of `key: value`.
 fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
     match value {
         Value::Object(entries) => {
             // The histogram is for programs.
             for (key, value) in entries.iter().filter(|(key, _)| *key != "latency") {
-                let key = if prefix.is_empty() { key.clone() } else { format!("{prefix} {key}") };
-                lines(&key.replace('-', " "), value, out);
+                let before = if prefix.is_empty() { String::new() } else { format!("{prefix} ") };
+                if value.is_object() || value.is_array() {
+                    lines(&format!("{before}{}", key.replace('-', " ")), value, out);
+                } else if let Some((key, value)) = readable(key, value) {
+                    out.push(format!("{before}{key}: {value}"));
+                }
             }
         }
         Value::Array(entries) if entries.iter().all(Value::is_string) => {
@@ -263,7 +303,6 @@ fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
                 lines(title.as_ref().and_then(Value::as_str).unwrap_or_default(), &rest, out);
             }
         }
-        Value::String(text) => out.push(format!("{prefix}: {text}")),
         other => out.push(format!("{prefix}: {other}")),
     }
 }

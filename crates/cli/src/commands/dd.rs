@@ -12,6 +12,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::keys::{Keys, TargetKey, key_of_new};
 use crate::output::bytes_long;
+use crate::protocols;
 use crate::session::Session;
 
 /// The row of the table.
@@ -162,6 +163,7 @@ impl Run for DdArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let registry = vdkit::registry();
         let request = Request::of(&self.operands)?;
+        protocols::refuse_target(&request.target)?;
         let reading = OpenOptions {
             format: self.format.clone(),
             refs: self.references.policy(),
@@ -172,7 +174,8 @@ impl Run for DdArgs {
         let source = Disk::open(&registry, &request.source, &self.keys.apply(reading))?;
         let progress = self.progress.reporter("dd");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let copied = if request.must_exist || request.target.exists() {
+        let into = request.must_exist || request.target.exists();
+        let copied = if into {
             self.copy_into(&source, &request, &monitor)
         } else {
             let driver = super::target_driver(self.target_format.as_deref(), &request.target)?;
@@ -190,7 +193,11 @@ impl Run for DdArgs {
                 .map_err(Failure::from)
         };
         progress.finish();
-        let report = copied?;
+        let report = copied.inspect_err(|_| {
+            if into {
+                super::tell_half_written(&request.target, &progress);
+            }
+        })?;
         if self.json.json {
             session.out.json(&report)?;
         } else {
@@ -224,16 +231,7 @@ impl DdArgs {
         let keys = self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect();
         let writing = self.keys.apply(writing).keys(keys);
         let plan = DdPlan::new(source.guest_bytes(), &request.options)?;
-        let target =
-            Disk::open(&vdkit::registry(), &request.target, &writing).map_err(|error| {
-                // The format of the target has another letter here than everywhere else.
-                match error {
-                    vdkit::Error::Invalid(text) => {
-                        Failure::usage(text.replace("'-f raw'", "'-O raw'"))
-                    }
-                    other => other.into(),
-                }
-            })?;
+        let target = Disk::open(&vdkit::registry(), &request.target, &writing)?;
         target.warnings().for_each(|warning| monitor.progress.message(warning));
         let copied = plan.run(source, &target, &request.options, monitor);
         // Closed also after a failure, so that the image is clean.

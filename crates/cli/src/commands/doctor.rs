@@ -87,6 +87,8 @@ impl Run for DoctorArgs {
             }
             if folder {
                 sum_up(&report, &mut session.out)?;
+            } else {
+                print_findings(&report.findings, &mut session.out)?;
             }
         }
         Ok(match &report {

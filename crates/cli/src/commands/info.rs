@@ -226,7 +226,7 @@ fn print_image(link: &ChainLink, out: &mut Output) -> std::io::Result<()> {
         fields.add("stands on identity", identity);
     }
     if info.dirty {
-        fields.add("state", "not closed cleanly; it is mended when it is next written");
+        fields.add("state", "not closed cleanly; it is repaired when it is next written");
     }
     if info.corrupt {
         fields.add("state", "marked corrupt");

@@ -37,8 +37,11 @@ pub struct MeasureArgs {
     #[arg(value_name = "SOURCE", value_hint = ValueHint::FilePath)]
     source: Option<PathBuf>,
     /// Measure an empty disk of this size instead
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(short = 's', long, value_name = "SIZE", value_parser = size)]
     size: Option<u64>,
+    /// Measure what this snapshot inside the source holds (an id or a name)
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", conflicts_with = "size")]
+    snapshot: Option<String>,
     /// Format of the image that would be made
     #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw")]
     target_format: String,
@@ -61,8 +64,9 @@ impl Run for MeasureArgs {
         let options = Options::parse(driver.name(), driver.options(), texts)?;
         let report = match (&self.source, self.size) {
             (Some(path), _) => {
-                let disk =
-                    Disk::open(&vdkit::registry(), path, &self.keys.apply(self.opening.options()))?;
+                let mut opening = self.keys.apply(self.opening.options());
+                opening.snapshot = self.snapshot;
+                let disk = Disk::open(&vdkit::registry(), path, &opening)?;
                 let monitor = Monitor { cancel: session.cancel_on_signal()?, ..Monitor::default() };
                 jobs::measure(&[disk], driver, &options, &monitor)?
             }

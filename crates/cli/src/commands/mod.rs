@@ -11,6 +11,7 @@ use vdkit::{Disk, FormatDriver};
 
 use crate::definition;
 use crate::failure::{Failure, Outcome, Tone, print_line};
+use crate::progress::Reporter;
 use crate::session::Session;
 
 pub mod amend;
@@ -264,6 +265,19 @@ const FORMATS_OF_ENDINGS: &[(&str, &str)] = &[
 
 /// Endings that people give to raw disks, beside those above.
 const RAW_ENDINGS: &[&str] = &["bin", "dd", "disk", "ima", "image"];
+
+/// Says of a target that existed before a job failed in its middle that it holds a part of what was to be
+/// written.
+pub(crate) fn tell_half_written(target: &Path, progress: &Reporter) {
+    if progress.begun() {
+        let name = target.display();
+        let text = format!(
+            "{name}: is written in part, and holds neither the old disk nor the new one; run the command \
+             again to write all of it"
+        );
+        print_line(Tone::Warning, &text);
+    }
+}
 
 /// Whether a path names a block device.
 pub(crate) fn is_device(path: &Path) -> bool {

@@ -139,7 +139,7 @@ impl MountArgs {
                 if answer.read_only { ", read-only" } else { "" }
             ))?;
             if let Some(place) = &answer.metrics {
-                session.out.line(format!("counts at {place}"))?;
+                session.out.line(format!("metrics at {place}"))?;
             }
         }
         session.out.finish()?;

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Args, ValueHint};
 use vdkit::Monitor;
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
@@ -41,7 +42,7 @@ pub struct RebaseArgs {
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
     /// The image to stand on, as it shall be stored: relative to the image's folder, or absolute
-    #[arg(short = 'b', long, value_name = "NEW", value_hint = ValueHint::FilePath)]
+    #[arg(short = 'b', long, value_parser = NonEmptyStringValueParser::new(), value_name = "NEW", value_hint = ValueHint::FilePath)]
     backing: Option<String>,
     /// That image's format; without it the header is probed
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]

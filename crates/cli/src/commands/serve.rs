@@ -218,7 +218,7 @@ impl ServeArgs {
         doors: Doors,
         quit: &CancelToken,
     ) -> Result<Service, Failure> {
-        let no_thread = |error| Failure::failed(format!("no thread to serve with: {error}"));
+        let no_thread = |error| Failure::failed(format!("cannot start a thread: {error}"));
         let only_file = doors.nbd.is_empty() && doors.vhost.is_none();
         let start_control = |path: &PathBuf| {
             let images = LiveImages::new(vdkit::registry(), self.disk.options());
@@ -250,7 +250,7 @@ impl ServeArgs {
                 session.out.line(format!("serving {} at {uri}", serving.filename))?;
             }
             if let Some(place) = &serving.metrics {
-                session.out.line(format!("counts at {place}"))?;
+                session.out.line(format!("metrics at {place}"))?;
             }
         }
         Ok(session.out.finish()?)

@@ -97,7 +97,7 @@ fn samples(socket: PathBuf, interval: Duration) -> Result<Receiver<io::Result<Sa
     std::thread::Builder::new()
         .name("samples".to_owned())
         .spawn(ask_on)
-        .map_err(|error| Failure::failed(format!("no thread: {error}")))?;
+        .map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))?;
     Ok(receiver)
 }
 

@@ -24,7 +24,7 @@ codes! {
     severity: Severity;
 
     Unreadable "unreadable" Error "The image cannot be described: its header is damaged, or asks for what is not supported.";
-    MarkedCorrupt "marked-corrupt" Error "A writer has found the image damaged and marked it; nothing writes to it before it is mended.";
+    MarkedCorrupt "marked-corrupt" Error "A writer has found the image damaged and marked it; nothing writes to it before it is repaired.";
     Corrupt "corrupt" Error "The check found damaged metadata.";
     BackingMissing "backing-missing" Error "The image that it stands on is not where its header says.";
     BackingBroken "backing-broken" Error "An image beneath it cannot be described, or the chain has a loop or is too long.";
@@ -38,6 +38,7 @@ codes! {
     OddSize "size-not-in-sectors" Warning "The size of the disk is not a multiple of 512 bytes, while a guest sees whole sectors.";
     Unflushed "flushes-ignored" Warning "A process that uses the image ignores the guest's flushes (cache=unsafe), so a power cut may damage the guest's file system.";
     NoBarriers "no-barriers" Warning "The file system is mounted so that flushes do not reach its device.";
+    Abandoned "abandoned-file" Warning "A command was killed while it made a new file, and what it had written takes space under a hidden name (.partial).";
     InUse "in-use" Advice "Another process has the image open for writing: what changes while it runs was not looked at.";
     NotChecked "not-checked" Advice "The metadata was not checked, as reading it all would have taken too long here.";
     VersionTwo "version-2" Advice "The image has version 2 (compat 0.10), which has no zero clusters, feature bits or dirty bitmaps.";

@@ -17,6 +17,7 @@ mod code;
 mod evidence;
 mod host;
 mod image;
+mod leftovers;
 mod libvirt;
 mod mounts;
 mod unflushed;
@@ -97,7 +98,7 @@ pub struct DoctorReport {
     pub images: Vec<DoctorImage>,
     /// Images whose backing image is missing.
     pub orphans: Vec<PathBuf>,
-    /// What is found of several images together.
+    /// What is found of several images together, and what killed commands left beside them.
     pub findings: Vec<DoctorFinding>,
     /// Findings of each severity, all images together.
     pub errors: u64,
@@ -140,6 +141,9 @@ pub fn doctor(
             report.orphans.push(path.to_owned());
         }
         report.images.push(image);
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        report.findings = leftovers::leftovers(folder, Some(path), false, &monitor.cancel)?;
     }
     report.count();
     Ok(report)
@@ -169,7 +173,8 @@ fn folder(
     }
     report.images.sort_by(|a, b| a.path.cmp(&b.path));
     report.orphans = found.orphans;
-    report.findings = overcommitted(&report.images);
+    report.findings = leftovers::leftovers(path, None, options.recursive, &monitor.cancel)?;
+    report.findings.extend(overcommitted(&report.images));
     Ok(())
 }
 

@@ -64,6 +64,7 @@ codes! {
     Bitmaps "bitmaps" Note "There are persistent dirty bitmaps.";
     VmdkCreateType "vmdk-create-type" Refuse "The VMDK's createType is not one that keeps its data in one file.";
     VmdkDescriptor "vmdk-descriptor" Refuse "The VMDK's descriptor is missing, or holds what no descriptor should.";
+    VhdFooterCopy "vhd-footer-copy" Refuse "The copy of the VHD's footer at offset 0 is missing, damaged or another one: programs that look there see a raw disk, or another one.";
     VmdkFooter "vmdk-footer" Refuse "The VMDK's footer is missing or contradicts its header.";
     MbrBootFlag "mbr-boot-flag" Refuse "A partition's boot flag in the MBR is neither 0x00 nor 0x80.";
     MbrNoPartition "mbr-no-partition" Refuse "The first sector has an MBR's signature, but neither a partition nor a FAT file system.";

@@ -19,6 +19,16 @@ mod vhd_type {
     pub(super) const DIFFERENCING: u32 = 4;
 }
 
+/// Fields of a VHD's footer that decide which disk is seen: where the dynamic header is, the size, the
+/// type.
+const VHD_DECISIVE: [std::ops::Range<usize>; 3] = [16..24, 48..56, 60..64];
+
+/// The sum that a VHD's footer has at offset 64: the complement of the sum of all other bytes.
+fn vhd_checksum(footer: &[u8]) -> u32 {
+    let others = footer.iter().enumerate().filter(|(at, _)| !(64..68).contains(at));
+    !others.fold(0u32, |sum, (_, byte)| sum.wrapping_add((*byte).into()))
+}
+
 /// VHDX: the metadata region, and two items in it, as their GUIDs stand in the file.
 const METADATA_REGION: [u8; 16] = [
     0x06, 0xa2, 0x7c, 0x8b, 0x90, 0x47, 0x9a, 0x4b, 0xb8, 0xfe, 0x57, 0x5f, 0x05, 0x0f, 0x88, 0x6e,
@@ -67,20 +77,19 @@ impl Inspection<'_> {
 
     pub(super) fn vhd(&mut self, head: &[u8], tail: &[u8]) -> Result<()> {
         self.depth = Depth::Header;
+        let trailing = tail.windows(8).rposition(|part| part == b"conectix").unwrap_or(0);
+        let trailing = &tail[trailing..];
         let copy_first = head.starts_with(b"conectix");
-        let at_end = (tail.len() as u64).min(512);
-        let (footer, base) = if copy_first {
-            (head, 0)
-        } else {
-            let start = tail.windows(8).rposition(|part| part == b"conectix").unwrap_or(0);
-            (&tail[start..], self.len - (tail.len() - start) as u64)
-        };
+        let (footer, base) =
+            if copy_first { (head, 0) } else { (trailing, self.len - trailing.len() as u64) };
         if footer.len() < 85 {
             self.header_truncated(footer.len() as u64, 512);
             return Ok(());
         }
-        if copy_first && at_end == 512 && !tail[tail.len() - 512..].starts_with(b"conectix") {
+        if !trailing.starts_with(b"conectix") {
             self.header_truncated(self.len, self.len + 512);
+        } else if self.len > 512 {
+            self.vhd_footer_copy(head, trailing);
         }
         self.judge_size(be64(footer, 48), base + 48);
         match be32(footer, 60) {
@@ -98,6 +107,40 @@ impl Inspection<'_> {
         }
         self.contents_not_checked("vhd");
         Ok(())
+    }
+
+    /// A dynamic image begins with a copy of its footer, by which many programs know it; a fixed one
+    /// begins with the guest's disk.
+    fn vhd_footer_copy(&mut self, head: &[u8], footer: &[u8]) {
+        let copy = head.get(..512).unwrap_or(head);
+        let is_footer = copy.starts_with(b"conectix");
+        let (found, expected) = if be32(footer, 60) == vhd_type::FIXED {
+            if !is_footer {
+                return;
+            }
+            ("a footer", "the disk of a fixed image")
+        } else if !is_footer {
+            ("other bytes", "a copy of the footer")
+        } else if be32(copy, 64) != vhd_checksum(copy) {
+            ("a footer whose checksum is wrong", "a copy of the footer")
+        } else if VHD_DECISIVE
+            .iter()
+            .any(|field| copy.get(field.clone()) != footer.get(field.clone()))
+        {
+            (
+                "a footer with another type, size or dynamic header",
+                "a copy of the footer at the end",
+            )
+        } else {
+            return;
+        };
+        self.findings.add(
+            InspectFinding::new(Code::VhdFooterCopy)
+                .at(0)
+                .found(found)
+                .expected(expected)
+                .mend("refuse it, or have it converted by whom it comes from"),
+        );
     }
 
     fn vhd_dynamic(&mut self, footer: &[u8], base: u64) -> Result<()> {

@@ -26,6 +26,7 @@ mod reference;
 mod signature;
 mod vmdk;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -374,19 +375,29 @@ impl Inspection<'_> {
                     .mend("unpack it in a safe place and inspect what was in it"),
             );
         }
+        self.judge_format(found, holds_contents.then_some(&contents));
+    }
+
+    /// The format that was asked for. `contents` is what a raw disk (or a fixed VHD) holds.
+    fn judge_format(&mut self, found: &[Signature], contents: Option<&BTreeSet<&'static str>>) {
+        let Some(wanted) = &self.options.format else { return };
         let format = self.format(found);
-        if let Some(wanted) = &self.options.format
-            && wanted != format
-            && !(holds_contents && contents.contains(wanted.as_str()))
-        {
-            self.findings.add(
-                InspectFinding::new(Code::FormatMismatch)
-                    .at(0)
-                    .found(format)
-                    .expected(wanted.clone())
-                    .mend("refuse it, or ask for what it is"),
-            );
+        let holds = |name: &str| contents.is_some_and(|contents| contents.contains(name));
+        // Whoever asks for a disk gets none: services attach an ISO image as an optical medium, and
+        // OpenStack's refuse one that is called raw.
+        let optical = wanted == "raw" && format == "raw" && holds("iso");
+        if !optical && (wanted == format || holds(wanted)) {
+            return;
         }
+        let iso = found.iter().find(|signature| optical && signature.name == "iso");
+        let (at, found) = iso.map_or((0, format), |iso| (iso.offset, iso.name));
+        self.findings.add(
+            InspectFinding::new(Code::FormatMismatch)
+                .at(at)
+                .found(found)
+                .expected(wanted.clone())
+                .mend("refuse it, or ask for what it is"),
+        );
     }
 
     /// A guest disk of this size, as a field at `offset` says.

@@ -59,7 +59,20 @@ impl Mover<'_> {
         from: &dyn Storage,
         offset: HostOffset,
     ) -> Result<()> {
-        let Range { start, end } = space.write;
+        let written = self.copy_into(target, buffers, &space, from, offset);
+        written.inspect_err(|error| target.empty_reserved(&space, error))?;
+        space.publish()
+    }
+
+    fn copy_into(
+        &self,
+        target: &Disk,
+        buffers: &mut Buffers,
+        space: &Reservation<'_>,
+        from: &dyn Storage,
+        offset: HostOffset,
+    ) -> Result<()> {
+        let Range { start, end } = space.write.clone();
         let (to, host) = (target.top().file(space.file), space.host_of(start));
         let method = CopyMethod::CopyFileRange;
         let copied = to.copy_from(host, from, offset, end - start, method)?;
@@ -69,8 +82,8 @@ impl Mover<'_> {
             let rest = start + copied;
             self.read(buffers, rest, end - rest)?;
             add(&self.moved.written, end - rest);
-            target.write_reserved(&space, &buffers.bytes, rest)?;
+            target.write_reserved(space, &buffers.bytes, rest)?;
         }
-        space.publish()
+        Ok(())
     }
 }

@@ -274,19 +274,22 @@ impl Mover<'_> {
                     let from = at + run.start as u64;
                     target.write_reserved(&space, &buffers.bytes[run], from)
                 };
-                if space.zeroed && self.options.compress.is_none() {
+                let moved = if space.zeroed && self.options.compress.is_none() {
                     let first = buffers.runs.partition_point(|r| r.end <= from);
-                    for run in buffers.runs[first..].iter().take_while(|r| r.start < to) {
-                        put(run.start.max(from)..run.end.min(to))?;
-                    }
+                    let mut runs = buffers.runs[first..].iter().take_while(|r| r.start < to);
+                    runs.try_for_each(|run| put(run.start.max(from)..run.end.min(to)))
                 } else {
-                    put(from..to)?;
-                }
+                    put(from..to)
+                };
+                moved.inspect_err(|error| target.empty_reserved(&space, error))?;
                 space.publish()
             }
             Placed::Packed { space, bytes } => {
                 add(&self.moved.written, bytes.len() as u64);
-                target.top().file(space.file).write_at(&buffers.packed[bytes], space.host)?;
+                let (storage, len) = (target.top().file(space.file), bytes.len() as u64);
+                storage
+                    .write_at(&buffers.packed[bytes], space.host)
+                    .inspect_err(|error| target.empty_packed(&space, len, error))?;
                 target.publish_packed(space)
             }
             Placed::Mapped { from, to } => {

@@ -234,7 +234,15 @@ pub fn vhd_footer(kind: u32, size: u64, header: u64) -> Vec<u8> {
     footer[40..48].copy_from_slice(&size.to_be_bytes());
     footer[48..56].copy_from_slice(&size.to_be_bytes());
     footer[60..64].copy_from_slice(&kind.to_be_bytes());
+    sum_up_vhd(&mut footer);
     footer
+}
+
+/// Gives a VHD's footer the checksum of what is in it.
+pub fn sum_up_vhd(footer: &mut [u8]) {
+    footer[64..68].fill(0);
+    let sum = !footer[..512].iter().fold(0u32, |sum, byte| sum.wrapping_add((*byte).into()));
+    footer[64..68].copy_from_slice(&sum.to_be_bytes());
 }
 
 /// A VHD of 1 MiB with a block allocation table.

@@ -273,10 +273,12 @@ fn the_expected_format_is_the_one_that_it_must_have() {
         |f: &str| InspectOptions { format: Some(f.to_owned()), ..InspectOptions::default() };
     let iso = with(vec![0; 64 << 10], 32769, b"CD001");
     let disk = mbr(0x80, 0x83, 1, 100, 1 << 20);
+    let hybrid = with(disk.clone(), 32769, b"CD001");
     for (image, fits, other) in [
         (&qcow2(), &["qcow2"][..], &["raw", "vmdk", "mbr"][..]),
         (&vdi(1), &["vdi"], &["raw", "qcow2"]),
-        (&iso, &["iso", "raw"], &["qcow2", "mbr"]),
+        (&iso, &["iso"], &["raw", "qcow2", "mbr"]),
+        (&hybrid, &["iso"], &["raw", "qcow2", "gpt"]),
         (&disk, &["mbr", "raw"], &["gpt", "qcow2", "vhd"]),
     ] {
         for format in fits {
@@ -289,6 +291,33 @@ fn the_expected_format_is_the_one_that_it_must_have() {
     }
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", &qcow2()));
     assert!(inspect(storage, &expecting("no-such")).is_err());
+}
+
+/// Programs that look for the footer at offset 0 see a raw disk where it is not there.
+#[test]
+fn a_dynamic_vhd_without_its_footer_at_the_start_is_refused() {
+    let sound = vhd_dynamic(3);
+    let mut other_size = sound.clone();
+    other_size[48..56].copy_from_slice(&(2u64 << 20).to_be_bytes());
+    sum_up_vhd(&mut other_size);
+    for (name, image) in [
+        ("zeroes", with(sound.clone(), 0, &[0; 512])),
+        ("a partition table", with(mbr(0x80, 0x83, 1, 10, 8192), 512, &sound[512..])),
+        ("no signature", with(sound.clone(), 0, b"conectiX")),
+        ("a changed byte", with(sound.clone(), 100, b"x")),
+        ("another size", other_size),
+        ("a differencing one", with(vhd_dynamic(4), 0, &[0; 512])),
+        ("a fixed one with a footer too many", {
+            let mut fixed = with(vec![0; 8192], 0, &vhd_footer(3, 1 << 20, 512));
+            fixed.extend(vhd_footer(2, 8192, u64::MAX));
+            fixed
+        }),
+    ] {
+        let report = judge(&image);
+        assert!(codes(&report).contains(&Code::VhdFooterCopy), "{name}: {report:#?}");
+        assert_eq!(report.verdict, Verdict::Refuse, "{name}");
+    }
+    assert!(!codes(&judge(&sound)).contains(&Code::VhdFooterCopy));
 }
 
 #[test]

@@ -108,7 +108,7 @@ impl Qcow2 {
         if self.header.version() < 3 {
             return Err(Error::unsupported(
                 self.storage.name(),
-                "bitmaps in a version 2 image",
+                "not supported: bitmaps in a version 2 image",
                 "convert to compat=1.1",
             ));
         }

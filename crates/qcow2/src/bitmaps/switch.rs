@@ -162,7 +162,7 @@ impl Qcow2 {
         let no_room = || {
             Error::unsupported(
                 self.storage.name(),
-                "one more header extension: the header cluster is full",
+                "not supported: one more header extension: the header cluster is full",
                 "convert to an image with a larger cluster_size",
             )
         };

@@ -108,7 +108,7 @@ impl SnapshotTable {
             findings.corruption(field::SNAPSHOTS, "snapshot table", || {
                 format!(
                     "found {} snapshots, expected none in an image with a data file (cannot be \
-                     mended: their data is not kept)",
+                     repaired: their data is not kept)",
                     header.snapshot_count
                 )
             });

@@ -229,7 +229,7 @@ impl Survey {
                 self.findings.corruption(offset, "encryption header", || {
                     format!(
                         "found {bytes} bytes, expected them at a cluster boundary within the file \
-                         (cannot be mended: all data is lost without it)"
+                         (cannot be repaired: all data is lost without it)"
                     )
                 });
             }

@@ -50,7 +50,7 @@ pub(crate) fn prepare(
     if needed > 0 && space.image.header.encryption != Encryption::None {
         return Err(Error::unsupported(
             storage.name(),
-            "zero clusters that hide a backing file, in an encrypted image, for version 2",
+            "not supported: zero clusters that hide a backing file, in an encrypted image, for version 2",
             "convert to a new image",
         ));
     }

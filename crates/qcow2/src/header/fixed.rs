@@ -69,7 +69,7 @@ impl FixedFields {
         if !(2..=3).contains(&version) {
             return Err(Error::unsupported(
                 file,
-                format!("qcow2 version {version}"),
+                format!("not supported: qcow2 version {version}"),
                 "versions 2 and 3 are known",
             ));
         }
@@ -201,7 +201,7 @@ impl FixedFields {
             1 => Ok(Encryption::LegacyAes),
             2 => Ok(Encryption::Luks),
             other => {
-                let what = format!("encryption method {other}");
+                let what = format!("not supported: encryption method {other}");
                 Err(Error::unsupported(file, what, "none, AES and LUKS are known"))
             }
         }
@@ -221,7 +221,7 @@ impl FixedFields {
             )),
             (_, other) => Err(Error::unsupported(
                 file,
-                format!("compression type {other}"),
+                format!("not supported: compression type {other}"),
                 "zlib (0) and zstd (1) are known",
             )),
         }

@@ -181,7 +181,7 @@ impl<'a> Area<'a> {
         if out.len() > SECTOR || self.name.start < out.len() && !self.name.is_empty() {
             return Err(Error::unsupported(
                 self.storage.name(),
-                "a header whose extensions pass the first sector",
+                "not supported: a header whose extensions pass the first sector",
                 "it cannot be changed in one step; convert to a new image instead",
             ));
         }
@@ -241,7 +241,7 @@ impl<'a> Area<'a> {
         }
         Err(Error::unsupported(
             storage.name(),
-            "a header that would not say what is meant once it is changed",
+            "not supported: a header that would not say what is meant once it is changed",
             "convert to a new image instead",
         ))
     }

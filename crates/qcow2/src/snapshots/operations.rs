@@ -93,7 +93,7 @@ impl Qcow2 {
         }
         Err(Error::unsupported(
             self.storage.name(),
-            "snapshots in an image with a data file",
+            "not supported: snapshots in an image with a data file",
             "its data is written in place: convert to an image without one, or make an overlay",
         ))
     }
@@ -226,7 +226,7 @@ impl Qcow2 {
         if size != present && self.header.version() < 3 {
             return Err(Error::unsupported(
                 self.storage.name(),
-                "applying a snapshot of another size in a version 2 image",
+                "not supported: applying a snapshot of another size in a version 2 image",
                 "the sizes of its snapshots need not be recorded; convert to compat=1.1",
             ));
         }

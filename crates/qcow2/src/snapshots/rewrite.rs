@@ -258,7 +258,7 @@ impl Qcow2 {
         Error::unsupported(
             self.storage.name(),
             format!(
-                "one snapshot more: refcounts of {bits} bits count to {max}, and some cluster is \
+                "not supported: one snapshot more: refcounts of {bits} bits count to {max}, and some cluster is \
                  used so often already"
             ),
             "delete a snapshot, or convert to an image with larger refcount_bits",

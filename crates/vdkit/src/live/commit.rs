@@ -246,7 +246,10 @@ impl Commit<'_> {
             if let Some(lower) = base.take() {
                 let overlay = served.disk.take_off_top(lower);
                 if let Err(error) = overlay.close() {
-                    tracing::warn!(export = export.name(), "the emptied overlay: {error}");
+                    tracing::warn!(
+                        export = export.name(),
+                        "the emptied overlay could not be closed: {error}"
+                    );
                 }
             }
             Ok(began.elapsed().as_secs_f64())

@@ -143,7 +143,10 @@ fn go_on_with(images: &LiveImages, export: &Export, path: &Path) -> Result<Image
         Ok(())
     })?;
     if let Err(error) = export.disk().layers()[1].let_others_read() {
-        tracing::warn!(export = export.name(), "others cannot read it yet: {error}");
+        tracing::warn!(
+            export = export.name(),
+            "the image beneath stays locked against readers: {error}"
+        );
     }
     Ok(export.chain())
 }

@@ -1,0 +1,68 @@
+//! Unfinished files whose makers were killed.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use vdkit_block::{CancelToken, Result};
+use vdkit_storage::{is_abandoned, unfinished_name};
+
+use super::{DoctorCode, DoctorFinding, Findings, command, word_of};
+
+/// Folders within folders that are looked into, at most.
+const FOLDERS_DEEP_MAX: usize = 16;
+/// Files that are looked at, at most.
+const FILES_MAX: usize = 100_000;
+
+/// The files that commands left behind in a folder, and where `deep`, in those within it. With `image`,
+/// those that were to become it.
+///
+/// # Errors
+/// [`vdkit_block::Error::Interrupted`]. A folder that cannot be read holds none.
+pub(super) fn leftovers(
+    folder: &Path,
+    image: Option<&Path>,
+    deep: bool,
+    cancel: &CancelToken,
+) -> Result<Vec<DoctorFinding>> {
+    let mut found = Vec::new();
+    let mut looked_at = 0;
+    let mut folders = vec![(folder.to_owned(), if deep { FOLDERS_DEEP_MAX } else { 0 })];
+    while let Some((folder, deep)) = folders.pop() {
+        let Ok(entries) = folder.read_dir() else { continue };
+        for entry in entries.flatten() {
+            cancel.check()?;
+            looked_at += 1;
+            if looked_at > FILES_MAX {
+                break;
+            }
+            let path = entry.path();
+            let Ok(kind) = entry.file_type() else { continue };
+            let wanted = |name: &OsStr| image.is_none_or(|image| image.file_name() == Some(name));
+            if kind.is_dir() && deep > 0 {
+                folders.push((path, deep - 1));
+            } else if kind.is_file()
+                && unfinished_name(&path).is_some_and(|name| wanted(&name))
+                && is_abandoned(&path)
+            {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    Ok(found.into_iter().map(finding).collect())
+}
+
+fn finding(path: PathBuf) -> DoctorFinding {
+    use std::os::unix::fs::MetadataExt;
+    let bytes = path.metadata().map_or(0, |found| found.blocks() * 512);
+    let name = unfinished_name(&path).unwrap_or_default();
+    let message = format!(
+        "'{}' takes {} KiB: it was to become '{}', and the command that made it was killed",
+        path.display(),
+        bytes >> 10,
+        name.display()
+    );
+    let mut findings = Findings::default();
+    findings.add(DoctorCode::Abandoned, message, command(&["rm", &word_of(&path)]));
+    findings.0.remove(0)
+}

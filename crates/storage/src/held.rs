@@ -1,0 +1,130 @@
+//! What holds a block device, and files that are block devices themselves: those behind loop devices.
+//!
+//! Image locks do not tell of these: the kernel takes none. Who writes to the file behind a mounted loop
+//! device changes a file system under its driver, and who replaces the file leaves that driver on one without a
+//! name.
+//!
+//! Sources: the kernel's Documentation/ABI (`/sys/block/<disk>/holders`), drivers/block/loop.c
+//! (`loop/backing_file`), proc(5) (`mountinfo`, `swaps`).
+
+use std::fs::File;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use vdkit_block::{Error, Result};
+
+/// What is going to happen to a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// Its bytes are written to.
+    Write,
+    /// Another file takes its name, or it is removed.
+    Replace,
+}
+
+/// Refuses a change of a file that a loop device makes a disk of. Bytes may change as long as nothing holds
+/// that disk.
+///
+/// # Errors
+/// [`Error::Busy`], naming the device.
+pub(crate) fn refuse_attached(name: &str, file: &File, change: Change) -> Result<()> {
+    let Ok(own) = file.metadata() else { return Ok(()) };
+    if !own.is_file() {
+        return Ok(());
+    }
+    let Ok(disks) = std::fs::read_dir("/sys/block") else { return Ok(()) };
+    for disk in disks.flatten() {
+        let loops = disk.file_name();
+        let Some(device) = loops.to_str().filter(|name| name.starts_with("loop")) else { continue };
+        let folder = disk.path();
+        let Ok(path) = std::fs::read_to_string(folder.join("loop/backing_file")) else { continue };
+        let same = std::fs::metadata(path.trim_end_matches('\n'))
+            .is_ok_and(|found| (found.dev(), found.ino()) == (own.dev(), own.ino()));
+        if !same {
+            continue;
+        }
+        let by = holder(&folder, device);
+        if by.is_some() || change == Change::Replace {
+            let by = by.map(|by| format!(", which is {by}")).unwrap_or_default();
+            return Err(Error::Busy {
+                file: name.to_owned(),
+                what: format!("attached to /dev/{device}{by}"),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// What holds a loop device or one of its partitions.
+fn holder(folder: &Path, device: &str) -> Option<String> {
+    let parts = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
+    let parts = parts.filter(|part| {
+        part.file_name().is_some_and(|name| name.to_string_lossy().starts_with(device))
+    });
+    let named = [folder.to_owned()].into_iter().chain(parts).find_map(|part| {
+        let number = std::fs::read_to_string(part.join("dev")).ok()?;
+        let (major, minor) = number.trim_end().split_once(':')?;
+        let number = rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?);
+        by_whom(number)
+    });
+    named.or_else(|| {
+        // As the kernel knows it: others may hold it than those that leave a trace.
+        let opened = File::options()
+            .read(true)
+            .custom_flags(OFlags::EXCL.bits() as i32)
+            .open(Path::new("/dev").join(device));
+        let busy = opened.err().and_then(|error| error.raw_os_error());
+        (busy == Some(Errno::BUSY.raw_os_error())).then(|| "in use".to_owned())
+    })
+}
+
+/// What a block device is in use for, for messages.
+pub(crate) fn by_whom(device: u64) -> Option<String> {
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    if let Some(at) = mounted_at(&table, device, &format!("{major}:{minor}")) {
+        return Some(format!("mounted at {at}"));
+    }
+    let swaps = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
+    let names = swaps.lines().skip(1).filter_map(|line| line.split_whitespace().next());
+    if names.map(Path::new).any(|name| is_device(name, device)) {
+        return Some("used as swap space".to_owned());
+    }
+    let holders = PathBuf::from(format!("/sys/dev/block/{major}:{minor}/holders"));
+    let holder = holders.read_dir().ok()?.flatten().next()?.file_name();
+    Some(format!("part of /dev/{}", holder.to_string_lossy()))
+}
+
+fn is_device(path: &Path, device: u64) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    path.metadata().is_ok_and(|found| found.file_type().is_block_device() && found.rdev() == device)
+}
+
+/// Where a device is mounted. File systems of several devices (btrfs) have numbers of their own, and name
+/// one of their devices as the source.
+fn mounted_at(table: &str, device: u64, number: &str) -> Option<String> {
+    table.lines().find_map(|line| {
+        let (before, behind) = line.split_once(" - ")?;
+        let fields: Vec<&str> = before.split(' ').collect();
+        let source = behind.split(' ').nth(1).unwrap_or_default();
+        let named = source.starts_with("/dev/") && is_device(Path::new(source), device);
+        (fields.get(2) == Some(&number) || named)
+            .then(|| fields.get(4).map(|at| at.replace("\\040", " ")))
+            .flatten()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mounts_are_found_by_number() {
+        let table = "36 35 7:3 / /mnt/a\\040b rw - ext4 /dev/loop3 rw\n37 35 0:5 / /proc rw - proc proc rw\n";
+        let at = |number| mounted_at(table, rustix::fs::makedev(250, 1), number);
+        assert_eq!(at("7:3").as_deref(), Some("/mnt/a b"));
+        assert_eq!(at("7:4"), None);
+    }
+}
