@@ -29,6 +29,37 @@ pub struct DiskBacking {
     pub format: String,
 }
 
+/// What of a place decides the cache mode that suits a guest there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CachePlace {
+    /// A block device.
+    Device,
+    /// A file system in memory.
+    Memory,
+    /// A file system that refuses direct I/O.
+    Buffered,
+    /// btrfs, where it copies on write.
+    Checksums,
+    /// A file system with direct I/O.
+    Direct,
+}
+
+/// The cache mode that suits a guest whose disk is there, and why: what `doctor` advises, and the
+/// lab where it did not compare them.
+pub fn cache_for(place: CachePlace) -> (&'static str, &'static str) {
+    match place {
+        CachePlace::Device => ("none", "a device needs no page cache beside the guest's own"),
+        CachePlace::Memory => ("writeback", "the file is in memory already"),
+        CachePlace::Buffered => ("writeback", "the file system refuses direct I/O"),
+        // Source: btrfs's documentation, "Checksumming", on direct I/O.
+        CachePlace::Checksums => (
+            "writeback",
+            "btrfs has checksums, which a guest breaks that changes a buffer under direct I/O",
+        ),
+        CachePlace::Direct => ("none", "direct I/O works, and the guest caches itself"),
+    }
+}
+
 /// A disk of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LibvirtDisk {
@@ -58,7 +89,7 @@ impl LibvirtDisk {
         Self {
             source,
             format: format.to_owned(),
-            cache: "none".to_owned(),
+            cache: cache_for(CachePlace::Direct).0.to_owned(),
             allocated: false,
             discard: true,
             bus: "virtio".to_owned(),

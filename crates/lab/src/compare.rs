@@ -1,11 +1,13 @@
-//! One run against another: before and after, cell by cell.
+//! One state of a host against another: before and after a change, cell by cell.
 
 use serde::Serialize;
 
-use crate::model::{Axes, Better, Metric, Run, metric};
-use crate::stats::{Decision, gain, summary};
+use crate::matrix::Matrix;
+use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
+use crate::stats::{Decision, RUNS_APART, Rounds, Runs, median};
+use crate::words::times;
 
-/// A cell in both runs.
+/// A cell in both states.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Compared {
@@ -20,33 +22,36 @@ pub struct Compared {
     pub before: f64,
     /// Median after.
     pub after: f64,
-    /// Rounds before and after.
+    /// Rounds before and after, of all runs.
     pub rounds: [usize; 2],
     /// How many times as good it is after: 2 is twice the throughput, or half the time.
     pub ratio: f64,
-    /// Where the ratio lies.
+    /// Where the ratio lies. Both ends are the ratio where nothing is known.
     pub low: f64,
     /// See `low`.
     pub high: f64,
-    /// The part of such comparisons whose interval holds the true ratio.
+    /// The part of such comparisons whose intervals all hold the true ratios; 0 where there are
+    /// too few rounds.
     pub coverage: f64,
-    /// better, tie or worse.
+    /// better, tie (cannot be told) or worse.
     pub verdict: &'static str,
 }
 
-/// Two runs compared.
+/// Two states compared.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Comparison {
-    /// The earlier run's id.
-    pub before: String,
-    /// The later one's.
-    pub after: String,
+    /// The earlier runs' ids.
+    pub before: Vec<String>,
+    /// The later ones'.
+    pub after: Vec<String>,
     /// Key of the metric.
     pub metric: String,
+    /// Whether these runs show how far runs lie apart with nothing changed.
+    pub learnt: bool,
     /// Worse ones first, the worst at the top; then better ones, the best first; then ties.
     pub cells: Vec<Compared>,
-    /// Cells that only the earlier run has measured.
+    /// Cells that only the earlier state has measured.
     pub only_before: Vec<String>,
     /// Cells that only the later one has.
     pub only_after: Vec<String>,
@@ -54,53 +59,61 @@ pub struct Comparison {
     pub worse: usize,
     /// Better.
     pub better: usize,
-    /// Neither.
+    /// Neither: they cannot be told apart.
     pub ties: usize,
-    /// What makes the two hard to compare: another plan, another machine.
+    /// What makes the two hard to compare: another plan, another machine, too few runs.
     pub warnings: Vec<String>,
 }
 
-/// The word for a decision.
-pub fn word(decision: Decision) -> &'static str {
-    match decision {
-        Decision::Better => "better",
-        Decision::Tie => "tie",
-        Decision::Worse => "worse",
+/// Holds the runs of `after` against those of `before`, by the metric of the plan of the former. Nothing
+/// where that metric is not known, or one side has no run.
+pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
+    let (first, last) = (before.first()?, after.first()?);
+    let metric = metric(&last.plan.metric)?;
+    let runs: Vec<&Run> = before.iter().chain(after).collect();
+    let mut keys: Vec<&str> = Vec::new();
+    for key in runs.iter().flat_map(|run| &run.cells).map(|cell| cell.key.as_str()) {
+        if !keys.contains(&key) {
+            keys.push(key);
+        }
     }
-}
-
-/// Holds `after` against `before`, by the metric of the plan of the former. Nothing where that metric is
-/// not known.
-pub fn compare(before: &Run, after: &Run) -> Option<Comparison> {
-    let metric = metric(&after.plan.metric)?;
+    let side = |side: &[Run]| -> Vec<Vec<Rounds>> {
+        let rounds = |run: &Run, key: &str| {
+            find(run, key).map_or_else(Rounds::new, |cell| cell.rounds(metric.key))
+        };
+        side.iter().map(|run| keys.iter().map(|key| rounds(run, key)).collect()).collect()
+    };
+    let judged = Runs::new(&loads(&runs, &keys), side(before), side(after));
     let mut comparison = Comparison {
-        before: before.id.clone(),
-        after: after.id.clone(),
+        before: before.iter().map(|run| run.id.clone()).collect(),
+        after: after.iter().map(|run| run.id.clone()).collect(),
         metric: metric.key.to_owned(),
+        learnt: judged.is_learnt(),
         cells: Vec::new(),
         only_before: Vec::new(),
         only_after: Vec::new(),
         worse: 0,
         better: 0,
         ties: 0,
-        warnings: differences(before, after),
+        warnings: differences(first, last),
     };
-    let measured = |run: &Run, key: &str| {
-        let cell = run.cells.iter().find(|cell| cell.key == key)?;
-        let values = cell.values(metric.key);
-        (!values.is_empty()).then_some(values)
-    };
-    for cell in &after.cells {
-        let Some(own) = measured(after, &cell.key) else { continue };
-        let Some(other) = measured(before, &cell.key) else {
-            comparison.only_after.push(cell.key.clone());
-            continue;
-        };
-        comparison.cells.extend(one(&cell.key, &cell.axes, metric, &other, &own));
+    if !judged.is_learnt() && metric.key != SURVIVED {
+        comparison.warnings.push(unlearnt());
     }
-    for cell in &before.cells {
-        if measured(before, &cell.key).is_some() && measured(after, &cell.key).is_none() {
-            comparison.only_before.push(cell.key.clone());
+    for (at, key) in keys.iter().enumerate() {
+        let values = |side: &[Run]| -> Vec<f64> {
+            let cells = side.iter().filter_map(|run| find(run, key));
+            cells.flat_map(|cell| cell.values(metric.key)).collect()
+        };
+        match (values(before), values(after)) {
+            (old, new) if old.is_empty() && new.is_empty() => {}
+            (old, _) if old.is_empty() => comparison.only_after.push((*key).to_owned()),
+            (_, new) if new.is_empty() => comparison.only_before.push((*key).to_owned()),
+            (old, new) => {
+                let axes = runs.iter().find_map(|run| find(run, key)).map(|cell| cell.axes.clone());
+                let cell = (*key, axes.unwrap_or_default());
+                comparison.cells.extend(one(cell, at, metric, &judged, &old, &new));
+            }
         }
     }
     let count = |word: &str| comparison.cells.iter().filter(|cell| cell.verdict == word).count();
@@ -118,45 +131,78 @@ pub fn compare(before: &Run, after: &Run) -> Option<Comparison> {
     Some(comparison)
 }
 
+/// What one run of each state cannot tell, and what can.
+fn unlearnt() -> String {
+    format!(
+        "how far two runs lie apart here with nothing changed is not known, so what is within {} times \
+         cannot be told; measure both states again, in turns, and add those runs with --before and \
+         --after",
+        times(RUNS_APART)
+    )
+}
+
+fn find<'a>(run: &'a Run, key: &str) -> Option<&'a Cell> {
+    run.cells.iter().find(|cell| cell.key == key)
+}
+
+/// A number for the load of each cell.
+fn loads(runs: &[&Run], keys: &[&str]) -> Vec<usize> {
+    let matrix = runs.first().and_then(|run| Matrix::new(run));
+    let mut known: Vec<Axes> = Vec::new();
+    let mut number = |load: Axes| {
+        known.iter().position(|other| *other == load).unwrap_or_else(|| {
+            known.push(load);
+            known.len() - 1
+        })
+    };
+    let cell = |key: &str| runs.iter().find_map(|run| find(run, key));
+    keys.iter()
+        .map(|key| {
+            let load = matrix.as_ref().zip(cell(key)).map(|(matrix, cell)| matrix.condition(cell));
+            number(load.unwrap_or_default())
+        })
+        .collect()
+}
+
 fn one(
-    key: &str,
-    axes: &Axes,
+    (key, axes): (&str, Axes),
+    at: usize,
     metric: &'static Metric,
+    judged: &Runs,
     before: &[f64],
     after: &[f64],
 ) -> Option<Compared> {
-    let (old, new) = (summary(before)?, summary(after)?);
-    let found = gain(after, before, metric.better);
-    let (ratio, low, high, coverage, verdict) = match found {
-        Some(gain) => {
+    let (old, new) = (median(before)?, median(after)?);
+    let found = judged.ratio(at).filter(|_| metric.key != SURVIVED);
+    let (ratio, low, high, coverage, decision) = match found {
+        Some(gain) if metric.better == Better::Higher => {
             let interval = gain.interval;
             (gain.ratio, interval.low, interval.high, interval.coverage, gain.decision)
         }
-        // Zeroes have no ratio, but an order.
-        None => {
-            let up = new.median > old.median;
-            let decision = if new.median == old.median {
-                Decision::Tie
-            } else if up == (metric.better == Better::Higher) {
-                Decision::Better
-            } else {
-                Decision::Worse
-            };
+        Some(gain) => {
+            let interval = gain.interval;
+            let (low, high) = (1.0 / interval.high, 1.0 / interval.low);
+            (1.0 / gain.ratio, low, high, interval.coverage, gain.decision.reversed())
+        }
+        // What came through or did not has no ratio, but an order.
+        None if metric.key == SURVIVED && new != old => {
+            let decision = if new > old { Decision::Better } else { Decision::Worse };
             (1.0, 1.0, 1.0, 0.0, decision)
         }
+        None => (1.0, 1.0, 1.0, 0.0, Decision::Tie),
     };
     Some(Compared {
         key: key.to_owned(),
-        axes: axes.clone(),
+        axes,
         metric: metric.key,
-        before: old.median,
-        after: new.median,
-        rounds: [old.count, new.count],
+        before: old,
+        after: new,
+        rounds: [before.len(), after.len()],
         ratio,
         low,
         high,
         coverage,
-        verdict: word(verdict),
+        verdict: decision.word(),
     })
 }
 
@@ -210,29 +256,26 @@ mod tests {
         Run { id: id.to_owned(), plan, cells: cells.iter().map(cell).collect(), ..Run::default() }
     }
 
+    /// Three runs of a state, a percent apart.
+    fn runs(metric: &str, cells: &[(&str, f64)]) -> Vec<Run> {
+        let one = |by: f64| {
+            let values = |level: f64| [0.99, 1.0, 1.01].map(|part| part * level * by);
+            let all: Vec<[f64; 3]> = cells.iter().map(|(_, level)| values(*level)).collect();
+            let cells: Vec<(&str, &[f64])> =
+                cells.iter().zip(&all).map(|((key, _), values)| (*key, &values[..])).collect();
+            run("run", metric, &cells)
+        };
+        [1.0, 1.01, 0.99].map(one).into()
+    }
+
     #[test]
     fn regressions_come_first() {
-        let base: &[f64] = &[100.0, 101.0, 102.0, 103.0];
-        let by = |factor: f64| base.iter().map(|value| value * factor).collect::<Vec<_>>();
-        let (half, slower, twice, four) = (by(0.5), by(0.8), by(2.0), by(4.0));
-        let before = run(
-            "old",
-            "iops",
-            &[("a", base), ("b", base), ("c", base), ("d", base), ("e", base), ("gone", base)],
-        );
-        let after = run(
-            "new",
-            "iops",
-            &[
-                ("a", &slower),
-                ("b", base),
-                ("c", &twice),
-                ("d", &half),
-                ("e", &four),
-                ("new", base),
-            ],
-        );
-        let found = compare(&before, &after).unwrap();
+        let names = ["a", "b", "c", "d", "e"];
+        let before: Vec<(&str, f64)> =
+            names.iter().map(|name| (*name, 100.0)).chain([("gone", 100.0)]).collect();
+        let after = [50.0, 100.0, 200.0, 25.0, 400.0, 100.0];
+        let after: Vec<(&str, f64)> = names.into_iter().chain(["new"]).zip(after).collect();
+        let found = compare(&runs("iops", &before), &runs("iops", &after)).unwrap();
         let order: Vec<_> = found.cells.iter().map(|c| (c.key.as_str(), c.verdict)).collect();
         assert_eq!(
             order,
@@ -243,23 +286,41 @@ mod tests {
             (found.only_before, found.only_after),
             (vec!["gone".into()], vec!["new".into()])
         );
-        assert_eq!(found.cells[0].ratio, 0.5);
+        assert!((found.cells[0].ratio - 0.25).abs() < 1e-9 && found.learnt);
+    }
+
+    /// `install` twice within half an hour, nothing changed: 0.48 to 0.64 in three of six cells.
+    #[test]
+    fn two_runs_of_the_same_are_not_worse() {
+        let cells = |by: [f64; 3]| -> Vec<(&'static str, f64)> {
+            ["a", "b", "c"].into_iter().zip(by.map(|by| 2.0 / by)).collect()
+        };
+        let one = |by| runs("elapsed_seconds", &cells(by))[..1].to_vec();
+        let found = compare(&one([1.0; 3]), &one([0.48, 0.64, 1.0])).unwrap();
+        assert_eq!((found.worse, found.better, found.ties), (0, 0, 3));
+        assert!(!found.learnt && found.warnings[0].contains("--before"), "{:?}", found.warnings);
+        // One round each does not tell a hundred times.
+        let single = |value: f64| vec![run("one", "iops", &[("a", &[value])])];
+        assert_eq!(compare(&single(1.0), &single(100.0)).unwrap().ties, 1);
     }
 
     #[test]
     fn less_time_is_better() {
-        let before = run("old", "elapsed_seconds", &[("a", &[2.0, 2.1, 2.2])]);
-        let after = run("new", "elapsed_seconds", &[("a", &[1.0, 1.05, 1.1])]);
+        let before = runs("elapsed_seconds", &[("a", 2.0), ("b", 1.0)]);
+        let after = runs("elapsed_seconds", &[("a", 1.0), ("b", 1.0)]);
         let found = compare(&before, &after).unwrap();
-        assert_eq!((found.cells[0].verdict, found.cells[0].ratio), ("better", 2.0));
-        assert_eq!(compare(&before, &run("x", "speed", &[])), None);
+        let first = &found.cells[0];
+        assert_eq!((first.key.as_str(), first.verdict), ("a", "better"));
+        assert!((first.ratio - 2.0).abs() < 1e-9 && first.low > 1.0 && first.high > first.ratio);
+        assert_eq!(compare(&before, &[run("x", "speed", &[])]), None);
+        assert_eq!(compare(&[], &after), None);
     }
 
     #[test]
-    fn zeroes_have_an_order() {
+    fn what_came_through_has_an_order() {
         let before = run("old", "survived", &[("a", &[0.0]), ("b", &[1.0]), ("c", &[1.0])]);
         let after = run("new", "survived", &[("a", &[1.0]), ("b", &[0.0]), ("c", &[1.0])]);
-        let found = compare(&before, &after).unwrap();
+        let found = compare(&[before], &[after]).unwrap();
         let order: Vec<_> = found.cells.iter().map(|c| (c.key.as_str(), c.verdict)).collect();
         assert_eq!(order, [("b", "worse"), ("a", "better"), ("c", "tie")]);
     }
@@ -270,7 +331,7 @@ mod tests {
         let mut after = run("new", "iops", &[]);
         after.environment.kernel = "6.1".to_owned();
         after.quick = true;
-        let said = compare(&before, &after).unwrap().warnings;
-        assert_eq!(said.len(), 2, "{said:?}");
+        let said = compare(&[before], &[after]).unwrap().warnings;
+        assert_eq!(said.len(), 3, "{said:?}");
     }
 }

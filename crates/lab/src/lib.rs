@@ -15,9 +15,10 @@
 //! A plan names values on some axes. Their product, less what the plan excludes, are the cells; each
 //! is measured once a round, in random order. What is measured is what a user types: [`process`] runs
 //! the command `vdkit` and its [`peers`], and the exact command lines are kept beside the numbers.
-//! [`compare`] holds one run against another.
+//! [`compare`] holds one run against another, and [`calibrate`] counts how often equals are called different.
 
 pub mod axes;
+pub mod calibrate;
 pub mod cells;
 pub mod compare;
 pub mod engine;

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
-use crate::stats::{Gain, Summary, gain, geometric_mean, summary};
+use crate::stats::{Gain, Judge, Rounds, Side, Summary, geometric_mean, summary};
 
 /// What an axis is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +110,8 @@ pub struct Matrix<'a> {
     pub varying: Vec<&'a str>,
     /// Whether guests are compared with guests only.
     apart: bool,
+    /// What decides whether a difference is more than noise.
+    judge: Judge,
 }
 
 /// One way to store a disk, with what it measured under all conditions together.
@@ -120,9 +122,15 @@ pub struct Pick {
     /// Indices of its cells in the run.
     pub cells: Vec<usize>,
     /// By round: the metric, or its geometric mean over the conditions.
-    pub samples: Vec<f64>,
+    pub samples: Rounds,
     /// Of the samples.
     pub summary: Summary,
+}
+
+impl Pick {
+    fn side(&self) -> Side<'_> {
+        Side { rounds: &self.samples, cells: &self.cells }
+    }
 }
 
 impl<'a> Matrix<'a> {
@@ -135,13 +143,44 @@ impl<'a> Matrix<'a> {
     pub fn of(run: &'a Run, metric: &'a Metric) -> Option<Self> {
         let varying = run.plan.axes.iter().map(String::as_str);
         let varying = varying.filter(|axis| values(run, axis).len() > 1).collect();
-        let mut matrix = Self { run, metric, varying, apart: false };
+        let mut matrix = Self { run, metric, varying, apart: false, judge: Judge::default() };
         let guests = run.cells.iter().filter(|cell| in_guest(&cell.axes)).count();
         matrix.apart = guests > 0
             && guests < run.cells.len()
             && matrix.role("front") == Role::Choice
             && metric.key != SURVIVED;
+        matrix.judge = matrix.new_judge();
         Some(matrix)
+    }
+
+    /// All comparisons that a verdict makes share its chance of error: cells of one load with one another,
+    /// ways with one another, and the values of each axis.
+    fn new_judge(&self) -> Judge {
+        let mut loads: Vec<Axes> = Vec::new();
+        let mut sizes: Vec<usize> = Vec::new();
+        let mut cells = Vec::new();
+        let mut ways: Vec<Axes> = Vec::new();
+        for cell in &self.run.cells {
+            let condition = self.condition(cell);
+            let load = loads.iter().position(|known| *known == condition).unwrap_or_else(|| {
+                loads.push(condition);
+                sizes.push(0);
+                loads.len() - 1
+            });
+            let rounds = cell.rounds(self.metric.key);
+            sizes[load] += usize::from(!rounds.is_empty());
+            let way = self.part(&cell.axes, Role::Choice);
+            if !rounds.is_empty() && !ways.contains(&way) {
+                ways.push(way);
+            }
+            cells.push((load, rounds));
+        }
+        let pairs = |count: usize| count * count.saturating_sub(1) / 2;
+        let axes = self.varying.iter().filter(|axis| self.role(axis) == Role::Choice);
+        let comparisons = sizes.iter().copied().map(pairs).sum::<usize>()
+            + pairs(ways.len())
+            + axes.map(|axis| pairs(self.values(axis).len())).sum::<usize>();
+        Judge::new(&cells, comparisons, looks(self.run))
     }
 
     /// The values of an axis, in the order of the cells.
@@ -191,8 +230,17 @@ impl<'a> Matrix<'a> {
         if base.key == cell.key {
             return None;
         }
-        let of = |cell: &Cell| cell.values(self.metric.key);
-        gain(&of(cell), &of(base), self.metric.better)
+        self.between(cell, base)
+    }
+
+    /// One cell against another.
+    pub fn between(&self, cell: &Cell, base: &Cell) -> Option<Gain> {
+        let place = |wanted: &Cell| self.run.cells.iter().position(|cell| cell.key == wanted.key);
+        let (own, other) = (cell.rounds(self.metric.key), base.rounds(self.metric.key));
+        let (at, base_at) = (place(cell)?, place(base)?);
+        let own = Side { rounds: &own, cells: &[at] };
+        let base = Side { rounds: &other, cells: &[base_at] };
+        self.judge.gain(own, base, self.metric.better)
     }
 
     /// Whether the advice is about the cell: where several programs did the same, it is about our own.
@@ -210,7 +258,7 @@ impl<'a> Matrix<'a> {
     /// Whether a cell has a part in the advice: those that [`Matrix::counts`], and where the front is
     /// no choice also those of other programs' fronts. What is advised has to be good however the
     /// disk is served, above all by QEMU.
-    fn advises(&self, cell: &Cell) -> bool {
+    pub fn advises(&self, cell: &Cell) -> bool {
         let by_front = self.role("front") == Role::Condition;
         self.counts(cell) || (by_front && self.part(&cell.axes, Role::Tool).is_empty())
     }
@@ -310,12 +358,13 @@ impl<'a> Matrix<'a> {
     /// Samples of several cells as one, round by round.
     pub fn pick(&self, axes: Axes, cells: Vec<usize>) -> Option<Pick> {
         let samples = self.together(&cells);
-        Some(Pick { axes, summary: summary(&samples)?, samples, cells })
+        let values: Vec<f64> = samples.iter().map(|(_, value)| *value).collect();
+        Some(Pick { axes, summary: summary(&values)?, samples, cells })
     }
 
     /// By round: the value of a cell, or the geometric mean of several that all have the round. The
     /// plain mean where a value is not above 0.
-    fn together(&self, cells: &[usize]) -> Vec<f64> {
+    fn together(&self, cells: &[usize]) -> Rounds {
         let of = |i: &usize| &self.run.cells[*i];
         let rounds: BTreeSet<u32> =
             cells.iter().flat_map(|i| &of(i).samples).map(|sample| sample.round).collect();
@@ -323,22 +372,23 @@ impl<'a> Matrix<'a> {
             let sample = of(i).samples.iter().find(|sample| sample.round == round)?;
             sample.values.get(self.metric.key).copied()
         };
-        let mut together = Vec::new();
+        let mut together = Rounds::new();
         for round in rounds {
             let values: Option<Vec<f64>> = cells.iter().map(|i| value(i, round)).collect();
             let Some(values) = values.filter(|values| !values.is_empty()) else { continue };
             let plain = values.iter().sum::<f64>() / values.len() as f64;
-            together.push(match values.as_slice() {
+            let value = match values.as_slice() {
                 [one] => *one,
                 more => geometric_mean(more).unwrap_or(plain),
-            });
+            };
+            together.push((round, value));
         }
         together
     }
 
     /// One way against another.
     pub fn against(&self, pick: &Pick, base: &Pick) -> Option<Gain> {
-        gain(&pick.samples, &base.samples, self.metric.better)
+        self.judge.gain(pick.side(), base.side(), self.metric.better)
     }
 
     /// Whether one value of the metric is better than another.
@@ -353,18 +403,26 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// The axes with the values that the plan's baseline names, where it names one of them.
+/// How often a run has looked whether it may stop: after its plan's rounds, and after each one more.
+fn looks(run: &Run) -> usize {
+    let rounds = run.cells.iter().map(|cell| cell.samples.len()).max().unwrap_or(0);
+    let planned = run.plan.effort.map_or(rounds, |effort| effort.rounds as usize);
+    rounds.saturating_sub(planned) + 1
+}
+
+/// The axes with the values that the plan's baseline names, where it names one of them. The program
+/// stays: what another one does with the default is no measure of a way to store a disk.
 fn with_baseline(axes: &Axes, run: &Run) -> Option<Axes> {
     let baseline = run.plan.baseline.as_ref()?;
     let mut named = false;
     let changed = axes
         .iter()
         .map(|(axis, value)| match baseline.iter().find(|(name, _)| name == axis) {
-            Some((_, base)) => {
+            Some((_, base)) if role(axis) != Role::Tool => {
                 named = true;
                 (axis.clone(), base.clone())
             }
-            None => (axis.clone(), value.clone()),
+            _ => (axis.clone(), value.clone()),
         })
         .collect();
     named.then_some(changed)

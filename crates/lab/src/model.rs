@@ -134,6 +134,12 @@ impl Cell {
     pub fn values(&self, metric: &str) -> Vec<f64> {
         self.samples.iter().filter_map(|sample| sample.values.get(metric).copied()).collect()
     }
+
+    /// The same with the number of the round.
+    pub fn rounds(&self, metric: &str) -> Vec<(u32, f64)> {
+        let value = |sample: &Sample| Some((sample.round, *sample.values.get(metric)?));
+        self.samples.iter().filter_map(value).collect()
+    }
 }
 
 /// What has become of a cell.
@@ -240,6 +246,22 @@ pub struct Steady {
     pub excursion: f64,
     /// Rise of the line over the window, as a fraction of the mean (at most 0.1 either way).
     pub slope: f64,
+}
+
+/// How long SNIA's measurement window is at least: five rounds of a minute.
+pub const SNIA_SECONDS: f64 = 300.0;
+
+impl Steady {
+    /// How long the window is.
+    pub fn seconds(&self) -> f64 {
+        self.to_seconds - self.from_seconds
+    }
+
+    /// Whether that is a window that SNIA's words may be used of. A shorter load may keep its rate
+    /// and be far from a steady state.
+    pub fn is_long_enough(&self) -> bool {
+        self.seconds() >= SNIA_SECONDS
+    }
 }
 
 /// The machine that a run was on.

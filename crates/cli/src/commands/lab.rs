@@ -9,6 +9,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
 mod ask;
+mod calibrate;
 mod compare;
 mod export;
 mod measure;
@@ -30,6 +31,7 @@ beneath DIR, and removed at the end. The results are one SQLite file.
   run PLAN --on DIR         measure
   report RUN                what to use here, and why: one HTML file
   compare BEFORE AFTER      one run against another
+  calibrate RUN...          how often equals are called different here
   export RUN                the results for other programs
 
 A device that is mounted or in use is refused. All on a device is lost, so its name is given twice, \
@@ -42,6 +44,7 @@ vdkit lab run zvol-vs-qcow2 --device /dev/vg/test --erase /dev/vg/test
 vdkit lab run --resume RUN.sqlite                         go on after an interrupt
 vdkit lab report RUN.sqlite                               the verdict, tables and charts, as one HTML file
 vdkit lab compare BEFORE.sqlite AFTER.sqlite              what became worse, what better
+vdkit lab compare B1 A1 --before B2 B3 --after A2 A3      the same, by several runs of each state
 vdkit lab export RUN.sqlite --csv > values.csv
 ",
     augment: augment::<LabArgs>,
@@ -51,7 +54,7 @@ vdkit lab export RUN.sqlite --csv > values.csv
 /// Arguments of `vdkit lab`.
 #[derive(Args, Debug)]
 #[command(
-    override_usage = "vdkit lab list|show|run|report|compare|export [OPTIONS]",
+    override_usage = "vdkit lab list|show|run|report|compare|calibrate|export [OPTIONS]",
     subcommand_required = true
 )]
 pub struct LabArgs {
@@ -72,6 +75,8 @@ enum Action {
     Report(report::ReportArgs),
     /// Hold a run against an earlier one
     Compare(compare::CompareArgs),
+    /// Count how often runs with nothing changed between them are called different
+    Calibrate(calibrate::CalibrateArgs),
     /// Print the results of a run for other programs
     Export(export::ExportArgs),
 }
@@ -86,6 +91,7 @@ impl Run for LabArgs {
             Action::Run(arguments) => arguments.run(session),
             Action::Report(arguments) => arguments.run(session),
             Action::Compare(arguments) => arguments.run(session),
+            Action::Calibrate(arguments) => arguments.run(session),
             Action::Export(arguments) => arguments.run(session),
         }
     }

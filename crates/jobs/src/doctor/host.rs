@@ -12,6 +12,7 @@ use super::evidence::{Allocation, allocation, growth, scattered};
 use super::mounts::Mounted;
 use super::unflushed::unflushed;
 use super::{DoctorCode, Patient, command};
+use crate::libvirt::{CachePlace, cache_for};
 
 /// Extents of a file that are looked at.
 const EXTENTS_MAX: u64 = 200_000;
@@ -47,7 +48,7 @@ impl Patient<'_> {
         if self.link().host.device {
             self.evidence.block_bytes = device_block(self.path);
             self.look_at_blocks();
-            return self.suggest("none", "a device needs no page cache beside the guest's own");
+            return self.suggest(CachePlace::Device);
         }
         let Ok(file) = File::open(self.path) else { return };
         let Ok(system) = rustix::fs::fstatfs(&file) else { return };
@@ -86,20 +87,15 @@ impl Patient<'_> {
         }
         self.look_at_placement(&file, mounted.as_ref());
         match (refused, cow, mounted.is_some_and(|mounted| mounted.volatile())) {
-            (_, _, true) => self.suggest("writeback", "the file is in memory already"),
-            (true, ..) => self.suggest("writeback", "the file system refuses direct I/O"),
-            // Source: btrfs's documentation, "Checksumming", on direct I/O.
-            (_, true, _) => self.suggest(
-                "writeback",
-                "btrfs has checksums, which a guest breaks that changes a buffer under direct I/O",
-            ),
-            _ => self.suggest("none", "direct I/O works, and the guest caches itself"),
+            (_, _, true) => self.suggest(CachePlace::Memory),
+            (true, ..) => self.suggest(CachePlace::Buffered),
+            (_, true, _) => self.suggest(CachePlace::Checksums),
+            _ => self.suggest(CachePlace::Direct),
         }
     }
 
-    fn suggest(&mut self, cache: &'static str, reason: &'static str) {
-        self.evidence.cache = cache;
-        self.evidence.cache_reason = reason;
+    fn suggest(&mut self, place: CachePlace) {
+        (self.evidence.cache, self.evidence.cache_reason) = cache_for(place);
     }
 
     /// What the header says, as figures.

@@ -40,6 +40,10 @@ pub fn describe(places: &[PlaceInfo], cancel: &CancelToken) -> Environment {
     environment
 }
 
+/// That it opens does not say that a guest runs on it: a nested one may hang. What was found by booting one
+/// is in the notes of cells with guests.
+const KVM_OPENS: &str = "opens; whether a guest comes up on it is found when one is booted";
+
 fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToken) -> Vec<Section> {
     let mut machine = vec![
         ("processor".to_owned(), environment.cpu.clone()),
@@ -51,8 +55,7 @@ fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToke
     let guest = environment.virtualization.clone().unwrap_or_else(|| "none seen".to_owned());
     machine.push(("virtualization".to_owned(), guest));
     let kvm = fs::File::options().read(true).write(true).open("/dev/kvm").is_ok();
-    machine
-        .push(("KVM".to_owned(), if kvm { "can be opened" } else { "not available" }.to_owned()));
+    machine.push(("/dev/kvm".to_owned(), if kvm { KVM_OPENS } else { "not available" }.to_owned()));
     let governor = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor";
     if let Ok(text) = fs::read_to_string(governor) {
         machine.push(("frequency governor".to_owned(), text.trim().to_owned()));

@@ -218,10 +218,12 @@ pub(super) fn method() -> Markup {
         ul class="method" {
             li { b { "Order. " } "Cells run in random order, once a round, so that a slow hour does not fall on one of them." }
             li { b { "Median and interval. " } "Order statistics around the median: they suppose nothing about the distribution. With less than six rounds the interval is the whole range, and holds the median less often than 95 % (three rounds: 75 %)." }
-            li { b { "Times as good. " } "The median of all ratios between the samples of the two, with the interval of the Mann–Whitney test. Two is twice the throughput, or half the time." }
-            li { b { "Tie. " } "The interval holds 1, or the difference is below 2 %. With less than three rounds 15 % of each of the two are allowed for, so that less than a third is a tie." }
-            li { b { "The advice. " } "The best geometric mean over all loads that is safe in a power cut. The default stands unless something is surely better. Comparisons are not corrected for their number: of very many, some differences are chance." }
-            li { b { "Confidence. " } "High: five rounds or more within 5 %, all steady, nothing disturbed. Fair: three rounds within 15 %." }
+            li { b { "Times as good. " } "The geometric mean of the ratios of the two, round by round. Two is twice the throughput, or half the time." }
+            li { b { "Noise. " } "How much a round varies is learnt from all cells of the run together, without what a round has in common for all of them." }
+            li { b { "Better, worse, cannot be told. " } "All comparisons of the page share one chance of error of 5 %, so that of twenty pages about equals one at most calls anything better or worse. Less than three rounds decide nothing. Below 2 % nothing matters." }
+            li { b { "The advice. " } "The best geometric mean over all loads that is safe in a power cut. The default stays unless something is surely better. Where something that the plan asks about was not measured, nothing is advised." }
+            li { b { "How many rounds. " } "As many as it takes to tell, within what the run was given: it ends when all is decided or the intervals are within 12 % either way." }
+            li { b { "Confidence. " } "High: five rounds or more within 5 %, all loads even, nothing disturbed. Fair: three rounds within 15 %." }
             li { b { "Percentiles. " } "Of all rounds together, as far as there are requests: 99.99 % wants ten thousand." }
         }
     }

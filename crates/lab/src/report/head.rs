@@ -4,8 +4,8 @@ use maud::{Markup, html};
 
 use crate::axes::about_value;
 use crate::model::{Axes, Run};
-use crate::stats::{Gain, SINGLE_ROUND_NOISE};
-use crate::verdict::{Exception, SetAside, Setup, Verdict};
+use crate::stats::Gain;
+use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict};
 use crate::words::{date, first_of, label, listed, percent, span, time, times};
 
 /// The title, the machine in a line, and the switch of themes.
@@ -43,12 +43,15 @@ pub(super) fn top(run: &Run) -> Markup {
     }
 }
 
-/// What to use here.
+/// What to use here; what was not measured comes before it.
 pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
     html! {
         section id="verdict" class="verdict" aria-labelledby="verdict-h" {
-            p class="kicker" { "Use here" }
-            h2 id="verdict-h" {
+            @if !verdict.missing.is_empty() { (missing(verdict)) }
+            p class=(if verdict.advice == Advice::Use { "kicker loud" } else { "kicker" }) {
+                (kicker(verdict))
+            }
+            h2 id="verdict-h" class=(if verdict.best.is_some() { "" } else { "plain" }) {
                 @match &verdict.best {
                     Some(axes) => {
                         @for (i, (_, value)) in axes.iter().enumerate() {
@@ -59,7 +62,7 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
                             (value)
                         }
                     }
-                    None => { "No advice" }
+                    None => { (no_advice(verdict)) }
                 }
             }
             p class="sentence" { (verdict.sentence) }
@@ -93,6 +96,37 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
     }
 }
 
+/// What stands above the heading: as loud as the evidence.
+fn kicker(verdict: &Verdict) -> &'static str {
+    match verdict.advice {
+        Advice::Use => "Use here",
+        Advice::Stay => "No reason to change",
+        Advice::Untold => "Cannot be told yet",
+        Advice::None => "No advice",
+    }
+}
+
+/// The heading where nothing is advised.
+fn no_advice(verdict: &Verdict) -> String {
+    let blocking = verdict.missing.iter().filter(|missing| missing.blocks);
+    let blocking: Vec<String> = blocking.map(|missing| label(&missing.what)).collect();
+    match (verdict.advice, blocking.is_empty()) {
+        (Advice::None, false) => format!("Without {}", listed(&blocking)),
+        (Advice::None, true) => "Nothing to compare".to_owned(),
+        _ => "Too little evidence".to_owned(),
+    }
+}
+
+/// What the plan asks about and was not measured.
+fn missing(verdict: &Verdict) -> Markup {
+    html! {
+        aside class="cautions first" aria-label="Not measured" {
+            p class="aside-name" { "Not measured" }
+            ul { @for sentence in verdict.not_measured() { li { (sentence) } } }
+        }
+    }
+}
+
 /// What the names of values stand for, those that say something.
 fn meanings(axes: &Axes) -> Markup {
     let told: Vec<(&str, &str)> =
@@ -120,7 +154,6 @@ fn exceptions(all: &[Exception]) -> Markup {
                 @for found in all.iter().take(NAMED) {
                     li {
                         (label(&found.load)) ": " (label(&found.axes)) " is "
-                        @if found.gain.is_guessed() { "about " }
                         (times(found.gain.ratio)) " times as good."
                     }
                 }
@@ -132,19 +165,18 @@ fn exceptions(all: &[Exception]) -> Markup {
 
 fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
     let base = verdict.baseline.as_ref().map(label).unwrap_or_default();
-    let surely = match gain.is_guessed() {
-        true => format!(
-            "too few rounds to see noise: {} is allowed for, of each",
-            percent(SINGLE_ROUND_NOISE)
-        ),
-        false => format!("{} interval", percent(gain.interval.coverage)),
-    };
+    let way = verdict.best.as_ref().or(verdict.leading.as_ref()).map(label).unwrap_or_default();
     html! {
         div class="tile" {
-            p class="tile-name" { "Gain against the default" }
+            p class="tile-name" { (way) " against " (base) ", the default" }
             p class="tile-value" { (times(gain.ratio)) "×" }
             p class="tile-note" {
-                (span(gain.interval.low, gain.interval.high)) " (" (surely) "); the default is " (base) "."
+                @if gain.is_hint() { "too few rounds to see how much of it is noise" }
+                @else {
+                    (span(gain.interval.low, gain.interval.high)) ", an interval of "
+                    (percent(gain.interval.coverage)) " for all comparisons together"
+                }
+                "."
             }
         }
     }
@@ -152,14 +184,17 @@ fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
 
 fn ties(verdict: &Verdict) -> String {
     match verdict.ties.len() {
-        0 => "Everything else is worse by more than is allowed for noise.".to_owned(),
+        0 => "All others are surely worse.".to_owned(),
         _ => format!("{}.", first_of(&verdict.ties)),
     }
 }
 
 /// Ways that were not compared.
 fn left_out(verdict: &Verdict) -> String {
-    format!("Without {}: not measured under all loads.", first_of(&verdict.left_out))
+    format!(
+        "Not compared: {}, which were not measured under all loads.",
+        first_of(&verdict.left_out)
+    )
 }
 
 /// What was faster, by why it is not advised.

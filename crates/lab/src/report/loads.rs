@@ -3,10 +3,11 @@
 use maud::{Markup, html};
 
 use super::charts::{
-    Caption, Curve, LINES_MAX, Line, Point, Timeline, curves, distribution, timeline,
+    Caption, Curve, LINES_MAX, Line, Point, Timeline, curves, distribution, state, timeline,
 };
+use super::theme::LINE_COLOURS;
 use crate::matrix::{Matrix, OWN_TOOL, Role, role};
-use crate::model::{Axes, Cell, Steady, metric};
+use crate::model::{Axes, Cell, Series, Steady, metric};
 use crate::stats::{Percentile, median, merged, percentiles};
 use crate::verdict::{Verdict, steadiness};
 use crate::words::{counted, digits, label, percent, time, value};
@@ -42,9 +43,68 @@ fn way(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
     if way.is_empty() { cell.axes.clone() } else { way }
 }
 
-/// Names in the chart for those that are drawn, where `all` has every way in order.
-fn drawn(all: &[Axes]) -> Vec<String> {
-    told_apart(&all[..all.len().min(LINES_MAX)])
+/// The ways that have lines, each with one colour in all charts of a page.
+pub(super) struct Colours {
+    ways: Vec<(Axes, usize)>,
+}
+
+impl Colours {
+    /// The first is of what is advised, the second of the default, each of them of nothing else. The
+    /// others are of the best ways under each load in turns.
+    pub(super) fn of(matrix: &Matrix<'_>, verdict: &Verdict) -> Self {
+        let groups = by_load(matrix, verdict);
+        let mut ways: Vec<(Axes, usize)> = Vec::new();
+        let mut add = |axes: Axes, colour: usize| {
+            let known = ways.iter().any(|(known, _)| *known == axes);
+            if !known {
+                ways.push((axes, colour));
+            }
+            !known
+        };
+        let cells = &matrix.run.cells;
+        if let Some(first) = verdict.cells.first() {
+            add(way(matrix, &cells[*first]), 0);
+        }
+        let default = cells.iter().find(|cell| {
+            let best = verdict.leading.as_ref();
+            let beside = best.is_none_or(|best| near(cell, best, matrix));
+            beside && matrix.base_of(cell).is_some_and(|base| base.key == cell.key)
+        });
+        if let Some(default) = default {
+            add(way(matrix, default), 1);
+        }
+        let mut colour = 2;
+        let most = groups.iter().map(|(_, cells)| cells.len()).max().unwrap_or(0);
+        for place in 0..most {
+            for (_, cells) in &groups {
+                let Some(cell) = cells.get(place) else { continue };
+                if colour < LINE_COLOURS && add(way(matrix, cell), colour) {
+                    colour += 1;
+                }
+            }
+        }
+        Self { ways }
+    }
+
+    /// Those of some ways that have a colour: its number, the name in this chart, and what was given.
+    fn drawn<'x, T>(&self, all: &'x [(Axes, T)], most: usize) -> Vec<(usize, String, &'x T)> {
+        let colour = |way: &Axes| Some(self.ways.iter().find(|(known, _)| known == way)?.1);
+        let mut found: Vec<(usize, &Axes, &T)> =
+            all.iter().filter_map(|(way, thing)| Some((colour(way)?, way, thing))).collect();
+        found.sort_by_key(|(colour, ..)| *colour);
+        found.truncate(most);
+        let ways: Vec<Axes> = found.iter().map(|(_, way, _)| (*way).clone()).collect();
+        let named = told_apart(&ways).into_iter().zip(found);
+        named.map(|(name, (colour, _, thing))| (colour, name, thing)).collect()
+    }
+}
+
+/// Whether a cell is the same as the way that leads but for the plan's baseline.
+fn near(cell: &Cell, leading: &Axes, matrix: &Matrix<'_>) -> bool {
+    let baseline = matrix.run.plan.baseline.iter().flatten();
+    let named: Vec<&str> = baseline.map(|(axis, _)| axis.as_str()).collect();
+    let others = leading.iter().filter(|(axis, _)| !named.contains(&axis.as_str()));
+    others.into_iter().all(|entry| cell.axes.contains(entry)) && matrix.counts(cell)
 }
 
 /// Names of the lines of a chart: without axes that are the same for all of them, and without the tool
@@ -148,14 +208,19 @@ fn by_depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Vec<(String, Vec<Depths>)
 }
 
 /// Requests a second against latency, where a load was measured at several queue depths.
-pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
+pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
     let charts =
         by_depth(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, ways))| {
-            let all: Vec<Axes> = ways.iter().map(|way| way.way.clone()).collect();
-            let curve = |(way, name): (&Depths, String)| Curve { name, points: way.points.clone() };
-            let lines: Vec<Curve> = ways.iter().zip(drawn(&all)).map(curve).collect();
+            let all: Vec<(Axes, Vec<Point>)> =
+                ways.into_iter().map(|way| (way.way, way.points)).collect();
+            let curve = |(colour, name, points): (usize, String, &Vec<Point>)| Curve {
+                colour,
+                name,
+                points: points.clone(),
+            };
+            let lines: Vec<Curve> = colours.drawn(&all, LINES_MAX).into_iter().map(curve).collect();
             let numbers: Vec<Curve> =
-                ways.iter().map(|way| curve((way, label(&way.way)))).collect();
+                all.iter().map(|(way, points)| curve((0, label(way), points))).collect();
             let most = |curve: &Curve| curve.points.last().map_or(0.0, |point| point.iops);
             let first = lines.iter().max_by(|a, b| most(a).total_cmp(&most(b)))?.name.clone();
             let caption = Caption {
@@ -188,7 +253,7 @@ fn depth_table(ways: &[Curve]) -> Markup {
             }
         }
         @if ways.len() > LINES_MAX {
-            p class="note" { "What is advised, the default and the best others are drawn; the numbers have all " (ways.len()) "." }
+            p class="note" { "What is advised, the default and some of the best others are drawn, each in one colour on all of the page; the numbers have all " (ways.len()) "." }
         }
     }
 }
@@ -225,7 +290,7 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
 }
 
 /// Distributions of latencies, a chart a load.
-pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
+pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
     let charts =
         by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
             let found: Vec<(Axes, Vec<Percentile>)> = cells
@@ -236,15 +301,17 @@ pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> 
                     (points.len() > 1).then(|| (way(matrix, cell), points))
                 })
                 .collect();
-            if found.is_empty() {
+            let line = |(colour, name, points): (usize, String, &Vec<Percentile>)| Line {
+                colour,
+                name,
+                points: points.clone(),
+            };
+            let lines: Vec<Line> = colours.drawn(&found, LINES_MAX).into_iter().map(line).collect();
+            if lines.is_empty() {
                 return None;
             }
-            let all: Vec<Axes> = found.iter().map(|(way, _)| way.clone()).collect();
-            let line =
-                |(name, points): (String, &Vec<Percentile>)| Line { name, points: points.clone() };
-            let points = || found.iter().map(|(_, points)| points);
-            let lines: Vec<Line> = drawn(&all).into_iter().zip(points()).map(line).collect();
-            let numbers: Vec<Line> = all.iter().map(label).zip(points()).map(line).collect();
+            let numbers: Vec<Line> =
+                found.iter().map(|(way, points)| line((0, label(way), points))).collect();
             let name = if load.is_empty() { "All requests".to_owned() } else { label(&load) };
             let caption = Caption {
                 id: format!("latency-{i}"),
@@ -298,61 +365,73 @@ fn latency_table(lines: &[Line]) -> Markup {
             }
         }
         @if lines.len() > LINES_MAX {
-            p class="note" { "What is advised, the default and the best others are drawn; the numbers have all " (lines.len()) "." }
+            p class="note" { "What is advised, the default and some of the best others are drawn, each in one colour on all of the page; the numbers have all " (lines.len()) "." }
         }
     }
 }
 
 /// The first series that a cell has, by its first sample that has one.
-fn first_series(cell: &Cell) -> Option<(&crate::model::Series, Option<Steady>)> {
-    let sample = cell.samples.iter().find(|sample| !sample.series.is_empty())?;
-    let series = &sample.series[0];
-    let steady = steadiness(cell).into_iter().next();
-    Some((series, steady))
+fn first_series(cell: &Cell) -> Option<&Series> {
+    cell.samples.iter().find_map(|sample| sample.series.first())
 }
 
-/// Loads in time: what is advised and the default, a chart a load.
-pub(super) fn time_of(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
-    const SHOWN: usize = 2;
-    let charts = by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
-        let found: Vec<_> = cells
-            .iter()
-            .filter_map(|cell| Some((*cell, first_series(cell)?)))
-            .filter(|(_, (series, _))| series.seconds.len() > 2)
-            .collect();
-        let (_, (first, window)) = found.first()?;
-        let metric = metric(&first.metric)?;
-        let same = found.iter().filter(|(_, (series, _))| series.metric == first.metric);
-        let shown: Vec<_> = same.take(SHOWN).collect();
-        let ways: Vec<Axes> = shown.iter().map(|(cell, _)| way(matrix, cell)).collect();
-        let lines: Vec<(String, &[f64], &[f64])> = told_apart(&ways)
-            .into_iter()
-            .zip(&shown)
-            .map(|(name, (_, (series, _)))| (name, &series.seconds[..], &series.values[..]))
-            .collect();
-        let name = if load.is_empty() { "First round".to_owned() } else { label(&load) };
-        let caption = Caption {
-            id: format!("time-{i}"),
-            title: format!("{} in time, {name}", metric.title),
-            description: window.as_ref().map_or_else(String::new, |window| {
-                let state = if window.reached { "steady" } else { "not steady" };
-                format!("{} is {state} from {} to {} seconds", lines[0].0, digits(window.from_seconds), digits(window.to_seconds))
-            }),
-        };
-        let chart = html! {
-            (timeline(&caption, &Timeline { metric, lines: lines.clone(), window: window.clone() }))
-            (steady_table(matrix, &found.iter().map(|(cell, _)| *cell).collect::<Vec<_>>()))
-        };
-        Some((name, chart))
-    });
-    let charts: Vec<_> = charts.collect();
-    let stacked = stacked(charts)?;
+/// Loads in time: two ways, a chart a load.
+pub(super) fn time_of(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
+    let charts =
+        by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
+            Some((load_name(&load), time_chart(matrix, &cells, colours, i, &load_name(&load))?))
+        });
+    let stacked = stacked(charts.collect())?;
     Some(html! {
         p class="note" {
-            "Shaded: five rounds that were held against SNIA's rule (largest less smallest value at most 20 % of the mean, "
-            "the line through them rising or falling by at most 10 %)."
+            "Outlined or shaded: the first window in which five tenths of the load differ by at most 20 % of their mean and neither "
+            "rise nor fall by more than 10 %, else the last one. That is SNIA's rule; its word, a steady state, is used of windows of five "
+            "minutes or more, and a shorter one is called even or uneven."
         }
         (stacked)
+    })
+}
+
+fn load_name(load: &Axes) -> String {
+    if load.is_empty() { "First round".to_owned() } else { label(load) }
+}
+
+fn time_chart(
+    matrix: &Matrix<'_>,
+    cells: &[&Cell],
+    colours: &Colours,
+    number: usize,
+    name: &str,
+) -> Option<Markup> {
+    const SHOWN: usize = 2;
+    let found: Vec<(Axes, (&Cell, &Series))> = cells
+        .iter()
+        .filter_map(|cell| Some((way(matrix, cell), (*cell, first_series(cell)?))))
+        .filter(|(_, (_, series))| series.seconds.len() > 2)
+        .collect();
+    let metric = metric(&found.first()?.1.1.metric)?;
+    let same: Vec<(Axes, (&Cell, &Series))> =
+        found.iter().filter(|(_, (_, series))| series.metric == metric.key).cloned().collect();
+    let shown = colours.drawn(&same, SHOWN);
+    let (_, first, (cell, _)) = shown.first()?;
+    let window = steadiness(cell).into_iter().next();
+    let lines = shown
+        .iter()
+        .map(|(colour, name, (_, series))| {
+            (*colour, name.clone(), &series.seconds[..], &series.values[..])
+        })
+        .collect();
+    let caption = Caption {
+        id: format!("time-{number}"),
+        title: format!("{} in time, {name}", metric.title),
+        description: window.as_ref().map_or_else(String::new, |window| {
+            let (from, to) = (digits(window.from_seconds), digits(window.to_seconds));
+            format!("{first} is {} from {from} to {to} seconds", state(window))
+        }),
+    };
+    Some(html! {
+        (timeline(&caption, &Timeline { metric, lines, window }))
+        (steady_table(matrix, &found.iter().map(|(_, (cell, _))| *cell).collect::<Vec<_>>()))
     })
 }
 
@@ -368,7 +447,7 @@ fn steady_table(matrix: &Matrix<'_>, cells: &[&Cell]) -> Markup {
                 summary { "Numbers" }
                 div class="scroll" tabindex="0" role="region" aria-label="Steadiness" {
                     table {
-                        thead { tr { th scope="col" { "Way" } th scope="col" class="num" { "Steady rounds" }
+                        thead { tr { th scope="col" { "Way" } th scope="col" class="num" { "Even rounds" }
                             th scope="col" class="num" { "Mean of the window" }
                             th scope="col" class="num" { "Excursion" } th scope="col" class="num" { "Slope" } } }
                         tbody { @for (cell, all) in &rows { tr {

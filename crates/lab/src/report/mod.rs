@@ -99,12 +99,13 @@ fn body(run: &Run, verdict: &Verdict) -> Markup {
         parts.extend(body.map(|body| Part { id, title, body }));
     };
     if let Some(matrix) = &matrix {
+        let colours = loads::Colours::of(matrix, verdict);
         add("answers", "Question by question", head::answers(verdict));
         add("results", "All results", results::results(matrix, verdict));
         add("map", "The matrix at a glance", data::map(matrix));
-        add("depth", "Requests against latency", loads::depth(matrix, verdict));
-        add("latency", "How long requests take", loads::latency(matrix, verdict));
-        add("time", "The loads in time", loads::time_of(matrix, verdict));
+        add("depth", "Requests against latency", loads::depth(matrix, verdict, &colours));
+        add("latency", "How long requests take", loads::latency(matrix, verdict, &colours));
+        add("time", "The loads in time", loads::time_of(matrix, verdict, &colours));
         add("scores", "Weighted scores", results::scores(matrix, verdict));
         add("peers", "Beside other tools", published::peers(matrix, verdict));
         add("published", "Published and measured", published::published(matrix));

@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 
 use super::charts::{Bar, bar};
-use super::results::{GUESSED, against};
+use super::results::{HINT, against};
 use crate::matrix::Matrix;
 use crate::model::{Axes, Published, Run, metric};
 use crate::plan::Plan;
@@ -24,8 +24,8 @@ pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
             @if gains {
                 " The last columns say how many times as good vdkit is as the other; below 1 the other is better."
             }
-            @if verdict.peers.iter().flat_map(|row| &row.gains).any(|(_, gain)| gain.is_guessed()) {
-                " " (GUESSED)
+            @if verdict.peers.iter().flat_map(|row| &row.gains).any(|(_, gain)| gain.is_hint()) {
+                " " (HINT)
             }
             @if tools.iter().any(|tool| *tool == "library") {
                 " The library is vdkit's own, called by the lab: no command is started."
@@ -195,7 +195,7 @@ fn pairs(matrix: &Matrix<'_>, key: &str, rows: &[Row<'_>], common: bool) -> Mark
                 @match row.here {
                     Some(here) => {
                         td class="wide-bar" data-name="Here" {
-                            (drawn(here, most_here, "best", "here"))
+                            (drawn(here, most_here, "here", "here"))
                             @if let Some((count, low, high)) = row.span {
                                 span class="said" {
                                     "median of " (count) " ways: " (said(low)) " to " (said(high))

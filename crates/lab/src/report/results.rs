@@ -4,10 +4,10 @@ use maud::{Markup, html};
 
 use super::charts::{Bar, bar};
 use crate::axes::about_value;
-use crate::matrix::{Matrix, OWN_TOOL, Role, in_guest, role, seen};
-use crate::model::{Axes, Better, Cell, SURVIVED, metric};
-use crate::stats::{Decision, Gain, Summary, median};
-use crate::verdict::Verdict;
+use crate::matrix::{Matrix, OWN_TOOL, Role, role};
+use crate::model::{Axes, Better, Cell, SURVIVED};
+use crate::stats::{Decision, Gain, Summary};
+use crate::verdict::{Ranking, Verdict, rankings};
 use crate::words::{label, percent, sentence, span, times, title, value};
 
 /// A row of a table.
@@ -73,7 +73,7 @@ pub(super) fn results(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> 
         p class="note" {
             (title(metric.title)) ", " (note)
             @if metric.key != SURVIVED { (NOTE_BARS) }
-            @if guessed(&groups) { " " (GUESSED) }
+            @if hints(&groups) { " " (HINT) }
         }
         (filters(matrix))
         @for (load, rows) in &groups { (table(matrix, load, rows)) }
@@ -82,17 +82,24 @@ pub(super) fn results(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> 
 }
 
 const NOTE_BARS: &str = "A bar is the median of the rounds, the line on it the interval in which \
-    the median lies; where two intervals overlap widely the difference may be noise.";
+    the median lies. Blue is what is advised, and nothing else.";
 const NOTE_SURVIVED: &str = "or not: whether whoever writes saw no error while there was no space, \
     and went on when there was room again.";
 
 /// What `≈` means.
-pub(super) const GUESSED: &str = "≈: one or two rounds, so nobody knows how much of the difference \
-    is noise; 15 % of each of the two are allowed for.";
+pub(super) const HINT: &str =
+    "≈: one or two rounds, which do not show how much of the difference is noise.";
 
-fn guessed(groups: &[(Axes, Vec<Row<'_>>)]) -> bool {
+fn hints(groups: &[(Axes, Vec<Row<'_>>)]) -> bool {
     let gains = groups.iter().flat_map(|(_, rows)| rows).filter_map(|row| row.gain.as_ref());
-    gains.into_iter().any(|gain| gain.is_guessed())
+    gains.into_iter().any(Gain::is_hint)
+}
+
+/// What the default is called in the head of a column: its values.
+fn default_name(matrix: &Matrix<'_>) -> String {
+    let named = matrix.run.plan.baseline.iter().flatten();
+    let named: Axes = named.filter(|(axis, _)| role(axis) != Role::Tool).cloned().collect();
+    if named.is_empty() { "the default".to_owned() } else { label(&named) }
 }
 
 fn filters(matrix: &Matrix<'_>) -> Markup {
@@ -130,6 +137,7 @@ fn table(matrix: &Matrix<'_>, load: &Axes, rows: &[Row<'_>]) -> Markup {
         let first = i < ROWS_OPEN || rows.len() <= ROWS_OPEN + 2;
         if first || matters(row) { open.push(row) } else { folded.push(row) }
     }
+    let against_what = format!("Against {}", default_name(matrix));
     let part = |rows: &[&Row<'_>], caption: Markup| {
         html! {
             table class="bars" {
@@ -144,12 +152,12 @@ fn table(matrix: &Matrix<'_>, load: &Axes, rows: &[Row<'_>]) -> Markup {
                         th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
                         th scope="col" class="num" { "Median" }
                         th scope="col" class="num" { "Interval" }
-                        @if bases { th scope="col" class="num" { "Against default" } }
+                        @if bases { th scope="col" class="num" { (against_what) } }
                         th scope="col" class="num" { "Varies by" }
                     }
                 } }
                 tbody { @for row in rows {
-                    @if survival { (survivor(matrix, row)) } @else { (line(matrix, row, most, bases)) }
+                    @if survival { (survivor(matrix, row)) } @else { (line(matrix, row, most, bases.then_some(&against_what))) }
                 } }
             }
         }
@@ -211,7 +219,7 @@ fn survivor(matrix: &Matrix<'_>, row: &Row<'_>) -> Markup {
     }
 }
 
-fn line(matrix: &Matrix<'_>, row: &Row<'_>, most: f64, bases: bool) -> Markup {
+fn line(matrix: &Matrix<'_>, row: &Row<'_>, most: f64, base: Option<&String>) -> Markup {
     let said = |number: f64| value(matrix.metric, number);
     let summary = &row.summary;
     let kind = match (row.advised, row.default) {
@@ -244,7 +252,7 @@ fn line(matrix: &Matrix<'_>, row: &Row<'_>, most: f64, bases: bool) -> Markup {
                 @if summary.count > 1 { (said(summary.interval.low)) " – " (said(summary.interval.high)) }
                 @else { "one round" }
             }
-            @if bases { td class="num" data-name="Against default" { (against(row.gain.as_ref(), row.default)) } }
+            @if let Some(name) = base { td class="num" data-name=(name) { (against(row.gain.as_ref(), row.default)) } }
             td class="num" data-name="Varies by" {
                 @match summary.variation { Some(part) => (percent(part)), None => "–" }
             }
@@ -252,109 +260,96 @@ fn line(matrix: &Matrix<'_>, row: &Row<'_>, most: f64, bases: bool) -> Markup {
     }
 }
 
-/// A gain, or that it is a tie.
+/// A gain, or that it cannot be told. A colour only for what is decided.
 pub(super) fn against(gain: Option<&Gain>, default: bool) -> Markup {
+    let Some(gain) = gain else { return html! { @if default { "1" } @else { "–" } } };
+    let interval = span(gain.interval.low, gain.interval.high);
+    let ratio = times(gain.ratio);
     html! {
-        @match gain {
-            Some(gain) if gain.decision == Decision::Tie => {
-                span class="tie" title=(span(gain.interval.low, gain.interval.high)) { "tie" }
-            }
-            Some(gain) if gain.is_guessed() => {
-                span class="guess" title=(span(gain.interval.low, gain.interval.high)) {
-                    span aria-hidden="true" { "≈ " } span class="sr" { "about " }
-                    (times(gain.ratio)) "×"
-                }
-            }
-            Some(gain) => {
-                span class=(if gain.decision == Decision::Better { "up" } else { "down" })
-                    title=(span(gain.interval.low, gain.interval.high)) { (times(gain.ratio)) "×" }
-            }
-            None if default => "1",
-            None => "–",
+        @match gain.decision {
+            _ if gain.is_hint() => span class="hinted" title="too few rounds to tell" {
+                span aria-hidden="true" { "≈ " } span class="sr" { "about " } (ratio) "×"
+            },
+            Decision::Tie => span class="tie" title={(ratio) "×, " (interval)} { "cannot be told" },
+            Decision::Better => span class="up" title=(interval) { (ratio) "×" },
+            Decision::Worse => span class="down" title=(interval) { (ratio) "×" },
         }
     }
 }
 
-/// A row of weighted scores.
-struct Scored<'a> {
-    axes: Axes,
-    /// With those that are the same everywhere.
-    all: &'a Axes,
-    score: f64,
-    read: Option<f64>,
-    write: Option<f64>,
-    kind: &'static str,
-}
-
-/// The weighted scores of a plan that has them.
+/// The weighted scores of a plan that has them: a ranking each, the best five open.
 pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
-    let of = |cell: &Cell, key: &str| median(&cell.values(key));
-    let mut rows: Vec<Scored<'_>> = matrix
-        .run
-        .cells
-        .iter()
-        .enumerate()
-        .filter_map(|(i, cell)| {
-            Some(Scored {
-                axes: matrix.short(&cell.axes),
-                all: &cell.axes,
-                score: of(cell, "score")?,
-                read: of(cell, "read_bytes_per_second"),
-                write: of(cell, "write_bytes_per_second"),
-                kind: if verdict.cells.contains(&i) { "best" } else { "other" },
-            })
-        })
-        .collect();
-    if rows.is_empty() {
-        return None;
-    }
-    rows.sort_by(|a, b| b.score.total_cmp(&a.score));
-    let places: &[Option<bool>] =
-        if matrix.guests_apart() { &[Some(false), Some(true)] } else { &[None] };
-    let rate = |number: Option<f64>| match (number, metric("bytes_per_second")) {
-        (Some(number), Some(metric)) => value(metric, number),
-        _ => "–".to_owned(),
-    };
-    Some(html! {
-        p class="note" {
-            "Sequential throughput, averaged with 4 KiB random throughput scaled by what the bare place's sequential is "
-            "of its random one: a way that loses nothing against the bare place scores as that does. Longer bars are better. "
-            "Bold: what is advised."
-        }
-        @for guest in places {
-            @let fits = |row: &&Scored<'_>| guest.is_none_or(|guest| in_guest(row.all) == guest);
-            @let some: Vec<&Scored<'_>> = rows.iter().filter(fits).collect();
-            div class="results" { (score_table(&some, &rate)) }
+    let rankings = rankings(matrix);
+    (!rankings.is_empty()).then(|| {
+        html! {
+            p class="note" {
+                "Sequential throughput, averaged with 4 KiB random throughput scaled by what the bare place's sequential is "
+                "of its random one: a way that loses nothing against the bare place scores as that does. Longer bars are better."
+            }
+            @for ranking in &rankings { (ranked(ranking, verdict)) }
         }
     })
 }
 
-fn score_table(rows: &[&Scored<'_>], rate: &dyn Fn(Option<f64>) -> String) -> Markup {
-    let most = rows.first().map_or(0.0, |row| row.score);
-    let score = |score: f64| metric("score").map_or_else(String::new, |known| value(known, score));
-    let caption = rows.first().map_or("", |row| seen(row.all));
-    html! {
-        table class="bars" {
-            caption { "Scores " (caption) }
-            thead { tr {
-                th scope="col" { "Way" }
-                th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
-                th scope="col" class="num" { "Score" }
-                th scope="col" class="num" { "Weighted read" }
-                th scope="col" class="num" { "Weighted write" }
-            } }
-            tbody { @for row in rows {
-                tr class=(row.kind) {
-                    th scope="row" { (label(&row.axes)) }
-                    td class="wide-bar" { (bar(&Bar {
-                        value: row.score, low: row.score, high: row.score, most, kind: row.kind,
-                        label: format!("{}: {}", label(&row.axes), score(row.score)),
-                    })) }
-                    td class="num strong" data-name="Score" { (score(row.score)) }
-                    td class="num" data-name="Weighted read" { (rate(row.read)) }
-                    td class="num" data-name="Weighted write" { (rate(row.write)) }
+/// Rows of a ranking that are open.
+const TOP: usize = 5;
+
+fn ranked(ranking: &Ranking, verdict: &Verdict) -> Markup {
+    let most = ranking.rows.first().map_or(0.0, |(.., score)| *score);
+    let said = |score: f64| value(ranking.metric, score);
+    let row = |place: usize, (cell, axes, score): &(usize, Axes, f64)| {
+        let kind = if verdict.cells.contains(cell) { "best" } else { "other" };
+        html! {
+            tr class=(kind) {
+                td class="num place" { (place + 1) }
+                th scope="row" {
+                    (label(axes))
+                    @if kind == "best" { span class="tag" { "advised" } }
                 }
+                td class="wide-bar" { (bar(&Bar {
+                    value: *score, low: *score, high: *score, most, kind,
+                    label: format!("{}: {}", label(axes), said(*score)),
+                })) }
+                td class="num strong" { (said(*score)) }
+            }
+        }
+    };
+    let rows = |from: usize, to: usize| {
+        html! {
+            tbody { @for (place, entry) in ranking.rows.iter().enumerate().take(to).skip(from) {
+                (row(place, entry))
             } }
+        }
+    };
+    let count = ranking.rows.len();
+    let place = ranking.seen.map_or_else(String::new, |seen| format!(", {seen}"));
+    let head = html! {
+        thead { tr {
+            th scope="col" class="num" { "Place" }
+            th scope="col" { "Way" }
+            th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
+            th scope="col" class="num" { (title(ranking.title)) }
+        } }
+    };
+    html! {
+        div class="results" {
+            table class="bars ranking" {
+                caption { (title(ranking.title)) (place)
+                    @if count > TOP { ": the best five of " (count) }
+                }
+                (head)
+                (rows(0, TOP))
+            }
+            @if count > TOP {
+                details class="rest" {
+                    summary { (count - TOP) " more" }
+                    table class="bars ranking" {
+                        caption class="sr" { (title(ranking.title)) (place) ", continued" }
+                        (head)
+                        (rows(TOP, count))
+                    }
+                }
+            }
         }
     }
 }

@@ -1,7 +1,10 @@
 //! The colours, light and dark. Tests hold them against WCAG's contrasts.
 
-/// Name, light, dark. The lines `s0` to `s4` are told apart by people who see no red or green too
-/// (after Okabe and Ito's palette, darkened or lightened for text), and by their dashes.
+/// Name, light, dark. A colour means one thing on a page: `accent` is what is advised, `default` the default,
+/// `warn` what speaks against a number, `heat-high` the best of the map; what is clicked has the
+/// colour of the text. The lines `s2` to `s6` are other ways, each the same way in every chart; people who see
+/// no red or green tell them apart too (after Okabe and Ito's palette, darkened or lightened for
+/// text), and by their dashes.
 pub(super) const COLOURS: &[(&str, &str, &str)] = &[
     ("page", "#f7f7f4", "#13161a"),
     ("card", "#ffffff", "#1b1f25"),
@@ -11,18 +14,24 @@ pub(super) const COLOURS: &[(&str, &str, &str)] = &[
     ("edge", "#868e99", "#727c8a"),
     ("accent", "#0a5c9e", "#79bdf2"),
     ("accent-soft", "#e5eff8", "#1a2f42"),
+    ("default", "#4b535e", "#b9c1cc"),
     ("warn", "#804400", "#f0b368"),
     ("warn-soft", "#fbf0df", "#35281a"),
-    ("bar", "#8497ab", "#5d7590"),
+    ("bar", "#8b929c", "#68717e"),
     ("track", "#eceef0", "#262c34"),
     ("heat-low", "#ffffff", "#1b1f25"),
-    ("heat-high", "#9cc9ea", "#1d5586"),
+    ("heat-high", "#c6bfd8", "#4c4667"),
     ("s0", "#0a5c9e", "#79bdf2"),
-    ("s1", "#b84300", "#f59a5c"),
+    ("s1", "#4b535e", "#b9c1cc"),
     ("s2", "#00714f", "#4fcfa4"),
     ("s3", "#93417a", "#e6a3cd"),
-    ("s4", "#7a5c00", "#e2c453"),
+    ("s4", "#5c6500", "#c3cf5a"),
+    ("s5", "#6247c2", "#b7a6f5"),
+    ("s6", "#b0304f", "#f38ba3"),
 ];
+
+/// How many lines of a page have a colour of their own: the advised, the default, and others.
+pub(super) const LINE_COLOURS: usize = 7;
 
 /// As custom properties: light, dark where the system says so, and either where the reader does.
 pub(super) fn variables() -> String {
@@ -88,11 +97,30 @@ mod tests {
             ("s2", "card", text),
             ("s3", "card", text),
             ("s4", "card", text),
+            ("s5", "card", text),
+            ("s6", "card", text),
+            ("default", "card", text),
+            ("ink", "track", text),
         ];
         for dark in [false, true] {
             for (front, back, least) in pairs {
                 let found = contrast(colour(front, dark), colour(back, dark));
                 assert!(found >= least, "{front} on {back}, dark {dark}: {found:.2}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_line_has_a_colour_that_is_nothing_else() {
+        let lines: Vec<_> = COLOURS.iter().filter(|(name, ..)| name.starts_with('s')).collect();
+        assert_eq!(lines.len(), LINE_COLOURS);
+        for (i, (name, light, dark)) in lines.iter().enumerate() {
+            // The first two are what they are on bars and tags, too.
+            let others = COLOURS.iter().filter(|(other, ..)| {
+                other != name && !(i == 0 && *other == "accent") && !(i == 1 && *other == "default")
+            });
+            for (other, l, d) in others {
+                assert!(l != light && d != dark, "{name} is {other}");
             }
         }
     }

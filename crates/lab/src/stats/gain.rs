@@ -1,23 +1,27 @@
-//! How many times as good one set of samples is as another, and whether that is more than noise.
+//! How many times as good one thing is as another, and whether that is more than noise.
+//!
+//! A page that makes fifty comparisons at 95 % each finds two or three differences where there are
+//! none. So the chance of error is that of *all comparisons of a verdict together*: each has its share
+//! of it (Bonferroni), and the shares become smaller each time that a run looks at its own results to
+//! see whether it may stop.
 
-use super::{COVERAGE, Interval, sorted};
+use super::noise::{Noise, Rounds};
+use super::special::student;
+use super::{Interval, sorted};
 use crate::model::Better;
 
 /// A difference that matters: below it nobody would choose by it, however sure it is.
 pub const MATTERS: f64 = 0.02;
 
-/// What one round is taken to be off by, either way, where there are too few to see it. On shared
-/// machines a load of some seconds repeats within 5 to 15 %.
-pub const SINGLE_ROUND_NOISE: f64 = 0.15;
+/// Rounds below which nothing is decided: they do not show how much they vary.
+pub const ROUNDS_MIN: usize = 3;
 
-/// What the ratio of two such rounds is taken to be off by, either way: both may be.
-const RATIO_NOISE: f64 = (1.0 + SINGLE_ROUND_NOISE) * (1.0 + SINGLE_ROUND_NOISE);
+/// The chance that a verdict calls anything better or worse that is not.
+pub const ERROR: f64 = 0.05;
 
-/// Coverage below which the samples cannot speak for themselves: less than three of each.
-const TOO_FEW: f64 = 0.8;
-
-/// Samples of a side up to which chances are counted exactly.
-const EXACT_MAX: usize = 30;
+/// An interval whose ends are no farther apart than this (12 % either way) tells enough: what lies
+/// in it is no reason to choose.
+pub const NARROW: f64 = 1.25;
 
 /// What a comparison comes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,157 +34,175 @@ pub enum Decision {
     Worse,
 }
 
+impl Decision {
+    /// In a word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Better => "better",
+            Self::Tie => "tie",
+            Self::Worse => "worse",
+        }
+    }
+
+    /// Seen from the other side.
+    pub fn reversed(self) -> Self {
+        match self {
+            Self::Better => Self::Worse,
+            Self::Tie => Self::Tie,
+            Self::Worse => Self::Better,
+        }
+    }
+}
+
 /// One against another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gain {
-    /// How many times as good: 2 is twice the throughput, or half the time. The median of the ratios
-    /// of each sample with each of the other.
+    /// How many times as good: 2 is twice the throughput, or half the time. Round by round, the
+    /// geometric mean of the ratios.
     pub ratio: f64,
-    /// Where the ratio lies.
+    /// Where the ratio lies. With less than [`ROUNDS_MIN`] rounds it is the range of what was
+    /// measured, and covers nothing.
     pub interval: Interval,
     /// What it comes to.
     pub decision: Decision,
+    /// Rounds of the side that has fewer.
+    pub rounds: usize,
 }
 
 impl Gain {
-    /// Whether there are too few samples to see how much they vary, so that
-    /// [`SINGLE_ROUND_NOISE`] is allowed for.
-    pub fn is_guessed(&self) -> bool {
-        self.interval.coverage < TOO_FEW
+    /// Whether there are too few rounds to see how much they vary, so that nothing is decided.
+    pub fn is_hint(&self) -> bool {
+        self.rounds < ROUNDS_MIN
+    }
+
+    /// Whether more rounds would tell nothing that matters: it is decided, or the two are as good as
+    /// equal.
+    pub fn is_settled(&self) -> bool {
+        let narrow = self.interval.high <= self.interval.low * NARROW;
+        !self.is_hint() && (self.decision != Decision::Tie || narrow)
+    }
+
+    /// Of too few rounds, from the middle as a logarithm.
+    pub(super) fn hint(middle: f64, rounds: usize) -> Self {
+        let ratio = middle.exp();
+        let interval = Interval { low: ratio, high: ratio, coverage: 0.0 };
+        Self { ratio, interval, decision: Decision::Tie, rounds: rounds.min(ROUNDS_MIN - 1) }
+    }
+
+    /// From a middle and half a width of its interval, both logarithms.
+    pub(super) fn around(middle: f64, half: f64, rounds: usize) -> Self {
+        let ratio = middle.exp();
+        // (Beyond that no number is left to print.)
+        let half = half.min(50.0);
+        let (low, high) = ((middle - half).exp(), (middle + half).exp());
+        let interval = Interval { low, high, coverage: 1.0 - ERROR };
+        let near = (1.0 / (1.0 + MATTERS)..=1.0 + MATTERS).contains(&ratio);
+        let decision = match interval.holds(1.0) || near {
+            true => Decision::Tie,
+            false if ratio > 1.0 => Decision::Better,
+            false => Decision::Worse,
+        };
+        Self { ratio, interval, decision, rounds }
     }
 }
 
-/// Holds samples against a base. Nothing where one side has none, or one that is not above 0.
-///
-/// It is a tie where the interval holds 1, and where the ratio is within [`MATTERS`] of 1. With less
-/// than three samples of each [`SINGLE_ROUND_NOISE`] of each side is allowed for.
-pub fn gain(samples: &[f64], base: &[f64], better: Better) -> Option<Gain> {
-    let usable = |side: &[f64]| side.iter().all(|sample| *sample > 0.0);
-    if !usable(samples) || !usable(base) {
-        return None;
-    }
-    let (own, other) = (sorted(samples)?, sorted(base)?);
-    let ratio = |one: f64, two: f64| match better {
-        Better::Higher => one / two,
-        Better::Lower => two / one,
-    };
-    let pairs: Vec<f64> =
-        own.iter().flat_map(|one| other.iter().map(move |two| ratio(*one, *two))).collect();
-    let pairs = sorted(&pairs)?;
-    let (skip, coverage) = skipped(own.len(), other.len());
-    let mut interval = Interval { low: pairs[skip], high: pairs[pairs.len() - 1 - skip], coverage };
-    // In logarithms, so that twice and half weigh the same.
-    let half = pairs.len() / 2;
-    let middle =
-        if pairs.len() % 2 == 1 { pairs[half] } else { (pairs[half - 1] * pairs[half]).sqrt() };
-    if coverage < TOO_FEW {
-        interval.low = interval.low.min(middle / RATIO_NOISE);
-        interval.high = interval.high.max(middle * RATIO_NOISE);
-    }
-    Some(Gain { ratio: middle, interval, decision: decide(middle, &interval) })
+/// One side of a comparison.
+#[derive(Clone, Copy, Debug)]
+pub struct Side<'a> {
+    /// What it measured, by round: of several cells their geometric mean.
+    pub rounds: &'a Rounds,
+    /// The cells that stand behind it, as indices.
+    pub cells: &'a [usize],
 }
 
-fn decide(ratio: f64, interval: &Interval) -> Decision {
-    if interval.holds(1.0) || (1.0 / (1.0 + MATTERS)..=1.0 + MATTERS).contains(&ratio) {
-        Decision::Tie
-    } else if ratio > 1.0 {
-        Decision::Better
-    } else {
-        Decision::Worse
-    }
+/// What decides all comparisons of a run.
+#[derive(Clone, Debug, Default)]
+pub struct Judge {
+    noise: Noise,
+    /// The chance of error of one comparison.
+    share: f64,
 }
 
-/// How many of the ordered pairs at each end lie outside of the interval, and its coverage.
-///
-/// The interval from pair `k` to pair `k` from the end holds the true ratio unless the
-/// Mann–Whitney statistic is below `k` or as far up: its chances, where both sides are of one
-/// distribution, are a matter of counting.
-fn skipped(m: usize, n: usize) -> (usize, f64) {
-    if m > EXACT_MAX || n > EXACT_MAX {
-        return skipped_of_many(m, n);
+impl Judge {
+    /// Of a run's cells, each with the number of its load. `comparisons` is how many a verdict makes
+    /// of them, `looks` how often the run has looked whether it may stop, 1 where its rounds were
+    /// fixed beforehand.
+    pub fn new(cells: &[(usize, Rounds)], comparisons: usize, looks: usize) -> Self {
+        let (comparisons, looks) = (comparisons.max(1) as f64, looks.max(1) as f64);
+        Self { noise: Noise::of(cells), share: ERROR / comparisons / looks.powi(2) }
     }
-    let ways = ways(m, n);
-    let all: f64 = ways.iter().map(|ways| *ways as f64).sum();
-    let mut below = ways[0] as f64 / all;
-    let mut skip = 0;
-    while let Some(next) = ways.get(skip + 1) {
-        let wider = below + *next as f64 / all;
-        if 1.0 - 2.0 * wider < COVERAGE {
-            break;
+
+    /// Holds one side against the other. Nothing where one of them has no value, or one that is not
+    /// above 0.
+    pub fn gain(&self, own: Side<'_>, base: Side<'_>, better: Better) -> Option<Gain> {
+        let usable = |side: &Side<'_>| {
+            !side.rounds.is_empty()
+                && side.rounds.iter().all(|(_, value)| *value > 0.0 && value.is_finite())
+        };
+        if !usable(&own) || !usable(&base) {
+            return None;
         }
-        below = wider;
-        skip += 1;
+        let ratios = ratios(own.rounds, base.rounds, better);
+        let rounds = own.rounds.len().min(base.rounds.len());
+        let (middle, range) = (mean(&ratios), sorted(&ratios)?);
+        let spread = self.noise.between(own.cells, base.cells);
+        let Some(spread) = spread.filter(|_| rounds >= ROUNDS_MIN) else {
+            let (low, high) = (range[0].exp(), range[range.len() - 1].exp());
+            let interval = Interval { low, high, coverage: 0.0 };
+            return Some(Gain { interval, ..Gain::hint(middle, rounds) });
+        };
+        let half = student(self.share, spread.freedom) * spread.variance.sqrt();
+        Some(Gain::around(middle, half, rounds))
     }
-    (skip, (1.0 - 2.0 * below).max(0.0))
 }
 
-/// For many samples the statistic is as good as normally distributed.
-fn skipped_of_many(m: usize, n: usize) -> (usize, f64) {
-    let (m, n) = (m as f64, n as f64);
-    let spread = (m * n * (m + n + 1.0) / 12.0).sqrt();
-    let skip = (m * n / 2.0 - 1.96 * spread).floor().max(0.0) as usize;
-    (skip.min(((m * n - 1.0) / 2.0) as usize), COVERAGE)
+/// Logarithms of ratios: of the rounds that both have, else of each with each.
+fn ratios(own: &Rounds, base: &Rounds, better: Better) -> Vec<f64> {
+    let sign = if better == Better::Higher { 1.0 } else { -1.0 };
+    let ratio = |one: f64, two: f64| sign * (one / two).ln();
+    let paired: Vec<f64> = own
+        .iter()
+        .filter_map(|(round, one)| {
+            let (_, two) = base.iter().find(|(other, _)| other == round)?;
+            Some(ratio(*one, *two))
+        })
+        .collect();
+    if !paired.is_empty() {
+        return paired;
+    }
+    let each = own.iter().flat_map(|(_, one)| base.iter().map(move |(_, two)| (*one, *two)));
+    each.map(|(one, two)| ratio(one, two)).collect()
 }
 
-/// In how many of all orders of `m` and `n` samples the statistic is 0, 1, 2, … up to `m n`: the
-/// coefficients of a Gaussian binomial, which is the product of (1 − qⁿ⁺ⁱ) / (1 − qⁱ) for i from 1
-/// to m.
-fn ways(m: usize, n: usize) -> Vec<u128> {
-    let mut ways = vec![0u128; m * n + 1];
-    ways[0] = 1;
-    for i in 1..=m {
-        // Dividing by 1 − qⁱ adds what stands i before; from the front.
-        for at in i..ways.len() {
-            ways[at] = ways[at].wrapping_add(ways[at - i]);
-        }
-        // Multiplying with 1 − qⁿ⁺ⁱ takes what stood n + i before; from the back.
-        for at in (n + i..ways.len()).rev() {
-            ways[at] = ways[at].wrapping_sub(ways[at - n - i]);
-        }
-    }
-    ways
+/// The mean, whose spread is what [`Noise`] tells of; that of a median is another.
+pub(super) fn mean(numbers: &[f64]) -> f64 {
+    numbers.iter().sum::<f64>() / numbers.len() as f64
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn orders_are_counted() {
-        assert_eq!(ways(1, 1), [1, 1]);
-        assert_eq!(ways(2, 2), [1, 1, 2, 1, 1]);
-        assert_eq!(ways(3, 3), [1, 1, 2, 3, 3, 3, 3, 2, 1, 1]);
-        // 30 of 60.
-        assert_eq!(ways(30, 30).iter().sum::<u128>(), 118_264_581_564_861_424);
+    fn rounds(values: &[f64]) -> Rounds {
+        (0u32..).zip(values.iter().copied()).collect()
     }
 
-    /// Critical values at 5 %, two-sided, as tables of the Mann–Whitney test have them.
-    #[test]
-    fn intervals_are_those_of_the_tables() {
-        for (m, n, critical) in [(5, 5, 2), (6, 4, 2), (8, 8, 13), (10, 10, 23), (20, 20, 127)] {
-            assert_eq!(skipped(m, n).0, critical, "{m} and {n}");
-        }
-        let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-9, "{a} {b}");
-        near(skipped(3, 3).1, 0.9);
-        near(skipped(2, 2).1, 1.0 - 2.0 / 6.0);
-        near(skipped(1, 1).1, 0.0);
-        near(skipped(5, 5).1, 1.0 - 2.0 * 4.0 / 252.0);
-        // The approximation goes on where counting ends.
-        let (exact, about) = (skipped(30, 30).0, skipped_of_many(30, 30).0);
-        assert!(exact.abs_diff(about) <= 2, "{exact} {about}");
-        assert_eq!(skipped(31, 1).0, 0);
+    /// Two cells of one load, the only comparison.
+    fn gain(own: &[f64], base: &[f64], better: Better) -> Option<Gain> {
+        let cells = [(0, rounds(own)), (0, rounds(base))];
+        let side = |i: usize| Side { rounds: &cells[i].1, cells: if i == 0 { &[0] } else { &[1] } };
+        Judge::new(&cells, 1, 1).gain(side(0), side(1), better)
     }
 
     #[test]
     fn better_is_up_or_down() {
-        let (slow, fast) = ([10.0, 11.0, 10.5], [20.0, 21.0, 22.0]);
+        let (slow, fast) = ([10.0, 11.0, 10.5], [20.0, 22.0, 21.0]);
         let up = gain(&fast, &slow, Better::Higher).unwrap();
         assert_eq!(up.decision, Decision::Better);
-        assert_eq!(up.ratio, 2.0);
-        assert_eq!((up.interval.low, up.interval.high), (20.0 / 11.0, 2.2));
+        assert!((up.ratio - 2.0).abs() < 1e-9 && up.interval.holds(2.0), "{up:?}");
         let down = gain(&fast, &slow, Better::Lower).unwrap();
         assert_eq!(down.decision, Decision::Worse);
-        assert_eq!(down.ratio, 0.5);
+        assert!((down.ratio - 0.5).abs() < 1e-9);
     }
 
     #[test]
@@ -188,13 +210,29 @@ mod tests {
         let decide = |a: &[f64], b: &[f64]| gain(a, b, Better::Higher).unwrap().decision;
         assert_eq!(decide(&[10.0, 12.0, 11.0], &[10.5, 11.5, 10.8]), Decision::Tie);
         // Sure, and too little to matter.
-        assert_eq!(decide(&[101.0, 101.1, 101.2], &[100.0, 100.1, 100.2]), Decision::Tie);
-        assert_eq!(decide(&[104.0, 104.1, 104.2], &[100.0, 100.1, 100.2]), Decision::Better);
-        // One round: what it may be off by is allowed for.
-        assert_eq!(decide(&[110.0], &[100.0]), Decision::Tie);
-        assert_eq!(decide(&[130.0], &[100.0]), Decision::Tie);
-        assert_eq!(decide(&[135.0], &[100.0]), Decision::Better);
-        assert_eq!(decide(&[110.0, 111.0], &[100.0, 101.0]), Decision::Tie);
+        assert_eq!(decide(&[101.0; 5], &[100.0; 5]), Decision::Tie);
+        assert_eq!(decide(&[105.0; 5], &[100.0; 5]), Decision::Better);
+    }
+
+    #[test]
+    fn one_or_two_rounds_decide_nothing() {
+        let found = gain(&[500.0], &[100.0], Better::Higher).unwrap();
+        assert!(found.is_hint() && !found.is_settled(), "{found:?}");
+        assert_eq!((found.decision, found.interval.coverage), (Decision::Tie, 0.0));
+        let found = gain(&[500.0, 501.0], &[100.0, 101.0], Better::Higher).unwrap();
+        assert!(found.is_hint() && found.decision == Decision::Tie, "{found:?}");
+    }
+
+    #[test]
+    fn more_comparisons_and_more_looks_want_more() {
+        let cells = [(0, rounds(&[10.0, 11.0, 10.5])), (0, rounds(&[12.0, 12.4, 12.7]))];
+        let width = |comparisons, looks| {
+            let judge = Judge::new(&cells, comparisons, looks);
+            let side = |i: usize| Side { rounds: &cells[i].1, cells: [&[0], &[1]][i] };
+            let found = judge.gain(side(0), side(1), Better::Higher).unwrap();
+            found.interval.high / found.interval.low
+        };
+        assert!(width(1, 1) < width(10, 1) && width(10, 1) < width(10, 3));
     }
 
     #[test]

@@ -1,29 +1,36 @@
 //! What samples say: pure functions on numbers.
 //!
 //! A cell has few samples (a round each, 3 to 30), of a distribution that nobody knows and that is often
-//! skewed. So nothing here supposes a normal distribution, nothing draws random numbers, and the
-//! same samples give the same answer always:
+//! skewed. Nothing draws random numbers, and the same samples give the same answer always:
 //!
 //! | question | method | source |
 //! |---|---|---|
 //! | where is the middle | median | |
 //! | how sure is that | order statistics around the median, exact for any distribution | Le Boudec, *Performance Evaluation of Computer and Communication Systems*, theorem 2.1 |
-//! | how many times as good as another | median of all pairwise ratios (Hodges–Lehmann), its interval by inverting the Mann–Whitney test | Hollander, Wolfe, *Nonparametric Statistical Methods*, 4.2 and 4.3 |
-//! | does it vary | coefficient of variation | |
+//! | how much does one round vary | variances of logarithms, without what a round has in common, each drawn towards those of the other cells | Smyth, *Linear models and empirical Bayes methods* (2004) |
+//! | how many times as good as another | geometric mean of the ratios, round by round, its interval by Student's distribution | |
+//! | is that more than noise | the interval, for all comparisons of a verdict together | Bonferroni |
+//! | is another run more than another hour | as above, runs in the place of rounds | [`runs`] |
 //! | is one far off | modified z-score by the median of absolute deviations, above 3.5 | Iglewicz, Hoaglin, *How to Detect and Handle Outliers* (1993) |
 //! | was it steady | five rounds, excursion ≤ 20 %, slope ≤ 10 % | SNIA, *Solid State Storage Performance Test Specification* 2.0.2 |
 //!
-//! A bootstrap would be the other choice for intervals. With three to five samples it knows no more
-//! than ten or so different medians, and its intervals are then much narrower than they claim. An
-//! interval of order statistics says what it can promise: with three samples it is all of their range, and holds the
-//! median of the distribution in 75 of 100 runs, which is what [`Interval::coverage`] says.
+//! A method without any distribution, such as a test of ranks, could decide nothing here: three samples
+//! beside three are in one order of twenty by chance, which is not enough for one comparison and far from
+//! enough for fifty. What is supposed of the distribution instead is held against samples of
+//! distributions with heavy tails, two modes and drift in the tests of [`crate::verdict`], and against real runs
+//! by [`crate::calibrate`].
 
 mod gain;
 mod histogram;
+mod noise;
+mod runs;
+mod special;
 mod steady;
 
-pub use gain::{Decision, Gain, MATTERS, SINGLE_ROUND_NOISE, gain};
+pub use gain::{Decision, ERROR, Gain, Judge, MATTERS, NARROW, ROUNDS_MIN, Side};
 pub use histogram::{FRACTIONS, Percentile, merged, percentiles};
+pub use noise::{Noise, Rounds, Spread};
+pub use runs::{RUNS_APART, Runs};
 pub use steady::{EXCURSION_MAX, SLOPE_MAX, WINDOW, judge, steady, window_of};
 
 /// The coverage that intervals aim at.

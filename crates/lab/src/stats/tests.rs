@@ -4,6 +4,15 @@ use vdkit_testkit::Rng;
 use super::*;
 use crate::model::Better;
 
+/// Two cells of one load, compared with one another and with nothing else.
+fn gain(own: &[f64], base: &[f64], better: Better) -> Option<Gain> {
+    let rounds = |values: &[f64]| -> Rounds { (0u32..).zip(values.iter().copied()).collect() };
+    let cells = [(0, rounds(own)), (0, rounds(base))];
+    let (one, two) = ([0], [1]);
+    let side = |i: usize| Side { rounds: &cells[i].1, cells: if i == 0 { &one } else { &two } };
+    Judge::new(&cells, 1, 1).gain(side(0), side(1), better)
+}
+
 fn numbers(n: usize) -> Vec<f64> {
     (1..=n).map(|i| i as f64).collect()
 }
@@ -91,7 +100,7 @@ fn skewed(rng: &mut Rng) -> f64 {
 fn intervals_hold_what_they_promise() {
     let mut rng = Rng::from_env(11);
     for n in [3, 5, 8, 12] {
-        let (mut medians, mut ratios, mut promised) = (0, 0, (0.0, 0.0));
+        let (mut medians, mut ratios, mut promised) = (0, 0, 0.0);
         let trials = 4000;
         for _ in 0..trials {
             let own: Vec<f64> = (0..n).map(|_| skewed(&mut rng)).collect();
@@ -100,11 +109,12 @@ fn intervals_hold_what_they_promise() {
             medians += u32::from(interval.holds(std::f64::consts::LN_2));
             let gain = gain(&own, &other, Better::Higher).unwrap();
             ratios += u32::from(gain.interval.holds(3.0));
-            promised = (interval.coverage, gain.interval.coverage);
+            promised = interval.coverage;
         }
         let held = |count: u32| f64::from(count) / f64::from(trials);
-        assert!((held(medians) - promised.0).abs() < 0.025, "{n}: {} {promised:?}", held(medians));
-        assert!((held(ratios) - promised.1).abs() < 0.025, "{n}: {} {promised:?}", held(ratios));
+        assert!((held(medians) - promised).abs() < 0.025, "{n}: {} {promised}", held(medians));
+        // (Student's distribution is not this one: it promises no more than that.)
+        assert!(held(ratios) > COVERAGE - 0.02, "{n}: {}", held(ratios));
     }
 }
 

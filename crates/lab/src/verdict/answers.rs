@@ -1,9 +1,9 @@
 //! The questions that a run's axes ask, each answered in a sentence.
 
-use super::{asked, published};
+use super::{asked, prepared, published, scores};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
 use crate::model::{Axes, Better, Cell, SURVIVED, metric};
-use crate::stats::{Decision, Gain, Summary, gain, median, summary};
+use crate::stats::{Decision, Gain, ROUNDS_MIN, Summary, median, summary};
 use crate::words::{self, label, listed, span, times, title};
 
 /// A question and its answer.
@@ -37,6 +37,8 @@ pub(super) fn answers(matrix: &Matrix<'_>, picks: &[Pick], best: Option<&Pick>) 
         all.extend(of_other_fronts(matrix, best));
         all.extend(of_conditions(matrix));
     }
+    all.extend(scores::of_scores(matrix));
+    all.extend(prepared::of_allocation(matrix));
     all.extend(asked::of_second_pass(matrix, picks));
     all.extend(asked::of_reads(matrix, picks));
     all.extend(asked::of_flushes(matrix));
@@ -105,44 +107,38 @@ fn of_choice(
         })
         .map(|value| value.name.clone())
         .collect();
-    let mut sentence = if tied.len() == others.len() {
-        format!(
-            "It makes no difference that can be told from noise: {} tie",
-            listed(&values.iter().map(|value| value.name.clone()).collect::<Vec<_>>(),)
-        )
-    } else {
-        let found = matrix.against(&first.pick, &against.pick);
-        let mut sentence = match found {
-            Some(found) if found.is_guessed() && found.decision != Decision::Tie => format!(
-                "{}: about {} times as good as {}, all else the same",
-                first.name,
-                times(found.ratio),
-                against.name
-            ),
-            Some(found) if found.decision != Decision::Tie => format!(
-                "{}: {} times as good as {} ({}), all else the same",
-                first.name,
-                times(found.ratio),
-                against.name,
-                span(found.interval.low, found.interval.high)
-            ),
-            _ => format!("{}, though not surely better than {}", first.name, against.name),
-        };
-        let more: Vec<String> =
-            tied.iter().filter(|name| **name != against.name).cloned().collect();
-        if !more.is_empty() {
-            sentence.push_str(&format!("; {} cannot be told from it", listed(&more)));
-        }
-        sentence
+    let found = matrix.against(&first.pick, &against.pick);
+    let mut sentence = match found {
+        Some(found) if found.is_hint() => format!(
+            "{} times in so few rounds, which decide nothing: {} against {}",
+            times(found.ratio),
+            first.name,
+            against.name
+        ),
+        Some(found) if found.decision == Decision::Better => format!(
+            "{} times ({}): {} against {}, all else the same",
+            times(found.ratio),
+            span(found.interval.low, found.interval.high),
+            first.name,
+            against.name
+        ),
+        Some(found) => format!(
+            "{} to {} times: {} against {}, which cannot be told apart",
+            times(found.interval.low),
+            times(found.interval.high),
+            first.name,
+            against.name
+        ),
+        None => format!("{} has the best value", first.name),
     };
+    let more: Vec<String> = tied.iter().filter(|name| **name != against.name).cloned().collect();
+    if !more.is_empty() && found.is_some_and(|found| !found.is_hint()) {
+        let verb = if more.len() == 1 { "ties" } else { "tie" };
+        sentence.push_str(&format!("; {} {verb} with {}", listed(&more), first.name));
+    }
     // What is best together need not be what is best on average.
-    let stays = base.is_some_and(|base| best.and_then(named).as_ref() == Some(&base.name));
-    if tied.len() == others.len() {
-        // There is nothing to choose.
-    } else if stays && base.is_some_and(|base| tied.contains(&base.name)) {
-        sentence.push_str(", so that the default stays");
-    } else if let Some(advised) = best.and_then(named).filter(|name| *name != first.name) {
-        sentence.push_str(&format!("; together with the rest of what is advised it is {advised}"));
+    if let Some(advised) = best.and_then(named).filter(|name| *name != first.name) {
+        sentence.push_str(&format!("; what is advised has {advised}"));
     }
     sentence.push('.');
     Some(Answer { question, sentence })
@@ -183,11 +179,11 @@ fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
     let tied = |pick: &Pick| {
         matrix.against(pick, first).is_some_and(|gain| gain.decision == Decision::Tie)
     };
-    let mut sentence = format!("{} with {}", name(first), said(first));
+    let mut sentence = format!("{}: {}", said(first), name(first));
     let base = matrix.base(first, &picks);
     let other = base.filter(|base| base.axes != first.axes);
     match other {
-        Some(base) if tied(base) => {
+        Some(base) if tied(base) && base.summary.count >= ROUNDS_MIN => {
             sentence.push_str(&format!("; the default, {}, ties at {}", name(base), said(base)));
         }
         Some(base) => {
@@ -197,6 +193,11 @@ fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
         None => {}
     }
     let others = picks[1..].iter().filter(|pick| other.is_none_or(|base| base.axes != pick.axes));
+    let hint = picks.iter().any(|pick| pick.summary.count < ROUNDS_MIN);
+    if hint {
+        sentence.push_str("; by so few rounds none can be told from another.");
+        return Some(Answer { question, sentence });
+    }
     let ties: Vec<String> = others.filter(|pick| tied(pick)).map(name).collect();
     match ties.len() {
         0 => {}
@@ -240,23 +241,18 @@ fn peer_row(
     cells: &[(String, &Cell)],
     tools: &[String],
 ) -> Option<PeerRow> {
-    let values = |tool: &String| {
-        let cell = cells.iter().find(|(name, _)| name == tool)?.1;
-        Some(cell.values(matrix.metric.key))
-    };
-    let measured: Vec<(String, Option<Summary>)> = tools
-        .iter()
-        .map(|tool| (tool.clone(), values(tool).and_then(|values| summary(&values))))
-        .collect();
+    let cell_of = |tool: &str| Some(cells.iter().find(|(name, _)| name == tool)?.1);
+    let values = |cell: &Cell| summary(&cell.values(matrix.metric.key));
+    let measured: Vec<(String, Option<Summary>)> =
+        tools.iter().map(|tool| (tool.clone(), cell_of(tool).and_then(values))).collect();
     if measured.iter().filter(|(_, summary)| summary.is_some()).count() < 2 {
         return None;
     }
-    let own = values(&OWN_TOOL.to_owned()).unwrap_or_default();
-    let gains = tools
-        .iter()
-        .filter(|tool| *tool != OWN_TOOL)
-        .filter_map(|tool| Some((tool.clone(), gain(&own, &values(tool)?, matrix.metric.better)?)))
-        .collect();
+    let against = |tool: &&String| {
+        let gain = matrix.between(cell_of(OWN_TOOL)?, cell_of(tool)?)?;
+        Some(((*tool).clone(), gain))
+    };
+    let gains = tools.iter().filter(|tool| *tool != OWN_TOOL).filter_map(|t| against(&t)).collect();
     let told = |axis: &str| matrix.varying.contains(&axis);
     let axes = thing.iter().filter(|(axis, _)| told(axis)).cloned().collect();
     Some(PeerRow { axes, tools: measured, gains })

@@ -28,7 +28,7 @@ pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answ
         .filter_map(|pick| {
             let (first, second) = (of(pick, "elapsed_seconds")?, of(pick, "second_pass_seconds")?);
             let name = label(&matrix.short(&pick.axes));
-            Some((second, format!("{name} {} (the first time {})", time(second), time(first))))
+            Some((second, format!("{} with {name} (the first time {})", time(second), time(first))))
         })
         .collect();
     if found.is_empty() {
@@ -38,28 +38,35 @@ pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answ
     let said: Vec<String> = found.into_iter().map(|(_, text)| text).collect();
     let question = "How long does the second time take?".to_owned();
     let several = picks.iter().any(|pick| pick.cells.len() > 1);
-    let of = if several { "In the middle of all loads: " } else { "" };
-    Some(Answer { question, sentence: format!("{of}{}.", named(&said)) })
+    let of = if several { "; medians of all loads" } else { "" };
+    Some(Answer { question, sentence: format!("{}{of}.", named(&said)) })
 }
 
-/// How many reads it takes to open one image, over all sizes.
+/// How many reads it takes to open one image, over all sizes: those that the program makes, and those
+/// that reach the device, which are others.
 pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
     let opened = |cell: &&Cell| {
         cell.axis("profile") == Some("open") && matches!(cell.axis("images"), None | Some("1"))
     };
+    let range = |pick: &Pick, key: &str| -> Option<String> {
+        let cells = pick.cells.iter().map(|i| &matrix.run.cells[*i]).filter(opened);
+        let counts: Vec<f64> = cells.filter_map(|cell| median_of(cell, key)).collect();
+        let fewest = counts.iter().copied().reduce(f64::min)?;
+        let most = counts.iter().copied().reduce(f64::max)?;
+        let count = |number: f64| metric(key).map(|metric| value(metric, number));
+        match fewest < most {
+            true => Some(format!("{} to {}", count(fewest)?, count(most)?)),
+            false => count(most),
+        }
+    };
     let said: Vec<String> = picks
         .iter()
         .filter_map(|pick| {
-            let cells = pick.cells.iter().map(|i| &matrix.run.cells[*i]).filter(opened);
-            let reads: Vec<f64> = cells.filter_map(|cell| median_of(cell, "reads")).collect();
-            let fewest = reads.iter().copied().reduce(f64::min)?;
-            let most = reads.iter().copied().reduce(f64::max)?;
-            let count = |number: f64| metric("reads").map(|metric| value(metric, number));
+            let own = range(pick, "reads")?;
             let name = label(&matrix.short(&pick.axes));
-            Some(if fewest < most {
-                format!("{name} {} to {}", count(fewest)?, count(most)?)
-            } else {
-                format!("{name} {}", count(most)?)
+            Some(match range(pick, "device_reads") {
+                Some(device) => format!("{own} ({device} at the device) with {name}"),
+                None => format!("{own} with {name}"),
             })
         })
         .collect();
@@ -71,7 +78,12 @@ pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
         _ => String::new(),
     };
     let question = "How many reads does it take?".to_owned();
-    let sentence = format!("To open one image{sizes} and read a little: {}.", named(&said));
+    let sentence = format!(
+        "{}: to open one image{sizes} and read a little. The first number is of reads that vdkit \
+         makes; what reaches the device is also the file system's own, its read-ahead, and the \
+         program's file.",
+        named(&said)
+    );
     Some(Answer { question, sentence })
 }
 
@@ -97,10 +109,13 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
         .iter()
         .filter_map(|cell| Some((cell, median_of(cell, "final_fsync_seconds")?)))
         .max_by(|a, b| a.1.total_cmp(&b.1));
+    let all = counted.len();
     let mut sentence = match without.len() {
-        0 => format!("Yes: flushes reached it in all {} cells that count them", counted.len()),
-        few if few <= 4 => format!("Not with {}: none was recorded there", listed(&without)),
-        many => format!("Not in {many} of {} cells: none was recorded there", counted.len()),
+        0 => format!("In {all} of {all} cells that count them flushes reached it"),
+        few if few <= 4 => {
+            format!("In {} of {all} cells: none was seen with {}", all - few, listed(&without))
+        }
+        many => format!("In {} of {all} cells: none was seen in the other {many}", all - many),
     };
     if let Some((cell, seconds)) = longest {
         sentence.push_str(&format!(
@@ -137,7 +152,9 @@ pub(super) fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
         many => format!("{many} cells"),
     };
     let sentence = format!(
-        "Came through without an error: {}. Broke: {}.",
+        "{} of {} came through without an error: {}. Broke: {}.",
+        came.len(),
+        came.len() + broke.len(),
         said(&came, "none"),
         said(&broke, "none")
     );

@@ -1,9 +1,9 @@
 //! How sure a verdict is, in words.
 
 use crate::matrix::{Matrix, Pick};
-use crate::model::{Cell, Steady};
-use crate::stats::steady;
-use crate::words::percent;
+use crate::model::{Cell, SNIA_SECONDS, Steady};
+use crate::stats::{ROUNDS_MIN, steady};
+use crate::words::{percent, time};
 
 /// From a guess to as sure as one machine can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -14,7 +14,7 @@ pub enum Level {
     Low,
     /// Three rounds or more that agree well.
     Fair,
-    /// Five rounds or more that agree closely, all of them steady.
+    /// Five rounds or more that agree closely, all loads level.
     High,
 }
 
@@ -40,7 +40,7 @@ pub struct Confidence {
 }
 
 /// Rounds and variations from which on confidence is fair or high.
-const FAIR: (usize, f64) = (3, 0.15);
+const FAIR: (usize, f64) = (ROUNDS_MIN, 0.15);
 const HIGH: (usize, f64) = (5, 0.05);
 
 impl Confidence {
@@ -60,14 +60,13 @@ impl Confidence {
         let variation = both().filter_map(|pick| pick.summary.variation).fold(0.0, f64::max);
         let outliers: usize = both().map(|pick| pick.summary.outliers.len()).sum();
         let cells = both().flat_map(|pick| &pick.cells).map(|i| &matrix.run.cells[*i]);
-        let states: Vec<bool> = cells.flat_map(steadiness).map(|state| state.reached).collect();
-        let steady = states.iter().filter(|reached| **reached).count();
-        let all_steady = steady == states.len();
+        let states: Vec<Steady> = cells.flat_map(steadiness).collect();
+        let all_level = states.iter().all(|state| state.reached);
         let level = if rounds < FAIR.0 {
             Level::Hint
         } else if variation > FAIR.1 {
             Level::Low
-        } else if rounds >= HIGH.0 && variation <= HIGH.1 && all_steady && !disturbed {
+        } else if rounds >= HIGH.0 && variation <= HIGH.1 && all_level && !disturbed {
             Level::High
         } else {
             Level::Fair
@@ -77,17 +76,28 @@ impl Confidence {
             rounds => format!("{rounds} rounds, which vary by {}", percent(variation)),
         };
         if !states.is_empty() {
-            let said = match states.len() {
-                all if all == steady => "; all loads were steady".to_owned(),
-                _ if steady == 0 => "; not steady by SNIA's rule".to_owned(),
-                all => format!("; {steady} of {all} loads were steady by SNIA's rule"),
-            };
-            words.push_str(&said);
+            words.push_str(&format!("; {}", of_states(&states)));
         }
         if outliers > 0 {
             words.push_str(&format!("; {outliers} of the samples lie far off"));
         }
         Self { level, words }
+    }
+}
+
+/// Whether loads kept their rate; SNIA's word for it only where they ran as long as SNIA's.
+fn of_states(states: &[Steady]) -> String {
+    let level = states.iter().filter(|state| state.reached).count();
+    let longest = states.iter().map(Steady::seconds).fold(0.0, f64::max);
+    let all = states.len();
+    match states.iter().all(Steady::is_long_enough) {
+        true => format!("{level} of {all} loads were steady by SNIA's rule"),
+        false => format!(
+            "{level} of {all} loads kept their rate, seen for {} at most (SNIA's steady state takes \
+             {})",
+            time(longest),
+            time(SNIA_SECONDS)
+        ),
     }
 }
 

@@ -7,29 +7,36 @@
 //! ```
 //!
 //! A choice is judged over all loads together: by the geometric mean of its values, round by round, so that
-//! a load counts by ratios and not by how large its numbers are. What cannot be told apart is called a
-//! tie, and of those that tie the default is advised, since changing it would gain nothing. What
-//! loses data in a power cut (`unsafe`, memory) is never advised, however fast it is.
+//! a load counts by ratios and not by how large its numbers are. The default is advised unless
+//! something is surely better, since changing it would gain nothing. What loses data in a power cut
+//! (`unsafe`, memory) is never advised, however fast it is.
 //!
-//! Comparisons are made one by one, and not corrected for how many there are: of a hundred pairs of
-//! equals a few will look different.
+//! A verdict is as loud as its evidence. Of less than three rounds nothing is advised; and where something
+//! that the plan asks about was not measured, that comes first and no advice stands without it. All
+//! comparisons that a verdict makes share one chance of error: [`crate::stats::Judge`].
 
 mod answers;
 mod asked;
 mod confidence;
+mod missing;
+mod prepared;
 mod published;
+mod scores;
+mod sentence;
 mod setup;
 mod told;
 
 use crate::matrix::{Matrix, Pick, Role, in_guest};
 use crate::model::{Axes, Run, SURVIVED};
-use crate::stats::{Decision, Gain};
-use crate::words::{self, label, span, times};
+use crate::stats::{Decision, Gain, ROUNDS_MIN};
+use crate::words;
 
 pub(crate) use answers::heading;
 pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
+pub use missing::Missing;
 pub(crate) use published::{all_measured_for, measured_for, others_for};
+pub use scores::{Ranking, rankings};
 pub use setup::Setup;
 pub use told::Told;
 
@@ -55,18 +62,50 @@ pub struct Exception {
     pub gain: Gain,
 }
 
+/// What a run has evidence for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// Something is surely better than the default, or than others where there is no default.
+    Use,
+    /// Nothing is surely better than the default.
+    Stay,
+    /// There are too few rounds, or all lie too close together.
+    Untold,
+    /// Nothing was measured, or not all that was asked about.
+    None,
+}
+
+impl Advice {
+    /// In a word, for programs.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Use => "use",
+            Self::Stay => "stay",
+            Self::Untold => "untold",
+            Self::None => "none",
+        }
+    }
+}
+
 /// What a run comes to.
 #[derive(Clone, Debug)]
 pub struct Verdict {
+    /// How loud it may be.
+    pub advice: Advice,
+    /// What the plan asks about and was not measured.
+    pub missing: Vec<Missing>,
     /// What to use, in one sentence.
     pub sentence: String,
-    /// The axes of what is advised that were a choice at all; none where nothing was measured.
+    /// The axes of what is advised that were a choice at all; none where nothing is advised.
     pub best: Option<Axes>,
+    /// What was best among all that was measured and is safe, surely or not.
+    pub leading: Option<Axes>,
     /// Cells of what is advised, as indices.
     pub cells: Vec<usize>,
     /// The default that it is held against.
     pub baseline: Option<Axes>,
-    /// Against the default; none where the default is advised, or there is none.
+    /// Of what is advised, or else leads, against the default; none where that is the default, or
+    /// there is none.
     pub gain: Option<Gain>,
     /// How sure all this is.
     pub confidence: Confidence,
@@ -137,9 +176,14 @@ fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
 
 /// Judges a run.
 pub fn verdict(run: &Run) -> Verdict {
+    let matrix = Matrix::new(run);
+    let missing = missing::missing(run, matrix.as_ref());
     let nothing = |sentence: &str| Verdict {
+        advice: Advice::None,
+        missing: missing.clone(),
         sentence: sentence.to_owned(),
         best: None,
+        leading: None,
         cells: Vec::new(),
         baseline: None,
         gain: None,
@@ -153,61 +197,143 @@ pub fn verdict(run: &Run) -> Verdict {
         setup: None,
         cautions: cautions(run),
     };
-    let Some(matrix) = Matrix::new(run) else {
+    let Some(matrix) = matrix else {
         return nothing("The plan's metric is not known to this version, so nothing is advised.");
     };
     let picks = matrix.picks();
     let (eligible, unsafe_because) = eligible(run, &picks);
-    let eligible = eligible.as_slice();
-    let Some(first) = eligible.first() else {
+    if eligible.is_empty() {
         let mut verdict = nothing("Nothing was measured under all loads, so nothing is advised.");
         verdict.answers = answers::answers(&matrix, &[], None);
         return verdict;
-    };
-    let best = advised(&matrix, first, eligible);
-    let base = matrix.base(best, eligible).filter(|base| base.axes != best.axes);
-    let gain = base.and_then(|base| matrix.against(best, base));
-    let ties = ties(&matrix, best, eligible);
-    let set_aside = set_aside(&matrix, best, &picks);
+    }
+    let found = Found::of(&matrix, &eligible, missing.iter().any(|missing| missing.blocks));
+    let best = found.way;
     let mut cautions = cautions(run);
     if let Some(reason) = unsafe_because {
         cautions.insert(0, format!("Nothing measured here is one to advise: {reason}."));
     }
-    let confidence = Confidence::of(&matrix, best, base, !cautions.is_empty());
-    let is_default = matrix.base(best, eligible).is_some_and(|base| base.axes == best.axes);
-    let sentence = sentence(&matrix, best, base, gain, is_default, eligible);
-    let mut answers =
-        vec![Answer { question: run.plan.question.clone(), sentence: sentence.clone() }];
-    answers.extend(answers::answers(&matrix, eligible, Some(best)));
+    let advised = matches!(found.advice, Advice::Use | Advice::Stay);
+    let told = |wanted: bool, axes: &Axes| wanted.then(|| matrix.short(axes));
+    let question = Answer {
+        question: run.plan.question.clone(),
+        sentence: sentence::answer(&matrix, &found, &missing),
+    };
+    let mut answers = vec![question];
+    answers.extend(answers::answers(&matrix, &eligible, advised.then_some(best)));
     Verdict {
-        sentence,
-        best: Some(matrix.short(&best.axes)),
-        cells: best.cells.clone(),
-        baseline: base.map(|base| matrix.short(&base.axes)),
-        gain,
-        confidence,
-        ties,
-        set_aside,
-        exceptions: exceptions(&matrix, best),
+        advice: found.advice,
+        sentence: sentence::sentence(&matrix, &found, &missing),
+        best: told(advised, &best.axes),
+        leading: told(true, &eligible[0].axes),
+        cells: if advised { best.cells.clone() } else { Vec::new() },
+        baseline: found.other().map(|base| matrix.short(&base.axes)),
+        gain: found.gain,
+        confidence: Confidence::of(&matrix, best, found.other(), !cautions.is_empty()),
+        ties: if advised { ties(&matrix, best, &eligible) } else { Vec::new() },
+        set_aside: set_aside(&matrix, best, &picks),
+        exceptions: if advised { exceptions(&matrix, best) } else { Vec::new() },
         left_out: left_out(&matrix, &picks),
         answers,
         peers: answers::peers(&matrix),
-        setup: Some(setup::setup(run, &best.axes, &best.cells)),
+        setup: advised.then(|| setup::setup(run, &best.axes, &best.cells)),
+        missing,
         cautions,
     }
 }
 
-/// The best, or the default where the best cannot be told from it.
-fn advised<'p>(matrix: &Matrix<'_>, first: &'p Pick, picks: &'p [Pick]) -> &'p Pick {
-    match matrix.base(first, picks) {
-        Some(base) => match matrix.against(first, base) {
-            Some(gain) if gain.decision == Decision::Better => first,
-            // (Values of 0, which have no ratio, are told by their order.)
-            None if first.summary.median != base.summary.median => first,
-            _ => base,
-        },
-        None => first,
+/// Whether more rounds would change nothing of what a run's verdict says. A runner asks after each
+/// round: see [`crate::run`].
+pub fn is_settled(run: &Run) -> bool {
+    let Some(matrix) = Matrix::new(run).filter(|matrix| matrix.metric.key != SURVIVED) else {
+        return true;
+    };
+    let picks = matrix.picks();
+    let (eligible, _) = eligible(run, &picks);
+    let Some(first) = eligible.first() else { return true };
+    let best = Found::of(&matrix, &eligible, false).way;
+    let open = |pick: &&Pick, other: &Pick| {
+        pick.axes != other.axes
+            && matrix.against(pick, other).is_some_and(|gain| !gain.is_settled())
+    };
+    !eligible.iter().any(|pick| open(&pick, best) || open(&pick, first))
+}
+
+/// What was found among ways that may be advised.
+pub(crate) struct Found<'p> {
+    pub(crate) advice: Advice,
+    /// What is advised, or else leads.
+    pub(crate) way: &'p Pick,
+    /// The default beside it, if it was measured.
+    pub(crate) base: Option<&'p Pick>,
+    /// Of the way against the default, where these are two.
+    pub(crate) gain: Option<Gain>,
+    /// All of them, the best first.
+    pub(crate) picks: &'p [Pick],
+}
+
+impl<'p> Found<'p> {
+    /// Of `picks`, the best first, which are not none. `blocked`: something is missing without which no
+    /// advice stands.
+    fn of(matrix: &Matrix<'_>, picks: &'p [Pick], blocked: bool) -> Self {
+        if matrix.metric.key == SURVIVED {
+            return Self::survivor(matrix, picks, blocked);
+        }
+        let first = &picks[0];
+        let base = matrix.base(first, picks);
+        let rounds = picks.iter().map(|pick| pick.summary.count).min().unwrap_or(0);
+        let enough = rounds >= ROUNDS_MIN;
+        let surely = |pick: &&Pick, other: &Pick| {
+            matrix.against(pick, other).is_some_and(|gain| gain.decision == Decision::Better)
+        };
+        let better = base.and_then(|base| picks.iter().find(|pick| surely(pick, base)));
+        let (way, advice) = match (better, base) {
+            _ if !enough => (first, Advice::Untold),
+            (Some(better), _) => (better, Advice::Use),
+            (None, Some(base)) if base_leads(matrix, first, base) => (base, Advice::Stay),
+            (None, Some(_)) => (first, Advice::Untold),
+            (None, None) if picks.iter().any(|other| surely(&first, other)) => (first, Advice::Use),
+            (None, None) => (first, Advice::Untold),
+        };
+        // (Where there is one way, there is nothing to tell.)
+        let advice = if picks.len() == 1 && enough { Advice::Stay } else { advice };
+        let advice = if blocked { Advice::None } else { advice };
+        let gain = base.filter(|base| base.axes != way.axes);
+        let gain = gain.and_then(|base| matrix.against(way, base));
+        Self { advice, way, base, gain, picks }
     }
+
+    /// Of what came through. Whatever needs no server beside QEMU comes first.
+    fn survivor(matrix: &Matrix<'_>, picks: &'p [Pick], blocked: bool) -> Self {
+        let through = |pick: &&Pick| pick.summary.min >= 1.0;
+        let alone = |pick: &&Pick| through(pick) && !needs_server(&pick.axes);
+        let way = picks.iter().find(alone).or_else(|| picks.iter().find(through));
+        let advice = match way {
+            _ if blocked => Advice::None,
+            Some(_) => Advice::Use,
+            None => Advice::Untold,
+        };
+        let way = way.unwrap_or(&picks[0]);
+        Self { advice, way, base: matrix.base(way, picks), gain: None, picks }
+    }
+
+    /// The default, where it is another way.
+    pub(crate) fn other(&self) -> Option<&'p Pick> {
+        self.base.filter(|base| base.axes != self.way.axes)
+    }
+}
+
+/// Whether the default stays: nothing is surely better, and none of the values is 0.
+fn base_leads(matrix: &Matrix<'_>, first: &Pick, base: &Pick) -> bool {
+    first.axes == base.axes || matrix.against(first, base).is_some()
+}
+
+/// Whether a program beside QEMU serves the disk.
+pub(crate) fn needs_server(axes: &Axes) -> bool {
+    let bare = ["file", "in-process", "guest-virtio", "guest-scsi", "guest-ide"];
+    axes.iter().any(|(axis, value)| {
+        axis == "front" && !bare.contains(&value.as_str()) && !value.starts_with("guest-virtio")
+    })
 }
 
 fn ties(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<Axes> {
@@ -227,7 +353,7 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
             let gain = matrix.against(pick, best);
             let faster = match gain {
                 Some(gain) => gain.decision == Decision::Better,
-                // (Values of 0, which have no ratio, are told by their order.)
+                // (What came through or did not has no ratio, but an order.)
                 None => matrix.is_better(pick.summary.median, best.summary.median),
             };
             faster.then(|| SetAside { axes: matrix.short(&pick.axes), gain, reason })
@@ -276,51 +402,6 @@ fn left_out(matrix: &Matrix<'_>, picks: &[Pick]) -> Vec<Axes> {
     found
 }
 
-fn sentence(
-    matrix: &Matrix<'_>,
-    best: &Pick,
-    base: Option<&Pick>,
-    gain: Option<Gain>,
-    is_default: bool,
-    picks: &[Pick],
-) -> String {
-    let name = label(&matrix.short(&best.axes));
-    let measure = matrix.metric.title;
-    if picks.len() == 1 {
-        return format!("{name} is all that was measured, so there was no choice to make.");
-    }
-    if matrix.metric.key == SURVIVED {
-        return match best.summary.median >= 1.0 {
-            true => format!(
-                "Use {name}: whoever writes to it waits while there is no space, and sees no error."
-            ),
-            false => format!("Nothing came through here; {name} is as good as any other."),
-        };
-    }
-    match (base, gain) {
-        (Some(base), Some(gain)) if gain.is_guessed() => format!(
-            "Use {name}: about {} times as good as {} in {measure}, as far as so few rounds tell.",
-            times(gain.ratio),
-            label(&matrix.short(&base.axes)),
-        ),
-        (Some(base), Some(gain)) => format!(
-            "Use {name}: {} times as good as {} in {measure} ({}).",
-            times(gain.ratio),
-            label(&matrix.short(&base.axes)),
-            span(gain.interval.low, gain.interval.high)
-        ),
-        (Some(base), None) => {
-            format!("Use {name}: better than {} in {measure}.", label(&matrix.short(&base.axes)))
-        }
-        (None, _) if is_default => {
-            format!(
-                "Stay with {name}, the default: nothing measured here is surely better in {measure}."
-            )
-        }
-        (None, _) => format!("Use {name}: the best of {} in {measure}.", picks.len()),
-    }
-}
-
 /// What notes of cells say of a guest without KVM.
 const EMULATED: &str = "emulated (TCG)";
 
@@ -344,7 +425,7 @@ fn cautions(run: &Run) -> Vec<String> {
     }
     if run.cells.iter().flat_map(|cell| &cell.notes).any(|note| note.contains(EMULATED)) {
         said.push(
-            "Guests had an emulated processor, as KVM does not work here: they compare with each \
+            "Guests had an emulated processor, as none came up with KVM: they compare with each \
              other only."
                 .to_owned(),
         );
@@ -353,5 +434,7 @@ fn cautions(run: &Run) -> Vec<String> {
     said
 }
 
+#[cfg(test)]
+mod calibration;
 #[cfg(test)]
 mod tests;

@@ -2,8 +2,8 @@
 
 use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, Role, program};
-use crate::model::{Cell, Published};
-use crate::stats::{MATTERS, SINGLE_ROUND_NOISE, median};
+use crate::model::{Cell, Published, Run, metric};
+use crate::stats::{Decision, MATTERS, ROUNDS_MIN, median};
 use crate::words::sentence;
 
 /// The cells that a published number speaks of.
@@ -59,9 +59,8 @@ pub(super) fn of_published(matrix: &Matrix<'_>) -> Option<Answer> {
         .filter_map(|number| Some((number, measured_for(matrix, number)?)))
         .collect();
     let rounds = matrix.run.cells.iter().map(|cell| cell.samples.len()).max().unwrap_or(0);
-    let single = 1.0 - 1.0 / (1.0 + SINGLE_ROUND_NOISE).powi(2);
-    let noise = if rounds < 3 { single } else { MATTERS };
     let mut found = Pairs::default();
+    let mut apart = Apart { run: matrix.run, known: Vec::new() };
     for (i, (one, own)) in both.iter().enumerate() {
         for (two, other) in &both[i + 1..] {
             // Numbers under different loads have no order.
@@ -69,7 +68,7 @@ pub(super) fn of_published(matrix: &Matrix<'_>) -> Option<Answer> {
             if one.metric != two.metric || loads[0] != loads[1] {
                 continue;
             }
-            match (near(one.value, two.value, MATTERS), near(*own, *other, noise)) {
+            match (near(one.value, two.value, MATTERS), !apart.tells(one, two)) {
                 (true, tie) => {
                     found.equal += 1;
                     found.equal_here += u32::from(tie);
@@ -83,11 +82,38 @@ pub(super) fn of_published(matrix: &Matrix<'_>) -> Option<Answer> {
         }
     }
     let mut text = found.said()?;
-    if rounds < 3 {
-        text.push_str(" By so few rounds that is a hint.");
+    if rounds < ROUNDS_MIN {
+        text.push_str(" Of less than three rounds none can be told apart.");
     }
     let question = "Do the published numbers hold here?".to_owned();
     Some(Answer { question, sentence: text })
+}
+
+/// Which of the cells that published numbers speak of can be told apart here.
+struct Apart<'a> {
+    run: &'a Run,
+    known: Vec<Matrix<'a>>,
+}
+
+impl Apart<'_> {
+    fn tells(&mut self, one: &Published, two: &Published) -> bool {
+        let at = self.known.iter().position(|matrix| matrix.metric.key == one.metric);
+        let at = at.or_else(|| {
+            self.known.push(Matrix::of(self.run, metric(&one.metric)?)?);
+            Some(self.known.len() - 1)
+        });
+        let Some(matrix) = at.map(|at| &self.known[at]) else { return false };
+        let pick = |number: &Published| {
+            let fits = |i: &usize| {
+                let cell = &self.run.cells[*i];
+                let named = |(axis, value): &(String, String)| cell.axis(axis) == Some(value);
+                matrix.counts(cell) && number.axes.iter().all(named)
+            };
+            matrix.pick(Vec::new(), (0..self.run.cells.len()).filter(fits).collect())
+        };
+        let (Some(one), Some(two)) = (pick(one), pick(two)) else { return false };
+        matrix.against(&one, &two).is_some_and(|gain| gain.decision != Decision::Tie)
+    }
 }
 
 /// Pairs of published numbers, by what they are here.

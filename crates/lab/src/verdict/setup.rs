@@ -2,12 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use vdkit_jobs::libvirt::{DiskSource, LibvirtDisk};
+use vdkit_jobs::libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
 
-use crate::model::{Axes, Cell, PlaceKind, Run};
+use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run};
 use crate::words::quoted;
 
-/// The cache mode of cells that do not vary it, and of QEMU where nobody says which.
+/// The cache mode of cells that do not vary it.
 const CACHE: &str = "writeback";
 
 /// What to type, and what to write into a guest's definition.
@@ -173,25 +173,46 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     } else {
         (DiskSource::File(disk.clone()), image.format.as_str())
     };
+    // What QEMU opens itself has the mode that `doctor` advises, where the run did not compare them.
+    let opened =
+        matches!(&source, DiskSource::File(path) | DiskSource::Device(path) if *path == disk);
+    let (suited, because) = cache_for(cache_place(place));
+    let compared = value("cache").is_some();
+    let mode = if compared || !opened { cache } else { suited };
     let mut element = LibvirtDisk::new(source, format);
-    element.cache = cache.to_owned();
+    element.cache = mode.to_owned();
     element.allocated = image.allocated();
     if let Some(bus) = bus {
         element.bus = bus.to_owned();
     }
-    let cache = value("cache").is_none().then(|| why(cells.iter().map(|i| &run.cells[*i])));
+    let because = if opened { because } else { "it is what was measured" };
+    let used = used(cells.iter().map(|i| &run.cells[*i]));
+    let cache = (!compared).then(|| {
+        format!(
+            "Cache mode {mode}: {because}. {used}; which mode is fastest here is what the plan \
+             cache-modes measures."
+        )
+    });
     Setup { commands: typed, xml: element.xml(), cache }
 }
 
-/// Why the element has [`CACHE`].
-fn why<'a>(mut cells: impl Iterator<Item = &'a Cell>) -> String {
+/// What of a place decides the cache mode.
+fn cache_place(place: Option<&PlaceInfo>) -> CachePlace {
+    match place.map(|place| (place.kind, place.file_system.as_deref().unwrap_or_default())) {
+        Some((PlaceKind::Device, _)) => CachePlace::Device,
+        Some((_, "tmpfs" | "ramfs")) => CachePlace::Memory,
+        Some((_, "btrfs")) => CachePlace::Checksums,
+        _ => CachePlace::Direct,
+    }
+}
+
+/// Which cache mode the run used, as it did not compare them.
+fn used<'a>(mut cells: impl Iterator<Item = &'a Cell>) -> String {
     // (Servers are told it: `--cache writeback`, `cache.direct=off`.)
-    let told = cells.any(|cell| cell.commands.iter().any(|line| line.contains("cache")));
-    let first = match told {
-        true => format!("All of this was measured with cache mode {CACHE}"),
-        false => format!("This run used no cache mode; {CACHE} is QEMU's own default"),
-    };
-    format!("{first}. Which one is best is what the plan cache-modes measures.")
+    match cells.any(|cell| cell.commands.iter().any(|line| line.contains("cache"))) {
+        true => format!("All of this run was measured with {CACHE}"),
+        false => "This run used no cache mode".to_owned(),
+    }
 }
 
 #[cfg(test)]
@@ -276,19 +297,34 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_mode_is_what_was_measured() {
+    fn the_cache_mode_is_the_one_that_doctor_advises() {
         let mut run = Run::default();
+        for (name, file_system) in [("ext4", "ext4"), ("memory", "tmpfs")] {
+            run.environment.places.push(PlaceInfo {
+                name: name.into(),
+                file_system: Some(file_system.into()),
+                ..PlaceInfo::default()
+            });
+        }
         let mut choose = |commands: &[&str], values: &[(&str, &str)]| {
             let commands = commands.iter().map(|line| (*line).to_owned()).collect();
             run.cells = vec![Cell { commands, ..Cell::default() }];
             setup(&run, &axes(values), &[0])
         };
-        let served = choose(&["vdkit mount --cache writeback a b"], &[("layout", "qcow2")]);
-        assert!(served.xml.contains("cache='writeback' io='threads'"), "{}", served.xml);
-        assert!(served.cache.unwrap().contains("measured with cache mode writeback"));
-        let converted = choose(&["vdkit convert a b"], &[("layout", "qcow2")]);
-        assert!(converted.xml.contains("cache='writeback'"));
-        assert!(converted.cache.unwrap().starts_with("This run used no cache mode"));
+        let (advised, because) = cache_for(CachePlace::Direct);
+        let served = choose(
+            &["vdkit mount --cache writeback a b"],
+            &[("backend", "ext4"), ("layout", "qcow2")],
+        );
+        assert!(served.xml.contains(&format!("cache='{advised}'")), "{}", served.xml);
+        let told = served.cache.unwrap();
+        assert!(told.contains(because) && told.contains("measured with writeback"), "{told}");
+        let memory = choose(&["vdkit convert a b"], &[("backend", "memory"), ("layout", "qcow2")]);
+        assert!(memory.xml.contains("cache='writeback'"));
+        assert!(memory.cache.unwrap().contains("This run used no cache mode"));
+        // What a server hands out has the mode that was measured.
+        let nbd = choose(&[], &[("layout", "qcow2"), ("front", "nbd")]);
+        assert!(nbd.xml.contains("cache='writeback'"), "{}", nbd.xml);
         let compared = choose(&[], &[("cache", "directsync")]);
         assert!(compared.xml.contains("cache='directsync'") && compared.cache.is_none());
     }

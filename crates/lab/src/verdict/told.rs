@@ -4,18 +4,22 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::{Answer, SetAside, Verdict};
+use super::{Answer, Missing, SetAside, Verdict};
 use crate::model::Axes;
-use crate::stats::{Decision, Gain};
-use crate::words::{first_of, label, percent, span, times};
+use crate::stats::Gain;
+use crate::words::{first_of, label, percent, sentence, span, times};
 
 /// A verdict as JSON has it.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Told {
+    not_measured: Vec<ToldMissing>,
+    advice: &'static str,
     sentence: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     best: Option<Names>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    leading: Option<Names>,
     #[serde(skip_serializing_if = "Option::is_none")]
     baseline: Option<Names>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -38,11 +42,34 @@ pub struct Told {
 type Names = BTreeMap<String, String>;
 
 #[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct ToldMissing {
+    what: Names,
+    state: &'static str,
+    cells: usize,
+    reason: String,
+    blocks_advice: bool,
+}
+
+impl From<&Missing> for ToldMissing {
+    fn from(missing: &Missing) -> Self {
+        Self {
+            what: names(&missing.what),
+            state: missing.state,
+            cells: missing.cells,
+            reason: missing.reason.clone(),
+            blocks_advice: missing.blocks,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Serialize)]
 struct ToldGain {
     ratio: f64,
     low: f64,
     high: f64,
     coverage: f64,
+    rounds: usize,
     verdict: &'static str,
 }
 
@@ -88,11 +115,8 @@ impl From<&Gain> for ToldGain {
             low: gain.interval.low,
             high: gain.interval.high,
             coverage: gain.interval.coverage,
-            verdict: match gain.decision {
-                Decision::Better => "better",
-                Decision::Tie => "tie",
-                Decision::Worse => "worse",
-            },
+            rounds: gain.rounds,
+            verdict: gain.decision.word(),
         }
     }
 }
@@ -101,7 +125,10 @@ impl Verdict {
     /// For other programs.
     pub fn told(&self) -> Told {
         Told {
+            not_measured: self.missing.iter().map(ToldMissing::from).collect(),
+            advice: self.advice.word(),
             sentence: self.sentence.clone(),
+            leading: self.leading.as_ref().map(names),
             best: self.best.as_ref().map(names),
             baseline: self.baseline.as_ref().map(names),
             gain: self.gain.as_ref().map(ToldGain::from),
@@ -144,14 +171,18 @@ impl Verdict {
         }
     }
 
-    /// For people at a terminal: what to use and by how much it wins, what speaks against it, and how
-    /// to have it.
+    /// For people at a terminal: what was not measured, what to use and by how much it wins, what speaks
+    /// against it, and how to have it.
     pub fn lines(&self) -> Vec<String> {
-        let mut lines = vec![self.sentence.clone()];
+        let mut lines: Vec<String> = self.not_measured();
+        lines.push(self.sentence.clone());
         if let (Some(gain), Some(base)) = (&self.gain, &self.baseline) {
-            let surely = match gain.is_guessed() {
-                true => "too few rounds to see how much they vary".to_owned(),
-                false => format!("{} interval", percent(gain.interval.coverage)),
+            let surely = match gain.is_hint() {
+                true => "the range of what was measured".to_owned(),
+                false => format!(
+                    "{} interval, all comparisons together",
+                    percent(gain.interval.coverage)
+                ),
             };
             let span = span(gain.interval.low, gain.interval.high);
             let times = times(gain.ratio);
@@ -186,7 +217,20 @@ impl Verdict {
         lines.extend(setup.cache.clone());
         lines
     }
+
+    /// What was not measured, a sentence each.
+    pub fn not_measured(&self) -> Vec<String> {
+        let mut all: Vec<String> =
+            self.missing.iter().map(|missing| sentence(&missing.sentence())).collect();
+        if let Some(more @ 1..) = all.len().checked_sub(MISSING_NAMED) {
+            all.truncate(MISSING_NAMED);
+            all.push(format!("{more} more were not measured: the report names them."));
+        }
+        all
+    }
 }
 
 /// More are not named, a line each; the report has them.
 const NAMED: usize = 3;
+/// Of what was not measured there are more lines: nobody may overlook it.
+const MISSING_NAMED: usize = 6;

@@ -23,19 +23,29 @@ pub struct CompareArgs {
     /// The later run's file
     #[arg(value_name = "AFTER", value_hint = ValueHint::FilePath)]
     after: PathBuf,
+    /// More runs of the state before: how far runs lie apart is learnt from them (repeatable)
+    #[arg(long = "before", num_args = 1.., value_name = "RUN", value_hint = ValueHint::FilePath)]
+    more_before: Vec<PathBuf>,
+    /// More runs of the state after (repeatable)
+    #[arg(long = "after", num_args = 1.., value_name = "RUN", value_hint = ValueHint::FilePath)]
+    more_after: Vec<PathBuf>,
     #[command(flatten)]
     json: Json,
 }
 
 impl CompareArgs {
-    /// Compares the two. What is worse comes first; it is no failure.
+    /// Compares the two states. What is worse comes first; it is no failure.
     ///
     /// # Errors
     /// A run cannot be read, or this version does not know its metric.
     pub fn run(self, session: &mut Session) -> Outcome {
-        let (before, after) = (load(&self.before)?, load(&self.after)?);
+        let all = |first: &Path, more: &[PathBuf]| -> Result<Vec<Run>, Failure> {
+            std::iter::once(first).chain(more.iter().map(PathBuf::as_path)).map(load).collect()
+        };
+        let before = all(&self.before, &self.more_before)?;
+        let after = all(&self.after, &self.more_after)?;
         let comparison = compare(&before, &after).ok_or_else(|| {
-            let key = &after.plan.metric;
+            let key = after.first().map_or("", |run| run.plan.metric.as_str());
             Failure::failed(format!("{}: unknown metric '{key}'", self.after.display()))
         })?;
         if self.json.json {
@@ -47,7 +57,7 @@ impl CompareArgs {
     }
 }
 
-fn load(path: &Path) -> Result<Run, Failure> {
+pub(super) fn load(path: &Path) -> Result<Run, Failure> {
     Store::load(path).map_err(|error| failure(&error))
 }
 
@@ -64,22 +74,26 @@ fn print(comparison: &Comparison, out: &mut Output) -> std::io::Result<()> {
         }
     }
     out.line(format!(
-        "{} worse, {} better, {} ties; measured: {}",
+        "{} worse, {} better, {} cannot be told; measured: {}",
         comparison.worse, comparison.better, comparison.ties, comparison.metric
     ))
 }
 
-/// `worse   0.80x (0.75 to 0.85)  12.3k IOPS -> 9.84k IOPS  backend=ext4/layout=raw`
+/// `worse   0.80x (0.75 to 0.85)  12.3k IOPS -> 9.84k IOPS  backend=ext4/layout=raw`. Where there are
+/// too few rounds no interval is printed, as none is known.
 fn row(cell: &Compared) -> String {
     let said = |number: f64| match metric(cell.metric) {
         Some(metric) => words::value(metric, number),
         None => number.to_string(),
     };
+    let interval = match cell.coverage > 0.0 {
+        true => words::span(cell.low, cell.high),
+        false => "too few rounds".to_owned(),
+    };
     format!(
-        "{:<6}  {}x ({})  {} -> {}  {}",
-        cell.verdict,
+        "{:<6}  {}x ({interval})  {} -> {}  {}",
+        if cell.verdict == "tie" { "-" } else { cell.verdict },
         words::times(cell.ratio),
-        words::span(cell.low, cell.high),
         said(cell.before),
         said(cell.after),
         cell.key

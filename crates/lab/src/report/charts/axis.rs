@@ -35,9 +35,23 @@ impl Scale {
         self.from + part * (self.to - self.from)
     }
 
-    /// Numbers for about `wanted` ticks, within the ends.
+    /// Numbers for about `wanted` ticks, within the ends. Three are the least that an axis can be read
+    /// by.
     pub(in crate::report) fn ticks(&self, wanted: usize) -> Vec<f64> {
-        if self.log { self.log_ticks(wanted) } else { self.linear_ticks(wanted) }
+        const READABLE: usize = 3;
+        let log = if self.log { self.log_ticks(wanted) } else { Vec::new() };
+        if log.len() >= READABLE {
+            return log;
+        }
+        let finer = (wanted..wanted + 8).map(|wanted| self.linear_ticks(wanted));
+        let mut last = Vec::new();
+        for ticks in finer {
+            last = ticks;
+            if last.len() >= READABLE {
+                break;
+            }
+        }
+        last
     }
 
     fn linear_ticks(&self, wanted: usize) -> Vec<f64> {
@@ -106,6 +120,21 @@ mod tests {
         assert!((log.at(10.0) - 1.0).abs() < 1e-12);
         assert!(Scale::linear(5.0, 5.0, 0.0, 1.0).at(5.0).is_finite());
         assert!(Scale::log(0.0, 0.0, 0.0, 1.0).at(0.0).is_finite());
+    }
+
+    #[test]
+    fn an_axis_has_labels_enough_to_read() {
+        // Between two powers of ten there may be none of their ticks.
+        for (low, high) in [(120.0, 180.0), (0.011, 0.019), (2.1, 4.9), (1.0, 1e6), (55.0, 64.0)] {
+            for wanted in 3..8 {
+                let ticks = Scale::log(low, high, 0.0, 1.0).ticks(wanted);
+                assert!((3..=10).contains(&ticks.len()), "{low} to {high}: {ticks:?}");
+                assert!(ticks.iter().all(|tick| (low * 0.99..=high * 1.01).contains(tick)));
+            }
+        }
+        for high in [1.0, 1.9, 2.3, 97.0] {
+            assert!(Scale::linear(0.0, high, 0.0, 1.0).ticks(3).len() >= 3, "{high}");
+        }
     }
 
     #[test]

@@ -19,6 +19,8 @@ pub(in crate::report) struct Point {
 /// A line.
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Curve {
+    /// The number of its colour.
+    pub(in crate::report) colour: usize,
     pub(in crate::report) name: String,
     /// By queue depth.
     pub(in crate::report) points: Vec<Point>,
@@ -27,7 +29,8 @@ pub(in crate::report) struct Curve {
 /// Draws the first [`LINES_MAX`] curves.
 pub(in crate::report) fn curves(caption: &Caption, curves: &[Curve]) -> Markup {
     let shown = &curves[..curves.len().min(LINES_MAX)];
-    let names: Vec<String> = shown.iter().map(|curve| curve.name.clone()).collect();
+    let name = |curve: &Curve| (curve.colour, curve.name.clone());
+    let names: Vec<(usize, String)> = shown.iter().map(name).collect();
     figure(caption, &names, |frame| draw(frame, shown))
 }
 
@@ -49,18 +52,19 @@ fn draw(frame: &Frame, curves: &[Curve]) -> Markup {
         time,
     );
     let place = |point: &Point| (x.scale.at(point.iops), y.scale.at(point.latency));
-    let labels = curves.iter().enumerate().filter_map(|(line, curve)| {
+    let labels = curves.iter().filter_map(|curve| {
         let last = curve.points.last()?;
-        Some(EndLabel { line, text: curve.name.clone(), y: place(last).1 })
+        Some(EndLabel { colour: curve.colour, text: curve.name.clone(), y: place(last).1 })
     });
     let labels = labels.collect();
     html! {
         (axes(frame, &x, &y))
         @for (line, curve) in curves.iter().enumerate() {
+            @let colour = curve.colour;
             @let places: Vec<(f64, f64)> = curve.points.iter().map(place).collect();
-            path class=(format!("line s{line}")) d=(path(&places)) {}
+            path class=(format!("line s{colour}")) d=(path(&places)) {}
             @for (point, (px, py)) in curve.points.iter().zip(&places) {
-                circle class=(format!("dot f{line}")) cx=(n(*px)) cy=(n(*py)) r="4" {}
+                circle class=(format!("dot f{colour}")) cx=(n(*px)) cy=(n(*py)) r="4" {}
                 @if line == 0 {
                     text class="note" x=(n(*px)) y=(n(py - 9.0)) text-anchor="middle" { "Q" (point.depth) }
                 }

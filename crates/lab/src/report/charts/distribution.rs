@@ -10,6 +10,8 @@ use super::{Axis, Caption, EndLabel, Frame, LINES_MAX, Scale, axes, end_labels, 
 /// A distribution.
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Line {
+    /// The number of its colour.
+    pub(in crate::report) colour: usize,
     pub(in crate::report) name: String,
     /// Rising.
     pub(in crate::report) points: Vec<Percentile>,
@@ -18,7 +20,8 @@ pub(in crate::report) struct Line {
 /// Draws the first [`LINES_MAX`] lines. Across: as many nines as wanted, a step each.
 pub(in crate::report) fn distribution(caption: &Caption, lines: &[Line]) -> Markup {
     let shown = &lines[..lines.len().min(LINES_MAX)];
-    let names: Vec<String> = shown.iter().map(|line| line.name.clone()).collect();
+    let name = |line: &Line| (line.colour, line.name.clone());
+    let names: Vec<(usize, String)> = shown.iter().map(name).collect();
     figure(caption, &names, |frame| draw(frame, shown))
 }
 
@@ -50,16 +53,16 @@ fn draw(frame: &Frame, lines: &[Line]) -> Markup {
     );
     let place =
         |point: &Percentile| (x.scale.at(nines(point.fraction)), y.scale.at(seconds(point.ns)));
-    let labels = lines.iter().enumerate().filter_map(|(line, all)| {
+    let labels = lines.iter().filter_map(|all| {
         let last = all.points.last()?;
-        Some(EndLabel { line, text: all.name.clone(), y: place(last).1 })
+        Some(EndLabel { colour: all.colour, text: all.name.clone(), y: place(last).1 })
     });
     let labels = labels.collect();
     html! {
         (axes(frame, &x, &y))
-        @for (line, all) in lines.iter().enumerate() {
+        @for all in lines {
             @let places: Vec<(f64, f64)> = all.points.iter().map(place).collect();
-            path class=(format!("line s{line}")) d=(path(&places)) {}
+            path class=(format!("line s{}", all.colour)) d=(path(&places)) {}
         }
         (end_labels(frame, labels))
     }

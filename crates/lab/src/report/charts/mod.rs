@@ -13,7 +13,7 @@ pub(super) use axis::{Axis, Scale};
 pub(super) use bars::{Bar, bar};
 pub(super) use curve::{Curve, Point, curves};
 pub(super) use distribution::{Line, distribution};
-pub(super) use series::{Timeline, timeline};
+pub(super) use series::{Timeline, state, timeline};
 
 /// Lines that one chart tells apart: by colour, dash and label.
 pub(super) const LINES_MAX: usize = 5;
@@ -84,15 +84,15 @@ pub(super) struct Caption {
 /// A name at the end of a line.
 #[derive(Clone, Debug)]
 pub(super) struct EndLabel {
-    pub(super) line: usize,
+    pub(super) colour: usize,
     pub(super) text: String,
     pub(super) y: f64,
 }
 
-/// A chart in both sizes, with a legend for the small one.
+/// A chart in both sizes, with a legend for the small one. `names` are of lines, with their colours.
 pub(super) fn figure(
     caption: &Caption,
-    names: &[String],
+    names: &[(usize, String)],
     draw: impl Fn(&Frame) -> Markup,
 ) -> Markup {
     html! {
@@ -108,10 +108,10 @@ pub(super) fn figure(
         }
         @if names.len() > 1 {
             ul class="legend" aria-hidden="true" {
-                @for (i, name) in names.iter().enumerate() {
+                @for (colour, name) in names {
                     li {
                         svg viewBox="0 0 28 10" class="swatch" {
-                            line class=(format!("line s{i}")) x1="1" x2="27" y1="5" y2="5" {}
+                            line class=(format!("line s{colour}")) x1="1" x2="27" y1="5" y2="5" {}
                         }
                         (name)
                     }
@@ -165,7 +165,7 @@ pub(super) fn end_labels(frame: &Frame, mut labels: Vec<EndLabel>) -> Markup {
     }
     html! {
         @for label in &labels {
-            text class=(format!("label t{}", label.line)) x=(n(frame.x1() + 10.0)) y=(n(label.y + 4.0)) {
+            text class=(format!("label t{}", label.colour)) x=(n(frame.x1() + 10.0)) y=(n(label.y + 4.0)) {
                 (shortened(&label.text, 26))
             }
         }
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn labels_do_not_cover_one_another() {
-        let label = |line, y| EndLabel { line, text: format!("l{line}"), y };
+        let label = |colour, y| EndLabel { colour, text: format!("l{colour}"), y };
         let labels = vec![label(0, 100.0), label(1, 101.0), label(2, 283.0), label(3, 284.0)];
         let drawn = end_labels(&Frame::WIDE, labels).into_string();
         let ys: Vec<f64> = drawn

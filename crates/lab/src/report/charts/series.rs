@@ -11,22 +11,23 @@ use super::{Axis, Caption, EndLabel, Frame, Scale, axes, end_labels, figure, n, 
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Timeline<'a> {
     pub(in crate::report) metric: &'a Metric,
-    /// Name, ends of the intervals in seconds, values.
-    pub(in crate::report) lines: Vec<(String, &'a [f64], &'a [f64])>,
+    /// Colour, name, ends of the intervals in seconds, values.
+    pub(in crate::report) lines: Vec<(usize, String, &'a [f64], &'a [f64])>,
     /// The window of the first line.
     pub(in crate::report) window: Option<Steady>,
 }
 
 /// Draws it.
 pub(in crate::report) fn timeline(caption: &Caption, timeline: &Timeline<'_>) -> Markup {
-    let names: Vec<String> = timeline.lines.iter().map(|(name, ..)| name.clone()).collect();
+    let names = timeline.lines.iter().map(|(colour, name, ..)| (*colour, name.clone()));
+    let names: Vec<(usize, String)> = names.collect();
     figure(caption, &names, |frame| draw(frame, timeline))
 }
 
 fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
-    let last = timeline.lines.iter().filter_map(|(_, seconds, _)| seconds.last().copied());
+    let last = timeline.lines.iter().filter_map(|(.., seconds, _)| seconds.last().copied());
     let last = last.fold(0.0, f64::max);
-    let values = timeline.lines.iter().flat_map(|(_, _, values)| values.iter().copied());
+    let values = timeline.lines.iter().flat_map(|(.., values)| values.iter().copied());
     let most = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
     let x = Axis::new(
         Scale::linear(0.0, last, frame.x0(), frame.x1()),
@@ -44,9 +45,9 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
         let both = seconds.iter().zip(values);
         both.map(|(second, value)| (x.scale.at(*second), y.scale.at(*value))).collect()
     };
-    let labels = timeline.lines.iter().enumerate().filter_map(|(line, (name, seconds, values))| {
+    let labels = timeline.lines.iter().filter_map(|(colour, name, seconds, values)| {
         let (_, y) = *places(seconds, values).last()?;
-        Some(EndLabel { line, text: name.clone(), y })
+        Some(EndLabel { colour: *colour, text: name.clone(), y })
     });
     let labels = labels.collect();
     html! {
@@ -58,16 +59,26 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
                 height=(n(frame.y0() - frame.y1())) {}
         }
         (axes(frame, &x, &y))
-        @for (line, (_, seconds, values)) in timeline.lines.iter().enumerate() {
-            path class=(format!("line s{line}")) d=(path(&places(seconds, values))) {}
+        @for (colour, _, seconds, values) in &timeline.lines {
+            path class=(format!("line s{colour}")) d=(path(&places(seconds, values))) {}
         }
         @if let Some(window) = &timeline.window {
             @let middle = (x.scale.at(window.from_seconds) + x.scale.at(window.to_seconds)) / 2.0;
             text class="note" x=(n(middle)) y=(n(frame.y0() - 8.0)) text-anchor="middle" {
-                @if window.reached { "steady" } @else { "not steady" }
+                (state(window))
             }
         }
         (end_labels(frame, labels))
+    }
+}
+
+/// What a window is called: SNIA's word only where it is as long as SNIA's.
+pub(in crate::report) fn state(window: &Steady) -> &'static str {
+    match (window.reached, window.is_long_enough()) {
+        (true, true) => "steady",
+        (false, true) => "not steady",
+        (true, false) => "even",
+        (false, false) => "uneven",
     }
 }
 
@@ -83,6 +94,14 @@ fn seconds(number: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_short_load_is_not_called_steady() {
+        let window =
+            |to_seconds, reached| state(&Steady { reached, to_seconds, ..Steady::default() });
+        assert_eq!([window(30.0, true), window(30.0, false)], ["even", "uneven"]);
+        assert_eq!([window(300.0, true), window(300.0, false)], ["steady", "not steady"]);
+    }
 
     #[test]
     fn ticks_have_no_noughts_at_the_end() {

@@ -213,7 +213,78 @@ fn few_rounds_are_told_by_a_sign() {
     }
     let page = html(&run);
     assert!(page.contains("≈: one or two rounds") && !page.contains("class=\"up\""));
-    assert!(page.contains("as far as so few rounds tell"), "the sentence is as sure as before");
+    // The headline is as loud as its evidence.
+    assert!(page.contains("Cannot be told yet") && page.contains("Too little evidence"));
+    assert!(!page.contains("Use here") && !page.contains("<disk type"));
+    assert!(!page.contains(">advised</span>"), "a way is marked as advised");
+}
+
+#[test]
+fn a_ranking_each_for_reads_writes_and_both() {
+    let mut run = fixture::run();
+    for (i, cell) in run.cells.iter_mut().enumerate() {
+        let (read, write) = (1e6 * (i + 1) as f64, 2e8 - 1e6 * i as f64);
+        for sample in &mut cell.samples {
+            for (key, value) in [
+                ("read_bytes_per_second", read),
+                ("write_bytes_per_second", write),
+                ("score", (read + write) / 2e6),
+            ] {
+                sample.values.insert(key.to_owned(), value);
+            }
+        }
+    }
+    let page = html(&run);
+    let scores = page.split("id=\"scores\"").nth(1).unwrap().split("</section>").next().unwrap();
+    for title in ["Weighted read", "Weighted write", "Weighted mean of both"] {
+        assert!(scores.contains(&format!("<caption>{title}: the best five of ")), "{title}");
+    }
+    // Each in its own order.
+    assert!(page.contains("by weighted read?</dt><dd>117 MB/s"), "{}", &scores[..2000]);
+    assert!(page.contains("by weighted write?</dt><dd>200 MB/s"));
+}
+
+/// Raw was not measured: that comes first, and nothing is advised.
+#[test]
+fn what_was_not_measured_comes_before_the_headline() {
+    let mut run = fixture::run();
+    for cell in &mut run.cells {
+        if cell.axis("layout") == Some("raw-sparse") {
+            cell.samples.clear();
+            cell.outcome = Outcome::Failed("mount a b is not ready after 60 s".to_owned());
+        }
+    }
+    let page = html(&run);
+    let section = page.split("id=\"verdict\"").nth(1).unwrap().split("</section>").next().unwrap();
+    let at = |words: &str| section.find(words).unwrap_or_else(|| panic!("{words}"));
+    assert!(at("Raw-sparse was not measured: 27 cells failed (mount a b") < at("<h2"));
+    assert!(at("No advice") < at("Without raw-sparse"));
+    assert!(!section.contains("Stay with") && !section.contains("Use here"));
+    assert!(!section.contains("&lt;disk"), "an element is offered");
+}
+
+#[test]
+fn a_colour_means_one_way_in_all_charts() {
+    let page = page();
+    let mut names: std::collections::BTreeMap<String, std::collections::BTreeSet<String>> =
+        Default::default();
+    for item in page.split("class=\"swatch\"><line class=\"line ").skip(1) {
+        let colour = item.split('"').next().unwrap().to_owned();
+        let name = item.split("</svg>").nth(1).unwrap().split('<').next().unwrap().to_owned();
+        names.entry(colour).or_default().insert(name);
+    }
+    assert!(names.len() > 2, "{names:?}");
+    // (Of a chart's ways only the axes are named in which they differ.)
+    for (colour, names) in &names {
+        let longest = names.iter().max_by_key(|name| name.len()).unwrap();
+        let parts = |name: &String| name.split(" · ").map(str::to_owned).collect::<Vec<_>>();
+        let all = parts(longest);
+        assert!(
+            names.iter().all(|name| parts(name).iter().all(|p| all.contains(p))),
+            "{colour}: {names:?}"
+        );
+    }
+    assert!(!page.contains("steady by SNIA"), "loads of 30 s have a steady state");
 }
 
 #[test]
@@ -259,7 +330,12 @@ fn scores_of_guests_stand_apart() {
         }
     }
     let page = html(&run);
-    for words in ["Scores from the host</caption>", "Scores in a guest</caption>", "1,234 MB/s"] {
+    for words in [
+        "Weighted mean of both, from the host: the best five of ",
+        "Weighted mean of both, in a guest: the best five of ",
+        "1,234 MB/s",
+        "Which are the best five by weighted mean of both, in a guest?",
+    ] {
         assert!(page.contains(words), "{words}");
     }
 }

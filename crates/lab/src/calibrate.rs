@@ -1,0 +1,244 @@
+//! Does the method call equals different? Runs of one plan on one host, nothing changed between them, are
+//! judged in every way in which runs are judged: whatever is called better or worse is an error.
+//!
+//! - **Verdicts.** The rounds of each way are dealt out to two or three copies of it, as the rounds of a
+//!   run are to different ways, and the copies get a verdict.
+//! - **Comparisons.** Each run is held against each other one, and two and three runs in turns
+//!   against the ones between them.
+
+use serde::Serialize;
+
+use crate::cells::{Rng, shuffled};
+use crate::compare::compare;
+use crate::matrix::{Matrix, Role};
+use crate::model::{Axes, Cell, Outcome, PlanSummary, Run, Sample};
+use crate::stats::{Decision, ROUNDS_MIN};
+use crate::verdict::{Advice, verdict};
+
+/// The axis that copies of a way are told apart by.
+const COPY: &str = "copy";
+/// Copies of one way, at most.
+const COPIES_MAX: usize = 3;
+
+/// How often something was judged, and how often that was wrong.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Tally {
+    /// Verdicts, or comparisons of runs.
+    pub judged: usize,
+    /// Of these: they called something better or worse.
+    pub wrong: usize,
+    /// The first of what was called so.
+    pub examples: Vec<String>,
+}
+
+/// Examples that are kept.
+const EXAMPLES_MAX: usize = 5;
+
+impl Tally {
+    fn add(&mut self, wrong: Option<String>) {
+        self.judged += 1;
+        self.wrong += usize::from(wrong.is_some());
+        self.examples.extend(wrong.filter(|_| self.examples.len() < EXAMPLES_MAX));
+    }
+
+    /// The part that was wrong.
+    pub fn part(&self) -> f64 {
+        self.wrong as f64 / self.judged.max(1) as f64
+    }
+}
+
+/// What was counted.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Calibration {
+    /// How many runs there were.
+    pub runs: usize,
+    /// Verdicts on copies of the same.
+    pub verdicts: Tally,
+    /// One run against another.
+    pub pairs: Tally,
+    /// Two or three runs against as many others, in turns.
+    pub turns: Tally,
+}
+
+/// Judges runs of one plan with nothing changed, in the order in which they were made.
+pub fn calibrate(runs: &[Run]) -> Calibration {
+    let mut found = Calibration { runs: runs.len(), ..Calibration::default() };
+    for run in runs {
+        for copied in copies(run) {
+            found.verdicts.add(wrong_verdict(&copied));
+        }
+    }
+    for (i, before) in runs.iter().enumerate() {
+        for after in &runs[i + 1..] {
+            found
+                .pairs
+                .add(wrong_comparison(std::slice::from_ref(before), std::slice::from_ref(after)));
+        }
+    }
+    for each in [2, 3] {
+        for some in runs.chunks_exact(2 * each) {
+            let every_other =
+                |from: usize| -> Vec<Run> { some.iter().skip(from).step_by(2).cloned().collect() };
+            found.turns.add(wrong_comparison(&every_other(0), &every_other(1)));
+        }
+    }
+    found
+}
+
+/// What a comparison calls better or worse.
+fn wrong_comparison(before: &[Run], after: &[Run]) -> Option<String> {
+    let found = compare(before, after)?;
+    let wrong = found.cells.iter().find(|cell| cell.verdict != Decision::Tie.word())?;
+    Some(format!(
+        "{} {:.2}x ({:.2} to {:.2})  {}",
+        wrong.verdict, wrong.ratio, wrong.low, wrong.high, wrong.key
+    ))
+}
+
+/// What a verdict on equals calls better or worse, in any of its comparisons.
+pub fn wrong_verdict(run: &Run) -> Option<String> {
+    let matrix = Matrix::new(run)?;
+    let found = verdict(run);
+    if found.advice == Advice::Use || !found.exceptions.is_empty() || !found.set_aside.is_empty() {
+        return Some(found.sentence);
+    }
+    let picks = matrix.picks();
+    let ways = picks.iter().flat_map(|one| picks.iter().map(move |two| (one, two)));
+    let ways = ways.filter_map(|(one, two)| matrix.against(one, two));
+    let cells = run.cells.iter().filter_map(|cell| matrix.gain(cell));
+    let wrong = ways.chain(cells).find(|gain| gain.decision != Decision::Tie)?;
+    let interval = wrong.interval;
+    let way = run.cells.first().map_or("", |cell| cell.key.as_str());
+    Some(format!("{:.2}x ({:.2} to {:.2})  {way}", wrong.ratio, interval.low, interval.high))
+}
+
+/// A run for each way, of copies of that way alone: the rounds are dealt out to them.
+fn copies(run: &Run) -> Vec<Run> {
+    let Some(matrix) = Matrix::new(run) else { return Vec::new() };
+    let way = |cell: &Cell| -> Axes {
+        let conditions = matrix.part(&cell.axes, Role::Condition);
+        cell.axes.iter().filter(|entry| !conditions.contains(entry)).cloned().collect()
+    };
+    let mut ways: Vec<(Axes, Vec<&Cell>)> = Vec::new();
+    for cell in run.cells.iter().filter(|cell| matrix.summary(cell).is_some()) {
+        let own = way(cell);
+        match ways.iter_mut().find(|(known, _)| *known == own) {
+            Some((_, cells)) => cells.push(cell),
+            None => ways.push((own, vec![cell])),
+        }
+    }
+    ways.iter().filter_map(|(_, cells)| dealt(run, cells)).collect()
+}
+
+/// The rounds of some cells dealt out to copies of each. Nothing where there are too few.
+fn dealt(run: &Run, cells: &[&Cell]) -> Option<Run> {
+    let rounds = cells.iter().map(|cell| cell.samples.len()).min()?;
+    let count = (rounds / ROUNDS_MIN).min(COPIES_MAX);
+    if count < 2 {
+        return None;
+    }
+    let mut rng = Rng::new(run.seed);
+    let mut copied = Vec::new();
+    for cell in cells {
+        let mut hands: Vec<Vec<Sample>> = vec![Vec::new(); count];
+        // As a run goes: each copy has had a round before one has the next.
+        for block in cell.samples.chunks_exact(count) {
+            for (sample, hand) in block.iter().zip(shuffled(count, &mut rng)) {
+                let round = hands[hand].len() as u32;
+                hands[hand].push(Sample { round, raw: None, ..sample.clone() });
+            }
+        }
+        for (number, samples) in hands.into_iter().enumerate() {
+            let name = format!("{}", number + 1);
+            let mut axes = cell.axes.clone();
+            axes.push((COPY.to_owned(), name.clone()));
+            copied.push(Cell {
+                key: format!("{}/{COPY}={name}", cell.key),
+                axes,
+                samples,
+                outcome: Outcome::Measured,
+                ..Cell::default()
+            });
+        }
+    }
+    let plan = PlanSummary {
+        axes: run.plan.axes.iter().cloned().chain([COPY.to_owned()]).collect(),
+        baseline: Some(vec![(COPY.to_owned(), "1".to_owned())]),
+        effort: None,
+        ..run.plan.clone()
+    };
+    Some(Run {
+        plan,
+        cells: copied,
+        ended: run.ended,
+        environment: run.environment.clone(),
+        seed: run.seed,
+        ..Run::default()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nine rounds of two layouts that are far apart, each within 10 %.
+    fn run(seed: u64) -> Run {
+        let mut rng = Rng::new(seed);
+        let mut value = |level: f64| level * (0.95 + 0.1 * rng.below(1000) as f64 / 1000.0);
+        let mut cell = |layout: &str, level: f64| Cell {
+            key: format!("layout={layout}"),
+            axes: vec![("layout".to_owned(), layout.to_owned())],
+            samples: (0..9)
+                .map(|round| Sample {
+                    round,
+                    values: [("iops".to_owned(), value(level))].into(),
+                    ..Sample::default()
+                })
+                .collect(),
+            outcome: Outcome::Measured,
+            ..Cell::default()
+        };
+        let cells = vec![cell("raw", 100.0), cell("qcow2", 300.0)];
+        let plan = PlanSummary {
+            axes: vec!["layout".to_owned()],
+            metric: "iops".to_owned(),
+            ..PlanSummary::default()
+        };
+        Run { id: format!("{seed}"), plan, cells, seed, ended: Some(1), ..Run::default() }
+    }
+
+    #[test]
+    fn equals_are_dealt_out_and_judged() {
+        let runs: Vec<Run> = (0..6).map(run).collect();
+        let found = calibrate(&runs);
+        assert_eq!((found.runs, found.verdicts.judged, found.pairs.judged), (6, 12, 15));
+        assert_eq!(found.turns.judged, 2);
+        // (Of so few one may be wrong.)
+        assert!(found.verdicts.wrong <= 1, "{found:?}");
+        assert_eq!((found.pairs.wrong, found.turns.wrong), (0, 0), "{found:?}");
+        let copied = copies(&runs[0]);
+        assert_eq!((copied.len(), copied[0].cells.len()), (2, 3));
+        assert!(copied[0].cells.iter().all(|cell| cell.samples.len() == 3));
+    }
+
+    #[test]
+    fn what_is_called_different_is_counted() {
+        let mut changed = run(1);
+        for sample in changed.cells.iter_mut().flat_map(|cell| &mut cell.samples) {
+            sample.values.values_mut().for_each(|value| *value *= 10.0);
+        }
+        let found = calibrate(&[run(0), changed]);
+        assert_eq!((found.pairs.judged, found.pairs.wrong), (1, 1));
+        assert!(found.pairs.examples[0].starts_with("better 1"), "{found:?}");
+        assert!(found.pairs.part() == 1.0 && Tally::default().part() == 0.0);
+    }
+
+    #[test]
+    fn few_rounds_give_no_copies() {
+        let mut few = run(0);
+        few.cells.iter_mut().for_each(|cell| cell.samples.truncate(5));
+        assert_eq!(copies(&few), []);
+    }
+}

@@ -1,0 +1,212 @@
+//! One state of a host against another: before and after a change, a run each, or several.
+//!
+//! What lies between two runs is not only the change. An hour later the host's neighbours are others,
+//! files lie elsewhere, caches hold something else: with nothing changed two runs differ by more than
+//! their rounds tell, and *all cells of a run together* do. No round within a run can see that. Only
+//! runs can:
+//!
+//! - With two runs or more of both states, in turns, how far apart runs of one state lie is learnt from them:
+//!   what all cells share, and what each has beside.
+//! - With one run each nobody knows. They are taken to lie up to [`RUNS_APART`] apart, and what is within
+//!   that cannot be told.
+
+use super::gain::{ERROR, Gain, ROUNDS_MIN, mean};
+use super::noise::{Noise, Rounds};
+use super::special::student;
+
+/// How many times as good one run may be as another of the same thing on the same host, where that
+/// was not measured.
+pub const RUNS_APART: f64 = 3.0;
+
+/// Runs beyond one of each state, from which on how far they lie apart can be learnt.
+const RUNS_FREE: usize = 2;
+
+/// Runs of the two states. Cells are in the same order in all of them.
+#[derive(Clone, Debug)]
+pub struct Runs {
+    before: Vec<Vec<Rounds>>,
+    after: Vec<Vec<Rounds>>,
+    /// Cells that all runs have.
+    complete: usize,
+    /// Half the width of what all cells share: of a logarithm.
+    shared: f64,
+    /// Of what each cell has beside; cells first as before, then as after.
+    noise: Noise,
+    learnt: bool,
+}
+
+impl Runs {
+    /// Of runs, each with its cells: the number of a cell's load, and its rounds (none where it was not
+    /// measured).
+    pub fn new(loads: &[usize], before: Vec<Vec<Rounds>>, after: Vec<Vec<Rounds>>) -> Self {
+        let free = (before.len() + after.len()).saturating_sub(2);
+        let learnt = free >= RUNS_FREE && !before.is_empty() && !after.is_empty();
+        let all = || before.iter().chain(&after);
+        let complete =
+            (0..loads.len()).filter(|cell| all().all(|run| level(&run[*cell]).is_some())).count();
+        let mut runs = Self {
+            before,
+            after,
+            complete,
+            shared: RUNS_APART.ln(),
+            noise: Noise::default(),
+            learnt,
+        };
+        if learnt {
+            runs.learn(free)
+        } else {
+            runs.suppose(loads)
+        }
+        runs
+    }
+
+    /// Whether how far runs lie apart was learnt from these runs.
+    pub fn is_learnt(&self) -> bool {
+        self.learnt
+    }
+
+    /// By the scatter of runs of the same state.
+    fn learn(&mut self, free: usize) {
+        let cells = self.before[0].len();
+        let rows: Vec<Option<Rounds>> = (0..cells).map(|cell| self.scatter(cell)).collect();
+        let known: Vec<&Rounds> = rows.iter().flatten().collect();
+        let shared = |run: usize| {
+            known.iter().map(|row| row[run].1).sum::<f64>() / known.len().max(1) as f64
+        };
+        let squares: f64 = (0..self.runs()).map(|run| shared(run).powi(2)).sum();
+        let deviation = (squares / free as f64).sqrt();
+        self.shared = student(ERROR / 2.0, free as f64) * deviation * self.root();
+        let rows: Vec<(usize, Option<Rounds>)> = rows.into_iter().map(|row| (0, row)).collect();
+        self.noise = Noise::of_centred(&rows, 2);
+    }
+
+    /// By the rounds within each run, which is all there is.
+    fn suppose(&mut self, loads: &[usize]) {
+        let groups = loads.iter().max().map_or(1, |most| most + 1);
+        let of = |runs: &[Vec<Rounds>], side: usize| -> Vec<(usize, Rounds)> {
+            let first = runs.first().cloned().unwrap_or_default();
+            loads.iter().map(|load| load + side * groups).zip(first).collect()
+        };
+        let both = [of(&self.before, 0), of(&self.after, 1)].concat();
+        self.noise = Noise::of(&both);
+    }
+
+    fn runs(&self) -> usize {
+        self.before.len() + self.after.len()
+    }
+
+    /// What the two numbers of runs make of a deviation of one run.
+    fn root(&self) -> f64 {
+        (1.0 / self.before.len() as f64 + 1.0 / self.after.len() as f64).sqrt()
+    }
+
+    /// A cell's logarithm in each run, less that of its state.
+    fn scatter(&self, cell: usize) -> Option<Rounds> {
+        let mut row = Rounds::new();
+        for side in [&self.before, &self.after] {
+            let levels: Option<Vec<f64>> = side.iter().map(|run| level(&run[cell])).collect();
+            let levels = levels?;
+            let middle = mean(&levels);
+            for level in levels {
+                row.push((row.len() as u32, level - middle));
+            }
+        }
+        Some(row)
+    }
+
+    /// How many times as large a cell's values are after as before, and whether that is more than
+    /// another hour would make. Nothing where one state has none, or one that is not above 0.
+    pub fn ratio(&self, cell: usize) -> Option<Gain> {
+        let side = |runs: &[Vec<Rounds>]| -> Option<f64> {
+            let measured: Vec<&Rounds> =
+                runs.iter().map(|run| &run[cell]).filter(|rounds| !rounds.is_empty()).collect();
+            let levels: Option<Vec<f64>> = measured.iter().map(|rounds| level(rounds)).collect();
+            levels.filter(|levels| !levels.is_empty()).map(|levels| mean(&levels))
+        };
+        let middle = side(&self.after)? - side(&self.before)?;
+        let all = self.before.iter().chain(&self.after).map(|run| run[cell].len());
+        let rounds = all.min().unwrap_or(0);
+        let own = self.own(cell).filter(|_| rounds >= ROUNDS_MIN);
+        Some(match own {
+            Some(own) => Gain::around(middle, self.shared + own, rounds),
+            None => Gain::hint(middle, rounds),
+        })
+    }
+
+    /// Half the width of what a cell has beside the others.
+    fn own(&self, cell: usize) -> Option<f64> {
+        let share = ERROR / 2.0 / self.complete.max(1) as f64;
+        if self.learnt {
+            let spread = self.noise.of_one(cell)?;
+            return Some(student(share, spread.freedom) * spread.variance.sqrt() * self.root());
+        }
+        let cells = self.before.first().map_or(0, Vec::len);
+        let spread = self.noise.between(&[cell], &[cells + cell])?;
+        Some(student(share, spread.freedom) * spread.variance.sqrt())
+    }
+}
+
+/// The middle of a cell's rounds, as a logarithm.
+fn level(rounds: &Rounds) -> Option<f64> {
+    let usable = rounds.iter().all(|(_, value)| *value > 0.0 && value.is_finite());
+    let logs: Vec<f64> = rounds.iter().map(|(_, value)| value.ln()).collect();
+    (usable && !logs.is_empty()).then(|| mean(&logs))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stats::Decision;
+
+    /// A run of cells at these levels, three rounds that lie within 2 %.
+    fn run(levels: &[f64]) -> Vec<Rounds> {
+        let rounds = |level: &f64| [0.99, 1.0, 1.01].map(|part| part * level);
+        let each = levels.iter().map(|level| (0u32..).zip(rounds(level)).collect());
+        each.collect()
+    }
+
+    const SAME: [f64; 4] = [100.0, 50.0, 20.0, 10.0];
+
+    fn times(by: [f64; 4]) -> Vec<Rounds> {
+        run(&[0, 1, 2, 3].map(|i| SAME[i] * by[i]))
+    }
+
+    #[test]
+    fn another_hour_is_no_change() {
+        // What was seen of `install` with nothing changed: half as fast, and steady in both runs.
+        let runs = Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.48, 0.6, 0.64, 1.0])]);
+        assert!(!runs.is_learnt());
+        for cell in 0..4 {
+            assert_eq!(runs.ratio(cell).unwrap().decision, Decision::Tie, "{cell}");
+        }
+        let runs = Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.2, 1.0, 1.0, 5.0])]);
+        assert_eq!(runs.ratio(0).unwrap().decision, Decision::Worse);
+        assert_eq!(runs.ratio(3).unwrap().decision, Decision::Better);
+    }
+
+    #[test]
+    fn how_far_runs_lie_apart_is_learnt_from_runs() {
+        let near = |by: f64, cell: f64| times([by, by, by, by * cell]);
+        let before = vec![near(1.0, 1.0), near(1.02, 1.01), near(0.98, 1.0)];
+        let after = vec![near(1.01, 0.5), near(0.99, 0.51), near(1.0, 0.5)];
+        let runs = Runs::new(&[0; 4], before, after);
+        assert!(runs.is_learnt());
+        let decided = [0, 1, 2, 3].map(|cell| runs.ratio(cell).unwrap().decision);
+        assert_eq!(decided, [Decision::Tie, Decision::Tie, Decision::Tie, Decision::Worse]);
+        // The same where runs of one state lie far apart.
+        let before = vec![near(1.0, 1.0), near(2.0, 1.0), near(0.7, 1.0)];
+        let after = vec![near(1.1, 0.5), near(0.6, 0.51), near(1.8, 0.5)];
+        let runs = Runs::new(&[0; 4], before, after);
+        assert_eq!(runs.ratio(3).unwrap().decision, Decision::Tie);
+    }
+
+    #[test]
+    fn few_rounds_and_missing_cells() {
+        let one: Vec<Rounds> = vec![vec![(0, 1.0)], Rounds::new()];
+        let far: Vec<Rounds> = vec![vec![(0, 100.0)], vec![(0, 1.0)]];
+        let runs = Runs::new(&[0, 0], vec![one], vec![far]);
+        assert!(runs.ratio(0).unwrap().is_hint());
+        assert_eq!(runs.ratio(0).unwrap().decision, Decision::Tie);
+        assert_eq!(runs.ratio(1), None);
+    }
+}

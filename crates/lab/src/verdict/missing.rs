@@ -1,0 +1,150 @@
+//! What the plan asks about and this run did not measure.
+
+use crate::matrix::{Matrix, Role, seen};
+use crate::model::{Axes, Cell, Outcome, Run};
+use crate::words::label;
+
+/// Something that was not measured, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Missing {
+    /// What all those cells have in common: one value (`raw`), two, or all of a cell's. None where
+    /// nothing at all was measured.
+    pub what: Axes,
+    /// `failed`, `skipped`, or `pending` where the run has not come to it.
+    pub state: &'static str,
+    /// How many cells.
+    pub cells: usize,
+    /// Rounds that were measured before it failed.
+    pub rounds: usize,
+    /// The first of the reasons.
+    pub reason: String,
+    /// No advice stands without it: a value that the user chooses, of which there is no figure.
+    pub blocks: bool,
+}
+
+impl Missing {
+    /// `raw was not measured: 4 cells failed (mount … is not ready after 60 s)`.
+    pub fn sentence(&self) -> String {
+        let what = match self.what.as_slice() {
+            [] => "nothing was measured".to_owned(),
+            what => format!("{} was not measured", label(&what.to_vec())),
+        };
+        let cells = match self.cells {
+            1 => "1 cell".to_owned(),
+            count => format!("{count} cells"),
+        };
+        if self.rounds > 0 {
+            let rounds = if self.rounds == 1 {
+                "1 round".to_owned()
+            } else {
+                format!("{} rounds", self.rounds)
+            };
+            return format!("{} failed after {rounds} ({})", label(&self.what), self.reason);
+        }
+        match (self.state, self.cells) {
+            ("pending", _) => format!("{what}: the run has not come to it ({cells})"),
+            ("skipped", 1) => format!("{what}: {cells} was skipped ({})", self.reason),
+            ("skipped", _) => format!("{what}: {cells} were skipped ({})", self.reason),
+            _ => format!("{what}: {cells} failed ({})", self.reason),
+        }
+    }
+}
+
+/// Why a cell has no figure, or has not all of them.
+fn state(cell: &Cell, metric: &str) -> Option<(&'static str, String)> {
+    let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
+    match &cell.outcome {
+        Outcome::Failed(text) => Some(("failed", first(text))),
+        Outcome::Skipped(text) if cell.values(metric).is_empty() => Some(("skipped", first(text))),
+        Outcome::Pending | Outcome::Measured if cell.values(metric).is_empty() => {
+            Some(("pending", String::new()))
+        }
+        _ => None,
+    }
+}
+
+/// All that was not measured, in as few words as say it: values of which there is no figure, then pairs of
+/// values, then single cells.
+pub(super) fn missing(run: &Run, matrix: Option<&Matrix<'_>>) -> Vec<Missing> {
+    let metric = run.plan.metric.as_str();
+    let lacking: Vec<usize> =
+        (0..run.cells.len()).filter(|i| state(&run.cells[*i], metric).is_some()).collect();
+    if lacking.is_empty() {
+        return Vec::new();
+    }
+    let none = |cells: &[usize]| cells.iter().all(|i| run.cells[*i].values(metric).is_empty());
+    if lacking.len() == run.cells.len() && none(&lacking) {
+        return vec![entry(run, Axes::new(), &lacking, true)];
+    }
+    let mut found = Vec::new();
+    let mut left = lacking;
+    for size in [1, 2] {
+        for what in parts(run, &left, size) {
+            let fits = |i: &usize| what.iter().all(|entry| run.cells[*i].axes.contains(entry));
+            let cells: Vec<usize> = (0..run.cells.len()).filter(fits).collect();
+            if !none(&cells) || !left.iter().any(|i| cells.contains(i)) {
+                continue;
+            }
+            let blocks =
+                size == 1 && matrix.is_some_and(|matrix| blocks(matrix, &what[0].0, &cells));
+            left.retain(|i| !cells.contains(i));
+            found.push(entry(run, what, &cells, blocks));
+        }
+    }
+    for i in left {
+        let axes = &run.cells[i].axes;
+        let what = matrix.map_or_else(|| axes.clone(), |matrix| matrix.short(axes));
+        found.push(entry(run, what, &[i], false));
+    }
+    found
+}
+
+/// Values, or pairs of values, of these cells, on axes that vary.
+fn parts(run: &Run, cells: &[usize], size: usize) -> Vec<Axes> {
+    let varies = |axis: &str| crate::matrix::values(run, axis).len() > 1;
+    let mut all: Vec<Axes> = Vec::new();
+    for i in cells {
+        let own: Vec<&(String, String)> =
+            run.cells[*i].axes.iter().filter(|(axis, _)| varies(axis)).collect();
+        for (at, first) in own.iter().enumerate() {
+            let more: Vec<Axes> = match size {
+                1 => vec![vec![(*first).clone()]],
+                _ => {
+                    own[at + 1..].iter().map(|two| vec![(*first).clone(), (*two).clone()]).collect()
+                }
+            };
+            for what in more {
+                if !all.contains(&what) {
+                    all.push(what);
+                }
+            }
+        }
+    }
+    all
+}
+
+fn entry(run: &Run, what: Axes, cells: &[usize], blocks: bool) -> Missing {
+    let states: Vec<(&str, String)> =
+        cells.iter().filter_map(|i| state(&run.cells[*i], &run.plan.metric)).collect();
+    let worst = ["failed", "skipped", "pending"];
+    let state = worst.into_iter().find(|state| states.iter().any(|(own, _)| own == state));
+    let state = state.unwrap_or("pending");
+    let reason = states.into_iter().find(|(own, _)| *own == state).map(|(_, reason)| reason);
+    let rounds = cells.iter().map(|i| run.cells[*i].values(&run.plan.metric).len()).max();
+    let (cells, reason) = (cells.len(), reason.unwrap_or_default());
+    Missing { what, state, cells, rounds: rounds.unwrap_or(0), reason, blocks }
+}
+
+/// Whether the advice would choose among these cells too, had they been measured: they are choices, of our
+/// own program, and seen from where those are seen that were measured.
+fn blocks(matrix: &Matrix<'_>, axis: &str, cells: &[usize]) -> bool {
+    let places: Vec<&str> = matrix
+        .picks()
+        .iter()
+        .filter(|_| matrix.guests_apart())
+        .map(|pick| seen(&pick.axes))
+        .collect();
+    let compared = |cell: &Cell| places.is_empty() || places.contains(&seen(&cell.axes));
+    matrix.role(axis) == Role::Choice
+        && cells.iter().map(|i| &matrix.run.cells[*i]).any(|c| matrix.advises(c) && compared(c))
+}

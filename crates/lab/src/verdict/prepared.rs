@@ -1,0 +1,124 @@
+//! Sparse against preallocated: does space that is there beforehand make writes faster, the first time
+//! and when they are made again?
+
+use super::answers::Answer;
+use crate::matrix::{Matrix, Role};
+use crate::model::{Axes, Cell};
+use crate::stats::{Decision, Gain};
+use crate::words::{label, listed, span, times};
+
+/// Values whose space is there beforehand, and what they are without: the axis, and both.
+const ALLOCATED: [(&str, &str, &str); 8] = [
+    ("layout", "raw-falloc", "raw"),
+    ("layout", "raw-full", "raw"),
+    ("layout", "qcow2-metadata", "qcow2"),
+    ("layout", "qcow2-falloc", "qcow2"),
+    ("layout", "qcow2-full", "qcow2"),
+    ("preallocation", "metadata", "off"),
+    ("preallocation", "falloc", "off"),
+    ("preallocation", "full", "off"),
+];
+
+/// One answer each for disks that nothing was written to and for those that were full.
+pub(super) fn of_allocation(matrix: &Matrix<'_>) -> Vec<Answer> {
+    let mut groups: Vec<(&str, Vec<String>)> = Vec::new();
+    for (axis, prepared, sparse) in ALLOCATED {
+        for (when, own, pairs) in by_state(matrix, axis, prepared, sparse) {
+            let Some(said) = said(matrix, &own, sparse, &pairs) else { continue };
+            match groups.iter_mut().find(|(known, _)| *known == when) {
+                Some((_, all)) => all.push(said),
+                None => groups.push((when, vec![said])),
+            }
+        }
+    }
+    groups
+        .into_iter()
+        .map(|(when, said)| Answer {
+            question: format!("Does it pay to allocate the disk beforehand{when}?"),
+            sentence: format!("{}.", said.join("; ")),
+        })
+        .collect()
+}
+
+/// A cell of a prepared layout, and the one that is the same but for that.
+type Pairs<'a> = Vec<(usize, usize, &'a Cell)>;
+
+/// A state of the disk, what was prepared, and its cells.
+type Group<'a> = (&'static str, Axes, Pairs<'a>);
+
+/// Pairs by whether the load is the first write to the disk, and by format.
+fn by_state<'a>(matrix: &Matrix<'a>, axis: &str, prepared: &str, sparse: &str) -> Vec<Group<'a>> {
+    let cells = &matrix.run.cells;
+    let mut groups: Vec<Group<'a>> = Vec::new();
+    for (i, cell) in cells.iter().enumerate() {
+        let fits = cell.axis(axis) == Some(prepared) && matrix.counts(cell);
+        if !fits || matrix.summary(cell).is_none() {
+            continue;
+        }
+        let mut wanted: Axes = cell.axes.clone();
+        for (name, value) in &mut wanted {
+            if name == axis {
+                *value = sparse.to_owned();
+            }
+        }
+        let base = cells.iter().position(|other| other.axes == wanted);
+        let Some(base) = base.filter(|base| matrix.summary(&cells[*base]).is_some()) else {
+            continue;
+        };
+        let named = |(name, _): &&(String, String)| name == "layout" || name == axis;
+        let (when, own): (_, Axes) =
+            (state(cell), cell.axes.iter().filter(named).cloned().collect());
+        match groups.iter_mut().find(|(known, axes, _)| *known == when && *axes == own) {
+            Some((.., pairs)) => pairs.push((i, base, cell)),
+            None => groups.push((when, own, vec![(i, base, cell)])),
+        }
+    }
+    groups
+}
+
+/// Whether a load writes for the first time, or again.
+fn state(cell: &Cell) -> &'static str {
+    let profile = cell.axis("profile").unwrap_or_default();
+    let first = profile.contains("first");
+    let again = profile.contains("again") || profile.contains("rewrite");
+    match cell.axis("content") {
+        _ if again => ", for writing again",
+        _ if first => ", for the first write",
+        Some("full") => ", for writing again",
+        Some("none") => ", for the first write",
+        _ => "",
+    }
+}
+
+fn said(matrix: &Matrix<'_>, own: &Axes, sparse: &str, pairs: &Pairs<'_>) -> Option<String> {
+    let name = label(own);
+    let cells = |of: fn(&(usize, usize, &Cell)) -> usize| pairs.iter().map(of).collect();
+    let prepared = matrix.pick(Vec::new(), cells(|pair| pair.0))?;
+    let base = matrix.pick(Vec::new(), cells(|pair| pair.1))?;
+    let gain = matrix.against(&prepared, &base)?;
+    let loads: Vec<String> = pairs
+        .iter()
+        .map(|(.., cell)| label(&matrix.part(&matrix.load(cell), Role::Condition)))
+        .filter(|load| !load.is_empty())
+        .fold(Vec::new(), |mut all, load| {
+            if !all.contains(&load) {
+                all.push(load);
+            }
+            all
+        });
+    let under = match loads.len() {
+        1..=3 => format!(" ({})", listed(&loads)),
+        _ => String::new(),
+    };
+    Some(format!("{} {name} against {sparse}{under}", figure(&gain)))
+}
+
+/// `1.84 times (1.70 to 1.95),`.
+fn figure(gain: &Gain) -> String {
+    let interval = span(gain.interval.low, gain.interval.high);
+    match gain.decision {
+        _ if gain.is_hint() => format!("{} times by too few rounds to tell,", times(gain.ratio)),
+        Decision::Tie => format!("{interval} times, which cannot be told from 1,"),
+        _ => format!("{} times ({interval}),", times(gain.ratio)),
+    }
+}

@@ -1,0 +1,153 @@
+//! A verdict in one sentence.
+
+use super::{Advice, Found, Missing, needs_server};
+use crate::matrix::{Matrix, Pick};
+use crate::model::SURVIVED;
+use crate::stats::{Decision, ROUNDS_MIN};
+use crate::words::{label, listed, sentence as begun, span, times};
+
+/// What to use and by how much that is better, or why nothing is advised.
+pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
+    let name = label(&matrix.short(&found.way.axes));
+    let blocked: Vec<String> = missing
+        .iter()
+        .filter(|missing| missing.blocks)
+        .map(|missing| label(&missing.what))
+        .collect();
+    if !blocked.is_empty() {
+        let was = if blocked.len() == 1 { "was" } else { "were" };
+        return format!(
+            "Nothing is advised, as {} {was} not measured. Of what was measured: {}.",
+            listed(&blocked),
+            so_far(matrix, found)
+        );
+    }
+    if found.picks.len() == 1 {
+        return format!("{name} is all that was measured, so there was no choice to make.");
+    }
+    if matrix.metric.key == SURVIVED {
+        return survival(found, &name);
+    }
+    match found.advice {
+        Advice::Use => begun(&format!("use {name}: {}", by_how_much(matrix, found))),
+        Advice::Stay => format!(
+            "Stay with {name}, the default: nothing measured here is surely better in {}{}.",
+            matrix.metric.title,
+            hidden(matrix, found)
+        ),
+        Advice::Untold | Advice::None => {
+            begun(&format!("nothing is advised: {}", so_far(matrix, found)))
+        }
+    }
+}
+
+/// The same as the answer to the plan's question: the figure first.
+pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
+    let whole = || sentence(matrix, found, missing);
+    let (Some(gain), Some(base), Advice::Use) = (found.gain, found.other(), found.advice) else {
+        return match (found.advice, most_hidden(matrix, found)) {
+            (Advice::Stay, Some((most, _))) => format!(
+                "Less than {} times: more than that nothing gains over {}, the default, and it may be \
+                 nothing at all.",
+                times(most),
+                label(&matrix.short(&found.way.axes))
+            ),
+            _ => whole(),
+        };
+    };
+    format!(
+        "{} times ({}): {} against {}, the default, in {}.",
+        times(gain.ratio),
+        span(gain.interval.low, gain.interval.high),
+        label(&matrix.short(&found.way.axes)),
+        label(&matrix.short(&base.axes)),
+        matrix.metric.title
+    )
+}
+
+/// `1.84 times as good as qcow2, the default, in throughput (1.70 to 1.95)`.
+fn by_how_much(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
+    let measure = matrix.metric.title;
+    match (found.other(), found.gain) {
+        (Some(base), Some(gain)) => format!(
+            "{} times as good as {}, the default, in {measure} ({})",
+            times(gain.ratio),
+            label(&matrix.short(&base.axes)),
+            span(gain.interval.low, gain.interval.high)
+        ),
+        _ => format!("the best of {} in {measure}", found.picks.len()),
+    }
+}
+
+/// The most that may be hidden in the noise beside the default, and what it would be.
+fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<(f64, &'p Pick)> {
+    let others = found.picks.iter().filter(|pick| pick.axes != found.way.axes);
+    let high = |pick: &'p Pick| {
+        let gain = matrix.against(pick, found.way)?;
+        Some((gain.interval.high, pick)).filter(|(high, _)| *high > 1.0)
+    };
+    others.filter_map(high).max_by(|a, b| a.0.total_cmp(&b.0))
+}
+
+fn hidden(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
+    most_hidden(matrix, found).map_or_else(String::new, |(most, pick)| {
+        let name = label(&matrix.short(&pick.axes));
+        format!("; what its noise may hide is at most {} times ({name})", times(most))
+    })
+}
+
+/// What was found, where nothing is advised.
+fn so_far(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
+    let name = label(&matrix.short(&found.way.axes));
+    let rounds = found.picks.iter().map(|pick| pick.summary.count).min().unwrap_or(0);
+    if matrix.metric.key == SURVIVED {
+        return match found.way.summary.min >= 1.0 {
+            true => format!("{name} came through without an error"),
+            false => "nothing came through without an error".to_owned(),
+        };
+    }
+    if found.picks.len() == 1 {
+        return format!("{name} alone");
+    }
+    let few = match rounds {
+        1 => "one round does not show how much it varies; ",
+        2 => "two rounds do not show how much they vary; ",
+        _ => "",
+    };
+    match (found.gain, found.other()) {
+        (Some(gain), Some(base)) if rounds < ROUNDS_MIN => format!(
+            "{few}{name} had {} times what {}, the default, had",
+            times(gain.ratio),
+            label(&matrix.short(&base.axes))
+        ),
+        (Some(gain), Some(base)) if gain.decision == Decision::Better => format!(
+            "{name} is {} times as good as {}, the default ({})",
+            times(gain.ratio),
+            label(&matrix.short(&base.axes)),
+            span(gain.interval.low, gain.interval.high)
+        ),
+        _ if rounds < ROUNDS_MIN => format!("{few}{name} had the best value"),
+        _ => format!("{name} had the best value, and is not surely better"),
+    }
+}
+
+/// Of what came through while there was no space.
+fn survival(found: &Found<'_>, name: &str) -> String {
+    if found.way.summary.min < 1.0 {
+        return format!("Nothing came through here; {name} is as good as any other.");
+    }
+    let rounds = match found.way.summary.count {
+        1 => "in the one round".to_owned(),
+        rounds => format!("in all {rounds} rounds"),
+    };
+    match needs_server(&found.way.axes) {
+        true => format!(
+            "Use {name}: whoever writes to it waits while there is no space, and sees no error \
+             ({rounds})."
+        ),
+        false => format!(
+            "Use {name}: it came through {rounds} with no server beside QEMU, which stops the whole \
+             guest while there is no space, until it is told to go on."
+        ),
+    }
+}
