@@ -33,6 +33,7 @@
 //! is held while the caller moves data.
 
 mod bitmaps;
+pub mod bytes;
 mod codec;
 mod compact;
 mod driver;
@@ -49,6 +50,7 @@ mod snapshots;
 mod storage;
 mod sync;
 mod units;
+mod uuids;
 mod zero;
 
 pub use bitmaps::{BitmapStatus, Bitmaps, NewBitmap};
@@ -73,4 +75,5 @@ pub use reservation::{Fill, PackedFrame, PackedReservation, Reservation, Reserve
 pub use snapshots::{NewSnapshot, Snapshots};
 pub use storage::{CacheMode, CopyMethod, ReadOp, Storage, StorageCaps, StorageExtent, ZeroMode};
 pub use units::{GuestOffset, HostOffset, align_down, align_up, is_aligned};
+pub use uuids::random_uuid;
 pub use zero::is_zero;

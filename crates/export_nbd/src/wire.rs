@@ -1,6 +1,9 @@
 //! Numbers and shapes of the protocol. Source: the NBD project's `doc/proto.md`, to whose sections
 //! the names below refer. All integers are big-endian.
 
+use vdkit_block::bytes::be16;
+pub(crate) use vdkit_block::bytes::{be32, be64};
+
 /// First word of a server ("NBDMAGIC").
 pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
 /// Before the server's flags and each option ("IHAVEOPT").
@@ -151,18 +154,6 @@ pub struct Request {
     pub offset: u64,
     /// Bytes of the payload where one follows, else of the effect.
     pub len: u64,
-}
-
-fn be16(bytes: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes([bytes[at], bytes[at + 1]])
-}
-
-pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
-    u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
 }
 
 impl Request {

@@ -196,7 +196,8 @@ mod tests {
     #[test]
     fn a_device_of_just_the_plans_size_holds_the_same_disk_of_each_layout() {
         let device = place(PlaceKind::Device, 1 << 30);
-        let of = |layout| fit(&axes(&[("layout", layout), ("profile", "database")]), &EFFORT, &device);
+        let of =
+            |layout| fit(&axes(&[("layout", layout), ("profile", "database")]), &EFFORT, &device);
         let raw = of("raw").unwrap();
         assert_eq!((raw.wanted, raw.disk), (1 << 30, (1024 - 16 - 4) << 20));
         for layout in ["qcow2", "qcow2-8k", "qcow2-ext", "qcow2-metadata", "qcow2-aged"] {
@@ -229,9 +230,8 @@ mod tests {
             assert!(told.contains(word), "{told}");
         }
         // An empty image is as large as its tables, however large its disk.
-        let open = |layout, size| {
-            of(&[("layout", layout), ("size", size), ("profile", "open")], 1 << 30)
-        };
+        let open =
+            |layout, size| of(&[("layout", layout), ("size", size), ("profile", "open")], 1 << 30);
         assert_eq!(open("qcow2", "16G").unwrap().disk, 16 << 30);
         assert!(matches!(open("raw", "16G"), Err(Unfit::Small { .. })));
         assert!(matches!(open("qcow2-metadata", "16G"), Err(Unfit::Small { .. })));

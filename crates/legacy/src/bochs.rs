@@ -7,9 +7,9 @@ use vdkit_block::{
     Measured, Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair, Result, Storage,
 };
 
-use crate::numbers::{le32, le64};
 use crate::read_only::{self, Map, ReadOnly, refuse_creating};
 use crate::tables::Tables;
+use vdkit_block::bytes::{le32, le64};
 
 const MAGIC: &[u8] = b"Bochs Virtual HD Image\0";
 const HEADER_BYTES: usize = 96;

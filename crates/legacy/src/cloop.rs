@@ -8,9 +8,9 @@ use vdkit_block::{
     Repair, Result, Storage,
 };
 
-use crate::numbers::be32;
 use crate::read_only::{self, Map, ReadOnly, refuse_creating};
 use crate::tables::Tables;
+use vdkit_block::bytes::be32;
 
 /// How the shell script begins that is the head of each image.
 const MAGIC: &[u8] = b"#!/bin/sh\n#V2.0 Format\n";

@@ -8,10 +8,10 @@ use vdkit_block::{
     Repair, Result, Storage,
 };
 
-use crate::numbers::{be32, be64};
 use crate::property_list::block_tables;
 use crate::read_only::{self, Map, ReadOnly, refuse_creating};
 use crate::tables::Tables;
+use vdkit_block::bytes::{be32, be64};
 
 const TRAILER_BYTES: usize = 512;
 const MAGIC: &[u8] = b"koly";

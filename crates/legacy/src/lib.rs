@@ -17,7 +17,6 @@ mod bochs;
 mod cloop;
 mod dmg;
 mod inflate;
-mod numbers;
 mod parallels;
 mod property_list;
 mod qcow1;

@@ -8,9 +8,9 @@ use vdkit_block::{
     Result, Severity, Storage,
 };
 
-use crate::numbers::{le32, le64};
 use crate::read_only::{self, Map, ReadOnly, refuse_creating};
 use crate::tables::Tables;
+use vdkit_block::bytes::{le32, le64};
 
 /// Entries count sectors, and the size has 32 bits.
 const OLD: &[u8] = b"WithoutFreeSpace";

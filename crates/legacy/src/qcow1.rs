@@ -8,9 +8,9 @@ use vdkit_block::{
     Place, Probe, Repair, Result, Storage,
 };
 
-use crate::numbers::{be32, be64};
 use crate::read_only::{self, Map, ReadOnly, refuse_creating};
 use crate::tables::Tables;
+use vdkit_block::bytes::{be32, be64};
 
 const MAGIC: &[u8] = b"QFI\xfb\0\0\0\x01";
 const HEADER_BYTES: usize = 48;

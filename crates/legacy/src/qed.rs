@@ -8,9 +8,9 @@ use vdkit_block::{
     Probe, Repair, Result, Severity, Storage,
 };
 
-use crate::numbers::{le32, le64};
 use crate::read_only::{self, Map, ReadOnly, refuse_creating};
 use crate::tables::Tables;
+use vdkit_block::bytes::{le32, le64};
 
 const MAGIC: &[u8] = b"QED\0";
 const HEADER_BYTES: usize = 64;

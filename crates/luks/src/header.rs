@@ -4,6 +4,7 @@
 //! big-endian.
 
 use std::ops::Range;
+use vdkit_block::bytes::{array, be16, be32};
 
 use vdkit_block::{Error, HostOffset, Result, Storage};
 
@@ -83,14 +84,6 @@ pub struct HeaderPlace {
     pub room: u64,
 }
 
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    std::array::from_fn(|i| bytes[at + i])
-}
-
 /// Faults of a header, with their place in the file.
 struct Faults<'a> {
     file: &'a str,
@@ -148,7 +141,7 @@ impl Header {
             let found = format!("{:02x?}", &bytes[..6]);
             return faults.of(0, "LUKS magic", found, format!("{MAGIC:02x?}"));
         }
-        let version = u16::from_be_bytes(array(bytes, field::VERSION));
+        let version = be16(bytes, field::VERSION);
         if version != 1 {
             return Err(Error::unsupported(
                 file,

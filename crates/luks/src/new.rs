@@ -1,5 +1,6 @@
 //! New headers, and the options that make them.
 
+use vdkit_block::random_uuid;
 use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result, Secret};
 use zeroize::Zeroizing;
 
@@ -143,7 +144,7 @@ impl NewHeader {
             digest_salt: [0; 32],
             // An eighth of a slot's time, as QEMU does.
             digest_iterations: (iterations / 8).max(1000),
-            uuid: uuid(file)?,
+            uuid: random_uuid()?.to_string(),
             slots,
         };
         random(file, &mut header.digest_salt)?;
@@ -171,20 +172,4 @@ impl MadeHeader {
     pub fn cipher(&self) -> Option<crate::AesSectors> {
         self.method.spec.with_key(&self.key)
     }
-}
-
-/// A random UUID (RFC 9562, version 4).
-fn uuid(file: &str) -> Result<String> {
-    let mut bytes = [0; 16];
-    random(file, &mut bytes)?;
-    bytes[6] = (bytes[6] & 0x0f) | 0x40;
-    bytes[8] = (bytes[8] & 0x3f) | 0x80;
-    let mut text = String::new();
-    for (at, byte) in bytes.iter().enumerate() {
-        if [4, 6, 8, 10].contains(&at) {
-            text.push('-');
-        }
-        text.push_str(&format!("{byte:02x}"));
-    }
-    Ok(text)
 }

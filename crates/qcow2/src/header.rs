@@ -6,6 +6,7 @@ mod fixed;
 mod lasting;
 pub(crate) mod rewrite;
 
+use vdkit_block::bytes::{be32, be64};
 use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Result, Storage};
 
 use self::fixed::FixedFields;
@@ -101,14 +102,6 @@ pub struct Header {
     pub backing_name: Option<String>,
     /// All extensions, in their order.
     pub extensions: Vec<Extension>,
-}
-
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-fn be64(bytes: &[u8], at: usize) -> u64 {
-    (u64::from(be32(bytes, at)) << 32) | u64::from(be32(bytes, at + 4))
 }
 
 /// How many bytes the first read takes: enough for nearly each header with all its extensions. It is

@@ -225,10 +225,8 @@ impl SliceCache {
         for (generation, shard) in generations.iter_mut().zip(&self.shards) {
             *generation = shard.generation.load(Ordering::Acquire);
         }
-        // On the stack, where one call after the other uses the same pages.
-        let mut bytes = [0; (AHEAD_MAX * SLICE_BYTES) as usize];
-        let bytes = &mut bytes[..(count.min(AHEAD_MAX) * self.slice_bytes) as usize];
-        storage.read_padded(bytes, HostOffset(key))?;
+        let mut bytes = vec![0; (count.min(AHEAD_MAX) * self.slice_bytes) as usize];
+        storage.read_padded(&mut bytes, HostOffset(key))?;
         let mut words = [0; SLICE_WORDS];
         let step = self.slice_bytes as usize;
         let mut seen = Seen::Kept;

@@ -1,10 +1,11 @@
 //! Making an image.
 
+use vdkit_block::random_uuid;
 use vdkit_block::{CreateRequest, Error, HostOffset, Measured, Options, Result, align_up};
 use vdkit_blockmap::{ByteOrder, Geometry, write_entries, write_holes};
 
 use crate::envelope::ENTRIES_MAX;
-use crate::header::{HEADER_BYTES, MAGIC, Uuid, VERSION, ZERO, field};
+use crate::header::{HEADER_BYTES, MAGIC, VERSION, ZERO, field};
 
 /// Bytes of a block: what all programs make, and the only ones that QEMU reads.
 pub(crate) const BLOCK_BYTES: u64 = 1 << 20;
@@ -83,15 +84,10 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     } else {
         write_holes(storage, &geometry, 0, geometry.entries)?;
     }
-    storage.write_at(&header(storage.name(), &geometry, guest_bytes, fixed)?, HostOffset(0))
+    storage.write_at(&header(&geometry, guest_bytes, fixed)?, HostOffset(0))
 }
 
-fn header(
-    file: &str,
-    geometry: &Geometry,
-    guest_bytes: u64,
-    fixed: bool,
-) -> Result<[u8; HEADER_BYTES]> {
+fn header(geometry: &Geometry, guest_bytes: u64, fixed: bool) -> Result<[u8; HEADER_BYTES]> {
     let mut header = [0; HEADER_BYTES];
     let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, TEXT);
@@ -107,8 +103,8 @@ fn header(
     put(field::ENTRIES, &(geometry.entries as u32).to_le_bytes());
     let allocated = if fixed { geometry.entries as u32 } else { 0 };
     put(field::ALLOCATED, &allocated.to_le_bytes());
-    put(field::UUID, &Uuid::random(file)?.0);
-    put(field::UUID_MODIFY, &Uuid::random(file)?.0);
+    put(field::UUID, &random_uuid()?.to_bytes_le());
+    put(field::UUID_MODIFY, &random_uuid()?.to_bytes_le());
     Ok(header)
 }
 

@@ -1,10 +1,11 @@
 //! What stands around the blocks: the header, and its count of blocks.
 
 use parking_lot::Mutex;
+use vdkit_block::random_uuid;
 use vdkit_block::{Error, HostOffset, Result, Storage, align_up};
 use vdkit_blockmap::{Envelope, Geometry, Slot, compact, read_entries, write_entries};
 
-use crate::header::{HEADER_BYTES, Header, ImageType, Uuid, field};
+use crate::header::{HEADER_BYTES, Header, ImageType, field};
 
 /// The most blocks that QEMU opens: their table stays below 4 GiB.
 pub(crate) const ENTRIES_MAX: u64 = 0x3fff_ffff;
@@ -149,8 +150,8 @@ impl Envelope for VdiEnvelope {
 
     /// Children know their parent by this UUID; it changes with the parent's data.
     fn modified(&self, storage: &dyn Storage) -> Result<()> {
-        let uuid = Uuid::random(storage.name())?;
-        storage.write_at(&uuid.0, HostOffset(field::UUID_MODIFY as u64))
+        let uuid = random_uuid()?.to_bytes_le();
+        storage.write_at(&uuid, HostOffset(field::UUID_MODIFY as u64))
     }
 }
 

@@ -1,6 +1,7 @@
 //! The header. Offsets are those of `docs/formats/vdi.md`.
 
-use std::fmt;
+use uuid::Uuid;
+use vdkit_block::bytes::{array, le32, le64};
 
 use vdkit_block::{Error, HostOffset, Result, Storage};
 use vdkit_blockmap::{ByteOrder, Geometry};
@@ -49,53 +50,6 @@ mod field_0 {
     pub const UUID_MODIFY: usize = 0x184;
     pub const UUID_LINK: usize = 0x194;
     pub const END: u32 = 0x1a4;
-}
-
-/// A UUID as it is stored: the first three fields little-endian.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Uuid(pub [u8; 16]);
-
-impl Uuid {
-    /// A random one.
-    pub(crate) fn random(file: &str) -> Result<Self> {
-        let mut bytes = [0; 16];
-        getrandom::fill(&mut bytes).map_err(|error| Error::File {
-            file: file.to_owned(),
-            action: vdkit_block::IoAction::Write,
-            source: std::io::Error::other(error.to_string()),
-        })?;
-        // RFC 9562, section 5.4; the field with the version is stored little-endian.
-        bytes[7] = bytes[7] & 0x0f | 0x40;
-        bytes[8] = bytes[8] & 0x3f | 0x80;
-        Ok(Self(bytes))
-    }
-
-    /// Whether all of it is zero, which means none.
-    pub fn is_nil(&self) -> bool {
-        self.0 == [0; 16]
-    }
-}
-
-impl fmt::Display for Uuid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let b = &self.0;
-        write!(
-            f,
-            "{:08x}-{:04x}-{:04x}-{:02x}{:02x}-",
-            u32::from_le_bytes([b[0], b[1], b[2], b[3]]),
-            u16::from_le_bytes([b[4], b[5]]),
-            u16::from_le_bytes([b[6], b[7]]),
-            b[8],
-            b[9]
-        )?;
-        b[10..].iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-impl fmt::Debug for Uuid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
 }
 
 /// What kind of image it is.
@@ -158,22 +112,6 @@ pub struct Header {
     pub uuid_link: Uuid,
     /// Its parent as of when this image was made.
     pub uuid_parent: Uuid,
-}
-
-fn le32(bytes: &[u8], at: usize) -> u32 {
-    bytes.get(at..at + 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-}
-
-fn le64(bytes: &[u8], at: usize) -> u64 {
-    u64::from(le32(bytes, at)) | u64::from(le32(bytes, at + 4)) << 32
-}
-
-fn uuid(bytes: &[u8], at: usize) -> Uuid {
-    let mut out = [0; 16];
-    if let Some(found) = bytes.get(at..at + 16) {
-        out.copy_from_slice(found);
-    }
-    Uuid(out)
 }
 
 /// Whether this is the start of a VDI image.
@@ -265,10 +203,10 @@ impl Header {
             block_extra: at(field::BLOCK_EXTRA),
             entries: at(field::ENTRIES),
             allocated: at(field::ALLOCATED),
-            uuid: uuid(bytes, field::UUID),
-            uuid_modify: uuid(bytes, field::UUID_MODIFY),
-            uuid_link: uuid(bytes, field::UUID_LINK),
-            uuid_parent: uuid(bytes, field::UUID_PARENT),
+            uuid: Uuid::from_bytes_le(array(bytes, field::UUID)),
+            uuid_modify: Uuid::from_bytes_le(array(bytes, field::UUID_MODIFY)),
+            uuid_link: Uuid::from_bytes_le(array(bytes, field::UUID_LINK)),
+            uuid_parent: Uuid::from_bytes_le(array(bytes, field::UUID_PARENT)),
         })
     }
 
@@ -291,10 +229,10 @@ impl Header {
             block_extra: 0,
             entries,
             allocated: at(field_0::ALLOCATED),
-            uuid: uuid(bytes, field_0::UUID),
-            uuid_modify: uuid(bytes, field_0::UUID_MODIFY),
-            uuid_link: uuid(bytes, field_0::UUID_LINK),
-            uuid_parent: Uuid([0; 16]),
+            uuid: Uuid::from_bytes_le(array(bytes, field_0::UUID)),
+            uuid_modify: Uuid::from_bytes_le(array(bytes, field_0::UUID_MODIFY)),
+            uuid_link: Uuid::from_bytes_le(array(bytes, field_0::UUID_LINK)),
+            uuid_parent: Uuid::nil(),
         })
     }
 

@@ -1,11 +1,12 @@
 //! Making an image.
 
+use uuid::Uuid;
 use vdkit_block::{
     BackingRef, CreateRequest, Error, HostOffset, Measured, Options, Result, Storage, ZeroMode,
 };
 use vdkit_blockmap::write_holes;
 
-use crate::footer::{DiskGeometry, DiskType, FOOTER_BYTES, Footer, SECTOR, Uuid, size_of};
+use crate::footer::{DiskGeometry, DiskType, FOOTER_BYTES, Footer, SECTOR, size_of};
 use crate::header::{DynamicHeader, HEADER_BYTES, Locator};
 use crate::parent;
 
@@ -43,7 +44,7 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
 }
 
 fn create_fixed(storage: &dyn Storage, guest_bytes: u64, geometry: DiskGeometry) -> Result<()> {
-    let footer = Footer::new(storage.name(), DiskType::Fixed, guest_bytes, geometry)?;
+    let footer = Footer::new(DiskType::Fixed, guest_bytes, geometry)?;
     make_room(storage, guest_bytes + FOOTER_BYTES as u64)?;
     if !storage.caps().growable && guest_bytes > 0 {
         // What was on the device before must not be the guest's.
@@ -81,7 +82,7 @@ fn create_dynamic(
 ) -> Result<()> {
     let file = storage.name();
     let disk_type = if backing.is_some() { DiskType::Differencing } else { DiskType::Dynamic };
-    let footer = Footer::new(file, disk_type, guest_bytes, geometry)?;
+    let footer = Footer::new(disk_type, guest_bytes, geometry)?;
     // At most 2^21, as the size has a limit.
     let entries = guest_bytes.div_ceil(BLOCK_BYTES) as u32;
     let mut header = DynamicHeader::new(TABLE_AT, entries, BLOCK_BYTES as u32);
@@ -108,7 +109,7 @@ fn create_dynamic(
 }
 
 pub(crate) fn identity(file: &str, backing: &BackingRef) -> Result<Uuid> {
-    let found = backing.identity.as_deref().and_then(Uuid::parse);
+    let found = backing.identity.as_deref().and_then(|id| Uuid::try_parse(id).ok());
     let vhd = backing.format.as_deref().is_none_or(|format| matches!(format, "vpc" | "vhd"));
     found.filter(|_| vhd).ok_or_else(|| {
         Error::unsupported(

@@ -1,7 +1,9 @@
 //! The footer: 512 bytes at the end of every image, and at the start of those with a table. Offsets
 //! are those of `docs/formats/vpc.md`.
 
-use std::fmt;
+use uuid::Uuid;
+use vdkit_block::bytes::{array, be32, be64};
+use vdkit_block::random_uuid;
 
 use vdkit_block::{Error, Result};
 
@@ -129,69 +131,12 @@ impl DiskGeometry {
     }
 }
 
-/// A unique ID, in the order of its text.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Uuid(pub [u8; 16]);
-
-impl Uuid {
-    /// A random one.
-    pub(crate) fn random(file: &str) -> Result<Self> {
-        let mut bytes = [0; 16];
-        getrandom::fill(&mut bytes).map_err(|error| Error::File {
-            file: file.to_owned(),
-            action: vdkit_block::IoAction::Write,
-            source: std::io::Error::other(error.to_string()),
-        })?;
-        // RFC 9562, section 5.4.
-        bytes[6] = bytes[6] & 0x0f | 0x40;
-        bytes[8] = bytes[8] & 0x3f | 0x80;
-        Ok(Self(bytes))
-    }
-
-    /// From its text.
-    pub(crate) fn parse(text: &str) -> Option<Self> {
-        let digits: Vec<u8> = text
-            .bytes()
-            .filter(|byte| *byte != b'-')
-            .map(|byte| char::from(byte).to_digit(16).map(|digit| digit as u8))
-            .collect::<Option<_>>()?;
-        let bytes: Vec<u8> = digits.chunks(2).map(|d| d[0] << 4 | d.get(1).unwrap_or(&0)).collect();
-        (digits.len() == 32).then(|| bytes.try_into().ok().map(Self)).flatten()
-    }
-}
-
-impl fmt::Display for Uuid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (n, byte) in self.0.iter().enumerate() {
-            let dash = if matches!(n, 4 | 6 | 8 | 10) { "-" } else { "" };
-            write!(f, "{dash}{byte:02x}")?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for Uuid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
 /// The sum that headers and footers carry: the complement of the sum of all bytes but its own.
 pub(crate) fn checksum(bytes: &[u8], own: usize) -> u32 {
     let sum = bytes.iter().enumerate().fold(0_u32, |sum, (n, byte)| {
         if (own..own + 4).contains(&n) { sum } else { sum.wrapping_add(u32::from(*byte)) }
     });
     !sum
-}
-
-/// A number of a structure.
-pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
-    bytes.get(at..at + 4).map_or(0, |b| u32::from_be_bytes([b[0], b[1], b[2], b[3]]))
-}
-
-/// As [`be32`].
-pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
-    u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
 }
 
 /// A footer whose cookie and sum are right. Its bytes are kept: what we do not know stays.
@@ -235,7 +180,6 @@ impl Footer {
 
     /// A new image's.
     pub(crate) fn new(
-        file: &str,
         disk_type: DiskType,
         guest_bytes: u64,
         geometry: DiskGeometry,
@@ -253,7 +197,7 @@ impl Footer {
         footer.put(field::CREATOR_OS, b"Wi2k");
         footer.put(field::ORIGINAL_SIZE, &guest_bytes.to_be_bytes());
         footer.put(field::TYPE, &disk_type.number().to_be_bytes());
-        footer.put(field::UUID, &Uuid::random(file)?.0);
+        footer.put(field::UUID, random_uuid()?.as_bytes());
         Ok(footer.sized(guest_bytes, geometry))
     }
 
@@ -317,9 +261,7 @@ impl Footer {
 
     /// The image's unique ID.
     pub fn uuid(&self) -> Uuid {
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(&self.bytes[field::UUID..field::UUID + 16]);
-        Uuid(bytes)
+        Uuid::from_bytes(array(&self.bytes, field::UUID))
     }
 
     /// Whether the geometry is the size of the disk: the creator takes it so, and it says something.
@@ -392,7 +334,7 @@ mod tests {
 
     #[test]
     fn a_footer_reads_back_and_one_bit_is_seen() {
-        let footer = Footer::new("x", DiskType::Fixed, 1 << 20, DiskGeometry::MAX).unwrap();
+        let footer = Footer::new(DiskType::Fixed, 1 << 20, DiskGeometry::MAX).unwrap();
         assert_eq!(Footer::parse(footer.bytes()).unwrap(), footer);
         assert_eq!(footer.disk_bytes(), 1 << 20);
         for at in 0..FOOTER_BYTES {
@@ -400,6 +342,6 @@ mod tests {
             bytes[at] ^= 1;
             assert!(Footer::parse(&bytes).is_err(), "{at}");
         }
-        assert_eq!(Uuid::parse(&footer.uuid().to_string()), Some(footer.uuid()));
+        assert_eq!(Uuid::try_parse(&footer.uuid().to_string()), Ok(footer.uuid()));
     }
 }

@@ -4,7 +4,9 @@
 use vdkit_block::{Error, HostOffset, Result, Storage};
 use vdkit_blockmap::{ByteOrder, Geometry};
 
-use crate::footer::{NO_OFFSET, SECTOR, Uuid, be32, be64, checksum};
+use crate::footer::{NO_OFFSET, SECTOR, checksum};
+use uuid::Uuid;
+use vdkit_block::bytes::{array, be32, be64};
 
 /// Bytes of the dynamic header.
 pub(crate) const HEADER_BYTES: usize = 1024;
@@ -115,7 +117,7 @@ impl DynamicHeader {
 
     /// The same over a parent; `name` is a file name, the locators are stored where they say.
     pub(crate) fn over(mut self, uuid: Uuid, time: u32, name: &str, locators: &[Locator]) -> Self {
-        self.put(field::PARENT_UUID, &uuid.0);
+        self.put(field::PARENT_UUID, uuid.as_bytes());
         self.put(field::PARENT_TIME, &time.to_be_bytes());
         let room = (field::PARENT_NAME_END - field::PARENT_NAME) / 2;
         for (n, unit) in name.encode_utf16().take(room).enumerate() {
@@ -177,9 +179,7 @@ impl DynamicHeader {
 
     /// The unique ID of what it stands on.
     pub(crate) fn parent_uuid(&self) -> Uuid {
-        let mut bytes = [0; 16];
-        bytes.copy_from_slice(&self.bytes[field::PARENT_UUID..field::PARENT_UUID + 16]);
-        Uuid(bytes)
+        Uuid::from_bytes(array(&self.bytes, field::PARENT_UUID))
     }
 
     /// When that was last changed before this image was put on it, in seconds since 2000.

@@ -22,4 +22,4 @@ mod parent;
 
 pub use azure::azure_faults;
 pub use driver::VhdDriver;
-pub use footer::{DiskGeometry, DiskType, Footer, Uuid};
+pub use footer::{DiskGeometry, DiskType, Footer};

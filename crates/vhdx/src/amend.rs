@@ -5,13 +5,13 @@ use vdkit_block::{
     AmendRequest, BackingRef, Error, HostOffset, Monitor, OpenRequest, Place, Result, ZeroMode,
 };
 
-use crate::guid::Guid;
 use crate::image::Vhdx;
 use crate::layout::{BAT_REGION, BatEntry, Geometry, METADATA_REGION, State};
 use crate::map::Look;
 use crate::metadata::{self, LocatorPlace};
 use crate::parent::ParentLocator;
 use crate::regions::Region;
+use uuid::Uuid;
 
 /// As [`vdkit_block::FormatDriver::amend`].
 pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
@@ -107,7 +107,7 @@ impl Vhdx {
         }
     }
 
-    fn region(&self, guid: Guid) -> Result<Region> {
+    fn region(&self, guid: Uuid) -> Result<Region> {
         let mut lead = self.meta.lead();
         let found = lead.order().regions.iter().find(|region| region.guid == guid).copied();
         found.ok_or_else(|| Error::Invalid(format!("{}: has no {guid}", self.storage.name())))

@@ -1,9 +1,9 @@
 //! New images.
 
+use vdkit_block::random_uuid;
 use vdkit_block::{CreateRequest, Error, HostOffset, Result, Storage, ZeroMode};
 
 use crate::fields::put;
-use crate::guid::Guid;
 use crate::header::Header;
 use crate::layout::{
     BAT_REGION, BatEntry, FILE_SIGNATURE, HEADER_OFFSETS, METADATA_REGION, MIB, REGION_OFFSETS,
@@ -13,6 +13,7 @@ use crate::metadata::NewMetadata;
 use crate::options::NewImage;
 use crate::parent::ParentLocator;
 use crate::regions::{self, Region};
+use uuid::Uuid;
 
 /// Bytes of one write of the block allocation table.
 const STEP_BYTES: u64 = MIB;
@@ -84,9 +85,9 @@ fn write_file_id(storage: &dyn Storage) -> Result<()> {
 fn write_headers(storage: &dyn Storage, new: &NewImage) -> Result<()> {
     let header = Header {
         sequence: 0,
-        file_write: Guid::random()?,
-        data_write: Guid::random()?,
-        log: Guid::ZERO,
+        file_write: random_uuid()?,
+        data_write: random_uuid()?,
+        log: Uuid::nil(),
         log_version: 0,
         version: 1,
         log_bytes: new.log_bytes,

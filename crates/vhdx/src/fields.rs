@@ -1,19 +1,16 @@
-//! Little-endian numbers at places that lie within a buffer.
+//! Places within a structure: GUIDs, checksums. Numbers are little-endian.
 
-pub(crate) fn u16_at(bytes: &[u8], at: usize) -> u16 {
-    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+use uuid::Uuid;
+use vdkit_block::bytes::{array, le32};
+
+/// A GUID as it is stored: three little-endian numbers and eight bytes.
+pub(crate) fn guid_at(bytes: &[u8], at: usize) -> Uuid {
+    Uuid::from_bytes_le(array(bytes, at))
 }
 
-pub(crate) fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    let mut word = [0; 4];
-    word.copy_from_slice(&bytes[at..at + 4]);
-    u32::from_le_bytes(word)
-}
-
-pub(crate) fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(&bytes[at..at + 8]);
-    u64::from_le_bytes(word)
+/// A GUID from its text: with hyphens or without, in braces or not.
+pub(crate) fn parse_guid(text: &str) -> Option<Uuid> {
+    Uuid::try_parse(text.trim()).ok()
 }
 
 pub(crate) fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
@@ -35,5 +32,5 @@ pub(crate) fn seal(bytes: &mut [u8]) {
 
 /// Whether a structure has its signature and its checksum.
 pub(crate) fn is_sealed(bytes: &[u8], signature: &[u8; 4]) -> bool {
-    bytes.starts_with(signature) && u32_at(bytes, 4) == checksum(bytes)
+    bytes.starts_with(signature) && le32(bytes, 4) == checksum(bytes)
 }

@@ -17,16 +17,17 @@
 //! GUID, and before that comes a sync.
 
 use std::sync::atomic::Ordering;
+use vdkit_block::random_uuid;
 
 use vdkit_block::{HostOffset, Result, ZeroMode};
 use vdkit_meta::{Freed, Metadata, MutexGuard};
 
-use crate::guid::Guid;
 use crate::header::Header;
 use crate::image::{Lead, Log, Meta, Vhdx};
 use crate::layout::BITMAP_BYTES;
 use crate::log::entry::LoggedPage;
 use crate::log::pages_max;
+use uuid::Uuid;
 
 /// Dirty metadata as it was at one moment.
 pub struct Copies {
@@ -126,9 +127,9 @@ impl Vhdx {
         let headers = &mut lead.order().headers;
         let now = headers.current;
         let next = Header {
-            file_write: Guid::random()?,
-            data_write: if data { Guid::random()? } else { now.data_write },
-            log: Guid::ZERO,
+            file_write: random_uuid()?,
+            data_write: if data { random_uuid()? } else { now.data_write },
+            log: Uuid::nil(),
             ..now
         };
         headers.update(&*self.storage, next)?;

@@ -4,11 +4,12 @@
 //! durable; then that one holds. The other follows with the same content, so that damage to one
 //! of them loses nothing.
 
+use vdkit_block::bytes::{le16, le32, le64};
 use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
 
-use crate::fields::{is_sealed, put, seal, u16_at, u32_at, u64_at};
-use crate::guid::Guid;
+use crate::fields::{guid_at, is_sealed, put, seal};
 use crate::layout::{FILE_BYTES_MAX, FILE_SIGNATURE, HEADER_OFFSETS, MIB, PAGE_BYTES};
+use uuid::Uuid;
 
 const SIGNATURE: &[u8; 4] = b"head";
 
@@ -17,11 +18,11 @@ const SIGNATURE: &[u8; 4] = b"head";
 pub(crate) struct Header {
     pub(crate) sequence: u64,
     /// Changes before the first change of the file.
-    pub(crate) file_write: Guid,
+    pub(crate) file_write: Uuid,
     /// Changes before the first change of what the guest reads: children are tied to it.
-    pub(crate) data_write: Guid,
+    pub(crate) data_write: Uuid,
     /// Entries of the log with this GUID count; zero: none.
-    pub(crate) log: Guid,
+    pub(crate) log: Uuid,
     pub(crate) log_version: u16,
     pub(crate) version: u16,
     pub(crate) log_bytes: u64,
@@ -31,14 +32,14 @@ pub(crate) struct Header {
 impl Header {
     fn parse(bytes: &[u8]) -> Option<Self> {
         is_sealed(bytes, SIGNATURE).then(|| Self {
-            sequence: u64_at(bytes, 8),
-            file_write: Guid::at(bytes, 16),
-            data_write: Guid::at(bytes, 32),
-            log: Guid::at(bytes, 48),
-            log_version: u16_at(bytes, 64),
-            version: u16_at(bytes, 66),
-            log_bytes: u32_at(bytes, 68).into(),
-            log_offset: u64_at(bytes, 72),
+            sequence: le64(bytes, 8),
+            file_write: guid_at(bytes, 16),
+            data_write: guid_at(bytes, 32),
+            log: guid_at(bytes, 48),
+            log_version: le16(bytes, 64),
+            version: le16(bytes, 66),
+            log_bytes: le32(bytes, 68).into(),
+            log_offset: le64(bytes, 72),
         })
     }
 
@@ -47,9 +48,9 @@ impl Header {
         let mut bytes = vec![0; PAGE_BYTES as usize];
         put(&mut bytes, 0, SIGNATURE);
         put(&mut bytes, 8, &self.sequence.to_le_bytes());
-        put(&mut bytes, 16, &self.file_write.0);
-        put(&mut bytes, 32, &self.data_write.0);
-        put(&mut bytes, 48, &self.log.0);
+        put(&mut bytes, 16, &self.file_write.to_bytes_le());
+        put(&mut bytes, 32, &self.data_write.to_bytes_le());
+        put(&mut bytes, 48, &self.log.to_bytes_le());
         put(&mut bytes, 64, &self.log_version.to_le_bytes());
         put(&mut bytes, 66, &self.version.to_le_bytes());
         put(&mut bytes, 68, &(self.log_bytes as u32).to_le_bytes());
@@ -67,7 +68,7 @@ impl Header {
                 "only version 1 is known",
             ));
         }
-        if self.log_version != 0 && self.log != Guid::ZERO {
+        if self.log_version != 0 && self.log != Uuid::nil() {
             return Err(Error::unsupported(
                 file,
                 format!(

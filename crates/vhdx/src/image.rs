@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use vdkit_block::random_uuid;
 
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
@@ -11,7 +12,6 @@ use vdkit_block::{
 };
 use vdkit_meta::{Engine, Reclaim, State, Tickets};
 
-use crate::guid::Guid;
 use crate::header::{Header, Headers};
 use crate::layout::{FILE_BYTES_MAX, Geometry};
 use crate::log::entry::LoggedPage;
@@ -21,6 +21,7 @@ use crate::pages::Pages;
 use crate::regions::{Region, Regions};
 use crate::space::Space;
 use crate::write::{Pending, PendingBlock};
+use uuid::Uuid;
 
 /// Guest bytes that the caller may take for a unit: any power of two up to 1 MiB would do, since
 /// blocks lie at multiples of 1 MiB. Sharing works in such units.
@@ -56,12 +57,12 @@ impl Parts {
             log_entries = sequence.len();
             if writable {
                 // Before anything else changes [2.2.2.1].
-                let next = Header { file_write: Guid::random()?, ..headers.current };
+                let next = Header { file_write: random_uuid()?, ..headers.current };
                 headers.update(&**storage, next)?;
                 sequence.replay(&**storage)?;
                 headers.synced();
                 // Only now: interrupted before, the replay is done again.
-                headers.update(&**storage, Header { log: Guid::ZERO, ..headers.current })?;
+                headers.update(&**storage, Header { log: Uuid::nil(), ..headers.current })?;
             } else {
                 replayed = Arc::new(Replayed::new(storage.clone(), &sequence)?);
             }

@@ -1,6 +1,6 @@
 //! Numbers of the format, and the arithmetic of the block allocation table.
 
-use crate::guid::Guid;
+use uuid::Uuid;
 
 /// Everything lies at multiples of this.
 pub(crate) const MIB: u64 = 1 << 20;
@@ -26,10 +26,8 @@ pub(crate) const REGION_OFFSETS: [u64; 2] = [192 << 10, 256 << 10];
 pub(crate) const TABLE_BYTES: u64 = 64 << 10;
 
 /// Regions [2.2.3.2].
-pub(crate) const BAT_REGION: Guid =
-    Guid::new(0x2dc2_7766, 0xf623, 0x4200, *b"\x9d\x64\x11\x5e\x9b\xfd\x4a\x08");
-pub(crate) const METADATA_REGION: Guid =
-    Guid::new(0x8b7c_a206, 0x4790, 0x4b9a, *b"\xb8\xfe\x57\x5f\x05\x0f\x88\x6e");
+pub(crate) const BAT_REGION: Uuid = Uuid::from_u128(0x2dc27766_f623_4200_9d64_115e9bfd4a08);
+pub(crate) const METADATA_REGION: Uuid = Uuid::from_u128(0x8b7ca206_4790_4b9a_b8fe_575f050f886e);
 
 /// How a disk is laid out over blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -30,7 +30,6 @@ mod describe;
 mod driver;
 mod fields;
 mod flush;
-mod guid;
 mod header;
 mod image;
 mod layout;

@@ -1,10 +1,10 @@
 //! From guest bytes to host bytes.
 
 use std::sync::atomic::Ordering;
+use vdkit_block::bytes::le64;
 
 use vdkit_block::{Error, Extent, FileIndex, HostOffset, Place, Result, align_down};
 
-use crate::fields::u64_at;
 use crate::image::Vhdx;
 use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PAGE_BYTES, PRESENT, State};
 
@@ -32,7 +32,7 @@ impl Vhdx {
 
     fn look(&self, index: u64, look: Look) -> Result<Option<BatEntry>> {
         let (page, at) = self.bat_place(index);
-        let entry = |bytes: &[u8; PAGE_BYTES as usize]| BatEntry(u64_at(&bytes[..], at));
+        let entry = |bytes: &[u8; PAGE_BYTES as usize]| BatEntry(le64(&bytes[..], at));
         match look {
             Look::Cached => Ok(self.pages.with(page, entry)),
             Look::Load => self.pages.with_loaded(page, &*self.storage, entry).map(Some),

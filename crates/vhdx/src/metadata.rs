@@ -1,14 +1,16 @@
 //! The metadata region [2.6]: a table, and the items that it names.
 
+use vdkit_block::bytes::{le16, le32, le64};
+use vdkit_block::random_uuid;
 use vdkit_block::{Error, HostOffset, Result, Storage};
 
-use crate::fields::{put, u16_at, u32_at, u64_at};
-use crate::guid::Guid;
+use crate::fields::{guid_at, put};
 use crate::layout::{
     BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, GUEST_BYTES_MAX, Geometry, MIB, PAGE_BYTES, TABLE_BYTES,
 };
 use crate::parent::ParentLocator;
 use crate::regions::Region;
+use uuid::Uuid;
 
 const SIGNATURE: &[u8; 8] = b"metadata";
 /// The most entries that the table may have [2.6.1.1].
@@ -17,18 +19,13 @@ const ENTRIES_MAX: u16 = 2047;
 const ITEM_BYTES_MAX: u64 = MIB;
 
 /// Known items [2.6.2].
-const FILE_PARAMETERS: Guid =
-    Guid::new(0xcaa1_6737, 0xfa36, 0x4d43, *b"\xb3\xb6\x33\xf0\xaa\x44\xe7\x6b");
-const DISK_SIZE: Guid =
-    Guid::new(0x2fa5_4224, 0xcd1b, 0x4876, *b"\xb2\x11\x5d\xbe\xd8\x3b\xf4\xb8");
-const DISK_ID: Guid = Guid::new(0xbeca_12ab, 0xb2e6, 0x4523, *b"\x93\xef\xc3\x09\xe0\x00\xc7\x46");
-const LOGICAL_SECTOR: Guid =
-    Guid::new(0x8141_bf1d, 0xa96f, 0x4709, *b"\xba\x47\xf2\x33\xa8\xfa\xab\x5f");
-const PHYSICAL_SECTOR: Guid =
-    Guid::new(0xcda3_48c7, 0x445d, 0x4471, *b"\x9c\xc9\xe9\x88\x52\x51\xc5\x56");
-const PARENT_LOCATOR: Guid =
-    Guid::new(0xa8d3_5f2d, 0xb30b, 0x454d, *b"\xab\xf7\xd3\xd8\x48\x34\xab\x0c");
-const KNOWN: [(Guid, &str); 6] = [
+const FILE_PARAMETERS: Uuid = Uuid::from_u128(0xcaa16737_fa36_4d43_b3b6_33f0aa44e76b);
+const DISK_SIZE: Uuid = Uuid::from_u128(0x2fa54224_cd1b_4876_b211_5dbed83bf4b8);
+const DISK_ID: Uuid = Uuid::from_u128(0xbeca12ab_b2e6_4523_93ef_c309e000c746);
+const LOGICAL_SECTOR: Uuid = Uuid::from_u128(0x8141bf1d_a96f_4709_ba47_f233a8faab5f);
+const PHYSICAL_SECTOR: Uuid = Uuid::from_u128(0xcda348c7_445d_4471_9cc9_e9885251c556);
+const PARENT_LOCATOR: Uuid = Uuid::from_u128(0xa8d35f2d_b30b_454d_abf7_d3d84834ab0c);
+const KNOWN: [(Uuid, &str); 6] = [
     (FILE_PARAMETERS, "file parameters [2.6.2.1]"),
     (DISK_SIZE, "virtual disk size [2.6.2.2]"),
     (DISK_ID, "virtual disk ID [2.6.2.3]"),
@@ -48,7 +45,7 @@ pub(crate) const HAS_PARENT: u32 = 2;
 /// One entry of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Item {
-    pub(crate) id: Guid,
+    pub(crate) id: Uuid,
     /// Where the item is in the file.
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
@@ -64,7 +61,7 @@ pub(crate) struct Metadata {
     /// Blocks are there from the beginning and stay: a fixed image.
     pub(crate) fixed: bool,
     pub(crate) guest_bytes: u64,
-    pub(crate) disk_id: Guid,
+    pub(crate) disk_id: Uuid,
     pub(crate) physical_sector_bytes: u32,
     pub(crate) parent: Option<ParentLocator>,
     pub(crate) items: Vec<Item>,
@@ -84,14 +81,14 @@ pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
     let items = read_table(storage, region, &head)?;
     let reader = Reader { storage, region, items: &items, head: &head };
     let parameters = reader.item(FILE_PARAMETERS, 8)?;
-    let (block, flags) = (u32_at(&parameters, 0), u32_at(&parameters, 4));
+    let (block, flags) = (le32(&parameters, 0), le32(&parameters, 4));
     let blocks = BLOCK_BYTES_MIN..=BLOCK_BYTES_MAX;
     if !block.is_power_of_two() || !blocks.contains(&u64::from(block)) {
         let expected = "a power of two from 1 MiB to 256 MiB [2.6.2.1]";
         return Err(reader.fault(FILE_PARAMETERS, format!("blocks of {block} bytes"), expected));
     }
-    let logical = u32_at(&reader.item(LOGICAL_SECTOR, 4)?, 0);
-    let physical = u32_at(&reader.item(PHYSICAL_SECTOR, 4)?, 0);
+    let logical = le32(&reader.item(LOGICAL_SECTOR, 4)?, 0);
+    let physical = le32(&reader.item(PHYSICAL_SECTOR, 4)?, 0);
     for (id, bytes, section) in
         [(LOGICAL_SECTOR, logical, "[2.6.2.4]"), (PHYSICAL_SECTOR, physical, "[2.6.2.5]")]
     {
@@ -100,12 +97,12 @@ pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
             return Err(reader.fault(id, format!("sectors of {bytes} bytes"), &expected));
         }
     }
-    let guest_bytes = u64_at(&reader.item(DISK_SIZE, 8)?, 0);
+    let guest_bytes = le64(&reader.item(DISK_SIZE, 8)?, 0);
     if guest_bytes > GUEST_BYTES_MAX || !guest_bytes.is_multiple_of(logical.into()) {
         let expected = "a multiple of the logical sector size, 64 TiB at most [2.6.2.2]";
         return Err(reader.fault(DISK_SIZE, format!("{guest_bytes} bytes"), expected));
     }
-    let disk_id = Guid::at(&reader.item(DISK_ID, 16)?, 0);
+    let disk_id = guid_at(&reader.item(DISK_ID, 16)?, 0);
     let has_parent = flags & HAS_PARENT != 0;
     let parent = match has_parent {
         false => None,
@@ -136,7 +133,7 @@ pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
 
 fn read_table(storage: &dyn Storage, region: &Region, table: &[u8]) -> Result<Vec<Item>> {
     let file = storage.name();
-    let count = u16_at(table, 10);
+    let count = le16(table, 10);
     if !table.starts_with(SIGNATURE) || count > ENTRIES_MAX || region.bytes < MIB {
         return Err(Error::corrupt(
             file,
@@ -150,9 +147,8 @@ fn read_table(storage: &dyn Storage, region: &Region, table: &[u8]) -> Result<Ve
     for index in 0..usize::from(count) {
         let at = 32 + 32 * index;
         let entry = region.offset + at as u64;
-        let (offset, bytes) =
-            (u64::from(u32_at(table, at + 16)), u64::from(u32_at(table, at + 20)));
-        let (id, flags) = (Guid::at(table, at), u32_at(table, at + 24));
+        let (offset, bytes) = (u64::from(le32(table, at + 16)), u64::from(le32(table, at + 20)));
+        let (id, flags) = (guid_at(table, at), le32(table, at + 24));
         let within = bytes == 0 && offset == 0
             || offset >= TABLE_BYTES && bytes <= ITEM_BYTES_MAX && offset + bytes <= region.bytes;
         if !within {
@@ -189,7 +185,7 @@ fn read_table(storage: &dyn Storage, region: &Region, table: &[u8]) -> Result<Ve
     Ok(items)
 }
 
-fn name_of(id: Guid) -> &'static str {
+fn name_of(id: Uuid) -> &'static str {
     KNOWN.iter().find(|(known, _)| *known == id).map_or("item", |(_, name)| name)
 }
 
@@ -212,7 +208,7 @@ impl Reader<'_> {
         Ok(bytes)
     }
 
-    fn find(&self, id: Guid) -> Result<Item> {
+    fn find(&self, id: Uuid) -> Result<Item> {
         let found = self.items.iter().find(|item| item.id == id && item.flags & IS_USER == 0);
         found.copied().ok_or_else(|| {
             Error::corrupt(
@@ -225,7 +221,7 @@ impl Reader<'_> {
         })
     }
 
-    fn item(&self, id: Guid, bytes: usize) -> Result<Vec<u8>> {
+    fn item(&self, id: Uuid, bytes: usize) -> Result<Vec<u8>> {
         let item = self.find(id)?;
         if item.bytes != bytes as u64 {
             let found = format!("{} bytes of the {}", item.bytes, name_of(id));
@@ -234,7 +230,7 @@ impl Reader<'_> {
         self.content(&item)
     }
 
-    fn fault(&self, id: Guid, found: String, expected: &str) -> Error {
+    fn fault(&self, id: Uuid, found: String, expected: &str) -> Error {
         let at = self.find(id).map_or(self.region.offset, |item| item.offset);
         Error::corrupt(self.storage.name(), at, "metadata item", found, expected)
     }
@@ -251,7 +247,7 @@ impl Metadata {
         Some(self.system_item(FILE_PARAMETERS)?.offset + 4)
     }
 
-    fn system_item(&self, id: Guid) -> Option<&Item> {
+    fn system_item(&self, id: Uuid) -> Option<&Item> {
         self.items.iter().find(|item| item.id == id && item.flags & IS_USER == 0)
     }
 
@@ -299,7 +295,7 @@ pub(crate) struct LocatorPlace {
 /// The entry of a parent locator at an offset in its region.
 pub(crate) fn locator_entry(offset: u64, bytes: u64) -> [u8; 32] {
     let mut entry = [0; 32];
-    put(&mut entry, 0, &PARENT_LOCATOR.0);
+    put(&mut entry, 0, &PARENT_LOCATOR.to_bytes_le());
     put(&mut entry, 16, &(offset as u32).to_le_bytes());
     put(&mut entry, 20, &(bytes as u32).to_le_bytes());
     put(&mut entry, 24, &IS_REQUIRED.to_le_bytes());
@@ -327,7 +323,7 @@ impl NewMetadata {
         let mut items = vec![
             (FILE_PARAMETERS, IS_REQUIRED, parameters),
             (DISK_SIZE, disk, self.guest_bytes.to_le_bytes().to_vec()),
-            (DISK_ID, disk, Guid::random()?.0.to_vec()),
+            (DISK_ID, disk, random_uuid()?.to_bytes_le().to_vec()),
             (LOGICAL_SECTOR, disk, sector),
             // Disks of today have physical sectors of 4 KiB, and guests align to them.
             (PHYSICAL_SECTOR, disk, 4096u32.to_le_bytes().to_vec()),
@@ -341,7 +337,7 @@ impl NewMetadata {
         for (index, (id, flags, content)) in items.iter().enumerate() {
             let at = 32 + 32 * index;
             let offset = bytes.len() as u32;
-            put(&mut bytes, at, &id.0);
+            put(&mut bytes, at, &id.to_bytes_le());
             put(&mut bytes, at + 16, &offset.to_le_bytes());
             put(&mut bytes, at + 20, &(content.len() as u32).to_le_bytes());
             put(&mut bytes, at + 24, &flags.to_le_bytes());

@@ -1,14 +1,15 @@
 //! The parent locator [2.6.2.6]: pairs of UTF-16 texts that say what a differencing image stands
 //! on.
 
+use vdkit_block::bytes::{le16, le32};
 use vdkit_block::{BackingRef, Error, Result};
 
-use crate::fields::{put, u16_at, u32_at};
-use crate::guid::Guid;
+use crate::fields::parse_guid;
+use crate::fields::{guid_at, put};
+use uuid::Uuid;
 
 /// The only type of locator that there is.
-const VHDX_LOCATOR: Guid =
-    Guid::new(0xb04a_efb7, 0xd19e, 0x4a81, *b"\xb7\x89\x25\xb8\xe9\x44\x59\x13");
+const VHDX_LOCATOR: Uuid = Uuid::from_u128(0xb04aefb7_d19e_4a81_b789_25b8e9445913);
 const LINKAGE: &str = "parent_linkage";
 const LINKAGE2: &str = "parent_linkage2";
 const RELATIVE: &str = "relative_path";
@@ -37,7 +38,7 @@ impl ParentLocator {
         if bytes.len() < 20 {
             return Err((format!("{} bytes", bytes.len()), "20 at least [2.6.2.6.1]".into()));
         }
-        let (kind, count) = (Guid::at(bytes, 0), usize::from(u16_at(bytes, 18)));
+        let (kind, count) = (guid_at(bytes, 0), usize::from(le16(bytes, 18)));
         if kind != VHDX_LOCATOR {
             return Err((format!("type {kind}"), format!("type {VHDX_LOCATOR} [2.6.2.6.1]")));
         }
@@ -55,8 +56,8 @@ impl ParentLocator {
                     (format!("{len} bytes of text at {from:#x}"), expected.to_owned())
                 })
             };
-            let key = text(u32_at(bytes, at), u16_at(bytes, at + 8))?;
-            let value = text(u32_at(bytes, at + 4), u16_at(bytes, at + 10))?;
+            let key = text(le32(bytes, at), le16(bytes, at + 8))?;
+            let value = text(le32(bytes, at + 4), le16(bytes, at + 10))?;
             if pairs.iter().any(|(known, _)| *known == key) {
                 let expected = "each key once [2.6.2.6.2]";
                 return Err((format!("a second '{}'", key.escape_debug()), expected.into()));
@@ -75,13 +76,13 @@ impl ParentLocator {
     }
 
     /// The data-write GUID that the parent must have.
-    pub(crate) fn linkage(&self) -> Option<Guid> {
-        Guid::parse(self.value(LINKAGE)?)
+    pub(crate) fn linkage(&self) -> Option<Uuid> {
+        parse_guid(self.value(LINKAGE)?)
     }
 
     /// Another one that it may have instead.
-    pub(crate) fn linkage2(&self) -> Option<Guid> {
-        Guid::parse(self.value(LINKAGE2)?)
+    pub(crate) fn linkage2(&self) -> Option<Uuid> {
+        parse_guid(self.value(LINKAGE2)?)
     }
 
     /// The identities of which the parent must have one.
@@ -112,7 +113,7 @@ impl ParentLocator {
     /// [`Error::Invalid`] for a name that is too long or that no locator can hold, and where the
     /// parent's identity is not given.
     pub(crate) fn new(file: &str, backing: &BackingRef) -> Result<Self> {
-        let linkage = backing.identity.as_deref().and_then(Guid::parse);
+        let linkage = backing.identity.as_deref().and_then(parse_guid);
         let Some(linkage) = linkage else {
             return Err(Error::Invalid(format!(
                 "{file}: a differencing VHDX is tied to its parent by the parent's GUID, and '{}' \
@@ -143,7 +144,7 @@ impl ParentLocator {
     /// The item.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![0; 20 + 12 * self.pairs.len()];
-        put(&mut bytes, 0, &VHDX_LOCATOR.0);
+        put(&mut bytes, 0, &VHDX_LOCATOR.to_bytes_le());
         put(&mut bytes, 18, &(self.pairs.len() as u16).to_le_bytes());
         for (index, (key, value)) in self.pairs.iter().enumerate() {
             let at = 20 + 12 * index;

@@ -1,13 +1,14 @@
 //! The region tables [2.2.3]: where the block allocation table and the metadata are.
 
+use vdkit_block::bytes::{le32, le64};
 use vdkit_block::{Error, HostOffset, Result, Storage};
 
-use crate::fields::{is_sealed, put, seal, u32_at, u64_at};
-use crate::guid::Guid;
+use crate::fields::{guid_at, is_sealed, put, seal};
 use crate::header::Header;
 use crate::layout::{
     BAT_REGION, FILE_BYTES_MAX, METADATA_REGION, MIB, REGION_OFFSETS, TABLE_BYTES,
 };
+use uuid::Uuid;
 
 const SIGNATURE: &[u8; 4] = b"regi";
 /// The most entries that a table may have.
@@ -16,7 +17,7 @@ const ENTRIES_MAX: u32 = 2047;
 /// One region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
-    pub(crate) guid: Guid,
+    pub(crate) guid: Uuid,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
     pub(crate) required: bool,
@@ -46,7 +47,7 @@ pub(crate) fn encode(regions: &[Region]) -> Vec<u8> {
     put(&mut bytes, 8, &(regions.len() as u32).to_le_bytes());
     for (index, region) in regions.iter().enumerate() {
         let at = 16 + 32 * index;
-        put(&mut bytes, at, &region.guid.0);
+        put(&mut bytes, at, &region.guid.to_bytes_le());
         put(&mut bytes, at + 16, &region.offset.to_le_bytes());
         put(&mut bytes, at + 24, &(region.bytes as u32).to_le_bytes());
         put(&mut bytes, at + 28, &u32::from(region.required).to_le_bytes());
@@ -56,19 +57,19 @@ pub(crate) fn encode(regions: &[Region]) -> Vec<u8> {
 }
 
 fn parse(bytes: &[u8]) -> Option<Vec<Region>> {
-    if !is_sealed(bytes, SIGNATURE) || u32_at(bytes, 8) > ENTRIES_MAX {
+    if !is_sealed(bytes, SIGNATURE) || le32(bytes, 8) > ENTRIES_MAX {
         return None;
     }
     let entry = |index: u32| {
         let at = 16 + 32 * index as usize;
         Region {
-            guid: Guid::at(bytes, at),
-            offset: u64_at(bytes, at + 16),
-            bytes: u32_at(bytes, at + 24).into(),
-            required: u32_at(bytes, at + 28) & 1 != 0,
+            guid: guid_at(bytes, at),
+            offset: le64(bytes, at + 16),
+            bytes: le32(bytes, at + 24).into(),
+            required: le32(bytes, at + 28) & 1 != 0,
         }
     };
-    Some((0..u32_at(bytes, 8)).map(entry).collect())
+    Some((0..le32(bytes, 8)).map(entry).collect())
 }
 
 impl Regions {
@@ -100,7 +101,7 @@ impl Regions {
         };
         let table = REGION_OFFSETS[slot];
         Self::check_places(storage, header, &all, table)?;
-        let find = |guid: Guid, name: &str| -> Result<Region> {
+        let find = |guid: Uuid, name: &str| -> Result<Region> {
             let mut found = all.iter().filter(|region| region.guid == guid);
             match (found.next(), found.next()) {
                 (Some(region), None) => Ok(*region),

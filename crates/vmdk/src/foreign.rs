@@ -3,6 +3,7 @@
 //! Sources: VMware, "Virtual Disk Format 5.0", "ESX Server Sparse Extents"; for seSparse, which has no
 //! public specification, what QEMU's reader and libvmdk's notes agree on.
 
+use vdkit_block::bytes::{le32, le64};
 use vdkit_block::{Error, Limits, Result};
 
 use crate::header::{DIRECTORY_BYTES_MAX, SECTOR};
@@ -16,14 +17,6 @@ pub(crate) const SE_MAGIC: u64 = 0xcafe_babe;
 const SE_VOLATILE_MAGIC: u64 = 0xcafe_cafe;
 const SE_VERSION: u64 = 0x2_0000_0001;
 const COWD_GRAIN_SECTORS_MAX: u32 = 0x20_0000;
-
-fn le32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-fn le64(bytes: &[u8], at: usize) -> u64 {
-    u64::from(le32(bytes, at)) | u64::from(le32(bytes, at + 4)) << 32
-}
 
 /// A COWD header's fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

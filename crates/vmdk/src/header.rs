@@ -2,6 +2,7 @@
 //!
 //! Source: VMware, "Virtual Disk Format 5.0", "Hosted Sparse Extent Header"; `docs/formats/vmdk.md`.
 
+use vdkit_block::bytes::{le32, le64};
 use vdkit_block::{Error, Limits, Result};
 
 /// Bytes of a sector, in which everything here is counted.
@@ -93,15 +94,6 @@ pub struct SparseHeader {
     pub compression: u16,
 }
 
-fn le32(bytes: &[u8], at: u64) -> u32 {
-    let at = at as usize;
-    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-fn le64(bytes: &[u8], at: u64) -> u64 {
-    u64::from(le32(bytes, at)) | u64::from(le32(bytes, at + 4)) << 32
-}
-
 impl SparseHeader {
     /// Reads the header from its sector, which lies at `base` in `file`.
     ///
@@ -121,18 +113,18 @@ impl SparseHeader {
             return fault(0, "magic number", format!("{:02x?}", &bytes[..4]), "KDMV");
         }
         let header = Self {
-            version: le32(bytes, field::VERSION),
-            flags: le32(bytes, field::FLAGS),
-            capacity: le64(bytes, field::CAPACITY),
-            grain_sectors: le64(bytes, field::GRAIN),
-            descriptor: le64(bytes, field::DESCRIPTOR),
-            descriptor_sectors: le64(bytes, field::DESCRIPTOR_SECTORS),
-            table_entries: le32(bytes, field::TABLE_ENTRIES),
-            redundant_directory: le64(bytes, field::REDUNDANT_DIRECTORY),
-            directory: le64(bytes, field::DIRECTORY),
-            overhead: le64(bytes, field::OVERHEAD),
+            version: le32(bytes, field::VERSION as usize),
+            flags: le32(bytes, field::FLAGS as usize),
+            capacity: le64(bytes, field::CAPACITY as usize),
+            grain_sectors: le64(bytes, field::GRAIN as usize),
+            descriptor: le64(bytes, field::DESCRIPTOR as usize),
+            descriptor_sectors: le64(bytes, field::DESCRIPTOR_SECTORS as usize),
+            table_entries: le32(bytes, field::TABLE_ENTRIES as usize),
+            redundant_directory: le64(bytes, field::REDUNDANT_DIRECTORY as usize),
+            directory: le64(bytes, field::DIRECTORY as usize),
+            overhead: le64(bytes, field::OVERHEAD as usize),
             unclean: bytes[field::UNCLEAN as usize] != 0,
-            compression: le32(bytes, field::COMPRESSION) as u16,
+            compression: le32(bytes, field::COMPRESSION as usize) as u16,
         };
         if !(1..=3).contains(&header.version) {
             return Err(Error::unsupported(

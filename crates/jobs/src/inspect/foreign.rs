@@ -5,9 +5,9 @@
 
 use vdkit_block::Result;
 
-use super::bytes::{be32, be64, le16, le32, le64};
 use super::code::{Code, InspectFinding};
 use super::{Depth, Inspection};
+use vdkit_block::bytes::{be32, be64, le16, le32, le64};
 
 /// Largest block map that is accepted.
 const TABLE_BYTES_MAX: u64 = 1 << 30;

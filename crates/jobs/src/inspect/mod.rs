@@ -536,34 +536,3 @@ impl Inspection<'_> {
         Ok(())
     }
 }
-
-/// Numbers at fixed places. A place beyond the end reads as zero: callers look at the length first
-/// where that matters.
-mod bytes {
-    fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-        at.checked_add(N)
-            .and_then(|end| bytes.get(at..end))
-            .and_then(|part| part.try_into().ok())
-            .unwrap_or([0; N])
-    }
-
-    pub(super) fn be32(bytes: &[u8], at: usize) -> u32 {
-        u32::from_be_bytes(array(bytes, at))
-    }
-
-    pub(super) fn be64(bytes: &[u8], at: usize) -> u64 {
-        u64::from_be_bytes(array(bytes, at))
-    }
-
-    pub(super) fn le16(bytes: &[u8], at: usize) -> u16 {
-        u16::from_le_bytes(array(bytes, at))
-    }
-
-    pub(super) fn le32(bytes: &[u8], at: usize) -> u32 {
-        u32::from_le_bytes(array(bytes, at))
-    }
-
-    pub(super) fn le64(bytes: &[u8], at: usize) -> u64 {
-        u64::from_le_bytes(array(bytes, at))
-    }
-}

@@ -2,10 +2,10 @@
 //!
 //! Sources: the UEFI specification, section "GUID Partition Table (GPT) Disk Layout".
 
-use super::bytes::{le32, le64};
 use super::code::{Code, InspectFinding};
 use super::signature::{Kind, Signature, names};
 use super::{Depth, Inspection};
+use vdkit_block::bytes::{le32, le64};
 
 /// Where the four entries of an MBR begin, and their length.
 const ENTRIES: usize = 446;

@@ -18,11 +18,11 @@ use vdkit_qcow2::layout::{
 };
 use vdkit_qcow2::snapshots::{SnapshotTable, TablePlace};
 
-use super::bytes::{be32, be64};
 use super::code::{Code, InspectFinding, Weight, clip};
 use super::mapping::Mapping;
 use super::signature::{self, Kind};
 use super::{Allow, Depth, InspectOptions, Inspection, reference};
+use vdkit_block::bytes::{be32, be64};
 
 /// Kinds of damage that are told one by one.
 const DAMAGE_TOLD: usize = 8;

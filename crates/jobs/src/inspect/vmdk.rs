@@ -4,9 +4,9 @@
 
 use vdkit_block::Result;
 
-use super::bytes::{le32, le64};
 use super::code::{Code, InspectFinding, clip};
 use super::{Depth, Inspection, reference};
+use vdkit_block::bytes::{le32, le64};
 
 const SECTOR: u64 = 512;
 /// Largest descriptor that is looked at; QEMU's bound is 1 MiB.

@@ -180,7 +180,10 @@ mod tests {
         assert!((two.seconds - 2.0 * one.seconds).abs() < 1e-9 && two.cells == 2, "{two:?}");
         assert_eq!(two.told, ["a: 1 cell is left out: no"]);
         // A third of it took twice as long: the rest will too.
-        assert!((two.left(two.seconds / 3.0, 2.0 * two.seconds / 3.0) / two.seconds - 4.0 / 3.0).abs() < 1e-9);
+        assert!(
+            (two.left(two.seconds / 3.0, 2.0 * two.seconds / 3.0) / two.seconds - 4.0 / 3.0).abs()
+                < 1e-9
+        );
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
 
+use vdkit_block::bytes::be32;
 use vdkit_block::{HostOffset, Result};
 
 use super::image::Image;
@@ -228,8 +229,4 @@ fn walk_table(
         }
     }
     Ok(Walked::On)
-}
-
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }

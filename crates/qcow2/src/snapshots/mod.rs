@@ -23,6 +23,7 @@ mod rewrite;
 mod view;
 mod walk;
 
+use vdkit_block::bytes::{be16, be32, be64};
 use vdkit_block::{Error, HostOffset, Limits, Result, SnapshotInfo, Storage};
 
 use crate::header::Header;
@@ -251,7 +252,7 @@ impl SnapshotTable {
             if extra_bytes > EXTRA_BYTES_MAX {
                 return Err(Stop::Extra { at, found: extra_bytes });
             }
-            let (id_bytes, name_bytes) = (be16(fixed, 12), be16(fixed, 14));
+            let [id_bytes, name_bytes] = [12, 14].map(|at| usize::from(be16(fixed, at)));
             let end = at + FIXED_BYTES + extra_bytes + id_bytes + name_bytes;
             let Some(rest) = bytes.get(at + FIXED_BYTES..end) else { return Err(ended) };
             let (extra, names) = rest.split_at(extra_bytes);
@@ -285,18 +286,6 @@ enum Stop {
     Ended { at: usize, index: u32 },
     /// Too much extra data in the entry that begins at `at`.
     Extra { at: usize, found: usize },
-}
-
-fn be16(bytes: &[u8], at: usize) -> usize {
-    u16::from_be_bytes([bytes[at], bytes[at + 1]]).into()
-}
-
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-fn be64(bytes: &[u8], at: usize) -> u64 {
-    (u64::from(be32(bytes, at)) << 32) | u64::from(be32(bytes, at + 4))
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ mod slices;
 
 use std::fmt;
 
-use slices::SliceCache;
+use slices::{Seen, SliceCache};
 use sync::{Arc, Mutex, check, thread};
 use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
 
@@ -111,5 +111,36 @@ fn a_slice_that_was_evicted_does_not_come_back_as_it_was() {
         let seen = reader.join().unwrap();
         assert!(seen == 7 || seen == 8, "a word that was never there");
         assert_eq!(image.word(0), 8, "an old slice came back");
+    });
+}
+
+/// One thread walks over two slices, as a map scan does, and keeps what it has read ahead. Another
+/// changes the first of them, writes it, and loads a third one, which takes its room.
+#[test]
+fn a_walk_does_not_bring_back_a_slice_that_was_evicted() {
+    check(2, move || {
+        let image = Arc::new(Image {
+            cache: SliceCache::of_slices(SLICE, 1, 1),
+            disk: Disk(Mutex::new([7; SLICES])),
+        });
+        let other = image.clone();
+        let walker = thread::spawn(move || {
+            let mut seen = Vec::new();
+            let visit = |words: &[u64]| {
+                seen.push(words[0]);
+                Seen::LastAndRest
+            };
+            other.cache.walk(0, 2, &other.disk, visit).unwrap();
+            seen
+        });
+        image.change_and_flush(0, 8);
+        image.cache.load(2 * SLICE, &image.disk).unwrap();
+        let seen = walker.join().unwrap();
+        assert!(
+            seen.iter().all(|word| [7, 8].contains(word)),
+            "words that were never there: {seen:?}"
+        );
+        assert_eq!(image.word(0), 8, "an old slice came back");
+        assert_eq!(image.word(SLICE), 7);
     });
 }

@@ -1,8 +1,9 @@
 //! Entries of the log [2.3.1], byte by byte.
 
-use crate::fields::{put, seal, u32_at, u64_at};
-use crate::guid::Guid;
+use crate::fields::{guid_at, put, seal};
 use crate::layout::PAGE_BYTES;
+use uuid::Uuid;
+use vdkit_block::bytes::{le32, le64};
 
 const PAGE: usize = PAGE_BYTES as usize;
 const SIGNATURE: &[u8; 4] = b"loge";
@@ -44,7 +45,7 @@ pub(crate) struct EntryHead {
     /// Offset in the log of the oldest entry that must be replayed with this one.
     pub(crate) tail: u64,
     pub(crate) sequence: u64,
-    pub(crate) guid: Guid,
+    pub(crate) guid: Uuid,
     /// The file was at least so long, durably, when the entry was written.
     pub(crate) flushed_bytes: u64,
     /// And so long at least it must be once the entry is replayed.
@@ -55,7 +56,7 @@ pub(crate) struct EntryHead {
 /// Makes an entry of pages. `flushed` and `last` are [`EntryHead::flushed_bytes`] and
 /// [`EntryHead::last_bytes`].
 pub(crate) fn encode(
-    guid: Guid,
+    guid: Uuid,
     sequence: u64,
     tail: u64,
     (flushed, last): (u64, u64),
@@ -69,7 +70,7 @@ pub(crate) fn encode(
     put(&mut entry, 12, &(tail as u32).to_le_bytes());
     put(&mut entry, 16, &sequence.to_le_bytes());
     put(&mut entry, 24, &(pages.len() as u32).to_le_bytes());
-    put(&mut entry, 32, &guid.0);
+    put(&mut entry, 32, &guid.to_bytes_le());
     put(&mut entry, 48, &flushed.to_le_bytes());
     put(&mut entry, 56, &last.to_le_bytes());
     for (index, (offset, page)) in pages.iter().enumerate() {
@@ -108,16 +109,16 @@ impl Ring<'_> {
     }
 
     /// The head of the entry that begins at a sector, if the sector looks like one.
-    pub(crate) fn head(&self, start: u64, guid: Guid) -> Option<EntryHead> {
+    pub(crate) fn head(&self, start: u64, guid: Uuid) -> Option<EntryHead> {
         let sector = self.sector(start);
         let head = EntryHead {
-            bytes: u32_at(sector, 8).into(),
-            tail: u32_at(sector, 12).into(),
-            sequence: u64_at(sector, 16),
-            descriptors: u32_at(sector, 24),
-            guid: Guid::at(sector, 32),
-            flushed_bytes: u64_at(sector, 48),
-            last_bytes: u64_at(sector, 56),
+            bytes: le32(sector, 8).into(),
+            tail: le32(sector, 12).into(),
+            sequence: le64(sector, 16),
+            descriptors: le32(sector, 24),
+            guid: guid_at(sector, 32),
+            flushed_bytes: le64(sector, 48),
+            last_bytes: le64(sector, 56),
         };
         let good = sector.starts_with(SIGNATURE)
             && head.guid == guid
@@ -133,7 +134,7 @@ impl Ring<'_> {
     /// The entry that begins at a sector, where it is whole and sound. What is in it is looked at
     /// sector by sector before its checksum is: two entries then never share a sector, and the
     /// checksums of all that there may be are over no more bytes than the log has.
-    pub(crate) fn entry(&self, start: u64, guid: Guid) -> Option<EntryHead> {
+    pub(crate) fn entry(&self, start: u64, guid: Uuid) -> Option<EntryHead> {
         let head = self.head(start, guid)?;
         let mut data = 0;
         self.each_descriptor(start, &head, |descriptor| {
@@ -146,7 +147,7 @@ impl Ring<'_> {
         }
         for index in first..first + data {
             let sector = self.sector(start + index);
-            let sequence = u64::from(u32_at(sector, 4)) << 32 | u64::from(u32_at(sector, PAGE - 4));
+            let sequence = u64::from(le32(sector, 4)) << 32 | u64::from(le32(sector, PAGE - 4));
             if !sector.starts_with(DATA_SECTOR) || sequence != head.sequence {
                 return None;
             }
@@ -157,7 +158,7 @@ impl Ring<'_> {
         for index in 1..head.bytes / PAGE_BYTES {
             sum = crc32c::crc32c_append(sum, self.sector(start + index));
         }
-        (sum == u32_at(self.sector(start), 4)).then_some(head)
+        (sum == le32(self.sector(start), 4)).then_some(head)
     }
 
     /// Shows the descriptors of an entry in order while `look` says that they are good.
@@ -186,9 +187,9 @@ impl Ring<'_> {
         let mut changes = Vec::new();
         let mut data = start + descriptor_sectors(head.descriptors.into());
         let _ = self.each_descriptor(start, head, |descriptor| {
-            let offset = u64_at(descriptor, 16);
+            let offset = le64(descriptor, 16);
             if descriptor.starts_with(ZERO_DESCRIPTOR) {
-                changes.push(Change::Zero(offset, u64_at(descriptor, 8)));
+                changes.push(Change::Zero(offset, le64(descriptor, 8)));
                 return true;
             }
             let mut page = Box::new([0; PAGE]);
@@ -206,8 +207,8 @@ impl Ring<'_> {
 fn is_sound(descriptor: &[u8], sequence: u64) -> bool {
     let known = descriptor.starts_with(DATA_DESCRIPTOR)
         || descriptor.starts_with(ZERO_DESCRIPTOR)
-            && u64_at(descriptor, 8).is_multiple_of(PAGE_BYTES);
-    known && u64_at(descriptor, 16).is_multiple_of(PAGE_BYTES) && u64_at(descriptor, 24) == sequence
+            && le64(descriptor, 8).is_multiple_of(PAGE_BYTES);
+    known && le64(descriptor, 16).is_multiple_of(PAGE_BYTES) && le64(descriptor, 24) == sequence
 }
 
 #[cfg(test)]
@@ -223,7 +224,7 @@ mod tests {
 
     #[test]
     fn what_is_encoded_is_found_also_across_the_end() {
-        let guid = Guid([7; 16]);
+        let guid = Uuid::from_bytes([7; 16]);
         for count in [0, 1, 126, 127, 200] {
             let pages: Vec<LoggedPage> =
                 (0..count).map(|i| (i * PAGE_BYTES, page(i as u8))).collect();
@@ -241,7 +242,7 @@ mod tests {
                 let wanted: Vec<Change> =
                     pages.iter().map(|(at, page)| Change::Page(*at, page.clone())).collect();
                 assert_eq!(changes, wanted);
-                assert!(ring.entry(start as u64, Guid([8; 16])).is_none());
+                assert!(ring.entry(start as u64, Uuid::from_bytes([8; 16])).is_none());
                 // Each sector matters.
                 for i in 0..entry.len() / PAGE {
                     let mut torn = log.clone();

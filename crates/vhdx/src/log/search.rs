@@ -3,9 +3,9 @@
 use vdkit_block::{Error, HostOffset, Result, Storage, ZeroMode};
 
 use super::entry::{Change, EntryHead, Ring};
-use crate::guid::Guid;
 use crate::header::Header;
 use crate::layout::{FILE_BYTES_MAX, PAGE_BYTES, REGION_OFFSETS};
+use uuid::Uuid;
 
 /// The entries that must be replayed, in order.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(crate) struct ActiveSequence {
 /// [`Error::Corrupt`] where the file is shorter than it was when the log was written, or an entry
 /// would change what no entry may; I/O.
 pub(crate) fn find(storage: &dyn Storage, header: &Header) -> Result<Option<ActiveSequence>> {
-    if header.log == Guid::ZERO || header.log_bytes == 0 {
+    if header.log == Uuid::nil() || header.log_bytes == 0 {
         return Ok(None);
     }
     let mut log = vec![0; header.log_bytes as usize];
@@ -150,9 +150,9 @@ mod tests {
     fn header() -> Header {
         Header {
             sequence: 1,
-            file_write: Guid::ZERO,
-            data_write: Guid::ZERO,
-            log: Guid([7; 16]),
+            file_write: Uuid::nil(),
+            data_write: Uuid::nil(),
+            log: Uuid::from_bytes([7; 16]),
             log_version: 0,
             version: 1,
             log_bytes: 1 << 20,

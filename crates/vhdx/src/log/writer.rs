@@ -1,18 +1,19 @@
 //! Writing entries.
 
+use vdkit_block::random_uuid;
 use vdkit_block::{HostOffset, Result, Storage, align_down, align_up};
 
 use super::entry::{self, LoggedPage};
-use crate::guid::Guid;
 use crate::header::{Header, Headers};
 use crate::layout::{MIB, PAGE_BYTES};
+use uuid::Uuid;
 
 /// Where the next entry goes.
 #[derive(Debug)]
 pub(crate) struct LogWriter {
     /// The GUID of the header that holds; nothing where entries cannot be written: no header says
     /// so yet, or one may say so or not.
-    guid: Option<Guid>,
+    guid: Option<Uuid>,
     /// A header may name a log.
     used: bool,
     next: u64,
@@ -53,7 +54,7 @@ impl LogWriter {
     ) -> Result<()> {
         self.guid = None;
         self.used = true;
-        let log = Guid::random()?;
+        let log = random_uuid()?;
         let header = headers.current;
         let at = room(&header);
         // Where no entry of the log as it still is can be.
@@ -74,7 +75,7 @@ impl LogWriter {
     pub(crate) fn close(&mut self, headers: &mut Headers, storage: &dyn Storage) -> Result<()> {
         self.guid = None;
         if self.used {
-            headers.update(storage, Header { log: Guid::ZERO, ..headers.current })?;
+            headers.update(storage, Header { log: Uuid::nil(), ..headers.current })?;
             self.used = false;
         }
         Ok(())
@@ -106,7 +107,7 @@ impl LogWriter {
         &self,
         storage: &dyn Storage,
         header: &Header,
-        guid: Guid,
+        guid: Uuid,
         at: u64,
         tail: u64,
         file_bytes: u64,
