@@ -124,7 +124,8 @@ fn a_vmdk_that_cannot_have_another_size_says_what_to_do_and_stays_as_it_is() {
         let before = files();
         for arguments in [&["resize", "a.vmdk", "8M"][..], &["resize", "--shrink", "a.vmdk", "2M"]]
         {
-            scratch.fails(1, "convert it", arguments);
+            let told = scratch.fails(1, "changing the size of a VMDK", arguments).stderr;
+            assert!(told.contains("convert it"), "{told}");
             assert!(files() == before, "{kind}: {arguments:?}");
         }
     }

@@ -123,6 +123,13 @@ struct Resized {
     after: MemoryStorage,
 }
 
+impl Resized {
+    /// What the disk holds that has this one of both sizes.
+    fn of_size(&self, bytes: u64) -> &MemoryStorage {
+        if bytes == self.after.len().expect("memory") { &self.after } else { &self.before }
+    }
+}
+
 impl<'a> Resizes<'a> {
     /// Images of which a power cut costs nothing.
     pub const fn new(trial: Trial, sizes: &'a [u64]) -> Self {
@@ -248,7 +255,7 @@ impl<'a> Resizes<'a> {
         verify(disk, model, &format!("{what}, written to since (it had {before})"));
     }
 
-    /// The power is cut at each change that a resize makes: the disk has the old size or the new one, and
+    /// The power is cut at some of the changes that a resize makes, and the process is killed at each: the disk has the old size or the new one, and
     /// what it held; it can be grown over all that it ever had, of which nothing comes back.
     pub fn power_cut(&self, seed: u64) {
         let crash = CrashStorage::holding(&self.trial.image());
@@ -280,6 +287,12 @@ impl<'a> Resizes<'a> {
             for moment in moments {
                 self.cut(&crash, resized, moment, &mut rng);
             }
+            // A process that is killed loses nothing that it wrote.
+            for moment in begin..=end {
+                let storage: Arc<dyn Storage> = Arc::new(crash.crash_at(moment).everything());
+                let what = self.what(&format!("killed at {moment} in {begin}..{end}"));
+                self.read_back(&storage, resized, moment == end, &what);
+            }
         }
     }
 
@@ -300,23 +313,35 @@ impl<'a> Resizes<'a> {
         }
     }
 
-    fn judge(&self, survivor: MemoryStorage, resized: &Resized, done: bool, what: &str) {
-        let storage: Arc<dyn Storage> = Arc::new(survivor);
-        self.trial.audit(&storage, false, what);
-        let disk = self.trial.open(&storage, false).expect(what);
+    /// What a cut leaves can be read: the disk has one of both sizes, and its bytes. Returns the size, and
+    /// how much of it is sure.
+    fn read_back(
+        &self,
+        storage: &Arc<dyn Storage>,
+        resized: &Resized,
+        done: bool,
+        what: &str,
+    ) -> (u64, u64) {
+        self.trial.audit(storage, false, what);
+        let disk = self.trial.open(storage, false).expect(what);
         let (old, new) = (resized.before.len(), resized.after.len());
         let (old, new) = (old.expect("memory"), new.expect("memory"));
         let size = disk.guest_bytes();
         assert!(size == new || (size == old && !done), "{what}: {size} bytes");
-        let model = if size == new { &resized.after } else { &resized.before };
         let sure = match self.cut {
             _ if done => size,
             Cut::Nothing => size,
             Cut::CutOff => size.min(new),
             Cut::All => old.min(new),
         };
-        verify_up_to(&disk, model, sure, what);
-        drop(disk);
+        verify_up_to(&disk, resized.of_size(size), sure, what);
+        (size, sure)
+    }
+
+    fn judge(&self, survivor: MemoryStorage, resized: &Resized, done: bool, what: &str) {
+        let storage: Arc<dyn Storage> = Arc::new(survivor);
+        let (size, sure) = self.read_back(&storage, resized, done, what);
+        let model = resized.of_size(size);
         let model = MemoryStorage::clone(model);
         let disk = self.trial.open(&storage, true).expect(what);
         if sure < size {
