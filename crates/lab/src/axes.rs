@@ -26,8 +26,29 @@ pub const CACHES: &[(&str, &str)] = &[
 ];
 
 /// What a disk holds before the load begins.
-pub const CONTENTS: &[(&str, &str)] =
-    &[("none", "nothing was ever written"), ("full", "all of the disk is written")];
+pub const CONTENTS: &[(&str, &str)] = &[
+    ("none", "nothing was ever written"),
+    ("sparse", "64 KiB are written every 32 MiB, and nothing else"),
+    ("full", "all is written but 64 KiB every 32 MiB"),
+];
+
+/// When an image's space is allocated, where it is an axis of its own.
+pub const PREALLOCATIONS: &[(&str, &str)] = &[
+    ("off", "as it is written"),
+    ("metadata", "the format's tables beforehand, the space as it is written"),
+    ("falloc", "reserved beforehand"),
+    ("full", "written with zeroes beforehand"),
+];
+
+/// Sizes of ZFS's records.
+pub const RECORDS: &[(&str, &str)] = &[
+    ("default", "as the data set of the place has it"),
+    ("4K", "4 KiB, in a data set (or of a volume) of its own"),
+    ("8K", "8 KiB, in a data set (or of a volume) of its own"),
+    ("16K", "16 KiB, in a data set (or of a volume) of its own"),
+    ("64K", "64 KiB, in a data set (or of a volume) of its own"),
+    ("128K", "128 KiB, in a data set (or of a volume) of its own"),
+];
 
 /// What values an axis takes.
 #[derive(Clone, Copy, Debug)]
@@ -50,6 +71,8 @@ const AXES: &[(&str, &str, Values)] = &[
     ("profile", "the load", Values::Words(|| words(PROFILES, |p| (p.name, p.about)))),
     ("tool", "which program makes, converts or opens images", Values::Words(|| TOOLS.to_vec())),
     ("content", "what the disk holds beforehand", Values::Words(|| CONTENTS.to_vec())),
+    ("preallocation", "when space is allocated", Values::Words(|| PREALLOCATIONS.to_vec())),
+    ("record", "the record size of ZFS", Values::Words(|| RECORDS.to_vec())),
     ("size", "size of the disk, such as 16G", Values::Size),
     ("images", "how many at once", Values::Count),
 ];

@@ -1,14 +1,36 @@
 //! From a plan and places to cells, and the order in which they run.
 
 use crate::axes::BACKEND;
-use crate::model::{Axes, Cell};
+use crate::fit;
+use crate::layout::More;
+use crate::model::{Axes, Cell, PlaceInfo};
+use crate::place::zfs::is_data_set;
 use crate::plan::Plan;
 
-/// All cells of a plan on these backends, in the order of the plan.
-pub fn cells(plan: &Plan, backends: &[String], quick: bool) -> Vec<Cell> {
+/// All cells of a plan on these places, in the order of the plan.
+pub fn cells(plan: &Plan, places: &[&PlaceInfo], quick: bool) -> Vec<Cell> {
+    let mut all = Vec::new();
+    for place in places {
+        for product in products(plan, place, quick) {
+            let mut axes = vec![(BACKEND.to_owned(), place.name.clone())];
+            axes.extend(product);
+            if !excluded(plan, &axes) && has_meaning(&axes, place) {
+                all.push(Cell { key: key(&axes), axes, ..Cell::default() });
+            }
+        }
+    }
+    all
+}
+
+/// The product of the axes' values as they are varied on a place, and what the plan adds.
+fn products(plan: &Plan, place: &PlaceInfo, quick: bool) -> Vec<Axes> {
+    let kind = place.file_system.as_deref().unwrap_or("");
+    let kind = kind.strip_prefix("fuse.").unwrap_or(kind);
     let mut products: Vec<Axes> = vec![Vec::new()];
     for axis in &plan.axes {
         let values = if quick { &axis.quick } else { &axis.values };
+        let varied = axis.on.is_empty() || axis.on.iter().any(|on| on == kind);
+        let values = if varied { &values[..] } else { &values[..1] };
         let with = |cell: &Axes, value: &String| {
             let mut cell = cell.clone();
             cell.push((axis.name.clone(), value.clone()));
@@ -21,17 +43,13 @@ pub fn cells(plan: &Plan, backends: &[String], quick: bool) -> Vec<Cell> {
             products.push(more.clone());
         }
     }
-    let mut all = Vec::new();
-    for backend in backends {
-        for product in &products {
-            let mut axes = vec![(BACKEND.to_owned(), backend.clone())];
-            axes.extend(product.iter().cloned());
-            if !excluded(plan, &axes) {
-                all.push(Cell { key: key(&axes), axes, ..Cell::default() });
-            }
-        }
-    }
-    all
+    products
+}
+
+/// Whether a cell says anything on a place: volumes of ZFS there are beside data sets only.
+fn has_meaning(axes: &Axes, place: &PlaceInfo) -> bool {
+    let volume = fit::layout_of(axes).is_ok_and(|layout| layout.more == More::Volume);
+    !volume || is_data_set(place)
 }
 
 /// A cell's name in all runs.
@@ -114,8 +132,9 @@ mod tests {
     fn cells_are_the_product_less_what_is_excluded() {
         let plan = Plan::parse(PLAN, "p.toml").unwrap();
         let keys = |backends: &[&str], quick| -> Vec<String> {
-            let backends: Vec<String> = backends.iter().map(|name| (*name).to_owned()).collect();
-            cells(&plan, &backends, quick).into_iter().map(|cell| cell.key).collect()
+            let places: Vec<PlaceInfo> = backends.iter().map(|name| place(name, "ext4")).collect();
+            let places: Vec<&PlaceInfo> = places.iter().collect();
+            cells(&plan, &places, quick).into_iter().map(|cell| cell.key).collect()
         };
         let all = keys(&["a", "b"], false);
         assert_eq!(all[0], "backend=a/layout=raw/cache=none/profile=database");
@@ -130,6 +149,37 @@ mod tests {
                 "backend=b/layout=qcow2-8k/cache=none/profile=database"
             ]
         );
+    }
+
+    fn place(name: &str, kind: &str) -> PlaceInfo {
+        let file_system = Some(kind.to_owned());
+        PlaceInfo { name: name.to_owned(), file_system, ..PlaceInfo::default() }
+    }
+
+    #[test]
+    fn what_only_zfs_has_is_varied_on_zfs_only() {
+        let plan = PLAN
+            .replace(r#""raw", "qcow2"], quick"#, r#""raw", "qcow2", "zvol"], quick"#)
+            .replace(
+                r#"{ name = "profile""#,
+                r#"{ name = "record", values = ["default", "8K"], on = ["zfs"] },
+                   { name = "profile""#,
+            )
+            .replace(
+                "cache = \"none\", profile",
+                "cache = \"none\", record = \"default\", profile",
+            );
+        let plan = Plan::parse(&plan, "p.toml").unwrap();
+        let count = |kind: &str, part: &str| {
+            let place = place("a", kind);
+            let all = cells(&plan, &[&place], false);
+            all.iter().filter(|cell| cell.key.contains(part)).count()
+        };
+        for zfs in ["zfs", "fuse.zfs"] {
+            let found = ["", "record=8K", "zvol"].map(|part| count(zfs, part));
+            assert_eq!(found, [13, 6, 4], "{zfs}");
+        }
+        assert_eq!(["", "record=8K", "zvol"].map(|part| count("ext4", part)), [5, 0, 0]);
     }
 
     #[test]

@@ -95,9 +95,11 @@ pub fn arguments(
         format!("--randseed={}", seed >> 1),
         "--group_reporting".to_owned(),
         "--thread".to_owned(),
-        "--norandommap".to_owned(),
         format!("--name={LOAD}"),
     ];
+    if !load.once {
+        all.push("--norandommap".to_owned());
+    }
     all.extend(disk.arguments(load.engine));
     all.push(format!("--rw={}", load.rw.word()));
     if let Pattern::RandomMix(reads) = load.rw {
@@ -329,6 +331,18 @@ mod tests {
         assert!(line.contains("--time_based --runtime=2000ms"), "{line}");
         let line = text("database", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
         assert!(line.contains("--fsync=1") && !line.contains("fdatasync"), "{line}");
+        let file = Disk::File { path: "/a".into(), direct: true, through: false, no_flush: false };
+        for (name, every) in [("durable16", "--fsync=1 "), ("batch16", "--fsync=32 ")] {
+            let line = text(name, &file);
+            assert!(line.contains(every) && line.contains("--numjobs=16"), "{name}: {line}");
+            assert!(line.contains("--time_based") && line.contains("--norandommap"), "{line}");
+        }
+        // Each place once.
+        for name in ["first-write", "rewrite-4k"] {
+            let line = text(name, &file);
+            assert!(!line.contains("--norandommap") && !line.contains("--time_based"), "{line}");
+            assert!(line.contains("--size=4194304"), "{line}");
+        }
         let unsafe_disk =
             Disk::File { path: "/a".into(), direct: false, through: false, no_flush: true };
         let line = text("database", &unsafe_disk);

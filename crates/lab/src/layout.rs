@@ -8,7 +8,8 @@ use vdkit_chain::{Disk, OpenOptions};
 
 use crate::cells::{Rng, shuffled};
 use crate::engine::Bench;
-use crate::peers::{self, skip};
+use crate::peers;
+use crate::place::zfs;
 use crate::process::Line;
 
 /// A way to lay out an image.
@@ -37,6 +38,52 @@ pub enum More {
     Fragmented,
     /// The same; then a third of the pieces is discarded, and written again in another order.
     Aged,
+    /// It is no file: a volume of the file system that the place is on.
+    Volume,
+}
+
+/// What a disk holds before the load begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// Nothing was ever written.
+    Nothing,
+    /// A piece in each [`STRIDE`] is written.
+    Sparse,
+    /// All is written but a piece in each [`STRIDE`]: the opposite.
+    Full,
+    /// All is written.
+    All,
+}
+
+/// The published conversions were of disks that had, or lacked, so much in each [`STRIDE`].
+const PIECE: u64 = 64 << 10;
+/// From one such piece to the next.
+const STRIDE: u64 = 32 << 20;
+
+impl Content {
+    /// The parts of a disk that are written, in order: start and length, a MiB at most.
+    fn parts(self, bytes: u64) -> impl Iterator<Item = (u64, u64)> {
+        const STEP: u64 = 1 << 20;
+        (0..bytes).step_by(STEP as usize).filter_map(move |at| {
+            let len = (bytes - at).min(STEP);
+            let first = at % STRIDE == 0;
+            match self {
+                Self::Nothing => None,
+                Self::Sparse => first.then(|| (at, len.min(PIECE))),
+                Self::Full if first => (len > PIECE).then(|| (at + PIECE, len - PIECE)),
+                Self::Full | Self::All => Some((at, len)),
+            }
+        })
+    }
+
+    fn told(self) -> &'static str {
+        match self {
+            Self::Nothing => "nothing is written",
+            Self::Sparse => "64 KiB of random bytes are written every 32 MiB",
+            Self::Full => "all of it but 64 KiB every 32 MiB is written with random bytes",
+            Self::All => "all of it written with random bytes",
+        }
+    }
 }
 
 const fn layout(
@@ -83,6 +130,10 @@ pub static LAYOUTS: &[Layout] = &[
         ..layout("qcow2-aged", "qcow2, all written in random order, a third again", "qcow2", "")
     },
     layout("vmdk", "VMware's sparse format, grains of 64 KiB", "vmdk", ""),
+    Layout {
+        more: More::Volume,
+        ..layout("zvol", "raw, on a ZFS volume beside the data set that the place is", "raw", "")
+    },
 ];
 
 /// The layout of this name.
@@ -97,23 +148,22 @@ pub struct Image {
     pub path: PathBuf,
     /// Its format.
     pub format: &'static str,
-    /// Size of the disk.
+    /// Size of the disk that is used.
     pub bytes: u64,
+    /// Size of the disk that servers show: more, where a raw image is a larger device.
+    pub shown_bytes: u64,
     /// All files of it.
     pub files: Vec<PathBuf>,
     /// It is on a device.
     pub device: bool,
 }
 
-/// Pieces that are written in random order.
-const PIECE: u64 = 64 << 10;
-
-/// Makes the image of a cell: of `bytes` bytes, and all of them written where `full` says so.
+/// Makes the image of a cell: of `bytes` bytes, with that content.
 ///
 /// # Errors
 /// [`crate::peers::Skip`] where it cannot be here; the command's failure.
-pub fn make(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, full: bool) -> Result<Image> {
-    make_named(bench, layout, bytes, full, "disk")
+pub fn make(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, content: Content) -> Result<Image> {
+    make_named(bench, layout, bytes, content, "disk")
 }
 
 /// As [`make`], of another name: beside other images.
@@ -124,72 +174,85 @@ pub fn make_named(
     bench: &mut Bench<'_>,
     layout: &Layout,
     bytes: u64,
-    full: bool,
+    content: Content,
     name: &str,
 ) -> Result<Image> {
-    let file = bench.folder.join(format!("{name}.{}", layout.format));
-    let device = bench.place.device().map(Path::to_owned);
-    let image = Image {
-        path: device.clone().unwrap_or_else(|| file.clone()),
-        format: layout.format,
-        bytes,
-        files: vec![device.clone().unwrap_or(file)],
-        device: device.is_some(),
-    };
-    if let Some(device) = &device {
-        on_device(bench, layout, device, bytes)?;
-        empty(bench, device)?;
-    }
+    let image = locate(bench, layout, bytes, name)?;
     if layout.more == More::Backing {
-        return over_another(bench, layout, image, full);
+        return over_another(bench, layout, image, content);
     }
-    if !(image.device && layout.format == "raw") {
+    // A device is there, and holds what it holds.
+    if !(image.device && layout.format == "raw" && layout.options.is_empty()) {
         let line = create(bench, layout, &image, None)?;
         bench.run(&line)?;
     }
     let pieces = match layout.more {
-        More::Nothing | More::Backing => None,
+        More::Nothing | More::Backing | More::Volume => None,
         More::Fragmented => Some(false),
         More::Aged => Some(true),
     };
     match pieces {
         Some(again) => scatter(bench, &image, again)?,
-        None if full => fill(bench, &image)?,
-        None => {}
+        None => fill(bench, &image, content)?,
     }
     Ok(image)
 }
 
-/// Whether a layout can be on a device, and an empty start for it.
-fn on_device(bench: &Bench<'_>, layout: &Layout, device: &Path, bytes: u64) -> Result<()> {
-    if layout.more == More::Backing || layout.format == "vmdk" {
-        return skip(format!("{} takes files, and this place is a device", layout.name));
+/// Where an image will be: the place's device, emptied; a volume; a file in our folder.
+fn locate(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, name: &str) -> Result<Image> {
+    let image = |path: PathBuf, device: bool, shown_bytes| Image {
+        files: vec![path.clone()],
+        path,
+        format: layout.format,
+        bytes,
+        shown_bytes,
+        device,
+    };
+    if let Some(device) = bench.place.device().map(Path::to_owned) {
+        empty(bench, &device)?;
+        let total = bench.place.info.total_bytes;
+        let shown = if layout.format == "raw" { total } else { bytes };
+        return Ok(image(device, true, shown));
     }
-    if layout.options.contains("preallocation") {
-        return skip("a device is all there beforehand: preallocation has no meaning on it");
+    if layout.more == More::Volume {
+        let volume = zfs::volume(bench, bytes)?;
+        return Ok(image(volume, true, bytes));
     }
-    let there = bench.place.info.total_bytes;
-    // A format's own tables take less than a hundredth, and some MiB.
-    if bytes + bytes / 64 + (4 << 20) > there && !(layout.format == "raw" && bytes <= there) {
-        return skip(format!(
-            "{}: {there} bytes are too few for a disk of {bytes}",
-            device.display()
-        ));
-    }
-    Ok(())
+    let folder = zfs::folder(bench)?;
+    Ok(image(folder.join(format!("{name}.{}", layout.format)), false, bytes))
 }
 
+/// How much at either end of a device may make it look like something: signatures and headers.
+const ENDS: u64 = 1 << 20;
+
 /// Gives back what earlier images have left on a device, where it can do that: a volume that was
-/// written to is another than a new one.
+/// written to is another than a new one. Where it cannot, nothing is recognised on it at least.
 fn empty(bench: &mut Bench<'_>, device: &Path) -> Result<()> {
-    let Some(blkdiscard) = peers::find("blkdiscard") else { return Ok(()) };
-    let line = Line::new(blkdiscard).arg("--force").arg(device);
-    bench.commands.push(line.text());
-    if !line.run_any(&bench.cancel)?.status.success() {
-        bench
-            .note("the device takes no discards: what earlier images have written stays allocated");
+    if let Some(blkdiscard) = peers::find("blkdiscard") {
+        let line = Line::new(blkdiscard).arg("--force").arg(device);
+        bench.commands.push(line.text());
+        if !line.run_any(&bench.cancel)?.status.success() {
+            bench.note(
+                "the device takes no discards: what earlier images have written stays allocated",
+            );
+        }
     }
-    Ok(())
+    clear_ends(device, bench.place.info.total_bytes)
+}
+
+/// Writes zeroes to both ends of a device.
+///
+/// # Errors
+/// The device refuses.
+pub fn clear_ends(device: &Path, total: u64) -> Result<()> {
+    use std::os::unix::fs::FileExt;
+    let zeroes = vec![0; ENDS.min(total) as usize];
+    let name = || device.display().to_string();
+    let file = std::fs::File::options().write(true).open(device).with_context(name)?;
+    for at in [0, total.saturating_sub(ENDS)] {
+        file.write_all_at(&zeroes, at).with_context(name)?;
+    }
+    file.sync_all().with_context(name)
 }
 
 fn create(bench: &Bench<'_>, layout: &Layout, image: &Image, base: Option<&Path>) -> Result<Line> {
@@ -211,16 +274,14 @@ fn over_another(
     bench: &mut Bench<'_>,
     layout: &Layout,
     mut image: Image,
-    full: bool,
+    content: Content,
 ) -> Result<Image> {
-    let path = bench.folder.join(format!("base.{}", layout.format));
+    let path = image.path.with_file_name(format!("base.{}", layout.format));
     if !path.exists() {
         let base = Image { path: path.clone(), files: vec![path.clone()], ..image.clone() };
         let line = create(bench, layout, &base, None)?;
         bench.run(&line)?;
-        if full {
-            fill(bench, &base)?;
-        }
+        fill(bench, &base, content)?;
     }
     let line = create(bench, layout, &image, Some(&path))?;
     bench.run(&line)?;
@@ -245,24 +306,24 @@ pub fn noise(buffer: &mut [u8], rng: &mut Rng) {
     }
 }
 
-/// Writes the whole disk from start to end. The lab does this itself: what writes it does not
-/// matter, and random bytes from a file would be shared blocks on some file systems.
-fn fill(bench: &mut Bench<'_>, image: &Image) -> Result<()> {
-    const STEP: usize = 1 << 20;
+/// Writes the content, from start to end. The lab does this itself: what writes it does not matter,
+/// and random bytes from a file would be shared blocks on some file systems.
+fn fill(bench: &mut Bench<'_>, image: &Image, content: Content) -> Result<()> {
+    if content == Content::Nothing {
+        return Ok(());
+    }
     let disk = open(bench, image)?;
     let mut rng = Rng::new(bench.seed);
-    let mut buffer = vec![0; STEP];
-    let mut at = 0;
-    while at < image.bytes {
+    let mut buffer = vec![0; 1 << 20];
+    for (at, len) in content.parts(image.bytes) {
         bench.cancel.check()?;
-        let len = (image.bytes - at).min(STEP as u64) as usize;
-        noise(&mut buffer[..len], &mut rng);
-        disk.write_at(&buffer[..len], GuestOffset(at))?;
-        at += len as u64;
+        let part = &mut buffer[..len as usize];
+        noise(part, &mut rng);
+        disk.write_at(part, GuestOffset(at))?;
     }
     disk.flush()?;
     disk.close().with_context(|| image.path.display().to_string())?;
-    bench.commands.push(format!("# {}: all of it written with random bytes", image.path.display()));
+    bench.commands.push(format!("# {}: {}", image.path.display(), content.told()));
     Ok(())
 }
 
@@ -299,10 +360,38 @@ fn scatter(bench: &mut Bench<'_>, image: &Image, again: bool) -> Result<()> {
     Ok(())
 }
 
-/// Space that an image takes on the host.
-pub fn host_bytes(image: &Image) -> u64 {
+/// Space that an image takes on the host. Nothing where it is on a device: that is all taken.
+pub fn host_bytes(image: &Image) -> Option<u64> {
     use std::os::unix::fs::MetadataExt;
+    if image.device {
+        return None;
+    }
     let blocks = image.files.iter().filter_map(|path| Some(path.metadata().ok()?.blocks()));
     // st_blocks counts 512 bytes, whatever the file system (stat(2)).
-    blocks.sum::<u64>() * 512
+    Some(blocks.sum::<u64>() * 512)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes that are written within the first `bytes` of a disk.
+    fn written(content: Content, bytes: u64) -> u64 {
+        content.parts(bytes).map(|(_, len)| len).sum()
+    }
+
+    #[test]
+    fn sparse_and_full_are_opposites_as_published() {
+        let disk = 2 << 30;
+        assert_eq!(written(Content::Nothing, disk), 0);
+        assert_eq!(written(Content::Sparse, disk), 64 * PIECE);
+        assert_eq!(written(Content::Full, disk), disk - 64 * PIECE);
+        assert_eq!(written(Content::All, disk), disk);
+        assert_eq!(Content::Sparse.parts(disk).nth(1), Some((32 << 20, PIECE)));
+        assert_eq!(Content::Full.parts(disk).next(), Some((PIECE, (1 << 20) - PIECE)));
+        // A disk may end within a piece.
+        assert_eq!(written(Content::Sparse, STRIDE + 4096), PIECE + 4096);
+        assert_eq!(written(Content::Full, STRIDE + 4096), STRIDE - PIECE);
+        assert_eq!(written(Content::All, 3 << 19), 3 << 19);
+    }
 }

@@ -5,7 +5,7 @@
 //!                       │         └────► matrix ──► verdict ──► report
 //!                       │                  choices and loads; stats says what samples are worth
 //!                       ├ environment   on what machine, and what disturbs it
-//!                       ├ place         where images may lie; nothing is destroyed
+//!                       ├ place, fit    where images may lie, and which can; nothing is destroyed
 //!                       └ engine        one round of one cell:
 //!                           layout        makes an image, with vdkit or qemu-img
 //!                           front         serves it, as a user would
@@ -25,6 +25,7 @@ pub mod engine;
 pub mod environment;
 pub mod export;
 pub mod fio;
+pub mod fit;
 pub mod front;
 pub mod layout;
 pub mod matrix;

@@ -295,9 +295,17 @@ impl<'a> Matrix<'a> {
         }
         picks.sort_by(|a, b| {
             let order = a.summary.median.total_cmp(&b.summary.median);
-            if self.metric.better == Better::Higher { order.reverse() } else { order }
+            let order = if self.metric.better == Better::Higher { order.reverse() } else { order };
+            // Of equals (who came through) the one that needs fewer programs.
+            order.then(self.daemons(a).total_cmp(&self.daemons(b)))
         });
         picks
+    }
+
+    /// How many programs a way needs beside the guest, where that was recorded.
+    fn daemons(&self, pick: &Pick) -> f64 {
+        let cells = pick.cells.iter().map(|i| &self.run.cells[*i]);
+        cells.flat_map(|cell| cell.values("daemons")).fold(0.0, f64::max)
     }
 
     /// What a cell was measured under. That its load ran in a guest is a part of it: what goes through
@@ -436,4 +444,39 @@ pub fn values<'a>(run: &'a Run, axis: &str) -> Vec<&'a str> {
         }
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Outcome, PlanSummary, Sample};
+
+    #[test]
+    fn a_full_pool_advises_no_daemon_where_a_guest_came_through_without_one() {
+        let cell = |front: &str, daemons: f64, survived: f64| Cell {
+            key: front.to_owned(),
+            axes: vec![("front".to_owned(), front.to_owned())],
+            samples: vec![Sample {
+                values: [(SURVIVED.to_owned(), survived), ("daemons".to_owned(), daemons)].into(),
+                ..Sample::default()
+            }],
+            outcome: Outcome::Measured,
+            ..Cell::default()
+        };
+        let cells = vec![
+            cell("guest-vhost-user", 1.0, 1.0),
+            cell("nbd", 1.0, 1.0),
+            cell("guest-virtio-report", 0.0, 0.0),
+            cell("guest-virtio", 0.0, 1.0),
+        ];
+        let plan = PlanSummary {
+            axes: vec!["front".to_owned()],
+            metric: SURVIVED.to_owned(),
+            ..PlanSummary::default()
+        };
+        let run = Run { plan, cells, ..Run::default() };
+        let picks = Matrix::new(&run).unwrap().picks();
+        let order: Vec<&str> = picks.iter().map(|pick| pick.axes[0].1.as_str()).collect();
+        assert_eq!(order, ["guest-virtio", "guest-vhost-user", "nbd", "guest-virtio-report"]);
+    }
 }

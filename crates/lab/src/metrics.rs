@@ -64,6 +64,7 @@ pub static METRICS: &[Metric] = &[
     more("flushes", "flushes that reached the device", ""),
     less("host_bytes", "space on the host", "B"),
     less("io_errors", "errors that the client saw", ""),
+    less("daemons", "programs that run for the disk beside the guest", ""),
     less("machine_stops", "times the whole guest was stopped", ""),
     less("stalled_seconds", "time without progress", "s"),
     more(SURVIVED, "came through", ""),

@@ -49,6 +49,10 @@ pub struct Load {
     pub sync: Sync,
     /// A fixed number of bytes with a sync at the end, instead of a time.
     pub to_the_end: bool,
+    /// Each place is written once.
+    pub once: bool,
+    /// The disk is all written beforehand.
+    pub rewrites: bool,
 }
 
 /// Order and direction.
@@ -103,7 +107,22 @@ const BASE: Load = Load {
     engine: "libaio",
     sync: Sync::Never,
     to_the_end: false,
+    once: false,
+    rewrites: false,
 };
+
+/// All of a part of the disk in random order, each place once, and a sync.
+const ALL: Load = Load {
+    rw: Pattern::RandomWrite,
+    block: 64 << 10,
+    depth: 4,
+    to_the_end: true,
+    once: true,
+    ..BASE
+};
+
+/// Sixteen writers that wait for each write and each sync.
+const DURABLE: Load = Load { rw: Pattern::RandomWrite, jobs: 16, engine: "sync", ..BASE };
 
 const fn load(name: &'static str, about: &'static str, load: Load) -> Profile {
     Profile { name, about, kind: Kind::Load(load) }
@@ -179,6 +198,36 @@ pub static PROFILES: &[Profile] = &[
         Load { rw: Pattern::RandomWrite, jobs: 16, depth: 16, to_the_end: true, ..BASE },
     ),
     load(
+        "durable16",
+        "4 KiB anywhere by 16 writers, an fsync after each write",
+        Load { sync: Sync::Fsync(1), ..DURABLE },
+    ),
+    load(
+        "batch16",
+        "4 KiB anywhere by 16 writers, an fsync after each 32 writes of one of them",
+        Load { sync: Sync::Fsync(32), ..DURABLE },
+    ),
+    load(
+        "first-write",
+        "64 KiB anywhere, 4 at a time, each place once, on a disk that nothing was written to",
+        ALL,
+    ),
+    load(
+        "rewrite",
+        "64 KiB anywhere, 4 at a time, each place once, on a disk that was all written before",
+        Load { rewrites: true, ..ALL },
+    ),
+    load(
+        "first-write-4k",
+        "4 KiB anywhere, 4 at a time, each place once, on a disk that nothing was written to",
+        Load { block: 4 << 10, ..ALL },
+    ),
+    load(
+        "rewrite-4k",
+        "4 KiB anywhere, 4 at a time, each place once, on a disk that was all written before",
+        Load { block: 4 << 10, rewrites: true, ..ALL },
+    ),
+    load(
         "database",
         "8 KiB anywhere, made durable (fdatasync) one by one",
         Load {
@@ -239,28 +288,10 @@ pub const SCORE_LOADS: &[(&str, Load)] = &[
 ];
 
 impl Profile {
-    /// About how many seconds one round takes, with what stands around it. Only for an estimate.
-    pub fn seconds(&self, effort: &Effort) -> f64 {
-        // Making, filling and serving an image: about 400 MB/s, and a second.
-        let around = 1.0 + effort.disk as f64 / 400e6;
-        match self.kind {
-            Kind::Load(Load { to_the_end: true, jobs, .. }) => {
-                1.0 + (u64::from(jobs) * effort.bytes) as f64 / 40e6
-            }
-            Kind::Load(_) => around + effort.seconds,
-            // fio takes a moment to begin, and one more for its histograms.
-            Kind::Scores => around + (effort.seconds + 0.4) * SCORE_LOADS.len() as f64,
-            Kind::Convert => around * 2.0,
-            Kind::Open | Kind::Boot => 2.0,
-            Kind::Install => 4.0 + effort.bytes as f64 / 40e6,
-            Kind::NoSpace => 12.0,
-        }
-    }
-
     /// Bytes that one round needs at most, without the format's own.
     pub fn bytes(&self, effort: &Effort) -> u64 {
         match self.kind {
-            Kind::Load(Load { to_the_end: true, jobs, .. }) => {
+            Kind::Load(Load { to_the_end: true, rewrites: false, jobs, .. }) => {
                 effort.disk.min(u64::from(jobs).saturating_mul(effort.bytes))
             }
             // The tree twice, and the file system's own.

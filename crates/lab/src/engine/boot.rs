@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 
 use super::{Bench, drop_caches, open};
-use crate::layout::{self, More};
+use crate::layout::{self, Content, More};
 use crate::model::Sample;
 use crate::peers::skip;
 
@@ -18,7 +18,7 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
         return skip("guests that boot at once stand on one base: layout qcow2-overlay");
     }
     let images = (0..count)
-        .map(|i| layout::make_named(bench, layout, bytes, true, &format!("guest{i}")))
+        .map(|i| layout::make_named(bench, layout, bytes, Content::All, &format!("guest{i}")))
         .collect::<Result<Vec<_>>>()?;
     let files: Vec<PathBuf> = images.iter().flat_map(|image| image.files.clone()).collect();
     drop_caches(&files)?;

@@ -3,17 +3,21 @@
 use anyhow::Result;
 
 use super::{Bench, values};
-use crate::layout::{self, More};
+use crate::layout::{self, Content};
 use crate::model::Sample;
 use crate::peers::{need, skip};
 use crate::process::Line;
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     let (layout, bytes) = (bench.layout()?, bench.disk_bytes()?);
-    if layout.more == More::Nothing && layout.options.contains("preallocation=") && bench.full() {
+    let content = bench.content(false);
+    if layout.options.contains("preallocation=") && content == Content::Full {
         return skip("the disk is all written: how it was allocated before makes no difference");
     }
-    let image = layout::make(bench, layout, bytes, bench.full())?;
+    let image = layout::make(bench, layout, bytes, content)?;
+    if image.shown_bytes != bytes {
+        return skip("a conversion of a raw device reads all of it, which is more than the disk");
+    }
     let line = match bench.axis("tool") {
         Some("qemu-img") => Line::new(need("qemu-img")?)
             .args(["convert", "-n", "-f", image.format])
@@ -27,10 +31,12 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     super::sync(&image.files)?;
     let ended = bench.run(&line.timed())?;
     let seconds = ended.elapsed.as_secs_f64();
-    let values = values([
+    let mut values = values([
         ("elapsed_seconds", seconds),
         ("bytes_per_second", bytes as f64 / seconds.max(1e-9)),
-        ("host_bytes", layout::host_bytes(&image) as f64),
     ]);
+    if let Some(bytes) = layout::host_bytes(&image) {
+        values.insert("host_bytes".to_owned(), bytes as f64);
+    }
     Ok(Sample { values, ..Sample::default() })
 }

@@ -10,7 +10,7 @@ use vdkit_block::{CacheMode, CancelToken, GuestOffset};
 use vdkit_chain::{Disk, OpenOptions};
 
 use super::Bench;
-use crate::cells::Rng;
+use crate::cells::{Rng, shuffled};
 use crate::fio::{Answer, PERCENTILES, both_series, interval_ms};
 use crate::front::Cache;
 use crate::layout::{Image, noise};
@@ -48,6 +48,8 @@ struct Worker<'a> {
     until: Option<Instant>,
     /// Requests, where no time ends it.
     most: u64,
+    /// The blocks of the part in order, where each is written once.
+    blocks: Vec<u64>,
     rng: Rng,
 }
 
@@ -72,7 +74,11 @@ impl Worker<'_> {
                 Pattern::RandomWrite => (false, true),
                 Pattern::RandomMix(reads) => (self.rng.below(100) < u64::from(reads), true),
             };
-            let block = if random { self.rng.below(blocks) } else { next % blocks };
+            let block = match self.blocks.get(next as usize) {
+                Some(block) => *block,
+                None if random => self.rng.below(blocks),
+                None => next % blocks,
+            };
             next += 1;
             let at = GuestOffset(self.part.start + block * self.load.block);
             let began = Instant::now();
@@ -123,6 +129,9 @@ pub(super) fn run(
     let (began, interval_ms) = (Instant::now(), interval_ms(&bench.effort));
     std::thread::scope(|scope| {
         for job in 0..jobs {
+            let mut rng = Rng::new(bench.seed ^ job);
+            let count = if load.once { (each / load.block) as usize } else { 0 };
+            let order = shuffled(count, &mut rng);
             for lane in 0..u64::from(load.depth) {
                 let share = if load.to_the_end {
                     each / load.block / u64::from(load.depth)
@@ -138,6 +147,12 @@ pub(super) fn run(
                     interval_ms,
                     until,
                     most: share,
+                    blocks: order
+                        .iter()
+                        .skip(lane as usize)
+                        .step_by(load.depth as usize)
+                        .map(|block| *block as u64)
+                        .collect(),
                     rng: Rng::new(bench.seed ^ (job << 32 | lane)),
                 };
                 let total = &total;

@@ -30,15 +30,17 @@ pub(super) fn on(
     front: &Front,
     cache: Cache,
 ) -> Result<Sample> {
-    let least = if load.to_the_end { bench.effort.bytes * u64::from(load.jobs) } else { 0 };
-    let bytes = bench.disk_bytes()?.max(least);
-    let image = layout::make(bench, layout, bytes, load.rw.reads() || bench.full())?;
+    let bytes = bench.disk_bytes()?;
+    let content = bench.content(load.rw.reads() || load.rewrites);
+    let image = layout::make(bench, layout, bytes, content)?;
     let served = front::start(bench, front, &image, cache)?;
     let mut sample = run(bench, load, &served, bytes)?;
     if let Some(ended) = served.end() {
         bench.note(&format!("the server's orderly end took {:.2} s", ended.as_secs_f64()));
     }
-    sample.values.insert("host_bytes".to_owned(), layout::host_bytes(&image) as f64);
+    if let Some(bytes) = layout::host_bytes(&image) {
+        sample.values.insert("host_bytes".to_owned(), bytes as f64);
+    }
     Ok(sample)
 }
 

@@ -13,12 +13,14 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use vdkit_block::{CancelToken, parse_size};
+use vdkit_block::CancelToken;
 use vdkit_chain::Registry;
 
+use crate::fit;
 use crate::front::{self, Cache, Front};
-use crate::layout::{self, Layout};
+use crate::layout::{Content, Layout};
 use crate::model::{Axes, Sample};
+use crate::peers::skip;
 use crate::place::Place;
 use crate::plan::Effort;
 use crate::process::{Ended, Line, Running};
@@ -87,8 +89,7 @@ impl Bench<'_> {
     }
 
     fn layout(&self) -> Result<&'static Layout> {
-        let name = self.axis("layout").unwrap_or("qcow2");
-        layout::find(name).with_context(|| format!("unknown layout '{name}'"))
+        fit::layout_of(self.axes).map_err(anyhow::Error::msg)
     }
 
     fn front(&self) -> Result<&'static Front> {
@@ -97,7 +98,8 @@ impl Bench<'_> {
     }
 
     fn cache(&self) -> Result<Cache> {
-        Cache::named(self.axis("cache").unwrap_or("writeback"))
+        let front = self.front()?;
+        Cache::named(self.axis("cache").unwrap_or_else(|| front.default_cache()))
     }
 
     /// The load of the cell.
@@ -110,19 +112,33 @@ impl Bench<'_> {
     }
 
     /// Size of the disk.
-    fn disk_bytes(&self) -> Result<u64> {
-        match self.axis("size") {
-            Some(size) => Ok(parse_size(size)?),
-            None => Ok(self.effort.disk),
+    fn disk_bytes(&mut self) -> Result<u64> {
+        let fit = match fit::fit(self.axes, &self.effort, &self.place.info) {
+            Ok(fit) => fit,
+            Err(unfit) => return skip(unfit.to_string()),
+        };
+        if fit.disk < fit.wanted {
+            self.note(&format!(
+                "the disk has {} MiB instead of {} MiB: a format's tables have to be on the device too",
+                fit.disk >> 20,
+                fit.wanted >> 20
+            ));
+        }
+        Ok(fit.disk)
+    }
+
+    /// What the disk holds before the load; all of it is written where the load reads.
+    fn content(&self, reads: bool) -> Content {
+        match self.axis("content") {
+            _ if reads => Content::All,
+            Some("sparse") => Content::Sparse,
+            Some("full") => Content::Full,
+            _ => Content::Nothing,
         }
     }
 
-    fn full(&self) -> bool {
-        self.axis("content") == Some("full")
-    }
-
     fn images(&self) -> usize {
-        self.axis("images").and_then(|count| count.parse().ok()).unwrap_or(1)
+        fit::images_of(self.axes) as usize
     }
 }
 

@@ -11,7 +11,7 @@ use super::{Bench, drop_caches, values};
 use crate::environment::block::Counts;
 use crate::layout::{self, Image};
 use crate::model::Sample;
-use crate::peers::{need, skip};
+use crate::peers::need;
 use crate::process::{IoCounts, Line};
 
 /// Bytes of the first read.
@@ -19,12 +19,9 @@ const FIRST: u64 = 4 << 10;
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     let (layout, bytes, count) = (bench.layout()?, bench.disk_bytes()?, bench.images());
-    if bench.place.device().is_some() && count > 1 {
-        return skip("a device holds one image");
-    }
-    let full = bench.full();
+    let content = bench.content(false);
     let images = (0..count)
-        .map(|i| layout::make_named(bench, layout, bytes, full, &format!("disk{i}")))
+        .map(|i| layout::make_named(bench, layout, bytes, content, &format!("disk{i}")))
         .collect::<Result<Vec<_>>>()?;
     let files: Vec<PathBuf> = images.iter().flat_map(|image| image.files.clone()).collect();
     drop_caches(&files)?;

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 
 use super::{Bench, load};
 use crate::front::{self, Cache, Front, Target};
-use crate::layout::{self, Layout};
+use crate::layout::{self, Content, Layout};
 use crate::model::Sample;
 use crate::profile::{Load, SCORE_LOADS};
 
@@ -60,7 +60,7 @@ fn all(
     cache: Cache,
 ) -> Result<BTreeMap<String, f64>> {
     let bytes = bench.disk_bytes()?;
-    let image = layout::make(bench, layout, bytes, true)?;
+    let image = layout::make(bench, layout, bytes, Content::All)?;
     let served = front::start(bench, front, &image, cache)?;
     let mut found = BTreeMap::new();
     if let Target::Guest(guest) = &served.target {

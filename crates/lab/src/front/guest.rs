@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use vdkit_block::CancelToken;
 
-use super::{Cache, READY, Server, serve};
+use super::{Aio, Cache, READY, Server, serve};
 use crate::engine::Bench;
 use crate::layout::Image;
 use crate::peers::{need, skip};
@@ -107,7 +107,7 @@ pub(super) fn prepare(
     let (mut arguments, mut server) = (Vec::new(), None);
     match source {
         Source::Qemu | Source::QemuReporting => {
-            for node in serve::nodes(image, cache)? {
+            for node in serve::nodes(image, cache, Aio::Threads)? {
                 arguments.extend(["-blockdev".to_owned(), node]);
             }
         }

@@ -51,9 +51,31 @@ pub enum Server {
     /// `qemu-nbd`.
     QemuNbd,
     /// `qemu-storage-daemon`.
-    StorageDaemon,
+    StorageDaemon(Aio),
     /// `nbdkit`, which serves raw images.
     Nbdkit,
+}
+
+/// How QEMU reads and writes the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Aio {
+    /// Threads, which is its default.
+    Threads,
+    /// The kernel's old asynchronous requests, which are so past the page cache only.
+    Native,
+    /// io_uring.
+    Uring,
+}
+
+impl Aio {
+    /// What is added to the node that is the file.
+    fn option(self) -> &'static str {
+        match self {
+            Self::Threads => "",
+            Self::Native => ",aio=native",
+            Self::Uring => ",aio=io_uring",
+        }
+    }
 }
 
 const fn front(name: &'static str, about: &'static str, kind: Kind) -> Front {
@@ -66,10 +88,28 @@ pub static FRONTS: &[Front] = &[
     front("in-process", "vdkit's library, in the process of the load", Kind::InProcess),
     front("nbd", "vdkit serve over NBD", Kind::Nbd(Server::Vdkit)),
     front("nbd-qemu-nbd", "qemu-nbd", Kind::Nbd(Server::QemuNbd)),
-    front("nbd-qsd", "qemu-storage-daemon over NBD", Kind::Nbd(Server::StorageDaemon)),
+    front(
+        "nbd-qsd",
+        "qemu-storage-daemon over NBD",
+        Kind::Nbd(Server::StorageDaemon(Aio::Threads)),
+    ),
+    front(
+        "nbd-qsd-native",
+        "qemu-storage-daemon over NBD, the image opened as guests often have it: cache none, aio=native",
+        Kind::Nbd(Server::StorageDaemon(Aio::Native)),
+    ),
+    front(
+        "nbd-qsd-uring",
+        "qemu-storage-daemon over NBD, the image opened with cache none, aio=io_uring",
+        Kind::Nbd(Server::StorageDaemon(Aio::Uring)),
+    ),
     front("nbd-nbdkit", "nbdkit (raw images)", Kind::Nbd(Server::Nbdkit)),
     front("fuse", "vdkit mount: the disk as a file", Kind::Fuse(Server::Vdkit)),
-    front("fuse-qsd", "qemu-storage-daemon: the disk as a file", Kind::Fuse(Server::StorageDaemon)),
+    front(
+        "fuse-qsd",
+        "qemu-storage-daemon: the disk as a file",
+        Kind::Fuse(Server::StorageDaemon(Aio::Threads)),
+    ),
     front(
         "guest-virtio",
         "a guest's virtio disk, QEMU reads the image",
@@ -110,6 +150,25 @@ pub static FRONTS: &[Front] = &[
 /// The front of this name.
 pub fn find(name: &str) -> Option<&'static Front> {
     FRONTS.iter().find(|front| front.name == name)
+}
+
+impl Front {
+    /// The cache mode where a plan does not vary it: QEMU's default; none where guests have it.
+    pub fn default_cache(&self) -> &'static str {
+        match self.kind {
+            Kind::Nbd(Server::StorageDaemon(Aio::Native | Aio::Uring)) => "none",
+            _ => "writeback",
+        }
+    }
+
+    /// Programs beside the guest's own QEMU (or beside what opens the disk) that have to run for it.
+    pub fn daemons(&self) -> u32 {
+        match self.kind {
+            Kind::File | Kind::InProcess => 0,
+            Kind::Guest(_, Source::Qemu | Source::QemuReporting) => 0,
+            Kind::Nbd(_) | Kind::Fuse(_) | Kind::Guest(..) => 1,
+        }
+    }
 }
 
 /// What promises are made about written bytes.
@@ -218,7 +277,7 @@ pub fn start(bench: &mut Bench<'_>, front: &Front, image: &Image, cache: Cache) 
         Kind::Nbd(server) => {
             let socket = bench.folder.join("nbd.sock");
             let running = serve::nbd(bench, server, image, cache, &socket)?;
-            let name = if server == Server::StorageDaemon { "disk" } else { "" };
+            let name = if matches!(server, Server::StorageDaemon(_)) { "disk" } else { "" };
             let uri = format!("nbd+unix:///{name}?socket={}", socket.display());
             Ok(Served::by(Target::Nbd { uri }, Some(running)))
         }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use super::{Cache, READY, Server};
+use super::{Aio, Cache, READY, Server};
 use crate::engine::Bench;
 use crate::layout::Image;
 use crate::peers::{need, skip};
@@ -31,7 +31,7 @@ pub(super) fn nbd(
             .arg(format!("--cache={}", cache.name))
             .arg(format!("--socket={at}"))
             .arg(&image.path),
-        Server::StorageDaemon => storage_daemon(image, cache)?
+        Server::StorageDaemon(aio) => storage_daemon(image, cache, aio)?
             .arg("--nbd-server")
             .arg(format!("addr.type=unix,addr.path={at},max-connections=64"))
             .arg("--export")
@@ -55,22 +55,26 @@ fn nbdkit(image: &Image, cache: Cache, socket: &Path) -> Result<Line> {
 }
 
 /// The daemon with the image as its node `disk`.
-fn storage_daemon(image: &Image, cache: Cache) -> Result<Line> {
+fn storage_daemon(image: &Image, cache: Cache, aio: Aio) -> Result<Line> {
+    if aio == Aio::Native && !cache.direct {
+        return skip("QEMU takes aio=native only past the page cache: cache none or directsync");
+    }
     let line = Line::new(need("qemu-storage-daemon")?);
-    let nodes = nodes(image, cache)?;
+    let nodes = nodes(image, cache, aio)?;
     Ok(nodes.into_iter().fold(line, |line, node| line.arg("--blockdev").arg(node)))
 }
 
 /// What QEMU is told of an image, whose node is `disk`.
-pub(super) fn nodes(image: &Image, cache: Cache) -> Result<[String; 2]> {
+pub(super) fn nodes(image: &Image, cache: Cache, aio: Aio) -> Result<[String; 2]> {
     let path = image.path.to_str().context("a name that is not UTF-8")?.replace(',', ",,");
     let driver = if image.device { "host_device" } else { "file" };
     let switch = |on| if on { "on" } else { "off" };
     let flags =
         format!("cache.direct={},cache.no-flush={}", switch(cache.direct), switch(cache.no_flush));
     let format = image.format;
+    let aio = aio.option();
     Ok([
-        format!("driver={driver},node-name=file,filename={path},{flags},discard=unmap"),
+        format!("driver={driver},node-name=file,filename={path},{flags},discard=unmap{aio}"),
         format!("driver={format},node-name=disk,file=file,{flags},discard=unmap"),
     ])
 }
@@ -92,10 +96,10 @@ pub(super) fn fuse(
             .vdkit(&["mount", "-f", image.format, "--cache", cache.name])
             .arg(&image.path)
             .arg(file),
-        Server::StorageDaemon => {
+        Server::StorageDaemon(aio) => {
             std::fs::write(file, "").with_context(|| file.display().to_string())?;
             let mountpoint = file.display();
-            storage_daemon(image, cache)?.arg("--export").arg(format!(
+            storage_daemon(image, cache, aio)?.arg("--export").arg(format!(
                 "type=fuse,id=export,node-name=disk,mountpoint={mountpoint},writable=on{}",
                 through(cache)
             ))
@@ -103,7 +107,7 @@ pub(super) fn fuse(
         other => bail!("{other:?} shows no files"),
     };
     let mut running = bench.start(&line)?;
-    let bytes = image.bytes;
+    let bytes = image.shown_bytes;
     running.wait_until(READY, &bench.cancel, || {
         file.metadata().is_ok_and(|found| found.len() == bytes)
     })?;
@@ -120,10 +124,12 @@ mod tests {
             path: "/a,b/disk.qcow2".into(),
             format: "qcow2",
             bytes: 1,
+            shown_bytes: 1,
             files: vec![],
             device: false,
         };
-        let [file, disk] = nodes(&image, Cache::named("none").unwrap()).unwrap();
+        let none = Cache::named("none").unwrap();
+        let [file, disk] = nodes(&image, none, Aio::Threads).unwrap();
         assert_eq!(
             file,
             "driver=file,node-name=file,filename=/a,,b/disk.qcow2,cache.direct=on,\
@@ -131,7 +137,15 @@ mod tests {
         );
         assert!(disk.starts_with("driver=qcow2,node-name=disk,file=file,cache.direct=on"));
         let image = Image { device: true, ..image };
-        let [file, _] = nodes(&image, Cache::named("unsafe").unwrap()).unwrap();
+        let [file, _] = nodes(&image, Cache::named("unsafe").unwrap(), Aio::Threads).unwrap();
         assert!(file.contains("driver=host_device") && file.contains("no-flush=on"), "{file}");
+        for (aio, word) in [(Aio::Native, ",aio=native"), (Aio::Uring, ",aio=io_uring")] {
+            let [file, disk] = nodes(&image, none, aio).unwrap();
+            assert!(file.ends_with(word) && !disk.contains("aio="), "{file} {disk}");
+        }
+        // What QEMU would refuse is told before it is started.
+        let writeback = Cache::named("writeback").unwrap();
+        let told = storage_daemon(&image, writeback, Aio::Native).unwrap_err().to_string();
+        assert!(told.contains("past the page cache"), "{told}");
     }
 }

@@ -6,6 +6,7 @@
 
 pub mod attach;
 pub mod device;
+pub mod zfs;
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
@@ -136,6 +137,7 @@ pub fn remove_folder(path: &Path) -> Result<()> {
     if !name.starts_with(PREFIX) || !path.join(MARKER).is_file() {
         bail!("{}: not a folder of the lab; nothing was removed", path.display());
     }
+    zfs::release(path)?;
     attach::release_all(path)?;
     for _ in 0..50 {
         match fs::remove_dir_all(path) {

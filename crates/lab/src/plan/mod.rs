@@ -55,6 +55,9 @@ pub struct Axis {
     pub quick: Vec<String>,
     /// A way to measure and no choice, whatever the axis is in other plans.
     pub condition: bool,
+    /// File systems on which it is varied; on all where there is none. Elsewhere it has its first
+    /// value.
+    pub on: Vec<String>,
 }
 
 /// The plans that come with vdkit.
@@ -64,6 +67,7 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("cache-modes", include_str!("../../plans/cache-modes.toml")),
     ("cold-open", include_str!("../../plans/cold-open.toml")),
     ("install", include_str!("../../plans/install.toml")),
+    ("preallocation", include_str!("../../plans/preallocation.toml")),
     ("nospace", include_str!("../../plans/nospace.toml")),
 ];
 

@@ -46,6 +46,8 @@ struct AxisTable {
     quick: Option<Vec<Spanned<String>>>,
     #[serde(default)]
     condition: bool,
+    #[serde(default)]
+    on: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -201,7 +203,12 @@ impl Place<'_> {
                 return Err(self.at(&table.name, format!("{name}: values are wanted, each once")));
             }
         }
-        Ok(Axis { name: name.clone(), values, quick, condition: table.condition })
+        if !table.on.is_empty() && quick[0] != values[0] {
+            let told = "its first value is what it has elsewhere: the same in quick and full runs";
+            return Err(self.at(&table.name, format!("{name}: {told}")));
+        }
+        let (condition, on) = (table.condition, table.on.clone());
+        Ok(Axis { name: name.clone(), values, quick, condition, on })
     }
 
     fn places(&self, words: Option<&[Spanned<String>]>) -> Result<Vec<PlaceKind>> {

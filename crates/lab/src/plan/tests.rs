@@ -1,4 +1,5 @@
 use super::*;
+use crate::model::PlaceInfo;
 
 const SMALL: &str = r#"
 name = "small"
@@ -98,11 +99,14 @@ fn faults_are_told_with_file_line_and_what_would_be_right() {
 #[test]
 fn the_built_in_plans_are_sound() {
     let plans = built_in().unwrap();
-    assert_eq!(plans.len(), 6);
+    assert_eq!(plans.len(), 7);
     for (plan, (name, _)) in plans.iter().zip(BUILT_IN) {
         assert_eq!(plan.name, *name);
         assert!(plan.question.ends_with('?'), "{name}");
-        assert!(!plan.published.is_empty() || plan.name == "nospace" || plan.name == "cache-modes");
+        assert!(
+            !plan.published.is_empty()
+                || ["nospace", "cache-modes", "preallocation"].contains(&plan.name.as_str())
+        );
     }
     let error = Plan::named("other").unwrap_err().to_string();
     assert!(error.contains("zvol-vs-qcow2, convert-table"), "{error}");
@@ -114,4 +118,66 @@ fn published_numbers_come_with_what_differs() {
         assert_eq!(plan.published.is_empty(), plan.differs.is_empty(), "{}", plan.name);
         assert_eq!(plan.summary().differs, plan.differs);
     }
+}
+
+#[test]
+fn an_axis_may_be_varied_on_some_file_systems_only() {
+    let on = |on: &str, quick: &str| {
+        let from = "name = \"layout\"\nvalues = [\"raw\", \"qcow2\"]\nquick = [\"qcow2\"]";
+        assert!(SMALL.contains(from));
+        let to = format!(
+            "name = \"layout\"\nvalues = [\"raw\", \"qcow2\"]\nquick = [{quick}]\non = [{on}]"
+        );
+        Plan::parse(&SMALL.replace(from, &to), "small.toml")
+    };
+    assert_eq!(on("\"zfs\"", "\"raw\"").unwrap().axes[0].on, ["zfs"]);
+    // Elsewhere it has its first value, which must not be another one in a quick run.
+    let error = on("\"zfs\"", "\"qcow2\"").unwrap_err().to_string();
+    assert!(error.contains("line 8") && error.contains("first value"), "{error}");
+}
+
+/// A plan had published numbers of one kind of disk beside its own of another.
+#[test]
+fn every_published_number_is_of_cells_that_its_plan_measures() {
+    for plan in built_in().unwrap() {
+        for published in &plan.published {
+            let backend = published.axes.iter().find(|(axis, _)| axis == crate::axes::BACKEND);
+            let name = backend.map_or("ext4", |(_, name)| name).to_owned();
+            let place = PlaceInfo { name, ..PlaceInfo::default() };
+            let cells = crate::cells::cells(&plan, &[&place], false);
+            let of = |cell: &crate::model::Cell| {
+                published.axes.iter().all(|entry| cell.axes.contains(entry))
+            };
+            assert!(cells.iter().any(of), "{}: {}", plan.name, published.source);
+        }
+    }
+    let table = Plan::named("convert-table").unwrap();
+    assert_eq!(table.full.disk, 2 << 30);
+    for quick in [false, true] {
+        let place = PlaceInfo { name: "xfs".into(), ..PlaceInfo::default() };
+        let cells = crate::cells::cells(&table, &[&place], quick);
+        let has = |layout: &str, content: &str| {
+            let is = |cell: &&crate::model::Cell| {
+                cell.axis("layout") == Some(layout) && cell.axis("content") == Some(content)
+            };
+            cells.iter().filter(is).count()
+        };
+        for layout in ["raw", "qcow2", "vmdk"] {
+            let found = ["none", "sparse", "full"].map(|content| has(layout, content));
+            assert_eq!(found, [0, 2, 2], "{layout}");
+        }
+        assert_eq!(has("qcow2-metadata", "none"), 2);
+    }
+}
+
+#[test]
+fn writes_that_must_be_durable_are_synced_one_by_one_and_batch_by_batch_also_in_quick_runs() {
+    let plan = Plan::named("zvol-vs-qcow2").unwrap();
+    let profiles = plan.axes.iter().find(|axis| axis.name == "profile").unwrap();
+    for values in [&profiles.values, &profiles.quick] {
+        assert!(["durable16", "batch16"].iter().all(|name| values.iter().any(|v| v == name)));
+    }
+    let plan = Plan::named("preallocation").unwrap();
+    let kinds = &plan.axes.iter().find(|axis| axis.name == "preallocation").unwrap().quick;
+    assert_eq!(kinds[..], ["off", "metadata", "falloc", "full"]);
 }

@@ -1,21 +1,27 @@
 //! A run: every cell once a round, in random order, each sample kept as soon as it is there.
 
+mod cost;
 mod estimate;
+mod rounds;
+mod speed;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use vdkit_block::Monitor;
 use vdkit_chain::Registry;
 
+use crate::axes;
 use crate::cells::{self, Rng};
 use crate::engine::{self, Bench};
 use crate::environment::{self, load};
+use crate::fit;
 use crate::model::{
-    Cell, Environment, Outcome, PlaceInfo, PlanSummary, Run, Sample, Series, Steady, Warning,
+    Cell, Environment, Outcome, PlaceInfo, PlaceKind, PlanSummary, Run, Sample, Series, Steady,
+    Warning,
 };
 use crate::peers::Skip;
 use crate::place::{self, Place, device};
@@ -23,6 +29,8 @@ use crate::plan::{Effort, Plan};
 use crate::store::Store;
 
 pub use estimate::Estimate;
+use rounds::Rounds;
+use speed::Speed;
 
 /// What a user asks for; kept with the results, so that a run can go on.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,8 +43,11 @@ pub struct Request {
     pub quick: bool,
     /// The order of the cells, and all random bytes, come from it.
     pub seed: u64,
-    /// Rounds, where not those of the plan.
+    /// Just so many rounds.
     pub rounds: Option<u32>,
+    /// More rounds until it can be told, for at most so many seconds.
+    #[serde(default)]
+    pub seconds: Option<u64>,
     /// Folders.
     pub folders: Vec<PathBuf>,
     /// Devices.
@@ -72,6 +83,8 @@ pub struct Prepared {
     pub cells: Vec<Cell>,
     /// What it will take.
     pub estimate: Estimate,
+    /// All on its devices was given up.
+    confirmed: bool,
 }
 
 fn now() -> u64 {
@@ -91,7 +104,7 @@ impl Request {
 
     fn effort(&self, plan: &Plan) -> Effort {
         let effort = plan.effort(self.quick);
-        Effort { rounds: self.rounds.unwrap_or(effort.rounds), ..effort }
+        Effort { rounds: Rounds::of(self, plan).least, ..effort }
     }
 
     fn places(&self, plan: &Plan) -> Result<Vec<Place>> {
@@ -105,11 +118,11 @@ impl Request {
         }
         for place in &places {
             if !plan.places.contains(&place.info.kind) {
-                bail!(
-                    "{}: the plan '{}' does not run on this kind of place",
-                    place.info.path,
-                    plan.name
-                );
+                let (is, takes) = match place.info.kind {
+                    PlaceKind::Device => ("a device", "folders: --on DIR"),
+                    PlaceKind::Directory => ("a folder", "devices: --device DEV"),
+                };
+                bail!("{}: is {is}, and the plan '{}' takes {takes}", place.info.path, plan.name);
             }
         }
         if places.is_empty() {
@@ -124,36 +137,69 @@ impl Prepared {
     /// Looks at the plan and the places. Nothing is written.
     ///
     /// # Errors
-    /// The plan is wrong; [`device::Refusal`] for a device that is in use.
+    /// The plan is wrong, or a place is too small for it; [`device::Refusal`] for a device that is in
+    /// use.
     pub fn new(request: Request) -> Result<Self> {
         let plan = request.plan()?;
         let places = request.places(&plan)?;
-        let names: Vec<String> = places.iter().map(|place| place.info.name.clone()).collect();
-        let cells = cells::cells(&plan, &names, request.quick);
-        if cells.is_empty() {
-            bail!("the plan '{}' has no cell for these places", plan.name);
-        }
         let infos: Vec<&PlaceInfo> = places.iter().map(|place| &place.info).collect();
-        let estimate = Estimate::of(&cells, &infos, &request.effort(&plan));
-        Ok(Self { request, plan, places, cells, estimate })
+        let mut cells = cells::cells(&plan, &infos, request.quick);
+        for cell in &mut cells {
+            let place = infos.iter().find(|place| cell.axis(axes::BACKEND) == Some(&place.name));
+            if let Some(Err(unfit)) =
+                place.map(|place| fit::fit(&cell.axes, &request.effort(&plan), place))
+            {
+                cell.outcome = Outcome::Skipped(unfit.to_string());
+            }
+        }
+        let estimate = Estimate::of(&cells, &infos, &request.effort(&plan), &BTreeMap::new());
+        // A place that is too small is told with what it takes.
+        estimate.check()?;
+        if cells.iter().all(|cell| cell.outcome != Outcome::Pending) {
+            let why = estimate.told.first().map_or("", String::as_str);
+            bail!("the plan '{}' has no cell for these places; {why}", plan.name);
+        }
+        let confirmed = request.devices.is_empty();
+        Ok(Self { request, plan, places, cells, estimate, confirmed })
     }
 
     /// Whether all devices were given up by name.
-    fn confirm(&self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`device::Refusal`] for one that was not.
+    pub fn confirm(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
         for path in &self.request.devices {
             device::confirm(path, &tools.erase, tools.ask, &monitor.cancel)?;
         }
+        self.confirmed = true;
+        Ok(())
+    }
+
+    /// Guesses anew how long it takes, by how fast this host and the places are: that takes a second.
+    /// In folders nothing is left; devices are written to once they were confirmed.
+    ///
+    /// # Errors
+    /// The user has had enough.
+    pub fn calibrate(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
+        let mut speeds = BTreeMap::new();
+        for place in &self.places {
+            let speed = Speed::of(&tools.command, place, self.confirmed, &monitor.cancel)?;
+            speeds.insert(place.info.name.clone(), speed);
+        }
+        let infos: Vec<&PlaceInfo> = self.places.iter().map(|place| &place.info).collect();
+        let effort = self.request.effort(&self.plan);
+        self.estimate = Estimate::of(&self.cells, &infos, &effort, &speeds);
         Ok(())
     }
 
     /// Begins: makes the file for results.
     ///
     /// # Errors
-    /// There is too little space, or the file cannot be made; [`device::Refusal`] for a device whose
-    /// name was not confirmed.
-    pub fn begin(self, out: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Going> {
-        self.estimate.check()?;
-        self.confirm(tools, monitor)?;
+    /// The file cannot be made; as [`Prepared::confirm`], where that was not done.
+    pub fn begin(mut self, out: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Going> {
+        if !self.confirmed {
+            self.confirm(tools, monitor)?;
+        }
         let started = now();
         let environment = self.environment(monitor);
         let id = format!("{}-{started}-{:08x}", self.plan.name, random_seed() as u32);
@@ -185,6 +231,8 @@ impl Prepared {
     fn going(self, store: Store, cells: Vec<Cell>) -> Going {
         let effort = self.request.effort(&self.plan);
         Going {
+            rounds: Rounds::of(&self.request, &self.plan),
+            summary: PlanSummary { effort: Some(effort), ..self.plan.summary() },
             rng: Rng::new(random_seed()),
             references: BTreeMap::new(),
             request: self.request,
@@ -207,6 +255,8 @@ pub struct Going {
     request: Request,
     places: Vec<Place>,
     effort: Effort,
+    rounds: Rounds,
+    summary: PlanSummary,
     cells: Vec<Cell>,
     store: Store,
     rng: Rng,
@@ -232,7 +282,7 @@ impl Going {
             store.forget_scratch(&folder)?;
         }
         let run = store.run()?;
-        let prepared = Prepared::new(store.request()?)?;
+        let mut prepared = Prepared::new(store.request()?)?;
         let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key.clone()).collect::<Vec<_>>();
         if keys(&run.cells) != keys(&prepared.cells) {
             bail!(
@@ -240,7 +290,6 @@ impl Going {
                 file.display()
             );
         }
-        prepared.estimate.check()?;
         prepared.confirm(tools, monitor)?;
         store.set_environment(&prepared.environment(monitor))?;
         Ok(prepared.going(store, run.cells))
@@ -253,21 +302,36 @@ impl Going {
     /// Otherwise only what the run itself fails by, such as a full disk for the results; what fails
     /// in a cell is that cell's outcome.
     pub fn run(mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Run> {
-        let order = cells::order(self.cells.len(), self.effort.rounds, self.request.seed);
-        let total = order.len() as u64;
+        let order = cells::order(self.cells.len(), self.rounds.most, self.request.seed);
+        let total = (self.cells.len() as u64) * u64::from(self.rounds.least);
+        let mut pace = Pace::default();
         for (done, (round, cell)) in order.into_iter().enumerate() {
-            monitor.progress.update(done as u64, total);
+            let first = done % self.cells.len() == 0;
+            if first && !self.rounds.wants(round, &self.so_far()) {
+                break;
+            }
+            monitor.progress.update(done as u64, total.max(done as u64 + 1));
             monitor.cancel.check()?;
+            let began = Instant::now();
             let there = self.cells[cell].samples.iter().any(|sample| sample.round == round);
             let over = matches!(self.cells[cell].outcome, Outcome::Skipped(_) | Outcome::Failed(_));
             if !there && !over {
                 self.step(round, cell, tools, monitor)?;
+                let guessed = self.estimate.each.get(cell).copied().unwrap_or(0.0);
+                if let Some(told) = pace.after(&self.estimate, guessed, began.elapsed()) {
+                    monitor.progress.message(&told);
+                }
             }
         }
         monitor.progress.update(total, total);
         self.leave_devices_empty();
         self.store.end(now())?;
         self.store.run()
+    }
+
+    /// What there is, as far as a verdict needs it.
+    fn so_far(&self) -> Run {
+        Run { plan: self.summary.clone(), cells: self.cells.clone(), ..Run::default() }
     }
 
     /// One round of one cell.
@@ -279,7 +343,7 @@ impl Going {
         monitor: &Monitor<'_>,
     ) -> Result<()> {
         let mut cell = self.cells[index].clone();
-        let backend = cell.axis(crate::axes::BACKEND).unwrap_or_default().to_owned();
+        let backend = cell.axis(axes::BACKEND).unwrap_or_default().to_owned();
         let place = self.places.iter().find(|place| place.info.name == backend);
         let place = place.context("a cell of an unknown place")?.clone();
         let folder = place::new_folder(&place, &mut self.rng)?;
@@ -355,13 +419,57 @@ impl Going {
 
     /// Devices begin with zeroes again, as a device that nothing is on: the user gave their content up.
     fn leave_devices_empty(&self) {
-        use std::os::unix::fs::FileExt;
-        for path in self.places.iter().filter_map(Place::device) {
-            let zeroes = vec![0; 1 << 20];
-            // What cannot be cleared here is refused by the next run, which says how to go on.
-            if let Ok(file) = std::fs::File::options().write(true).open(path) {
-                let _ = file.write_all_at(&zeroes, 0).and_then(|()| file.sync_all());
+        for place in &self.places {
+            if let Some(path) = place.device() {
+                // What cannot be cleared here is refused by the next run, which says how to go on.
+                let _ = crate::layout::clear_ends(path, place.info.total_bytes);
             }
         }
+    }
+}
+
+/// How well the guess of the time fits.
+#[derive(Debug, Default)]
+struct Pace {
+    guessed: f64,
+    took: f64,
+    told: bool,
+}
+
+impl Pace {
+    /// After a sample: what is to be told, once, where the guess turns out to be far off.
+    fn after(&mut self, estimate: &Estimate, guessed: f64, took: Duration) -> Option<String> {
+        self.guessed += guessed;
+        self.took += took.as_secs_f64();
+        // Some tenths of all say how the rest will be; the first few do not.
+        if self.told || self.guessed < estimate.seconds / 5.0 {
+            return None;
+        }
+        self.told = true;
+        let factor = self.took / self.guessed.max(1e-9);
+        let left = estimate.left(self.guessed, self.took);
+        let off = !(0.67..=1.5).contains(&factor) && (left - estimate.seconds).abs() > 30.0;
+        off.then(|| {
+            let minutes = (left / 60.0).ceil();
+            format!("about {minutes} min more, by what the first samples took")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guess_that_is_far_off_is_told_once() {
+        let estimate = Estimate { seconds: 600.0, ..Estimate::default() };
+        let mut pace = Pace::default();
+        assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
+        let told = pace.after(&estimate, 60.0, Duration::from_secs(240)).unwrap();
+        // 480 guessed seconds are left, at a quarter of the speed.
+        assert!(told.starts_with("about 32 min more"), "{told}");
+        assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
+        let mut pace = Pace::default();
+        assert_eq!(pace.after(&estimate, 150.0, Duration::from_secs(180)), None);
     }
 }

@@ -127,13 +127,25 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let device = place.is_some_and(|place| place.kind == PlaceKind::Device);
     let folder = place.map_or("DIR", |place| place.path.as_str());
     let ending = if image.format == "raw" { "raw" } else { image.format.as_str() };
-    let disk: PathBuf =
-        if device { folder.into() } else { Path::new(folder).join(format!("disk.{ending}")) };
+    let volume = layout == "zvol";
+    let device = device || volume;
+    let disk: PathBuf = match (volume, device) {
+        (true, _) => "/dev/zvol/POOL/DISK".into(),
+        (false, true) => folder.into(),
+        (false, false) => Path::new(folder).join(format!("disk.{ending}")),
+    };
     let cache = value("cache").unwrap_or(CACHE);
     let front = value("front").unwrap_or("");
     let bus = value("bus").or_else(|| ["ide", "scsi"].into_iter().find(|bus| front.contains(bus)));
 
-    let mut typed = Vec::new();
+    let record = value("record").filter(|record| *record != "default");
+    let mut typed: Vec<String> = match (volume, record) {
+        (true, None) => vec!["zfs create -V SIZE POOL/DISK".to_owned()],
+        (true, Some(record)) => vec![format!("zfs create -V SIZE -b {record} POOL/DISK")],
+        // The images of the run were in a data set of their own too.
+        (false, Some(record)) => vec![format!("zfs create -o recordsize={record} POOL/DATASET")],
+        (false, None) => Vec::new(),
+    };
     let name = quoted(&disk.to_string_lossy());
     // A raw disk on a device is the device.
     if !(device && image.format == "raw") {
@@ -269,6 +281,19 @@ mod tests {
         assert!(fuse.xml.contains("<source file='/run/vdkit-disk.raw'/>"), "{}", fuse.xml);
         let guest = choose(&[("layout", "qcow2"), ("front", "guest-ide")]);
         assert!(guest.xml.contains("bus='ide'") && guest.commands[0].contains("DIR/disk.qcow2"));
+    }
+
+    #[test]
+    fn volumes_and_record_sizes_of_zfs_are_made_by_zfs() {
+        let choose = |values: &[(&str, &str)]| setup(&Run::default(), &axes(values), &[]);
+        let volume = choose(&[("layout", "zvol"), ("record", "8K")]);
+        assert_eq!(volume.commands, ["zfs create -V SIZE -b 8K POOL/DISK"]);
+        assert!(volume.xml.contains("dev='/dev/zvol/POOL/DISK'"), "{}", volume.xml);
+        let file = choose(&[("layout", "qcow2-8k"), ("record", "8K")]);
+        assert_eq!(file.commands[0], "zfs create -o recordsize=8K POOL/DATASET");
+        assert!(file.commands[1].contains("cluster_size=8K"), "{file:?}");
+        let plain = choose(&[("layout", "qcow2"), ("record", "default")]);
+        assert!(plain.commands[0].starts_with("vdkit create"), "{plain:?}");
     }
 
     #[test]

@@ -41,12 +41,15 @@ pub struct RunArgs {
     /// The order of the cells, and all random bytes, come from this number
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Measure each cell so often, instead of as often as the plan says
+    /// Measure each cell just so often, instead of as often as it takes to tell
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: Option<u32>,
+    /// Measure more rounds until it can be told, for at most about so long (90s, 10m, 2h)
+    #[arg(long, value_name = "TIME", value_parser = duration, conflicts_with = "rounds")]
+    time: Option<u64>,
     /// Go on with a run that was interrupted
     #[arg(long, value_name = "RUN", value_hint = ValueHint::FilePath)]
-    #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds"])]
+    #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds", "time"])]
     resume: Option<PathBuf>,
     /// Say what would be measured and what it would take, and end
     #[arg(long, conflicts_with = "resume")]
@@ -69,6 +72,9 @@ struct RunAnswer<'a> {
     rounds: u32,
     cells: Vec<CellAnswer<'a>>,
     estimated_seconds: f64,
+    /// What is left out and why, and disks that are smaller than the plan's.
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    beforehand: &'a [String],
     warnings: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     verdict: Option<Told>,
@@ -108,11 +114,17 @@ impl RunArgs {
         }
         let request = self.request()?;
         let metric = self.plan.read()?.0;
-        let prepared = Prepared::new(request).map_err(|error| failure(&error))?;
+        let mut prepared = Prepared::new(request).map_err(|error| failure(&error))?;
+        if !self.dry_run {
+            prepared.confirm(&tools, &monitor).map_err(|error| failure(&error))?;
+        }
+        prepared.calibrate(&tools, &monitor).map_err(|error| failure(&error))?;
         if self.dry_run {
             return self.tell(&prepared, &metric, session);
         }
-        progress.say(&told(&prepared.estimate));
+        for line in told(&prepared.estimate) {
+            progress.say(&line);
+        }
         let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
         let going = prepared.begin(&out, &tools, &monitor).map_err(|error| failure(&error))?;
         self.measure(going, &out, &tools, &monitor, session)
@@ -136,6 +148,7 @@ impl RunArgs {
             quick: self.quick,
             seed: self.seed.unwrap_or_else(random_seed),
             rounds: self.rounds,
+            seconds: self.time,
             // A run may go on from another folder.
             folders: self.on.iter().map(|path| absolute(path)).collect(),
             devices: self.device.clone(),
@@ -224,9 +237,22 @@ impl RunArgs {
         for cell in &prepared.cells {
             session.out.line(&cell.key)?;
         }
-        session.out.line(told(&prepared.estimate))?;
+        for line in told(&prepared.estimate) {
+            session.out.line(line)?;
+        }
         Ok(Exit::Done)
     }
+}
+
+/// `90s`, `10m`, `2h`, in seconds.
+fn duration(text: &str) -> Result<u64, String> {
+    let units = [("s", 1), ("m", 60), ("h", 3600)];
+    let seconds = units.into_iter().find_map(|(unit, seconds)| {
+        text.strip_suffix(unit)?.parse::<u64>().ok()?.checked_mul(seconds)
+    });
+    seconds
+        .filter(|seconds| *seconds > 0)
+        .ok_or_else(|| "is not a time such as 90s, 10m or 2h".to_owned())
 }
 
 fn absolute(path: &Path) -> PathBuf {
@@ -240,9 +266,12 @@ fn new_name(plan: &str) -> PathBuf {
     format!("vdkit-lab-{plan}-{digits}.sqlite").into()
 }
 
-/// What a run will take, in a sentence.
-fn told(estimate: &Estimate) -> String {
-    let minutes = (estimate.seconds / 60.0).ceil().max(1.0);
+/// What a run will take, in a line; and what else is known beforehand, a line each.
+fn told(estimate: &Estimate) -> Vec<String> {
+    let time = match estimate.seconds {
+        short if short < 90.0 => format!("{} s", (short / 5.0).ceil().max(1.0) * 5.0),
+        long => format!("{} min", (long / 60.0).round()),
+    };
     let space: Vec<String> = estimate
         .space
         .iter()
@@ -251,10 +280,10 @@ fn told(estimate: &Estimate) -> String {
         })
         .collect();
     let space = if space.is_empty() { "no space".to_owned() } else { space.join(", ") };
-    format!(
-        "{} cells, rounds: {}; about {minutes} min; needs {space}",
-        estimate.cells, estimate.rounds
-    )
+    let (cells, rounds) = (estimate.cells, estimate.rounds);
+    let mut lines = vec![format!("{cells} cells, rounds: {rounds}; about {time}; needs {space}")];
+    lines.extend(estimate.told.iter().cloned());
+    lines
 }
 
 fn state(outcome: &CellOutcome) -> (&'static str, Option<&str>) {
@@ -269,7 +298,7 @@ fn state(outcome: &CellOutcome) -> (&'static str, Option<&str>) {
 fn answer<'a>(
     plan: &'a model::PlanSummary,
     cells: &'a [Cell],
-    estimate: &Estimate,
+    estimate: &'a Estimate,
     filename: Option<&'a str>,
     warnings: usize,
     verdict: Option<Told>,
@@ -285,6 +314,7 @@ fn answer<'a>(
         rounds: estimate.rounds,
         cells: cells.iter().map(cell).collect(),
         estimated_seconds: estimate.seconds,
+        beforehand: &estimate.told,
         warnings,
         verdict,
     }

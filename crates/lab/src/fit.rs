@@ -1,0 +1,251 @@
+//! What of a plan fits on a place: how large the disk is there, what its image takes, and which cells
+//! cannot be there at all. All of it is known before anything is written.
+//!
+//! A folder has to hold the largest image. A device holds one image at a time, whose tables have to lie
+//! on it too: where the device has just the size that the plan wants, all disks on it are a little
+//! smaller, those of raw images too, so that all layouts have the same disk.
+
+use vdkit_block::parse_size;
+
+use crate::layout::{self, Layout, More};
+use crate::model::{Axes, Effort, PlaceInfo, PlaceKind};
+use crate::profile::{self, Kind, Load};
+
+/// A cell on a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fit {
+    /// Size of the disk.
+    pub disk: u64,
+    /// Size that the plan wants, where the disk is smaller.
+    pub wanted: u64,
+    /// What the image takes of the place at most.
+    pub bytes: u64,
+}
+
+/// Why a cell cannot be on a place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unfit {
+    /// It has no meaning there.
+    Kind(String),
+    /// The place is too small.
+    Small {
+        /// The least size that would do.
+        needed: u64,
+        /// What there is.
+        there: u64,
+    },
+}
+
+impl std::fmt::Display for Unfit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Kind(reason) => f.write_str(reason),
+            Self::Small { needed, there } => write!(
+                f,
+                "{} MiB are needed, and the device has {} MiB",
+                needed.div_ceil(1 << 20),
+                there >> 20
+            ),
+        }
+    }
+}
+
+impl std::error::Error for Unfit {}
+
+fn value<'a>(axes: &'a Axes, name: &str) -> Option<&'a str> {
+    axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
+}
+
+/// The layout of a cell; its preallocation may be an axis of its own.
+pub fn layout_of(axes: &Axes) -> Result<&'static Layout, String> {
+    let name = value(axes, "layout").unwrap_or("qcow2");
+    let name = match value(axes, "preallocation") {
+        None | Some("off") => name.to_owned(),
+        Some(kind) => format!("{name}-{kind}"),
+    };
+    layout::find(&name).ok_or_else(|| format!("unknown layout '{name}'"))
+}
+
+/// How many images a cell has at once.
+pub fn images_of(axes: &Axes) -> u64 {
+    value(axes, "images").and_then(|count| count.parse().ok()).unwrap_or(1)
+}
+
+/// The size of a disk that the plan wants.
+fn wanted(axes: &Axes, effort: &Effort, kind: Kind) -> u64 {
+    let size = value(axes, "size").and_then(|size| parse_size(size).ok());
+    let size = size.unwrap_or(effort.disk);
+    match kind {
+        Kind::Load(Load { to_the_end: true, jobs, .. }) => {
+            size.max(effort.bytes.saturating_mul(u64::from(jobs)))
+        }
+        _ => size,
+    }
+}
+
+/// A format's own tables: less than a 64th, and at least the first cluster of each of them.
+fn tables(layout: &Layout, total: u64) -> u64 {
+    let clusters = if layout.options.contains("cluster_size=2M") { 16 << 20 } else { 4 << 20 };
+    total / 64 + clusters
+}
+
+/// Whether nearly nothing is written to the image.
+fn stays_empty(axes: &Axes, layout: &Layout, kind: Kind) -> bool {
+    let reserved = layout.options.contains("=falloc") || layout.options.contains("=full");
+    let filled = value(axes, "content") == Some("full")
+        || matches!(layout.more, More::Fragmented | More::Aged);
+    matches!(kind, Kind::Open | Kind::Convert) && !reserved && !filled
+}
+
+/// What one cell needs, and the disk that it has.
+///
+/// # Errors
+/// It cannot be on this place.
+pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit> {
+    let layout = layout_of(axes).map_err(Unfit::Kind)?;
+    let profile = value(axes, "profile").and_then(profile::find);
+    let Some(kind) = profile.map(|profile| profile.kind) else {
+        return Err(Unfit::Kind("the cell has no load".to_owned()));
+    };
+    let wanted = wanted(axes, effort, kind);
+    let disk = match place.kind {
+        PlaceKind::Directory => wanted,
+        PlaceKind::Device => on_device(axes, layout, kind, wanted, place.total_bytes)?,
+    };
+    let effort = Effort { disk, ..*effort };
+    let empty = stays_empty(axes, layout, kind);
+    let count = images_of(axes);
+    let reserved = layout.options.contains("=falloc") || layout.options.contains("=full");
+    let bytes = match kind {
+        // A table of 8 bytes for each 64 KiB or less, and its like; a 512th is what `sparse` writes.
+        Kind::Open | Kind::Convert if empty => disk / 256 * count,
+        Kind::Open | Kind::Convert => disk * count,
+        // One base that is all written, and overlays that are only read.
+        Kind::Boot => disk + count * (1 << 20),
+        _ if reserved => disk,
+        _ => profile.map_or(disk, |profile| profile.bytes(&effort)),
+    };
+    let backed = layout.more == More::Backing && kind != Kind::Boot;
+    Ok(Fit { disk, wanted, bytes: if backed { bytes * 2 } else { bytes } })
+}
+
+/// The size of a disk on a device of `total` bytes.
+fn on_device(
+    axes: &Axes,
+    layout: &Layout,
+    kind: Kind,
+    wanted: u64,
+    total: u64,
+) -> Result<u64, Unfit> {
+    let refuse = |reason: &str| Err(Unfit::Kind(format!("{}: {reason}", layout.name)));
+    if layout.more == More::Backing || layout.format == "vmdk" {
+        return refuse("takes files, and this place is a device");
+    }
+    if layout.options.contains("=falloc") {
+        return refuse("a device has no space to reserve beforehand");
+    }
+    if images_of(axes) > 1 || kind == Kind::Boot {
+        return Err(Unfit::Kind("a device holds one image".to_owned()));
+    }
+    if kind == Kind::NoSpace {
+        return Err(Unfit::Kind("a device does not fill: this is about folders".to_owned()));
+    }
+    let small = |needed| Err(Unfit::Small { needed, there: total });
+    let empty = stays_empty(axes, layout, kind);
+    if layout.format != "raw" && !layout.options.contains("preallocation") && empty {
+        // Only the tables are there.
+        let needed = wanted / 256 + (4 << 20);
+        return if needed > total { small(needed) } else { Ok(wanted) };
+    }
+    if wanted > total {
+        return small(wanted);
+    }
+    if layout.format == "raw" && empty {
+        return Ok(wanted);
+    }
+    let room = total.saturating_sub(tables(layout, total)) >> 20 << 20;
+    if room == 0 { small(wanted + tables(layout, wanted)) } else { Ok(wanted.min(room)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EFFORT: Effort = Effort { rounds: 3, seconds: 10.0, disk: 1 << 30, bytes: 1 << 20 };
+
+    fn axes(values: &[(&str, &str)]) -> Axes {
+        values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    fn place(kind: PlaceKind, total_bytes: u64) -> PlaceInfo {
+        PlaceInfo { kind, total_bytes, ..PlaceInfo::default() }
+    }
+
+    #[test]
+    fn space_is_that_of_the_largest_image() {
+        let folder = place(PlaceKind::Directory, 0);
+        let of = |values: &[(&str, &str)]| fit(&axes(values), &EFFORT, &folder).unwrap().bytes;
+        assert_eq!(of(&[("layout", "qcow2"), ("profile", "rnd4k-q1-read")]), 1 << 30);
+        assert_eq!(of(&[("layout", "qcow2-overlay"), ("profile", "database")]), 2 << 30);
+        assert_eq!(of(&[("layout", "qcow2"), ("profile", "sync16")]), 16 << 20);
+        assert_eq!(of(&[("layout", "raw-full"), ("profile", "sync16")]), 1 << 30);
+        let open = [("layout", "qcow2-metadata"), ("profile", "open"), ("size", "16G")];
+        assert_eq!(of(&open), 64 << 20);
+    }
+
+    #[test]
+    fn a_device_of_just_the_plans_size_holds_the_same_disk_of_each_layout() {
+        let device = place(PlaceKind::Device, 1 << 30);
+        let of =
+            |layout| fit(&axes(&[("layout", layout), ("profile", "database")]), &EFFORT, &device);
+        let raw = of("raw").unwrap();
+        assert_eq!((raw.wanted, raw.disk), (1 << 30, (1024 - 16 - 4) << 20));
+        for layout in ["qcow2", "qcow2-8k", "qcow2-ext", "qcow2-metadata", "qcow2-aged"] {
+            assert_eq!(of(layout).unwrap().disk, raw.disk, "{layout}");
+        }
+        // A larger one has what the plan wants.
+        let device = place(PlaceKind::Device, 2 << 30);
+        let larger = fit(&axes(&[("layout", "qcow2"), ("profile", "database")]), &EFFORT, &device);
+        assert_eq!(larger.unwrap().disk, 1 << 30);
+    }
+
+    #[test]
+    fn what_cannot_be_on_a_device_is_told() {
+        let of = |values: &[(&str, &str)], total| {
+            fit(&axes(values), &EFFORT, &place(PlaceKind::Device, total))
+        };
+        let database = ("profile", "database");
+        assert_eq!(
+            of(&[("layout", "raw"), database], (1 << 30) - 512),
+            Err(Unfit::Small { needed: 1 << 30, there: (1 << 30) - 512 })
+        );
+        for (values, word) in [
+            (vec![("layout", "qcow2-overlay"), database], "takes files"),
+            (vec![("layout", "vmdk"), database], "takes files"),
+            (vec![("layout", "raw"), ("preallocation", "falloc"), database], "reserve"),
+            (vec![("layout", "raw"), ("images", "8"), ("profile", "open")], "one image"),
+            (vec![("layout", "raw"), ("profile", "nospace")], "does not fill"),
+        ] {
+            let Err(Unfit::Kind(told)) = of(&values, 4 << 30) else { panic!("{values:?}") };
+            assert!(told.contains(word), "{told}");
+        }
+        // An empty image is as large as its tables, however large its disk.
+        let open =
+            |layout, size| of(&[("layout", layout), ("size", size), ("profile", "open")], 1 << 30);
+        assert_eq!(open("qcow2", "16G").unwrap().disk, 16 << 30);
+        assert!(matches!(open("raw", "16G"), Err(Unfit::Small { .. })));
+        assert!(matches!(open("qcow2-metadata", "16G"), Err(Unfit::Small { .. })));
+        assert_eq!(open("raw", "1G").unwrap().disk, 1 << 30);
+        assert!(open("qcow2-metadata", "1G").unwrap().disk < 1 << 30);
+    }
+
+    #[test]
+    fn a_preallocation_of_its_own_axis_is_that_of_the_layout() {
+        let name = |values: &[(&str, &str)]| layout_of(&axes(values)).map(|layout| layout.name);
+        assert_eq!(name(&[("layout", "raw"), ("preallocation", "full")]), Ok("raw-full"));
+        assert_eq!(name(&[("layout", "raw"), ("preallocation", "off")]), Ok("raw"));
+        assert_eq!(name(&[]), Ok("qcow2"));
+        let told = name(&[("layout", "raw"), ("preallocation", "metadata")]).unwrap_err();
+        assert!(told.contains("raw-metadata"), "{told}");
+    }
+}

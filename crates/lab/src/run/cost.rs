@@ -1,0 +1,187 @@
+//! What one round of a cell costs, counted: what is started, written, requested and waited for. How long
+//! each of these takes on this host is [`super::speed`]'s.
+
+use crate::fit::{Fit, images_of, layout_of};
+use crate::layout::More;
+use crate::model::{Axes, Effort};
+use crate::profile::{self, Kind, Load, Pattern, SCORE_LOADS};
+
+/// What one round takes, counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Short commands, such as `vdkit create`.
+    pub commands: f64,
+    /// Servers, from their start to their end.
+    pub servers: f64,
+    /// Runs of fio, without their loads.
+    pub fios: f64,
+    /// Guests, from their boot to their end, without their loads.
+    pub guests: f64,
+    /// Seconds that are waited for, whatever the host.
+    pub fixed: f64,
+    /// Bytes that are written in order, and made durable.
+    pub written: f64,
+    /// Requests of a client, one after the other or a few at a time, through a server.
+    pub requests: f64,
+    /// Bytes of files that are copied into a file system.
+    pub copied: f64,
+    /// Bytes that a conversion reads.
+    pub read: f64,
+}
+
+/// About how often a mean file of a tree is in it: [`Kind::Install`].
+const FILE_BYTES: f64 = 16e3;
+
+/// What one round of a cell costs.
+pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
+    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
+    let Some(profile) = value("profile").and_then(profile::find) else { return Cost::default() };
+    let front = value("front").unwrap_or("nbd");
+    let disk = fit.disk as f64;
+    let mut cost = made(axes, disk);
+    let filled = |cost: &mut Cost| cost.written += disk;
+    match profile.kind {
+        Kind::Load(load) => {
+            if load.rw.reads() || load.rewrites {
+                filled(&mut cost);
+            }
+            served(&mut cost, front);
+            loaded(&mut cost, &load, effort, disk, front);
+        }
+        Kind::Scores => {
+            filled(&mut cost);
+            served(&mut cost, front);
+            let count = SCORE_LOADS.len() as f64;
+            cost.fixed += count * effort.seconds;
+            cost.fios += count;
+        }
+        Kind::Convert => {
+            cost.commands += 1.0;
+            cost.read += match value("content") {
+                Some("full") => disk,
+                _ => 0.0,
+            };
+        }
+        Kind::Open => cost.commands += 1.0 + images_of(axes) as f64,
+        Kind::Boot => {
+            // The base is one for all.
+            cost.written += disk;
+            cost.commands += 1.0 + 2.0 * images_of(axes) as f64;
+        }
+        Kind::Install => {
+            served(&mut cost, front);
+            cost.copied += 2.0 * effort.bytes as f64;
+            cost.requests += 2.0 * effort.bytes as f64 / FILE_BYTES;
+            // mkfs, losetup and mount, and their opposites, twice.
+            cost.commands += 10.0;
+        }
+        Kind::NoSpace => {
+            served(&mut cost, front);
+            cost.commands += 6.0;
+            cost.fios += 1.0;
+            cost.fixed += crate::engine::nospace::SECONDS;
+        }
+    }
+    cost
+}
+
+/// The image, with what it holds before its load.
+fn made(axes: &Axes, disk: f64) -> Cost {
+    let mut cost = Cost { commands: images_of(axes) as f64, ..Cost::default() };
+    let Ok(layout) = layout_of(axes) else { return cost };
+    if axes.iter().any(|(axis, value)| axis == "content" && value == "full") {
+        cost.written += disk * images_of(axes) as f64;
+    }
+    if layout.options.contains("=full") {
+        cost.written += disk;
+    }
+    match layout.more {
+        More::Nothing => {}
+        More::Backing | More::Volume => cost.commands += 1.0,
+        More::Fragmented => cost.written += disk * images_of(axes) as f64,
+        More::Aged => cost.written += 1.5 * disk,
+    }
+    cost
+}
+
+fn served(cost: &mut Cost, front: &str) {
+    if front.starts_with("guest-") {
+        cost.guests += 1.0;
+    }
+    if !["file", "in-process"].contains(&front) {
+        cost.servers += 1.0;
+    }
+}
+
+fn loaded(cost: &mut Cost, load: &Load, effort: &Effort, disk: f64, front: &str) {
+    if front != "in-process" {
+        cost.fios += 1.0;
+    }
+    if !load.to_the_end {
+        cost.fixed += effort.seconds;
+        return;
+    }
+    let each = (effort.bytes as f64).min(disk / f64::from(load.jobs));
+    let bytes = each * f64::from(load.jobs);
+    cost.requests += bytes / load.block as f64;
+    if load.rw != Pattern::Read && load.rw != Pattern::RandomRead {
+        // The sync at its end.
+        cost.written += bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EFFORT: Effort = Effort { rounds: 3, seconds: 10.0, disk: 64 << 20, bytes: 2 << 20 };
+    const MIB: f64 = (1 << 20) as f64;
+
+    fn of(values: &[(&str, &str)]) -> Cost {
+        let axes: Axes =
+            values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let fit = Fit { disk: 64 << 20, wanted: 64 << 20, bytes: 0 };
+        cost(&axes, &EFFORT, &fit)
+    }
+
+    #[test]
+    fn a_load_of_a_time_takes_that_time() {
+        let found = of(&[("layout", "qcow2"), ("front", "nbd"), ("profile", "database")]);
+        let wanted =
+            Cost { commands: 1.0, servers: 1.0, fios: 1.0, fixed: 10.0, ..Cost::default() };
+        assert_eq!(found, wanted);
+        // What is read was written before.
+        let found = of(&[("layout", "raw"), ("front", "file"), ("profile", "rnd4k-q1-read")]);
+        let wanted =
+            Cost { commands: 1.0, fios: 1.0, fixed: 10.0, written: 64.0 * MIB, ..Cost::default() };
+        assert_eq!(found, wanted);
+    }
+
+    #[test]
+    fn a_load_of_a_size_takes_its_requests() {
+        let found = of(&[("layout", "qcow2"), ("front", "in-process"), ("profile", "sync16")]);
+        assert_eq!((found.requests, found.written, found.fixed), (8192.0, 32.0 * MIB, 0.0));
+        assert_eq!((found.fios, found.servers), (0.0, 0.0));
+        let found = of(&[("preallocation", "full"), ("layout", "raw"), ("profile", "rewrite")]);
+        assert_eq!((found.requests, found.written), (32.0, 130.0 * MIB));
+    }
+
+    #[test]
+    fn each_kind_is_counted() {
+        let scores = of(&[("front", "guest-ide"), ("profile", "scores")]);
+        assert_eq!((scores.guests, scores.fios, scores.fixed), (1.0, 8.0, 80.0));
+        let open = of(&[("images", "8"), ("tool", "vdkit"), ("profile", "open")]);
+        assert_eq!((open.commands, open.written), (17.0, 0.0));
+        let boot = of(&[("layout", "qcow2-overlay"), ("images", "8"), ("profile", "boot")]);
+        assert_eq!((boot.commands, boot.written), (26.0, 64.0 * MIB));
+        for (content, read) in [("sparse", 0.0), ("full", 64.0 * MIB)] {
+            let convert = of(&[("content", content), ("profile", "convert")]);
+            assert_eq!((convert.commands, convert.read, convert.written), (2.0, read, read));
+        }
+        let install = of(&[("front", "fuse"), ("profile", "install")]);
+        assert_eq!((install.copied, install.servers), (4.0 * MIB, 1.0));
+        assert!(of(&[("front", "nbd"), ("profile", "nospace")]).fixed > 3.0);
+        let aged = of(&[("layout", "qcow2-aged"), ("profile", "database")]);
+        assert_eq!(aged.written, 96.0 * MIB);
+    }
+}

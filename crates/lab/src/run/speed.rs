@@ -1,0 +1,151 @@
+//! How fast this host is at what a run is made of, measured in a second or two before it begins.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use rustix::fs::{Mode, OFlags};
+use vdkit_block::CancelToken;
+
+use super::cost::Cost;
+use crate::cells::Rng;
+use crate::layout::noise;
+use crate::peers::find;
+use crate::place::Place;
+use crate::process::Line;
+
+/// How long each thing that [`Cost`] counts takes, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Speed {
+    /// A short command.
+    pub command: f64,
+    /// A run of fio whose load takes no time.
+    pub fio: f64,
+    /// A byte that is written in order and made durable.
+    pub byte: f64,
+}
+
+/// A host that nobody has looked at.
+impl Default for Speed {
+    fn default() -> Self {
+        Self { command: 0.02, fio: 0.5, byte: 1.0 / 400e6 }
+    }
+}
+
+/// What is written to measure a place. A small part of a device's cache; so much is written for any
+/// cell.
+const WRITE_BYTES: usize = 32 << 20;
+
+// What is not measured beforehand, in seconds, as it is seen on machines of today.
+/// A server's start and end, beside that of a command.
+const SERVER: f64 = 0.1;
+/// A guest's boot and end, where its processor is emulated as a rule.
+const GUEST: f64 = 20.0;
+/// A request through a server: several processes take turns.
+const REQUEST: f64 = 25e-6;
+/// A byte that is copied into a file system on a served disk.
+const COPIED: f64 = 1.0 / 150e6;
+/// A byte that a conversion reads.
+const READ: f64 = 1.0 / 1.5e9;
+
+impl Speed {
+    /// Of a host and a place. `writes`: a device may be written to. What cannot be measured is taken to
+    /// be as elsewhere.
+    ///
+    /// # Errors
+    /// The user has had enough.
+    pub fn of(command: &Path, place: &Place, writes: bool, cancel: &CancelToken) -> Result<Self> {
+        let mut speed = Self::default();
+        let version = Line::new(command).arg("--version");
+        // The first one reads the program.
+        version.run_any(cancel)?;
+        speed.command = version.run_any(cancel)?.elapsed.as_secs_f64();
+        if let Some(fio) = find("fio") {
+            let line = Line::new(fio)
+                .args(["--name=load", "--ioengine=null", "--size=4k", "--thread"])
+                .args(["--output-format=json+"]);
+            speed.fio = line.run_any(cancel)?.elapsed.as_secs_f64();
+        }
+        if place.device().is_none() || writes {
+            // A place that cannot be written to will say so in each cell.
+            speed.byte = byte(place).unwrap_or(speed.byte);
+        }
+        Ok(speed)
+    }
+
+    /// How long something takes.
+    pub fn seconds(&self, cost: &Cost) -> f64 {
+        cost.commands * self.command
+            + cost.servers * (SERVER + self.command)
+            + cost.fios * self.fio
+            + cost.guests * GUEST
+            + cost.fixed
+            + cost.written * self.byte
+            + cost.requests * REQUEST
+            + cost.copied * (COPIED + self.byte)
+            + cost.read * READ
+    }
+}
+
+/// How long a byte takes until it is durable.
+fn byte(place: &Place) -> Result<f64> {
+    let mut buffer = vec![0; 1 << 20];
+    noise(&mut buffer, &mut Rng::new(1));
+    let began = Instant::now();
+    match place.device() {
+        Some(device) => {
+            let file = File::options().write(true).open(device)?;
+            let bytes = WRITE_BYTES.min(place.info.total_bytes as usize);
+            for at in (0..bytes).step_by(buffer.len()) {
+                let len = buffer.len().min(bytes - at);
+                file.write_all_at(&buffer[..len], at as u64)?;
+            }
+            file.sync_data()?;
+        }
+        None => {
+            // Without a name: nothing is left, however this ends.
+            let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+            let file = rustix::fs::open(place.path(), flags, Mode::RUSR | Mode::WUSR)
+                .context("a file without a name")?;
+            let mut file = File::from(file);
+            for _ in 0..WRITE_BYTES / buffer.len() {
+                file.write_all(&buffer)?;
+            }
+            file.sync_data()?;
+        }
+    }
+    Ok(began.elapsed().as_secs_f64() / WRITE_BYTES as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_count_takes_its_time() {
+        let speed = Speed { command: 0.01, fio: 0.5, byte: 1e-9 };
+        let seconds = |cost: Cost| speed.seconds(&cost);
+        let none = Cost::default();
+        assert_eq!(seconds(none), 0.0);
+        assert_eq!(seconds(Cost { fixed: 7.5, ..none }), 7.5);
+        assert_eq!(seconds(Cost { fios: 8.0, ..none }), 4.0);
+        assert_eq!(seconds(Cost { commands: 3.0, ..none }), 0.03);
+        assert_eq!(seconds(Cost { written: 2e9, ..none }), 2.0);
+        assert_eq!(seconds(Cost { guests: 2.0, ..none }), 2.0 * GUEST);
+        let both = Cost { fios: 8.0, fixed: 7.5, written: 2e9, ..none };
+        assert_eq!(seconds(both), 13.5);
+    }
+
+    #[test]
+    fn a_place_is_measured_and_left_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = Place::directory(folder.path()).unwrap();
+        let speed = Speed::of(Path::new("true"), &place, false, &CancelToken::default());
+        let speed = speed.unwrap_or_default();
+        assert!(speed.byte > 0.0 && speed.byte.is_finite(), "{speed:?}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}
