@@ -69,7 +69,12 @@ fn plans_are_listed_and_shown() {
     let names: Vec<&str> =
         list.as_array().unwrap().iter().map(|plan| plan["name"].as_str().unwrap()).collect();
     let all = [
-        "zvol-vs-qcow2", "convert-table", "cache-modes", "cold-open", "install", "preallocation",
+        "zvol-vs-qcow2",
+        "convert-table",
+        "cache-modes",
+        "cold-open",
+        "install",
+        "preallocation",
         "nospace",
     ];
     assert_eq!(names, all);

@@ -157,14 +157,18 @@ fn cache_modes_has_figures_on_devices_and_plans_about_folders_say_so() {
     // Guests have a test of their own.
     let changes = [
         ("front = [\"guest-virtio\", \"guest-ide\"]", "front = \"nbd-qemu-nbd\""),
-        ("quick = [\"none\", \"writethrough\", \"writeback\"]", "quick = [\"none\", \"writeback\"]"),
+        (
+            "quick = [\"none\", \"writethrough\", \"writeback\"]",
+            "quick = [\"none\", \"writeback\"]",
+        ),
     ];
     let file = tiny(&scratch, "cache-modes", 32, &changes);
     refused(&scratch, &file, 31 * MIB);
     let Some(run) = on_device(&scratch, &file, 80 * MIB) else { return };
     nothing_failed(&run, &["no space to reserve"]);
     all_have_figures(&run, &["front", "cache"]);
-    let file = tiny(&scratch, "cache-modes", 32, &[changes[0], (changes[1].0, "quick = [\"none\"]")]);
+    let file =
+        tiny(&scratch, "cache-modes", 32, &[changes[0], (changes[1].0, "quick = [\"none\"]")]);
     let Some(run) = on_device(&scratch, &file, 32 * MIB) else { return };
     nothing_failed(&run, &["no space to reserve"]);
     all_have_figures(&run, &["front"]);

@@ -165,7 +165,10 @@ mod tests {
                 r#"{ name = "record", values = ["default", "8K"], on = ["zfs"] },
                    { name = "profile""#,
             )
-            .replace("cache = \"none\", profile", "cache = \"none\", record = \"default\", profile");
+            .replace(
+                "cache = \"none\", profile",
+                "cache = \"none\", record = \"default\", profile",
+            );
         let plan = Plan::parse(&plan, "p.toml").unwrap();
         let count = |kind: &str, part: &str| {
             let place = place("a", kind);

@@ -107,6 +107,9 @@ pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit
     let Some(kind) = profile.map(|profile| profile.kind) else {
         return Err(Unfit::Kind("the cell has no load".to_owned()));
     };
+    if layout.more == More::Volume && place.file_system.as_deref() == Some("fuse.zfs") {
+        return Err(Unfit::Kind("zfs-fuse has no volumes: a zvol takes OpenZFS".to_owned()));
+    }
     let wanted = wanted(axes, effort, kind);
     let disk = match place.kind {
         PlaceKind::Directory => wanted,
@@ -196,7 +199,8 @@ mod tests {
     #[test]
     fn a_device_of_just_the_plans_size_holds_the_same_disk_of_each_layout() {
         let device = place(PlaceKind::Device, 1 << 30);
-        let of = |layout| fit(&axes(&[("layout", layout), ("profile", "database")]), &EFFORT, &device);
+        let of =
+            |layout| fit(&axes(&[("layout", layout), ("profile", "database")]), &EFFORT, &device);
         let raw = of("raw").unwrap();
         assert_eq!((raw.wanted, raw.disk), (1 << 30, (1024 - 16 - 4) << 20));
         for layout in ["qcow2", "qcow2-8k", "qcow2-ext", "qcow2-metadata", "qcow2-aged"] {
@@ -229,14 +233,23 @@ mod tests {
             assert!(told.contains(word), "{told}");
         }
         // An empty image is as large as its tables, however large its disk.
-        let open = |layout, size| {
-            of(&[("layout", layout), ("size", size), ("profile", "open")], 1 << 30)
-        };
+        let open =
+            |layout, size| of(&[("layout", layout), ("size", size), ("profile", "open")], 1 << 30);
         assert_eq!(open("qcow2", "16G").unwrap().disk, 16 << 30);
         assert!(matches!(open("raw", "16G"), Err(Unfit::Small { .. })));
         assert!(matches!(open("qcow2-metadata", "16G"), Err(Unfit::Small { .. })));
         assert_eq!(open("raw", "1G").unwrap().disk, 1 << 30);
         assert!(open("qcow2-metadata", "1G").unwrap().disk < 1 << 30);
+    }
+
+    #[test]
+    fn zfs_fuse_has_no_volumes() {
+        let of = |kind: &str| {
+            let place = PlaceInfo { file_system: Some(kind.to_owned()), ..PlaceInfo::default() };
+            fit(&axes(&[("layout", "zvol"), ("profile", "sync16")]), &EFFORT, &place)
+        };
+        assert!(matches!(of("fuse.zfs"), Err(Unfit::Kind(told)) if told.contains("OpenZFS")));
+        assert_eq!(of("zfs").unwrap().disk, 1 << 30);
     }
 
     #[test]

@@ -162,12 +162,7 @@ pub struct Image {
 ///
 /// # Errors
 /// [`crate::peers::Skip`] where it cannot be here; the command's failure.
-pub fn make(
-    bench: &mut Bench<'_>,
-    layout: &Layout,
-    bytes: u64,
-    content: Content,
-) -> Result<Image> {
+pub fn make(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, content: Content) -> Result<Image> {
     make_named(bench, layout, bytes, content, "disk")
 }
 

@@ -98,7 +98,8 @@ fn failure(error: &vdkit::lab::Error) -> Failure {
     }
     match error.downcast_ref::<vdkit::Error>() {
         Some(engine @ vdkit::Error::NoSpace { .. }) => {
-            let hint = "make room, choose another folder or a larger device, or try --quick".to_owned();
+            let hint =
+                "make room, choose another folder or a larger device, or try --quick".to_owned();
             Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
         }
         Some(engine @ vdkit::Error::Locked { .. }) => {

@@ -99,8 +99,7 @@ fn read_all(files: &[Source], cancel: &CancelToken) -> Result<()> {
 fn pass(bench: &mut Bench<'_>, disk: &Path, bytes: u64, files: &[Source]) -> Result<f64> {
     let kind = disk.metadata().with_context(|| disk.display().to_string())?.file_type();
     // A server shows a file, also where the image is on a device.
-    let loop_device =
-        if kind.is_block_device() { None } else { Some(Attached::new(bench, disk)?) };
+    let loop_device = if kind.is_block_device() { None } else { Some(Attached::new(bench, disk)?) };
     let block = loop_device.as_ref().map_or(disk, Attached::path).to_owned();
     let at = bench.folder.join("mounted");
     std::fs::create_dir_all(&at)?;

@@ -103,7 +103,10 @@ fn the_built_in_plans_are_sound() {
     for (plan, (name, _)) in plans.iter().zip(BUILT_IN) {
         assert_eq!(plan.name, *name);
         assert!(plan.question.ends_with('?'), "{name}");
-        assert!(!plan.published.is_empty() || ["nospace", "cache-modes", "preallocation"].contains(&plan.name.as_str()));
+        assert!(
+            !plan.published.is_empty()
+                || ["nospace", "cache-modes", "preallocation"].contains(&plan.name.as_str())
+        );
     }
     let error = Plan::named("other").unwrap_err().to_string();
     assert!(error.contains("zvol-vs-qcow2, convert-table"), "{error}");

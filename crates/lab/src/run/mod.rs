@@ -117,11 +117,7 @@ impl Request {
                     PlaceKind::Device => ("a device", "folders: --on DIR"),
                     PlaceKind::Directory => ("a folder", "devices: --device DEV"),
                 };
-                bail!(
-                    "{}: is {is}, and the plan '{}' takes {takes}",
-                    place.info.path,
-                    plan.name
-                );
+                bail!("{}: is {is}, and the plan '{}' takes {takes}", place.info.path, plan.name);
             }
         }
         if places.is_empty() {
@@ -195,12 +191,7 @@ impl Prepared {
     ///
     /// # Errors
     /// The file cannot be made; as [`Prepared::confirm`], where that was not done.
-    pub fn begin(
-        mut self,
-        out: &Path,
-        tools: &Tools<'_>,
-        monitor: &Monitor<'_>,
-    ) -> Result<Going> {
+    pub fn begin(mut self, out: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Going> {
         if !self.confirmed {
             self.confirm(tools, monitor)?;
         }
