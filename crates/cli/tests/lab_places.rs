@@ -96,15 +96,15 @@ fn zvol_vs_qcow2_has_figures_of_raw_and_of_qcow2_on_a_device_of_any_size() {
         return;
     }
     let scratch = Scratch::new();
-    let file = tiny(&scratch, "zvol-vs-qcow2", 32, &[]);
+    let loads = "\"sync16\", \"libaio16\", \"durable16\", \"batch16\"]";
+    let file = tiny(&scratch, "zvol-vs-qcow2", 32, &[(loads, "\"sync16\", \"durable16\"]")]);
     refused(&scratch, &file, 31 * MIB);
     let Some(run) = on_device(&scratch, &file, 100 * MIB) else { return };
     nothing_failed(&run, &[]);
     all_have_figures(&run, &["layout", "front", "profile"]);
     assert!(run.cells.iter().all(|cell| cell.notes.iter().all(|note| !note.contains("instead"))));
     // Just the plan's size: all is there, and the disk is the same for all.
-    let few = [("\"sync16\", \"libaio16\", \"durable16\", \"batch16\"]", "\"sync16\"]")];
-    let file = tiny(&scratch, "zvol-vs-qcow2", 32, &few);
+    let file = tiny(&scratch, "zvol-vs-qcow2", 32, &[(loads, "\"sync16\"]")]);
     let Some(run) = on_device(&scratch, &file, 32 * MIB) else { return };
     nothing_failed(&run, &[]);
     all_have_figures(&run, &["layout", "front"]);

@@ -2,7 +2,7 @@
 //! what a guest's disk is on many hosts that have ZFS.
 //!
 //! Both hang beneath one data set that has the name of the round's folder and is mounted in it, so that
-//! whoever removes the folder finds and destroys all of it ([`release`]).
+//! whoever removes the folder destroys all of it ([`release`]).
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,6 +20,8 @@ use crate::process::Line;
 const MOUNTED: &str = "zfs";
 /// How long udev may take to make a volume's device.
 const DEVICE: Duration = Duration::from_secs(20);
+/// How long a data set may be busy after its last user has ended.
+const DESTROY: Duration = Duration::from_secs(20);
 
 /// Whether a kind of file system, as the kernel names it, is ZFS: OpenZFS's, or that of zfs-fuse.
 pub fn is_zfs(kind: &str) -> bool {
@@ -33,15 +35,6 @@ pub fn is_data_set(place: &PlaceInfo) -> bool {
 
 fn all_mounts() -> Vec<Mount> {
     mounts::parse(&std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default())
-}
-
-/// The data set that a folder is in.
-fn data_set_of(folder: &Path) -> Result<String> {
-    let all = all_mounts();
-    match mounts::of(&all, folder).filter(|mount| is_zfs(&mount.kind)) {
-        Some(mount) => Ok(mount.source.clone()),
-        None => skip("this place is no data set of ZFS"),
-    }
 }
 
 /// The record size that the cell asks for; nothing where it takes that of the place.
@@ -63,8 +56,9 @@ pub fn folder(bench: &mut Bench<'_>) -> Result<PathBuf> {
 /// The data set of this round, which is made where it is not there: its name, and where it is.
 fn own(bench: &mut Bench<'_>, record: Option<&str>) -> Result<(String, PathBuf)> {
     let at = bench.folder.join(MOUNTED);
-    let name = bench.folder.file_name().context("a folder without a name")?.to_string_lossy();
-    let name = format!("{}/{name}", data_set_of(&bench.folder)?);
+    let Some(name) = own_name(&all_mounts(), &bench.folder) else {
+        return skip("this place is no data set of ZFS");
+    };
     if !at.exists() {
         let mut line = Line::new(need("zfs")?).arg("create");
         line = line.arg("-o").arg(format!("mountpoint={}", at.display()));
@@ -96,8 +90,9 @@ pub fn volume(bench: &mut Bench<'_>, bytes: u64) -> Result<PathBuf> {
     bench.commands.push(line.text());
     let ended = line.run_any(&bench.cancel)?;
     if !ended.status.success() {
-        let told = ended.stderr.trim().to_owned();
-        return skip(format!("this ZFS gives no volume: '{}' ended with: {told}", line.text()));
+        // (The same words in each round, so without the volume's name.)
+        let told = ended.stderr.trim().replace(&name, "the volume");
+        return skip(format!("ZFS gives no volume here (zfs create -V): {told}"));
     }
     let until = std::time::Instant::now() + DEVICE;
     while !device.exists() {
@@ -111,23 +106,39 @@ pub fn volume(bench: &mut Bench<'_>, bytes: u64) -> Result<PathBuf> {
     Ok(device.canonicalize().unwrap_or(device))
 }
 
-/// Destroys the data set that is mounted in a folder of ours, with all volumes beneath.
+/// Destroys the data set of a folder of ours, with all volumes beneath.
 ///
 /// # Errors
-/// ZFS refuses.
+/// ZFS refuses for longer than a server needs to be gone.
 pub fn release(folder: &Path) -> Result<()> {
-    let Some(name) = mounted_in(&all_mounts(), folder) else { return Ok(()) };
+    let Some(name) = own_name(&all_mounts(), folder) else { return Ok(()) };
+    if !folder.join(MOUNTED).exists() {
+        return Ok(());
+    }
     let zfs = find("zfs").with_context(|| format!("zfs, to destroy the data set {name}"))?;
-    Line::new(zfs).args(["destroy", "-r"]).arg(&name).run(&CancelToken::default())?;
-    Ok(())
+    let until = std::time::Instant::now() + DESTROY;
+    loop {
+        let line = Line::new(&zfs).args(["destroy", "-r"]).arg(&name);
+        let Err(error) = line.run(&CancelToken::default()) else { return Ok(()) };
+        // (It may have been unmounted by then, or never have been made.)
+        let list = Line::new(&zfs).args(["list", "-H", "-o", "name"]).arg(&name);
+        if !list.run_any(&CancelToken::default())?.status.success() {
+            return Ok(());
+        }
+        if std::time::Instant::now() > until {
+            return Err(error);
+        }
+        // Busy until the kernel has given back the last file; nobody is told of that.
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }
 
-/// The data set of a folder of ours: it is mounted in it and has its name, so it is none of others.
-fn mounted_in(mounts: &[Mount], folder: &Path) -> Option<String> {
-    let at = folder.join(MOUNTED);
+/// The data set of a folder of ours: beneath the one that the folder is in, with the folder's name, so
+/// it is none of others.
+fn own_name(mounts: &[Mount], folder: &Path) -> Option<String> {
     let own = folder.file_name()?.to_str()?;
-    let found = mounts.iter().rev().find(|mount| is_zfs(&mount.kind) && mount.point == at)?;
-    (found.source.rsplit('/').next() == Some(own)).then(|| found.source.clone())
+    let mount = mounts::of(mounts, folder).filter(|mount| is_zfs(&mount.kind))?;
+    Some(format!("{}/{own}", mount.source))
 }
 
 #[cfg(test)]
@@ -135,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_data_set_of_our_own_is_destroyed() {
+    fn the_data_set_of_a_folder_is_beneath_the_one_that_it_is_in() {
         let mount = |point: &str, kind: &str, source: &str| Mount {
             device: (0, 50),
             point: point.into(),
@@ -143,15 +154,15 @@ mod tests {
             source: source.to_owned(),
             options: String::new(),
         };
-        let folder = Path::new("/tank/vdkit-lab-1");
-        let found = |mount: Mount| mounted_in(&[mount], folder);
-        let own = "tank/vdkit-lab-1";
-        for kind in ["zfs", "fuse.zfs"] {
-            let own = found(mount("/tank/vdkit-lab-1/zfs", kind, own));
-            assert_eq!(own.as_deref(), Some("tank/vdkit-lab-1"));
-        }
-        assert_eq!(found(mount("/tank/vdkit-lab-1/zfs", "zfs", "tank/precious")), None);
-        assert_eq!(found(mount("/tank/vdkit-lab-1/zfs", "ext4", own)), None);
-        assert_eq!(found(mount("/tank", "zfs", own)), None);
+        let folder = Path::new("/tank/vm/vdkit-lab-1");
+        let found = |kind: &str| {
+            let root = mount("/", "ext4", "/dev/vda");
+            let set = mount("/tank/vm", kind, "tank/vm");
+            let own = mount("/tank/vm/vdkit-lab-1/zfs", kind, "tank/vm/vdkit-lab-1");
+            own_name(&[root, set, own], folder)
+        };
+        assert_eq!(found("zfs").as_deref(), Some("tank/vm/vdkit-lab-1"));
+        assert_eq!(found("fuse.zfs").as_deref(), Some("tank/vm/vdkit-lab-1"));
+        assert_eq!(found("ext4"), None);
     }
 }
