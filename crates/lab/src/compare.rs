@@ -83,7 +83,8 @@ pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
         };
         side.iter().map(|run| keys.iter().map(|key| rounds(run, key)).collect()).collect()
     };
-    let judged = Runs::new(&loads(&runs, &keys), side(before), side(after));
+    let busy = runs.iter().flat_map(|run| &run.warnings).any(|warning| warning.kind == "load");
+    let judged = Runs::new(&loads(&runs, &keys), side(before), side(after), busy);
     let mut comparison = Comparison {
         before: before.iter().map(|run| run.id.clone()).collect(),
         after: after.iter().map(|run| run.id.clone()).collect(),
@@ -98,7 +99,7 @@ pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
         warnings: differences(first, last),
     };
     if !judged.is_learnt() && metric.key != SURVIVED {
-        comparison.warnings.push(unlearnt());
+        comparison.warnings.push(unlearnt(busy));
     }
     for (at, key) in keys.iter().enumerate() {
         let values = |side: &[Run]| -> Vec<f64> {
@@ -132,12 +133,14 @@ pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
 }
 
 /// What one run of each state cannot tell, and what can.
-fn unlearnt() -> String {
+fn unlearnt(busy: bool) -> String {
+    let within = match busy {
+        true => "and other programs had the machine, so nothing can be told".to_owned(),
+        false => format!("so what is within {} times cannot be told", times(RUNS_APART)),
+    };
     format!(
-        "how far two runs lie apart here with nothing changed is not known, so what is within {} times \
-         cannot be told; measure both states again, in turns, and add those runs with --before and \
-         --after",
-        times(RUNS_APART)
+        "how far two runs lie apart here with nothing changed is not known, {within}; measure both \
+         states again, in turns, and add those runs with --before and --after"
     )
 }
 
@@ -236,7 +239,7 @@ fn differences(before: &Run, after: &Run) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Cell, PlanSummary, Sample};
+    use crate::model::{Cell, PlanSummary, Sample, Warning};
 
     fn run(id: &str, metric: &str, cells: &[(&str, &[f64])]) -> Run {
         let cell = |(key, values): &(&str, &[f64])| Cell {
@@ -299,6 +302,13 @@ mod tests {
         let found = compare(&one([1.0; 3]), &one([0.48, 0.64, 1.0])).unwrap();
         assert_eq!((found.worse, found.better, found.ties), (0, 0, 3));
         assert!(!found.learnt && found.warnings[0].contains("--before"), "{:?}", found.warnings);
+        // Other programs had the machine.
+        let mut busy = one([0.1, 0.1, 1.0]);
+        assert_eq!(compare(&one([1.0; 3]), &busy).unwrap().worse, 2);
+        busy[0].warnings.push(Warning { kind: "load".to_owned(), ..Warning::default() });
+        let found = compare(&one([1.0; 3]), &busy).unwrap();
+        assert_eq!((found.worse, found.ties), (0, 3));
+        assert!(found.warnings[0].contains("other programs had the machine"), "{found:?}");
         // One round each does not tell a hundred times.
         let single = |value: f64| vec![run("one", "iops", &[("a", &[value])])];
         assert_eq!(compare(&single(1.0), &single(100.0)).unwrap().ties, 1);

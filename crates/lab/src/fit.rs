@@ -107,6 +107,9 @@ pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit
     let Some(kind) = profile.map(|profile| profile.kind) else {
         return Err(Unfit::Kind("the cell has no load".to_owned()));
     };
+    if layout.more == More::Volume && place.file_system.as_deref() == Some("fuse.zfs") {
+        return Err(Unfit::Kind("zfs-fuse has no volumes: a zvol takes OpenZFS".to_owned()));
+    }
     let wanted = wanted(axes, effort, kind);
     let disk = match place.kind {
         PlaceKind::Directory => wanted,
@@ -237,6 +240,16 @@ mod tests {
         assert!(matches!(open("qcow2-metadata", "16G"), Err(Unfit::Small { .. })));
         assert_eq!(open("raw", "1G").unwrap().disk, 1 << 30);
         assert!(open("qcow2-metadata", "1G").unwrap().disk < 1 << 30);
+    }
+
+    #[test]
+    fn zfs_fuse_has_no_volumes() {
+        let of = |kind: &str| {
+            let place = PlaceInfo { file_system: Some(kind.to_owned()), ..PlaceInfo::default() };
+            fit(&axes(&[("layout", "zvol"), ("profile", "sync16")]), &EFFORT, &place)
+        };
+        assert!(matches!(of("fuse.zfs"), Err(Unfit::Kind(told)) if told.contains("OpenZFS")));
+        assert_eq!(of("zfs").unwrap().disk, 1 << 30);
     }
 
     #[test]

@@ -91,7 +91,7 @@ pub(super) fn map(matrix: &Matrix<'_>) -> Option<Markup> {
         p class="note" {
             "Each field is a part of the best value under the same load: 100 % is the best. "
             "Where several cells fall into one field it is their geometric mean. "
-            "Other programs are in it where an axis tells them apart."
+            "Other programs are in it where an axis tells them apart. Medians, whether or not they can be told apart: the tables say that."
         }
         form class="axes js" {
             @for (id, name, chosen) in [("rows", "Rows", rows), ("columns", "Columns", columns)] {

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use crate::axes::about_value;
 use crate::model::{Axes, Run};
-use crate::stats::Gain;
+use crate::stats::{Gain, NARROW};
 use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict};
 use crate::words::{date, first_of, label, listed, percent, span, time, times};
 
@@ -100,6 +100,9 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
 fn kicker(verdict: &Verdict) -> &'static str {
     match verdict.advice {
         Advice::Use => "Use here",
+        Advice::Stay if verdict.hidden.is_some_and(|most| most > NARROW) => {
+            "Cannot be told, so the default stays"
+        }
         Advice::Stay => "No reason to change",
         Advice::Untold => "Cannot be told yet",
         Advice::None => "No advice",

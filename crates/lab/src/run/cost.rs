@@ -1,9 +1,9 @@
 //! What one round of a cell costs, counted: what is started, written, requested and waited for. How long
 //! each of these takes on this host is [`super::speed`]'s.
 
-use crate::fit::{Fit, images_of, layout_of};
+use crate::fit::{Fit, fit, images_of, layout_of};
 use crate::layout::More;
-use crate::model::{Axes, Effort};
+use crate::model::{Axes, Effort, PlaceInfo};
 use crate::profile::{self, Kind, Load, Pattern, SCORE_LOADS};
 
 /// What one round takes, counted.
@@ -25,12 +25,18 @@ pub struct Cost {
     pub requests: f64,
     /// Bytes of files that are copied into a file system.
     pub copied: f64,
+    /// File systems that are made, mounted and unmounted.
+    pub file_systems: f64,
+    /// Times that all caches are dropped, also of the programs that run next.
+    pub cold: f64,
     /// Bytes that a conversion reads.
     pub read: f64,
 }
 
-/// About how often a mean file of a tree is in it: [`Kind::Install`].
+/// About the mean size of a file of a tree: [`Kind::Install`].
 const FILE_BYTES: f64 = 16e3;
+/// Requests that a new file makes, of its own bytes and of tables.
+const FILE_REQUESTS: f64 = 4.0;
 
 /// What one round of a cell costs.
 pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
@@ -62,27 +68,44 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
                 _ => 0.0,
             };
         }
-        Kind::Open => cost.commands += 1.0 + images_of(axes) as f64,
+        Kind::Open => {
+            cost.commands += 1.0 + images_of(axes) as f64;
+            cost.cold += 1.0;
+        }
         Kind::Boot => {
             // The base is one for all.
             cost.written += disk;
             cost.commands += 1.0 + 2.0 * images_of(axes) as f64;
+            cost.cold += 1.0;
         }
         Kind::Install => {
             served(&mut cost, front);
             cost.copied += 2.0 * effort.bytes as f64;
-            cost.requests += 2.0 * effort.bytes as f64 / FILE_BYTES;
-            // mkfs, losetup and mount, and their opposites, twice.
-            cost.commands += 10.0;
+            cost.requests += 2.0 * FILE_REQUESTS * effort.bytes as f64 / FILE_BYTES;
+            cost.file_systems += 2.0;
         }
         Kind::NoSpace => {
             served(&mut cost, front);
-            cost.commands += 6.0;
+            cost.file_systems += 1.0;
             cost.fios += 1.0;
             cost.fixed += crate::engine::nospace::SECONDS;
         }
     }
     cost
+}
+
+/// What is done once on a place, before the first of these cells: scores are held against what the bare
+/// place does.
+pub fn once<'a>(cells: impl Iterator<Item = &'a Axes>, effort: &Effort, place: &PlaceInfo) -> Cost {
+    let scores = ("profile".to_owned(), "scores".to_owned());
+    let wanted = cells.filter(|axes| axes.contains(&scores)).count() > 0;
+    let bare: Axes = [("layout", "raw"), ("front", "file"), ("profile", "scores")]
+        .map(|(axis, value)| (axis.to_owned(), value.to_owned()))
+        .into();
+    match fit(&bare, effort, place) {
+        Ok(fit) if wanted => cost(&bare, effort, &fit),
+        _ => Cost::default(),
+    }
 }
 
 /// The image, with what it holds before its load.
@@ -123,7 +146,9 @@ fn loaded(cost: &mut Cost, load: &Load, effort: &Effort, disk: f64, front: &str)
     }
     let each = (effort.bytes as f64).min(disk / f64::from(load.jobs));
     let bytes = each * f64::from(load.jobs);
-    cost.requests += bytes / load.block as f64;
+    // It handles one request after the other, and each of them in several steps.
+    let steps = if front == "fuse-qsd" { 6.0 } else { 1.0 };
+    cost.requests += steps * bytes / load.block as f64;
     if load.rw != Pattern::Read && load.rw != Pattern::RandomRead {
         // The sync at its end.
         cost.written += bytes;
@@ -170,8 +195,12 @@ mod tests {
     fn each_kind_is_counted() {
         let scores = of(&[("front", "guest-ide"), ("profile", "scores")]);
         assert_eq!((scores.guests, scores.fios, scores.fixed), (1.0, 8.0, 80.0));
+        let axes: Axes = vec![("profile".to_owned(), "scores".to_owned())];
+        let place = PlaceInfo::default();
+        assert_eq!(once([&axes, &axes].into_iter(), &EFFORT, &place).fios, 8.0);
+        assert_eq!(once(std::iter::empty(), &EFFORT, &place), Cost::default());
         let open = of(&[("images", "8"), ("tool", "vdkit"), ("profile", "open")]);
-        assert_eq!((open.commands, open.written), (17.0, 0.0));
+        assert_eq!((open.commands, open.written, open.cold), (17.0, 0.0, 1.0));
         let boot = of(&[("layout", "qcow2-overlay"), ("images", "8"), ("profile", "boot")]);
         assert_eq!((boot.commands, boot.written), (26.0, 64.0 * MIB));
         for (content, read) in [("sparse", 0.0), ("full", 64.0 * MIB)] {
@@ -179,7 +208,7 @@ mod tests {
             assert_eq!((convert.commands, convert.read, convert.written), (2.0, read, read));
         }
         let install = of(&[("front", "fuse"), ("profile", "install")]);
-        assert_eq!((install.copied, install.servers), (4.0 * MIB, 1.0));
+        assert_eq!((install.copied, install.servers, install.file_systems), (4.0 * MIB, 1.0, 2.0));
         assert!(of(&[("front", "nbd"), ("profile", "nospace")]).fixed > 3.0);
         let aged = of(&[("layout", "qcow2-aged"), ("profile", "database")]);
         assert_eq!(aged.written, 96.0 * MIB);

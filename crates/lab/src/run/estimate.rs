@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 
-use super::cost::cost;
+use super::cost::{cost, once};
 use super::speed::Speed;
 use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
@@ -53,10 +53,16 @@ impl Estimate {
                 speed.seconds(&cost(&cell.axes, effort, &fit))
             })
             .collect();
+        let once = |place: &&PlaceInfo| {
+            let here = cells.iter().filter(|cell| cell.axis(BACKEND) == Some(&place.name));
+            let speed = speeds.get(&place.name).copied().unwrap_or_default();
+            speed.seconds(&once(here.map(|cell| &cell.axes), effort, place))
+        };
+        let first: f64 = places.iter().map(once).sum();
         Self {
             cells: cells.iter().filter(|cell| measures(cell)).count(),
             rounds: effort.rounds,
-            seconds: each.iter().sum::<f64>() * f64::from(effort.rounds),
+            seconds: first + each.iter().sum::<f64>() * f64::from(effort.rounds),
             each,
             space: places.iter().map(|place| space(cells, place, effort)).collect(),
             told: told(cells, places, effort),
@@ -172,7 +178,7 @@ mod tests {
         let place = PlaceInfo { name: "a".into(), ..PlaceInfo::default() };
         let load = cell(&[("backend", "a"), ("front", "file"), ("profile", "rnd4k-q1-write")]);
         let skipped = Cell { outcome: Outcome::Skipped("no".into()), ..load.clone() };
-        let one = of(&[load.clone()], &place);
+        let one = of(std::slice::from_ref(&load), &place);
         // 10 s, fio's start and one command.
         assert!((one.each[0] - 10.52).abs() < 1e-9, "{one:?}");
         assert!((one.seconds - 3.0 * one.each[0]).abs() < 1e-9);

@@ -2,6 +2,7 @@
 
 mod cost;
 mod estimate;
+mod rounds;
 mod speed;
 
 use std::collections::BTreeMap;
@@ -28,6 +29,7 @@ use crate::plan::{Effort, Plan};
 use crate::store::Store;
 
 pub use estimate::Estimate;
+use rounds::Rounds;
 use speed::Speed;
 
 /// What a user asks for; kept with the results, so that a run can go on.
@@ -41,8 +43,11 @@ pub struct Request {
     pub quick: bool,
     /// The order of the cells, and all random bytes, come from it.
     pub seed: u64,
-    /// Rounds, where not those of the plan.
+    /// Just so many rounds.
     pub rounds: Option<u32>,
+    /// More rounds until it can be told, for at most so many seconds.
+    #[serde(default)]
+    pub seconds: Option<u64>,
     /// Folders.
     pub folders: Vec<PathBuf>,
     /// Devices.
@@ -99,7 +104,7 @@ impl Request {
 
     fn effort(&self, plan: &Plan) -> Effort {
         let effort = plan.effort(self.quick);
-        Effort { rounds: self.rounds.unwrap_or(effort.rounds), ..effort }
+        Effort { rounds: Rounds::of(self, plan).least, ..effort }
     }
 
     fn places(&self, plan: &Plan) -> Result<Vec<Place>> {
@@ -226,6 +231,8 @@ impl Prepared {
     fn going(self, store: Store, cells: Vec<Cell>) -> Going {
         let effort = self.request.effort(&self.plan);
         Going {
+            rounds: Rounds::of(&self.request, &self.plan),
+            summary: PlanSummary { effort: Some(effort), ..self.plan.summary() },
             rng: Rng::new(random_seed()),
             references: BTreeMap::new(),
             request: self.request,
@@ -248,6 +255,8 @@ pub struct Going {
     request: Request,
     places: Vec<Place>,
     effort: Effort,
+    rounds: Rounds,
+    summary: PlanSummary,
     cells: Vec<Cell>,
     store: Store,
     rng: Rng,
@@ -293,11 +302,15 @@ impl Going {
     /// Otherwise only what the run itself fails by, such as a full disk for the results; what fails
     /// in a cell is that cell's outcome.
     pub fn run(mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Run> {
-        let order = cells::order(self.cells.len(), self.effort.rounds, self.request.seed);
-        let total = order.len() as u64;
+        let order = cells::order(self.cells.len(), self.rounds.most, self.request.seed);
+        let total = (self.cells.len() as u64) * u64::from(self.rounds.least);
         let mut pace = Pace::default();
         for (done, (round, cell)) in order.into_iter().enumerate() {
-            monitor.progress.update(done as u64, total);
+            let first = done % self.cells.len() == 0;
+            if first && !self.rounds.wants(round, &self.so_far()) {
+                break;
+            }
+            monitor.progress.update(done as u64, total.max(done as u64 + 1));
             monitor.cancel.check()?;
             let began = Instant::now();
             let there = self.cells[cell].samples.iter().any(|sample| sample.round == round);
@@ -314,6 +327,11 @@ impl Going {
         self.leave_devices_empty();
         self.store.end(now())?;
         self.store.run()
+    }
+
+    /// What there is, as far as a verdict needs it.
+    fn so_far(&self) -> Run {
+        Run { plan: self.summary.clone(), cells: self.cells.clone(), ..Run::default() }
     }
 
     /// One round of one cell.

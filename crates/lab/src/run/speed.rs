@@ -1,8 +1,9 @@
 //! How fast this host is at what a run is made of, measured in a second or two before it begins.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
@@ -26,12 +27,14 @@ pub struct Speed {
     pub fio: f64,
     /// A byte that is written in order and made durable.
     pub byte: f64,
+    /// Two threads wake one another, once each: what a request through a server is made of.
+    pub turn: f64,
 }
 
 /// A host that nobody has looked at.
 impl Default for Speed {
     fn default() -> Self {
-        Self { command: 0.02, fio: 0.5, byte: 1.0 / 400e6 }
+        Self { command: 0.02, fio: 0.5, byte: 1.0 / 400e6, turn: 10e-6 }
     }
 }
 
@@ -44,10 +47,14 @@ const WRITE_BYTES: usize = 32 << 20;
 const SERVER: f64 = 0.1;
 /// A guest's boot and end, where its processor is emulated as a rule.
 const GUEST: f64 = 20.0;
-/// A request through a server: several processes take turns.
-const REQUEST: f64 = 25e-6;
+/// Turns of a request through a server.
+const TURNS: f64 = 4.0;
 /// A byte that is copied into a file system on a served disk.
 const COPIED: f64 = 1.0 / 150e6;
+/// A file system that is made, mounted and unmounted: mostly waiting for loop devices.
+const FILE_SYSTEM: f64 = 0.3;
+/// Programs and libraries that have to be read again once caches were dropped.
+const COLD: f64 = 0.4;
 /// A byte that a conversion reads.
 const READ: f64 = 1.0 / 1.5e9;
 
@@ -64,11 +71,15 @@ impl Speed {
         version.run_any(cancel)?;
         speed.command = version.run_any(cancel)?.elapsed.as_secs_f64();
         if let Some(fio) = find("fio") {
+            // As in a load: one job, and one after it.
             let line = Line::new(fio)
-                .args(["--name=load", "--ioengine=null", "--size=4k", "--thread"])
-                .args(["--output-format=json+"]);
+                .args(["--output-format=json+", "--thread"])
+                .args(["--name=load", "--ioengine=null", "--size=4k"])
+                .args(["--name=flush", "--stonewall", "--new_group"])
+                .args(["--ioengine=null", "--size=4k"]);
             speed.fio = line.run_any(cancel)?.elapsed.as_secs_f64();
         }
+        speed.turn = turn().unwrap_or(speed.turn);
         if place.device().is_none() || writes {
             // A place that cannot be written to will say so in each cell.
             speed.byte = byte(place).unwrap_or(speed.byte);
@@ -84,10 +95,39 @@ impl Speed {
             + cost.guests * GUEST
             + cost.fixed
             + cost.written * self.byte
-            + cost.requests * REQUEST
+            + cost.requests * TURNS * self.turn
             + cost.copied * (COPIED + self.byte)
+            + cost.file_systems * FILE_SYSTEM
+            + cost.cold * COLD
             + cost.read * READ
     }
+}
+
+/// Turns that are taken to measure one.
+const TURNS_MEASURED: u32 = 500;
+
+/// How long a turn takes.
+fn turn() -> Result<f64> {
+    let (mut near, mut far) = UnixStream::pair()?;
+    std::thread::scope(|scope| {
+        let answers = scope.spawn(move || -> std::io::Result<()> {
+            let mut byte = [0];
+            for _ in 0..TURNS_MEASURED {
+                far.read_exact(&mut byte)?;
+                far.write_all(&byte)?;
+            }
+            Ok(())
+        });
+        let began = Instant::now();
+        let mut byte = [0];
+        for _ in 0..TURNS_MEASURED {
+            near.write_all(&byte)?;
+            near.read_exact(&mut byte)?;
+        }
+        let seconds = began.elapsed().as_secs_f64();
+        answers.join().ok().context("the other thread")??;
+        Ok(seconds / f64::from(TURNS_MEASURED))
+    })
 }
 
 /// How long a byte takes until it is durable.
@@ -126,7 +166,7 @@ mod tests {
 
     #[test]
     fn each_count_takes_its_time() {
-        let speed = Speed { command: 0.01, fio: 0.5, byte: 1e-9 };
+        let speed = Speed { command: 0.01, fio: 0.5, byte: 1e-9, turn: 1e-5 };
         let seconds = |cost: Cost| speed.seconds(&cost);
         let none = Cost::default();
         assert_eq!(seconds(none), 0.0);
@@ -134,6 +174,7 @@ mod tests {
         assert_eq!(seconds(Cost { fios: 8.0, ..none }), 4.0);
         assert_eq!(seconds(Cost { commands: 3.0, ..none }), 0.03);
         assert_eq!(seconds(Cost { written: 2e9, ..none }), 2.0);
+        assert!((seconds(Cost { requests: 1000.0, ..none }) - 0.01 * TURNS).abs() < 1e-9);
         assert_eq!(seconds(Cost { guests: 2.0, ..none }), 2.0 * GUEST);
         let both = Cost { fios: 8.0, fixed: 7.5, written: 2e9, ..none };
         assert_eq!(seconds(both), 13.5);
@@ -145,7 +186,7 @@ mod tests {
         let place = Place::directory(folder.path()).unwrap();
         let speed = Speed::of(Path::new("true"), &place, false, &CancelToken::default());
         let speed = speed.unwrap_or_default();
-        assert!(speed.byte > 0.0 && speed.byte.is_finite(), "{speed:?}");
+        assert!(speed.byte > 0.0 && speed.byte.is_finite() && speed.turn > 0.0, "{speed:?}");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

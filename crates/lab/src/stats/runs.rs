@@ -8,7 +8,7 @@
 //! - With two runs or more of both states, in turns, how far apart runs of one state lie is learnt from them:
 //!   what all cells share, and what each has beside.
 //! - With one run each nobody knows. They are taken to lie up to [`RUNS_APART`] apart, and what is within
-//!   that cannot be told.
+//!   that cannot be told; nothing can where other programs had the machine in one of them.
 
 use super::gain::{ERROR, Gain, ROUNDS_MIN, mean};
 use super::noise::{Noise, Rounds};
@@ -33,12 +33,18 @@ pub struct Runs {
     /// Of what each cell has beside; cells first as before, then as after.
     noise: Noise,
     learnt: bool,
+    busy: bool,
 }
 
 impl Runs {
     /// Of runs, each with its cells: the number of a cell's load, and its rounds (none where it was not
-    /// measured).
-    pub fn new(loads: &[usize], before: Vec<Vec<Rounds>>, after: Vec<Vec<Rounds>>) -> Self {
+    /// measured). `busy`: other programs had the machine in one of them.
+    pub fn new(
+        loads: &[usize],
+        before: Vec<Vec<Rounds>>,
+        after: Vec<Vec<Rounds>>,
+        busy: bool,
+    ) -> Self {
         let free = (before.len() + after.len()).saturating_sub(2);
         let learnt = free >= RUNS_FREE && !before.is_empty() && !after.is_empty();
         let all = || before.iter().chain(&after);
@@ -51,6 +57,7 @@ impl Runs {
             shared: RUNS_APART.ln(),
             noise: Noise::default(),
             learnt,
+            busy,
         };
         if learnt {
             runs.learn(free)
@@ -126,7 +133,8 @@ impl Runs {
         let middle = side(&self.after)? - side(&self.before)?;
         let all = self.before.iter().chain(&self.after).map(|run| run[cell].len());
         let rounds = all.min().unwrap_or(0);
-        let own = self.own(cell).filter(|_| rounds >= ROUNDS_MIN);
+        let known = rounds >= ROUNDS_MIN && (self.learnt || !self.busy);
+        let own = self.own(cell).filter(|_| known);
         Some(match own {
             Some(own) => Gain::around(middle, self.shared + own, rounds),
             None => Gain::hint(middle, rounds),
@@ -174,14 +182,17 @@ mod tests {
     #[test]
     fn another_hour_is_no_change() {
         // What was seen of `install` with nothing changed: half as fast, and steady in both runs.
-        let runs = Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.48, 0.6, 0.64, 1.0])]);
+        let runs = Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.48, 0.6, 0.64, 1.0])], false);
         assert!(!runs.is_learnt());
         for cell in 0..4 {
             assert_eq!(runs.ratio(cell).unwrap().decision, Decision::Tie, "{cell}");
         }
-        let runs = Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.2, 1.0, 1.0, 5.0])]);
-        assert_eq!(runs.ratio(0).unwrap().decision, Decision::Worse);
-        assert_eq!(runs.ratio(3).unwrap().decision, Decision::Better);
+        let far =
+            |busy| Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.2, 1.0, 1.0, 5.0])], busy);
+        let decided = |busy| [0, 3].map(|cell| far(busy).ratio(cell).unwrap().decision);
+        assert_eq!(decided(false), [Decision::Worse, Decision::Better]);
+        // Thirty programs on two processors make a load fifteen times as slow.
+        assert_eq!(decided(true), [Decision::Tie; 2]);
     }
 
     #[test]
@@ -189,14 +200,14 @@ mod tests {
         let near = |by: f64, cell: f64| times([by, by, by, by * cell]);
         let before = vec![near(1.0, 1.0), near(1.02, 1.01), near(0.98, 1.0)];
         let after = vec![near(1.01, 0.5), near(0.99, 0.51), near(1.0, 0.5)];
-        let runs = Runs::new(&[0; 4], before, after);
+        let runs = Runs::new(&[0; 4], before, after, true);
         assert!(runs.is_learnt());
         let decided = [0, 1, 2, 3].map(|cell| runs.ratio(cell).unwrap().decision);
         assert_eq!(decided, [Decision::Tie, Decision::Tie, Decision::Tie, Decision::Worse]);
         // The same where runs of one state lie far apart.
         let before = vec![near(1.0, 1.0), near(2.0, 1.0), near(0.7, 1.0)];
         let after = vec![near(1.1, 0.5), near(0.6, 0.51), near(1.8, 0.5)];
-        let runs = Runs::new(&[0; 4], before, after);
+        let runs = Runs::new(&[0; 4], before, after, true);
         assert_eq!(runs.ratio(3).unwrap().decision, Decision::Tie);
     }
 
@@ -204,7 +215,7 @@ mod tests {
     fn few_rounds_and_missing_cells() {
         let one: Vec<Rounds> = vec![vec![(0, 1.0)], Rounds::new()];
         let far: Vec<Rounds> = vec![vec![(0, 100.0)], vec![(0, 1.0)]];
-        let runs = Runs::new(&[0, 0], vec![one], vec![far]);
+        let runs = Runs::new(&[0, 0], vec![one], vec![far], false);
         assert!(runs.ratio(0).unwrap().is_hint());
         assert_eq!(runs.ratio(0).unwrap().decision, Decision::Tie);
         assert_eq!(runs.ratio(1), None);

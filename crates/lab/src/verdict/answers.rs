@@ -53,34 +53,32 @@ struct Value {
     pick: Pick,
 }
 
-/// What an axis alone does, over all ways that are otherwise the same.
-fn of_choice(
-    matrix: &Matrix<'_>,
-    axis: &str,
-    picks: &[Pick],
-    best: Option<&Pick>,
-) -> Option<Answer> {
-    let named = |pick: &Pick| {
-        pick.axes.iter().find(|(name, _)| name == axis).map(|(_, value)| value.clone())
-    };
+/// The value of an axis that a way has.
+fn named(pick: &Pick, axis: &str) -> Option<String> {
+    pick.axes.iter().find(|(name, _)| name == axis).map(|(_, value)| value.clone())
+}
+
+/// The values of an axis over all ways that are otherwise the same, the best first.
+fn values_of(matrix: &Matrix<'_>, axis: &str, picks: &[Pick]) -> Vec<Value> {
     let rest = |pick: &Pick| -> Axes {
         pick.axes.iter().filter(|(name, _)| name != axis).cloned().collect()
     };
     let mut names: Vec<String> = Vec::new();
-    for name in picks.iter().filter_map(named) {
+    for name in picks.iter().filter_map(|pick| named(pick, axis)) {
         if !names.contains(&name) {
             names.push(name);
         }
     }
     let has = |name: &String, others: &Axes| {
-        picks.iter().any(|pick| named(pick).as_ref() == Some(name) && rest(pick) == *others)
+        let own = |pick: &&Pick| named(pick, axis).as_ref() == Some(name);
+        picks.iter().filter(own).any(|pick| rest(pick) == *others)
     };
     let matched: Vec<&Pick> =
         picks.iter().filter(|pick| names.iter().all(|name| has(name, &rest(pick)))).collect();
     let mut values: Vec<Value> = names
         .iter()
         .filter_map(|name| {
-            let own = matched.iter().filter(|pick| named(pick).as_ref() == Some(name));
+            let own = matched.iter().filter(|pick| named(pick, axis).as_ref() == Some(name));
             let cells: Vec<usize> = own.flat_map(|pick| pick.cells.iter().copied()).collect();
             let pick = matrix.pick(Vec::new(), cells)?;
             Some(Value { name: name.clone(), pick })
@@ -90,6 +88,17 @@ fn of_choice(
         let order = a.pick.summary.median.total_cmp(&b.pick.summary.median);
         if matrix.metric.better == Better::Higher { order.reverse() } else { order }
     });
+    values
+}
+
+/// What an axis alone does, over all ways that are otherwise the same.
+fn of_choice(
+    matrix: &Matrix<'_>,
+    axis: &str,
+    picks: &[Pick],
+    best: Option<&Pick>,
+) -> Option<Answer> {
+    let values = values_of(matrix, axis, picks);
     let question = format!("Which {}?", words::title(axis).to_lowercase());
     let [first, others @ ..] = values.as_slice() else { return None };
     if others.is_empty() {
@@ -137,7 +146,9 @@ fn of_choice(
         sentence.push_str(&format!("; {} {verb} with {}", listed(&more), first.name));
     }
     // What is best together need not be what is best on average.
-    if let Some(advised) = best.and_then(named).filter(|name| *name != first.name) {
+    if let Some(advised) =
+        best.and_then(|best| named(best, axis)).filter(|name| *name != first.name)
+    {
         sentence.push_str(&format!("; what is advised has {advised}"));
     }
     sentence.push('.');

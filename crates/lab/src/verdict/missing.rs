@@ -1,5 +1,7 @@
 //! What the plan asks about and this run did not measure.
 
+use crate::axes::BACKEND;
+use crate::fit::{Unfit, fit};
 use crate::matrix::{Matrix, Role, seen};
 use crate::model::{Axes, Cell, Outcome, Run};
 use crate::words::label;
@@ -136,7 +138,7 @@ fn entry(run: &Run, what: Axes, cells: &[usize], blocks: bool) -> Missing {
 }
 
 /// Whether the advice would choose among these cells too, had they been measured: they are choices, of our
-/// own program, and seen from where those are seen that were measured.
+/// own program, seen from where those are seen that were measured, and can be here at all.
 fn blocks(matrix: &Matrix<'_>, axis: &str, cells: &[usize]) -> bool {
     let places: Vec<&str> = matrix
         .picks()
@@ -145,6 +147,18 @@ fn blocks(matrix: &Matrix<'_>, axis: &str, cells: &[usize]) -> bool {
         .map(|pick| seen(&pick.axes))
         .collect();
     let compared = |cell: &Cell| places.is_empty() || places.contains(&seen(&cell.axes));
+    let cells = cells.iter().map(|i| &matrix.run.cells[*i]);
     matrix.role(axis) == Role::Choice
-        && cells.iter().map(|i| &matrix.run.cells[*i]).any(|c| matrix.advises(c) && compared(c))
+        && cells
+            .filter(|cell| !has_no_meaning(matrix.run, cell))
+            .any(|cell| matrix.advises(cell) && compared(cell))
+}
+
+/// Whether a cell cannot be where it is, whatever is installed: a reserved file on a device, say.
+fn has_no_meaning(run: &Run, cell: &Cell) -> bool {
+    let place = run.environment.places.iter().find(|place| cell.axis(BACKEND) == Some(&place.name));
+    let known = run.plan.effort.as_ref().zip(place);
+    known.is_some_and(|(effort, place)| {
+        matches!(fit(&cell.axes, effort, place), Err(Unfit::Kind(_)))
+    })
 }

@@ -107,6 +107,8 @@ pub struct Verdict {
     /// Of what is advised, or else leads, against the default; none where that is the default, or
     /// there is none.
     pub gain: Option<Gain>,
+    /// Where the default stays: the most that the noise may hide beside it, as times as good.
+    pub hidden: Option<f64>,
     /// How sure all this is.
     pub confidence: Confidence,
     /// Ways that cannot be told from what is advised.
@@ -187,6 +189,7 @@ pub fn verdict(run: &Run) -> Verdict {
         cells: Vec::new(),
         baseline: None,
         gain: None,
+        hidden: None,
         confidence: Confidence::none(),
         ties: Vec::new(),
         set_aside: Vec::new(),
@@ -213,7 +216,8 @@ pub fn verdict(run: &Run) -> Verdict {
     if let Some(reason) = unsafe_because {
         cautions.insert(0, format!("Nothing measured here is one to advise: {reason}."));
     }
-    let advised = matches!(found.advice, Advice::Use | Advice::Stay);
+    let stays = found.advice == Advice::Stay;
+    let advised = stays || found.advice == Advice::Use;
     let told = |wanted: bool, axes: &Axes| wanted.then(|| matrix.short(axes));
     let question = Answer {
         question: run.plan.question.clone(),
@@ -229,6 +233,7 @@ pub fn verdict(run: &Run) -> Verdict {
         cells: if advised { best.cells.clone() } else { Vec::new() },
         baseline: found.other().map(|base| matrix.short(&base.axes)),
         gain: found.gain,
+        hidden: sentence::most_hidden(&matrix, &found).map(|(most, _)| most).filter(|_| stays),
         confidence: Confidence::of(&matrix, best, found.other(), !cautions.is_empty()),
         ties: if advised { ties(&matrix, best, &eligible) } else { Vec::new() },
         set_aside: set_aside(&matrix, best, &picks),

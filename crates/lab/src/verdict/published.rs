@@ -150,7 +150,7 @@ impl Pairs {
                     part if part > 0.4 => "here the order has little to do with it",
                     _ => "here it is rather the other way round",
                 };
-                parts.push(format!("{verdict}: {agree} of {ordered} pairs rank as they did"));
+                parts.push(format!("{agree} of {ordered} pairs rank as they did: {verdict}"));
             }
         }
         match ties {
@@ -192,7 +192,7 @@ mod tests {
         );
         assert_eq!(
             words(2, 3, 0, 0, 2),
-            "The order is much the same here: 2 of 3 pairs rank as they did; of 2 pairs that were \
+            "2 of 3 pairs rank as they did: the order is much the same here; of 2 pairs that were \
              equal there 0 are here."
         );
         assert_eq!(words(0, 0, 0, 0, 1), "The pair that was equal there differs here.");

@@ -3,7 +3,7 @@
 use super::{Advice, Found, Missing, needs_server};
 use crate::matrix::{Matrix, Pick};
 use crate::model::SURVIVED;
-use crate::stats::{Decision, ROUNDS_MIN};
+use crate::stats::{Decision, NARROW, ROUNDS_MIN};
 use crate::words::{label, listed, sentence as begun, span, times};
 
 /// What to use and by how much that is better, or why nothing is advised.
@@ -30,11 +30,7 @@ pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missin
     }
     match found.advice {
         Advice::Use => begun(&format!("use {name}: {}", by_how_much(matrix, found))),
-        Advice::Stay => format!(
-            "Stay with {name}, the default: nothing measured here is surely better in {}{}.",
-            matrix.metric.title,
-            hidden(matrix, found)
-        ),
+        Advice::Stay => stay(matrix, found, &name),
         Advice::Untold | Advice::None => {
             begun(&format!("nothing is advised: {}", so_far(matrix, found)))
         }
@@ -43,26 +39,32 @@ pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missin
 
 /// The same as the answer to the plan's question: the figure first.
 pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
-    let whole = || sentence(matrix, found, missing);
-    let (Some(gain), Some(base), Advice::Use) = (found.gain, found.other(), found.advice) else {
-        return match (found.advice, most_hidden(matrix, found)) {
-            (Advice::Stay, Some((most, _))) => format!(
-                "Less than {} times: more than that nothing gains over {}, the default, and it may be \
-                 nothing at all.",
+    let name = |pick: &Pick| label(&matrix.short(&pick.axes));
+    match (found.advice, found.gain, found.other()) {
+        (Advice::Use, Some(gain), Some(base)) => format!(
+            "{} times ({}): {} against {}, the default, in {}.",
+            times(gain.ratio),
+            span(gain.interval.low, gain.interval.high),
+            name(found.way),
+            name(base),
+            matrix.metric.title
+        ),
+        (Advice::Untold, Some(gain), Some(base)) if gain.is_hint() => format!(
+            "{} times, by so few rounds that it decides nothing: {} against {}, the default.",
+            times(gain.ratio),
+            name(found.way),
+            name(base)
+        ),
+        _ => match most_hidden(matrix, found).filter(|_| found.advice == Advice::Stay) {
+            Some((most, pick)) => format!(
+                "At most {} times, and perhaps none at all: {} against {}, the default.",
                 times(most),
-                label(&matrix.short(&found.way.axes))
+                name(pick),
+                name(found.way)
             ),
-            _ => whole(),
-        };
-    };
-    format!(
-        "{} times ({}): {} against {}, the default, in {}.",
-        times(gain.ratio),
-        span(gain.interval.low, gain.interval.high),
-        label(&matrix.short(&found.way.axes)),
-        label(&matrix.short(&base.axes)),
-        matrix.metric.title
-    )
+            None => sentence(matrix, found, missing),
+        },
+    }
 }
 
 /// `1.84 times as good as qcow2, the default, in throughput (1.70 to 1.95)`.
@@ -80,7 +82,7 @@ fn by_how_much(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
 }
 
 /// The most that may be hidden in the noise beside the default, and what it would be.
-fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<(f64, &'p Pick)> {
+pub(super) fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<(f64, &'p Pick)> {
     let others = found.picks.iter().filter(|pick| pick.axes != found.way.axes);
     let high = |pick: &'p Pick| {
         let gain = matrix.against(pick, found.way)?;
@@ -89,11 +91,26 @@ fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<(f64, &'p P
     others.filter_map(high).max_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-fn hidden(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
-    most_hidden(matrix, found).map_or_else(String::new, |(most, pick)| {
-        let name = label(&matrix.short(&pick.axes));
-        format!("; what its noise may hide is at most {} times ({name})", times(most))
-    })
+/// Why the default stays, and how much of a reason that is.
+fn stay(matrix: &Matrix<'_>, found: &Found<'_>, name: &str) -> String {
+    let measure = matrix.metric.title;
+    match most_hidden(matrix, found) {
+        Some((most, pick)) if most > NARROW => format!(
+            "Stay with {name}, the default, as it cannot be told whether anything is better in {measure}: \
+             the noise may hide up to {} times ({}).",
+            times(most),
+            label(&matrix.short(&pick.axes))
+        ),
+        Some((most, pick)) => format!(
+            "Stay with {name}, the default: nothing measured here is better in {measure} by more than {} \
+             times ({}).",
+            times(most),
+            label(&matrix.short(&pick.axes))
+        ),
+        None => {
+            format!("Stay with {name}, the default: nothing measured here is better in {measure}.")
+        }
+    }
 }
 
 /// What was found, where nothing is advised.

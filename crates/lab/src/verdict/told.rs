@@ -24,6 +24,8 @@ pub struct Told {
     baseline: Option<Names>,
     #[serde(skip_serializing_if = "Option::is_none")]
     gain: Option<ToldGain>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hidden: Option<f64>,
     confidence: ToldConfidence,
     ties: Vec<Names>,
     exceptions: Vec<ToldException>,
@@ -132,6 +134,7 @@ impl Verdict {
             best: self.best.as_ref().map(names),
             baseline: self.baseline.as_ref().map(names),
             gain: self.gain.as_ref().map(ToldGain::from),
+            hidden: self.hidden,
             confidence: ToldConfidence {
                 level: self.confidence.level.word(),
                 reason: self.confidence.words.clone(),

@@ -79,8 +79,8 @@ fn print(comparison: &Comparison, out: &mut Output) -> std::io::Result<()> {
     ))
 }
 
-/// `worse   0.80x (0.75 to 0.85)  12.3k IOPS -> 9.84k IOPS  backend=ext4/layout=raw`. Where there are
-/// too few rounds no interval is printed, as none is known.
+/// `worse   0.80x (0.75 to 0.85)  12.3k IOPS -> 9.84k IOPS  backend=ext4/layout=raw`. Where no
+/// interval is known (too few rounds, a busy machine) none is printed.
 fn row(cell: &Compared) -> String {
     let said = |number: f64| match metric(cell.metric) {
         Some(metric) => words::value(metric, number),
@@ -88,7 +88,7 @@ fn row(cell: &Compared) -> String {
     };
     let interval = match cell.coverage > 0.0 {
         true => words::span(cell.low, cell.high),
-        false => "too few rounds".to_owned(),
+        false => "no interval".to_owned(),
     };
     format!(
         "{:<6}  {}x ({interval})  {} -> {}  {}",

@@ -41,12 +41,15 @@ pub struct RunArgs {
     /// The order of the cells, and all random bytes, come from this number
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Measure each cell so often, instead of as often as the plan says
+    /// Measure each cell just so often, instead of as often as it takes to tell
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: Option<u32>,
+    /// Measure more rounds until it can be told, for at most about so long (90s, 10m, 2h)
+    #[arg(long, value_name = "TIME", value_parser = duration, conflicts_with = "rounds")]
+    time: Option<u64>,
     /// Go on with a run that was interrupted
     #[arg(long, value_name = "RUN", value_hint = ValueHint::FilePath)]
-    #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds"])]
+    #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds", "time"])]
     resume: Option<PathBuf>,
     /// Say what would be measured and what it would take, and end
     #[arg(long, conflicts_with = "resume")]
@@ -145,6 +148,7 @@ impl RunArgs {
             quick: self.quick,
             seed: self.seed.unwrap_or_else(random_seed),
             rounds: self.rounds,
+            seconds: self.time,
             // A run may go on from another folder.
             folders: self.on.iter().map(|path| absolute(path)).collect(),
             devices: self.device.clone(),
@@ -238,6 +242,17 @@ impl RunArgs {
         }
         Ok(Exit::Done)
     }
+}
+
+/// `90s`, `10m`, `2h`, in seconds.
+fn duration(text: &str) -> Result<u64, String> {
+    let units = [("s", 1), ("m", 60), ("h", 3600)];
+    let seconds = units.into_iter().find_map(|(unit, seconds)| {
+        text.strip_suffix(unit)?.parse::<u64>().ok()?.checked_mul(seconds)
+    });
+    seconds
+        .filter(|seconds| *seconds > 0)
+        .ok_or_else(|| "is not a time such as 90s, 10m or 2h".to_owned())
 }
 
 fn absolute(path: &Path) -> PathBuf {

@@ -1,0 +1,120 @@
+//! How many rounds a run measures: as many as it takes to tell, within what it was given.
+
+use super::Request;
+use crate::model::{Run, SURVIVED};
+use crate::plan::Plan;
+use crate::stats::ROUNDS_MIN;
+use crate::verdict::is_settled;
+
+/// Times the plan's rounds that a run measures at most, where no time was given.
+const MORE: u32 = 2;
+/// Rounds at most, where a time was given.
+const ROUNDS_MAX: u32 = 1000;
+
+/// From how many rounds to how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Rounds {
+    /// That many are measured, whatever they tell.
+    pub(super) least: u32,
+    /// No more.
+    pub(super) most: u32,
+    /// For so many seconds, where the user said it.
+    seconds: Option<u64>,
+}
+
+impl Rounds {
+    /// What was asked for. A plan that says one or two rounds is taken at its word: it wants no decision. And
+    /// what comes through or does not is no matter of noise.
+    pub(super) fn of(request: &Request, plan: &Plan) -> Self {
+        let planned = plan.effort(request.quick).rounds;
+        let fixed = |rounds| Self { least: rounds, most: rounds, seconds: None };
+        match (request.rounds, request.seconds) {
+            (Some(rounds), _) => fixed(rounds),
+            _ if plan.metric == SURVIVED => fixed(planned),
+            (None, None) if (planned as usize) < ROUNDS_MIN => fixed(planned),
+            (None, None) => Self { least: planned, most: planned * MORE, seconds: None },
+            (None, seconds) => Self { least: planned, most: ROUNDS_MAX, seconds },
+        }
+    }
+
+    /// Whether the round of this number, from 0, is measured, by what there is of those before it.
+    /// The same is said of a run that goes on after an interruption.
+    pub(super) fn wants(&self, round: u32, run: &Run) -> bool {
+        if round < self.least {
+            return true;
+        }
+        if round >= self.most || is_settled(run) {
+            return false;
+        }
+        let samples = run.cells.iter().flat_map(|cell| &cell.samples);
+        let so_far: f64 = samples.filter(|s| s.round < round).map(|sample| sample.seconds).sum();
+        // One more takes as long as those before it.
+        let after = so_far * (1.0 + 1.0 / f64::from(round.max(1)));
+        self.seconds.is_none_or(|given| after <= given as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Cell, PlanSummary, Sample};
+
+    fn rounds(change: impl FnOnce(&mut Request)) -> Rounds {
+        let mut request = Request { quick: true, ..Request::default() };
+        change(&mut request);
+        Rounds::of(&request, &Plan::named("install").unwrap())
+    }
+
+    /// Two layouts, whose rounds took ten seconds each together.
+    fn run(raw: &[f64], qcow2: &[f64]) -> Run {
+        let cell = |layout: &str, values: &[f64]| Cell {
+            key: layout.to_owned(),
+            axes: vec![("layout".to_owned(), layout.to_owned())],
+            samples: (0u32..)
+                .zip(values)
+                .map(|(round, value)| Sample {
+                    round,
+                    seconds: 5.0,
+                    values: [("iops".to_owned(), *value)].into(),
+                    ..Sample::default()
+                })
+                .collect(),
+            ..Cell::default()
+        };
+        let plan = PlanSummary {
+            axes: vec!["layout".to_owned()],
+            metric: "iops".to_owned(),
+            baseline: Some(vec![("layout".to_owned(), "qcow2".to_owned())]),
+            ..PlanSummary::default()
+        };
+        Run { plan, cells: vec![cell("raw", raw), cell("qcow2", qcow2)], ..Run::default() }
+    }
+
+    #[test]
+    fn a_run_measures_three_rounds_and_more_where_they_do_not_tell() {
+        let all = rounds(|_| {});
+        assert_eq!((all.least, all.most), (3, 6));
+        let noisy = run(&[100.0, 150.0, 90.0], &[120.0, 80.0, 130.0]);
+        let clear = run(&[100.0, 101.0, 99.0], &[200.0, 202.0, 198.0]);
+        assert!(all.wants(2, &clear) && !all.wants(3, &clear), "it is told");
+        assert!(all.wants(3, &noisy) && all.wants(5, &noisy) && !all.wants(6, &noisy));
+    }
+
+    #[test]
+    fn a_time_that_was_given_is_used_and_no_more() {
+        let noisy = run(&[100.0, 150.0, 90.0], &[120.0, 80.0, 130.0]);
+        let given = |seconds| rounds(|request| request.seconds = Some(seconds));
+        // Three rounds took 30 s; a fourth takes 10 s more.
+        assert!(given(41).wants(3, &noisy) && !given(39).wants(3, &noisy));
+        assert_eq!(given(41).most, ROUNDS_MAX);
+    }
+
+    #[test]
+    fn as_many_as_the_user_says_and_survival_once() {
+        let one = rounds(|request| request.rounds = Some(1));
+        assert_eq!((one.least, one.most), (1, 1));
+        let plan = Plan::named("nospace").unwrap();
+        let survival = Rounds::of(&Request { quick: true, ..Request::default() }, &plan);
+        assert_eq!((survival.least, survival.most), (plan.quick.rounds, plan.quick.rounds));
+    }
+}
