@@ -3,7 +3,7 @@
 mod common;
 
 use std::io::Read;
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 
 use common::{Answer, Scratch, peer};
 
@@ -193,19 +193,31 @@ fn a_device_that_is_too_small_is_no_file_system_without_room() {
     assert!(!answer.stderr.contains("file system"), "{answer:?}");
 }
 
+/// A server that ends with the test.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// `--force-share` only where the command has it, and `ctl` where our own server holds the image.
 #[test]
 fn somebody_who_is_kept_out_is_told_what_works() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "1M"]);
     scratch.ok(&["create", "b.raw", "1M"]);
-    let mut server = scratch
-        .command(&["serve", "a.qcow2", "--nbd", "unix:nbd", "--control", "control"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut server = Server(
+        scratch
+            .command(&["serve", "a.qcow2", "--nbd", "unix:nbd", "--control", "control"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap(),
+    );
     // It says when it is ready.
-    server.stdout.take().unwrap().read_exact(&mut [0; 7]).unwrap();
+    server.0.stdout.take().unwrap().read_exact(&mut [0; 7]).unwrap();
     for (command, shared, action) in [
         (&["resize", "a.qcow2", "2M"][..], false, "resize SIZE"),
         (&["snapshot", "create", "a.qcow2", "s"], false, "snapshot NAME"),
@@ -225,7 +237,7 @@ fn somebody_who_is_kept_out_is_told_what_works() {
     let said = scratch.ok(&["ctl", "control", "stats"]).stdout;
     assert!(!said.contains("nanoseconds"), "{said}");
     scratch.ok(&["ctl", "control", "quit"]);
-    server.wait().unwrap();
+    server.0.wait().unwrap();
 }
 
 /// What a command says that is interrupted when the first of its bytes have moved.

@@ -519,7 +519,10 @@ impl Inspection<'_> {
                     .expected(format!("at most {limit}"))
                     .mend("refuse it, or raise --max-memory where the image may be that large"),
             ),
-            Error::Unsupported { what, .. } => self.header_invalid(0, what, "what is known"),
+            Error::Unsupported { what, .. } => {
+                let found = what.strip_prefix("not supported: ").unwrap_or(&what);
+                self.header_invalid(0, found, "what is known");
+            }
             Error::Io { offset, len, source, .. }
                 if source.kind() == std::io::ErrorKind::UnexpectedEof =>
             {
