@@ -33,9 +33,7 @@ impl<E: Envelope> BlockImage<E> {
         let first = at.0 / block_bytes;
         let last = (at.0 + len - 1) / block_bytes;
         let mut state = self.state.lock();
-        while state.holds(first) {
-            self.state.wait(&mut state);
-        }
+        self.state.wait_until(&mut state, |state| !state.holds(first));
         // The disk may have become smaller while we waited, or a resize have failed.
         self.refuse_lost()?;
         self.in_range(at, len, vdkit_block::IoAction::Write)?;

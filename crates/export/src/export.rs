@@ -479,10 +479,12 @@ impl Export {
                     disk.name()
                 )));
             }
-            disk.resize(guest_bytes)?;
+            let resized = disk.resize(guest_bytes);
+            // Also after an error: the disk may be larger, and clients then write there.
             if let Some(changes) = &served.changes {
-                changes.grow(guest_bytes);
+                changes.grow(disk.guest_bytes());
             }
+            resized?;
             disk.flush()
         })
     }

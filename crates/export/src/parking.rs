@@ -204,6 +204,8 @@ impl Parking {
             return parked.answer(Err(error));
         }
         if parked.claim.is_given_up() {
+            // Without the lock: what was to be kept may do something when it is dropped.
+            drop(state);
             return;
         }
         if state.since.is_none() {

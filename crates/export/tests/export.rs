@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use vdkit_block::{Error, ErrorKind, GuestOffset, NewBitmap, Storage};
-use vdkit_export::{Change, Claim, Client, Export, ExportOptions};
+use vdkit_export::{Change, ChangeMap, Claim, Client, Export, ExportOptions, Served};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen};
 use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage};
@@ -235,4 +235,35 @@ fn offered_bitmaps_are_told_while_requests_run() {
         drop(request);
         assert_eq!(offered.unwrap(), ["b"]);
     });
+}
+
+/// A resize that fails when the disk has its new size already, as where dirty bitmaps cannot be made longer.
+/// Whoever copies the disk meanwhile must hear of what is written in its new part.
+#[test]
+fn changes_in_the_new_part_of_a_disk_are_marked_after_a_growth_that_failed() {
+    let mut larger = 0;
+    for nth in 0.. {
+        let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+        let disk = qcow2(faulty.clone(), MIB, "cluster_size=4K");
+        let bitmap = NewBitmap { name: "fine", granularity: Some(512), enabled: true };
+        disk.top().bitmaps().unwrap().add(&bitmap).unwrap();
+        let export = Export::new(disk, ExportOptions::default());
+        let changes = Arc::new(ChangeMap::new(MIB));
+        let watch = |served: &mut Served| {
+            served.changes = Some(changes.clone());
+            Ok(())
+        };
+        export.exchange(watch).unwrap();
+        faulty.arm(FaultPlan::nth(&[FaultKind::Write, FaultKind::Sync], nth));
+        let grown = export.grow(40 * MIB);
+        faulty.heal();
+        let size = export.size();
+        export.write(&[1; 512], size - 512, false).unwrap();
+        assert!(changes.marked_bytes() > 0, "call {nth} failed, {size} bytes: nothing is marked");
+        larger += u32::from(grown.is_err() && size > MIB);
+        if grown.is_ok() {
+            assert!(larger > 0, "no growth failed late");
+            return;
+        }
+    }
 }

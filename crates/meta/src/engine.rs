@@ -101,6 +101,13 @@ impl<S: State, O> Engine<S, O> {
         self.ended.wait(state);
     }
 
+    /// Gives up the lock until this holds.
+    pub fn wait_until(&self, state: &mut MutexGuard<'_, S>, holds: impl Fn(&S) -> bool) {
+        while !holds(state) {
+            self.wait(state);
+        }
+    }
+
     /// Wakes all who wait.
     pub fn ended(&self) {
         self.ended.notify_all();

@@ -94,7 +94,8 @@ impl Qcow2 {
         let start = align_down(end, cluster);
         let inside = end - start;
         let mut meta = self.meta.lock();
-        self.wait_free(&mut meta, &(start..start + cluster));
+        let whole = start..start + cluster;
+        self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&whole));
         let entry = self.entry_at(GuestOffset(end))?;
         let state = entry.state((inside / unit) as u32, &self.geometry, self.has_data_file());
         let cut = !end.is_multiple_of(unit) && state == State::Data;
@@ -184,7 +185,7 @@ impl Qcow2 {
         while at < end {
             let next = ((at / span + 1) * span).min(end).min(at + cluster.max(ZERO_STEP));
             let mut meta = self.meta.lock();
-            self.wait_free(&mut meta, &(at..next));
+            self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&(at..next)));
             self.before_change(&mut meta)?;
             let Some(space) = self.allocate(&mut meta, (next - at) / cluster, None)? else {
                 continue;
@@ -227,7 +228,7 @@ impl Qcow2 {
         while at < end {
             let next = ((at / span + 1) * span).min(end);
             let mut meta = self.meta.lock();
-            self.wait_free(&mut meta, &(at..next));
+            self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&(at..next)));
             change(&mut meta, at..next)?;
             let much = meta.dirty.slices.len() > self.slices.capacity() / 2;
             drop(meta);

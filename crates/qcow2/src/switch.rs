@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use vdkit_block::{HostOffset, Result, Storage};
-use vdkit_meta::{Metadata, MutexGuard};
+use vdkit_meta::{Metadata, MutexGuard, State};
 
 use crate::flush::freed;
 use crate::image::{Lead, Meta, Qcow2};
@@ -52,13 +52,9 @@ impl Qcow2 {
         self.need_writable()?;
         {
             let mut meta = self.meta.lock();
-            while meta.closed {
-                self.meta.wait(&mut meta);
-            }
+            self.meta.wait_until(&mut meta, |meta| !meta.closed);
             meta.closed = true;
-            while !meta.tickets.is_empty() {
-                self.meta.wait(&mut meta);
-            }
+            self.meta.wait_until(&mut meta, State::idle);
         }
         let mut lead = self.meta.lead();
         let result = before(&mut lead).and_then(|prepared| {

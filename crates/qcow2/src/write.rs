@@ -79,21 +79,11 @@ impl Qcow2 {
         let span = self.geometry.l2_span();
         let end = end.min((at.0 / span + 1) * span);
         loop {
-            if meta.closed {
-                self.meta.wait(meta);
-                continue;
-            }
+            self.meta.wait_until(meta, |meta| !meta.closed);
             match meta.tickets.find(&(start..end), at.0, |_| true) {
                 Some(end) => return end,
                 None => self.meta.wait(meta),
             }
-        }
-    }
-
-    /// Waits until no reservation overlaps a cluster-aligned range.
-    pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, range: &Range<u64>) {
-        while meta.tickets.overlap(range) {
-            self.meta.wait(meta);
         }
     }
 

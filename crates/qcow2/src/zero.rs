@@ -34,7 +34,7 @@ impl Qcow2 {
             self.relieve_cache()?;
             let mut meta = self.meta.lock();
             let clusters = at..next;
-            self.wait_free(&mut meta, &clusters);
+            self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&clusters));
             if make_tables || self.l2_table(l1_index)?.is_some() {
                 self.before_change(&mut meta)?;
                 if self.writable_l2(&mut meta, l1_index)?.is_none() {

@@ -11,7 +11,7 @@ use vdkit_block::{
     Error, FileIndex, Fill, HostOffset, IoAction, Place, Reservation, Result, Ticket, ZeroMode,
     align_down,
 };
-use vdkit_meta::{Freed, MutexGuard};
+use vdkit_meta::Freed;
 
 use crate::image::{Meta, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
@@ -336,14 +336,6 @@ impl Vhdx {
             if let (false, Some(space)) = (published, &mut meta.space) {
                 space.give(host, self.geometry.block_bytes(), false);
             }
-        }
-    }
-
-    /// Waits until no reservation holds any of these guest blocks.
-    pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, blocks: &Range<u64>) {
-        let bits = self.geometry.block_bits;
-        while meta.tickets.overlap(&(blocks.start << bits..blocks.end << bits)) {
-            self.meta.wait(meta);
         }
     }
 

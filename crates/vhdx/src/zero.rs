@@ -44,7 +44,8 @@ impl Vhdx {
             self.relieve()?;
             let mut meta = self.meta.lock();
             self.check_spoiled(&meta)?;
-            self.wait_free(&mut meta, &(first..last));
+            let range = first << self.geometry.block_bits..last << self.geometry.block_bits;
+            self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&range));
             for block in first..last {
                 let entry = self.payload(block)?;
                 change(&mut meta, block, entry)?;
@@ -153,10 +154,12 @@ impl Vhdx {
             self.relieve()?;
             let mut meta = self.meta.lock();
             let next = (block / chunk + 1) * chunk;
-            self.wait_free(&mut meta, &(block..next.min(blocks.end)));
+            let last = next.min(blocks.end);
+            let range = block << self.geometry.block_bits..last << self.geometry.block_bits;
+            self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&range));
             let index = self.geometry.bitmap_index(block);
             let entry = self.entry(index)?;
-            let used = (block..next.min(blocks.end))
+            let used = (block..last)
                 .map(|block| self.payload(block))
                 .try_fold(false, |used, entry| entry.map(|entry| used || entry.is_partial()))?;
             if entry.state_bits() == PRESENT && !used {

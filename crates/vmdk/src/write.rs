@@ -109,13 +109,6 @@ impl Vmdk {
         }
     }
 
-    /// Waits until no reservation overlaps a range of the disk.
-    pub(crate) fn wait_free(&self, meta: &mut MutexGuard<'_, Meta>, range: &Range<u64>) {
-        while meta.tickets.overlap(range) {
-            self.meta.wait(meta);
-        }
-    }
-
     /// The chunk and the index within it of a guest offset of an extent.
     pub(crate) fn slot(&self, index: u32, piece: &Piece, sparse: &Sparse, at: u64) -> (Key, usize) {
         let grain = (at - piece.start) / sparse.grain_bytes;

@@ -179,7 +179,7 @@ impl Vmdk {
             return Ok(nothing);
         }
         let mut meta = self.meta.lock();
-        self.wait_free(&mut meta, &(start..end));
+        self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&(start..end)));
         if goal == (Goal::Zero { may_unmap: false })
             && self.has_grains(index, piece, sparse, start, end)?
         {

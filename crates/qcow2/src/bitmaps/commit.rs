@@ -166,9 +166,7 @@ impl Qcow2 {
     pub(super) fn writers_ended(&self) {
         let mut meta = self.meta.lock();
         let moment = meta.tickets.moment();
-        while !meta.tickets.all_ended_before(moment) {
-            self.meta.wait(&mut meta);
-        }
+        self.meta.wait_until(&mut meta, |meta| meta.tickets.all_ended_before(moment));
         drop(meta);
         let stamp = self.in_flight.stamp();
         while !self.in_flight.passed(stamp) {
