@@ -155,18 +155,23 @@ pub(crate) fn open(
     }
     let file = open_again(&looked_at, device, options).map_err(fail)?;
     let storage = FileStorage::from_file(file, path.display().to_string(), options)?;
+    let namer = namer_of(&path, &real, namer, policy)?;
+    Ok(Referred { path, storage, namer })
+}
+
+/// The file at `path`, which is `real`, as one that names others: `namer` has named it.
+fn namer_of(path: &Path, real: &Path, namer: &Namer, policy: &RefPolicy) -> Result<Namer> {
     let mut own: Vec<_> = real.parent().map(Path::to_owned).into_iter().collect();
     // The folder of the name counts only where the namer could have reached it anyway: else a link
     // elsewhere that leads back here would widen what is allowed.
-    let folder = folder_of(&path);
+    let folder = folder_of(path);
     if let Ok(named) = without_links(&folder)
         && (namer.own.iter().any(|root| named.starts_with(root) && root != Path::new("/"))
             || is_beneath_any(&named, &folders(policy)?))
     {
         own.push(named);
     }
-    let name = path.display().to_string();
-    Ok(Referred { path, storage, namer: Namer { name, folder, own } })
+    Ok(Namer { name: path.display().to_string(), folder, own })
 }
 
 const OUTSIDE: &str = "it lies outside the image's own folder";

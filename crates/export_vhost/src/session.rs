@@ -168,56 +168,18 @@ impl Session {
                     slot.stop();
                 }
             }
-            request::SET_MEM_TABLE => self.set_memory(&mut fields, message.fds)?,
             request::GET_MAX_MEM_SLOTS => return Ok(Reply::Number(REGIONS_MAX as u64)),
-            request::ADD_MEM_REG => {
-                let _padding = fields.u64()?;
-                let region = MemoryRegion::parse(&mut fields)?;
-                let file = single(message.fds)?.ok_or_else(|| invalid("memory without a file"))?;
-                self.memory.add(region, file)?;
-                self.share_memory();
+            request::SET_MEM_TABLE | request::ADD_MEM_REG | request::REM_MEM_REG => {
+                self.change_memory(message)?;
             }
-            request::REM_MEM_REG => {
-                let _padding = fields.u64()?;
-                self.memory.remove(MemoryRegion::parse(&mut fields)?)?;
-                self.share_memory();
-            }
-            request::SET_VRING_NUM => {
-                let (index, size) = (fields.u32()?, fields.u32()?);
-                let size = u16::try_from(size).ok().filter(|size| *size <= QUEUE_SIZE_MAX);
-                self.slot(index)?.setup.size =
-                    size.ok_or_else(|| invalid("a queue that is too large"))?;
-            }
-            request::SET_VRING_ADDR => self.place(RingAddresses::parse(&mut fields)?)?,
-            request::SET_VRING_BASE => {
-                let (index, base) = (fields.u32()?, fields.u32()?);
-                // The wrap counters of packed rings would be above.
-                self.slot(index)?.setup.base = base as u16;
-            }
-            request::GET_VRING_BASE => {
-                let index = fields.u32()?;
-                let base = self.slot(index)?.take_away();
-                let mut body = index.to_ne_bytes().to_vec();
-                body.extend(u32::from(base).to_ne_bytes());
-                return Ok(Reply::Bytes(body));
-            }
-            request::SET_VRING_KICK => {
-                let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_kick(fd)?;
-                self.start(index)?;
-            }
-            request::SET_VRING_CALL => {
-                let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_call(fd)?;
-            }
-            request::SET_VRING_ERR => {
-                let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_err(fd)?;
-            }
-            request::SET_VRING_ENABLE => {
-                let (index, enable) = (fields.u32()?, fields.u32()?);
-                self.enable(index, enable != 0)?;
-            }
+            request::GET_VRING_BASE => return self.take_away(fields.u32()?),
+            request::SET_VRING_NUM
+            | request::SET_VRING_ADDR
+            | request::SET_VRING_BASE
+            | request::SET_VRING_KICK
+            | request::SET_VRING_CALL
+            | request::SET_VRING_ERR
+            | request::SET_VRING_ENABLE => self.change_ring(message)?,
             request::GET_PROTOCOL_FEATURES => return Ok(Reply::Number(protocol::OFFERED)),
             request::SET_PROTOCOL_FEATURES => {
                 let features = fields.u64()?;
@@ -232,25 +194,8 @@ impl Session {
                 self.backend = Some(Channel::new(file.into())?);
             }
             request::GET_CONFIG => return self.get_config(&message.body),
-            request::SET_CONFIG => {
-                let (offset, size, _flags) = (fields.u32()?, fields.u32()?, fields.u32()?);
-                let bytes = fields.0.get(..size as usize).ok_or(TooShort)?;
-                if !self.device.set_config(offset, bytes) {
-                    return Err(invalid("a setting that cannot be changed"));
-                }
-                self.switched = true;
-                self.note_writeback();
-            }
-            request::GET_INFLIGHT_FD => {
-                let asked = InflightArea::parse(&mut fields)?;
-                if asked.queues > QUEUES_MAX || asked.queue_size > QUEUE_SIZE_MAX {
-                    return Err(invalid("notes for more requests than can be"));
-                }
-                let (area, file) = Area::create(asked.queues.max(1), asked.queue_size.max(1))?;
-                let mut body = message.body;
-                area.put(&mut body);
-                return Ok(Reply::BytesAndFile(body, file));
-            }
+            request::SET_CONFIG => self.set_config(&mut fields)?,
+            request::GET_INFLIGHT_FD => return new_notes(message),
             request::SET_INFLIGHT_FD => {
                 let area = InflightArea::parse(&mut fields)?;
                 let file = single(message.fds)?.ok_or_else(|| invalid("notes without a file"))?;
@@ -263,6 +208,78 @@ impl Session {
             }
         }
         Ok(Reply::Done)
+    }
+
+    fn change_memory(&mut self, message: Message) -> io::Result<()> {
+        let mut fields = Fields(&message.body);
+        if message.request == request::SET_MEM_TABLE {
+            return self.set_memory(&mut fields, message.fds);
+        }
+        let _padding = fields.u64()?;
+        let region = MemoryRegion::parse(&mut fields)?;
+        if message.request == request::ADD_MEM_REG {
+            let file = single(message.fds)?.ok_or_else(|| invalid("memory without a file"))?;
+            self.memory.add(region, file)?;
+        } else {
+            self.memory.remove(region)?;
+        }
+        self.share_memory();
+        Ok(())
+    }
+
+    fn change_ring(&mut self, message: Message) -> io::Result<()> {
+        let mut fields = Fields(&message.body);
+        match message.request {
+            request::SET_VRING_NUM => {
+                let (index, size) = (fields.u32()?, fields.u32()?);
+                let size = u16::try_from(size).ok().filter(|size| *size <= QUEUE_SIZE_MAX);
+                self.slot(index)?.setup.size =
+                    size.ok_or_else(|| invalid("a queue that is too large"))?;
+            }
+            request::SET_VRING_ADDR => self.place(RingAddresses::parse(&mut fields)?)?,
+            request::SET_VRING_BASE => {
+                let (index, base) = (fields.u32()?, fields.u32()?);
+                // The wrap counters of packed rings would be above.
+                self.slot(index)?.setup.base = base as u16;
+            }
+            request::SET_VRING_KICK => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_kick(fd)?;
+                self.start(index)?;
+            }
+            request::SET_VRING_CALL => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_call(fd)?;
+            }
+            request::SET_VRING_ERR => {
+                let (index, fd) = ring_fd(&mut fields, message.fds)?;
+                self.slot(index)?.set_err(fd)?;
+            }
+            _ => {
+                let (index, enable) = (fields.u32()?, fields.u32()?);
+                self.enable(index, enable != 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a ring; the reply says where it stood.
+    fn take_away(&mut self, index: u32) -> io::Result<Reply> {
+        let base = self.slot(index)?.take_away();
+        let mut body = index.to_ne_bytes().to_vec();
+        body.extend(u32::from(base).to_ne_bytes());
+        Ok(Reply::Bytes(body))
+    }
+
+    fn set_config(&mut self, fields: &mut Fields<'_>) -> io::Result<()> {
+        let (offset, size, _flags) = (fields.u32()?, fields.u32()?, fields.u32()?);
+        let bytes = fields.0.get(..size as usize).ok_or(TooShort)?;
+        if !self.device.set_config(offset, bytes) {
+            return Err(invalid("a setting that cannot be changed"));
+        }
+        self.switched = true;
+        self.note_writeback();
+        Ok(())
     }
 
     /// What a server before this one was told of the write cache. Where that and this server's own
@@ -391,6 +408,18 @@ fn single(mut fds: Vec<OwnedFd>) -> io::Result<Option<OwnedFd>> {
         return Err(invalid("more files than one"));
     }
     Ok(fds.pop())
+}
+
+/// Room for notes of requests in flight, which the monitor keeps.
+fn new_notes(message: Message) -> io::Result<Reply> {
+    let asked = InflightArea::parse(&mut Fields(&message.body))?;
+    if asked.queues > QUEUES_MAX || asked.queue_size > QUEUE_SIZE_MAX {
+        return Err(invalid("notes for more requests than can be"));
+    }
+    let (area, file) = Area::create(asked.queues.max(1), asked.queue_size.max(1))?;
+    let mut body = message.body;
+    area.put(&mut body);
+    Ok(Reply::BytesAndFile(body, file))
 }
 
 /// A ring's index and its event counter.
