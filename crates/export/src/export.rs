@@ -48,6 +48,10 @@ pub struct ExportOptions {
 pub enum Change {
     /// Bytes.
     Write(Vec<u8>),
+    /// Bytes, and a disk that is large enough for them.
+    Append(Vec<u8>),
+    /// A disk that is at least so large as the offset says.
+    Grow,
     /// So many zeroes.
     Zero {
         /// Bytes.
@@ -78,8 +82,8 @@ impl Change {
     /// Bytes of memory that it holds.
     pub(crate) fn held_bytes(&self) -> u64 {
         match self {
-            Self::Write(data) => data.len() as u64,
-            Self::Zero { .. } => 0,
+            Self::Write(data) | Self::Append(data) => data.len() as u64,
+            Self::Zero { .. } | Self::Grow => 0,
             Self::Flush { requests } => requests * WAITING_BYTES,
         }
     }
@@ -87,7 +91,7 @@ impl Change {
     /// Requests that wait for it.
     pub(crate) fn requests(&self) -> u64 {
         match self {
-            Self::Write(_) | Self::Zero { .. } => 1,
+            Self::Write(_) | Self::Append(_) | Self::Zero { .. } | Self::Grow => 1,
             Self::Flush { requests } => *requests,
         }
     }
@@ -387,20 +391,29 @@ impl Export {
         error.kind() == ErrorKind::NoSpace && !lost
     }
 
-    /// Does a change that was kept; see `parking`.
-    pub(crate) fn apply(
-        &self,
-        client: &Client,
-        change: &Change,
-        at: u64,
-        durable: bool,
-    ) -> Result<()> {
+    /// Whether a change that failed so is made in a moment: a job that is about to end would not notice
+    /// that the disk grows.
+    pub(crate) fn is_for_a_moment(change: &Change, error: &Error) -> bool {
+        matches!(change, Change::Append(_) | Change::Grow) && matches!(error, Error::Busy { .. })
+    }
+
+    /// Does a change for a client.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] where the client has left; [`Error::Busy`] where the disk cannot grow under
+    /// a job; as the requests of these names.
+    pub fn apply(&self, client: &Client, change: &Change, at: u64, durable: bool) -> Result<()> {
         if client.has_left() {
             return Err(Error::Interrupted);
         }
         let requests = self.requests(client);
         match change {
             Change::Write(data) => requests.write(data, at, durable),
+            Change::Append(data) => {
+                self.grow_to(at.saturating_add(data.len() as u64))?;
+                requests.write(data, at, durable)
+            }
+            Change::Grow => self.grow_to(at),
             Change::Zero { len, may_unmap } => requests.zero(at, *len, *may_unmap, durable),
             Change::Flush { .. } => self.hold_for(client)?.flush(),
         }
@@ -470,6 +483,18 @@ impl Export {
             }
             disk.flush()
         })
+    }
+
+    /// Makes the disk at least so large.
+    fn grow_to(&self, bytes: u64) -> Result<()> {
+        if bytes <= self.size() {
+            return Ok(());
+        }
+        match self.grow(bytes) {
+            // Somebody else was faster.
+            Err(_) if self.size() >= bytes => Ok(()),
+            done => done,
+        }
     }
 
     /// Does something with the snapshots inside the image, while no request runs.

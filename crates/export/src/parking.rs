@@ -322,7 +322,8 @@ impl Parking {
                 *claim = ClaimState::Withdrawn;
             }
         }
-        let again = matches!(&done, Err(error) if export.keeps(error));
+        let waits = |error| export.keeps(error) || Export::is_for_a_moment(&parked.change, error);
+        let again = matches!(&done, Err(error) if waits(error));
         // Before the claim is given back: what was done cannot be withdrawn any more.
         let answers = *claim == ClaimState::Waits && !again;
         if answers {

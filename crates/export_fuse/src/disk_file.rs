@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::attributes::{NewAttributes, allocated_bytes};
 use crate::holes::{self, Sought};
-use crate::lanes::Lanes;
+use crate::lanes::{ChangeReply, Lanes};
 
 /// Bytes of the largest request: what the kernel makes of it without `fs.fuse.max_pages_limit`
 /// being raised.
@@ -35,6 +35,23 @@ impl DiskFile {
         let attributes = self.0.attributes.of(&disk);
         drop(disk);
         reply.attr(&ATTRIBUTES_HOLD, &attributes);
+    }
+}
+
+/// Answers who has made the file longer.
+struct Grown {
+    file: DiskFile,
+    new: NewAttributes,
+    reply: ReplyAttr,
+}
+
+impl ChangeReply for Grown {
+    fn done(self, _len: u64) {
+        self.file.0.attributes.set(&self.new);
+        self.file.attributes(self.reply);
+    }
+    fn failed(self, errno: Errno) {
+        self.reply.error(errno);
     }
 }
 
@@ -94,17 +111,7 @@ impl Filesystem for DiskFile {
         if !self.0.growable || size < self.0.export.size() {
             return reply.error(Errno::EPERM);
         }
-        let lanes = Arc::clone(&self.0);
-        self.0.pool.run(0, move || match lanes.grow_to(size) {
-            Ok(()) => {
-                lanes.attributes.set(&new);
-                Self(lanes).attributes(reply);
-            }
-            Err(error) => {
-                tracing::warn!("{error}");
-                reply.error(crate::errno::errno_of(&error));
-            }
-        });
+        self.0.grow(size, Grown { file: Self(Arc::clone(&self.0)), new, reply });
     }
 
     fn open(&self, _req: &Request, _ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {

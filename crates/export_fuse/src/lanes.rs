@@ -164,13 +164,13 @@ impl Lanes {
                 };
             }
         }
-        let len = if self.growable { whole } else { within };
-        let data = data[..len as usize].to_vec();
+        let change = match self.growable && within < whole {
+            true => Change::Append(data.to_vec()),
+            false => Change::Write(data[..within as usize].to_vec()),
+        };
         let lanes = Arc::clone(self);
         self.export.counters().lane(false);
-        self.pool.run(data.len(), move || {
-            lanes.change(at, Change::Write(data), durable, began, reply);
-        });
+        self.pool.run(data.len(), move || lanes.change(at, change, durable, began, reply));
     }
 
     /// Writes zeroes. What lies past the end is left out.
@@ -197,14 +197,17 @@ impl Lanes {
         reply: impl ChangeReply,
     ) {
         let (kind, len) = match &change {
-            Change::Write(data) => (OpKind::Write, data.len() as u64),
-            Change::Zero { len, .. } => (OpKind::Zero, *len),
-            Change::Flush { .. } => (OpKind::Flush, 0),
+            Change::Write(data) | Change::Append(data) => (Some(OpKind::Write), data.len() as u64),
+            Change::Zero { len, .. } => (Some(OpKind::Zero), *len),
+            Change::Flush { .. } => (Some(OpKind::Flush), 0),
+            Change::Grow => (None, 0),
         };
         let lanes = Arc::clone(self);
         let answer = move |done: Result<()>| {
-            lanes.count(kind, len, began, done.is_ok());
-            if kind != OpKind::Flush {
+            if let Some(kind) = kind {
+                lanes.count(kind, len, began, done.is_ok());
+            }
+            if kind != Some(OpKind::Flush) {
                 lanes.attributes.touch();
             }
             match done {
@@ -213,18 +216,12 @@ impl Lanes {
             }
         };
         // It may have waited for a thread while the mount was ended by force.
-        if self.client.has_left() {
-            return answer(Err(Error::Interrupted));
+        let apply = || self.export.apply(&self.client, &change, at, durable);
+        let mut done = apply();
+        // An exchange of images under which no disk grows, and which takes a moment.
+        while matches!(done, Err(Error::Busy { .. })) && self.export.wait_for_job() {
+            done = apply();
         }
-        if let Err(error) = self.grow_to(at.saturating_add(len)) {
-            return answer(Err(error));
-        }
-        let requests = self.export.requests(&self.client);
-        let done = match &change {
-            Change::Write(data) => requests.write(data, at, durable),
-            Change::Zero { len, may_unmap } => requests.zero(at, *len, *may_unmap, durable),
-            Change::Flush { .. } => self.export.flush(),
-        };
         match done {
             Err(error) if self.export.keeps(&error) => {
                 let claim = Claim::of(&self.client);
@@ -244,23 +241,10 @@ impl Lanes {
         });
     }
 
-    /// Makes the disk at least so large, where that is allowed.
-    ///
-    /// # Errors
-    /// As [`vdkit_chain::Disk::resize`].
-    pub fn grow_to(&self, bytes: u64) -> Result<()> {
-        if !self.growable || bytes <= self.export.size() {
-            return Ok(());
-        }
-        loop {
-            match self.export.grow(bytes) {
-                // Somebody else was faster.
-                Err(_) if self.export.size() >= bytes => return Ok(()),
-                // An exchange of images that would not notice, and takes a moment.
-                Err(Error::Busy { .. }) if self.export.wait_for_job() => {}
-                done => return done,
-            }
-        }
+    /// Makes the disk so large.
+    pub fn grow(self: &Arc<Self>, bytes: u64, reply: impl ChangeReply) {
+        let (began, lanes) = (Instant::now(), Arc::clone(self));
+        self.pool.run(0, move || lanes.change(bytes, Change::Grow, false, began, reply));
     }
 
     /// Whether writes waited lately.

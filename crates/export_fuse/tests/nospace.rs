@@ -28,11 +28,16 @@ struct Mounted {
 
 impl Mounted {
     fn new() -> Self {
+        Self::with(1 << 30, &ServerOptions::default())
+    }
+
+    fn with(bytes: u64, options: &ServerOptions) -> Self {
         let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
-        let export = Export::new(qcow2(faulty.clone(), 1 << 30, ""), ExportOptions::default());
+        let export =
+            Export::new(qcow2(faulty.clone(), bytes, "cluster_size=4K"), ExportOptions::default());
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("disk");
-        let server = Server::start(export.clone(), &file, &ServerOptions::default()).unwrap();
+        let server = Server::start(export.clone(), &file, options).unwrap();
         Self { faulty, export, server, file, _folder: folder }
     }
 
@@ -92,6 +97,41 @@ fn a_sync_waits_for_space() {
     mounted.faulty.heal();
     mounted.export.resume();
     syncing.join().unwrap().unwrap();
+    mounted.end();
+}
+
+/// Making a file longer needs space as any write does: for the bytes and, where the disk's tables grow
+/// with it, for them.
+#[test]
+fn a_growth_waits_for_space() {
+    if !require_fuse() {
+        return;
+    }
+    let options = ServerOptions { growable: true, ..ServerOptions::default() };
+    let mounted = Mounted::with(MIB, &options);
+    mounted.fill();
+    let appending = mounted.write_in_vain(MIB + 4096);
+    mounted.wait_for(1);
+    assert!(!appending.is_finished());
+    // Reads go on.
+    mounted.open().read_exact_at(&mut [0; 512], 0).unwrap();
+    mounted.faulty.heal();
+    mounted.export.resume();
+    appending.join().unwrap().unwrap();
+    assert_eq!(mounted.export.size(), MIB + 8192);
+    mounted.fill();
+    // A first level table for 1 TiB does not fit into its cluster any more.
+    let file = mounted.open();
+    let truncating = std::thread::spawn(move || file.set_len(1 << 40));
+    mounted.wait_for(1);
+    assert!(!truncating.is_finished() && mounted.export.size() == MIB + 8192);
+    mounted.faulty.heal();
+    mounted.export.resume();
+    truncating.join().unwrap().unwrap();
+    assert_eq!(mounted.open().metadata().unwrap().len(), 1 << 40);
+    let mut found = [0; 4096];
+    mounted.open().read_exact_at(&mut found, MIB + 4096).unwrap();
+    assert_eq!(found, [5; 4096]);
     mounted.end();
 }
 
