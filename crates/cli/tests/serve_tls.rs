@@ -163,6 +163,64 @@ fn is_refused(scratch: &Scratch, tls: &str, words: &str) {
 }
 
 /// An authority whose file was moved away is a mistake: nobody may come in without a certificate.
+/// A list of revoked certificates that is there is heeded, as QEMU's servers do.
+#[test]
+fn a_revoked_certificate_lets_nobody_in() {
+    let scratch = Scratch::new();
+    if !certificates(&scratch) {
+        return;
+    }
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let credentials = "tls-creds-x509,id=tls0,dir=pki,endpoint=client";
+    let list = |revoke: &str, days: &str| {
+        let script = format!(
+            "set -e; cd pki; rm -f index*; touch index; echo 01 > number\n\
+             printf '[ca]\\ndefault_ca=x\\n[x]\\ndatabase=index\\ncrlnumber=number\\ndefault_md=sha256\\n\\\n\
+             certificate=ca-cert.pem\\nprivate_key=ca-key.pem\\n' > ca.cnf\n\
+             {revoke}\n\
+             openssl ca -config ca.cnf -gencrl {days} -out ca-crl.pem"
+        );
+        peer(&folder(&scratch), "bash", &["-c", &script]);
+    };
+    list("", "-crldays 2");
+    let served = Served::start(&scratch, "pki");
+    served.works(&scratch, credentials);
+    served.end(&scratch);
+    list("openssl ca -config ca.cnf -revoke client-cert.pem", "-crldays 2");
+    let served = Served::start(&scratch, "pki");
+    served.refuses(&scratch, credentials);
+    served.end(&scratch);
+    // A list that has run out says nothing of whom the authority has revoked since.
+    list("", "-crl_lastupdate 20200101000000Z -crl_nextupdate 20200102000000Z");
+    let served = Served::start(&scratch, "pki");
+    served.refuses(&scratch, credentials);
+    served.end(&scratch);
+}
+
+/// Nothing that is meant to keep clients out is passed over.
+#[test]
+fn a_list_of_revoked_certificates_that_cannot_be_used_is_an_error() {
+    let scratch = Scratch::new();
+    if !certificates(&scratch) {
+        return;
+    }
+    scratch.ok(&["create", "a.qcow2", "64M"]);
+    let arguments = ["serve", "a.qcow2", "--nbd", "tcp:127.0.0.1:0", "--tls", "pki"];
+    let refused = |words: &str| {
+        let output = scratch.command(&arguments).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{output:?}");
+        assert!(text.contains("ca-crl.pem") && text.contains(words), "{text}");
+    };
+    scratch.write("pki/ca-crl.pem", b"nothing");
+    refused("holds no list");
+    std::fs::remove_file(scratch.path("pki/ca-cert.pem")).unwrap();
+    refused("ca-cert.pem");
+    std::fs::remove_file(scratch.path("pki/server-cert.pem")).unwrap();
+    keys(&scratch, "pki", &format!("bob:{KEY}\n"));
+    refused("keys");
+}
+
 #[test]
 fn a_dangling_link_as_authority_lets_nobody_in() {
     let scratch = Scratch::new();

@@ -1,7 +1,7 @@
 //! A connection's bytes: a socket, or one inside TLS.
 
 use std::fmt;
-use std::io::{self, IoSlice, Write};
+use std::io::{self, IoSlice};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -91,6 +91,9 @@ pub struct Socket {
     poll: Poll,
     /// The receiving direction was ended here, not by the peer.
     ended_here: AtomicBool,
+    /// Whoever sends waits for as long as it takes, by asking again: the kernel gives up after
+    /// [`BRIEFLY`].
+    patient: AtomicBool,
 }
 
 impl Socket {
@@ -105,7 +108,13 @@ impl Socket {
     }
 
     fn over(stream: Stream, lookers: &'static Lookers) -> Self {
-        Self { stream, poll: Poll::new(lookers), ended_here: AtomicBool::new(false) }
+        let (poll, ended_here) = (Poll::new(lookers), AtomicBool::new(false));
+        let socket = Self { stream, poll, ended_here, patient: AtomicBool::new(true) };
+        // One whose time cannot be set is closed: nothing could be said about its waiting.
+        if socket.wait_at_most(None, Some(BRIEFLY)).is_err() {
+            socket.shutdown(Shutdown::Both);
+        }
+        socket
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -115,20 +124,39 @@ impl Socket {
         }
     }
 
-    /// Some of the bytes, those of one slice behind those of another.
-    fn send_some(&self, slices: &[IoSlice<'_>], flags: SendFlags) -> io::Result<usize> {
-        let flags = flags | SendFlags::NOSIGNAL;
+    /// Some of the bytes, those of one slice behind those of another: as many as go within the time
+    /// that the socket has, by one call.
+    fn send_some(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        let flags = SendFlags::NOSIGNAL;
         let send = || sendmsg(self.fd(), slices, &mut SendAncillaryBuffer::default(), flags);
-        Ok(rustix::io::retry_on_intr(send)?)
+        match rustix::io::retry_on_intr(send) {
+            Err(rustix::io::Errno::AGAIN) => Ok(0),
+            sent => Ok(sent?),
+        }
     }
 
-    /// Waits until there is room for bytes to send, or until a moment. Whether there is room.
-    fn has_room_until(&self, until: Instant) -> bool {
-        let left = until.saturating_duration_since(Instant::now());
-        let wait = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
+    /// After a call that sent nothing.
+    fn wait_for_room(&self) -> io::Result<()> {
+        if !self.patient.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
         let fd = self.fd();
         let mut fds = [PollFd::new(&fd, PollFlags::OUT)];
-        !left.is_zero() && rustix::event::poll(&mut fds, Some(&wait)).is_ok_and(|ready| ready > 0)
+        rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, None))?;
+        Ok(())
+    }
+
+    fn wait_at_most(&self, reading: Option<Duration>, writing: Option<Duration>) -> io::Result<()> {
+        match &self.stream {
+            Stream::Unix(stream) => {
+                stream.set_read_timeout(reading)?;
+                stream.set_write_timeout(writing)
+            }
+            Stream::Tcp(stream) => {
+                stream.set_read_timeout(reading)?;
+                stream.set_write_timeout(writing)
+            }
+        }
     }
 
     fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
@@ -183,33 +211,24 @@ impl Channel for Socket {
     }
 
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        match &self.stream {
-            Stream::Unix(stream) => (&*stream).write_all(bytes),
-            Stream::Tcp(stream) => (&*stream).write_all(bytes),
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            match self.send_some(&[IoSlice::new(rest)])? {
+                0 => self.wait_for_room()?,
+                sent => rest = &rest[sent..],
+            }
         }
+        Ok(())
     }
 
     fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
-        let (mut sent, mut until) = (0, None);
-        while sent < bytes.len() {
-            match self.send_some(&[IoSlice::new(&bytes[sent..])], SendFlags::DONTWAIT) {
-                Ok(more) => sent += more,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let until = *until.get_or_insert_with(|| Instant::now() + BRIEFLY);
-                    if !self.has_room_until(until) {
-                        break;
-                    }
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok((sent, true))
+        self.send_some(&[IoSlice::new(bytes)]).map(|sent| (sent, true))
     }
 
     /// In one call, so that the peer is woken once.
     fn send_both(&self, head: &[u8], data: &[u8]) -> io::Result<()> {
         let slices = [IoSlice::new(head), IoSlice::new(data)];
-        let sent = self.send_some(&slices, SendFlags::empty())?;
+        let sent = self.send_some(&slices)?;
         if sent < head.len() {
             self.send(&head[sent..])?;
         }
@@ -217,16 +236,8 @@ impl Channel for Socket {
     }
 
     fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        match &self.stream {
-            Stream::Unix(stream) => {
-                stream.set_read_timeout(most)?;
-                stream.set_write_timeout(most)
-            }
-            Stream::Tcp(stream) => {
-                stream.set_read_timeout(most)?;
-                stream.set_write_timeout(most)
-            }
-        }
+        self.patient.store(most.is_none(), Ordering::Relaxed);
+        self.wait_at_most(most, most.or(Some(BRIEFLY)))
     }
 
     fn shutdown(&self, how: Shutdown) {
@@ -254,7 +265,7 @@ impl Channel for Socket {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read;
+    use std::io::{Read, Write};
 
     use super::*;
 

@@ -263,16 +263,25 @@ impl Session {
                 (buffer, None)
             } else {
                 receiver.consume(head);
-                let large = (payload as u64 > ALONE_BYTES).then(|| self.large_payloads.lock());
-                let mut buffer = self.buffers.take();
-                receiver.take_payload(&*self.channel, &mut buffer, payload)?;
-                (buffer, large)
+                self.take_large(receiver, payload)?
             };
             // What is left is sent once the lead is given away.
             self.replier.send_all_ready(out)?;
             self.export.counters().lane(false);
             return Ok(Turn::Slow(request, now, buffer, large));
         }
+    }
+
+    /// A payload that does not fit beside others into the receiver's buffer.
+    fn take_large(
+        &self,
+        receiver: &mut Receiver,
+        payload: usize,
+    ) -> io::Result<(Buffer, Option<MutexGuard<'_, ()>>)> {
+        let large = (payload as u64 > ALONE_BYTES).then(|| self.large_payloads.lock());
+        let mut buffer = self.buffers.take();
+        receiver.take_payload(&*self.channel, &mut buffer, payload)?;
+        Ok((buffer, large))
     }
 
     /// Does a request in the leader's own thread, where it waits for nothing or is likely to be brief.

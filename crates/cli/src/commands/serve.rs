@@ -78,8 +78,9 @@ pub struct ServeArgs {
     bitmap: Vec<String>,
     /// Clients must use TLS, with server-cert.pem and server-key.pem of DIR, or keys.psk
     ///
-    /// Where DIR holds ca-cert.pem too, clients must show a certificate of that authority. keys.psk
-    /// holds keys that both sides know, a line a client, as psktool writes them.
+    /// Where DIR holds ca-cert.pem too, clients must show a certificate of that authority, and one
+    /// that ca-crl.pem has not revoked, where that is there. keys.psk holds keys that both sides
+    /// know, a line a client, as psktool writes them.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     tls: Option<PathBuf>,
     /// Listen for `vdkit ctl` at this Unix socket

@@ -4,12 +4,14 @@ use std::io::{self, Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 
+use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
-use super::{CA_CERTIFICATE, CERTIFICATE, PRIVATE_KEY, Session, bad, is_named};
+use super::{CA_CERTIFICATE, CERTIFICATE, PRIVATE_KEY, REVOKED, Session, bad, is_named};
 
 /// Reads the folder's certificates and key.
 pub(super) fn load(folder: &Path) -> io::Result<Arc<ServerConfig>> {
@@ -27,21 +29,61 @@ pub(super) fn load(folder: &Path) -> io::Result<Arc<ServerConfig>> {
     let builder = ServerConfig::builder_with_provider(provider.clone())
         .with_safe_default_protocol_versions()
         .map_err(|error| bad(folder, error))?;
-    let ca = folder.join(CA_CERTIFICATE);
-    let builder = if is_named(&ca)? {
-        let mut roots = RootCertStore::empty();
-        for certificate in certificates(CA_CERTIFICATE)? {
-            roots.add(certificate).map_err(|error| bad(&ca, error))?;
-        }
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
-            .build()
-            .map_err(|error| bad(&ca, error))?;
-        builder.with_client_cert_verifier(verifier)
-    } else {
-        builder.with_no_client_auth()
+    let builder = match clients(folder, &certificates, provider)? {
+        Some(verifier) => builder.with_client_cert_verifier(verifier),
+        None => builder.with_no_client_auth(),
     };
     let config = builder.with_single_cert(chain, key).map_err(|error| bad(&key_path, error))?;
     Ok(Arc::new(config))
+}
+
+/// Who judges the certificates of clients, where they must show one: of the folder's authority, and not
+/// revoked by it.
+fn clients(
+    folder: &Path,
+    certificates: &dyn Fn(&str) -> io::Result<Vec<CertificateDer<'static>>>,
+    provider: Arc<CryptoProvider>,
+) -> io::Result<Option<Arc<dyn ClientCertVerifier>>> {
+    let (ca, crl) = (folder.join(CA_CERTIFICATE), folder.join(REVOKED));
+    let revokes = is_named(&crl)?;
+    if !is_named(&ca)? {
+        if revokes {
+            let why = format!(
+                "without {CA_CERTIFICATE} beside it clients show no certificate that could be revoked; \
+                 add the authority's certificate, or move this file away"
+            );
+            return Err(bad(&crl, why));
+        }
+        return Ok(None);
+    }
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(CA_CERTIFICATE)? {
+        roots.add(certificate).map_err(|error| bad(&ca, error))?;
+    }
+    let mut builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+    if revokes {
+        // As with GnuTLS: a list that has run out lets nobody in, and authorities without a list of their
+        // own are trusted as before.
+        builder = builder
+            .with_crls(revoked(&crl)?)
+            .allow_unknown_revocation_status()
+            .enforce_revocation_expiration();
+    }
+    let file = if revokes { &crl } else { &ca };
+    builder.build().map(Some).map_err(|error| bad(file, error))
+}
+
+/// The lists of revoked certificates in a file.
+fn revoked(path: &Path) -> io::Result<Vec<CertificateRevocationListDer<'static>>> {
+    let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_file_iter(path)
+        .map_err(|error| bad(path, error))?
+        .collect();
+    let lists = lists.map_err(|error| bad(path, error))?;
+    if lists.is_empty() {
+        Err(bad(path, "holds no list of revoked certificates"))
+    } else {
+        Ok(lists)
+    }
 }
 
 /// A connection that begins.

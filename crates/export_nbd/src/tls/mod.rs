@@ -1,8 +1,8 @@
 //! TLS around a connection: with certificates, or with keys that both sides know already.
 //!
 //! The files are named as QEMU names them, in one folder: `server-cert.pem`, `server-key.pem`, and
-//! `ca-cert.pem`, whose presence means that clients must show a certificate of that authority; or
-//! `keys.psk` alone.
+//! `ca-cert.pem`, whose presence means that clients must show a certificate of that authority, with
+//! `ca-crl.pem`, the certificates that it has revoked; or `keys.psk` alone.
 
 mod certificates;
 mod psk;
@@ -28,6 +28,7 @@ const SEND_BYTES: usize = 256 << 10;
 const CERTIFICATE: &str = "server-cert.pem";
 const PRIVATE_KEY: &str = "server-key.pem";
 const CA_CERTIFICATE: &str = "ca-cert.pem";
+const REVOKED: &str = "ca-crl.pem";
 const KEYS: &str = "keys.psk";
 
 /// What a server needs to speak TLS.
@@ -65,12 +66,14 @@ impl Tls {
         if !is_named(&keys)? {
             return Ok(Self(Kind::Certificates(certificates::load(folder)?)));
         }
-        if is_named(&folder.join(CERTIFICATE))? {
-            let why = format!(
-                "there is {CERTIFICATE} beside it, and a server asks for the one or for the other; \
-                 move one of them to another folder"
-            );
-            return Err(bad(&keys, why));
+        for other in [CERTIFICATE, REVOKED] {
+            if is_named(&folder.join(other))? {
+                let why = format!(
+                    "there is {other} beside it, and a server asks for keys or for certificates; \
+                     move one of them to another folder"
+                );
+                return Err(bad(&keys, why));
+            }
         }
         Ok(Self(Kind::Keys(psk::load(&keys)?)))
     }
