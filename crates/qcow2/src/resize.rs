@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Error, GuestOffset, HostOffset, Result, align_down};
+use vdkit_block::{Error, GuestOffset, HostOffset, Result, ZeroMode, align_down};
 use vdkit_meta::MutexGuard;
 
 use crate::entry::{L2Entry, State};
@@ -349,18 +349,19 @@ impl Qcow2 {
             }
             let whole = clusters.start.is_multiple_of(span);
             self.change_range(meta, clusters, true, |_, _| L2Entry::default())?;
-            if whole {
-                self.drop_l2(meta, l1_index);
-            }
-            Ok(())
+            if whole { self.drop_l2(meta, l1_index) } else { Ok(()) }
         })
     }
 
-    /// Unlinks an L2 table whose entries are all empty.
-    fn drop_l2(&self, meta: &mut Meta, l1_index: u64) {
-        let word = std::mem::take(&mut self.l1.write()[l1_index as usize]);
-        let table = HostOffset(word & OFFSET_MASK);
+    /// Unlinks an L2 table whose entries are all empty. They are so on disk before the L1 entry is gone:
+    /// after a power cut a check would take what is left of them for a table that lost its L1 entry, and
+    /// keep all that it maps. To be flushed.
+    fn drop_l2(&self, meta: &mut Meta, l1_index: u64) -> Result<()> {
+        let table = HostOffset(self.l1.read()[l1_index as usize] & OFFSET_MASK);
         let cluster = self.geometry.cluster_bytes();
+        meta.dirty.tables_first = true;
+        self.storage.write_zeroes(table, cluster, ZeroMode::MayUnmap)?;
+        self.l1.write()[l1_index as usize] = 0;
         self.slices.forget(table, cluster);
         for key in (table.0..table.0 + cluster).step_by(self.slices.slice_bytes() as usize) {
             meta.dirty.slices.remove(&key);
@@ -368,7 +369,7 @@ impl Qcow2 {
         meta.dirty.l1.insert(l1_index / 64);
         let first = self.geometry.host_cluster(table);
         self.metadata.write().remove(&first);
-        // Or a check would take what is left of it for a table that lost its L1 entry.
-        meta.reclaim.unlink(&self.in_flight, [freed(first, 1, true)]);
+        meta.reclaim.unlink(&self.in_flight, [freed(first, 1, false)]);
+        Ok(())
     }
 }

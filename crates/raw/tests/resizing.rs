@@ -3,29 +3,28 @@
 use vdkit_raw::RawDriver;
 use vdkit_testkit::FaultKind;
 use vdkit_testkit::trials::{Resizes, Trial};
+use vdkit_testkit::units::{KIB, MIB, TIB};
 
-const MIB: u64 = 1 << 20;
-
-const RAW: Resizes<'_> = Resizes {
-    trial: Trial {
-        driver: &RawDriver,
-        options: "",
-        guest_bytes: MIB,
-        write_bytes_max: MIB,
-        resizes: true,
-    },
-    sizes: &[MIB + 512, 5 * MIB, 70 * 1024 + 512, 1 << 40, 3 * MIB],
-    ordered: false,
+const TRIAL: Trial = Trial {
+    driver: &RawDriver,
+    options: "",
+    guest_bytes: MIB,
+    write_bytes_max: MIB,
+    resizes: true,
 };
+const RAW: Resizes<'_> = Resizes::new(TRIAL, &[MIB + 512, 5 * MIB, 70 * KIB + 512, TIB, 3 * MIB]);
 
 #[test]
 fn other_sizes_equal_the_model_live_and_offline() {
-    RAW.model(true);
-    RAW.model(false);
+    RAW.models();
 }
 
 #[test]
 fn a_resize_may_fail_at_any_call() {
-    RAW.faults(&FaultKind::CHANGES, false, false);
-    RAW.faults(&[FaultKind::SetLen, FaultKind::Allocate], true, true);
+    RAW.all_faults(&[FaultKind::SetLen, FaultKind::Allocate]);
+}
+
+#[test]
+fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
+    RAW.power_cut(3);
 }

@@ -40,6 +40,10 @@ impl FaultKind {
         Self::SetLen,
     ];
 
+    /// Those that need space, where a disk may be full. ([`FaultKind::SetLen`] is the last one: a full disk
+    /// does not keep a file from being cut.)
+    pub const SPACE: [Self; 4] = [Self::Write, Self::Zero, Self::Allocate, Self::SetLen];
+
     /// Those that change the storage or make changes durable.
     pub const CHANGES: [Self; 6] =
         [Self::Write, Self::Zero, Self::Discard, Self::Allocate, Self::Sync, Self::SetLen];

@@ -12,6 +12,7 @@
 //! - [`appliance`] makes OVAs by hand.
 //! - [`concurrent`] lets several clients use a disk while the power fails or calls do.
 //! - [`trials`] are what every writable format must stand.
+//! - [`units`] are the sizes that tests name.
 //! - [`disks`] makes a disk over such a storage.
 //! - `nbd` (a feature) serves one, and is a client that says what no other would.
 //! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
@@ -46,6 +47,7 @@ mod recorded;
 mod rng;
 mod sharing;
 pub mod trials;
+pub mod units;
 
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashClock, CrashImage, CrashStorage};

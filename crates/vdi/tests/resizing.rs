@@ -7,45 +7,29 @@ use std::sync::Arc;
 use support::{DYNAMIC, Shared, found};
 use vdkit_block::{GuestOffset, Repair};
 use vdkit_testkit::trials::{Resizes, Trial};
+use vdkit_testkit::units::{GIB, MIB};
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
 
-const MIB: u64 = 1 << 20;
-const GIB: u64 = 1 << 30;
-const SPACE: [FaultKind; 4] =
-    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
 /// Entries that fit between the header and the first block.
 const ROOM: u64 = (MIB - 512) / 4;
 
-const TABLES: Resizes<'_> = Resizes {
-    trial: Trial { guest_bytes: 200 * GIB, ..DYNAMIC },
-    sizes: &[ROOM * MIB, ROOM * MIB + 512, 600 * GIB, 3 * GIB + 1024, 520 * GIB],
-    ordered: false,
-};
-const SMALL: Resizes<'_> = Resizes {
-    trial: DYNAMIC,
-    sizes: &[12 * MIB + 512, 3 * MIB, 3 * MIB + 512, 20 * MIB, MIB],
-    ordered: false,
-};
+const TABLES: Resizes<'_> = Resizes::new(
+    Trial { guest_bytes: 200 * GIB, ..DYNAMIC },
+    &[ROOM * MIB, ROOM * MIB + 512, 600 * GIB, 3 * GIB + 1024, 520 * GIB],
+);
+const SMALL: Resizes<'_> =
+    Resizes::new(DYNAMIC, &[12 * MIB + 512, 3 * MIB, 3 * MIB + 512, 20 * MIB, MIB]);
 const STATIC: Resizes<'_> = Resizes { trial: Trial { options: "static=on", ..DYNAMIC }, ..SMALL };
 
 #[test]
 fn other_sizes_equal_the_model_live_and_offline() {
-    for images in [TABLES, SMALL, STATIC] {
-        images.model(true);
-        images.model(false);
-    }
+    [TABLES, SMALL, STATIC].iter().for_each(Resizes::models);
 }
 
 #[test]
 fn a_resize_may_fail_at_any_call() {
-    for images in [SMALL, STATIC] {
-        images.faults(&FaultKind::CHANGES, false, false);
-        images.faults(&SPACE, true, true);
-        images.faults(&[FaultKind::Read], false, false);
-    }
     let large = Resizes { sizes: &[ROOM * MIB + 512, 3 * GIB], ..TABLES };
-    large.faults(&FaultKind::CHANGES, false, false);
-    large.faults(&SPACE, true, true);
+    [SMALL, STATIC, large].iter().for_each(|images| images.all_faults(&FaultKind::SPACE));
 }
 
 #[test]
@@ -66,7 +50,7 @@ fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
         let disk = trial.open(&storage, true).unwrap();
         disk.write_at(&[0xaa; 65536], GuestOffset(0)).unwrap();
         disk.flush().unwrap();
-        faulty.arm(FaultPlan::nth(&SPACE, nth).no_space().lasting());
+        faulty.arm(FaultPlan::nth(&FaultKind::SPACE, nth).no_space().lasting());
         let grown = disk.resize(700 * GIB);
         faulty.heal();
         disk.write_at(&[0xbb; 512], GuestOffset(3 * MIB + 1024)).unwrap();

@@ -42,6 +42,24 @@ fn check_fixed(
     let disk = footer.disk_bytes();
     fixed::judge_size(storage.name(), disk, footers.back_at)?;
     let mut report = CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() };
+    if footers.behind > 0 {
+        let repaired = repair != Repair::Nothing;
+        report.add(Finding {
+            severity: Severity::Leak,
+            offset: footers.back_at + FOOTER_BYTES as u64,
+            structure: "file",
+            message: format!(
+                "{} bytes behind the footer, left by a power cut while the image grew; other programs \
+                 do not find the footer",
+                footers.behind
+            ),
+            repaired,
+        });
+        if repaired {
+            fixed::cut_behind(storage, footers.back_at)?;
+            report.image_end_offset = storage.len()?;
+        }
+    }
     let wanted = footer.current_size().max(disk).div_ceil(512) * 512;
     let free = footers.back_at.saturating_sub(wanted);
     // On a device the footer is at its end.

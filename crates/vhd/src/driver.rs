@@ -133,7 +133,7 @@ impl FormatDriver for VhdDriver {
         let footers = Footers::read(&*storage)?;
         let footer = footers.best(storage.name())?;
         if footer.disk_type == DiskType::Fixed {
-            let image = FixedVhd::open(storage, footer.clone(), footers.back_at, writable)?;
+            let image = FixedVhd::open(storage, footer.clone(), &footers, writable)?;
             return Ok(Arc::new(image));
         }
         let parts = Dynamic::read(&*storage, &footers)?;

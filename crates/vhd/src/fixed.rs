@@ -18,6 +18,7 @@ use crate::locate::Footers;
 pub(crate) struct FixedVhd {
     storage: Arc<dyn Storage>,
     writable: bool,
+    warnings: Vec<String>,
     guest_bytes: AtomicU64,
     end: Mutex<End>,
     in_flight: InFlight,
@@ -32,24 +33,30 @@ struct End {
 }
 
 impl FixedVhd {
-    /// Takes an image whose footer is at `footer_at`.
+    /// Takes an image with these footers, of which `footer` is the one to go by. One that a power cut
+    /// left longer than it says is cut where it is opened for writing.
     ///
     /// # Errors
     /// [`Error::ReadOnly`]; [`Error::Corrupt`] where the disk does not end before the footer.
     pub(crate) fn open(
         storage: Arc<dyn Storage>,
         footer: Footer,
-        footer_at: u64,
+        footers: &Footers,
         writable: bool,
     ) -> Result<Self> {
         if writable && !storage.caps().writable {
             return Err(Error::ReadOnly { file: storage.name().to_owned() });
         }
-        let guest_bytes = footer.disk_bytes();
+        let (guest_bytes, footer_at) = (footer.disk_bytes(), footers.back_at);
         judge_size(storage.name(), guest_bytes, footer_at)?;
+        if writable && footers.behind > 0 {
+            cut_behind(&*storage, footer_at)?;
+        }
+        let warnings = footers.warning(storage.name()).into_iter().collect();
         Ok(Self {
             storage,
             writable,
+            warnings,
             guest_bytes: AtomicU64::new(guest_bytes),
             end: Mutex::new(End { footer, at: footer_at }),
             in_flight: InFlight::default(),
@@ -109,6 +116,12 @@ impl FixedVhd {
     }
 }
 
+/// Makes a file end with the footer that stands in it, where all behind is zero.
+pub(crate) fn cut_behind(storage: &dyn Storage, footer_at: u64) -> Result<()> {
+    storage.set_len(footer_at + FOOTER_BYTES as u64)?;
+    storage.sync()
+}
+
 /// The disk must end before the footer, whatever the footer says.
 pub(crate) fn judge_size(file: &str, guest_bytes: u64, footer_at: u64) -> Result<()> {
     if guest_bytes <= footer_at {
@@ -154,6 +167,10 @@ impl Format for FixedVhd {
 
     fn in_flight(&self) -> &InFlight {
         &self.in_flight
+    }
+
+    fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {

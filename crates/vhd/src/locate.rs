@@ -1,8 +1,12 @@
 //! Finding the footer of an image, and its copy.
 
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, HostOffset, Result, Storage, is_zero};
 
-use crate::footer::{DiskType, FOOTER_BYTES, Footer, NoFooter};
+use crate::footer::{DiskType, FOOTER_BYTES, Footer, NoFooter, SECTOR};
+
+/// Bytes before the end of a file's data that are looked through for a footer: the largest block of a
+/// file system.
+const BLOCK_MAX: u64 = 64 << 10;
 
 /// The footers of a file, as they are.
 #[derive(Debug)]
@@ -13,6 +17,8 @@ pub(crate) struct Footers {
     pub(crate) back: std::result::Result<Footer, NoFooter>,
     /// Where the one at the end is: its last byte is missing in images of Virtual PC before 2004.
     pub(crate) back_at: u64,
+    /// Bytes behind that one, where the file should have none. All are zero.
+    pub(crate) behind: u64,
 }
 
 impl Footers {
@@ -36,7 +42,37 @@ impl Footers {
             back = Footer::parse(&bytes[1..]);
             back_at += 1;
         }
-        Ok(Self { front, back, back_at })
+        let mut footers = Self { front, back, back_at, behind: 0 };
+        if footers.back.is_err() && footers.front.is_err() && is_zero(&bytes[..got]) {
+            footers.find_interrupted(storage, len)?;
+        }
+        Ok(footers)
+    }
+
+    /// The footer of a fixed image whose file got its new length in a power cut, and nothing of what was
+    /// to be written there. The old footer is then the last thing in the file that is not zero.
+    fn find_interrupted(&mut self, storage: &dyn Storage, len: u64) -> Result<()> {
+        // A device is as long as it is, whatever lies at its end.
+        if storage.caps().device {
+            return Ok(());
+        }
+        let end = end_of_data(storage, len)?.next_multiple_of(SECTOR).min(len);
+        let begin = end.saturating_sub(BLOCK_MAX) / SECTOR * SECTOR;
+        let mut bytes = vec![0; (end - begin) as usize];
+        let got = storage.read_up_to(&mut bytes, HostOffset(begin))?;
+        bytes.truncate(got);
+        let Some(last) = bytes.chunks(FOOTER_BYTES).rposition(|sector| !is_zero(sector)) else {
+            return Ok(());
+        };
+        let at = begin + last as u64 * SECTOR;
+        let found = Footer::parse(&bytes[last * FOOTER_BYTES..]).ok();
+        if let Some(footer) = found.filter(|footer| footer.disk_type == DiskType::Fixed)
+            && footer.disk_bytes() <= at
+        {
+            self.behind = len.saturating_sub(at + SECTOR);
+            (self.back, self.back_at) = (Ok(footer), at);
+        }
+        Ok(())
     }
 
     /// The one to go by: that at the start where there is one, as QEMU does.
@@ -61,7 +97,13 @@ impl Footers {
     pub(crate) fn warning(&self, file: &str) -> Option<String> {
         let footer = self.best(file).ok()?;
         if footer.disk_type == DiskType::Fixed {
-            return None;
+            let behind = self.behind;
+            return (behind > 0).then(|| {
+                format!(
+                    "{file}: {behind} bytes behind the footer, left by a power cut while the image \
+                     grew: the disk has its old size"
+                )
+            });
         }
         let mend = "run: vdkit check --repair all";
         match (&self.front, &self.back) {
@@ -77,4 +119,20 @@ impl Footers {
             _ => None,
         }
     }
+}
+
+/// Where the last piece of data of a file ends, which is zero behind that. Storages know no way to ask
+/// for it; that there is no data from some offset on is one question.
+fn end_of_data(storage: &dyn Storage, len: u64) -> Result<u64> {
+    let (mut begin, mut end) = (0, len);
+    while begin < end {
+        let middle = begin + (end - begin) / 2;
+        let run = storage.extent_at(HostOffset(middle), len - middle)?;
+        if run.data || run.len < len - middle {
+            begin = middle + 1;
+        } else {
+            end = middle;
+        }
+    }
+    Ok(end)
 }

@@ -7,50 +7,36 @@ use std::sync::Arc;
 use support::{DYNAMIC, FIXED, STRIDE, Shared, create_over, found, put, written};
 use vdkit_block::{CompactOptions, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::trials::{Resizes, Trial};
+use vdkit_testkit::trials::{Cut, Resizes, Trial};
+use vdkit_testkit::units::{GIB, MIB};
 use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
 use vdkit_vhd::VhdDriver;
 
-const MIB: u64 = 1 << 20;
-const GIB: u64 = 1 << 30;
-const SPACE: [FaultKind; 4] =
-    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
-
 /// The table has 128 entries to a sector: it moves with each that is more.
-const TABLES: Resizes<'_> = Resizes {
-    trial: Trial { guest_bytes: 200 * MIB, ..DYNAMIC },
-    sizes: &[256 * MIB, 300 * MIB, 301 * MIB, 40 * MIB, GIB, 3 * MIB, 258 * MIB],
-    ordered: false,
-};
+const TABLES: Resizes<'_> = Resizes::new(
+    Trial { guest_bytes: 200 * MIB, ..DYNAMIC },
+    &[256 * MIB, 300 * MIB, 301 * MIB, 40 * MIB, GIB, 3 * MIB, 258 * MIB],
+);
 /// Rounded up to what cylinders, heads and sectors can say.
-const ROUNDED: Resizes<'_> = Resizes {
-    trial: Trial { options: "", guest_bytes: 20 * MIB, ..DYNAMIC },
-    sizes: &[300 * MIB, 7 * MIB, 600 * GIB, 256 * MIB],
-    ordered: false,
-};
+const ROUNDED: Resizes<'_> = Resizes::new(
+    Trial { options: "", guest_bytes: 20 * MIB, ..DYNAMIC },
+    &[300 * MIB, 7 * MIB, 600 * GIB, 256 * MIB],
+);
 const FIXED_SIZES: Resizes<'_> = Resizes {
-    trial: FIXED,
-    sizes: &[2 * MIB + 512, 3 * MIB, MIB + 1024, 5 * MIB, MIB],
-    ordered: true,
+    cut: Cut::CutOff,
+    ..Resizes::new(FIXED, &[2 * MIB + 512, 3 * MIB, MIB + 1024, 5 * MIB, MIB])
 };
 
 #[test]
 fn other_sizes_equal_the_model_live_and_offline() {
-    for images in [TABLES, ROUNDED, FIXED_SIZES] {
-        images.model(true);
-        images.model(false);
-    }
+    [TABLES, ROUNDED, FIXED_SIZES].iter().for_each(Resizes::models);
 }
 
 #[test]
 fn a_resize_may_fail_at_any_call() {
-    for images in [TABLES, FIXED_SIZES] {
-        images.faults(&FaultKind::CHANGES, false, false);
-    }
-    TABLES.faults(&SPACE, true, true);
+    TABLES.all_faults(&FaultKind::SPACE);
     // A full disk does not keep a file from being cut.
-    FIXED_SIZES.faults(&SPACE[..3], true, true);
-    TABLES.faults(&[FaultKind::Read], false, false);
+    FIXED_SIZES.all_faults(&FaultKind::SPACE[..3]);
 }
 
 #[test]
@@ -62,17 +48,18 @@ fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
 /// Between the two footers that say the smaller size and the header that has fewer entries.
 #[test]
 fn growing_after_an_interrupted_shrink_shows_no_old_data() {
-    let images = Resizes {
-        trial: Trial { guest_bytes: 16 * MIB, ..DYNAMIC },
-        sizes: &[5 * MIB + 512, 16 * MIB],
-        ordered: false,
-    };
+    let trial = Trial { guest_bytes: 16 * MIB, ..DYNAMIC };
+    let images = Resizes::new(trial, &[5 * MIB + 512, 16 * MIB]);
     images.power_cut(5);
 }
 
+/// Also where the file has its new length, and nothing of the footer that was written there: the old one
+/// is found, as the last thing in the file.
 #[test]
 fn a_power_cut_leaves_no_old_footer_in_a_fixed_disk_that_grows() {
-    FIXED_SIZES.power_cut(7);
+    for seed in 7..15 {
+        FIXED_SIZES.power_cut(seed);
+    }
 }
 
 /// The table moves behind the first block, and blocks go on behind it: not in steps from the old
@@ -143,7 +130,7 @@ fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
         let disk = trial.open(&storage, true).unwrap();
         disk.write_at(&[0xaa; 65536], GuestOffset(0)).unwrap();
         disk.flush().unwrap();
-        faulty.arm(FaultPlan::nth(&SPACE, nth).no_space().lasting());
+        faulty.arm(FaultPlan::nth(&FaultKind::SPACE, nth).no_space().lasting());
         let grown = disk.resize(600 * GIB);
         faulty.heal();
         let size = disk.guest_bytes();
@@ -267,19 +254,33 @@ fn growing_with_a_footer_of_511_bytes_keeps_the_guests_last_byte() {
     }
 }
 
-/// The file has a footer at its end whatever is lost of a growth, where its length comes with its bytes.
+/// Of all that a growth wrote, the file's length alone: the disk has its old size, a check says why and
+/// makes the file end with its footer, and so does whoever opens it to write.
 #[test]
-fn a_fixed_disk_that_grows_ends_with_a_footer_at_each_moment() {
-    let crash = CrashStorage::holding(&FIXED.image());
-    let disk = FIXED.open(&(crash.clone() as Shared), true).unwrap();
-    disk.resize(3 * MIB).unwrap();
-    for ops in 0..=crash.ops() {
-        let storage: Shared = Arc::new(crash.crash_at(ops).everything());
-        let size = FIXED.open(&storage, false).unwrap().guest_bytes();
-        assert!(size == 2 * MIB || size == 3 * MIB, "after {ops} changes: {size}");
-        assert_eq!(found(&storage, Repair::Nothing).0, 0);
-        found(&storage, Repair::Leaks);
-        assert_eq!(found(&storage, Repair::Nothing), (0, 0));
-        assert_eq!(storage.len().unwrap(), size + 512);
+fn a_fixed_disk_whose_new_footer_was_lost_is_found_again() {
+    for gap in [512, 1 << 20, 1 << 40] {
+        let storage: Shared = Arc::new(FIXED.image());
+        let disk = FIXED.open(&storage, true).unwrap();
+        disk.write_at(&[0x5a; 4096], GuestOffset(2 * MIB - 4096)).unwrap();
+        disk.close().unwrap();
+        let len = storage.len().unwrap();
+        storage.set_len(len + gap).unwrap();
+        let look = |writable: bool| {
+            let disk = FIXED.open(&storage, writable).unwrap();
+            assert_eq!(disk.guest_bytes(), 2 * MIB);
+            let mut bytes = [0; 4096];
+            disk.read_at(&mut bytes, GuestOffset(2 * MIB - 4096)).unwrap();
+            assert_eq!(bytes, [0x5a; 4096]);
+            disk.warnings().any(|warning| warning.contains("power cut"))
+        };
+        assert!(look(false));
+        assert_eq!(found(&storage, Repair::Nothing), (0, 1));
+        if gap == 512 {
+            assert!(look(true));
+        } else {
+            found(&storage, Repair::Leaks);
+        }
+        assert_eq!((found(&storage, Repair::Nothing), storage.len().unwrap()), ((0, 0), len));
+        assert!(!look(true));
     }
 }

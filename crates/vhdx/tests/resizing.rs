@@ -4,59 +4,44 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{MIB, disk_of, open_format, parent_ref, sound};
+use common::{disk_of, open_format, parent_ref, sound};
 use vdkit_block::{GuestOffset, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::trials::{Resizes, Trial};
+use vdkit_testkit::units::{GIB, MIB};
 use vdkit_testkit::{CrashStorage, FaultKind, Rng};
 use vdkit_vhdx::VhdxDriver;
 
-const GIB: u64 = 1 << 30;
-const SPACE: [FaultKind; 4] =
-    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
+const fn trial(options: &'static str, guest_bytes: u64) -> Trial {
+    Trial { driver: &VhdxDriver, options, guest_bytes, write_bytes_max: MIB, resizes: true }
+}
 
 /// A table of 1 MiB is enough for 131,072 entries; those of sector bitmaps count.
-const TABLES: Resizes<'_> = Resizes {
-    trial: Trial {
-        driver: &VhdxDriver,
-        options: "block_size=1M",
-        guest_bytes: 100 * GIB,
-        write_bytes_max: MIB,
-        resizes: true,
-    },
-    sizes: &[126 * GIB, 130_976 * MIB, 131_041 * MIB, 131_042 * MIB, 3 * GIB, 300 * GIB],
-    ordered: false,
-};
-const LARGE_BLOCKS: Resizes<'_> = Resizes {
-    trial: Trial { options: "block_size=8M", guest_bytes: 1000 * GIB, ..TABLES.trial },
-    sizes: &[1021 * GIB, 1022 * GIB, 5 * MIB, 2000 * GIB],
-    ordered: false,
-};
-const SMALL: Resizes<'_> = Resizes {
-    trial: Trial { guest_bytes: 4 * MIB + 512, ..TABLES.trial },
-    sizes: &[7 * MIB, 3 * MIB + 1024, MIB, 12 * MIB, 2 * MIB],
-    ordered: false,
-};
+const TABLES: Resizes<'_> = Resizes::new(
+    trial("block_size=1M", 100 * GIB),
+    &[126 * GIB, 130_976 * MIB, 131_041 * MIB, 131_042 * MIB, 3 * GIB, 300 * GIB],
+);
+const LARGE_BLOCKS: Resizes<'_> = Resizes::new(
+    trial("block_size=8M", 1000 * GIB),
+    &[1021 * GIB, 1022 * GIB, 5 * MIB, 2000 * GIB],
+);
+const SMALL: Resizes<'_> = Resizes::new(
+    trial("block_size=1M", 4 * MIB + 512),
+    &[7 * MIB, 3 * MIB + 1024, MIB, 12 * MIB, 2 * MIB],
+);
 const FIXED: Resizes<'_> =
-    Resizes { trial: Trial { options: "block_size=1M,subformat=fixed", ..SMALL.trial }, ..SMALL };
+    Resizes { trial: trial("block_size=1M,subformat=fixed", 4 * MIB + 512), ..SMALL };
 
 #[test]
 fn other_sizes_equal_the_model_live_and_offline() {
-    for images in [TABLES, LARGE_BLOCKS, SMALL, FIXED] {
-        images.model(true);
-        images.model(false);
-    }
+    [TABLES, LARGE_BLOCKS, SMALL, FIXED].iter().for_each(Resizes::models);
 }
 
 #[test]
 fn a_resize_may_fail_at_any_call() {
     let moved = Resizes { sizes: &[126 * GIB, 200 * GIB, 3 * GIB], ..TABLES };
-    for images in [moved, SMALL, FIXED] {
-        images.faults(&FaultKind::CHANGES, false, false);
-        images.faults(&SPACE, true, true);
-        images.faults(&[FaultKind::Read], false, false);
-    }
+    [moved, SMALL, FIXED].iter().for_each(|images| images.all_faults(&FaultKind::SPACE));
 }
 
 #[test]

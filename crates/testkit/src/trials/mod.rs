@@ -8,14 +8,14 @@ mod oracle;
 mod resizes;
 
 pub use oracle::Oracle;
-pub use resizes::Resizes;
+pub use resizes::{Cut, Resizes};
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vdkit_block::{
     CheckReport, CreateRequest, FormatDriver, GuestOffset, HostOffset, ImageInfo, Limits, Monitor,
-    OpenRequest, Options, Repair, Result, Storage, StorageExtent, ZeroMode,
+    OpenRequest, Options, Repair, Result, Secret, Storage, StorageExtent, ZeroMode,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
@@ -29,12 +29,17 @@ fn limits() -> Limits {
     Limits { cache_bytes: 64 << 10, ..Limits::default() }
 }
 
+/// That of images that are encrypted.
+fn key() -> Secret {
+    Secret::new(b"trial".to_vec())
+}
+
 /// Images of one kind.
 #[derive(Clone, Copy, Debug)]
 pub struct Trial {
     /// The format.
     pub driver: &'static dyn FormatDriver,
-    /// Its options, as for `-o`.
+    /// Its options, as for `-o`. Where they ask for encryption, there is a key.
     pub options: &'static str,
     /// Bytes of the guest disk when it is made.
     pub guest_bytes: u64,
@@ -65,7 +70,12 @@ pub(crate) fn pattern(op: u64, at: u64, len: u64) -> Vec<u8> {
 impl Trial {
     fn options(&self) -> Options {
         let specs = self.driver.options();
-        Options::parse(self.driver.name(), specs, [self.options]).expect("good options")
+        let options = Options::parse(self.driver.name(), specs, [self.options]);
+        let mut options = options.expect("good options");
+        if self.driver.encrypts(&options) {
+            options.set_key(Some(key()));
+        }
+        options
     }
 
     /// Makes an image.
@@ -95,7 +105,7 @@ impl Trial {
     pub fn open(&self, storage: &Arc<dyn Storage>, writable: bool) -> Result<Disk> {
         let request =
             OpenRequest { storage: storage.clone(), files: Vec::new(), writable, limits: limits() };
-        let format = self.driver.open(request)?;
+        let format = self.driver.open_with_keys(request, &[key()])?;
         let info = ImageInfo::new(self.driver.name(), format.guest_bytes());
         let options = OpenOptions { writable, ..OpenOptions::default() };
         Ok(Disk::from_format(format, info, &options))

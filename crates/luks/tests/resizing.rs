@@ -1,0 +1,32 @@
+//! Other sizes of a container, whose file says by its length alone how large the disk is.
+
+use vdkit_luks::LuksDriver;
+use vdkit_testkit::FaultKind;
+use vdkit_testkit::trials::{Cut, Resizes, Trial};
+use vdkit_testkit::units::{KIB, MIB};
+
+const TRIAL: Trial = Trial {
+    driver: &LuksDriver,
+    options: "iter-time=0,preallocation=full",
+    guest_bytes: MIB,
+    write_bytes_max: MIB,
+    resizes: true,
+};
+/// What was never written is noise, so growing writes zeroes, in steps of 8 MiB.
+const CONTAINER: Resizes<'_> =
+    Resizes { cut: Cut::All, ..Resizes::new(TRIAL, &[9 * MIB + 512, 70 * KIB + 512, 3 * MIB]) };
+
+#[test]
+fn other_sizes_equal_the_model_live_and_offline() {
+    CONTAINER.models();
+}
+
+#[test]
+fn a_resize_may_fail_at_any_call() {
+    CONTAINER.all_faults(&FaultKind::SPACE[..3]);
+}
+
+#[test]
+fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
+    CONTAINER.power_cut(3);
+}
