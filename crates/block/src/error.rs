@@ -108,6 +108,20 @@ pub struct LockHolder {
     pub command: String,
 }
 
+impl LockHolder {
+    /// Whether it is this process, which was given the file twice.
+    pub fn is_this_process(&self) -> bool {
+        self.pid == std::process::id()
+    }
+
+    fn told(&self) -> String {
+        match self.is_this_process() {
+            true => " by this command itself, which was given it twice".to_owned(),
+            false => format!(" by process {} ({})", self.pid, self.command),
+        }
+    }
+}
+
 /// Everything that can go wrong in a storage or a format.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -193,7 +207,7 @@ pub enum Error {
         found: String,
     },
     /// Another process uses the file.
-    #[error("{file}: is in use{}", holder.as_ref().map(|h| format!(" by process {} ({})", h.pid, h.command)).unwrap_or_default())]
+    #[error("{file}: is in use{}", holder.as_ref().map(LockHolder::told).unwrap_or_default())]
     Locked {
         /// The file, as the user named it.
         file: String,

@@ -205,6 +205,10 @@ fn hint_for(error: &Error) -> Option<String> {
         Error::Corrupt(fault) => {
             format!("'vdkit check {}' lists what is damaged", quoted(&fault.file))
         }
+        Error::Locked { holder: Some(holder), .. } if holder.is_this_process() => {
+            "choose another target: one of the two is read, or is a part of what would be replaced"
+                .to_owned()
+        }
         Error::Locked { .. } => {
             "stop that process first; to look at the image all the same, read with --force-share"
                 .to_owned()

@@ -443,6 +443,14 @@ fn disks_in_pieces_and_in_gzip() {
     scratch.write("parts/a.ovf", ovf(&[(&wrong, "")]).as_bytes());
     packed(&scratch, "b.ova", "gnu", &["a.ovf", "one.vmdk"]);
     scratch.fails(4, "gzip, as the descriptor says", &["convert", "b.ova", "b.raw"]);
+}
+
+/// The descriptor's capacity is what bounds it, and where there is none nothing does.
+#[test]
+fn a_packed_disk_unpacks_to_no_more_than_its_capacity_and_to_nothing_without_one() {
+    let scratch = Scratch::new();
+    let dir = scratch.path("parts");
+    std::fs::create_dir(&dir).unwrap();
     let zeroes = std::fs::File::create(dir.join("bomb")).unwrap();
     zeroes.set_len(200 << 20).unwrap();
     peer(&dir, "gzip", &["bomb"]);
@@ -451,7 +459,6 @@ fn disks_in_pieces_and_in_gzip() {
     packed(&scratch, "c.ova", "gnu", &["a.ovf", "bomb.gz"]);
     scratch.fails(1, "far more than the capacity", &["convert", "c.ova", "c.raw"]);
     assert!(!scratch.names().iter().any(|name| name.ends_with("c.raw")));
-    // Nor is anything unpacked that nothing bounds.
     scratch.write("parts/a.ovf", ovf(&[(bomb, "ovf:capacity=\"${size}\"")]).as_bytes());
     packed(&scratch, "d.ova", "gnu", &["a.ovf", "bomb.gz"]);
     scratch.fails(1, "no capacity", &["convert", "d.ova", "d.raw"]);

@@ -68,7 +68,11 @@ fn a_conversion_to_a_vmdk_name_removes_no_file_that_is_its_source() {
     let before = std::fs::read(scratch.path("disk-flat.vmdk")).unwrap();
     for force in [&[][..], &["--force"]] {
         let convert = ["convert", "-f", "raw", "disk-flat.vmdk", "disk.vmdk", "-O", "vmdk"];
-        scratch.fails(6, "disk-flat.vmdk", &[&convert[..], force].concat());
+        let told = scratch.fails(6, "disk-flat.vmdk", &[&convert[..], force].concat()).stderr;
+        assert!(
+            told.contains("by this command itself") && told.contains("another target"),
+            "{told}"
+        );
         assert_eq!(scratch.names(), names);
     }
     assert!(before == std::fs::read(scratch.path("disk-flat.vmdk")).unwrap());

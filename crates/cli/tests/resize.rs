@@ -103,6 +103,34 @@ fn no_space_leaves_the_old_size() {
     }
 }
 
+/// The one writable format that keeps its size, offline and live, in one file and in several: nothing of
+/// it changes, and the answer says what to do.
+#[test]
+fn a_vmdk_that_cannot_have_another_size_says_what_to_do_and_stays_as_it_is() {
+    for kind in ["monolithicSparse", "monolithicFlat", "twoGbMaxExtentSparse", "twoGbMaxExtentFlat"]
+    {
+        let scratch = Scratch::new();
+        scratch.ok(&["create", "a.vmdk", "4M", "-o", &format!("subformat={kind}")]);
+        scratch.ok(&["write", "a.vmdk", "0", "1M", "--pattern", "7"]);
+        let files = || {
+            let folder = std::fs::read_dir(scratch.path("")).unwrap();
+            let mut files: Vec<_> = folder
+                .map(|entry| entry.unwrap().path())
+                .map(|path| (std::fs::read(&path).unwrap(), path))
+                .collect();
+            files.sort_by(|a, b| a.1.cmp(&b.1));
+            files
+        };
+        let before = files();
+        for arguments in [&["resize", "a.vmdk", "8M"][..], &["resize", "--shrink", "a.vmdk", "2M"]]
+        {
+            let told = scratch.fails(1, "changing the size of a VMDK", arguments).stderr;
+            assert!(told.contains("convert it"), "{told}");
+            assert!(files() == before, "{kind}: {arguments:?}");
+        }
+    }
+}
+
 #[test]
 fn hostile_input_is_a_clear_error() {
     let scratch = Scratch::new();

@@ -47,7 +47,10 @@ macro_rules! misnamed {
                 "its name says that it is a ", $format,
                 " image, and its content is none: it is damaged, empty, or something else"
             ),
-            hint: "if every byte of it belongs to the disk, say so with '-f raw'",
+            hint: concat!(
+                "'vdkit check -f ", $format, " FILE' says what is wrong with it; if every byte of it \
+                 belongs to the disk, say so with '-f raw'"
+            ),
         }
     };
 }

@@ -164,8 +164,9 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
 }
 
 /// What mends what remains, where something does that was not tried yet.
-fn hint(report: &CheckReport, repair: Repair, image: &str) -> Option<String> {
+fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) -> Option<String> {
     let image = crate::failure::quoted(image);
+    let image = named.map_or(image.clone(), |format| format!("-f {format} {image}"));
     match repair {
         Repair::Nothing | Repair::Leaks if report.corruptions_left() > 0 => {
             Some(format!("make a copy of it, then 'vdkit check --repair all {image}'"))
@@ -207,7 +208,12 @@ impl Run for CheckArgs {
             session.out.json(&self.answer(format, &report))?;
         } else {
             print(format, &report, &mut session.out)?;
-            if let Some(hint) = hint(&report, repair, &self.image.display().to_string()) {
+            if let Some(hint) = hint(
+                &report,
+                repair,
+                self.opening.format.as_deref(),
+                &self.image.display().to_string(),
+            ) {
                 session.out.finish()?;
                 print_line(Tone::Hint, &hint);
             }
