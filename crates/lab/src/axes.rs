@@ -42,7 +42,7 @@ pub const PREALLOCATIONS: &[(&str, &str)] = &[
 
 /// Sizes of ZFS's records.
 pub const RECORDS: &[(&str, &str)] = &[
-    ("default", "as the data set of the place has it"),
+    ("inherited", "as the data set of the place has it"),
     ("4K", "4 KiB, in a data set (or of a volume) of its own"),
     ("8K", "8 KiB, in a data set (or of a volume) of its own"),
     ("16K", "16 KiB, in a data set (or of a volume) of its own"),

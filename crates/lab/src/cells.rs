@@ -162,12 +162,12 @@ mod tests {
             .replace(r#""raw", "qcow2"], quick"#, r#""raw", "qcow2", "zvol"], quick"#)
             .replace(
                 r#"{ name = "profile""#,
-                r#"{ name = "record", values = ["default", "8K"], on = ["zfs"] },
+                r#"{ name = "record", values = ["inherited", "8K"], on = ["zfs"] },
                    { name = "profile""#,
             )
             .replace(
                 "cache = \"none\", profile",
-                "cache = \"none\", record = \"default\", profile",
+                "cache = \"none\", record = \"inherited\", profile",
             );
         let plan = Plan::parse(&plan, "p.toml").unwrap();
         let count = |kind: &str, part: &str| {

@@ -39,7 +39,7 @@ fn all_mounts() -> Vec<Mount> {
 
 /// The record size that the cell asks for; nothing where it takes that of the place.
 fn record<'a>(bench: &'a Bench<'_>) -> Option<&'a str> {
-    bench.axis("record").filter(|record| *record != "default")
+    bench.axis("record").filter(|record| *record != "inherited")
 }
 
 /// Where images of this round are files: in our folder, or in a data set of its own in it.

@@ -138,7 +138,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let front = value("front").unwrap_or("");
     let bus = value("bus").or_else(|| ["ide", "scsi"].into_iter().find(|bus| front.contains(bus)));
 
-    let record = value("record").filter(|record| *record != "default");
+    let record = value("record").filter(|record| *record != "inherited");
     let mut typed: Vec<String> = match (volume, record) {
         (true, None) => vec!["zfs create -V SIZE POOL/DISK".to_owned()],
         (true, Some(record)) => vec![format!("zfs create -V SIZE -b {record} POOL/DISK")],
@@ -292,7 +292,7 @@ mod tests {
         let file = choose(&[("layout", "qcow2-8k"), ("record", "8K")]);
         assert_eq!(file.commands[0], "zfs create -o recordsize=8K POOL/DATASET");
         assert!(file.commands[1].contains("cluster_size=8K"), "{file:?}");
-        let plain = choose(&[("layout", "qcow2"), ("record", "default")]);
+        let plain = choose(&[("layout", "qcow2"), ("record", "inherited")]);
         assert!(plain.commands[0].starts_with("vdkit create"), "{plain:?}");
     }
 
