@@ -12,7 +12,7 @@ use crate::cells::{Rng, shuffled};
 use crate::compare::compare;
 use crate::matrix::{Matrix, Role};
 use crate::model::{Axes, Cell, Outcome, PlanSummary, Run, Sample};
-use crate::stats::{Decision, ROUNDS_MIN};
+use crate::stats::{Decision, Gain, Interval, ROUNDS_MIN};
 use crate::verdict::{Advice, verdict};
 
 /// The axis that copies of a way are told apart by.
@@ -101,7 +101,15 @@ fn wrong_comparison(before: &[Run], after: &[Run]) -> Option<String> {
 pub fn wrong_verdict(run: &Run) -> Option<String> {
     let matrix = Matrix::new(run)?;
     let found = verdict(run);
-    if found.advice == Advice::Use || !found.exceptions.is_empty() || !found.set_aside.is_empty() {
+    let way = run.cells.first().map_or("", |cell| cell.key.as_str());
+    let shown = |gain: &Gain| {
+        let Interval { low, high, .. } = gain.interval;
+        format!("{:.2}x ({low:.2} to {high:.2})  {way}", gain.ratio)
+    };
+    if let Some(exception) = found.exceptions.first() {
+        return Some(shown(&exception.gain));
+    }
+    if found.advice == Advice::Use || !found.set_aside.is_empty() {
         return Some(found.sentence);
     }
     let picks = matrix.picks();
@@ -109,9 +117,7 @@ pub fn wrong_verdict(run: &Run) -> Option<String> {
     let ways = ways.filter_map(|(one, two)| matrix.against(one, two));
     let cells = run.cells.iter().filter_map(|cell| matrix.gain(cell));
     let wrong = ways.chain(cells).find(|gain| gain.decision != Decision::Tie)?;
-    let interval = wrong.interval;
-    let way = run.cells.first().map_or("", |cell| cell.key.as_str());
-    Some(format!("{:.2}x ({:.2} to {:.2})  {way}", wrong.ratio, interval.low, interval.high))
+    Some(shown(&wrong))
 }
 
 /// A run for each way, of copies of that way alone: the rounds are dealt out to them.

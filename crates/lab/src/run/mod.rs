@@ -163,6 +163,11 @@ impl Prepared {
         Ok(Self { request, plan, places, cells, estimate, confirmed })
     }
 
+    /// How many rounds are measured at most, where those of the estimate do not tell.
+    pub fn rounds_most(&self) -> u32 {
+        Rounds::of(&self.request, &self.plan).most
+    }
+
     /// Whether all devices were given up by name.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use super::{Advice, Found, Missing, needs_server};
 use crate::matrix::{Matrix, Pick};
 use crate::model::SURVIVED;
 use crate::stats::{Decision, NARROW, ROUNDS_MIN};
-use crate::words::{label, listed, sentence as begun, span, times};
+use crate::words::{label, listed, sentence as begun, span, times, value};
 
 /// What to use and by how much that is better, or why nothing is advised.
 pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
@@ -55,16 +55,31 @@ pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]
             name(found.way),
             name(base)
         ),
-        _ => match most_hidden(matrix, found).filter(|_| found.advice == Advice::Stay) {
-            Some((most, pick)) => format!(
-                "At most {} times, and perhaps none at all: {} against {}, the default.",
+        (Advice::Stay, ..) => match (measured(matrix, found.way), most_hidden(matrix, found)) {
+            (Some(measured), Some((most, pick))) => format!(
+                "{measured} with {}, the default; nothing is surely better, and what may be hidden in the \
+                 noise is at most {} times ({}).",
+                name(found.way),
                 times(most),
-                name(pick),
-                name(found.way)
+                name(pick)
             ),
-            None => sentence(matrix, found, missing),
+            _ => sentence(matrix, found, missing),
         },
+        _ => sentence(matrix, found, missing),
     }
+}
+
+/// What a way measured: from the least to the most of its loads.
+fn measured(matrix: &Matrix<'_>, way: &Pick) -> Option<String> {
+    let cells = way.cells.iter().map(|i| &matrix.run.cells[*i]);
+    let medians: Vec<f64> = cells.filter_map(|cell| Some(matrix.summary(cell)?.median)).collect();
+    let (least, most) =
+        (medians.iter().copied().reduce(f64::min)?, medians.iter().copied().reduce(f64::max)?);
+    let said = |number| value(matrix.metric, number);
+    Some(match medians.len() {
+        1 => said(most),
+        loads => format!("{} to {} by load ({loads} of them)", said(least), said(most)),
+    })
 }
 
 /// `1.84 times as good as qcow2, the default, in throughput (1.70 to 1.95)`.

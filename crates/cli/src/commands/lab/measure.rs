@@ -122,7 +122,7 @@ impl RunArgs {
         if self.dry_run {
             return self.tell(&prepared, &metric, session);
         }
-        for line in told(&prepared.estimate) {
+        for line in told(&prepared.estimate, prepared.rounds_most()) {
             progress.say(&line);
         }
         let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
@@ -237,7 +237,7 @@ impl RunArgs {
         for cell in &prepared.cells {
             session.out.line(&cell.key)?;
         }
-        for line in told(&prepared.estimate) {
+        for line in told(&prepared.estimate, prepared.rounds_most()) {
             session.out.line(line)?;
         }
         Ok(Exit::Done)
@@ -267,7 +267,7 @@ fn new_name(plan: &str) -> PathBuf {
 }
 
 /// What a run will take, in a line; and what else is known beforehand, a line each.
-fn told(estimate: &Estimate) -> Vec<String> {
+fn told(estimate: &Estimate, most: u32) -> Vec<String> {
     let time = match estimate.seconds {
         short if short < 90.0 => format!("{} s", (short / 5.0).ceil().max(1.0) * 5.0),
         long => format!("{} min", (long / 60.0).round()),
@@ -281,7 +281,12 @@ fn told(estimate: &Estimate) -> Vec<String> {
         .collect();
     let space = if space.is_empty() { "no space".to_owned() } else { space.join(", ") };
     let (cells, rounds) = (estimate.cells, estimate.rounds);
-    let mut lines = vec![format!("{cells} cells, rounds: {rounds}; about {time}; needs {space}")];
+    let (more, of) = match most > rounds {
+        true => (", more where these do not tell", " for these"),
+        false => ("", ""),
+    };
+    let mut lines =
+        vec![format!("{cells} cells, rounds: {rounds}{more}; about {time}{of}; needs {space}")];
     lines.extend(estimate.told.iter().cloned());
     lines
 }
