@@ -309,7 +309,7 @@ fn probing_tells_the_format_and_raw_is_not_written_on_a_guess() {
 
     let error = place.open(&raw, &OpenOptions::read_write()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
-    assert!(error.to_string().contains("-f raw"), "{error}");
+    assert!(error.to_string().contains("name its format"), "{error}");
     assert_eq!(fs::read(&raw).unwrap(), vec![1; SIZE as usize]);
 
     let disk = place.open(&raw, &OpenOptions::read_write().format("raw")).unwrap();

@@ -193,6 +193,15 @@ fn a_device_that_is_too_small_is_no_file_system_without_room() {
     assert!(!answer.stderr.contains("file system"), "{answer:?}");
 }
 
+/// The hint was to unmount it.
+#[test]
+fn a_folder_on_which_something_is_mounted_is_no_place_for_a_disk() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    let answer = scratch.fails(1, "/: is no regular file", &["mount", "a.qcow2", "/"]);
+    assert!(!answer.stderr.contains("umount"), "{answer:?}");
+}
+
 /// A server that ends with the test.
 struct Server(Child);
 

@@ -124,11 +124,11 @@ impl MountPoint {
             }
             Err(Errno::NOTCONN) => return Err(MountError::Stale { file: path.to_owned() }),
             Err(errno) => return Err(fail("look at", errno.into())),
-            Ok(found) if found.mounted => {
-                return Err(MountError::Mounted { file: path.to_owned() });
-            }
             Ok(found) if found.kind != FileType::RegularFile => {
                 return Err(MountError::NotAFile { file: path.to_owned() });
+            }
+            Ok(found) if found.mounted => {
+                return Err(MountError::Mounted { file: path.to_owned() });
             }
             Ok(_) => false,
         };

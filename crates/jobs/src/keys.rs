@@ -50,8 +50,8 @@ impl Image {
         let image = open_image(registry, path, &options)?;
         let Some(slots) = image.driver.key_slots(&image.storage, &options.limits)? else {
             let what = match image.info.encryption {
-                Some(method) => format!("the encryption {method}, which has no key slots,"),
-                None => "key slots in an image that is not encrypted".to_owned(),
+                Some(method) => format!("its encryption ({method}) has no key slots"),
+                None => "is not encrypted, so it has no key slots".to_owned(),
             };
             let hint = "convert it to one that is: -O qcow2 -o encrypt.format=luks, or -O luks";
             return Err(Error::unsupported(&file, what, hint));

@@ -121,8 +121,9 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
     }
     if report.leaks_fixed + report.corruptions_fixed > 0 {
         out.line(format!(
-            "repaired: {} leaked clusters, {} corruptions",
-            report.leaks_fixed, report.corruptions_fixed
+            "repaired: {}, {}",
+            some(report.leaks_fixed, "leaked cluster"),
+            some(report.corruptions_fixed, "error")
         ))?;
     }
     let (leaks, corruptions) = (report.leaks_left(), report.corruptions_left());
@@ -132,13 +133,21 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
         }
         (0, 0) => "sound: no errors were found".to_owned(),
         (_, 0) if report.leaks_kept > 0 => format!(
-            "only leaks: {leaks} clusters that nothing refers to; {} of them were kept, which look like \
-             lost tables and their data",
+            "only leaks: {} that nothing refers to; {} of them were kept, which look like lost tables and \
+             their data",
+            some(leaks, "cluster"),
             report.leaks_kept
         ),
-        (_, 0) => format!("only leaks: {leaks} clusters that nothing refers to; no data is harmed"),
-        (0, _) => format!("corrupt: {corruptions} errors"),
-        _ => format!("corrupt: {corruptions} errors, and {leaks} leaked clusters"),
+        (_, 0) => format!(
+            "only leaks: {} that nothing refers to; no data is harmed",
+            some(leaks, "cluster")
+        ),
+        (0, _) => format!("corrupt: {}", some(corruptions, "error")),
+        _ => format!(
+            "corrupt: {}, and {}",
+            some(corruptions, "error"),
+            some(leaks, "leaked cluster")
+        ),
     })?;
     if report.total_clusters > 0 {
         let share = |n: u64, of: u64| if of == 0 { 0.0 } else { n as f64 * 100.0 / of as f64 };
@@ -153,6 +162,11 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
         out.line(format!("image ends at offset {}", bytes_long(report.image_end_offset)))?;
     }
     Ok(())
+}
+
+/// A number of things, of one too.
+fn some(count: u64, what: &str) -> String {
+    if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
 }
 
 /// What mends what remains, where something does that was not tried yet.

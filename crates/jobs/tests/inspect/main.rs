@@ -80,6 +80,7 @@ fn cases() -> Vec<(Code, Vec<u8>, InspectOptions)> {
         (Code::Bitmaps, with_extension(0x2385_2875, &bitmaps_extension())),
         (Code::VmdkCreateType, vmdk(&text("RW 10 SPARSE \"x\"", "vmfsSparse", "ffffffff"))),
         (Code::VmdkDescriptor, vmdk("no line that is known\n")),
+        (Code::VhdFooterCopy, with(vhd_dynamic(3), 0, &[0; 512])),
         (Code::VmdkFooter, vmdk_at_end(false)),
         (Code::MbrBootFlag, mbr(0x13, 0x83, 1, 10, 1 << 20)),
         (Code::MbrNoPartition, mbr(0, 0, 0, 0, 1 << 20)),
