@@ -288,7 +288,7 @@ fn a_commit_that_would_damage_something_is_refused() {
     // Another job runs.
     let job = export.begin_job("test").unwrap();
     refused("a test runs", true);
-    assert!(export.grow(DISK_BYTES * 2).unwrap_err().to_string().contains("a test runs"));
+    assert!(export.grow(DISK_BYTES * 2).unwrap_err().to_string().contains("a test is running"));
     drop(job);
     // Another overlay stands on the base.
     let backing = Some(vdkit::jobs::NewBacking {
