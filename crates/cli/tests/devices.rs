@@ -36,7 +36,7 @@ const MIB: usize = 1 << 20;
 
 /// Data and zeroes in turns, of whole MiB.
 fn bytes(first: u8) -> Vec<u8> {
-    (0..8 * MIB).map(|at| if at / MIB % 2 == 0 { first } else { 0 }).collect()
+    (0..8 * MIB).map(|at| if (at / MIB).is_multiple_of(2) { first } else { 0 }).collect()
 }
 
 fn name(device: &LoopDevice) -> String {

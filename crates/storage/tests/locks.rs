@@ -52,7 +52,11 @@ fn holder(result: Result<FileStorage, Error>) -> LockHolder {
     assert_eq!(error.kind(), ErrorKind::Locked);
     let text = error.to_string();
     let Error::Locked { holder: Some(holder), .. } = error else { panic!("{text}") };
-    assert!(text.contains(&format!("process {} (", holder.pid)), "{text}");
+    let named = match holder.is_this_process() {
+        true => "by this command itself".to_owned(),
+        false => format!("by process {} (", holder.pid),
+    };
+    assert!(text.contains(&named), "{text}");
     holder
 }
 

@@ -149,7 +149,9 @@ fn too_many_connections_are_turned_away() {
         |_| {},
         |server| server.connections_max = 2,
     );
-    let (a, _b) = (rig.client(Style::Simple), rig.client(Style::Simple));
+    let [mut a, mut b] = [(); 2].map(|()| rig.client(Style::Simple));
+    // Their requests are answered only after the server has noted that they reached an export.
+    assert_eq!([a.read(0, 1).unwrap(), b.read(0, 1).unwrap()], [[0], [0]]);
     let mut third = UnixStream::connect(rig.path()).unwrap();
     let mut byte = [0];
     assert_eq!(std::io::Read::read(&mut third, &mut byte).unwrap(), 0);
