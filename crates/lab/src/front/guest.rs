@@ -196,7 +196,7 @@ impl Guest {
             .arg(&self.kernel)
             .arg("-initrd")
             .arg(&initrd)
-            .args(["-append", "console=ttyS0 loglevel=4 panic=-1 rdinit=/init"])
+            .args(["-append", "console=ttyS0 loglevel=4 panic=-1 no_timer_check rdinit=/init"])
             .args(["-serial", &serial(&console), "-serial", &serial(&results)])
             .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())])
             .args(&self.arguments);
@@ -272,7 +272,7 @@ fn comes_up(
         .args(["-machine", "pc", "-cpu", "max", "-m", "256M", "-accel", accelerator])
         .arg("-kernel")
         .arg(kernel)
-        .args(["-append", "console=ttyS0 panic=-1", "-serial", "stdio"])
+        .args(["-append", "console=ttyS0 panic=-1 no_timer_check", "-serial", "stdio"])
         .start()?;
     let until = Instant::now() + most;
     while !running.wait(Duration::from_millis(20))? {
