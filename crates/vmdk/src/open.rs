@@ -100,14 +100,9 @@ impl Opening<'_> {
             return Ok(());
         }
         if line.access == Access::None {
-            return Err(Error::unsupported(
-                self.request.storage.name(),
-                format!(
-                    "not supported: the extent '{}', which it says may not be read (NOACCESS)",
-                    line.name
-                ),
-                "change NOACCESS to RDONLY in the descriptor if that is wrong",
-            ));
+            let what = format!("not supported: reading the extent '{}' (NOACCESS)", line.name);
+            let hint = "change NOACCESS to RDONLY in the descriptor if that is wrong";
+            return Err(Error::unsupported(self.request.storage.name(), what, hint));
         }
         let writable = self.request.writable && line.access == Access::ReadWrite;
         if line.kind != ExtentType::Zero {

@@ -19,6 +19,10 @@ pub const ROUNDS_MIN: usize = 3;
 /// The chance that a verdict calls anything better or worse that is not.
 pub const ERROR: f64 = 0.05;
 
+/// The part of [`ERROR`] that is shared out. The rest is for what Student's distribution does not know of:
+/// storage has heavier tails, and few cells do not tell how much they differ in that.
+const SHARED: f64 = 0.4;
+
 /// An interval whose ends are no farther apart than this (12 % either way) tells enough: what lies
 /// in it is no reason to choose.
 pub const NARROW: f64 = 1.25;
@@ -129,7 +133,7 @@ impl Judge {
     /// fixed beforehand.
     pub fn new(cells: &[(usize, Rounds)], comparisons: usize, looks: usize) -> Self {
         let (comparisons, looks) = (comparisons.max(1) as f64, looks.max(1) as f64);
-        Self { noise: Noise::of(cells), share: ERROR / comparisons / looks.powi(2) }
+        Self { noise: Noise::of(cells), share: SHARED * ERROR / comparisons / looks.powi(2) }
     }
 
     /// Holds one side against the other. Nothing where one of them has no value, or one that is not

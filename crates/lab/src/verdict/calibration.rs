@@ -126,7 +126,7 @@ fn what_is_twice_as_good_is_found() {
         let mut source = Source(crate::cells::Rng::new(3));
         let mut found = 0;
         for _ in 0..TRIALS {
-            let run = run(&mut source, *noise, 4, 2, 6, 2.0);
+            let run = run(&mut source, *noise, 4, 2, 8, 2.0);
             let verdict = verdict(&run);
             let best = verdict.best.is_some_and(|best| best[0].1 == "l1");
             found += usize::from(verdict.advice == Advice::Use && best);

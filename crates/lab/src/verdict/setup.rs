@@ -116,6 +116,17 @@ fn split(line: &str) -> Vec<String> {
     words
 }
 
+/// The command that makes a ZFS volume, or a data set for an image whose record size was chosen.
+fn zfs_command(volume: bool, record: Option<&str>) -> Option<String> {
+    match (volume, record.filter(|record| *record != "inherited")) {
+        (true, None) => Some("zfs create -V SIZE POOL/DISK".to_owned()),
+        (true, Some(record)) => Some(format!("zfs create -V SIZE -b {record} POOL/DISK")),
+        // The images of the run were in a data set of their own too.
+        (false, Some(record)) => Some(format!("zfs create -o recordsize={record} POOL/DATASET")),
+        (false, None) => None,
+    }
+}
+
 /// For these choices; `cells` are where they were measured.
 pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
@@ -124,11 +135,10 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let image = Image::made_by(commands).unwrap_or_else(|| Image::of_name(layout));
     let place = value("backend")
         .and_then(|name| run.environment.places.iter().find(|place| place.name == name));
-    let device = place.is_some_and(|place| place.kind == PlaceKind::Device);
+    let volume = layout == "zvol";
+    let device = volume || place.is_some_and(|place| place.kind == PlaceKind::Device);
     let folder = place.map_or("DIR", |place| place.path.as_str());
     let ending = if image.format == "raw" { "raw" } else { image.format.as_str() };
-    let volume = layout == "zvol";
-    let device = device || volume;
     let disk: PathBuf = match (volume, device) {
         (true, _) => "/dev/zvol/POOL/DISK".into(),
         (false, true) => folder.into(),
@@ -138,14 +148,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let front = value("front").unwrap_or("");
     let bus = value("bus").or_else(|| ["ide", "scsi"].into_iter().find(|bus| front.contains(bus)));
 
-    let record = value("record").filter(|record| *record != "inherited");
-    let mut typed: Vec<String> = match (volume, record) {
-        (true, None) => vec!["zfs create -V SIZE POOL/DISK".to_owned()],
-        (true, Some(record)) => vec![format!("zfs create -V SIZE -b {record} POOL/DISK")],
-        // The images of the run were in a data set of their own too.
-        (false, Some(record)) => vec![format!("zfs create -o recordsize={record} POOL/DATASET")],
-        (false, None) => Vec::new(),
-    };
+    let mut typed: Vec<String> = zfs_command(volume, value("record")).into_iter().collect();
     let name = quoted(&disk.to_string_lossy());
     // A raw disk on a device is the device.
     if !(device && image.format == "raw") {

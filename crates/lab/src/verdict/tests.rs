@@ -72,7 +72,7 @@ fn the_best_is_advised_with_its_gain() {
     assert_eq!(found.confidence.level, Level::High);
     assert_eq!(
         found.sentence,
-        "Use qcow2-8k: 2.00 times as good as qcow2, the default, in requests (1.98 to 2.02)."
+        "Use qcow2-8k: 2.00 times as good as qcow2, the default, in requests (1.97 to 2.03)."
     );
     assert!(found.setup.unwrap().commands[0].contains("cluster_size=8K"));
 }

@@ -287,7 +287,7 @@ fn a_commit_that_would_damage_something_is_refused() {
     drop(reader);
     // Another job runs.
     let job = export.begin_job("test").unwrap();
-    refused("a test runs", true);
+    refused("a test is running", true);
     assert!(export.grow(DISK_BYTES * 2).unwrap_err().to_string().contains("a test is running"));
     drop(job);
     // Another overlay stands on the base.
