@@ -58,6 +58,12 @@ pub trait Bitmaps {
         found: &mut dyn FnMut(Range<u64>) -> Result<()>,
     ) -> Result<()>;
 
+    /// Refuses what [`Bitmaps::add`] would refuse, but for a name that is taken, and changes nothing.
+    ///
+    /// # Errors
+    /// As [`Bitmaps::add`].
+    fn check_new(&self, new: &NewBitmap<'_>) -> Result<()>;
+
     /// Adds a bitmap without set bits.
     ///
     /// # Errors

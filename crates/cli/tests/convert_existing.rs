@@ -121,10 +121,15 @@ fn bitmaps_that_cannot_be_copied_are_told_before_anything_is_written() {
     scratch.ok(&["create", "larger.qcow2", "2M"]);
     scratch.ok(&["create", "named.qcow2", "1M"]);
     scratch.ok(&["bitmap", "add", "named.qcow2", "b"]);
-    for (target, words) in [("larger.qcow2", "1048576"), ("named.qcow2", "already")] {
+    scratch.ok(&["create", "old.qcow2", "-o", "compat=0.10", "1M"]);
+    for (target, code, words) in [
+        ("larger.qcow2", 2, "1048576"),
+        ("named.qcow2", 2, "already"),
+        ("old.qcow2", 1, "version 2"),
+    ] {
         let before = std::fs::read(scratch.path(target)).unwrap();
         let convert = ["convert", "--bitmaps", "--into", "source.qcow2", target];
-        scratch.fails(2, words, &convert);
+        scratch.fails(code, words, &convert);
         let list = scratch.ok(&["bitmap", "list", target]).stdout;
         assert_eq!(list.contains('b'), target == "named.qcow2", "{list}");
         let read = scratch.ok(&["read", target, "0", "64K"]).bytes;

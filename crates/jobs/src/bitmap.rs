@@ -55,7 +55,8 @@ pub(crate) fn bitmaps_to_copy(
     let Some(target) = target else {
         return Err(Error::Invalid("bitmaps need a target that is written".into()));
     };
-    let there = bitmaps(target)?.list()?;
+    let targets = bitmaps(target)?;
+    let there = targets.list()?;
     let mut wanted = Vec::new();
     for bitmap in bitmaps(disk)?.list()? {
         let BitmapInfo { name, in_use, .. } = &bitmap.info;
@@ -84,7 +85,13 @@ pub(crate) fn bitmaps_to_copy(
     if !wanted.is_empty() {
         refuse_other_size(target, disk)?;
     }
+    wanted.iter().try_for_each(|info| targets.check_new(&new_of(info)))?;
     Ok(wanted)
+}
+
+/// The request for a bitmap such as another one.
+fn new_of(info: &BitmapInfo) -> NewBitmap<'_> {
+    NewBitmap { name: &info.name, granularity: Some(info.granularity), enabled: info.enabled }
 }
 
 /// A bitmap of one disk says nothing of a disk of another size.
@@ -102,10 +109,9 @@ fn refuse_other_size(disk: &Disk, source: &Disk) -> Result<()> {
 
 /// Makes the same bitmaps in a target that has its content.
 pub(crate) fn copy_bitmaps(source: &Disk, target: &Disk, wanted: &[BitmapInfo]) -> Result<()> {
-    for BitmapInfo { name, granularity, enabled, .. } in wanted {
-        let new = NewBitmap { name, granularity: Some(*granularity), enabled: *enabled };
-        let all = bitmaps(target)?;
-        all.add(&new)?;
+    for info in wanted {
+        let (name, all) = (&info.name, bitmaps(target)?);
+        all.add(&new_of(info))?;
         if let Err(error) = merge_bitmap(target, name, source, name) {
             // Half a bitmap would be taken for a whole one. The first error is the one that tells.
             let _ = all.remove(name);

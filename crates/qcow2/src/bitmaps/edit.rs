@@ -287,6 +287,10 @@ impl Bitmaps for Qcow2 {
         self.visit_dirty(&entry, found)
     }
 
+    fn check_new(&self, new: &NewBitmap<'_>) -> Result<()> {
+        self.new_bitmap(new).map(drop)
+    }
+
     fn add(&self, new: &NewBitmap<'_>) -> Result<()> {
         self.change(|image, wanted| {
             let one = image.new_bitmap(new)?;
