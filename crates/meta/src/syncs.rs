@@ -1,10 +1,9 @@
 //! The syncs of one file, grouped, with an error that stays.
 
-use crate::commit::Commit;
-use crate::sync::{AtomicU64, Mutex, Ordering};
+use crate::sync::{Condvar, Mutex};
 
 /// Syncs that run side by side at most. A device with a queue does several in the time of one.
-pub const LANES_MAX: usize = 16;
+pub const LANES_MAX: usize = 24;
 
 /// A sync serves all who asked before it began. The first error is final: it reaches every one who
 /// waits, and everyone after.
@@ -12,12 +11,25 @@ pub const LANES_MAX: usize = 16;
 /// Syncs run side by side in *lanes*, each with an open file description of its own. The kernel reports
 /// a lost page once for each description (`errseq_t`): of two syncs of one description side by side one
 /// would hear of it and the other would not. So the syncs of a lane run one after the other.
+///
+/// Callers that find all lanes busy wait together: the first one to get a lane syncs for all of them.
 #[derive(Debug)]
 pub struct Syncs<E> {
-    lanes: [Commit<()>; LANES_MAX],
-    /// Whose turn it is where all lanes are busy.
-    turn: AtomicU64,
-    failed: Mutex<Option<E>>,
+    state: Mutex<State<E>>,
+    ended: Condvar,
+}
+
+#[derive(Debug)]
+struct State<E> {
+    /// The number of the last caller. A caller's number is drawn after what it wants to be durable was
+    /// written.
+    drawn: u64,
+    /// Syncs have begun after all callers up to this number had asked.
+    begun: u64,
+    /// Such a sync has ended for all callers up to this number.
+    durable: u64,
+    busy: [bool; LANES_MAX],
+    failed: Option<E>,
 }
 
 /// Why a sync failed.
@@ -31,11 +43,9 @@ pub enum SyncError<E> {
 
 impl<E> Default for Syncs<E> {
     fn default() -> Self {
-        Self {
-            lanes: std::array::from_fn(|_| Commit::new(())),
-            turn: AtomicU64::new(0),
-            failed: Mutex::new(None),
-        }
+        let state =
+            State { drawn: 0, begun: 0, durable: 0, busy: [false; LANES_MAX], failed: None };
+        Self { state: Mutex::new(state), ended: Condvar::new() }
     }
 }
 
@@ -51,31 +61,50 @@ impl<E: Clone> Syncs<E> {
         lanes: impl FnOnce() -> usize,
         sync: impl FnOnce(usize) -> Result<(), E>,
     ) -> Result<(), SyncError<E>> {
-        if let Some(mut lead) = self.lanes[0].try_lead() {
-            return lead.run(|_| self.attempt(|| sync(0)));
-        }
-        let lanes = lanes().clamp(1, LANES_MAX);
-        let free = |lane: usize| Some((lane, self.lanes[lane].try_lead()?));
-        if let Some((lane, mut lead)) = (1..lanes).find_map(free) {
-            return lead.run(|_| self.attempt(|| sync(lane)));
-        }
-        let lane = self.turn.fetch_add(1, Ordering::Relaxed) as usize % lanes;
-        let number = self.lanes[lane].draw();
-        self.lanes[lane].durable_up_to(number, |_| self.attempt(|| sync(lane)))
-    }
-
-    fn attempt(&self, sync: impl FnOnce() -> Result<(), E>) -> Result<(), SyncError<E>> {
-        let earlier =
-            |failed: &Option<E>| failed.clone().map_or(Ok(()), |e| Err(SyncError::Earlier(e)));
-        earlier(&self.failed.lock())?;
-        let done = sync();
-        let mut failed = self.failed.lock();
-        match done {
-            Ok(()) => earlier(&failed),
-            Err(error) => {
-                failed.get_or_insert_with(|| error.clone());
-                Err(SyncError::Now(error))
+        let mut state = self.state.lock();
+        state.drawn += 1;
+        let number = state.drawn;
+        let (mut known, mut lanes) = (1, Some(lanes));
+        let lane = loop {
+            if let Some(error) = &state.failed {
+                return Err(SyncError::Earlier(error.clone()));
             }
+            if state.durable >= number {
+                return Ok(());
+            }
+            // A sync that began after this caller had asked serves it too.
+            if state.begun < number {
+                if let Some(lane) = state.busy[..known].iter().position(|busy| !busy) {
+                    break lane;
+                }
+                if let Some(lanes) = lanes.take() {
+                    drop(state);
+                    known = lanes().clamp(1, LANES_MAX);
+                    state = self.state.lock();
+                    continue;
+                }
+            }
+            self.ended.wait(&mut state);
+        };
+        let covers = state.drawn;
+        (state.begun, state.busy[lane]) = (covers, true);
+        drop(state);
+        let done = sync(lane);
+        let mut state = self.state.lock();
+        state.busy[lane] = false;
+        let earlier = state.failed.clone();
+        match &done {
+            Ok(()) => state.durable = state.durable.max(covers),
+            Err(error) => {
+                state.failed.get_or_insert_with(|| error.clone());
+            }
+        }
+        drop(state);
+        self.ended.notify_all();
+        match (done, earlier) {
+            (Err(error), _) => Err(SyncError::Now(error)),
+            (Ok(()), Some(error)) => Err(SyncError::Earlier(error)),
+            (Ok(()), None) => Ok(()),
         }
     }
 }

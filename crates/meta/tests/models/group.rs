@@ -167,3 +167,31 @@ fn an_error_given_to_one_of_two_is_found() {
         !failed && told
     });
 }
+
+/// Three clients write a bit each and sync, over so many lanes.
+#[test]
+fn a_sync_that_serves_many_began_after_all_of_them_had_asked() {
+    for lanes in [1, 2] {
+        check(2, move || {
+            let syncs = Arc::new(Syncs::<()>::default());
+            let (memory, disk) = (Arc::new(Mutex::new(0_u64)), Arc::new(Mutex::new(0_u64)));
+            let write = |bit: u64| {
+                let (syncs, memory, disk) = (syncs.clone(), memory.clone(), disk.clone());
+                move || {
+                    *memory.lock() |= bit;
+                    let sync = |_| {
+                        let copy = *memory.lock();
+                        // The sync takes its time: others write meanwhile.
+                        *disk.lock() |= copy;
+                        Ok(())
+                    };
+                    syncs.sync(|| lanes, sync).unwrap();
+                    assert!(*disk.lock() & bit != 0, "an acknowledged write is not on disk");
+                }
+            };
+            let threads = [thread::spawn(write(1)), thread::spawn(write(2))];
+            write(4)();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+    }
+}
