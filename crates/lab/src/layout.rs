@@ -47,9 +47,9 @@ pub enum More {
 pub enum Content {
     /// Nothing was ever written.
     Nothing,
-    /// A piece in each [`STRIDE`] is written.
+    /// A piece in each `STRIDE` is written.
     Sparse,
-    /// All is written but a piece in each [`STRIDE`]: the opposite.
+    /// All is written but a piece in each `STRIDE`: the opposite.
     Full,
     /// All is written.
     All,

@@ -10,7 +10,7 @@
 //! | how much does one round vary | variances of logarithms, without what a round has in common, each drawn towards those of the other cells | Smyth, *Linear models and empirical Bayes methods* (2004) |
 //! | how many times as good as another | geometric mean of the ratios, round by round, its interval by Student's distribution | |
 //! | is that more than noise | the interval, for all comparisons of a verdict together | Bonferroni |
-//! | is another run more than another hour | as above, runs in the place of rounds | [`runs`] |
+//! | is another run more than another hour | as above, runs in the place of rounds | `runs` |
 //! | is one far off | modified z-score by the median of absolute deviations, above 3.5 | Iglewicz, Hoaglin, *How to Detect and Handle Outliers* (1993) |
 //! | was it steady | five rounds, excursion ≤ 20 %, slope ≤ 10 % | SNIA, *Solid State Storage Performance Test Specification* 2.0.2 |
 //!
