@@ -451,7 +451,7 @@ impl fmt::Display for ChangedParent {
 }
 
 impl ChangedParent {
-    /// Whether the parent was modified after the time that `image` records.
+    /// Whether the parent's modification time differs from the one that `image` records.
     pub fn between(image: &ChainLink, parent: &ChainLink) -> Option<Self> {
         let noted = image.info.backing_time?;
         let modified = parent.host.modified.filter(|modified| *modified != noted.seconds)?;
@@ -459,8 +459,8 @@ impl ChangedParent {
     }
 }
 
-/// Whether an image's parent was modified after the recorded time. `None` if the format records no
-/// time or the parent cannot be opened.
+/// Whether an image's parent was modified since, judging by the recorded time. `None` if not, if the
+/// format records no time, or if the parent cannot be opened.
 pub fn changed_parent(
     registry: &Registry,
     path: impl AsRef<Path>,
