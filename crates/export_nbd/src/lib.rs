@@ -1,9 +1,9 @@
-//! NBD: an export as a network block device.
+//! NBD: serves an export as a network block device.
 //!
-//! Source: the NBD project's `doc/proto.md`. What is spoken: fixed newstyle negotiation with
-//! NBD_OPT_GO, INFO and LIST; simple, structured and extended replies; block status for
-//! `base:allocation`, `qemu:allocation-depth` and `qemu:dirty-bitmap:NAME`; FUA, trim, write zeroes
-//! (fast zero, no hole), cache; many connections to one export, whose flushes cover each other.
+//! Source: the NBD project's `doc/proto.md`. Supported: fixed newstyle negotiation with NBD_OPT_GO,
+//! INFO and LIST; simple, structured and extended replies; block status for `base:allocation`,
+//! `qemu:allocation-depth` and `qemu:dirty-bitmap:NAME`; FUA, trim, write zeroes (fast zero, no
+//! hole), cache; many connections to one export, whose flushes cover each other.
 //!
 //! ```text
 //!  server     sockets ─► a thread a connection
@@ -16,7 +16,7 @@
 //!  receiver, buffer   what was received, and memory for it
 //!  reply      replies, gathered
 //!  channel, tls   the connection's bytes
-//!  poll       whether to look for them before sleeping
+//!  poll       whether to poll for bytes before sleeping
 //!  status, contexts   block status
 //!  wire       numbers and shapes
 //! ```
