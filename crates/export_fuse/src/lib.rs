@@ -1,8 +1,8 @@
-//! FUSE: an export as one plain file.
+//! FUSE: serves an export as one plain file.
 //!
-//! The disk is mounted over a regular file, which then *is* the disk: it has the disk's size, and
-//! programs read, write, map and punch it. So whatever works on a raw image works on any image.
-//! What the file promises is in `docs/exports/fuse.md`.
+//! The disk is mounted over a regular file. The file then has the disk's size, and programs read,
+//! write, map and punch it, so whatever works on a raw image works on any image.
+//! `docs/exports/fuse.md` lists the file's guarantees.
 //!
 //! ```text
 //!  kernel ─► /dev/fuse ─► a few threads that read requests (fuser)
