@@ -46,7 +46,7 @@ pub enum OptionKind {
 pub struct OptionSpec {
     /// The key, as in `-o key=value`.
     pub key: &'static str,
-    /// What a value looks like.
+    /// Type of its value.
     pub kind: OptionKind,
     /// The value if the option is not given.
     pub default: &'static str,
@@ -557,10 +557,10 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// Whether this driver can create and write images.
     fn writes(&self) -> bool;
 
-    /// Probes an image by its first bytes (`head`, up to 64 KiB), its last bytes (`tail`, up to
-    /// 512) and its length in bytes. All drivers are first asked with an empty `tail`. Only if none
-    /// says [`Probe::Yes`] are they asked again with `tail` read from the file. Drivers that decide
-    /// by `head` ignore `tail`.
+    /// Probes an image of `len` bytes by its first bytes (`head`, up to 64 KiB) and its last bytes
+    /// (`tail`, up to 512). All drivers are first asked with an empty `tail`. Only if none says
+    /// [`Probe::Yes`] are they asked again with `tail` read from the file. Drivers that decide by
+    /// `head` ignore `tail`.
     fn probe(&self, head: &[u8], tail: &[u8], len: u64) -> Probe;
 
     /// Describes an image in a bounded number of reads, independent of its size.

@@ -255,7 +255,7 @@ pub enum Error {
         /// The format assumed.
         format: String,
     },
-    /// The caller asked for something impossible.
+    /// An invalid request.
     #[error("{0}")]
     Invalid(String),
     /// A write to something opened for reading.
@@ -348,7 +348,7 @@ impl Error {
         }
     }
 
-    /// A new image that shall be encrypted, without a key for it.
+    /// Encryption of a new image was requested without a key.
     pub fn no_new_key(file: &str) -> Self {
         Self::Key {
             file: file.to_owned(),

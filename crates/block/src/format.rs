@@ -45,8 +45,8 @@ pub struct FormatCaps {
     pub writable: bool,
     /// Unit of allocation in bytes: a cluster.
     pub cluster_bytes: u64,
-    /// The smallest aligned unit that a write can allocate without copy-on-write: the subcluster if
-    /// the image has them, else the cluster; 1 if every byte is already allocated.
+    /// The smallest aligned unit that a write can allocate without a fill: the subcluster if the
+    /// image has them, else the cluster; 1 if every byte is already allocated.
     pub fill_bytes: u64,
     /// Codec of compressed writes, if supported.
     pub packed: Option<Codec>,

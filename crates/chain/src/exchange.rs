@@ -3,9 +3,9 @@
 //! ```text
 //!   put_on_top            open_beneath + share_beneath      take_off_top
 //!
-//!              new        top                               (top)  handed back, alone
-//!   top   ─►   top        base  one map, read through the   base
-//!   base       base             top and written beside it
+//!              new        top                               (top)  returned, alone
+//!   top   ─►   top        base  one map, shared by reads    base
+//!   base       base             of top and writes to base
 //! ```
 //!
 //! Nothing here waits for requests: the caller must have none in flight.

@@ -91,7 +91,7 @@ pub(crate) enum Purpose {
 const INLINE: usize = 8;
 
 /// Walks a range through the layers. If a layer has a hole, the layers beneath are searched for its
-/// whole length before that layer is asked again.
+/// whole length before that layer is searched again.
 #[derive(Debug)]
 pub(crate) struct Cursor<'a> {
     layers: &'a [Layer],
@@ -179,7 +179,6 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Ends the walk.
     pub(crate) fn stop(&mut self) {
         self.at = self.end;
     }

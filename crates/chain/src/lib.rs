@@ -10,10 +10,10 @@
 //!             │  └─► registry (probe) ──────────────────► driver
 //!             ▼
 //!   Disk { layers: [top, backing, …] }
-//!     │ read.rs   resolve top ─► hole? ─► resolve next … ─► read what was found, in one batch
+//!     │ read.rs   resolve top ─► hole? ─► resolve next … ─► read the extents in one batch
 //!     │ write.rs  resolve top ─► in place?  write
 //!     │                       └► reserve ─► fill + write ─► publish
-//!     │ extent.rs the flattened map: runs of data, zero, hole, packed
+//!     │ extent.rs the flattened map: runs of data, zero, hole, compressed
 //! ```
 //!
 //! # What keeps a disk whole

@@ -51,7 +51,6 @@ pub(crate) struct Namer {
 }
 
 impl Namer {
-    /// Its name, for messages.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }

@@ -54,7 +54,6 @@ pub(crate) struct UnitCache {
 }
 
 impl UnitCache {
-    /// The current generation.
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::SeqCst)
     }

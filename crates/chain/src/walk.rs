@@ -18,7 +18,6 @@ pub(crate) struct Found {
     pub(crate) path: PathBuf,
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) driver: &'static dyn FormatDriver,
-    /// Its format was probed.
     pub(crate) probed: bool,
     /// It was probed, and no magic number matched.
     pub(crate) fallback: bool,
@@ -42,7 +41,6 @@ impl Found {
     }
 }
 
-/// File identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Identity {
     File { device: u64, inode: u64 },

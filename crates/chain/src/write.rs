@@ -40,7 +40,6 @@ impl Source<'_> {
         }
     }
 
-    /// A part of the data.
     pub(crate) fn slice(&self, from: u64, len: u64) -> Self {
         match self {
             Self::Bytes(bytes) => Self::Bytes(&bytes[from as usize..(from + len) as usize]),

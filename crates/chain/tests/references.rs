@@ -538,7 +538,7 @@ fn a_link_that_is_swapped_meanwhile_opens_nothing_else() {
                 }
             }
         });
-        let _done = Done(&done); // also where an assertion fails
+        let _done = Done(&done); // also if an assertion fails
         while opened < 2000 || refused < 2000 {
             match place.open(&image, &OpenOptions::default()) {
                 Ok(disk) => {

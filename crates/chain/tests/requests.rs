@@ -265,7 +265,7 @@ fn durable_modes_flush_after_each_change_and_others_do_not() {
     ] {
         let (disk, format, _) = top_with(8, &OpenOptions::read_write().cache(cache));
         disk.write_at(&[1; 10], at(0)).unwrap();
-        disk.write_at(&[2; 10], at(0)).unwrap(); // in place: the bytes have to be durable too
+        disk.write_at(&[2; 10], at(0)).unwrap(); // in place: the bytes must be durable too
         disk.write_zeroes(at(2), CLUSTER, true).unwrap();
         disk.discard(at(0), CLUSTER).unwrap();
         assert_eq!(format.flushes.load(SeqCst), flushes, "{cache}");

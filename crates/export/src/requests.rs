@@ -92,7 +92,6 @@ impl Requests<'_> {
         })
     }
 
-    /// Changes a range in steps.
     fn in_steps(
         &self,
         at: u64,

@@ -6,13 +6,13 @@
 //!
 //! ```text
 //!  kernel ─► /dev/fuse ─► a few threads that read requests (fuser)
-//!               │  disk_file   what each request means
-//!               │  lanes       done where it stands, or handed to
+//!               │  disk_file   request handlers
+//!               │  lanes       run inline, or on the pool
 //!               │  pool        threads that may block
-//!               │  attributes  what stat says
+//!               │  attributes  file attributes
 //!               │  holes       SEEK_HOLE and SEEK_DATA
-//!  mount_point  the file beneath, and mounts of servers that are gone
-//!  server       mounting, serving, and the end of it
+//!  mount_point  the mounted-over file, and stale mounts
+//!  server       mounting, serving, unmounting
 //! ```
 
 mod attributes;

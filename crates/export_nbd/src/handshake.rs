@@ -357,7 +357,7 @@ impl<'a> Handshake<'a> {
         let found = std::str::from_utf8(data).ok().and_then(|name| self.exports.find(name));
         let Some(export) = found else { return Ok(Outcome::End) };
         if self.extended {
-            // It cannot be told so; see "NBD_OPT_EXTENDED_HEADERS".
+            // This option has no error reply; see "NBD_OPT_EXTENDED_HEADERS".
             return Ok(Outcome::End);
         }
         let mut out = Vec::with_capacity(134);

@@ -39,7 +39,6 @@ impl Outbox {
         &mut self.buf[start..start + len]
     }
 
-    /// Makes room for `len` bytes.
     fn reserve(&mut self, len: usize) {
         if self.buf.len() < self.used + len {
             self.buf.resize((self.used + len).max(GATHER_BYTES), 0);
@@ -216,7 +215,6 @@ impl Replier {
         header.put(&mut out.buf[out.used..], self.extended)
     }
 
-    /// Adds a hole chunk.
     fn put_hole(&self, out: &mut Outbox, request: &Request, at: u64, len: u64, flags: u16) {
         let head = self.put_chunk(out, request, chunk::OFFSET_HOLE, flags, 12);
         let start = out.used + head;

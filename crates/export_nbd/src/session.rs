@@ -1,6 +1,6 @@
 //! Transmission phase: requests in, replies out.
 //!
-//! # Who does the work
+//! # Threads
 //! A connection has one *leader* at a time, the thread that holds the receiving side. The leader
 //! takes requests from its buffer, runs those of the fast lane itself and gathers the replies. So a
 //! queue of small requests costs one receive, one system call each, and one send. Before it blocks,

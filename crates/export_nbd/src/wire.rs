@@ -145,7 +145,7 @@ pub const CHUNK_BYTES: usize = 20;
 /// Bytes of a chunk with an extended header.
 pub const EXTENDED_CHUNK_BYTES: usize = 32;
 
-/// A request as it stands on the wire.
+/// A request header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     pub flags: u16,

@@ -8,7 +8,7 @@
 //! back its own. A change that finds no space is kept by the export and holds no thread.
 //!
 //! ```text
-//!   virtual machine ── socket ── session     what memory, which rings, which features
+//!   virtual machine ── socket ── session     memory, rings, features
 //!        │                          │ starts and stops
 //!   shared memory ──── rings ──── queue ──┬─ fast lane ── Export
 //!                                         └─ pool ── slow lane ── Export

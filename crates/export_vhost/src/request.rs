@@ -7,7 +7,7 @@ use crate::memory::{Mem, Segment, copy_in};
 
 /// Bytes of a descriptor.
 const DESCRIPTOR_BYTES: u64 = 16;
-/// Maximum descriptors per request; drivers are told a far lower limit.
+/// Maximum descriptors per request; the limit announced to drivers is far lower.
 const DESCRIPTORS_MAX: usize = 1024;
 /// Header: type u32, unused u32, sector u64.
 const HEADER_BYTES: usize = 16;

@@ -1,8 +1,8 @@
 //! Appliances: converts the disks of an OVA in place, and makes an OVA of disks.
 //!
 //! ```text
-//!   for each disk, several at once:   window ─► conversion ─► target without a name ─┐ all right:
-//!                                     window ─► hash ─► the manifest's? ─────────────┘ names
+//!   for each disk, several at once:   window ─► conversion ─► unnamed target ───────┐ all valid:
+//!                                     window ─► hash ─► equal to manifest? ─────────┘ rename
 //! ```
 //!
 //! Targets get their names when every disk is complete and every hash matched. A target that cannot

@@ -1,11 +1,11 @@
 //! Commit: moves an overlay's data into an image beneath it.
 //!
 //! ```text
-//!   overlay ─┐                                        1  base is made as large as the overlay
-//!   between ─┼─► runs that the base does not answer ─► 2  they are moved into the base
+//!   overlay ─┐                                        1  the base grows to the overlay's size
+//!   between ─┼─► runs held above the base ──────────► 2  they are copied into the base
 //!            │                                        3  the base is made durable
-//!   base ◄───┘                                        4  the overlay is emptied, and told which
-//!                                                        identity the base has now
+//!   base ◄───┘                                        4  the overlay is emptied, and records
+//!                                                        the base's new identity
 //! ```
 //!
 //! If the base's new space would not read as zero, the overlay first copies what lies beyond the

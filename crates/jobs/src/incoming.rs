@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   stream ─► first bytes: which format?
-//!      raw: read once, in order, while it comes      any other: spooled, then an image as others
+//!      raw: read once, in order                      any other: spooled to a file
 //!        length unknown: the target grows in steps ──► at the end it gets the stream's length
 //! ```
 //!

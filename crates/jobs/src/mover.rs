@@ -164,7 +164,6 @@ pub(crate) struct Mover<'a> {
     pub(crate) moved: Moved,
 }
 
-/// A thread's buffers.
 struct Buffers {
     /// Aligned for direct I/O, to avoid a bounce buffer.
     bytes: AlignedBuf,

@@ -4,9 +4,9 @@
 //!   runs that the image does not hold:
 //!     old chain ─┐
 //!                ├─► the same place, or both zero: nothing to do
-//!     new chain ─┘   else read and compared: what differs is copied into the image, or shared with
-//!                    it where the file system can; what the new chain has not is shared unread
-//!   image durable ─► its header names the new one, by one write
+//!     new chain ─┘   else read and compared: differences are copied into the image, or shared if
+//!                    the file system can; data that the new chain lacks is shared unread
+//!   image durable ─► its header refers to the new backing image, by one write
 //! ```
 //!
 //! Until that write the image shows its own data and the old chain's; from then on its own data and

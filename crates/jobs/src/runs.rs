@@ -35,13 +35,11 @@ pub(crate) enum RunKind<'a> {
 }
 
 impl Run<'_> {
-    /// Zeroes.
     pub(crate) fn zeroes(at: u64, len: u64) -> Self {
         let (kind, depth) = (RunKind::Zero, usize::MAX);
         Self { at, len, kind, depth, hides_holes: false, encrypted: false }
     }
 
-    /// Offset of the end.
     pub(crate) fn end(&self) -> u64 {
         self.at + self.len
     }

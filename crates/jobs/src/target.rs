@@ -281,7 +281,6 @@ impl Target {
         self.commit = CommitOptions { sync_file: true, sync_folder: true };
     }
 
-    /// Closes the image.
     pub(crate) fn close(&self) -> Result<()> {
         self.disk.close()
     }

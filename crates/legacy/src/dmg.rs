@@ -22,7 +22,6 @@ const TABLES_BYTES_MAX: u64 = 16 << 20;
 const CHUNKS_AT: usize = 204;
 const CHUNK_BYTES: usize = 40;
 
-/// Type of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Zero,
@@ -44,7 +43,6 @@ struct Chunk {
     kind: Kind,
 }
 
-/// The trailer.
 #[derive(Clone, Copy, Debug)]
 struct Trailer {
     at: u64,

@@ -15,16 +15,13 @@ use crate::tables::Tables;
 
 /// Locates guest bytes.
 pub(crate) trait Map: Send + Sync + fmt::Debug {
-    /// The format's name.
     fn name(&self) -> &'static str;
 
-    /// Bytes of the guest disk.
     fn guest_bytes(&self) -> u64;
 
     /// Unit of the map in bytes.
     fn cluster_bytes(&self) -> u64;
 
-    /// Bytes of all tables.
     fn table_bytes(&self) -> u64;
 
     /// Whether units have the same alignment in the file as on the disk.
@@ -36,7 +33,6 @@ pub(crate) trait Map: Send + Sync + fmt::Debug {
     fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent>;
 }
 
-/// An open image.
 #[derive(Debug)]
 pub(crate) struct ReadOnly<M> {
     storage: Arc<dyn Storage>,

@@ -41,7 +41,6 @@ impl Hash {
         HASH_NAMES[self as usize]
     }
 
-    /// Bytes of a digest.
     pub(crate) fn digest_bytes(self) -> usize {
         match self {
             Self::Sha1 | Self::Ripemd160 => 20,

@@ -49,7 +49,6 @@ pub(crate) mod field {
 pub(crate) const ACTIVE: u32 = 0x00ac_71f3;
 pub(crate) const INACTIVE: u32 = 0x0000_dead;
 
-/// A key slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) active: bool,
@@ -244,7 +243,6 @@ impl Header {
         start..start + self.material_bytes().next_multiple_of(SECTOR_BYTES)
     }
 
-    /// Bytes of a slot's key material.
     pub(crate) fn material_bytes(&self) -> u64 {
         u64::from(self.key_bytes) * STRIPES as u64
     }
@@ -296,7 +294,6 @@ impl Header {
             + of(self.digest_iterations, self.digest.len())
     }
 
-    /// The header's bytes.
     pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);

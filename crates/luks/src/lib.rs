@@ -9,7 +9,7 @@
 //!                                                      │
 //!   key material ── decrypt ── merge 4000 stripes ──► image's key ── PBKDF2 ──► digest equal?
 //!                                                      │
-//!   sector number ── vector ──► AES ◄──────────────────┘
+//!   sector number ── IV ──────► AES ◄──────────────────┘
 //! ```
 //!
 //! | what | where |

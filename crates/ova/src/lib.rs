@@ -1,10 +1,10 @@
 //! Open virtual appliances: an OVF descriptor, disks and a manifest in one tar file (OVA).
 //!
 //! ```text
-//!   appliance.ova ─► tar members ─► descriptor (XML) ─► disks ─► a window each: a storage as others
-//!                                   manifest ─► hashes of what is used ──────────┘
+//!   appliance.ova ─► tar members ─► descriptor (XML) ─► disks ─► a Window (storage) each
+//!                                   manifest ─► hashes to verify ──┘
 //!
-//!   disks, one pass each ─► sinks that write and hash ─► tar file, whose head is filled in at last
+//!   disks, one pass each ─► sinks that write and hash ─► tar file, whose head is written last
 //! ```
 //!
 //! Nothing is extracted: a disk is a [`Window`] over the bytes of the tar file, so several threads

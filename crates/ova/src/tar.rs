@@ -191,7 +191,6 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
         self.corrupt(at, "a size that is no number", "octal digits, or 63 bits in base 256")
     }
 
-    /// The bytes of an extension.
     fn extension(&mut self, at: u64, offset: u64, size: u64) -> Result<Vec<u8>> {
         if size > EXTENSION_BYTES_MAX {
             let (file, what) = (self.name.to_owned(), "size of an extended tar header");

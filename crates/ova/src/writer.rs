@@ -1,8 +1,8 @@
 //! Writing an OVA.
 //!
 //! ```text
-//!   descriptor, at its longest │ manifest │ disk 1 │ disk 2 │ … │ two blocks of zeroes
-//!   └── written at last: sizes and hashes of the disks stand in them ┘
+//!   descriptor (maximum) │ manifest │ disk 1 │ disk 2 │ … │ two blocks of zeroes
+//!   └── written last: contain disk sizes and hashes ┘
 //! ```
 //!
 //! DSP0243 requires the descriptor to come first, so space for its maximum length is reserved; XML

@@ -16,8 +16,8 @@
 //!                   │ no (O_DIRECT)
 //!                   ├─ offset, length and memory aligned ──► pwrite
 //!                   └─ else: range lock ─► read the blocks at the edges into a bounce buffer
-//!                            ─► lay the bytes over them ─► pwrite ─► cut the file back to
-//!                            the exact length where the last block passed its end
+//!                            ─► overlay the bytes ─► pwrite ─► truncate the file to
+//!                            the exact length if the last block passed its end
 //! ```
 //!
 //! # Invariants

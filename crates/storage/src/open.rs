@@ -117,7 +117,6 @@ pub fn classify(path: &Path) -> Result<FileKind> {
     kind_of(&name, stat.st_mode)
 }
 
-/// The kind of an open file.
 pub(crate) fn kind_of_file(name: &str, file: &File) -> Result<FileKind> {
     let stat = rustix::fs::fstat(file).map_err(|e| file_error(name, IoAction::Open, e))?;
     kind_of(name, stat.st_mode)

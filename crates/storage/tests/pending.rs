@@ -168,7 +168,7 @@ fn a_strangers_link_in_a_shared_folder_is_not_followed() {
     lchown(&link, Some(STRANGER), None).unwrap();
     let refused = PendingFile::create(&link, &FileOptions::default()).unwrap_err().to_string();
     assert!(refused.contains("disk") && refused.contains("user 1234"), "{refused}");
-    // Nor is a stranger's link behind the user's own.
+    // Nor is another user's link behind the user's own.
     let second = own.path().join("second");
     symlink(&link, &second).unwrap();
     PendingFile::create(&second, &FileOptions::default()).unwrap_err();

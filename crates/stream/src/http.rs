@@ -4,8 +4,8 @@
 //!   read_up_to ─► block in the cache? ──────────────────────────────► bytes
 //!                   │ no: being fetched? ─► wait
 //!                   └─ no: fetch it here     GET Range: bytes=FROM-TO
-//!                                            broken off ─► again from where it broke off
-//!   reads that go on where others ended ─► the next blocks are asked for by other threads
+//!                                            broken off ─► resumed
+//!   sequential reads ─► other threads fetch the next blocks
 //! ```
 //!
 //! Source: RFC 9110, sections 8.8 (validators), 13.1 (preconditions), 14 (range requests).

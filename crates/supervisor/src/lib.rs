@@ -9,10 +9,10 @@
 //!  program ── fdatasync ─► kernel ─► Listener::receive ─► Listener::proceed │ answer
 //!            pwritev2                    (this process)
 //!
-//!  filter      which calls are passed on, which are refused
-//!  listener    one call after the other
+//!  filter      selects calls to pass on or refuse
+//!  listener    receives and answers calls
 //!  spawn       starts a program under a filter
-//!  slow_syncs  syncs that take as long as on a slow device
+//!  slow_syncs  delays syncs as a slow device does
 //! ```
 //!
 //! # Why not a FUSE file system

@@ -330,7 +330,6 @@ fn without_space_for_marks_everything_counts_as_marked() {
     rig.ask_qemu(None, true, "closed");
 }
 
-/// Opens an image on a storage.
 fn open(storage: Arc<dyn Storage>, writable: bool) -> Arc<Qcow2> {
     let limits = Limits::default();
     Qcow2::open(OpenRequest { storage, files: Vec::new(), writable, limits }).expect("opening")

@@ -275,7 +275,7 @@ fn a_resize_that_failed_changes_no_size_on_disk() {
                 break;
             }
             if disk.guest_bytes() != guest.len() {
-                continue; // the header is durable, what lies behind the end was not cleared
+                continue; // the header is durable, but bytes beyond the end were not cleared
             }
             let at = guest.len() - 3000;
             let bytes = pattern(1, at, 3000);

@@ -72,7 +72,6 @@ impl Wired {
         out.append(&mut self.buffers.lock().outgoing);
     }
 
-    /// Continues the handshake.
     pub(super) fn negotiate(&mut self) -> Poll<Result<(), Error>> {
         self.connection.poll_negotiate().map_ok(|_| ())
     }

@@ -5,7 +5,7 @@
 //! L1 cache, which makes it faster.
 //!
 //! ```text
-//!   unit ──► matcher ──► sequences + one histogram a piece ──► splitter ──► blocks ──► bits
+//!   unit ──► matcher ──► sequences + a histogram per piece ──► splitter ──► blocks ──► bits
 //!            (hash chains)        (a piece: 4 KiB of input)   (neighbours that compress
 //!                                                             alike become one block)
 //! ```

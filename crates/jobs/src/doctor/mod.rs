@@ -2,10 +2,10 @@
 //!
 //! ```text
 //!   header ─► image     flags, version, sizes, the map against its cache
-//!          ─► chain     what it stands on: headers, names, times
-//!          ─► host      the file system: space, blocks, mount options, how the file lies on it
+//!          ─► chain     backing chain: headers, names, times
+//!          ─► host      the file system: space, blocks, mount options, placement of the file
 //!          ─► check     the format's own check, within a budget
-//!          ─► evidence  the figures that the findings stand on
+//!          ─► evidence  the measurements behind the findings
 //! ```
 //!
 //! Everything is opened read-only, and only metadata is read, at most [`METADATA_BYTES_MAX`] per

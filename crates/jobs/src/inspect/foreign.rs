@@ -12,7 +12,6 @@ use vdkit_block::bytes::{be32, be64, le16, le32, le64};
 /// Maximum accepted size of a block map.
 const TABLE_BYTES_MAX: u64 = 1 << 30;
 
-/// VHD disk types.
 mod vhd_type {
     pub(super) const FIXED: u32 = 2;
     pub(super) const DYNAMIC: u32 = 3;

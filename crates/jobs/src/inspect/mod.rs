@@ -1,12 +1,12 @@
 //! Judges whether an untrusted image is safe to accept.
 //!
 //! ```text
-//!   head, tail ─► signature   what can this file be taken for? (two reads)
+//!   head, tail ─► signature   all matching formats (two reads)
 //!                    │
 //!        ┌───────────┼──────────────┬──────────────┐
 //!      qcow2        vmdk         foreign        partitions      header facts
 //!        │       (descriptor)  (vdi vhd vhdx)   (raw disks)
-//!     mapping ─► the format's own check ─► what the guest's disk begins with
+//!     mapping ─► the format's own check ─► start of the guest's disk
 //! ```
 //!
 //! Only the image itself is opened; every read is limited by a budget (number, bytes, deadline).
@@ -312,7 +312,7 @@ impl Inspection<'_> {
                 self.raw(&head, found);
                 Ok(())
             }
-            _ => Ok(()), // banned: nothing of it is read
+            _ => Ok(()), // banned: not read any further
         }
     }
 

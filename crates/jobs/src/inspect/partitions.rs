@@ -15,7 +15,6 @@ const PROTECTIVE: u8 = 0xee;
 const SECTOR: u64 = 512;
 
 impl Inspection<'_> {
-    /// A raw disk.
     pub(super) fn raw(&mut self, head: &[u8], found: &[Signature]) {
         // There is no further metadata.
         self.depth = Depth::Metadata;

@@ -194,7 +194,7 @@ impl Inspection<'_> {
     fn extensions(&mut self, head: &[u8], version: u32, cluster: u64) {
         let fixed = if version == 3 { be32(head, 100) } else { V2_HEADER_BYTES };
         if cluster == 0 || u64::from(fixed) > cluster || (version == 3 && fixed < 104) {
-            return; // the parser says so
+            return; // the parser reports it
         }
         let backing = be64(head, 8);
         let list_end = if backing == 0 { cluster } else { backing.min(cluster) };
@@ -329,7 +329,7 @@ impl Inspection<'_> {
             f.severity == Weight::Refuse
                 && matches!(f.code, Code::TableTooLarge | Code::HeaderInvalid)
         }) {
-            return Ok(()); // a map of lies is not worth the walk
+            return Ok(()); // the map is known to be invalid
         }
         let mapping = Mapping::read(&*self.storage, header, self.len)?;
         self.mapping(header, &mapping);

@@ -2,9 +2,9 @@
 //! continues with the backing image.
 //!
 //! ```text
-//!   clients are served │ the base is opened for writing, locked against everyone, read and written
-//!                      │ through one map from then on
-//!                      │ what the overlay holds is copied, and what changes meanwhile again,
+//!   clients are served │ the base is opened for writing and locked exclusively; reads and writes
+//!                      │ share one map from then on
+//!                      │ the overlay's data is copied, and changed data again,
 //!                      │ until little is left
 //!   clients wait       │ the rest is copied ─► the base is made durable ─► the overlay is emptied
 //!                      │ and closed ─► the base takes its place

@@ -37,7 +37,6 @@ impl Images for LiveImages {
     }
 }
 
-/// Whether an image's data is encrypted.
 fn is_encrypted(layer: &Layer) -> bool {
     layer.format().encryption().is_some()
 }

@@ -1,9 +1,9 @@
 //! External snapshot: from one request to the next, writes go to a new overlay.
 //!
 //! ```text
-//!   clients are served │ the overlay is made: durable, complete, under its name; and opened alone
+//!   clients are served │ the overlay is created, made durable, renamed into place, and opened alone
 //!   clients wait       │ the old top image is flushed and closed ─► the overlay goes on top
-//!   clients are served │ the old top image is only read; its lock lets other readers in
+//!   clients are served │ the old top image is read-only; its lock admits other readers
 //! ```
 
 use std::os::unix::fs::MetadataExt;
