@@ -121,7 +121,7 @@ impl Counters {
         kind.latency.add(took);
     }
 
-    /// Counts a request as fast or slow lane.
+    /// Counts a request by path.
     pub fn lane(&self, fast: bool) {
         let lane = if fast { &self.fast } else { &self.slow };
         lane.fetch_add(1, Ordering::Relaxed);

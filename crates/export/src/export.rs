@@ -304,7 +304,7 @@ impl Export {
     }
 
     /// Non-blocking write; `None` if it may have to wait. Also `None` if it found no space, which
-    /// the slow lane handles, and in cache modes with durable writes, as a sync waits; see
+    /// the blocking path handles, and in cache modes with durable writes, as a sync waits; see
     /// [`Export::write_unsettled_ready`].
     pub fn write_ready(&self, data: &[u8], at: u64) -> Option<Result<()>> {
         let disk = self.hold_ready()?;

@@ -3,10 +3,10 @@
 //! An [`Export`] is one served disk: over NBD, vhost-user or FUSE, or several of them at once. It
 //! is independent of any protocol.
 //!
-//! # Two lanes
-//! A server first tries the *fast lane* ([`Export::read_ready`], [`Export::write_ready`]): the
-//! request is served at once if it need not wait for a disk. Otherwise it goes to the *slow lane*
-//! ([`Export::read`], [`Requests::write`] …), which may block, on a thread of a bounded pool.
+//! # Two paths
+//! A server first tries the *non-blocking path* ([`Export::read_ready`], [`Export::write_ready`]):
+//! the request is served at once if it need not wait for a disk. Otherwise it goes to the *blocking
+//! path* ([`Export::read`], [`Requests::write`] …), which may block, on a thread of a bounded pool.
 //!
 //! A server that commits many durable writes with one flush writes them by
 //! [`Export::write_unsettled_ready`], calls [`Export::flush`], and then answers all of them.

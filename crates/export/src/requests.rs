@@ -1,4 +1,4 @@
-//! Slow-lane requests, for clients that may leave meanwhile.
+//! Requests that may block, for clients that may leave meanwhile.
 //!
 //! A request over a large range runs in steps. Between steps the disk can be locked exclusively,
 //! and a request whose client has left ends.

@@ -35,7 +35,7 @@ fn a_read_only_export_of_a_writable_disk_takes_no_change_in_any_lane() {
     let options = ExportOptions { read_only: true, ..ExportOptions::default() };
     let export = Export::new(disk, options);
     assert!(export.read_only());
-    // In place, which the fast lane would serve at once.
+    // In place, which the non-blocking path would serve at once.
     assert!(export.write_ready(&[1; 512], 0).is_none());
     let tried = [
         export.write(&[1; 512], 0, false),

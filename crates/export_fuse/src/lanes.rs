@@ -14,8 +14,8 @@ use crate::buffer;
 use crate::errno::errno_of;
 use crate::pool::Pool;
 
-/// A fast-lane write that took longer than this per started [`PROMPT_BYTES`] has waited; the next
-/// writes then go to the slow lane.
+/// A write on the non-blocking path that took longer than this per started [`PROMPT_BYTES`] has
+/// waited; the next writes then go to the blocking path.
 const PROMPT: Duration = Duration::from_millis(2);
 const PROMPT_BYTES: u32 = 64 << 10;
 /// Number of such writes.
@@ -109,7 +109,7 @@ impl Lanes {
             match self.export.read_ready(bytes, at) {
                 Some(Ok(Ready::Bytes)) => {}
                 Some(Ok(Ready::Zero)) => bytes.fill(0),
-                // The slow lane reports the error.
+                // The blocking path reports the error.
                 Some(Err(_)) | None => return Some(reply),
             }
             self.export.counters().lane(true);

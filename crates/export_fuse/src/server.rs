@@ -19,7 +19,7 @@ use crate::disk_file::DiskFile;
 use crate::lanes::Lanes;
 use crate::mount_point::{MountError, MountPoint, Unmounted};
 
-/// Threads that read requests. One per processor runs fast-lane requests in parallel; more only
+/// Threads that read requests. One per processor runs non-blocking requests in parallel; more only
 /// wake each other up.
 const READERS_MAX: usize = 8;
 const READERS_MIN: usize = 2;

@@ -1,6 +1,6 @@
-//! Slow-lane reads: small ones in one send, large ones in pieces, if replies are structured and DF
-//! is not set. Data sent before an error stays valid: the error chunk gives the offset of the
-//! failure.
+//! Reads that may block: small ones in one send, large ones in pieces, if replies are structured
+//! and DF is not set. Data sent before an error stays valid: the error chunk gives the offset of
+//! the failure.
 
 use std::io;
 use std::time::Instant;

@@ -2,11 +2,11 @@
 //!
 //! # Threads
 //! A connection has one *leader* at a time, the thread that holds the receiving side. The leader
-//! takes requests from its buffer, runs those of the fast lane itself and gathers the replies. So a
-//! queue of small requests costs one receive, one system call each, and one send. Before it blocks,
-//! it sends the gathered replies and passes the lead to another thread; the slow request then runs
-//! beside that thread's. Threads are created as needed, up to [`THREADS_MAX`] per connection; if
-//! all are blocked, nothing more is received. See [`crate::lead`].
+//! takes requests from its buffer, runs those on the non-blocking path itself and gathers the
+//! replies. So a queue of small requests costs one receive, one system call each, and one send.
+//! Before it blocks, it sends the gathered replies and passes the lead to another thread; the slow
+//! request then runs beside that thread's. Threads are created as needed, up to [`THREADS_MAX`] per
+//! connection; if all are blocked, nothing more is received. See [`crate::lead`].
 //!
 //! The leader also runs small durable writes. Their replies wait for a flush, and one flush serves
 //! many of them: see [`crate::commit`].
@@ -41,19 +41,19 @@ const THREADS_MAX: usize = 16;
 const INLINE_PAYLOAD_MAX: usize = 64 << 10;
 /// The leader may run reads up to this size; larger ones are worth another thread.
 pub const INLINE_READ_MAX: u64 = 128 << 10;
-/// A leader's write that took longer than this has waited; the next writes then go to the slow
-/// lane.
+/// A leader's write that took longer than this has waited; the next writes then go to the blocking
+/// path.
 const PROMPT: Duration = Duration::from_millis(2);
 /// Number of such writes.
 const WARY_WRITES: u32 = 32;
-/// If a slow-lane request of the same kind took at most this long the last time, the leader runs
-/// the request itself: passing the lead costs about as much. (Examples: a flush of a file in
-/// memory, a durable write to a disk with a persistent cache.)
+/// If the last blocking request of the same kind took at most this long, the leader runs the
+/// request itself: passing the lead costs about as much. (Examples: a flush of a file in memory, a
+/// durable write to a disk with a persistent cache.)
 const BRIEF: Duration = Duration::from_micros(100);
 /// A connection runs at most one request with more than this many bytes in memory.
 pub const ALONE_BYTES: u64 = 1 << 20;
 
-/// Result of the fast lane.
+/// Result of the non-blocking path.
 #[derive(PartialEq)]
 enum Fast {
     /// Done and answered.
@@ -85,7 +85,7 @@ pub struct Session {
     /// Done requests that are answered after a flush.
     pub(crate) gathered: Gathered<Unanswered>,
     wary: AtomicU32,
-    /// Nanoseconds that the last slow-lane request of each kind took.
+    /// Nanoseconds that the last blocking request of each kind took.
     pub(crate) took: [AtomicU64; command::KINDS],
     /// The client of all requests.
     pub(crate) client: Arc<Client>,
@@ -304,7 +304,7 @@ impl Session {
         Ok(fast)
     }
 
-    /// Runs a slow-lane request on the leader's thread if it is likely to be brief. If it turns out
+    /// Runs a blocking request on the leader's thread if it is likely to be brief. If it turns out
     /// long, no other request may depend on it: other threads commit gathered requests and keep
     /// changes without space.
     fn try_brief(
@@ -320,7 +320,7 @@ impl Session {
         }
         let start = Instant::now();
         if !matches!(self.change(request, payload), Performed::Done(Ok(()))) {
-            // The slow lane reports the error, or keeps the request.
+            // The blocking path reports the error, or keeps the request.
             self.note_took(request.command, 2 * BRIEF);
             return Ok(Fast::Declined);
         }
@@ -347,7 +347,7 @@ impl Session {
         export.counters().done(kind, request.len, took, ok);
     }
 
-    /// The fast lane: requests that need no disk wait.
+    /// The non-blocking path: requests that need no disk wait.
     fn fast(
         &self,
         request: &Request,
@@ -368,7 +368,7 @@ impl Session {
                 match self.export.read_ready(data, request.offset) {
                     Some(Ok(Ready::Bytes)) => self.replier.put_data(out, request, len),
                     Some(Ok(Ready::Zero)) => self.replier.put_zero(out, request),
-                    // The slow lane reports the error.
+                    // The blocking path reports the error.
                     Some(Err(_)) | None => return Ok(Fast::Declined),
                 }
                 Ok(Fast::Answered)
@@ -412,7 +412,7 @@ impl Session {
         wary > 0
     }
 
-    /// Whether a slow-lane request of this kind is likely to be brief.
+    /// Whether a blocking request of this kind is likely to be brief.
     pub(crate) fn is_brief(&self, command: u16) -> bool {
         let changes = [command::WRITE, command::FLUSH, command::TRIM, command::WRITE_ZEROES];
         changes.contains(&command)
@@ -453,7 +453,7 @@ impl Session {
         None
     }
 
-    /// The slow lane: may block. First sends what the leader left unsent.
+    /// The blocking path. First sends what the leader left unsent.
     fn slow(
         &self,
         request: &Request,

@@ -3,15 +3,15 @@
 //!
 //! # The life of a request
 //! The guest puts a chain of descriptors into a ring and kicks. The ring's thread (`queue`) takes
-//! all available requests, runs those of the fast lane itself, puts them back and notifies the
-//! guest once. Requests that may block go to a bounded pool of threads (`pool`), each of which puts
-//! back its own. A change that finds no space is kept by the export and holds no thread.
+//! all available requests, runs those on the non-blocking path itself, puts them back and notifies
+//! the guest once. Requests that may block go to a bounded pool of threads (`pool`), each of which
+//! puts back its own. A change that finds no space is kept by the export and holds no thread.
 //!
 //! ```text
 //!   virtual machine ── socket ── session     memory, rings, features
 //!        │                          │ starts and stops
-//!   shared memory ──── rings ──── queue ──┬─ fast lane ── Export
-//!                                         └─ pool ── slow lane ── Export
+//!   shared memory ──── rings ──── queue ──┬─ non-blocking ─── Export
+//!                                         └─ pool ── blocking ── Export
 //! ```
 //!
 //! # Trust

@@ -1,4 +1,4 @@
-//! Runs requests, in either lane.
+//! Runs requests, on either path.
 //!
 //! A request runs to its end even if the monitor has disconnected: the next monitor is accepted
 //! only when no request is running, and an error would reach a guest whose monitor reconnects.
@@ -18,8 +18,8 @@ use crate::request::{Kind, Request};
 const READ_HERE_MAX: u64 = 128 << 10;
 /// The same for writes.
 const WRITE_HERE_MAX: u64 = 64 << 10;
-/// A fast-lane write that took longer than this has waited; the next writes then go to the slow
-/// lane.
+/// A write on the non-blocking path that took longer than this has waited; the next writes then go
+/// to the blocking path.
 const PROMPT: Duration = Duration::from_millis(2);
 /// Number of such writes.
 const WARY_WRITES: u32 = 32;
@@ -63,13 +63,13 @@ pub struct Full {
     pub progress: u64,
 }
 
-/// Result of a slow-lane request.
+/// Result of a request that may block.
 pub enum Slow {
     Finished(Finished),
     Full(Full),
 }
 
-/// Whether writes avoid the fast lane, because recent ones waited.
+/// Whether writes avoid the non-blocking path, because recent ones waited.
 #[derive(Debug, Default)]
 pub struct Wary(AtomicU32);
 
@@ -142,7 +142,7 @@ pub fn fast(
                 return Some(Status::IoError.into());
             }
             let began = Instant::now();
-            // The slow lane retries and reports the error.
+            // The blocking path retries and reports the error.
             let Some(Ok(())) = device.export.write_ready(data, at(request)) else { return None };
             if began.elapsed() > PROMPT {
                 wary.begin();

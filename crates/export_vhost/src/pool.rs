@@ -1,4 +1,4 @@
-//! Slow-lane threads: created as needed, bounded, shared by all rings.
+//! Threads for requests that may block: created as needed, bounded, shared by all rings.
 //!
 //! The queue is bounded too: a ring takes no more requests than it has entries.
 
@@ -23,7 +23,7 @@ struct State {
     closed: bool,
 }
 
-/// The slow lane.
+/// The threads and their queue.
 #[derive(Default)]
 pub struct Pool {
     state: Mutex<State>,

@@ -1,8 +1,8 @@
 //! A ring: takes requests and puts them back.
 //!
-//! Its thread takes a batch under the ring's lock, runs it unlocked, and puts fast-lane results
-//! back under the lock, with at most one notification. Other threads put back their results in the
-//! same way.
+//! Its thread takes a batch under the ring's lock, runs it unlocked, and puts back under the lock
+//! what the non-blocking path served, with at most one notification. Other threads put back their
+//! results in the same way.
 //!
 //! A guest can write anything into the ring at any time. So every index is checked, and no head is
 //! taken again before it was put back (which bounds the requests in flight). An invalid ring is
@@ -82,7 +82,7 @@ pub struct Ring {
     wary: Wary,
 }
 
-/// A request of the slow lane.
+/// A request that may block.
 pub struct Job {
     ring: Arc<Ring>,
     request: Request,

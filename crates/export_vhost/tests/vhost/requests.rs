@@ -17,7 +17,7 @@ fn requests_do_what_they_say() {
         assert_eq!(guest.read(0, 0, 4096), [0; 4096]);
         guest.write(0, 3, &[7; 512]);
         assert_eq!(guest.read(0, 2, 1536), [[0; 512], [7; 512], [0; 512]].concat());
-        // Longer than the limit of the fast lane, and than one piece.
+        // Longer than the limit of the non-blocking path, and than one piece.
         let long: Vec<u8> = (0..DATA).map(|i| (i % 251) as u8).collect();
         guest.write(0, 2048, &long);
         guest.flush(0);
