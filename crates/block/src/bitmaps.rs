@@ -7,15 +7,15 @@ use serde::Serialize;
 use crate::driver::BitmapInfo;
 use crate::error::Result;
 
-/// A bitmap with what it holds.
+/// A bitmap and its dirty byte count.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BitmapStatus {
     /// Name, granularity and flags.
     #[serde(flatten)]
     pub info: BitmapInfo,
-    /// Guest bytes that its set bits stand for, at most the disk's; nothing where it cannot be
-    /// trusted ([`BitmapInfo::in_use`]).
+    /// Guest bytes covered by set bits, at most the disk size; `None` if the bitmap is inconsistent
+    /// ([`BitmapInfo::in_use`]).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dirty_bytes: Option<u64>,
 }
@@ -25,23 +25,22 @@ pub struct BitmapStatus {
 pub struct NewBitmap<'a> {
     /// Its name: 1 to 1023 bytes.
     pub name: &'a str,
-    /// Bytes that a bit stands for, a power of two; nothing for the format's choice.
+    /// Bytes per bit, a power of two; `None` for the format's default.
     pub granularity: Option<u64>,
-    /// It records writes from now on.
+    /// Records writes from now on.
     pub enabled: bool,
 }
 
 /// The persistent dirty bitmaps of an image; see [`crate::Format::bitmaps`].
 ///
-/// A bitmap that is enabled records each write, discard and zeroing that is done while the image is
-/// open: after a flush its bits on disk cover everything that was flushed. Changes made here are
-/// durable when the method returns, and a power cut leaves the old or the new state, unless a
-/// method says otherwise.
+/// An enabled bitmap records each write, discard and zeroing while the image is open. After a
+/// flush, its bits on disk cover everything that was flushed. Unless a method says otherwise, its
+/// changes are durable when it returns, and a power cut leaves the old or the new state.
 ///
-/// Writes that are under way during a call may be recorded or not in a bitmap that the call adds,
-/// enables or clears; they have ended when it returns.
+/// A bitmap that a call adds, enables or clears may or may not record writes that run during the
+/// call. Those writes have ended when the call returns.
 pub trait Bitmaps {
-    /// All of them, in the image's order.
+    /// All bitmaps, in the image's order.
     ///
     /// # Errors
     /// [`crate::Error::Corrupt`] for a damaged directory or table; I/O.
@@ -50,15 +49,15 @@ pub trait Bitmaps {
     /// Calls `found` for each run of dirty guest bytes within the disk, in order.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] where there is no such bitmap, or it cannot be trusted; what
-    /// `found` returns; as [`Bitmaps::list`].
+    /// [`crate::Error::Invalid`] if there is no such bitmap or it is inconsistent; errors of
+    /// `found`; as [`Bitmaps::list`].
     fn for_each_dirty(
         &self,
         name: &str,
         found: &mut dyn FnMut(Range<u64>) -> Result<()>,
     ) -> Result<()>;
 
-    /// Refuses what [`Bitmaps::add`] would refuse, but for a name that is taken, and changes nothing.
+    /// Runs the checks of [`Bitmaps::add`], except for a taken name. Changes nothing.
     ///
     /// # Errors
     /// As [`Bitmaps::add`].
@@ -67,15 +66,15 @@ pub trait Bitmaps {
     /// Adds a bitmap without set bits.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a name that is taken or too long, or a granularity that is
-    /// not possible; [`crate::Error::Unsupported`] where the image cannot have bitmaps;
-    /// [`crate::Error::ReadOnly`]; I/O.
+    /// [`crate::Error::Invalid`] for a name that is taken or too long, or an invalid granularity;
+    /// [`crate::Error::Unsupported`] if the image cannot have bitmaps; [`crate::Error::ReadOnly`];
+    /// I/O.
     fn add(&self, new: &NewBitmap<'_>) -> Result<()>;
 
-    /// Removes a bitmap, also one that cannot be trusted.
+    /// Removes a bitmap, also an inconsistent one.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] where there is no such bitmap; I/O.
+    /// [`crate::Error::Invalid`] if there is no such bitmap; I/O.
     fn remove(&self, name: &str) -> Result<()>;
 
     /// Clears all bits of a bitmap.
@@ -84,21 +83,21 @@ pub trait Bitmaps {
     /// As [`Bitmaps::for_each_dirty`].
     fn clear(&self, name: &str) -> Result<()>;
 
-    /// Lets a bitmap record writes from now on, or not any more.
+    /// Enables or disables recording.
     ///
     /// # Errors
     /// As [`Bitmaps::for_each_dirty`].
     fn set_enabled(&self, name: &str, enabled: bool) -> Result<()>;
 
     /// Sets the bits in `name` that are set in `source_name` of `source`, which may be this image.
-    /// A power cut may leave a part of them set: doing it again completes it.
+    /// A power cut may leave only some of them set; repeat the call to complete the merge.
     ///
     /// # Errors
     /// As [`Bitmaps::for_each_dirty`], for both.
     fn merge(&self, name: &str, source: &dyn Bitmaps, source_name: &str) -> Result<()>;
 
-    /// Sets all bits of all bitmaps that are enabled: for whoever is about to change what the
-    /// guest reads by another way than writes.
+    /// Sets all bits of all enabled bitmaps. Call it before guest data changes by other means than
+    /// writes.
     ///
     /// # Errors
     /// I/O.

@@ -1,6 +1,6 @@
-//! Numbers at fixed places of an on-disk structure.
+//! Numbers at fixed offsets of an on-disk structure.
 //!
-//! A place beyond the end reads as zero: callers check the length first where that matters.
+//! Offsets beyond the end read as zero: callers check the length first where that matters.
 
 /// The `N` bytes at `at`.
 pub fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {

@@ -1,8 +1,8 @@
-//! Names of compression methods; the code that runs them lives with the formats.
+//! Names of compression methods; the format crates implement them.
 
 use std::fmt;
 
-/// How a packed unit is compressed.
+/// How a compressed unit is encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Codec {
@@ -32,11 +32,11 @@ impl fmt::Display for Codec {
     }
 }
 
-/// What a caller asks of compression: a method and a level.
+/// Requested compression: a method and a level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompressionSpec {
     /// The method.
     pub codec: Codec,
-    /// The method's own level; none takes vdkit's default for the method.
+    /// The method's own level; `None` for vdkit's default.
     pub level: Option<i32>,
 }

@@ -1,5 +1,5 @@
-//! Making an image smaller in place: what may be done, what came of it, and the part that every
-//! format shares, giving back blocks that hold zeroes.
+//! Compacting an image in place: options, report, and the part that all formats share (punching
+//! holes over zeroes).
 
 use serde::Serialize;
 
@@ -9,30 +9,29 @@ use crate::storage::Storage;
 use crate::units::HostOffset;
 use crate::zero::is_zero;
 
-/// Bytes of one read in search of zeroes.
+/// Bytes per read of the zero scan.
 const STEP_BYTES: u64 = 1 << 20;
-/// Smaller runs of zeroes are left alone: a block of most file systems.
+/// Shorter runs of zeroes are kept: 4 KiB is the block size of most file systems.
 const BLOCK_BYTES_MIN: usize = 4096;
 
-/// How an image is to be compacted.
+/// Options of a compaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompactOptions {
-    /// Read guest data, and drop what is zero.
+    /// Read guest data and drop clusters of zeroes.
     pub zero_scan: bool,
 }
 
-/// What was left where it is though it stands in the way of a shorter file.
+/// Clusters that could not be moved and keep the file from shrinking.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct LeftAlone {
-    /// What it is, and why it stays.
+    /// What they hold, and why they stay.
     pub what: &'static str,
-    /// How many clusters.
+    /// Their number.
     pub clusters: u64,
 }
 
-/// What a compaction did. Bytes are those of the image's own file and, where guest data is in
-/// another file, of that one too.
+/// Result of a compaction. Byte counts cover the image file and, if separate, its data file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct CompactReport {
@@ -40,28 +39,28 @@ pub struct CompactReport {
     pub length_before: u64,
     /// Length of the files after.
     pub length_after: u64,
-    /// Bytes of host space that they took before.
+    /// Allocated host bytes before.
     pub allocated_before: u64,
-    /// Bytes of host space that they take now.
+    /// Allocated host bytes now.
     pub allocated_after: u64,
-    /// Clusters that nothing referred to (of an earlier run that was cut short, or a crash).
+    /// Unreferenced clusters (left by a crash or an interrupted run).
     pub leaked_clusters: u64,
-    /// Clusters of zeroes that were given up.
+    /// Freed clusters of zeroes.
     pub zero_clusters: u64,
-    /// Mapping tables that mapped nothing any more.
+    /// Freed mapping tables without entries.
     pub empty_tables: u64,
-    /// Clusters of tables that were longer than what is in them.
+    /// Clusters freed by shortening tables.
     pub table_clusters: u64,
     /// Clusters that were moved towards the front.
     pub moved_clusters: u64,
-    /// Bytes of zeroes that became holes where they were.
+    /// Bytes of zeroes that became holes in place.
     pub punched_bytes: u64,
-    /// What stayed behind.
+    /// Clusters that could not be moved.
     pub left_alone: Vec<LeftAlone>,
 }
 
-/// Gives the space of blocks of zeroes back, wherever they are in the storage. They read as zero
-/// before and after, so an interruption at any moment does no harm. Returns their bytes.
+/// Punches holes over blocks of zeroes, anywhere in the storage. The blocks read as zero before and
+/// after, so an interruption is harmless. Returns the bytes punched.
 ///
 /// # Errors
 /// Those of the storage, and [`crate::Error::Interrupted`].
@@ -77,7 +76,7 @@ pub fn punch_zeroes(storage: &dyn Storage, monitor: &Monitor<'_>) -> Result<u64>
         if holes {
             let extent = storage.extent_at(HostOffset(at), len - at)?;
             if !extent.data {
-                // From the start of a block, so that all blocks are at their own boundaries.
+                // Start at a block boundary, so that all blocks are aligned.
                 at = (at + extent.len) / block as u64 * block as u64;
                 if extent.len < block as u64 {
                     at += block as u64;
@@ -97,7 +96,7 @@ pub fn punch_zeroes(storage: &dyn Storage, monitor: &Monitor<'_>) -> Result<u64>
 fn punch_in(storage: &dyn Storage, offset: u64, bytes: &[u8], block: usize) -> Result<u64> {
     let (mut at, mut punched) = (0, 0);
     let mut start = None;
-    // Once more behind the last block, where a run ends at the latest.
+    // One more pass behind the last block ends an open run.
     while at < bytes.len() + block {
         let piece = &bytes[at.min(bytes.len())..(at + block).min(bytes.len())];
         let zero = piece.len() == block && is_zero(piece);

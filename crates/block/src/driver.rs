@@ -1,4 +1,4 @@
-//! A format's front door: recognising, describing, opening, creating and checking images.
+//! The driver interface of a format: probe, describe, open, create and check images.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,18 +14,18 @@ use crate::limits::Limits;
 use crate::monitor::Monitor;
 use crate::storage::Storage;
 
-/// How sure a driver is that an image is its own.
+/// Confidence of a driver that an image has its format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Probe {
-    /// Not its own.
+    /// Another format.
     No,
-    /// Anything can be this (raw).
+    /// Any file matches (raw).
     Fallback,
-    /// The magic number is there.
+    /// The magic number matches.
     Yes,
 }
 
-/// What an option's value looks like.
+/// Type of an option's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OptionKind {
@@ -46,15 +46,15 @@ pub enum OptionKind {
 pub struct OptionSpec {
     /// The key, as in `-o key=value`.
     pub key: &'static str,
-    /// What a value looks like.
+    /// Type of its value.
     pub kind: OptionKind,
-    /// What holds where the option is not given.
+    /// The value if the option is not given.
     pub default: &'static str,
     /// One line of help.
     pub help: &'static str,
 }
 
-/// Options as the user gave them, checked against a format's [`OptionSpec`]s.
+/// User-supplied options, checked against a format's [`OptionSpec`]s.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     values: BTreeMap<String, String>,
@@ -62,7 +62,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// Parses `key=value[,key=value]` texts. A later value wins. A doubled comma is a literal one.
+    /// Parses `key=value[,key=value]` texts. A later value wins. A doubled comma is a literal
+    /// comma.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown key (listing the known ones) or an ill-formed value.
@@ -152,7 +153,7 @@ impl Options {
         self.text(key).and_then(|v| v.parse().ok())
     }
 
-    /// The key of a new image that is encrypted. It never comes from a text.
+    /// The encryption key of a new image. It is never parsed from text.
     pub fn key(&self) -> Option<&Secret> {
         self.key.as_ref()
     }
@@ -162,7 +163,7 @@ impl Options {
         self.key = key;
     }
 
-    /// Whether nothing was given.
+    /// Whether no option was given.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
@@ -198,7 +199,7 @@ fn parse_switch(text: &str) -> Option<bool> {
 /// Parses `512`, `64K`, `10G`, `1.5T`: binary units, also with a trailing `iB` or `B`.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the text is not a size or passes 2^63.
+/// [`Error::Invalid`] if the text is not a size or exceeds 2^63.
 pub fn parse_size(text: &str) -> Result<u64> {
     let bad = || Error::Invalid(format!("'{text}' is not a size; write 512, 64K, 10G or 1.5T"));
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -217,7 +218,7 @@ pub fn parse_size(text: &str) -> Result<u64> {
     if whole.is_empty() && fraction.is_empty() {
         return Err(bad());
     }
-    // More digits than fit are a number all the same.
+    // Too many digits are still a number; the range check below rejects it.
     let whole: u128 = if whole.is_empty() { 0 } else { whole.parse().unwrap_or(u128::MAX) };
     if fraction.len() > 18 {
         return Err(bad());
@@ -240,7 +241,7 @@ pub fn parse_size(text: &str) -> Result<u64> {
     Ok(bytes as u64)
 }
 
-/// An image's own description of itself; no other file was opened for it.
+/// Image metadata, read without opening any other file.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ImageInfo {
@@ -251,37 +252,37 @@ pub struct ImageInfo {
     /// Unit of allocation in bytes, where the format has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster_size: Option<u64>,
-    /// Some of the data is or may be compressed, by this method.
+    /// Compression method, if data is or may be compressed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression: Option<&'static str>,
-    /// The image is encrypted, by this method.
+    /// Encryption method, if encrypted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encryption: Option<String>,
     /// The image was not closed cleanly.
     pub dirty: bool,
     /// The image is marked corrupt.
     pub corrupt: bool,
-    /// What it stands on.
+    /// Name of the backing file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_file: Option<String>,
-    /// The format of what it stands on.
+    /// Format of the backing file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_format: Option<String>,
-    /// What tells this image from others, and from itself after its data changed, in the format's
-    /// own notation (VMDK: content ID; VHD: unique ID; VHDX: data write GUID; VDI: UUIDs).
+    /// Identity of this image and of its data, in the format's own notation. It changes with the
+    /// data (VMDK: content ID; VHD: unique ID; VHDX: data write GUID; VDI: UUIDs).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub identity: Option<String>,
-    /// The [`ImageInfo::identity`] of what it stands on, as it was when this image was put on it.
+    /// The backing image's [`ImageInfo::identity`] when this overlay was created.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_identity: Option<String>,
-    /// When the file of what it stands on was last changed before this image was put on it.
+    /// Modification time of the backing file when this overlay was created.
     #[serde(skip)]
     pub backing_time: Option<NotedTime>,
-    /// The other files that hold its guest data, as its metadata names them: relative to the
-    /// image's folder or absolute. The order is the format's own; each file is named once.
+    /// Other files with guest data, as the metadata names them: relative to the image's folder or
+    /// absolute. The order is the format's own; each file is listed once.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<String>,
-    /// The one file of [`ImageInfo::files`] can be read as a raw image.
+    /// The only file of [`ImageInfo::files`] is readable as a raw image.
     pub data_file_raw: bool,
     /// Internal snapshots.
     pub snapshots: Vec<SnapshotInfo>,
@@ -292,7 +293,7 @@ pub struct ImageInfo {
 }
 
 impl ImageInfo {
-    /// An image of `virtual_size` bytes of which there is no more to say.
+    /// A description with only the size set.
     pub fn new(format: &'static str, virtual_size: u64) -> Self {
         Self {
             format,
@@ -315,7 +316,7 @@ impl ImageInfo {
         }
     }
 
-    /// The backing reference, if there is one.
+    /// The backing reference, if any.
     pub fn backing(&self) -> Option<BackingRef> {
         Some(BackingRef {
             name: self.backing_file.clone()?,
@@ -326,7 +327,7 @@ impl ImageInfo {
     }
 }
 
-/// A time that an image notes, and where.
+/// A timestamp stored in an image, and its location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotedTime {
     /// Seconds since 1970.
@@ -351,13 +352,13 @@ pub struct SnapshotInfo {
     pub vm_state_bytes: u64,
     /// Seconds since 1970.
     pub date_seconds: u32,
-    /// Nanoseconds beyond them.
+    /// Nanoseconds part.
     pub date_nanoseconds: u32,
     /// Guest clock in nanoseconds.
     pub vm_clock_nanoseconds: u64,
-    /// Bytes of the guest disk when it was taken.
+    /// Bytes of the guest disk at that time.
     pub disk_bytes: Option<u64>,
-    /// Instructions that the guest had executed, where they were counted.
+    /// Executed guest instructions, if counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub icount: Option<u64>,
 }
@@ -368,29 +369,29 @@ pub struct SnapshotInfo {
 pub struct BitmapInfo {
     /// The name.
     pub name: String,
-    /// Bytes that one bit stands for.
+    /// Bytes per bit.
     pub granularity: u64,
-    /// It was in use when the image was last closed, so it cannot be trusted.
+    /// In use when the image was last closed, so its bits are inconsistent.
     pub in_use: bool,
-    /// It records writes.
+    /// Records writes.
     pub enabled: bool,
 }
 
-/// What opening needs; other files are opened by the caller, under its policy.
+/// Arguments of [`FormatDriver::open`]. The caller opens other files, under its policy.
 #[derive(Clone, Debug)]
 pub struct OpenRequest {
     /// The image.
     pub storage: Arc<dyn Storage>,
-    /// The files that [`ImageInfo::files`] names, in that order. (A user may name another file
-    /// than the image does, also where it has lost the name of its only one.)
+    /// The files of [`ImageInfo::files`], in that order. The user may replace a file that the image
+    /// names, or supply the only file if the image lost its name.
     pub files: Vec<Arc<dyn Storage>>,
-    /// For writing.
+    /// Open for writing.
     pub writable: bool,
-    /// What it may cost.
+    /// Resource limits.
     pub limits: Limits,
 }
 
-/// What a new image shall be.
+/// Arguments of [`FormatDriver::create`].
 #[derive(Clone, Debug)]
 pub struct CreateRequest {
     /// The empty file (or device) that becomes the image.
@@ -401,70 +402,70 @@ pub struct CreateRequest {
     pub guest_bytes: u64,
     /// The format's options.
     pub options: Options,
-    /// What it stands on, as it shall be stored.
+    /// The backing reference to store.
     pub backing: Option<BackingRef>,
-    /// Bytes of the disk that it stands on, where that one was opened.
+    /// Bytes of the backing disk, if it was opened.
     pub backing_bytes: Option<u64>,
 }
 
-/// What of an image shall change in place.
+/// Arguments of [`FormatDriver::amend`].
 #[derive(Clone, Debug)]
 pub struct AmendRequest {
-    /// The image, writable; nobody has it open.
+    /// The image, writable and not open elsewhere.
     pub storage: Arc<dyn Storage>,
     /// The files that [`ImageInfo::files`] names, in that order.
     pub files: Vec<Arc<dyn Storage>>,
-    /// What it shall stand on, as it shall be stored, or nothing; none leaves that as it is. Only
-    /// the name changes: the caller sees to it that the disk stays the same.
+    /// The backing reference to store. `None` keeps the current one; `Some(None)` removes it. Only
+    /// the name changes: the caller must keep the guest-visible data the same.
     pub backing: Option<Option<BackingRef>>,
-    /// The options that shall have another value.
+    /// Options with new values.
     pub options: Options,
-    /// What it may cost.
+    /// Resource limits.
     pub limits: Limits,
 }
 
-/// How much a repair may do.
+/// Extent of a repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
     /// Report only.
     Nothing,
-    /// Give leaked space back.
+    /// Free leaked space.
     Leaks,
-    /// Mend all that can be mended, but for what may lose guest data that is still there.
+    /// Repair everything that cannot lose guest data.
     All,
-    /// Also that.
+    /// Also repairs that may lose guest data.
     AllForced,
 }
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
-    /// Space that nothing refers to.
+    /// Unreferenced space.
     Leak,
     /// Data is or may be damaged.
     Corruption,
-    /// Nothing is damaged or lost, and other programs may take offence.
+    /// No damage, but other programs may reject it.
     Warning,
 }
 
-/// One thing that is wrong with an image.
+/// One defect of an image.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Finding {
-    /// How bad it is.
+    /// Its severity.
     pub severity: Severity,
-    /// Byte offset in the image of what is wrong.
+    /// Byte offset of the defect in the image.
     pub offset: u64,
     /// The structure in the format's words.
     pub structure: &'static str,
-    /// What was found and expected.
+    /// Value found and value expected.
     pub message: String,
-    /// It was mended.
+    /// It was repaired.
     pub repaired: bool,
 }
 
-/// What a check found. Counts are complete; `findings` holds the first ones only.
+/// Result of a check. Counts are complete; `findings` holds only the first ones.
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct CheckReport {
@@ -474,14 +475,13 @@ pub struct CheckReport {
     pub leaks: u64,
     /// Damaged entries.
     pub corruptions: u64,
-    /// Leaks mended.
+    /// Leaks repaired.
     pub leaks_fixed: u64,
-    /// Leaks that were left although they can be mended: they may hold guest data that something
-    /// named once.
+    /// Repairable leaks that were kept, because they may hold guest data that was once referenced.
     pub leaks_kept: u64,
-    /// Corruptions mended.
+    /// Corruptions repaired.
     pub corruptions_fixed: u64,
-    /// What is neither.
+    /// Warnings.
     pub warnings: u64,
     /// Guest clusters of the disk.
     pub total_clusters: u64,
@@ -496,10 +496,10 @@ pub struct CheckReport {
 }
 
 impl CheckReport {
-    /// How many findings are listed one by one.
+    /// Maximum length of [`CheckReport::findings`].
     pub const FINDINGS_MAX: usize = 1000;
 
-    /// Notes a finding.
+    /// Adds a finding.
     pub fn add(&mut self, finding: Finding) {
         match finding.severity {
             Severity::Leak => {
@@ -517,38 +517,38 @@ impl CheckReport {
         }
     }
 
-    /// Corruptions that remain.
+    /// Unrepaired corruptions.
     pub fn corruptions_left(&self) -> u64 {
         self.corruptions - self.corruptions_fixed
     }
 
-    /// Leaks that remain.
+    /// Unrepaired leaks.
     pub fn leaks_left(&self) -> u64 {
         self.leaks - self.leaks_fixed
     }
 }
 
-/// Host bytes that an image will need.
+/// Host bytes required by an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Measured {
-    /// With the data at hand.
+    /// With the current data.
     pub required: u64,
-    /// When every guest byte is written.
+    /// With every guest byte allocated.
     pub fully_allocated: u64,
 }
 
-/// A format's front door. One static value a format, listed in the facade's registry.
+/// The driver of a format. One static value per format, listed in the facade's registry.
 pub trait FormatDriver: Send + Sync + fmt::Debug {
-    /// The name that users type, such as `qcow2`.
+    /// The format's name, such as `qcow2`.
     fn name(&self) -> &'static str;
 
-    /// Other names that users may type for it.
+    /// Other accepted names.
     fn aliases(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// One line for lists.
+    /// One-line description.
     fn description(&self) -> &'static str;
 
     /// Options of `create`.
@@ -557,55 +557,54 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// Whether this driver can create and write images.
     fn writes(&self) -> bool;
 
-    /// Judges an image by its first bytes (`head`, up to 64 KiB), its last bytes (`tail`, up to
-    /// 512) and its length in bytes. All drivers are asked with an empty `tail` first; where none
-    /// says [`Probe::Yes`], the end of the file is read too and they are asked again. So whoever
-    /// knows its images by the head leaves `tail` alone.
+    /// Probes an image of `len` bytes by its first bytes (`head`, up to 64 KiB) and its last bytes
+    /// (`tail`, up to 512). All drivers are first asked with an empty `tail`. Only if none says
+    /// [`Probe::Yes`] are they asked again with `tail` read from the file. Drivers that decide by
+    /// `head` ignore `tail`.
     fn probe(&self, head: &[u8], tail: &[u8], len: u64) -> Probe;
 
-    /// Describes an image in a bounded number of reads, whatever its size.
+    /// Describes an image in a bounded number of reads, independent of its size.
     fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo>;
 
-    /// Opens an image. Reads nothing that grows with its data.
+    /// Opens an image. The amount read does not grow with the image's data.
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>>;
 
-    /// As [`FormatDriver::open`], with keys for an image that may be encrypted: they are tried in
-    /// their order.
+    /// As [`FormatDriver::open`], trying `keys` in order on an encrypted image.
     ///
     /// # Errors
-    /// [`Error::Key`] where the image is encrypted and none of the keys fits.
+    /// [`Error::Key`] if the image is encrypted and no key fits.
     fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
         let _ = keys;
         self.open(request)
     }
 
-    /// The other files that a new image shall have, as it will name them: relative to its folder
-    /// or absolute. `image` is the image's own file name, without folders. The caller makes them
-    /// empty for [`FormatDriver::create`]; they take their names together with the image.
+    /// Names of the other files of a new image: relative to its folder or absolute. `image` is the
+    /// image's own file name, without folders. The caller creates them empty for
+    /// [`FormatDriver::create`] and renames them into place together with the image.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for options that do not fit, and for more than [`Limits::files_max`].
+    /// [`Error::Invalid`] for conflicting options, and for more than [`Limits::files_max`].
     fn new_files(&self, image: &str, guest_bytes: u64, options: &Options) -> Result<Vec<String>> {
         let _ = (image, guest_bytes, options);
         Ok(Vec::new())
     }
 
-    /// Makes a new image.
+    /// Creates an image.
     ///
     /// # Errors
-    /// [`Error::Key`] where the image shall be encrypted and [`Options::key`] is not set.
+    /// [`Error::Key`] if encryption is requested and [`Options::key`] is not set.
     fn create(&self, request: &CreateRequest) -> Result<()>;
 
-    /// Whether a new image with these options can be written to a pipe: from its first byte to its
-    /// last, without ever going back.
+    /// Whether an image with these options can be written to a pipe: in ascending order, without
+    /// seeking back.
     fn writes_in_order(&self, options: &Options) -> bool {
         let _ = options;
         false
     }
 
-    /// [`FormatDriver::create`], and the new image open for writing. A format that is written from
-    /// its start to its end in one pass ([`FormatCaps::one_pass`](crate::FormatCaps::one_pass))
-    /// does both here without reading anything back, since the storage may be a pipe.
+    /// [`FormatDriver::create`], and opens the image for writing. Formats that are written in one
+    /// pass ([`FormatCaps::one_pass`](crate::FormatCaps::one_pass)) must not read anything back
+    /// here, since the storage may be a pipe.
     fn create_open(&self, request: &CreateRequest, limits: &Limits) -> Result<Arc<dyn Format>> {
         self.create(request)?;
         let open = OpenRequest {
@@ -617,13 +616,13 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         self.open_with_keys(open, &request.options.key().cloned().into_iter().collect::<Vec<_>>())
     }
 
-    /// Whether an image with these options is encrypted: it needs [`Options::key`] then.
+    /// Whether these options request encryption, which needs [`Options::key`].
     fn encrypts(&self, options: &Options) -> bool {
         let _ = options;
         false
     }
 
-    /// The key slots of an encrypted image, or nothing where it has none.
+    /// The key slots of an encrypted image; `None` if it has none.
     ///
     /// # Errors
     /// A damaged header; I/O.
@@ -636,7 +635,7 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         Ok(None)
     }
 
-    /// Checks an image, and mends it as far as `repair` says (the storage must be writable then).
+    /// Checks an image and repairs it as `repair` allows (the storage must then be writable).
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
@@ -646,8 +645,8 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         monitor: &Monitor<'_>,
     ) -> Result<CheckReport>;
 
-    /// Makes an image smaller where it lies; the storages must be writable. What the guest reads
-    /// stays the same, also where this is cut short at any moment: run it again.
+    /// Compacts an image in place; the storages must be writable. Guest data stays the same, also
+    /// after an interruption at any point; run it again to finish.
     fn compact(
         &self,
         storage: &Arc<dyn Storage>,
@@ -664,14 +663,14 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Whether [`FormatDriver::amend`] can change what an image stands on.
+    /// Whether [`FormatDriver::amend`] can change the backing reference.
     fn amends_backing(&self) -> bool {
         false
     }
 
-    /// Changes properties of an image where it lies. The guest's disk stays the same, and a crash
-    /// leaves the old or the new properties, or some of each; done again, it comes to its end.
-    /// Returns the keys of what changed.
+    /// Changes properties of an image in place. Guest data stays the same. A crash leaves the old
+    /// or the new properties, or some of each; repeat the call to finish. Returns the keys that
+    /// changed.
     fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
         let _ = monitor;
         Err(Error::unsupported(
@@ -681,10 +680,10 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Unit of allocation in bytes that these options make.
+    /// Unit of allocation in bytes with these options.
     fn cluster_bytes(&self, options: &Options) -> Result<u64>;
 
-    /// Host bytes for an image with so many allocated guest clusters (of
+    /// Host bytes for an image with `data_clusters` allocated guest clusters (of
     /// [`FormatDriver::cluster_bytes`]), uncompressed.
     fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured>;
 }

@@ -1,8 +1,8 @@
-//! Encrypted guest data: what a format says of it, and what moves the bytes does about it.
+//! Encryption of guest data: how formats declare it and how data movers apply it.
 //!
-//! A format stays a map: it says that its data extents are encrypted, by which cipher, and which
-//! offset a sector's number is counted from. Whoever reads a data extent decrypts it, whoever
-//! writes one encrypts it. Holes, zeroes and compressed units are never encrypted.
+//! A format declares that its data extents are encrypted, the cipher, and how sectors are numbered.
+//! Readers of a data extent decrypt it; writers encrypt it. Holes, zeroes and compressed units are
+//! never encrypted.
 
 use std::fmt;
 use std::io;
@@ -13,24 +13,24 @@ use zeroize::Zeroizing;
 use crate::error::Result;
 use crate::units::{GuestOffset, HostOffset};
 
-/// Bytes that are encrypted as one piece. Reads and writes of encrypted data are made of them.
+/// Unit of encryption in bytes. Reads and writes of encrypted data are multiples of it.
 pub const CIPHER_SECTOR_BYTES: u64 = 512;
 
 /// Encrypts and decrypts whole sectors of [`CIPHER_SECTOR_BYTES`], in place.
 pub trait SectorCipher: Send + Sync + fmt::Debug {
-    /// Encrypts `sectors` (a multiple of the sector's size), of which the first has this number.
+    /// Encrypts `sectors` (whole sectors); the first has number `first`.
     fn encrypt(&self, sectors: &mut [u8], first: u64);
 
-    /// The reverse of [`SectorCipher::encrypt`].
+    /// Inverse of [`SectorCipher::encrypt`].
     fn decrypt(&self, sectors: &mut [u8], first: u64);
 }
 
-/// Where sector numbers are counted.
+/// Origin of sector numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SectorNumbering {
-    /// On the guest disk.
+    /// Offset on the guest disk.
     Guest,
-    /// In the host file: what is moved there must be encrypted anew.
+    /// Offset in the host file: moved data must be re-encrypted.
     Host,
 }
 
@@ -39,7 +39,7 @@ pub enum SectorNumbering {
 pub struct Encryption {
     /// The cipher, with its key.
     pub cipher: Arc<dyn SectorCipher>,
-    /// Which offset makes a sector's number.
+    /// Origin of sector numbers.
     pub numbering: SectorNumbering,
 }
 
@@ -51,31 +51,31 @@ impl Encryption {
         }
     }
 
-    /// Encrypts whole sectors that shall lie at `host` and are the guest's at `guest`.
+    /// Encrypts whole sectors for guest offset `guest` before they are written to `host`.
     pub fn encrypt(&self, sectors: &mut [u8], guest: GuestOffset, host: HostOffset) {
         self.cipher.encrypt(sectors, self.number(guest, host));
     }
 
-    /// Decrypts whole sectors that were read from `host` and are the guest's at `guest`.
+    /// Decrypts whole sectors of guest offset `guest` that were read from `host`.
     pub fn decrypt(&self, sectors: &mut [u8], guest: GuestOffset, host: HostOffset) {
         self.cipher.decrypt(sectors, self.number(guest, host));
     }
 }
 
-/// A passphrase or the like: wiped from memory when the last copy of it goes, never printed.
+/// A passphrase or key. Wiped from memory when the last clone is dropped; never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Arc<Zeroizing<Vec<u8>>>);
 
 impl Secret {
-    /// Takes the bytes over.
+    /// Takes ownership of the bytes.
     pub fn new(bytes: Vec<u8>) -> Self {
         Self(Arc::new(Zeroizing::new(bytes)))
     }
 
-    /// Reads all of it, at most so many bytes.
+    /// Reads to the end, at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// What the reader returns; [`io::ErrorKind::FileTooLarge`].
+    /// Errors of the reader; [`io::ErrorKind::FileTooLarge`].
     pub fn read(mut from: impl io::Read, bytes_max: usize) -> io::Result<Self> {
         let mut buffer = Zeroizing::new(vec![0; 4096]);
         let mut len = 0;
@@ -90,7 +90,7 @@ impl Secret {
                 return Err(io::ErrorKind::FileTooLarge.into());
             }
             if len == buffer.len() {
-                // A new buffer, and the old one wiped: a vector that grows leaves copies behind.
+                // Allocate a new buffer and wipe the old one: a growing `Vec` leaves copies behind.
                 let mut larger = Zeroizing::new(vec![0; 2 * len]);
                 larger[..len].copy_from_slice(&buffer);
                 buffer = larger;
@@ -110,42 +110,41 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// What is known of a key slot without a key.
+/// Facts about a key slot that need no key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeySlot {
     /// Its number, from 0.
     pub number: u32,
-    /// A key fits it.
+    /// It holds a key.
     pub active: bool,
-    /// Rounds of the key derivation, where it is active.
+    /// Rounds of the key derivation, if active.
     pub iterations: u64,
 }
 
-/// The key slots of an image: each active one holds the image's own key, locked by another
-/// passphrase. Changes are durable when a method returns, and after a crash in the middle each
-/// key that was there before and was not to go still opens the image.
+/// The key slots of an image. Each active slot holds the image's key, encrypted with another
+/// passphrase. Changes are durable when a method returns. After a crash, each passphrase that was
+/// valid before and was not being removed still opens the image.
 pub trait KeySlots: fmt::Debug {
     /// All slots.
     fn slots(&self) -> Vec<KeySlot>;
 
-    /// Which slots a passphrase opens.
+    /// Slots that a passphrase opens.
     ///
     /// # Errors
-    /// I/O; a slot that costs more than the limits allow.
+    /// I/O; a slot whose key derivation exceeds the limits.
     fn opened_by(&self, key: &Secret) -> Result<Vec<u32>>;
 
-    /// Locks the image's key with one more passphrase; returns the slot. `key` is one that opens
-    /// the image; `milliseconds` is the time that trying a passphrase shall take.
+    /// Adds a passphrase `new` and returns its slot. `key` must open the image. `milliseconds` is
+    /// the target time of one key derivation.
     ///
     /// # Errors
-    /// [`crate::Error::Key`] where `key` opens no slot; [`crate::Error::Invalid`] where no slot
-    /// is free.
+    /// [`crate::Error::Key`] if `key` opens no slot; [`crate::Error::Invalid`] if no slot is free.
     fn add(&mut self, key: &Secret, new: &Secret, milliseconds: u64) -> Result<u32>;
 
-    /// Wipes a slot, whatever is in it.
+    /// Wipes a slot, whatever its content.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a number that no slot has; I/O.
+    /// [`crate::Error::Invalid`] for an invalid slot number; I/O.
     fn wipe(&mut self, number: u32) -> Result<()>;
 }
 

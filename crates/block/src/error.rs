@@ -1,4 +1,4 @@
-//! One error type for storages and formats, with what a caller needs to act on it.
+//! The error type of storages and formats.
 
 use std::fmt;
 use std::io;
@@ -6,7 +6,7 @@ use std::io;
 /// The result of every storage and format call.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What an I/O request was doing when it failed.
+/// The failed operation of an I/O error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum IoAction {
@@ -18,21 +18,21 @@ pub enum IoAction {
     Write,
     /// Making bytes read as zero.
     WriteZeroes,
-    /// Giving space back.
+    /// Discarding.
     Discard,
     /// Allocating space.
     Allocate,
     /// Making written bytes durable.
     Sync,
-    /// Changing or asking the length.
+    /// Changing or querying the length.
     Resize,
-    /// Asking where data and holes are.
+    /// Querying data and holes.
     Map,
-    /// Sharing or copying bytes inside the kernel.
+    /// Sharing or copying blocks in the kernel.
     Copy,
     /// Taking or testing a lock.
     Lock,
-    /// Putting a finished file in its place.
+    /// Renaming a finished file into place.
     Rename,
 }
 
@@ -55,7 +55,7 @@ impl fmt::Display for IoAction {
     }
 }
 
-/// Damage in an image: where it is, what was found, what would have been right.
+/// Damage in an image: location, value found, value expected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The file, as the user named it.
@@ -64,9 +64,9 @@ pub struct Fault {
     pub offset: u64,
     /// The structure in the format's own words, such as "L2 entry".
     pub structure: &'static str,
-    /// What is there.
+    /// The value found.
     pub found: String,
-    /// What the specification asks for.
+    /// The value that the specification requires.
     pub expected: String,
 }
 
@@ -80,16 +80,16 @@ impl fmt::Display for Fault {
     }
 }
 
-/// Something that was asked for by an image and that the policy forbids.
+/// A reference in an image that the policy forbids.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// The file whose metadata asked.
+    /// The file whose metadata holds the reference.
     pub file: String,
-    /// What it named.
+    /// The target of the reference.
     pub target: String,
     /// Why it is refused.
     pub reason: String,
-    /// What the user may do about it.
+    /// What the user can do about it.
     pub hint: String,
 }
 
@@ -99,7 +99,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Who holds a conflicting lock.
+/// The process that holds a conflicting lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LockHolder {
     /// Process id.
@@ -109,7 +109,7 @@ pub struct LockHolder {
 }
 
 impl LockHolder {
-    /// Whether it is this process, which was given the file twice.
+    /// Whether it is this process (the same file was opened twice).
     pub fn is_this_process(&self) -> bool {
         self.pid == std::process::id()
     }
@@ -122,22 +122,22 @@ impl LockHolder {
     }
 }
 
-/// Everything that can go wrong in a storage or a format.
+/// Errors of storages and formats.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A request to the operating system failed.
+    /// An I/O request on a byte range failed.
     #[error("{file}: cannot {action} {len} bytes at offset {offset:#x}: {}", plain(source))]
     Io {
         /// The file, as the user named it.
         file: String,
-        /// What was being done.
+        /// The failed operation.
         action: IoAction,
         /// Byte offset in the file.
         offset: u64,
         /// Bytes of the request.
         len: u64,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
     /// A file-level request (open, rename, lock, sync) failed.
@@ -145,50 +145,50 @@ pub enum Error {
     File {
         /// The file, as the user named it.
         file: String,
-        /// What was being done.
+        /// The failed operation.
         action: IoAction,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
     /// The image is damaged.
     #[error("{0}")]
     Corrupt(Box<Fault>),
-    /// The image uses something that vdkit does not know or does not do.
+    /// The image uses a feature that vdkit does not support.
     #[error("{file}: {what}; {hint}")]
     Unsupported {
         /// The file, as the user named it.
         file: String,
         /// What is not supported.
         what: String,
-        /// What the user may do about it.
+        /// What the user can do about it.
         hint: String,
     },
-    /// An encrypted image, and no key or a wrong one.
+    /// An encrypted image was opened without a key or with a wrong one.
     #[error("{file}: {what}; {hint}")]
     Key {
         /// The file, as the user named it.
         file: String,
-        /// What is wrong about the key.
+        /// The problem with the key.
         what: String,
-        /// What the user may do about it.
+        /// What the user can do about it.
         hint: String,
     },
-    /// The policy on references forbids it.
+    /// The reference policy forbids it.
     #[error("refused: {0}")]
     Refused(Box<Refusal>),
-    /// Other images would be damaged by what was asked for.
+    /// The operation would damage dependent images.
     #[error("{file}: {what}: {}", dependents.join(", "))]
     Dependents {
-        /// The file that was to be changed, as the user named it.
+        /// The file to change, as the user named it.
         file: String,
-        /// What would become of the others.
+        /// How the dependents would be damaged.
         what: String,
-        /// The others.
+        /// The dependent images.
         dependents: Vec<String>,
-        /// What the user may do about it.
+        /// What the user can do about it.
         hint: String,
     },
-    /// The image beneath is another one than the overlay was put on, or its data changed since.
+    /// The backing image is not the one that the overlay was created on, or its data changed since.
     #[error(
         "{file}: stands on a disk with the identity {expected}, and {parent} has {found}: it was \
          changed since or is another one; if it is right nevertheless, 'vdkit rebase --unsafe \
@@ -197,13 +197,13 @@ pub enum Error {
     Parent {
         /// The overlay, as the user named it.
         file: String,
-        /// The image beneath.
+        /// The backing image.
         parent: String,
-        /// Its name as the overlay has it.
+        /// The backing file name that the overlay stores.
         name: String,
-        /// The identity that the overlay expects.
+        /// The identity that the overlay stores.
         expected: String,
-        /// The identity that is there.
+        /// The identity of the backing image.
         found: String,
     },
     /// Another process uses the file.
@@ -211,17 +211,17 @@ pub enum Error {
     Locked {
         /// The file, as the user named it.
         file: String,
-        /// Who holds the lock, where that can be found out.
+        /// The lock holder, if known.
         holder: Option<LockHolder>,
-        /// It was to be written to, or to be replaced; not only read.
+        /// The file was to be written or replaced, not only read.
         writing: bool,
     },
-    /// Something other than a lock holds the file: it is mounted, or part of a volume.
+    /// The file is in use other than by a lock: it is mounted, or part of a volume.
     #[error("{file}: is in use: {what}")]
     Busy {
         /// The file, as the user named it.
         file: String,
-        /// What holds it.
+        /// What uses it.
         what: String,
     },
     /// No space left for the request.
@@ -232,19 +232,19 @@ pub enum Error {
         /// What needed the space.
         what: String,
     },
-    /// An image asks for more memory or work than the limits allow.
+    /// An image exceeds the limits on memory or work.
     #[error("{file}: {what} is {found}, more than the limit of {limit}")]
     Limit {
         /// The file, as the user named it.
         file: String,
         /// What is limited.
         what: &'static str,
-        /// What the image asks for.
+        /// The value in the image.
         found: u64,
         /// The limit.
         limit: u64,
     },
-    /// A write to an image whose format was neither named nor recognised.
+    /// A write to an image whose format was neither given nor detected.
     #[error(
         "{file}: no header says which format it has, and written as {format} its guest could make it look \
          like another format; name its format"
@@ -252,10 +252,10 @@ pub enum Error {
     Guessed {
         /// The file, as the user named it.
         file: String,
-        /// What it would be taken for.
+        /// The format assumed.
         format: String,
     },
-    /// The caller asked for something impossible.
+    /// An invalid request.
     #[error("{0}")]
     Invalid(String),
     /// A write to something opened for reading.
@@ -269,7 +269,7 @@ pub enum Error {
     Interrupted,
 }
 
-/// The system's answer without its number, which says the same to fewer people.
+/// The system's error text without the error number.
 pub fn plain(error: &io::Error) -> String {
     let text = error.to_string();
     match text.rfind(" (os error ") {
@@ -278,14 +278,14 @@ pub fn plain(error: &io::Error) -> String {
     }
 }
 
-/// The coarse class of an [`Error`], on which exit codes are built.
+/// The class of an [`Error`], from which exit codes derive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// Anything without a class of its own.
+    /// Any other error.
     Failed,
-    /// The caller's fault.
+    /// Invalid request.
     Usage,
-    /// The image is damaged, or its chain is not whole.
+    /// The image is damaged, or its chain is incomplete.
     Corrupt,
     /// The policy forbids it.
     Refused,
@@ -348,7 +348,7 @@ impl Error {
         }
     }
 
-    /// A new image that shall be encrypted, without a key for it.
+    /// Encryption of a new image was requested without a key.
     pub fn no_new_key(file: &str) -> Self {
         Self::Key {
             file: file.to_owned(),

@@ -1,40 +1,39 @@
-//! The answer of a map: where a run of guest bytes lives.
+//! Result of a map lookup: the location of a run of guest bytes.
 
 use crate::codec::Codec;
 use crate::units::HostOffset;
 
-/// Which of a format's storages holds the bytes: 0 is its first data storage. See
-/// [`crate::Format::file`].
+/// Index of one of a format's storages; 0 is its first data storage. See [`crate::Format::file`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct FileIndex(pub u16);
 
-/// A run of guest bytes that live in one place.
+/// A run of guest bytes at one location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// For how many bytes from the asked offset this holds; never 0, never more than asked.
+    /// Length in bytes from the requested offset; never 0, never more than requested.
     pub len: u64,
-    /// Where they are.
+    /// The location.
     pub place: Place,
 }
 
-/// Where guest bytes are.
+/// Location of guest bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// Plain bytes in a host file, contiguous for the whole extent.
+    /// Uncompressed bytes in a host file, contiguous for the whole extent.
     Data {
         /// The storage.
         file: FileIndex,
         /// Host offset of the first byte.
         offset: HostOffset,
-        /// Nobody else refers to these bytes, so they may be overwritten in place.
+        /// Not shared, so the bytes may be overwritten in place.
         exclusive: bool,
     },
-    /// The bytes read as zero and hide whatever a backing image has there.
+    /// The bytes read as zero and hide the backing image.
     Zero {
-        /// Host space is allocated to them all the same.
+        /// Host space is allocated nevertheless.
         allocated: bool,
     },
-    /// Not in this image: ask the backing image, or zero where there is none.
+    /// Not in this image: read the backing image, or zero if there is none.
     Hole,
     /// Compressed; the extent ends with the compressed unit.
     Packed(Packed),
@@ -47,32 +46,32 @@ pub struct Packed {
     pub file: FileIndex,
     /// Host offset of the first compressed byte.
     pub offset: HostOffset,
-    /// At most so many compressed bytes; the stream may end earlier.
+    /// Upper bound of the compressed length in bytes; the stream may end earlier.
     pub len: u32,
-    /// How it is compressed.
+    /// Compression method.
     pub codec: Codec,
-    /// Bytes that the unit unpacks to.
+    /// Bytes of the decompressed unit.
     pub unpacked_len: u32,
-    /// Offset within the unpacked unit of the extent's first byte.
+    /// Offset of the extent's first byte in the decompressed unit.
     pub skip: u32,
 }
 
 impl Extent {
-    /// This extent without its first `bytes`, which must be fewer than [`Extent::len`].
+    /// This extent without its first `bytes`, which must be less than [`Extent::len`].
     pub fn advance(self, bytes: u64) -> Self {
         debug_assert!(bytes < self.len);
         let place = match self.place {
             Place::Data { file, offset, exclusive } => {
                 Place::Data { file, offset: offset + bytes, exclusive }
             }
-            // Packed units are at most a few MiB, so the sum stays within u32.
+            // Compressed units are at most a few MiB, so the sum fits in u32.
             Place::Packed(p) => Place::Packed(Packed { skip: p.skip + bytes as u32, ..p }),
             other => other,
         };
         Self { len: self.len - bytes, place }
     }
 
-    /// The two as one where `next` directly follows `self` both for the guest and on the host.
+    /// Merges the extents if `next` directly follows `self` both for the guest and on the host.
     pub fn merge(self, next: Self) -> Option<Self> {
         let joined = match (self.place, next.place) {
             (

@@ -16,18 +16,18 @@ use crate::snapshots::Snapshots;
 use crate::storage::Storage;
 use crate::units::GuestOffset;
 
-/// What an image says of the image beneath it. A name from a stranger: never open it without the
-/// policy's word.
+/// A backing reference from image metadata. The name is untrusted: check it against the policy
+/// before opening it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingRef {
     /// The name as stored, relative to the image's folder or absolute.
     pub name: String,
-    /// The format that the image says it has.
+    /// The format that the image records.
     pub format: Option<String>,
-    /// The identity that it had when the image was put on it
-    /// ([`ImageInfo::identity`](crate::ImageInfo::identity)), in formats that note it.
+    /// The backing image's [`ImageInfo::identity`](crate::ImageInfo::identity) when the overlay was
+    /// created, in formats that record it.
     pub identity: Option<String>,
-    /// When its file was last changed, in seconds since 1970, in formats that note it.
+    /// Its modification time in seconds since 1970, in formats that record it.
     pub modified: Option<u64>,
 }
 
@@ -38,47 +38,48 @@ impl BackingRef {
     }
 }
 
-/// What a format (with this image's options) can do.
+/// Capabilities of an open image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FormatCaps {
     /// The image was opened for writing.
     pub writable: bool,
     /// Unit of allocation in bytes: a cluster.
     pub cluster_bytes: u64,
-    /// The smallest aligned unit that a write can cover without a fill: a subcluster where the
-    /// image has them, else the cluster; 1 where every byte has its place already.
+    /// The smallest aligned unit that a write can allocate without a fill: the subcluster if the
+    /// image has them, else the cluster; 1 if every byte is already allocated.
     pub fill_bytes: u64,
-    /// Compressed units can be written.
+    /// Codec of compressed writes, if supported.
     pub packed: Option<Codec>,
-    /// The image is written once, from its start to its end: by [`Format::reserve_packed`] alone,
-    /// for units in the order of the disk, each at most once, and [`Format::close`].
-    /// [`FormatCaps::packed`] says how; a unit that does not become smaller is packed all the same.
+    /// The image is written once, front to back. The only operations are
+    /// [`Format::reserve_packed`], for units in guest order, each at most once, and
+    /// [`Format::close`]. [`FormatCaps::packed`] names the codec; units that do not shrink are
+    /// compressed nevertheless.
     pub one_pass: bool,
-    /// `zero` costs metadata only.
+    /// `zero` only changes metadata.
     pub cheap_zeroes: bool,
-    /// Host space may be handed to movers that share blocks: guest clusters are aligned to the
-    /// cluster size in the host file.
+    /// Guest clusters are aligned to the cluster size in the host file, so movers may share blocks
+    /// (reflink).
     pub host_aligned: bool,
 }
 
-/// What the cache of a format's map holds, and how well it serves.
+/// Size and hit counts of a format's map cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MapCacheStats {
-    /// Look-ups that found what they needed. A request makes one or several.
+    /// Cache hits. A request makes one or several lookups.
     pub hits: u64,
-    /// Look-ups that had to read from the image first.
+    /// Cache misses, each of which read from the image.
     pub misses: u64,
-    /// Bytes of the map that the cache holds now.
+    /// Bytes of the map in the cache now.
     pub used_bytes: u64,
-    /// Bytes that it may hold; changed pieces are never dropped and may exceed it.
+    /// Capacity in bytes; dirty entries are never evicted and may exceed it.
     pub capacity_bytes: u64,
-    /// Bytes of the map were all of the disk allocated: a cache of so many never reads twice.
+    /// Bytes of the map of a fully allocated disk. A cache of this size reads each entry once.
     pub map_bytes: u64,
 }
 
 impl MapCacheStats {
-    /// The counts of two caches together, such as those of a chain.
+    /// Sums two caches, such as those of a chain.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -91,39 +92,39 @@ impl MapCacheStats {
     }
 }
 
-/// A disk format: resolves, reserves, and keeps its metadata in order. See the crate's
-/// documentation for the life of a request.
+/// A disk format: resolves, reserves, and orders its metadata writes. See the crate's documentation
+/// for the life of a request.
 ///
 /// Ranges passed in must lie within [`Format::guest_bytes`]; `len` is never 0.
 pub trait Format: Send + Sync + fmt::Debug {
     /// The format's name, such as `qcow2`.
     fn name(&self) -> &'static str;
 
-    /// What this image can do.
+    /// Capabilities of this image.
     fn caps(&self) -> FormatCaps;
 
     /// Bytes of the guest disk.
     fn guest_bytes(&self) -> u64;
 
-    /// What the image stands on, as its metadata names it.
+    /// The backing reference in the metadata.
     fn backing(&self) -> Option<&BackingRef> {
         None
     }
 
-    /// What the user should know about what opening the image did or found.
+    /// Warnings from opening the image.
     fn warnings(&self) -> &[String] {
         &[]
     }
 
-    /// How the bytes of [`Place::Data`](crate::Place::Data) extents are encrypted, of all of them.
-    /// Where they are, every place of data and every reservation is made of whole sectors
-    /// ([`crate::CIPHER_SECTOR_BYTES`]), for the guest and on the host, and space that was never
-    /// written does not read as zero: the format never says so.
+    /// Encryption of all [`Place::Data`](crate::Place::Data) extents. With encryption, extents and
+    /// reservations are whole sectors ([`crate::CIPHER_SECTOR_BYTES`]), both for the guest and on
+    /// the host. Space that was never written does not read as zero, and the format must not claim
+    /// that it does.
     fn encryption(&self) -> Option<&Encryption> {
         None
     }
 
-    /// Whether each byte of a new image reads as zero until it is written.
+    /// Whether a new image reads as zero everywhere.
     fn new_reads_zero(&self) -> bool {
         true
     }
@@ -134,14 +135,14 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// A storage that extents point into.
     fn file(&self, index: FileIndex) -> &Arc<dyn Storage>;
 
-    /// How many indexes [`Format::file`] knows.
+    /// Number of valid indexes for [`Format::file`].
     fn file_count(&self) -> u16 {
         1
     }
 
-    /// The storages beside [`Format::storage`], each once: those that the image was opened with
-    /// ([`OpenRequest::files`](crate::OpenRequest::files)), in that order. The indexes of a format
-    /// keep to it.
+    /// The storages other than [`Format::storage`], each once, in the order of
+    /// [`OpenRequest::files`](crate::OpenRequest::files). The format's file indexes follow this
+    /// order.
     fn other_files(&self) -> Vec<Arc<dyn Storage>> {
         let mut others: Vec<Arc<dyn Storage>> = Vec::new();
         for index in 0..self.file_count() {
@@ -153,49 +154,48 @@ pub trait Format: Send + Sync + fmt::Debug {
         others
     }
 
-    /// Requests in flight: enter before resolving, leave after the I/O on what was resolved.
+    /// The in-flight counter: enter before resolving, leave after the I/O on the extents.
     fn in_flight(&self) -> &InFlight;
 
-    /// Where the bytes from `at` are; the longest run that is cheap to find, at most `len`.
+    /// The extent at `at`: the longest run that is cheap to find, at most `len`.
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent>;
 
-    /// [`Format::resolve`] for a request that is about to move these bytes. A format whose every
-    /// byte has its place already (raw) answers [`Place::Data`](crate::Place::Data), exclusive,
-    /// for all of it here: asking the host's file system for holes would cost a read more than
-    /// it saves, and a hole of a raw image is written in place. All others answer as `resolve`.
+    /// [`Format::resolve`] for a request about to do I/O. A format that allocates every byte (raw)
+    /// returns exclusive [`Place::Data`](crate::Place::Data) for the whole range: querying the host
+    /// file system for holes would cost more than it saves, and holes of a raw image are written in
+    /// place. All other formats answer as `resolve`.
     fn resolve_for_io(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.resolve(at, len)
     }
 
-    /// The answer of [`Format::resolve_for_io`] without I/O, or nothing where that would need some.
-    /// May be shorter.
+    /// [`Format::resolve_for_io`] without I/O; `None` if it would need I/O. The extent may be
+    /// shorter.
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent>;
 
-    /// From now on maps of this image are drawn once, from front to back: what one has passed need
-    /// not be kept for the next. Requests find what they use all the same.
+    /// Announces that map scans from now on run once, front to back. The cache need not keep what a
+    /// scan has passed. Guest requests are cached as before.
     fn expect_one_pass(&self) {}
 
-    /// How the cache of the map does; nothing for formats that need none.
+    /// Statistics of the map cache; `None` for formats without one.
     fn map_cache(&self) -> Option<MapCacheStats> {
         None
     }
 
-    /// The caller is about to write these bytes where [`Format::resolve_for_io`] said that they
-    /// are: formats that record what changes (dirty bitmaps) note it. To be called after the bytes
-    /// were resolved and before they are written; what is reserved, zeroed or discarded is noted
-    /// by the format itself. Costs next to nothing where nothing records.
+    /// Records a coming write in place in the dirty bitmaps. Call it after
+    /// [`Format::resolve_for_io`] and before the write. The format itself records reservations,
+    /// zeroing and discards. Nearly free if no bitmap records.
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
         let _ = (at, len);
         Ok(())
     }
 
-    /// The image's persistent dirty bitmaps; nothing for formats that have none.
+    /// The persistent dirty bitmaps; `None` for formats without them.
     fn bitmaps(&self) -> Option<&dyn Bitmaps> {
         None
     }
 
-    /// Unpacks a compressed unit whose bytes were read from its place: `packed_bytes` are
-    /// [`Packed::len`] bytes, `out` is the whole unit.
+    /// Decompresses a unit. `packed_bytes` are the [`Packed::len`] bytes read from its location;
+    /// `out` is the whole unit.
     fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
         let _ = (packed_bytes, out);
         Err(Error::unsupported(
@@ -205,26 +205,26 @@ pub trait Format: Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Host space for a write of `len` bytes at `at`, or nothing where the map changed meanwhile
-    /// so that the bytes can be written in place: resolve again. The reservation may cover less
-    /// than asked. Waits for an overlapping reservation of another thread.
+    /// Reserves host space for a write of `len` bytes at `at`. Returns `None` if the map changed
+    /// meanwhile and the bytes can be written in place: resolve again. The reservation may cover
+    /// less than requested. Waits for an overlapping reservation of another thread.
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>>;
 
-    /// What stands around each compressed unit; nothing in most formats.
+    /// Framing of compressed units; empty in most formats.
     fn packed_frame(&self) -> PackedFrame {
         PackedFrame::default()
     }
 
-    /// Completes a unit for [`Format::reserve_packed`] whose place on the disk is known: the unit
-    /// of the guest bytes from `at`. `framed` is [`PackedFrame::head_bytes`] that are zero, then
-    /// `payload_bytes` of compressed bytes, then zeroes up to [`PackedFrame::align`]. Called in any
-    /// order by any thread.
+    /// Fills in the frame of a compressed unit at guest offset `at`, before
+    /// [`Format::reserve_packed`]. `framed` is [`PackedFrame::head_bytes`] zeroes, `payload_bytes`
+    /// of compressed bytes, and zeroes up to [`PackedFrame::align`]. Called in any order by any
+    /// thread.
     fn frame_packed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
         let _ = (at, framed, payload_bytes);
     }
 
-    /// Host space for compressed units of these byte lengths, frames included, for consecutive
-    /// clusters from `at`.
+    /// Reserves host space for compressed units of these byte lengths, including frames, for
+    /// consecutive clusters from `at`.
     fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
         let _ = (at, lens);
         Err(Error::unsupported(
@@ -234,22 +234,20 @@ pub trait Format: Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Makes bytes read as zero by metadata alone. Only the part made of whole units
-    /// ([`FormatCaps::fill_bytes`], or the end of the disk) is done; the answer is that part,
-    /// relative to the disk, and the caller writes zeroes to the rest. `may_unmap` lets the
-    /// space go.
+    /// Zeroes whole units ([`FormatCaps::fill_bytes`], or up to the end of the disk) by metadata
+    /// alone. Returns that range of the disk; the caller writes zeroes to the rest. `may_unmap`
+    /// allows freeing the space.
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>>;
 
-    /// As [`Format::zero`], for good: the bytes stay zero whatever image is put beneath this one
-    /// later, or is there and holds zeroes now. A format without such a mark (the default) does
-    /// nothing.
+    /// As [`Format::zero`], but the bytes stay zero whatever the backing image holds, now or after
+    /// a later rebase. A format without such a flag (the default) does nothing.
     fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
         let _ = len;
         Ok(at.0..at.0)
     }
 
-    /// Makes the image hold nothing: all of its disk is what it stands on, or zero. Durable when it
-    /// returns. A crash in the middle leaves some of it emptied.
+    /// Drops all data of the image, so that the disk reads as the backing image or zero. Durable on
+    /// return. A crash leaves the image partly emptied.
     fn empty(&self) -> Result<()> {
         Err(Error::unsupported(
             self.storage().name(),
@@ -258,33 +256,33 @@ pub trait Format: Send + Sync + fmt::Debug {
         ))
     }
 
-    /// The guest does not need the bytes any more. Whole clusters are given back; afterwards they
-    /// read as zero, never as what a backing image has there. Whatever cannot be given back stays
-    /// as it is. (Raw images on block devices: see [`crate::Storage::forget`].)
+    /// Discards guest bytes. Whole clusters are freed and then read as zero, never as the backing
+    /// image. The rest stays unchanged. (Raw images on block devices: see
+    /// [`crate::Storage::forget`].)
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()>;
 
-    /// Makes everything that was written in place, published, zeroed or discarded before this
-    /// call durable, in the order that keeps the image consistent at each moment. One flush serves
-    /// all who asked before it began.
+    /// Makes everything that was written in place, published, zeroed or discarded before this call
+    /// durable, in an order that keeps the image consistent at every moment. One flush serves all
+    /// callers that asked before it began.
     fn flush(&self) -> Result<()>;
 
-    /// Flushes, gives reserved space back and marks the image as cleanly closed. Dropping a
-    /// format without this leaves what a crash would leave: consistent, perhaps with leaks.
+    /// Flushes, frees unused reserved space and marks the image as cleanly closed. Dropping a
+    /// format without `close` leaves the state of a crash: consistent, perhaps with leaks.
     fn close(&self) -> Result<()>;
 
-    /// Changes the size of the guest disk. Shrinking gives the space beyond the end back.
+    /// Resizes the guest disk. Shrinking frees the space beyond the end.
     fn resize(&self, guest_bytes: u64) -> Result<()>;
 
-    /// [`Format::resize`] of an image that stands on a disk of `beneath` bytes. Where that one
-    /// reaches into what is new, it must not show, not even after a crash in the middle. Returns
-    /// whether the format hid it; by default it leaves that to the caller.
+    /// [`Format::resize`] of an overlay whose backing disk has `beneath` bytes. Backing data must
+    /// not show in the added range, not even after a crash. Returns whether the format hid that
+    /// data; by default the caller must.
     fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<bool> {
         let _ = beneath;
         self.resize(guest_bytes)?;
         Ok(false)
     }
 
-    /// The image's internal snapshots, where the format has such.
+    /// The internal snapshots, if the format supports them.
     fn snapshots(&self) -> Option<&dyn Snapshots> {
         None
     }

@@ -1,14 +1,14 @@
-//! Knowing when every request that resolved to a host cluster has ended.
+//! Detects when every request that resolved to a host cluster has ended.
 //!
-//! A request enters before it resolves and leaves after its I/O. A cluster that was freed at some
-//! moment may be handed out again once every request that had entered by then has left. This is
-//! sleepable RCU with two counters: entering bumps the counter of the current phase; a grace
-//! period is over when the phase has been flipped twice and each old counter was seen at zero.
-//! Nobody ever waits: whoever frees clusters asks [`InFlight::passed`] from time to time.
+//! A request enters before it resolves and leaves after its I/O. A freed cluster may be reused once
+//! every request that had entered before the free has left. This is sleepable RCU with two
+//! counters: entering increments the counter of the current phase. A grace period is over when the
+//! phase has flipped twice and each old counter was seen at zero. Nothing blocks: callers that free
+//! clusters poll [`InFlight::passed`].
 
 use crate::sync::{AtomicU64, AtomicUsize, Ordering};
 
-/// A moment in the life of an image: see [`InFlight::passed`].
+/// A point in time of an image; see [`InFlight::passed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp(u64);
 
@@ -19,7 +19,7 @@ pub struct InFlight {
     active: [PaddedCounter; 2],
 }
 
-// A cache line each, so that the two phases' counters never contend with one another.
+// Padded to a cache line, so that the two counters do not contend.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct PaddedCounter(AtomicUsize);
@@ -44,8 +44,8 @@ impl InFlight {
             let phase = self.phase.load(Ordering::SeqCst);
             let counter = &self.active[(phase & 1) as usize].0;
             counter.fetch_add(1, Ordering::SeqCst);
-            // A flip between the load and the add would leave us counted in a phase that a
-            // reclaimer believes to be empty.
+            // A flip between the load and the add would count us in a phase that a reclaimer
+            // believes to be empty.
             if self.phase.load(Ordering::SeqCst) == phase {
                 return InFlightGuard { counter };
             }
@@ -53,15 +53,15 @@ impl InFlight {
         }
     }
 
-    /// A stamp for something that lost its last reference. To be taken after the reference is gone:
-    /// the phase may move between an earlier stamp and the change, and a request that enters then
-    /// would resolve the old reference and not be waited for.
+    /// Takes a stamp for something that lost its last reference. Take it after the reference is
+    /// gone: if the phase moved between an earlier stamp and the change, a request entering then
+    /// could resolve the old reference without being waited for.
     pub fn stamp(&self) -> Stamp {
         Stamp(self.phase.load(Ordering::SeqCst))
     }
 
-    /// Whether every request that was in flight when `stamp` was taken has ended. Moves the phase
-    /// on where it can, so that asking again later makes progress.
+    /// Whether every request that was in flight at `stamp` has ended. Advances the phase if
+    /// possible, so that polling makes progress.
     pub fn passed(&self, stamp: Stamp) -> bool {
         let Stamp(stamp) = stamp;
         for _ in 0..2 {
@@ -70,7 +70,7 @@ impl InFlight {
                 return true;
             }
             // Entering requests use the counter of `phase`; the other one only drains. The phase
-            // may move on once it is empty, since it is about to be used again.
+            // may advance once the draining counter is empty, since it is reused next.
             let draining = &self.active[((phase + 1) & 1) as usize].0;
             if draining.load(Ordering::SeqCst) != 0 {
                 return false;

@@ -16,7 +16,7 @@
 //!     │◄──────────── Extent::Data │                           │
 //!     │ read_at(buf, host) ───────┼──────────────────────────►│
 //!     │ drop(guard) ──────────────┤ (freed clusters may now   │
-//!     │                           │  be handed out again)     │
+//!     │                           │  be reused)               │
 //! ```
 //!
 //! # The life of an allocating write

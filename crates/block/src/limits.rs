@@ -1,31 +1,31 @@
-//! What an image may cost at most.
+//! Resource limits on images.
 
-/// Bounds on the memory and work that an image from a stranger may ask for.
+/// Limits on the memory and work that an untrusted image may demand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of one top-level table (L1, grain directory, BAT).
     pub table_bytes_max: u64,
-    /// Bytes of the table of a format's internal snapshots.
+    /// Bytes of the internal snapshot table.
     pub snapshots_bytes_max: u64,
     /// Other files with guest data that one image may name.
     pub files_max: usize,
     /// Images in one backing chain.
     pub chain_depth_max: usize,
-    /// Bytes of metadata cached for each image.
+    /// Bytes of metadata cache per image.
     pub cache_bytes: u64,
-    /// Bytes of the packed and unpacked form of one compressed unit.
+    /// Bytes of one compressed unit, compressed or decompressed.
     pub packed_bytes_max: u64,
-    /// Bytes of memory that a check may take for its table of references.
+    /// Bytes of memory for the reference table of a check.
     pub check_bytes_max: u64,
-    /// Rounds of key derivation that trying one passphrase on one key slot may take: a slot's
-    /// iterations, times the hashes that its key is made of. Some ten million take a second.
+    /// Rounds of key derivation for one passphrase on one key slot: the slot's iterations times the
+    /// hashes that its key is made of.
     pub key_rounds_max: u64,
 }
 
 impl Default for Limits {
-    /// 32 MiB tables and 64 MiB of snapshots (QEMU's own bounds), 4096 files of one image, 200 images, 32 MiB of cache, 8 MiB packed units, 2 GiB
-    /// for a check (2 bytes a host cluster: 64 TiB of data in clusters of 64 KiB), 2^28 rounds a
-    /// key slot (half a minute; QEMU asks for two seconds).
+    /// 32 MiB tables and 64 MiB of snapshots (QEMU's own bounds), 4096 files per image, 200 images,
+    /// 32 MiB of cache, 8 MiB compressed units, 2 GiB for a check (2 bytes per host cluster: 64 TiB
+    /// of data in 64 KiB clusters), 2^28 rounds per key slot.
     fn default() -> Self {
         Self {
             table_bytes_max: 32 << 20,

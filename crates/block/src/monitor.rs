@@ -1,47 +1,47 @@
-//! How a long job tells how far it is, and how it is told to stop.
+//! Progress and cancellation of long jobs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::{Error, Result};
 
-/// Tells a job to stop. Clones share one flag.
+/// Cancels a job. Clones share one flag.
 #[derive(Clone, Debug, Default)]
 pub struct CancelToken {
     flag: Arc<AtomicBool>,
-    /// Stops this one too.
+    /// Cancelling the parent cancels this token too.
     above: Option<Arc<CancelToken>>,
 }
 
 impl CancelToken {
-    /// A token over a flag that somebody else sets, such as a signal handler.
+    /// A token over an external flag, such as one set by a signal handler.
     pub fn from_flag(flag: Arc<AtomicBool>) -> Self {
         Self { flag, above: None }
     }
 
-    /// A token for a part of a job: it is stopped with this one, and can be stopped alone.
+    /// A child token: cancelling `self` cancels it too; it can also be cancelled alone.
     pub fn part(&self) -> Self {
         Self { flag: Arc::default(), above: Some(Arc::new(self.clone())) }
     }
 
-    /// Asks for the stop; may be called from a signal handler's thread.
+    /// Requests cancellation; may be called from a signal handler's thread.
     pub fn cancel(&self) {
         self.flag.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a stop was asked for.
+    /// Whether cancellation was requested.
     pub fn is_cancelled(&self) -> bool {
         self.flag.load(Ordering::Relaxed)
             || self.above.as_ref().is_some_and(|above| above.is_cancelled())
     }
 
-    /// [`Error::Interrupted`] once a stop was asked for.
+    /// [`Error::Interrupted`] if cancellation was requested.
     pub fn check(&self) -> Result<()> {
         if self.is_cancelled() { Err(Error::Interrupted) } else { Ok(()) }
     }
 }
 
-/// Where a job's progress goes. Called from worker threads; must be quick.
+/// Receives a job's progress. Called from worker threads; must be quick.
 pub trait Progress: Sync {
     /// `done` of `total` units of work (mostly bytes) are finished. `total` may grow.
     fn update(&self, done: u64, total: u64);
@@ -49,7 +49,7 @@ pub trait Progress: Sync {
     fn message(&self, text: &str);
 }
 
-/// A sink for callers who do not look.
+/// Ignores progress.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoProgress;
 
@@ -58,12 +58,12 @@ impl Progress for NoProgress {
     fn message(&self, _text: &str) {}
 }
 
-/// A job's line to its caller.
+/// Cancellation and progress of a job.
 #[derive(Clone)]
 pub struct Monitor<'a> {
-    /// Told to stop here.
+    /// Cancellation.
     pub cancel: CancelToken,
-    /// Tells how far it is here.
+    /// Progress.
     pub progress: &'a dyn Progress,
 }
 

@@ -1,15 +1,15 @@
-//! Which files an image's metadata may make us open.
+//! Which files an image's metadata may cause us to open.
 
 use std::path::PathBuf;
 
-/// What references found *inside* images may reach. Names that the user typed are always allowed.
+/// Allowed targets of references *inside* images. Names that the user typed are always allowed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum RefPolicy {
-    /// Beneath the folder of the image that names it.
+    /// Files beneath the folder of the referring image.
     #[default]
     OwnFolder,
-    /// Beneath the image's own folder or any of these.
+    /// Files beneath the image's own folder or any of these.
     Folders(Vec<PathBuf>),
-    /// Nowhere.
+    /// None.
     Nothing,
 }

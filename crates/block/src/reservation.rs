@@ -1,4 +1,4 @@
-//! Host space that is promised to a write but not yet visible to the guest.
+//! Host space that is reserved for a write but not yet visible to the guest.
 
 use std::ops::Range;
 
@@ -6,14 +6,14 @@ use crate::error::Result;
 use crate::extent::FileIndex;
 use crate::units::HostOffset;
 
-/// What the caller must put around its own bytes before it publishes.
+/// What the caller must write around its own bytes before it publishes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
-    /// Nothing: the bytes there already read as they must.
+    /// Nothing: the bytes already read correctly.
     Ready,
     /// Zeroes.
     Zero,
-    /// What the guest reads there now, through the whole chain (read it before publishing).
+    /// The current guest-visible bytes, read through the whole chain (before publishing).
     Copy,
 }
 
@@ -25,41 +25,40 @@ pub struct Ticket(pub u64);
 pub trait Reserver {
     /// Makes a reservation visible to the guest.
     fn publish(&self, ticket: Ticket) -> Result<()>;
-    /// Gives a reservation's space back.
+    /// Frees a reservation's space.
     fn release(&self, ticket: Ticket);
 }
 
-/// Host space for a write, to be filled by the caller and then published.
+/// Reserved host space. The caller fills it and then publishes it.
 ///
-/// `guest` is widened from the caller's bytes to the format's granularity. The caller writes
-/// `head` to `guest.start..write.start`, its bytes to `write`, `tail` to `write.end..guest.end`
-/// and publishes. Dropping the reservation instead gives the space back and changes nothing for
-/// the guest.
+/// `guest` is the caller's range widened to the format's granularity. The caller writes `head` to
+/// `guest.start..write.start`, its bytes to `write`, and `tail` to `write.end..guest.end`. Dropping
+/// the reservation frees the space and leaves the guest's data unchanged.
 #[must_use = "dropping a reservation gives its space back"]
 pub struct Reservation<'a> {
     owner: &'a dyn Reserver,
     ticket: Ticket,
     /// The widened guest range, in bytes.
     pub guest: Range<u64>,
-    /// The part of it that the caller asked for; it may end before what was asked.
+    /// The requested part of `guest`; it may end before the requested end.
     pub write: Range<u64>,
     /// The storage that holds the space.
     pub file: FileIndex,
     /// Host offset of `guest.start`; the space is contiguous.
     pub host: HostOffset,
-    /// What goes before `write`.
+    /// Fill before `write`.
     pub head: Fill,
-    /// What goes after `write`.
+    /// Fill after `write`.
     pub tail: Fill,
-    /// The space reads as zero: zeroes among the caller's own bytes need not be written.
+    /// The space reads as zero, so zeroes among the caller's bytes need not be written.
     pub zeroed: bool,
-    /// Nothing was ever written to the space (which in an encrypted image does not read as zero).
+    /// The space was never written (in an encrypted image it does not read as zero).
     pub untouched: bool,
     published: bool,
 }
 
 impl<'a> Reservation<'a> {
-    /// Made by formats only.
+    /// For formats only.
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         owner: &'a dyn Reserver,
@@ -87,13 +86,13 @@ impl<'a> Reservation<'a> {
         }
     }
 
-    /// This reservation, whose space is known to have been written never.
+    /// Sets [`Reservation::untouched`].
     pub fn untouched(mut self, untouched: bool) -> Self {
         self.untouched = untouched;
         self
     }
 
-    /// This reservation, whose space is known to read as zero.
+    /// Sets [`Reservation::zeroed`].
     pub fn zeroed(mut self, zeroed: bool) -> Self {
         self.zeroed = zeroed;
         self
@@ -132,17 +131,17 @@ impl std::fmt::Debug for Reservation<'_> {
     }
 }
 
-/// What a format wants around each compressed unit.
+/// Framing of each compressed unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedFrame {
-    /// Bytes before it, which [`Format::frame_packed`](crate::Format::frame_packed) fills in.
+    /// Bytes before the unit, filled in by [`Format::frame_packed`](crate::Format::frame_packed).
     pub head_bytes: u32,
-    /// Zeroes follow it until the whole has a length that is a multiple of this; never 0.
+    /// Zeroes pad the framed unit to a multiple of this; never 0.
     pub align: u32,
 }
 
 impl Default for PackedFrame {
-    /// Nothing.
+    /// No frame.
     fn default() -> Self {
         Self { head_bytes: 0, align: 1 }
     }
@@ -157,15 +156,15 @@ pub struct PackedReservation<'a> {
     ticket: Ticket,
     /// The storage that holds the space.
     pub file: FileIndex,
-    /// Where the first payload begins; any byte.
+    /// Host offset of the first unit; not aligned.
     pub host: HostOffset,
-    /// How many of the offered units fit in this piece; at least 1. Offer the rest again.
+    /// How many of the offered units fit; at least 1. Offer the rest again.
     pub units: usize,
     published: bool,
 }
 
 impl<'a> PackedReservation<'a> {
-    /// Made by formats only.
+    /// For formats only.
     pub fn new(
         owner: &'a dyn Reserver,
         ticket: Ticket,

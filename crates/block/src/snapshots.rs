@@ -1,4 +1,4 @@
-//! Snapshots that an image holds inside itself: an optional side of a format.
+//! Internal snapshots, which formats may support.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,45 +8,45 @@ use crate::error::Result;
 use crate::format::Format;
 use crate::monitor::Monitor;
 
-/// What a new snapshot is called, and when it was taken.
+/// Name and time of a new snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NewSnapshot {
     /// Its name, 1 to 255 bytes. Names need not be unique, ids are.
     pub name: String,
     /// Seconds since 1970.
     pub date_seconds: u32,
-    /// Nanoseconds beyond them.
+    /// Nanoseconds part.
     pub date_nanoseconds: u32,
 }
 
-/// The internal snapshots of an open image. A snapshot holds what the guest's disk was, without
-/// the images beneath it.
+/// The internal snapshots of an open image. A snapshot holds this image's data, without its backing
+/// chain.
 ///
-/// Changes wait for every request in flight (so the caller must not be in one) and keep new ones
-/// that need space waiting. They are durable when they return; a crash in the middle leaves the
-/// old list of snapshots and the old disk, or the new ones, at worst with leaks.
+/// Changes wait for every request in flight (so the caller must not be in one) and block new
+/// allocations. They are durable on return. A crash leaves the old or the new list of snapshots and
+/// disk, at worst with leaks.
 ///
-/// A snapshot is named by its id or its name. [`Snapshots::apply`] and [`Snapshots::view`] look
-/// for an id first, [`Snapshots::delete`] and [`Snapshots::rename`] for a name first, as
-/// `qemu-img` does; of several with one name the first one is meant.
+/// A snapshot is named by its id or its name. [`Snapshots::apply`] and [`Snapshots::view`] look for
+/// an id first, [`Snapshots::delete`] and [`Snapshots::rename`] for a name first, as `qemu-img`
+/// does. Of several with one name, the first is used.
 pub trait Snapshots: Send + Sync + fmt::Debug {
     /// All snapshots, in the order of the image.
     fn list(&self) -> Result<Vec<SnapshotInfo>>;
 
-    /// Keeps the disk as it is now. Costs metadata only.
+    /// Takes a snapshot of the disk. Only metadata is written.
     fn create(&self, new: &NewSnapshot, monitor: &Monitor<'_>) -> Result<SnapshotInfo>;
 
-    /// Makes the disk what the snapshot holds, size and saved VM state included. What the disk
-    /// held is lost unless another snapshot holds it.
+    /// Reverts the disk to the snapshot, including size and saved VM state. The current data is
+    /// lost unless another snapshot holds it.
     fn apply(&self, which: &str, monitor: &Monitor<'_>) -> Result<SnapshotInfo>;
 
-    /// Removes a snapshot and gives back what only it needed. No [`Snapshots::view`] of it may be
-    /// in use.
+    /// Deletes a snapshot and frees the space that only it used. No [`Snapshots::view`] of it may
+    /// be in use.
     fn delete(&self, which: &str, monitor: &Monitor<'_>) -> Result<SnapshotInfo>;
 
-    /// Gives a snapshot another name; returns it under its new one.
+    /// Renames a snapshot and returns it with its new name.
     fn rename(&self, which: &str, name: &str) -> Result<SnapshotInfo>;
 
-    /// The disk as a snapshot holds it, for reading.
+    /// A read-only view of the disk in a snapshot.
     fn view(&self, which: &str) -> Result<Arc<dyn Format>>;
 }

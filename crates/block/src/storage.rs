@@ -1,4 +1,4 @@
-//! Where host bytes live.
+//! Storages of host bytes.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -7,11 +7,11 @@ use std::sync::Arc;
 use crate::error::{Error, IoAction, Result};
 use crate::units::HostOffset;
 
-/// How much [`Storage::skim`] reads at once: it stays in a core's own cache.
+/// Bytes per read of [`Storage::skim`]; fits in a core's own cache.
 const SKIM_BYTES: u64 = 256 << 10;
 
-/// What is promised about the bytes of a disk, in QEMU's words. A storage bypasses the page cache where
-/// the mode says so. That a write is durable when it returns is the disk's promise: it flushes.
+/// Cache modes of a disk, as QEMU names them. The storage bypasses the page cache if the mode says
+/// so. The disk flushes after each write if the mode says so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CacheMode {
     /// The host's page cache is used; [`Storage::sync`] makes writes durable.
@@ -23,8 +23,7 @@ pub enum CacheMode {
     Writethrough,
     /// The page cache is bypassed, and each write is durable when it returns.
     DirectSync,
-    /// The page cache is used and [`Storage::sync`] does nothing: for scratch data that can be
-    /// made again.
+    /// The page cache is used and [`Storage::sync`] does nothing: for scratch data.
     Unsafe,
 }
 
@@ -71,16 +70,16 @@ impl std::str::FromStr for CacheMode {
     }
 }
 
-/// How bytes are made to read as zero.
+/// How to zero bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroMode {
-    /// Space may be given back (a hole is as good as zeroes).
+    /// Space may be freed.
     MayUnmap,
-    /// Space stays or becomes allocated, so that a later write cannot fail for want of it.
+    /// Space stays or becomes allocated, so that a later write cannot fail with "no space".
     KeepAllocated,
 }
 
-/// Ways to copy between two storages without passing the bytes through this process.
+/// Ways to copy between two storages in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyMethod {
     /// Share the blocks (FICLONERANGE).
@@ -98,7 +97,7 @@ pub struct StorageExtent {
     pub len: u64,
 }
 
-/// What a storage can do.
+/// Capabilities of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StorageCaps {
     /// Writes are possible.
@@ -107,11 +106,10 @@ pub struct StorageCaps {
     pub growable: bool,
     /// A block device.
     pub device: bool,
-    /// Bytes go in from the first to the last (a pipe): writes come in ascending order, and what
-    /// is left out between two of them becomes zero. Little or nothing can be read back.
+    /// Written front to back (a pipe). Writes are in ascending order; gaps between them become
+    /// zero. Little or nothing can be read back.
     pub sequential: bool,
-    /// Offsets, lengths and memory of a request that avoids a bounce buffer are multiples of
-    /// this; 1 where anything goes.
+    /// Required alignment of offsets, lengths and memory to avoid a bounce buffer; 1 for none.
     pub alignment: u32,
     /// Granularity of reflinks and holes: the file system's block size.
     pub block_bytes: u32,
@@ -130,20 +128,20 @@ fn read_only(file: &str) -> Error {
     Error::ReadOnly { file: file.to_owned() }
 }
 
-/// A place where host bytes live. All methods may be called from many threads at once; concurrent
-/// requests to overlapping ranges leave either request's bytes, as on a disk.
+/// A storage of host bytes. All methods may be called from many threads. Concurrent requests to
+/// overlapping ranges leave either request's bytes, as on a disk.
 ///
 /// Interrupted and short system calls never reach a caller.
 ///
-/// A storage that is only read leaves out [`write_at`](Storage::write_at),
+/// A read-only storage leaves out [`write_at`](Storage::write_at),
 /// [`write_zeroes`](Storage::write_zeroes), [`discard`](Storage::discard),
-/// [`allocate`](Storage::allocate) and [`set_len`](Storage::set_len): they answer
-/// [`Error::ReadOnly`]. One that stands before another and passes writes on has all five.
+/// [`allocate`](Storage::allocate) and [`set_len`](Storage::set_len): their defaults return
+/// [`Error::ReadOnly`]. A storage that wraps another and passes writes on must implement all five.
 pub trait Storage: Send + Sync + fmt::Debug {
     /// The name for messages, as the user gave it.
     fn name(&self) -> &str;
 
-    /// What this storage can do. Constant while it is open.
+    /// Capabilities. Constant while the storage is open.
     fn caps(&self) -> StorageCaps;
 
     /// Length in bytes.
@@ -154,10 +152,10 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Ok(self.len()? == 0)
     }
 
-    /// Reads as many bytes as there are, up to `buf.len()`; fewer only at the end of the storage.
+    /// Reads up to `buf.len()` bytes; fewer only at the end of the storage.
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize>;
 
-    /// Fills `buf`; bytes past the end are an error.
+    /// Fills `buf`; fails past the end.
     fn read_at(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
         let got = self.read_up_to(buf, offset)?;
         if got < buf.len() {
@@ -175,15 +173,15 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Fills `buf`; bytes past the end are zero. For formats whose rules say so.
+    /// Fills `buf`; bytes past the end are zero.
     fn read_padded(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
         let got = self.read_up_to(buf, offset)?;
         buf[got..].fill(0);
         Ok(())
     }
 
-    /// Reads `len` bytes that nobody looks at: into the host's cache, or wherever is cheapest.
-    /// What cannot be read is an error all the same; bytes past the end are no error.
+    /// Reads `len` bytes and discards them, to fill the host's cache or to find read errors. Bytes
+    /// past the end are no error.
     fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {
         let mut buf = vec![0; len.min(SKIM_BYTES) as usize];
         let mut done = 0;
@@ -197,21 +195,21 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// [`Storage::read_padded`], but only where the bytes are at hand, so that the call waits for no
-    /// disk; `false`, with anything in `buf`, where they are not or nobody knows.
+    /// [`Storage::read_padded`] without waiting for a disk. Returns `false`, with `buf` undefined,
+    /// if the bytes are not cached or that is unknown.
     fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
         let _ = (buf, offset);
         Ok(false)
     }
 
-    /// Whether [`Storage::write_at`] as a rule only hands the bytes over (to the page cache, to
-    /// memory) and does not wait for a disk.
+    /// Whether [`Storage::write_at`] usually copies to the page cache or memory and does not wait
+    /// for a disk.
     fn writes_promptly(&self) -> bool {
         false
     }
 
-    /// Serves several reads, in any order; each is padded with zeroes past the end. Storages that
-    /// can keep several requests in flight override this.
+    /// Serves several reads, in any order; each is padded with zeroes past the end. Storages with a
+    /// request queue override this.
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
         for op in ops {
             self.read_padded(op.buf, op.offset)?;
@@ -219,56 +217,57 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Writes all of `buf`, making the storage longer where that is needed and possible.
+    /// Writes all of `buf`, extending the storage if needed and possible.
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         let _ = (buf, offset);
         Err(read_only(self.name()))
     }
 
-    /// [`Storage::write_at`] for a range that holds nothing yet, as a job writes a new file with
-    /// several threads. A storage may know a quicker way to such bytes.
+    /// [`Storage::write_at`] for a range that was never written, for jobs that fill a new file with
+    /// several threads. A storage may optimise for such ranges.
     fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         self.write_at(buf, offset)
     }
 
-    /// Makes `len` bytes read as zero, the cheapest way that `mode` allows. Ranges past the end of
-    /// a growable storage make it longer.
+    /// Makes `len` bytes read as zero, the cheapest way that `mode` allows. Ranges past the end
+    /// extend a growable storage.
     fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
         let _ = (offset, len, mode);
         Err(read_only(self.name()))
     }
 
-    /// Gives space back. The bytes read as zero or as before afterwards: a hint. Never changes the
+    /// Frees space, as a hint. The bytes then read as zero or are unchanged. Never changes the
     /// length.
     fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
         let _ = (offset, len);
         Err(read_only(self.name()))
     }
 
-    /// Gives space back as [`Storage::discard`] does, and where that is not possible also in a way after
-    /// which the bytes may read as anything: for a guest that said that it does not need them.
+    /// [`Storage::discard`], or else another discard after which the bytes are undefined: for guest
+    /// discards.
     fn forget(&self, offset: HostOffset, len: u64) -> Result<()> {
         self.discard(offset, len)
     }
 
-    /// Makes sure that writes to the range will not run out of space; makes the storage longer
-    /// where needed. What is there stays.
+    /// Allocates the range so that later writes cannot run out of space; extends the storage if
+    /// needed. Existing data stays.
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
         let _ = (offset, len);
         Err(read_only(self.name()))
     }
 
-    /// Makes every write that returned before this call durable, with the length (fdatasync). An
-    /// error here is final: bytes may be lost, and every later call fails too.
+    /// Makes every write that returned before this call durable, and the length (fdatasync). An
+    /// error is final: bytes may be lost, and every later call fails too.
     fn sync(&self) -> Result<()>;
 
-    /// [`Storage::sync`] does nothing: no order of writes survives a crash, so none needs keeping.
+    /// [`Storage::sync`] does nothing: no order of writes survives a crash, so callers need not
+    /// keep one.
     fn volatile(&self) -> bool {
         false
     }
 
-    /// Told that a [volatile](Storage::volatile) storage is about to be written up to `len`. One
-    /// that gains from knowing becomes so long; others grow as they are written.
+    /// Announces that a [volatile](Storage::volatile) storage will be written up to `len`. A
+    /// storage may extend itself to `len` at once.
     fn expect_len(&self, len: u64) -> Result<()> {
         let _ = len;
         Ok(())
@@ -280,19 +279,19 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Err(read_only(self.name()))
     }
 
-    /// Whether holes can be there at all: fewer blocks allocated than the length needs. Cheap.
+    /// Whether the storage may have holes: fewer blocks allocated than the length needs. Cheap.
     fn may_have_holes(&self) -> Result<bool>;
 
-    /// The run of data or hole that begins at `offset`, at most `len` bytes. Past the end: a hole.
-    /// Holes are believed to read as zero.
+    /// The data or hole at `offset`, at most `len` bytes. Past the end: a hole. Holes are assumed
+    /// to read as zero.
     fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent>;
 
-    /// Bytes of host space that are allocated.
+    /// Allocated bytes of host space.
     fn allocated_bytes(&self) -> Result<u64>;
 
-    /// Copies `len` bytes from `source` at `from` to this storage at `to`, inside the kernel.
-    /// Returns how many bytes were copied from the front: fewer than `len` (also 0) where this
-    /// method does not work here, and the caller moves the rest by another way.
+    /// Copies `len` bytes from `source` at `from` to this storage at `to`, in the kernel. Returns
+    /// the bytes copied from the front. If `method` is not possible here, that is fewer than `len`
+    /// (also 0), and the caller copies the rest by other means.
     fn copy_from(
         &self,
         to: HostOffset,
@@ -305,22 +304,22 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Ok(0)
     }
 
-    /// Of the locks by which a writer keeps other processes away, gives back those that keep
-    /// readers away: for a storage that will be written no more. Nobody else can take it for
-    /// writing, at no moment. A storage without locks does nothing.
+    /// Releases the locks that exclude readers and keeps those that exclude writers, for a storage
+    /// that will not be written any more. No other process can lock it for writing in between. A
+    /// storage without locks does nothing.
     fn let_others_read(&self) -> Result<()> {
         Ok(())
     }
 
-    /// The same bytes as a second storage, which can be written. Where this one keeps writers away,
-    /// it keeps everyone away from now on, and the new one does too: at no moment can another
-    /// process take it for writing. Where this fails, the locks are as before.
+    /// Reopens the same bytes for writing. If this storage excluded other writers, both storages
+    /// then exclude all other processes; no other process can lock it for writing in between. On
+    /// failure the locks are unchanged.
     fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
         let hint = "open it for writing from the beginning";
         Err(Error::unsupported(self.name(), "cannot be opened for writing while it is read", hint))
     }
 
-    /// The descriptor, for storages that have one.
+    /// The file descriptor, if any.
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -1,4 +1,3 @@
-//! The atomics of [`crate::InFlight`], in one place: its model (`vdkit-meta`, `tests/models`) puts
-//! loom's here.
+//! The atomics of [`crate::InFlight`]; its loom model (`vdkit-meta`, `tests/models`) replaces them.
 
 pub use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! Offsets that must not be mixed, and alignment arithmetic.
+//! Offset newtypes and alignment arithmetic.
 
 use std::fmt;
 use std::ops::{Add, AddAssign, Sub};
@@ -10,7 +10,7 @@ macro_rules! offset {
         pub struct $name(pub u64);
 
         impl $name {
-            /// This offset plus `bytes`, or nothing where that passes 2^64.
+            /// This offset plus `bytes`; `None` on overflow.
             pub fn checked_add(self, bytes: u64) -> Option<Self> {
                 self.0.checked_add(bytes).map(Self)
             }
@@ -60,7 +60,7 @@ pub const fn align_down(value: u64, unit: u64) -> u64 {
     value & !(unit - 1)
 }
 
-/// `value` rounded up to a multiple of `unit`, a power of two; nothing where that passes 2^64.
+/// `value` rounded up to a multiple of `unit`, a power of two; `None` on overflow.
 pub const fn align_up(value: u64, unit: u64) -> Option<u64> {
     debug_assert!(unit.is_power_of_two());
     match value.checked_add(unit - 1) {

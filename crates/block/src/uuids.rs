@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 /// A random UUID (RFC 9562, version 4).
 ///
 /// # Errors
-/// [`Error::Invalid`] where the system has no random numbers.
+/// [`Error::Invalid`] if the system has no random numbers.
 pub fn random_uuid() -> Result<Uuid> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes)

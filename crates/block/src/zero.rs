@@ -1,8 +1,8 @@
-//! Telling zeroes from data.
+//! Zero detection.
 
 /// Whether all bytes are zero.
 pub fn is_zero(bytes: &[u8]) -> bool {
-    // Most blocks with data show it at once.
+    // Most blocks with data have a nonzero first or last byte.
     if bytes.first().is_some_and(|&b| b != 0)
         || bytes.last().is_some_and(|&b| b != 0)
         || bytes.get(bytes.len() / 2).is_some_and(|&b| b != 0)

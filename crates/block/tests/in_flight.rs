@@ -1,4 +1,4 @@
-//! Grace periods, step by step. (Every order of steps: `vdkit-meta`, `tests/models`.)
+//! Grace periods, step by step. `tests/models` of `vdkit-meta` covers every interleaving.
 
 use vdkit_block::InFlight;
 
@@ -10,7 +10,7 @@ fn a_request_that_was_in_flight_holds_back_the_grace_period() {
     for _ in 0..10 {
         assert!(!flights.passed(stamp));
     }
-    // Later requests come and go without ending it.
+    // Later requests do not end it.
     drop(flights.enter());
     assert!(!flights.passed(stamp));
     drop(guard);
@@ -25,7 +25,7 @@ fn later_requests_do_not_hold_it_back_forever() {
     assert!(!flights.passed(stamp));
     let newer = flights.enter();
     drop(old);
-    // `newer` entered after the stamp; at worst it delays by its own life.
+    // `newer` entered after the stamp; at worst it delays the grace period.
     let _ = flights.passed(stamp);
     drop(newer);
     assert!(flights.passed(stamp));

@@ -15,11 +15,11 @@ use crate::registry::Registry;
 use crate::unit_cache::UnitCache;
 use crate::walk::{Found, Walk};
 
-/// How many answers of the layers [`Disk::extent_at`] puts together: a full image of any size
-/// would otherwise be walked to its end for one question.
+/// Maximum layer lookups per [`Disk::extent_at`]; bounds the walk over a large, fully allocated
+/// image.
 const ANSWERS_MAX: u32 = 64;
 
-/// Bytes of new space that are written between two looks at the cancel token.
+/// Bytes of new space written between two checks of the cancel token.
 const ZERO_STEP: u64 = 8 << 20;
 
 /// One image of a chain. Clones are the same image.
@@ -46,23 +46,23 @@ impl Layer {
         Ok(Self { path: found.path, info: found.info, probed: found.probed, format })
     }
 
-    /// The same image through another map.
+    /// The same image with another map.
     pub(crate) fn with_format(&self, format: Arc<dyn Format>) -> Self {
         Self { format, ..self.clone() }
     }
 
-    /// The name by which it was opened: the user's own, or what the overlay's metadata says,
-    /// joined to the overlay's folder.
+    /// The path by which it was opened: the user's own, or the overlay's reference joined to the
+    /// overlay's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the image said of itself when it was opened.
+    /// The image's metadata at open.
     pub fn info(&self) -> &ImageInfo {
         &self.info
     }
 
-    /// Whether its format was probed rather than named.
+    /// Whether its format was probed.
     pub fn probed(&self) -> bool {
         self.probed
     }
@@ -73,7 +73,7 @@ impl Layer {
     }
 }
 
-/// A request that has begun; see [`Disk::enter`].
+/// A request in flight; see [`Disk::enter`].
 #[derive(Debug)]
 #[must_use = "the request ends when the guard is dropped"]
 pub struct RequestGuard<'a> {
@@ -81,13 +81,13 @@ pub struct RequestGuard<'a> {
     _beneath: Option<InFlightGuard<'a>>,
 }
 
-/// A disk as the guest sees it: an image and everything that it stands on. Shared by threads.
+/// A disk as the guest sees it: an image and its backing chain. Shared by threads.
 ///
-/// Requests of several threads may overlap; each byte then is one request's. Nothing is durable
-/// before [`Disk::flush`] returns, unless the cache mode says so.
+/// Requests of several threads may overlap; each byte then holds one request's data. Nothing is
+/// durable before [`Disk::flush`] returns, unless the cache mode says so.
 ///
-/// Dropping a disk without [`Disk::close`] leaves what a crash would leave: consistent images, and
-/// perhaps space that nothing refers to.
+/// Dropping a disk without [`Disk::close`] leaves the state of a crash: consistent images, perhaps
+/// with leaks.
 #[derive(Debug)]
 pub struct Disk {
     pub(crate) layers: Vec<Layer>,
@@ -95,14 +95,14 @@ pub struct Disk {
     pub(crate) units: UnitCache,
     /// See `seal`.
     pub(crate) sectors: RwLock<()>,
-    /// The image beneath the top one is written too; see [`Disk::share_beneath`].
+    /// The backing image is written too; see [`Disk::share_beneath`].
     pub(crate) beneath_changes: bool,
     name: String,
     cache: CacheMode,
     writable: bool,
 }
 
-/// A snapshot of an image, for reading.
+/// A read-only view of an image's snapshot.
 fn view(format: &dyn Format, which: &str, writable: bool) -> Result<Arc<dyn Format>> {
     let file = format.storage().name();
     if writable {
@@ -119,13 +119,13 @@ fn view(format: &dyn Format, which: &str, writable: bool) -> Result<Arc<dyn Form
 }
 
 impl Disk {
-    /// Opens an image and what it stands on.
+    /// Opens an image and its backing chain.
     ///
     /// # Errors
-    /// [`Error::Refused`] for a reference that the policy forbids, saying which file named it and
+    /// [`Error::Refused`] for a reference that the policy forbids, naming the referring file and
     /// how to allow it; [`Error::Invalid`] for writing to an image that was probed as raw;
-    /// [`Error::Corrupt`] for a chain with a loop and [`Error::Limit`] for one too long; what
-    /// opening files and images returns.
+    /// [`Error::Corrupt`] for a chain with a loop and [`Error::Limit`] for one too long; errors of
+    /// opening files and images.
     pub fn open(
         registry: &Registry,
         path: impl AsRef<Path>,
@@ -134,8 +134,8 @@ impl Disk {
         Self::open_walk(Walk::new(registry, path.as_ref(), options), options)
     }
 
-    /// [`Disk::open`] of an image whose bytes the caller has at hand, for reading. What it names is
-    /// opened only beneath the folders that the policy allows: it lies in none itself.
+    /// [`Disk::open`] of a storage that the caller opened, read-only. The storage has no own
+    /// folder, so its references reach only the folders that the policy lists.
     ///
     /// # Errors
     /// As [`Disk::open`].
@@ -160,7 +160,7 @@ impl Disk {
                 && layers.is_empty()
             {
                 layer.format = view(&*layer.format, which, options.writable)?;
-                // The others are not in it, and the marks are those of the disk as it is now.
+                // A snapshot holds no other snapshots, and the bitmaps describe the current disk.
                 layer.info.snapshots.clear();
                 layer.info.bitmaps.clear();
             }
@@ -169,16 +169,15 @@ impl Disk {
         Ok(Self::from_layers(layers, options))
     }
 
-    /// An image that is open already, alone: what it does not hold is a hole. For images that are
-    /// being made.
+    /// A single open image: unallocated bytes are holes. For images that are being made.
     pub fn from_format(format: Arc<dyn Format>, info: ImageInfo, options: &OpenOptions) -> Self {
         let path = PathBuf::from(format.storage().name());
         let layer = Layer { path, info, probed: false, format };
         Self::from_layers(vec![layer], options)
     }
 
-    /// This disk standing on another one's layers: for an overlay that is being made. `base`
-    /// should be read-only.
+    /// Puts this disk on another one's layers, for an overlay that is being made. `base` should be
+    /// read-only.
     pub fn over(mut self, base: Self) -> Self {
         self.layers.extend(base.layers);
         self
@@ -205,37 +204,36 @@ impl Disk {
         &self.name
     }
 
-    /// The images, the top one first; never empty.
+    /// The images, top first; never empty.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
     }
 
     /// The top image's map.
     ///
-    /// Whoever reserves packed units here publishes them with [`Disk::publish_packed`].
+    /// Publish compressed units that were reserved here with [`Disk::publish_packed`].
     pub fn top(&self) -> &Arc<dyn Format> {
         &self.layers[0].format
     }
 
-    /// Tells the images that their maps are drawn once; see
-    /// [`Format::expect_one_pass`](vdkit_block::Format::expect_one_pass).
+    /// Calls [`Format::expect_one_pass`](vdkit_block::Format::expect_one_pass) on all images.
     pub fn expect_one_pass(&self) {
         self.layers.iter().for_each(|layer| layer.format.expect_one_pass());
     }
 
-    /// How the caches of the images' maps do, together; nothing where no image of the chain has one.
+    /// Statistics of all map caches together; `None` if no image of the chain has one.
     pub fn map_cache(&self) -> Option<MapCacheStats> {
         let caches = self.layers.iter().filter_map(|layer| layer.format.map_cache());
         caches.reduce(MapCacheStats::plus)
     }
 
-    /// What the user should know about what opening the images did or found.
+    /// Warnings from opening the images.
     pub fn warnings(&self) -> impl Iterator<Item = &str> {
         self.layers.iter().flat_map(|layer| layer.format.warnings()).map(String::as_str)
     }
 
-    /// How the data extents of a layer are encrypted. Whoever moves the bytes of an encrypted
-    /// extent itself, past [`Disk::read_at`] and [`Disk::write_at`], moves ciphertext.
+    /// Encryption of a layer's data extents. Callers that move the bytes of an encrypted extent
+    /// themselves, without [`Disk::read_at`] and [`Disk::write_at`], move ciphertext.
     pub fn encryption(&self, depth: usize) -> Option<&Encryption> {
         self.layers.get(depth).and_then(|layer| layer.format.encryption())
     }
@@ -245,7 +243,7 @@ impl Disk {
         self.writable
     }
 
-    /// What is promised about bytes.
+    /// The cache mode.
     pub fn cache(&self) -> CacheMode {
         self.cache
     }
@@ -255,9 +253,9 @@ impl Disk {
         self.top().guest_bytes()
     }
 
-    /// Marks a request as begun. Whoever moves the bytes of an extent itself enters before it asks
-    /// for the extent and keeps the guard until the bytes are moved: the space is not reused
-    /// before. (Only the top image changes while a disk is open, or the two on top: see
+    /// Begins a request. Callers that move the bytes of an extent themselves enter before the
+    /// lookup and keep the guard until the bytes are moved, so that the space is not reused
+    /// meanwhile. (Only the top image changes while a disk is open, or the two on top: see
     /// [`Disk::share_beneath`].)
     pub fn enter(&self) -> RequestGuard<'_> {
         let beneath = if self.beneath_changes { self.layers.get(1) } else { None };
@@ -267,17 +265,16 @@ impl Disk {
         }
     }
 
-    /// What images may cost.
+    /// Resource limits on images.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// The run that begins at `at`, at most `len` bytes, through the whole chain. It is the longest
-    /// that is cheap to find: what follows may continue it.
+    /// The extent at `at`, at most `len` bytes, through the whole chain. It is the longest run that
+    /// is cheap to find: the next extent may continue it.
     ///
     /// # Errors
-    /// [`Error::Invalid`] past the end of the disk and for `len` 0; damage, and what storages
-    /// return.
+    /// [`Error::Invalid`] past the end of the disk and for `len` 0; damage; errors of storages.
     pub fn extent_at(&self, at: GuestOffset, len: u64) -> Result<DiskExtent<'_>> {
         self.check_range(at, len)?;
         let _guard = self.enter();
@@ -286,8 +283,8 @@ impl Disk {
             .ok_or_else(|| Error::Invalid(format!("{}: an empty range has no map", self.name)))
     }
 
-    /// The runs of a range, in order, through the whole chain. While others write to the disk, the
-    /// answer is what held at some moment during the walk, place by place.
+    /// The extents of a range, in order, through the whole chain. With concurrent writes, each
+    /// extent is as of some moment during the walk.
     ///
     /// # Errors
     /// [`Error::Invalid`] past the end of the disk.
@@ -296,7 +293,7 @@ impl Disk {
         Ok(self.walk(Purpose::Map, at.0, at.0 + len))
     }
 
-    /// As [`Disk::extents`], asking only the first `layers` images: what they do not have is a
+    /// As [`Disk::extents`] for the first `layers` images only: bytes that they do not hold are a
     /// [`crate::DiskPlace::Hole`].
     ///
     /// # Errors
@@ -311,7 +308,7 @@ impl Disk {
         Extents::new(Cursor::new(&self.layers, purpose, at, end))
     }
 
-    /// Whether a range lies on the disk.
+    /// Fails for ranges beyond the disk.
     pub(crate) fn check_range(&self, at: GuestOffset, len: u64) -> Result<()> {
         let bytes = self.guest_bytes();
         match at.0.checked_add(len) {
@@ -327,16 +324,16 @@ impl Disk {
         if self.writable { Ok(()) } else { Err(Error::ReadOnly { file: self.name.clone() }) }
     }
 
-    /// In the modes where a change is durable when it returns, makes it so, data and map. One commit
-    /// serves all who ask meanwhile.
+    /// Flushes data and map in cache modes in which a change is durable on return. One flush serves
+    /// all concurrent callers.
     pub(crate) fn settle(&self) -> Result<()> {
         if self.cache.write_durable() { self.top().flush() } else { Ok(()) }
     }
 
-    /// Makes everything durable that was done before this call.
+    /// Makes every change before this call durable.
     ///
     /// # Errors
-    /// What the format and its storages return. After a failed sync nothing is certain any more.
+    /// Errors of the format and its storages. After a failed sync, data may be lost.
     pub fn flush(&self) -> Result<()> {
         if self.writable { self.top().flush() } else { Ok(()) }
     }
@@ -349,20 +346,20 @@ impl Disk {
         if self.writable { self.top().close() } else { Ok(()) }
     }
 
-    /// Changes the size of the disk. New bytes read as zero, also where a longer backing image has
-    /// something there, or the last cluster still has what an earlier shrinking cut off.
+    /// Resizes the disk. New bytes read as zero, even if a longer backing image holds data there,
+    /// or the last cluster still holds data that an earlier shrink cut off.
     ///
-    /// An image whose new space does not read as zero (raw LUKS) gets zeroes written; a power cut
-    /// in the middle can leave it larger, with noise where it is new.
+    /// If new space does not read as zero (raw LUKS), zeroes are written; a power cut can then
+    /// leave the disk larger, with noise in the new part.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; what the format returns.
+    /// [`Error::ReadOnly`]; errors of the format.
     pub fn resize(&self, guest_bytes: u64) -> Result<()> {
         self.resize_watched(guest_bytes, &Monitor::default())
     }
 
-    /// As [`Disk::resize`], for a disk whose new part may take long to be written: `monitor` is
-    /// told how many bytes of it are done, and can cancel, after which the size is the old one.
+    /// As [`Disk::resize`], with progress and cancellation of the zero writes. Cancelling restores
+    /// the old size.
     ///
     /// # Errors
     /// As [`Disk::resize`]; [`Error::Interrupted`].
@@ -371,12 +368,13 @@ impl Disk {
         let before = self.guest_bytes();
         let beneath = self.layers.get(1).map_or(0, |layer| layer.format.guest_bytes());
         if before > 0 && before < guest_bytes.min(beneath) {
-            // Where the last unit is beneath, its rest would show: take it over.
+            // If the backing image holds the last unit, the rest of that unit would show: copy it
+            // to the top.
             self.own_byte(before - 1)?;
         }
         let hidden = self.top().resize_over(guest_bytes, beneath)?;
-        // What the old last cluster holds from before an earlier shrinking and, for formats that
-        // cannot hide it before they grow, what is beneath.
+        // Zero what an earlier shrink left in the old last cluster and, for formats that cannot
+        // hide it before they grow, the backing data.
         let beneath = if hidden { 0 } else { beneath };
         let cluster_bytes = self.top().caps().cluster_bytes.max(1);
         let last_cluster = before.checked_next_multiple_of(cluster_bytes).unwrap_or(before);
@@ -391,8 +389,7 @@ impl Disk {
             false => self.zero_in_steps(before, end, monitor),
         };
         if let Err(error) = zeroed {
-            // Neither noise nor what lies beneath is part of the disk. The first error is the one
-            // that tells.
+            // Neither noise nor backing data may become part of the disk. Report the first error.
             let _ = self.top().resize(before);
             return Err(error);
         }

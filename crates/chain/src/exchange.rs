@@ -1,14 +1,14 @@
-//! Another chain for a disk that is in use: an image put on top, the top image taken off.
+//! Changes the chain of a disk in use: puts an image on top, or takes the top image off.
 //!
 //! ```text
 //!   put_on_top            open_beneath + share_beneath      take_off_top
 //!
-//!              new        top                               (top)  handed back, alone
-//!   top   ─►   top        base  one map, read through the   base
-//!   base       base             top and written beside it
+//!              new        top                               (top)  returned, alone
+//!   top   ─►   top        base  one map, shared by reads    base
+//!   base       base             of top and writes to base
 //! ```
 //!
-//! Nothing here waits for requests: whoever exchanges images is alone with the disk.
+//! Nothing here waits for requests: the caller must have none in flight.
 
 use std::sync::Arc;
 
@@ -26,15 +26,16 @@ impl Layer {
         all
     }
 
-    /// Lets others read an image that will be written no more; none may write it, at no moment.
+    /// Lets other processes read an image that will not be written any more. No other process can
+    /// lock it for writing in between.
     ///
     /// # Errors
-    /// What the system says; others are then kept away as before.
+    /// Errors of the system; the locks are then unchanged.
     pub fn let_others_read(&self) -> Result<()> {
         self.storages().into_iter().try_for_each(|storage| storage.let_others_read())
     }
 
-    /// Opens its map a second time, for writing. On success its own files keep everyone else away.
+    /// Opens its map a second time, for writing. On success, its files are locked exclusively.
     fn open_for_writing(
         &self,
         driver: &dyn FormatDriver,
@@ -50,21 +51,21 @@ impl Layer {
 }
 
 impl Disk {
-    /// Puts an overlay, opened alone for writing, on top. What was the top image before should
-    /// have been closed and is only read from now on.
+    /// Puts an overlay, opened alone for writing, on top. The caller should have closed the former
+    /// top image, which is only read from now on.
     pub fn put_on_top(&mut self, overlay: Self) {
         let beneath = std::mem::replace(self, overlay);
         self.layers.extend(beneath.layers);
     }
 
-    /// The image beneath the top one as a disk of its own, for writing, on what it stands on. This
-    /// disk is to share it ([`Disk::share_beneath`]) before it is written: it reads through a
-    /// second map of the same file. No other process can take the image for writing meanwhile.
+    /// Opens the backing image, with its own chain, as a writable disk. Call
+    /// [`Disk::share_beneath`] before writing to it: this disk still reads through a second map of
+    /// the same file. No other process can lock the image for writing meanwhile.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the top image stands on nothing, or on one that was recognised
-    /// only as raw; [`Error::Locked`] where another process reads the image; what opening it
-    /// returns. It is locked as before then.
+    /// [`Error::Invalid`] if the top image has no backing image, or one that was only probed as
+    /// raw; [`Error::Locked`] if another process reads the image; errors of opening it. The locks
+    /// are then unchanged.
     pub fn open_beneath(&self, registry: &Registry) -> Result<Self> {
         let Some(layer) = self.layers.get(1) else {
             return Err(Error::Invalid(format!(
@@ -86,7 +87,7 @@ impl Disk {
         let format = match layer.open_for_writing(driver, self.limits) {
             Ok(format) => format,
             Err(error) => {
-                // The first error is the one that tells.
+                // Report the first error.
                 let _ = layer.let_others_read();
                 return Err(error);
             }
@@ -105,7 +106,7 @@ impl Disk {
         self.beneath_changes = true;
     }
 
-    /// The image beneath will be written no more: others may read it.
+    /// Ends writing to the backing image: other processes may read it.
     ///
     /// # Errors
     /// As [`Layer::let_others_read`].
@@ -114,7 +115,7 @@ impl Disk {
         self.layers.get(1).map_or(Ok(()), Layer::let_others_read)
     }
 
-    /// Goes on without the top image, with `base` as the disk; hands the former one back.
+    /// Replaces this disk by `base`, without the top image. Returns the former disk.
     pub fn take_off_top(&mut self, base: Self) -> Self {
         std::mem::replace(self, base)
     }

@@ -1,4 +1,4 @@
-//! The flattened map: where the disk's bytes are, through the whole chain.
+//! The flattened map: locations of the disk's bytes through the whole chain.
 
 use std::sync::Arc;
 
@@ -6,61 +6,61 @@ use vdkit_block::{Error, GuestOffset, HostOffset, IoAction, Packed, Place, Resul
 
 use crate::disk::Layer;
 
-/// A run of the disk that lives in one place.
+/// A run of the disk at one location.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskExtent<'a> {
     /// Guest offset of the first byte.
     pub at: GuestOffset,
     /// Bytes; never 0.
     pub len: u64,
-    /// The layer that answers for it, 0 being the top. For a [`DiskPlace::Hole`]: how many layers
-    /// were asked.
+    /// The layer that holds the bytes, 0 being the top. For a [`DiskPlace::Hole`]: the number of
+    /// layers searched.
     pub depth: usize,
-    /// Where the bytes are.
+    /// The location.
     pub place: DiskPlace<'a>,
 }
 
-/// Where bytes of a disk are.
+/// Location of bytes of a disk.
 #[derive(Clone, Copy, Debug)]
 pub enum DiskPlace<'a> {
-    /// Plain bytes, contiguous in a host file. Past the end of that file they are zero.
+    /// Uncompressed bytes, contiguous in a host file. Past the end of that file they are zero.
     Data {
         /// The storage.
         storage: &'a Arc<dyn Storage>,
         /// Host offset of the first byte.
         offset: HostOffset,
     },
-    /// Reads as zero because the layer at `depth` says so, or is shorter than what stands on it.
+    /// Reads as zero: the layer at `depth` says so, or is shorter than its overlay.
     Zero {
-        /// Host space is allocated to it all the same.
+        /// Host space is allocated nevertheless.
         allocated: bool,
     },
-    /// None of the layers asked has it. Reads as zero where all layers were asked.
+    /// No searched layer holds it. Reads as zero if all layers were searched.
     Hole,
-    /// Compressed; [`crate::Disk::read_at`] unpacks it.
+    /// Compressed; [`crate::Disk::read_at`] decompresses it.
     Packed {
         /// The storage.
         storage: &'a Arc<dyn Storage>,
-        /// Where in it, and how. The extent may begin within the unit ([`Packed::skip`]).
+        /// Location and codec. The extent may begin within the unit ([`Packed::skip`]).
         packed: Packed,
     },
 }
 
 impl DiskPlace<'_> {
-    /// Whether the map alone tells that the bytes are zero (a hole under all layers included).
+    /// Whether the map alone shows that the bytes are zero (holes of the whole chain included).
     pub fn reads_zero(&self) -> bool {
         matches!(self, Self::Zero { .. } | Self::Hole)
     }
 }
 
 impl<'a> DiskExtent<'a> {
-    /// Guest offset behind the last byte.
+    /// Guest offset of the end.
     pub fn end(&self) -> GuestOffset {
         self.at + self.len
     }
 
-    /// The two as one where `next` directly follows, for the guest and on the host, in the same
-    /// layer.
+    /// Merges the extents if `next` directly follows in the same layer, both for the guest and on
+    /// the host.
     pub fn merge(self, next: DiskExtent<'a>) -> Option<DiskExtent<'a>> {
         if self.depth != next.depth || self.end() != next.at {
             return None;
@@ -78,29 +78,29 @@ impl<'a> DiskExtent<'a> {
     }
 }
 
-/// For whom a map is made.
+/// Purpose of a map lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// To know: holes of raw files are told apart from data.
+    /// Mapping: holes of raw files are distinguished from data.
     Map,
-    /// To move the bytes at once; see [`vdkit_block::Format::resolve_for_io`].
+    /// I/O; see [`vdkit_block::Format::resolve_for_io`].
     Io,
 }
 
-/// How many layers' holes are kept without allocating.
+/// Number of layers whose holes are stored inline.
 const INLINE: usize = 8;
 
-/// Walks a range through the layers. Where a layer has a hole, the layers beneath are asked for
-/// its whole length before that layer is asked again.
+/// Walks a range through the layers. If a layer has a hole, the layers beneath are searched for its
+/// whole length before that layer is searched again.
 #[derive(Debug)]
 pub(crate) struct Cursor<'a> {
     layers: &'a [Layer],
     purpose: Purpose,
     at: u64,
     end: u64,
-    /// So many layers, from the top, have a hole at `at`.
+    /// Number of layers, from the top, with a hole at `at`.
     holes: usize,
-    /// Where those holes end; a deeper one never ends later.
+    /// Ends of those holes; a deeper hole never ends later.
     inline: [u64; INLINE],
     more: Vec<u64>,
 }
@@ -124,7 +124,7 @@ impl<'a> Cursor<'a> {
         self.holes += 1;
     }
 
-    /// The next run, or nothing at the end of the range.
+    /// The next run; `None` at the end of the range.
     pub(crate) fn step(&mut self) -> Result<Option<DiskExtent<'a>>> {
         if self.at >= self.end {
             return Ok(None);
@@ -141,8 +141,8 @@ impl<'a> Cursor<'a> {
             let format = layer.format();
             let layer_end = format.guest_bytes().min(end);
             if self.at >= layer_end {
-                // The image beneath is shorter than what stands on it. What lies deeper still
-                // must not show through: the shorter one hides it with zeroes.
+                // The backing image is shorter than its overlay. Reads as zero here: deeper layers
+                // must not show through.
                 let zero = DiskPlace::Zero { allocated: false };
                 return Ok(Some(self.emit(end - self.at, depth, zero)));
             }
@@ -152,7 +152,8 @@ impl<'a> Cursor<'a> {
                 Purpose::Io => format.resolve_for_io(at, len)?,
             };
             if extent.len == 0 || extent.len > len {
-                // A format's fault, which would otherwise loop for ever or reach past the request.
+                // A bug of the format, which would otherwise cause an endless loop or an access
+                // beyond the request.
                 return Err(Error::io(
                     format.storage().name(),
                     IoAction::Map,
@@ -178,7 +179,6 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Ends the walk here.
     pub(crate) fn stop(&mut self) {
         self.at = self.end;
     }
@@ -190,9 +190,9 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// The runs of a range, in order, neighbours merged; see [`crate::Disk::extents`].
+/// The extents of a range, in order, neighbours merged; see [`crate::Disk::extents`].
 ///
-/// Ends after the first error; what was found before it is given out first.
+/// Ends after the first error, which follows the extents found before it.
 #[derive(Debug)]
 pub struct Extents<'a> {
     cursor: Cursor<'a>,
@@ -205,13 +205,12 @@ impl<'a> Extents<'a> {
         Self { cursor, ahead: None, error: None }
     }
 
-    /// The next run, or nothing at the end of the range.
+    /// The next extent; `None` at the end of the range.
     pub(crate) fn step(&mut self) -> Result<Option<DiskExtent<'a>>> {
         self.step_within(u32::MAX)
     }
 
-    /// As `step`, putting together at most so many answers of the layers: the run may then end
-    /// although the next one continues it.
+    /// As `step`, merging at most `answers` runs: the next extent may then continue this one.
     pub(crate) fn step_within(&mut self, answers: u32) -> Result<Option<DiskExtent<'a>>> {
         let mut run = match self.ahead.take() {
             Some(run) => run,
@@ -239,7 +238,7 @@ impl<'a> Extents<'a> {
         Ok(Some(run))
     }
 
-    /// The next run as the layers give it. An error ends the walk.
+    /// The next unmerged run. An error ends the walk.
     fn advance(&mut self) -> Result<Option<DiskExtent<'a>>> {
         if let Some(error) = self.error.take() {
             self.cursor.stop();

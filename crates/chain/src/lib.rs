@@ -1,7 +1,7 @@
 //! From a file name to one flat disk.
 //!
-//! An image may stand on another, and that one on a third; its data may live in a further file.
-//! This crate finds and opens them all, as far as the caller's policy allows, and presents one
+//! An image may have a backing image, which may have one in turn; its data may be in a further
+//! file. This crate opens them all, as far as the caller's policy allows, and presents one
 //! [`Disk`]: reads, writes, zeroes, discards, and a flattened map. Everything above (jobs, servers)
 //! works with a `Disk` and never with a chain.
 //!
@@ -10,10 +10,10 @@
 //!             │  └─► registry (probe) ──────────────────► driver
 //!             ▼
 //!   Disk { layers: [top, backing, …] }
-//!     │ read.rs   resolve top ─► hole? ─► resolve next … ─► read what was found, in one batch
+//!     │ read.rs   resolve top ─► hole? ─► resolve next … ─► read the extents in one batch
 //!     │ write.rs  resolve top ─► in place?  write
 //!     │                       └► reserve ─► fill + write ─► publish
-//!     │ extent.rs the flattened map: runs of data, zero, hole, packed
+//!     │ extent.rs the flattened map: runs of data, zero, hole, compressed
 //! ```
 //!
 //! # What keeps a disk whole
@@ -23,10 +23,10 @@
 //! | no file is in a chain twice; no chain is longer than the limit | `walk` |
 //! | bytes past the end of a shorter backing image read as zero, also after the overlay grew | `extent`, `Disk::resize` |
 //! | freed clusters are not reused under a reader | guards of [`InFlight`](vdkit_block::InFlight), `read`, `write` |
-//! | encrypted bytes are decrypted by the key of the layer they lie in; none go out in the clear | `seal`, `read`, `write` |
-//! | an unpacked unit that was replaced is never served from the cache | `unit_cache` |
-//! | a chain that changes while it is served: nobody else writes an image of it, at no moment | `exchange`, `Storage::reopen_for_writing` |
-//! | a file that was cut is not taken for zeroes by who takes the whole disk | `missing` |
+//! | each layer's encrypted bytes use that layer's key; no plaintext is written to them | `seal`, `read`, `write` |
+//! | the cache never serves a decompressed unit that was replaced | `unit_cache` |
+//! | while a served chain changes, no other process can write its images | `exchange`, `Storage::reopen_for_writing` |
+//! | jobs that copy a whole disk do not read a truncated file as zeroes | `missing` |
 //! | a write that failed half-way changes nothing | dropped [`Reservation`](vdkit_block::Reservation)s, `write` |
 
 mod disk;

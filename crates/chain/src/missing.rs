@@ -1,7 +1,7 @@
-//! Data that a map sends to where its file has ended: an image that was cut.
+//! Detects truncated images: data that the map places beyond the end of its file.
 //!
-//! Reading such bytes gives zeroes, as QEMU has it: after a power cut a guest may ask for what it never
-//! made durable. A job that takes a whole disk somewhere else must not take them for the disk's.
+//! Reading such bytes gives zeroes, as in QEMU: after a power cut a guest may read what it never
+//! made durable. A job that copies a whole disk must not copy these zeroes as data.
 
 use std::sync::Arc;
 
@@ -10,35 +10,35 @@ use vdkit_block::{Error, HostOffset, Result, Storage, align_down};
 use crate::disk::Disk;
 use crate::extent::{DiskExtent, DiskPlace};
 
-/// Where the host file of the extents is that are walked, and where it ends.
+/// The host file of the walked extents, and its length.
 #[derive(Debug, Default)]
 pub struct Missing {
     asked: Option<(Arc<dyn Storage>, u64)>,
 }
 
 impl Missing {
-    /// Passes what lies in its file.
+    /// Accepts extents within their file.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where a cluster begins at the end of its file or behind it. (The last one may
-    /// end with the file before it is full.)
+    /// [`Error::Corrupt`] if a cluster begins at or beyond the end of its file. (The last cluster
+    /// may be cut by the end of the file.)
     pub fn refuse(&mut self, disk: &Disk, extent: &DiskExtent<'_>) -> Result<()> {
         let Some(layer) = disk.layers().get(extent.depth) else { return Ok(()) };
         let format = layer.format();
         let caps = format.caps();
-        // Where every byte has its own place the file's length is the disk's; and formats whose
-        // clusters lie anywhere hold their maps against the file themselves.
+        // If every byte is allocated, the file's length is the disk's. Formats with unaligned
+        // clusters check their maps against the file themselves.
         if caps.fill_bytes <= 1 || !caps.host_aligned {
             return Ok(());
         }
         let cluster = caps.cluster_bytes.max(1);
-        // Where it begins on the host, and the last byte that the file must have.
+        // Its start on the host, and the last byte that the file must contain.
         let (storage, first, last) = match extent.place {
             DiskPlace::Data { storage, offset } => {
                 (storage, offset, align_down(offset.0.saturating_add(extent.len - 1), cluster))
             }
-            // As a check has it: a unit may pass the end by less than a cluster. One that is not all
-            // there does not unpack.
+            // As in a check, a unit may pass the end of the file by less than a cluster.
+            // Decompression detects a truncated unit.
             DiskPlace::Packed { storage, packed } => {
                 let end = packed.offset.0.saturating_add(packed.len.into());
                 (storage, packed.offset, end.saturating_sub(cluster))
@@ -48,7 +48,8 @@ impl Missing {
         if last < self.len_of(storage)? {
             return Ok(());
         }
-        // Another program may be writing it: the file grows before the map says so.
+        // Query the length again: another program may be writing the file, which grows before its
+        // map.
         self.asked = None;
         let len = self.len_of(storage)?;
         if last < len {

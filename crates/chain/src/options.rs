@@ -1,61 +1,59 @@
-//! What a caller says when it opens a disk.
+//! Options for opening a disk.
 
 use std::path::PathBuf;
 
 use vdkit_block::{CacheMode, Limits, RefPolicy, Secret};
 
-/// What is done about the image that the top image stands on.
+/// Choice of the top image's backing image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum BackingChoice {
-    /// Open what the image names, as far as [`OpenOptions::refs`] allows.
+    /// Open the image's own reference, as far as [`OpenOptions::refs`] allows.
     #[default]
     Follow,
-    /// Open the image alone; what it does not hold is a hole.
+    /// Open the image alone: unallocated bytes are holes.
     Ignore,
-    /// Open this instead of what the image names. The user named it, so no policy applies to it
-    /// (but to what it names in turn).
+    /// Open this file instead of the image's reference. The policy does not apply to it, only to
+    /// its own references.
     Override {
         /// The file.
         path: PathBuf,
-        /// Its format; none probes.
+        /// Its format; `None` probes.
         format: Option<String>,
     },
-    /// Open these instead of what the images name: the first beneath the top image, the second
-    /// beneath the first, and so on; beneath the last is what it names. An empty list is the same as
-    /// [`BackingChoice::Follow`].
+    /// Open these files instead of the images' references: the first backs the top image, the
+    /// second backs the first, and so on; the last uses its own reference. An empty list is the
+    /// same as [`BackingChoice::Follow`].
     ///
-    /// Beneath the top image this is [`BackingChoice::Override`]. Further down, an image must stand
-    /// on something; where it notes a format or an identity of that, the file must have it.
+    /// The first file acts as [`BackingChoice::Override`]. Further down, an image must have a
+    /// backing reference; if it records a format or an identity, the file must match.
     Parents(Vec<PathBuf>),
 }
 
-/// How a disk is opened. The default opens for reading, with locks, through the page cache, and
-/// lets images name only files beneath their own folder.
+/// Options for opening a disk. The default: read-only, with locks, through the page cache,
+/// references restricted to each image's own folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenOptions {
-    /// The format of the image; none probes. An image that was probed as raw is opened for reading
-    /// only: the guest may have written anything into its first bytes.
+    /// The image's format; `None` probes. An image probed as raw is opened read-only: the guest may
+    /// have written any header into its first bytes.
     pub format: Option<String>,
-    /// For writing to the top image (and its data file). Backing images are only ever read.
+    /// Opens the top image (and its data file) for writing. Backing images are read-only.
     pub writable: bool,
-    /// What is promised about bytes, for every file of the chain.
+    /// Cache mode of every file of the chain.
     pub cache: CacheMode,
-    /// Which files the metadata of images may make us open.
+    /// Policy for references in image metadata.
     pub refs: RefPolicy,
-    /// What images may cost.
+    /// Resource limits on images.
     pub limits: Limits,
-    /// Keep other processes away as QEMU does: a writer excludes everyone, readers exclude
-    /// writers.
+    /// Lock files as QEMU does: a writer excludes all others, readers exclude writers.
     pub lock: bool,
-    /// What the top image stands on.
+    /// Choice of the backing image.
     pub backing: BackingChoice,
-    /// The one file with the top image's guest data, instead of the one that the image names.
+    /// The top image's data file, instead of the one that the image names.
     pub data_file: Option<PathBuf>,
-    /// The top image as one of its internal snapshots holds it, by id or name; for reading only.
+    /// Open an internal snapshot of the top image, by id or name; read-only.
     pub snapshot: Option<String>,
-    /// Keys for encrypted images, those that the top image stands on included: for each, they are
-    /// tried in their order. (Legacy AES cannot tell a right key from a wrong one: it takes the
-    /// first.)
+    /// Keys for all encrypted images of the chain, tried in order for each. (Legacy AES cannot
+    /// verify a key: it takes the first.)
     pub keys: Vec<Secret>,
 }
 
@@ -77,8 +75,8 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
-    /// How another image is opened beside one that is opened like this: for reading, with the same
-    /// references, limits, locks and keys.
+    /// Options for opening another image beside this one: read-only, with the same references,
+    /// limits, locks and keys.
     #[must_use]
     pub fn of_other(&self, format: Option<String>) -> Self {
         Self {
@@ -91,37 +89,37 @@ impl OpenOptions {
         }
     }
 
-    /// For reading.
+    /// Read-only.
     pub fn read_only() -> Self {
         Self::default()
     }
 
-    /// For reading and writing.
+    /// Read-write.
     pub fn read_write() -> Self {
         Self { writable: true, ..Self::default() }
     }
 
-    /// These options with a format.
+    /// Sets the format.
     pub fn format(self, format: impl Into<String>) -> Self {
         Self { format: Some(format.into()), ..self }
     }
 
-    /// These options with a cache mode.
+    /// Sets the cache mode.
     pub fn cache(self, cache: CacheMode) -> Self {
         Self { cache, ..self }
     }
 
-    /// These options with a policy on references.
+    /// Sets the reference policy.
     pub fn refs(self, refs: RefPolicy) -> Self {
         Self { refs, ..self }
     }
 
-    /// These options with keys for encrypted images.
+    /// Sets the keys for encrypted images.
     pub fn keys(self, keys: Vec<Secret>) -> Self {
         Self { keys, ..self }
     }
 
-    /// These options with another choice of backing image.
+    /// Sets the choice of backing image.
     pub fn backing(self, backing: BackingChoice) -> Self {
         Self { backing, ..self }
     }

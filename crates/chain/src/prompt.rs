@@ -1,8 +1,7 @@
-//! The fast lane: requests that wait for nothing.
+//! The non-blocking path: requests that need no disk wait.
 //!
-//! A server that has many requests before it wants to know of each whether it can be done at once,
-//! from what is in memory (a cached piece of the map, the page cache), or may wait for a disk. The
-//! first kind it does where it stands; the second kind is worth another thread.
+//! A server with many queued requests runs those inline that memory can serve (cached map, page
+//! cache), and hands those that may wait for a disk to another thread.
 
 use std::sync::Arc;
 
@@ -10,25 +9,25 @@ use vdkit_block::{GuestOffset, HostOffset, Place, Result, Storage};
 
 use crate::disk::Disk;
 
-/// What [`Disk::read_ready`] found.
+/// Result of [`Disk::read_ready`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ready {
     /// The bytes are in the buffer.
     Bytes,
-    /// All of them are zero; the buffer was not touched.
+    /// All bytes are zero; the buffer is untouched.
     Zero,
 }
 
-/// Where a run of the disk is, as far as memory knows.
+/// Location of a run, from memory alone.
 enum Known<'a> {
     Zero,
     Data { storage: &'a Arc<dyn Storage>, offset: HostOffset },
 }
 
 impl Disk {
-    /// [`Disk::read_at`] where that needs no waiting: the map is cached and the bytes are at hand.
-    /// Nothing, with anything in `buf`, where it may have to wait; compressed and encrypted bytes
-    /// count as such, since they take long.
+    /// [`Disk::read_at`] if it needs no waiting: the map is cached and the bytes are in memory.
+    /// `None`, with `buf` undefined, if it may wait. Compressed and encrypted bytes always return
+    /// `None`, since they take long.
     pub fn read_ready(&self, buf: &mut [u8], at: GuestOffset) -> Option<Result<Ready>> {
         if let Err(error) = self.check_range(at, buf.len() as u64) {
             return Some(Err(error));
@@ -57,9 +56,9 @@ impl Disk {
         Some(Ok(Ready::Bytes))
     }
 
-    /// Whether [`Disk::write_unsettled`] would as a rule wait for no disk: the map is cached, the storage
-    /// takes bytes promptly, and nothing has to be read to fill a cluster. A guess that costs
-    /// little: space that has to be made for the map or the refcounts can still take long.
+    /// Whether [`Disk::write_unsettled`] would usually not wait for a disk: the map is cached, the
+    /// storage buffers writes, and no fill needs a read. A cheap estimate: allocating map or
+    /// refcount space can still take long.
     pub fn write_ready(&self, at: GuestOffset, len: u64) -> bool {
         let top = self.top();
         if !self.writable() || top.encryption().is_some() || self.check_range(at, len).is_err() {
@@ -86,20 +85,20 @@ impl Disk {
         true
     }
 
-    /// Whether a range is made of whole units of the top image, so that a write needs no fill.
+    /// Whether a range is whole units of the top image, so that a write needs no fill.
     fn covers_units(&self, at: GuestOffset, len: u64) -> bool {
         let unit = self.top().caps().fill_bytes.max(1);
         at.0.is_multiple_of(unit) && len.is_multiple_of(unit)
     }
 
-    /// What memory knows of the run from `at`, at most `len` bytes.
+    /// The cached location of the run at `at`, at most `len` bytes.
     fn known_from(&self, at: u64, len: u64) -> Option<(Known<'_>, u64)> {
         let mut len = len;
         for layer in &self.layers {
             let format = layer.format();
             let end = format.guest_bytes();
             if at >= end {
-                // Shorter than what stands on it; see `extent`.
+                // Shorter than its overlay; see `extent`.
                 return Some((Known::Zero, len));
             }
             let extent = format.resolve_cached(GuestOffset(at), len.min(end - at))?;

@@ -1,4 +1,4 @@
-//! Reads: resolve through the chain, then move what was found.
+//! Reads: resolve through the chain, then read the extents.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use crate::scratch::Scratch;
 use crate::seal::{self, Sealed, SealedPlace};
 use crate::unit_cache::UnitKey;
 
-/// Pieces that one batch of reads may have; a fragmented request of any size needs bounded memory.
+/// Maximum pieces per batch; bounds the memory of a fragmented request.
 const BATCH_MAX: usize = 256;
 
-/// Reads to be handed to their storages together.
+/// Reads grouped by storage.
 #[derive(Default)]
 struct Batch<'d, 'b> {
     groups: Vec<(&'d Arc<dyn Storage>, Vec<ReadOp<'b>>)>,
@@ -43,10 +43,10 @@ impl<'d, 'b> Batch<'d, 'b> {
 }
 
 impl Disk {
-    /// Fills `buf` with the guest's bytes from `at` on.
+    /// Reads guest bytes at `at` into `buf`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] past the end of the disk; damage, and what storages return.
+    /// [`Error::Invalid`] past the end of the disk; damage; errors of storages.
     pub fn read_at(&self, buf: &mut [u8], at: GuestOffset) -> Result<()> {
         self.check_range(at, buf.len() as u64)?;
         self.read_through(buf, at)
@@ -86,7 +86,7 @@ impl Disk {
                         seal::read_part(encryption, &**storage, piece_at, piece)?;
                     }
                 }
-                // The plain path: one run, one read, nothing allocated.
+                // Common case: one run, one read, no allocation.
                 DiskPlace::Data { storage, offset } if rest.is_empty() && batch.pieces == 0 => {
                     storage.read_padded(piece, offset)?;
                 }
@@ -132,7 +132,7 @@ impl Disk {
             storage.read_padded(&mut bytes, packed.offset)?;
             format.unpack(packed, &bytes, out)
         };
-        // Beneath the top, no packed units are published while the disk is open.
+        // Only the top layer publishes compressed units while the disk is open.
         let top = extent.depth == 0;
         if top && self.units.generation() != generation {
             let mut unit = Scratch::new(unit_bytes);
@@ -147,7 +147,8 @@ impl Disk {
             generation: if top { generation } else { 0 },
         };
         if piece.len() == unit_bytes {
-            // Straight into the caller's memory; a scan with large reads leaves the cache alone.
+            // Decompress directly into the caller's memory; large sequential reads bypass the
+            // cache.
             if self.units.copy_if_present(&key, from, piece, unit_bytes) {
                 return Ok(());
             }

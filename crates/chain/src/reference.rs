@@ -1,9 +1,8 @@
-//! Opening what an image's metadata names: as far as the policy allows, and race-free.
+//! Opens references in image metadata, within the policy and race-free.
 //!
-//! A name from metadata is first opened with `O_PATH`, which follows links but touches nothing (no
-//! pipe waits, no tape rewinds). Where it led is then asked of the kernel through `/proc/self/fd`,
-//! judged, and the very file that was judged is opened for use. A link that is swapped in between
-//! changes nothing.
+//! A reference is first opened with `O_PATH`, which follows links but has no side effects (it does
+//! not block on a pipe or rewind a tape). `/proc/self/fd` then gives the real path, which is
+//! checked. The same descriptor is reopened for use, so swapping a link in between changes nothing.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +13,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 use vdkit_block::{Error, IoAction, RefPolicy, Refusal, Result};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
-/// What a reference is for; for messages.
+/// Role of a reference, for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
     Backing,
@@ -29,7 +28,7 @@ impl Role {
         }
     }
 
-    /// How to go on where the file is not there.
+    /// Hint for a missing file.
     fn mend(self, namer: &str) -> String {
         match self {
             Self::Backing => format!(
@@ -40,25 +39,24 @@ impl Role {
     }
 }
 
-/// An image that may name others.
+/// An image that may hold references.
 #[derive(Clone, Debug)]
 pub(crate) struct Namer {
     /// Its name, for messages.
     name: String,
-    /// Relative names start here; empty for the current folder.
+    /// Base of relative names; empty for the current folder.
     folder: PathBuf,
-    /// Its own folder, without links: as it was named and where it really is.
+    /// Its own folder, resolved: by its name and by its real location.
     own: Vec<PathBuf>,
 }
 
 impl Namer {
-    /// Its name, for messages.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// An image that lies in no folder: a stream, a part of an archive. What it names may lie only
-    /// where the user allows it; relative names start in the current folder.
+    /// An image without a folder: a stream, or a member of an archive. Its references must be in
+    /// folders that the user allows; relative names start in the current folder.
     pub(crate) fn nowhere(name: &str) -> Self {
         Self { name: name.to_owned(), folder: PathBuf::new(), own: Vec::new() }
     }
@@ -73,7 +71,7 @@ impl Namer {
     }
 }
 
-/// The folder that a path is in; empty for the current one.
+/// The folder of a path; empty for the current one.
 fn folder_of(path: &Path) -> PathBuf {
     path.parent().map(Path::to_owned).unwrap_or_default()
 }
@@ -83,7 +81,7 @@ fn without_links(folder: &Path) -> io::Result<PathBuf> {
     if folder.as_os_str().is_empty() { std::env::current_dir() } else { folder.canonicalize() }
 }
 
-/// A file that metadata named, opened.
+/// An opened reference.
 #[derive(Debug)]
 pub(crate) struct Referred {
     pub(crate) path: PathBuf,
@@ -91,10 +89,10 @@ pub(crate) struct Referred {
     pub(crate) namer: Namer,
 }
 
-/// Opens `target`, which `namer`'s metadata names.
+/// Opens `target`, a reference in `namer`'s metadata.
 ///
 /// # Errors
-/// [`Error::Refused`] where the policy forbids it; [`Error::File`] where it cannot be opened.
+/// [`Error::Refused`] if the policy forbids it; [`Error::File`] if it cannot be opened.
 pub(crate) fn open(
     namer: &Namer,
     role: Role,
@@ -123,7 +121,7 @@ pub(crate) fn open(
     let looked_at = match look_at(&path) {
         Ok(fd) => fd,
         Err(error) => {
-            // Whether a file exists elsewhere is nobody's business.
+            // Do not reveal whether a file exists elsewhere.
             if !may_be_beneath(&path, namer, policy)? {
                 return refuse(OUTSIDE, &allow_hint(&path));
             }
@@ -147,7 +145,7 @@ pub(crate) fn open(
             );
         }
     };
-    // Devices are never "beside" an image: an image in /dev would otherwise reach all of them.
+    // Devices never count as "own folder": an image in /dev would otherwise reach all of them.
     let own = !device && namer.own.iter().any(|root| is_in_own_folder(&real, root));
     if !own && !is_beneath_any(&real, &folders(policy)?) {
         let reason = if device { "it is a device" } else { OUTSIDE };
@@ -159,11 +157,11 @@ pub(crate) fn open(
     Ok(Referred { path, storage, namer })
 }
 
-/// What a file that `namer` named may name itself. The file lies at `real`.
+/// The [`Namer`] for a file that `namer` referred to. `real` is the file's real path.
 fn namer_at(path: &Path, real: &Path, namer: &Namer, policy: &RefPolicy) -> Result<Namer> {
     let mut own: Vec<_> = real.parent().map(Path::to_owned).into_iter().collect();
-    // The folder of the name counts only where the namer could have reached it anyway: else a link
-    // elsewhere that leads back here would widen what is allowed.
+    // The folder of the name counts only if the namer could have reached it anyway. Otherwise a
+    // link elsewhere that leads back here would widen what is allowed.
     let folder = folder_of(path);
     if let Ok(named) = without_links(&folder)
         && (namer.own.iter().any(|root| named.starts_with(root) && root != Path::new("/"))
@@ -180,7 +178,7 @@ fn allow_hint(path: &Path) -> String {
     format!("if you trust the image, allow it with --allow-ref {}", folder_of(path).display())
 }
 
-/// A prefix by which QEMU takes a name for a protocol's: a colon before any slash.
+/// The prefix that QEMU takes for a protocol: before a colon that precedes any slash.
 fn protocol_of(name: &str) -> Option<&str> {
     let end = name.find([':', '/'])?;
     name[end..].starts_with(':').then(|| &name[..end])
@@ -195,18 +193,18 @@ fn proc_path(fd: &OwnedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
 
-/// Opens what was looked at, whatever its name leads to by now.
+/// Reopens the checked descriptor, independent of its name.
 fn open_again(fd: &OwnedFd, device: bool, options: &FileOptions) -> io::Result<File> {
     let mut flags = OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
     flags |= if options.writable { OFlags::RDWR } else { OFlags::RDONLY };
     if device && options.writable && options.lock == LockMode::Auto {
-        // Not while it is mounted or part of a volume.
+        // Fails while the device is mounted or part of a volume.
         flags |= OFlags::EXCL;
     }
     Ok(File::from(rustix::fs::open(proc_path(fd), flags, Mode::empty())?))
 }
 
-/// The folders that the user allows, without links.
+/// The allowed folders, resolved.
 fn folders(policy: &RefPolicy) -> Result<Vec<PathBuf>> {
     let RefPolicy::Folders(folders) = policy else { return Ok(Vec::new()) };
     folders
@@ -225,14 +223,14 @@ fn is_beneath_any(real: &Path, folders: &[PathBuf]) -> bool {
     folders.iter().any(|folder| real.starts_with(folder))
 }
 
-/// An image that lies in `/` itself has only its direct neighbours beside it, not the whole system.
+/// For an image in `/`, only files directly in `/` count as its own folder.
 fn is_in_own_folder(real: &Path, root: &Path) -> bool {
     if root == Path::new("/") { real.parent() == Some(root) } else { real.starts_with(root) }
 }
 
-/// Whether a path that cannot be opened would be allowed if it could, as far as its folder tells.
+/// Whether an unopenable path would be allowed, judging by its folder.
 fn may_be_beneath(path: &Path, namer: &Namer, policy: &RefPolicy) -> Result<bool> {
-    // Without its missing tail, it leads somewhere.
+    // The nearest existing ancestor.
     let existing = path.ancestors().skip(1).find_map(|folder| without_links(folder).ok());
     let Some(real) = existing else { return Ok(false) };
     let own = namer.own.iter().any(|root| is_in_own_folder(&real.join("x"), root));

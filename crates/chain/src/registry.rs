@@ -1,36 +1,36 @@
-//! The formats at hand, and telling which one an image has.
+//! The registry of formats, and format probing.
 
 use vdkit_block::{Error, FormatDriver, HostOffset, Probe, Result, Storage};
 
-/// Bytes from the start of an image that drivers may judge it by.
+/// Bytes of the image's start for probing.
 const HEAD_BYTES: usize = 64 << 10;
-/// Bytes from its end.
+/// Bytes of the image's end for probing.
 const TAIL_BYTES: u64 = 512;
 
-/// The formats that can be opened. The facade holds the one with all of them.
+/// A set of formats. The facade provides the one with all formats.
 #[derive(Clone, Debug, Default)]
 pub struct Registry {
     drivers: Vec<&'static dyn FormatDriver>,
     strangers: Vec<Stranger>,
 }
 
-/// A kind of file that is known and is no image. Without a word on it, it would be a raw one.
+/// A known file type that is no disk image. Without it, probing would return raw.
 #[derive(Clone, Copy, Debug)]
 pub struct Stranger {
-    /// Tells such a file from its name and its first 64 KiB.
+    /// Matches the file by its name and its first 64 KiB.
     pub is_one: fn(name: &str, head: &[u8]) -> bool,
-    /// What it is, as it stands behind the file's name in a message.
+    /// What it is, to follow the file's name in a message.
     pub what: &'static str,
-    /// What to do instead; `FILE` stands for its name.
+    /// What to do instead; `FILE` stands for the file's name.
     pub hint: &'static str,
 }
 
-/// What an image was found to be.
+/// Result of probing.
 #[derive(Clone, Copy, Debug)]
 pub struct Probed {
     /// The format's driver.
     pub driver: &'static dyn FormatDriver,
-    /// No magic number said so; nothing else fits (raw).
+    /// No magic number matched (raw).
     pub fallback: bool,
 }
 
@@ -40,8 +40,8 @@ impl Registry {
         Self { drivers: drivers.into_iter().collect(), strangers: Vec::new() }
     }
 
-    /// The same formats; such files are refused where raw would be all that is left to take them for.
-    /// Who names the format is believed.
+    /// Rejects these file types where probing would otherwise return raw. Does not apply to an
+    /// explicit format.
     pub fn refusing(mut self, strangers: impl IntoIterator<Item = Stranger>) -> Self {
         self.strangers.extend(strangers);
         self
@@ -52,12 +52,12 @@ impl Registry {
         self.drivers.iter().copied()
     }
 
-    /// The driver of a format, by its name or another one for it.
+    /// Finds a driver by its name or an alias.
     pub fn find(&self, name: &str) -> Option<&'static dyn FormatDriver> {
         self.drivers().find(|driver| driver.name() == name || driver.aliases().contains(&name))
     }
 
-    /// The driver of a format that a user named.
+    /// The driver of a user-supplied format name.
     ///
     /// # Errors
     /// [`Error::Invalid`], listing the known formats.
@@ -67,20 +67,20 @@ impl Registry {
         })
     }
 
-    /// The names of the formats, for messages.
+    /// The format names, for messages.
     pub(crate) fn names(&self) -> String {
         self.drivers().map(FormatDriver::name).collect::<Vec<_>>().join(", ")
     }
 
-    /// Tells an image's format from its first 64 KiB, with one read; where they say nothing
-    /// certain, from its last 512 bytes too, with another one.
+    /// Probes an image's format by its first 64 KiB, with one read; if they are inconclusive, also
+    /// by its last 512 bytes, with a second read.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where no format fits, or where more than one magic number is there:
-    /// then the user has to name the format, for a guess could hand out the wrong bytes. So it is
-    /// for a [`Stranger`]. Whatever reading returns.
+    /// [`Error::Unsupported`] if no format matches, for a [`Stranger`], or if several magic numbers
+    /// match: a guess could expose the wrong bytes, so the user must name the format. Errors of
+    /// reading.
     pub fn probe(&self, storage: &dyn Storage) -> Result<Probed> {
-        // On the stack, whose pages are used again.
+        // On the stack, whose pages are reused.
         let mut head = [0; HEAD_BYTES];
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
         let head = &head[..got];
@@ -92,8 +92,8 @@ impl Registry {
         self.decide(storage.name(), head, judged)
     }
 
-    /// [`Registry::probe`] for bytes at hand: the first ones, the last ones (or none of them, where
-    /// they are not known yet) and their number. `name` is for messages.
+    /// [`Registry::probe`] for bytes in memory: the first ones, the last ones (empty if not yet
+    /// known) and the total length. `name` is for messages.
     ///
     /// # Errors
     /// As [`Registry::probe`].
@@ -145,14 +145,14 @@ impl Registry {
     }
 }
 
-/// What the drivers say of an image.
+/// Probe results of all drivers.
 #[derive(Default)]
 struct Judged {
     certain: Vec<&'static dyn FormatDriver>,
     fallback: Option<&'static dyn FormatDriver>,
 }
 
-/// The last bytes of an image whose first ones are at hand.
+/// The last bytes of an image whose head was read.
 fn tail_of(storage: &dyn Storage, head: &[u8], len: u64) -> Result<Vec<u8>> {
     let start = len.saturating_sub(TAIL_BYTES);
     if len == head.len() as u64 {
@@ -176,7 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// Knows images by their first byte.
+    /// Matches images by their first byte.
     #[derive(Debug)]
     struct ByByte(&'static str, Option<u8>);
 
@@ -199,7 +199,7 @@ mod tests {
         }
         fn probe(&self, head: &[u8], tail: &[u8], _len: u64) -> Probe {
             match self.1 {
-                // By its end alone.
+                // Matches by the tail alone.
                 known if tail.last().copied() == known && known == Some(b'E') => Probe::Yes,
                 None => Probe::Fallback,
                 known if head.first().copied() == known => Probe::Yes,
@@ -262,7 +262,7 @@ mod tests {
             let mut bytes = vec![0; len];
             bytes[len - 1] = b'E';
             assert_eq!(probe(&all, &bytes).unwrap(), ("end", false), "{len}");
-            // A head that says something decides alone.
+            // A conclusive head decides alone.
             bytes[0] = 1;
             assert_eq!(probe(&all, &bytes).unwrap(), ("a", false), "{len}");
         }
@@ -288,7 +288,7 @@ mod tests {
         let error = probe(&[&RAW], b"tar\0").unwrap_err().to_string();
         assert!(error.contains("is a tar file") && error.contains("unpack image"), "{error}");
         assert_eq!(probe(&[&RAW], b"ta").unwrap(), "raw");
-        // A magic number says more.
+        // A magic number takes precedence.
         assert_eq!(probe(&[&RAW, &A], b"tar\0").unwrap(), "a");
     }
 

@@ -1,19 +1,17 @@
-//! Buffers that a request needs for a moment, kept by each thread, so that a request allocates
-//! nothing once a thread has warmed up.
+//! Per-thread scratch buffers, so that a request allocates nothing in the steady state.
 
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
 
 use vdkit_storage::AlignedBuf;
 
-/// Alignment of every buffer: what O_DIRECT asks on any device in use.
+/// Alignment of every buffer; enough for O_DIRECT on any device.
 const ALIGN: usize = 4096;
 
-/// Buffers are made in these sizes and doubles of them, so that they fit the next request too.
+/// Buffer sizes are this, doubled as needed, so that a buffer fits later requests too.
 const BYTES_MIN: usize = 64 << 10;
 
-/// A thread keeps at most so many idle buffers (a nested request needs two at once) of at most so
-/// many bytes each.
+/// Maximum idle buffers per thread (a nested request needs two), and their maximum size.
 const KEPT: usize = 2;
 const KEPT_BYTES_MAX: usize = 2 << 20;
 
@@ -21,16 +19,16 @@ thread_local! {
     static IDLE: RefCell<Vec<AlignedBuf>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A buffer with arbitrary content, for one request.
+/// A buffer for one request, with undefined content.
 #[derive(Debug)]
 pub(crate) struct Scratch {
-    /// Nothing only while being dropped.
+    /// `None` only while being dropped.
     buf: Option<AlignedBuf>,
     len: usize,
 }
 
 impl Scratch {
-    /// A buffer of `len` bytes, whose content is left over from earlier requests.
+    /// A buffer of `len` bytes with undefined content.
     pub(crate) fn new(len: usize) -> Self {
         let idle = IDLE.with_borrow_mut(|idle| {
             let fit = idle.iter().position(|buf| buf.len() >= len)?;
@@ -62,7 +60,7 @@ impl Drop for Scratch {
         if buf.len() > KEPT_BYTES_MAX {
             return;
         }
-        // A thread that is ending has no place for it any more.
+        // Fails if the thread is ending.
         let _ = IDLE.try_with(|idle| {
             let mut idle = idle.borrow_mut();
             if idle.len() < KEPT {

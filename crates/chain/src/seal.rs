@@ -1,14 +1,13 @@
-//! Encrypted layers: decrypting what was read, encrypting what is written.
+//! Encrypted layers: decryption of reads, encryption of writes.
 //!
-//! Encryption works on sectors of 512 bytes. A request that cuts one is widened: reading, the
-//! sector goes through a scratch buffer; writing in place, it is read, changed and written back.
-//! Reserved space is always written whole, since what was never written there is noise, not zero.
+//! Encryption works on sectors of 512 bytes. Requests that are not aligned to sectors are widened:
+//! a read goes through a scratch buffer; a write in place reads the sector, changes it and writes
+//! it back. Reserved space is always written whole, since unwritten space there is noise, not zero.
 //!
 //! # The lock on sectors
 //! Two writes to different bytes of one sector must not undo each other, and a reader must not see
-//! a sector whose ciphertext is half-written for bytes that nobody writes. So whoever changes a
-//! part of a sector in place holds [`Disk::sectors`](crate::Disk) alone; whoever reads or writes
-//! whole sectors holds it together with others.
+//! a sector with half-written ciphertext. So a write in place to part of a sector holds
+//! [`Disk::sectors`](crate::Disk) exclusively; reads and writes of whole sectors hold it shared.
 
 use std::ops::Range;
 
@@ -22,10 +21,10 @@ use crate::disk::Disk;
 use crate::scratch::Scratch;
 use crate::write::{STEP_BYTES, Source};
 
-/// Bytes that are copied and then encrypted together.
+/// Bytes that are copied and encrypted at a time, to stay in the cache.
 const CACHED_BYTES: usize = 64 << 10;
 
-/// Where an encrypted run begins, for the guest and on the host. The two lie equally within their
+/// Start of an encrypted run, for the guest and on the host. Both have the same offset within their
 /// sectors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SealedPlace {
@@ -34,17 +33,17 @@ pub(crate) struct SealedPlace {
 }
 
 impl SealedPlace {
-    /// Whether so many bytes from here are whole sectors.
+    /// Whether `len` bytes from here are whole sectors.
     pub(crate) fn is_whole(&self, len: usize) -> bool {
         (self.host.0 | len as u64).is_multiple_of(CIPHER_SECTOR_BYTES)
     }
 
-    /// So many bytes further on.
+    /// This place plus `bytes`.
     fn after(&self, bytes: u64) -> Self {
         Self { guest: self.guest + bytes, host: self.host + bytes }
     }
 
-    /// The beginning of the sector, and how many bytes it lies before this.
+    /// The start of the sector, and the offset within it.
     fn sector(&self) -> (Self, usize) {
         let before = self.host.0 % CIPHER_SECTOR_BYTES;
         debug_assert_eq!(before, self.guest.0 % CIPHER_SECTOR_BYTES);
@@ -61,7 +60,7 @@ impl SealedPlace {
     }
 }
 
-/// What a read has to decrypt when its bytes are there.
+/// Runs of a read to decrypt after the I/O.
 #[derive(Debug, Default)]
 pub(crate) struct Sealed<'a> {
     runs: Vec<(&'a Encryption, SealedPlace, Range<usize>)>,
@@ -69,12 +68,12 @@ pub(crate) struct Sealed<'a> {
 }
 
 impl<'a> Sealed<'a> {
-    /// To be called before the first encrypted byte is read.
+    /// Takes the sector lock. Call it before reading the first encrypted byte.
     pub(crate) fn begin(&mut self, sectors: &'a RwLock<()>) {
         self._shared.get_or_insert_with(|| sectors.read());
     }
 
-    /// Notes a run of whole sectors that is read into this part of the buffer.
+    /// Adds a run of whole sectors, read into `range` of the buffer.
     pub(crate) fn push(
         &mut self,
         encryption: &'a Encryption,
@@ -84,7 +83,7 @@ impl<'a> Sealed<'a> {
         self.runs.push((encryption, place, range));
     }
 
-    /// Decrypts all of them.
+    /// Decrypts all runs.
     pub(crate) fn open(self, buf: &mut [u8]) {
         for (encryption, place, range) in self.runs {
             place.decrypt(encryption, &mut buf[range]);
@@ -92,7 +91,7 @@ impl<'a> Sealed<'a> {
     }
 }
 
-/// Reads a run that cuts sectors.
+/// Reads a run that is not aligned to sectors.
 pub(crate) fn read_part(
     encryption: &Encryption,
     storage: &dyn Storage,
@@ -112,13 +111,13 @@ pub(crate) fn read_part(
     Ok(())
 }
 
-/// A length in whole sectors.
+/// Rounds up to whole sectors.
 fn whole(len: usize) -> usize {
     len.next_multiple_of(CIPHER_SECTOR_BYTES as usize)
 }
 
 impl Disk {
-    /// Writes over bytes of an encrypted image that it has to itself.
+    /// Overwrites exclusive bytes of an encrypted image.
     pub(crate) fn write_sealed_in_place(
         &self,
         encryption: &Encryption,
@@ -131,7 +130,7 @@ impl Disk {
             let _shared = self.sectors.read();
             return write_whole(encryption, storage, place, data, false);
         }
-        // A cut sector at each end, whole ones between.
+        // A partial sector at each end, whole ones between.
         let (_, skip) = place.sector();
         let head = if skip == 0 { 0 } else { (CIPHER_SECTOR_BYTES - skip as u64).min(len) };
         let middle = align_down(len - head, CIPHER_SECTOR_BYTES);
@@ -148,8 +147,8 @@ impl Disk {
         Ok(())
     }
 
-    /// Writes all of a reservation of an encrypted image: the write, and around it what the fills
-    /// say. Nothing counts as written already.
+    /// Writes a whole reservation of an encrypted image: the data and all fills. No fill counts as
+    /// already written.
     pub(crate) fn fill_sealed(
         &self,
         encryption: &Encryption,
@@ -184,11 +183,11 @@ impl Disk {
         Ok(())
     }
 
-    /// Writes all bytes of a reservation, encrypted where the image is. `bytes` are those of the
-    /// guest range `write`; the reservation needs no fill.
+    /// Writes all bytes of a reservation, encrypting them if the image is encrypted. `bytes` are
+    /// those of the guest range `write`; the reservation needs no fill.
     ///
     /// # Errors
-    /// What the storage returns.
+    /// Errors of the storage.
     pub fn write_reserved(
         &self,
         reservation: &Reservation<'_>,
@@ -209,8 +208,7 @@ impl Disk {
         }
     }
 
-    /// As [`Disk::write_at`], to a new image to which nobody has written yet: nothing is there that
-    /// a write could cut.
+    /// As [`Disk::write_at`] for a new image: no existing data needs a read-modify-write.
     ///
     /// # Errors
     /// As [`Disk::write_at`].
@@ -239,8 +237,8 @@ impl Disk {
     }
 }
 
-/// Encrypts and writes whole sectors; `new` where nothing was written before. A short last one, at
-/// the end of the disk, is filled up with zeroes.
+/// Encrypts and writes whole sectors; `new` if nothing was written there before. Zeroes pad a short
+/// last sector at the end of the disk.
 fn write_whole(
     encryption: &Encryption,
     storage: &dyn Storage,
@@ -254,7 +252,7 @@ fn write_whole(
         let mut piece = Scratch::new(whole(len as usize));
         let place = place.after(done);
         let mut filled = 0;
-        // A little at a time, so that it is in the nearest cache when it is encrypted.
+        // In small parts, which are still in the cache when encrypted.
         for part in piece.chunks_mut(CACHED_BYTES) {
             let (bytes, behind) = part.split_at_mut(part.len().min((len - filled) as usize));
             data.slice(done + filled, bytes.len() as u64).copy_to(bytes);
@@ -272,7 +270,7 @@ fn write_whole(
     Ok(())
 }
 
-/// Changes a part of one sector.
+/// Read-modify-write within one sector.
 fn change_sector(
     encryption: &Encryption,
     storage: &dyn Storage,

@@ -1,4 +1,4 @@
-//! A chain cut in two: what lies above an image, and that image with what it stands on.
+//! A chain split in two disks: the images above an image, and that image with its backing chain.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -10,22 +10,22 @@ use crate::options::OpenOptions;
 use crate::registry::Registry;
 use crate::walk::{ChainLink, Walk, describe_chain};
 
-/// A chain in two disks, the lower one open for writing.
+/// A chain as two disks, the lower one open for writing.
 #[derive(Debug)]
 pub struct Split {
-    /// The images above the cut; what they do not hold is a hole. Its top image is writable where
-    /// the options asked for it.
+    /// The images above the split: bytes that they do not hold are holes. The top image is writable
+    /// if the options say so.
     pub above: Disk,
-    /// The image below the cut and what it stands on.
+    /// The image below the split and its backing chain.
     pub base: Disk,
 }
 
-/// Describes an image's chain down to `base`, or down to its direct backing image: at least two
-/// links. Reads headers only.
+/// Describes an image's chain down to `base`, or to its direct backing image: at least two links.
+/// Reads headers only.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the image stands on nothing, or not on `base`; as
-/// [`describe_chain`], also where the chain breaks before `base`.
+/// [`Error::Invalid`] if the image has no backing image, or `base` is not in its chain; as
+/// [`describe_chain`], also if the chain breaks before `base`.
 pub fn links_down_to(
     registry: &Registry,
     path: &Path,
@@ -59,11 +59,11 @@ pub fn links_down_to(
     }
 }
 
-/// Opens an image's chain, cut above the last one of `links`.
+/// Opens an image's chain, split above the last one of `links`.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the chain is another one by now, or where the image to be written is
-/// recognised only as raw and its overlay does not say that it is; as [`Disk::open`].
+/// [`Error::Invalid`] if the chain has changed, or if the image to write was only probed as raw and
+/// its overlay records no format; as [`Disk::open`].
 pub fn open_split(
     registry: &Registry,
     path: &Path,
@@ -108,7 +108,7 @@ fn changed(path: &Path) -> Error {
     ))
 }
 
-/// Whether two names are one file.
+/// Whether two paths are the same file.
 pub fn same_file(a: &Path, b: &Path) -> bool {
     match (a.metadata(), b.metadata()) {
         (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),

@@ -1,14 +1,14 @@
-//! Unpacked compressed units, so that small reads unpack each unit once.
+//! A cache of decompressed units, so that small reads decompress each unit once.
 //!
-//! A unit is unpacked by the first reader who wants a part of it; others who want it meanwhile
-//! wait for that one. No lock of the cache is held while a unit is read and unpacked.
+//! The first reader of a unit decompresses it; concurrent readers of the unit wait for that reader.
+//! No lock of the cache is held meanwhile.
 //!
 //! # Why nothing stale is served
-//! A unit is known by its layer, its host offset and the *generation* in which it was resolved. The
-//! host bytes at one offset become another unit only by publishing newly packed units, and the
-//! generation moves on before each such publication. So within one generation a host offset means
-//! one unit only. A reader takes the generation before it resolves and asks again after; where
-//! the two differ it goes without the cache.
+//! The key of a unit is its layer, its host offset and the *generation* in which it was resolved.
+//! Only publishing compressed units changes the unit at a host offset, and the generation advances
+//! before each publication. So within one generation a host offset identifies one unit. A reader
+//! takes the generation before it resolves and checks it again after; if they differ, it bypasses
+//! the cache.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,13 +16,13 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 use vdkit_block::Result;
 
-/// Unpacked bytes that the cache may hold, beyond which each shard keeps one unit.
+/// Capacity in bytes; in addition, each shard keeps at least one unit.
 const BUDGET_BYTES: usize = 4 << 20;
 
-/// Shards where units are small enough.
+/// Number of shards, if units are small enough.
 const SHARDS: usize = 8;
 
-/// What is known of one unit.
+/// Key of one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct UnitKey {
     /// The layer; host offsets of different layers are not comparable.
@@ -35,7 +35,7 @@ pub(crate) struct UnitKey {
     pub(crate) generation: u64,
 }
 
-/// Nothing inside where unpacking failed.
+/// `None` inside if decompression failed.
 type Unit = Arc<OnceLock<Option<Box<[u8]>>>>;
 
 #[derive(Debug)]
@@ -45,7 +45,7 @@ struct Entry {
     used: u64,
 }
 
-/// A small cache of unpacked units.
+/// A small cache of decompressed units.
 #[derive(Debug, Default)]
 pub(crate) struct UnitCache {
     shards: [Mutex<Vec<Entry>>; SHARDS],
@@ -54,17 +54,17 @@ pub(crate) struct UnitCache {
 }
 
 impl UnitCache {
-    /// The current generation.
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::SeqCst)
     }
 
-    /// To be called between reserving space for packed units and publishing them.
+    /// Advances the generation. Call it after reserving space for compressed units and before
+    /// publishing them.
     pub(crate) fn next_generation(&self) {
         self.generation.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Shards in use, and units in each, for units of this size.
+    /// Number of shards, and units per shard, for this unit size.
     fn shape(unit_bytes: usize) -> (usize, usize) {
         let units = (BUDGET_BYTES / unit_bytes.max(1)).max(1);
         let shards = units.min(SHARDS);
@@ -72,13 +72,13 @@ impl UnitCache {
     }
 
     fn shard(&self, key: &UnitKey, shards: usize) -> &Mutex<Vec<Entry>> {
-        // Units are at least 512 bytes apart, mostly less than 64 KiB; multiply and take high bits
-        // so that neighbours land in different shards whatever the distance.
+        // Units are at least 512 bytes apart, mostly less than 64 KiB. Multiply and take high bits,
+        // so that neighbours use different shards at any distance.
         let hash = (key.offset ^ key.depth as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         &self.shards[(hash as usize) % shards]
     }
 
-    /// Copies from a unit if it is here; says whether it was.
+    /// Copies from a cached unit; returns whether it was cached.
     pub(crate) fn copy_if_present(
         &self,
         key: &UnitKey,
@@ -94,11 +94,11 @@ impl UnitCache {
         unit.is_some_and(|unit| copy(&unit, from, to))
     }
 
-    /// Copies `to.len()` bytes from `from` on of a unit of `unit_bytes` bytes, which `unpack` makes
-    /// where it is not here.
+    /// Copies `to.len()` bytes at `from` of a unit of `unit_bytes` bytes; `unpack` decompresses a
+    /// unit that is not cached.
     ///
     /// # Errors
-    /// What `unpack` returns.
+    /// Errors of `unpack`.
     pub(crate) fn copy_or_unpack(
         &self,
         key: UnitKey,
@@ -126,7 +126,7 @@ impl UnitCache {
         if let Some(error) = failure {
             return Err(error);
         }
-        // Another reader failed to unpack it. Its error is its own; try for ourselves.
+        // Another reader failed to decompress it and has its own error. Try again here.
         let mut bytes = vec![0; unit_bytes];
         unpack(&mut bytes)?;
         if let Some(source) = bytes.get(from..from + to.len()) {
@@ -135,7 +135,7 @@ impl UnitCache {
         Ok(())
     }
 
-    /// The place of a unit, perhaps not unpacked yet.
+    /// The cache entry of a unit, perhaps not decompressed yet.
     fn claim(&self, key: UnitKey, unit_bytes: usize) -> Unit {
         let (shards, units) = Self::shape(unit_bytes);
         let used = self.clock.fetch_add(1, Ordering::Relaxed);
@@ -160,7 +160,7 @@ impl UnitCache {
     }
 }
 
-/// Copies from an unpacked unit; says whether it was there.
+/// Copies from a decompressed unit; returns whether it was there.
 fn copy(unit: &Unit, from: usize, to: &mut [u8]) -> bool {
     let Some(Some(bytes)) = unit.get() else { return false };
     let Some(source) = bytes.get(from..from + to.len()) else { return false };

@@ -1,4 +1,4 @@
-//! From image to image down a chain, opening files but no formats.
+//! Walks down a chain, opening files but no formats.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,27 +12,26 @@ use crate::options::{BackingChoice, OpenOptions};
 use crate::reference::{self, Namer, Role};
 use crate::registry::Registry;
 
-/// One image of a chain, its file opened and its header described.
+/// One image of a chain, opened and described.
 #[derive(Debug)]
 pub(crate) struct Found {
     pub(crate) path: PathBuf,
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) driver: &'static dyn FormatDriver,
-    /// Its format was not named.
     pub(crate) probed: bool,
-    /// It was probed, and no magic number was there.
+    /// It was probed, and no magic number matched.
     pub(crate) fallback: bool,
     pub(crate) info: ImageInfo,
     namer: Namer,
 }
 
 impl Found {
-    /// Its format was neither named nor recognised.
+    /// Its format was neither given nor detected.
     pub(crate) fn guessed(&self) -> bool {
         self.fallback
     }
 
-    /// Refuses an image whose format was guessed, where it is about to be written.
+    /// Refuses to write an image whose format was neither given nor detected.
     pub(crate) fn check_written_as_probed(&self) -> Result<()> {
         if !self.fallback {
             return Ok(());
@@ -42,7 +41,6 @@ impl Found {
     }
 }
 
-/// What makes two names one file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Identity {
     File { device: u64, inode: u64 },
@@ -65,7 +63,7 @@ impl Identity {
     }
 }
 
-/// Where the next image's name comes from.
+/// Source of the next image.
 #[derive(Debug)]
 enum Next {
     /// A storage that the caller opened.
@@ -82,19 +80,19 @@ enum Next {
         namer: Namer,
         backing: BackingRef,
     },
-    /// There is one, and nothing says which file it is.
+    /// There is one, but its file name is unknown.
     Nameless(Error),
     End,
 }
 
-/// A walk from the top image downward.
+/// A walk down from the top image.
 #[derive(Debug)]
 pub(crate) struct Walk<'a> {
     registry: &'a Registry,
     options: &'a OpenOptions,
     next: Next,
     depth: usize,
-    /// An image further down that is opened for writing too.
+    /// Depth of a further image that is opened for writing.
     also_written: Option<usize>,
     seen: Vec<Identity>,
 }
@@ -106,7 +104,7 @@ impl<'a> Walk<'a> {
         Self { registry, options, next, depth: 0, also_written: None, seen: Vec::new() }
     }
 
-    /// A walk that begins at a storage that the caller opened.
+    /// A walk that starts at a storage of the caller.
     pub(crate) fn of_storage(
         registry: &'a Registry,
         storage: Arc<dyn Storage>,
@@ -121,7 +119,7 @@ impl<'a> Walk<'a> {
         Self { also_written: Some(depth), ..self }
     }
 
-    /// The next image, or nothing beneath the last one.
+    /// The next image; `None` at the end of the chain.
     pub(crate) fn step(&mut self) -> Result<Option<Found>> {
         let top = self.depth == 0;
         let writable = (top && self.options.writable) || self.also_written == Some(self.depth);
@@ -179,8 +177,8 @@ impl<'a> Walk<'a> {
         Ok(Some(Found { path, storage, driver, probed, fallback, info, namer }))
     }
 
-    /// What is said of an image whose format was named, and that cannot be described as such: where it is
-    /// one of another format, nothing is wrong with it.
+    /// The error for an image that does not match its given format. If the image has another
+    /// format, the error says so, since the image is not damaged.
     fn other_format(&self, storage: &dyn Storage, named: &dyn FormatDriver, error: Error) -> Error {
         let found = match self.registry.probe(storage) {
             Ok(probed) if !probed.fallback && probed.driver.name() != named.name() => probed.driver,
@@ -199,11 +197,11 @@ impl<'a> Walk<'a> {
         Error::unsupported(storage.name(), what, hint)
     }
 
-    /// What stands beneath an image.
+    /// The backing image's source.
     fn after(&self, info: &ImageInfo, namer: &Namer) -> Result<Next> {
         let metadata = || match (info.backing(), &info.backing_identity) {
             (Some(backing), _) => Next::Metadata { namer: namer.clone(), backing },
-            // What it does not hold must not read as zero.
+            // Unallocated bytes must not read as zero.
             (None, Some(identity)) => Next::Nameless(Error::unsupported(
                 namer.name(),
                 format!("stands on the disk {identity} and names no file for it"),
@@ -215,7 +213,7 @@ impl<'a> Walk<'a> {
             BackingChoice::Ignore => return Ok(Next::End),
             BackingChoice::Override { path, format } if self.depth == 0 => (path, format.clone()),
             BackingChoice::Parents(paths) if self.depth < paths.len() => {
-                // The file is elsewhere, and no other one: its overlay knows its format.
+                // The file was moved, so its overlay still knows its format.
                 let format = info.backing_format.clone().filter(|_| self.depth > 0);
                 (&paths[self.depth], format)
             }
@@ -229,13 +227,13 @@ impl<'a> Walk<'a> {
                 path.display()
             )));
         }
-        // An image that names a file may be put on another one; where it has nothing but an
-        // identity, that one is meant. Further down nothing but the place has changed.
+        // The user may give another backing file for an image that names one. If the image has only
+        // an identity, the file must match it. Further down, only the location may differ.
         let expected = identity.filter(|_| self.depth > 0 || backing.is_none());
         Ok(Next::User { path: path.clone(), format, expected })
     }
 
-    /// Opens the other files with an image's guest data, in the order in which it names them.
+    /// Opens the other files with an image's guest data, in the order of its metadata.
     pub(crate) fn open_files(
         &mut self,
         found: &Found,
@@ -301,7 +299,7 @@ impl<'a> Walk<'a> {
         })
     }
 
-    /// Takes note of a file of the chain; each may be in it once.
+    /// Records a file of the chain; each may occur once.
     fn note(&mut self, storage: &FileStorage, path: &Path) -> Result<()> {
         let identity = Identity::of(storage)?;
         if self.seen.contains(&identity) {
@@ -328,7 +326,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Refuses an image that the user gave for one with an identity, and that has another one.
+/// Rejects a user-supplied image with an unexpected identity.
 fn check_given(path: &Path, expected: Option<String>, found: &ImageInfo) -> Result<()> {
     match (expected, &found.identity) {
         (Some(expected), Some(found)) if !is_one_of(found, &expected) => {
@@ -342,12 +340,12 @@ fn check_given(path: &Path, expected: Option<String>, found: &ImageInfo) -> Resu
     }
 }
 
-/// Whether an identity is the expected one, or one of several (a VHDX may name two).
+/// Whether an identity is the expected one, or one of several (a VHDX may record two).
 fn is_one_of(found: &str, expected: &str) -> bool {
     expected.split(" or ").any(|one| one == found)
 }
 
-/// Refuses an image that is not the one, or not as it was, when `overlay` was put on it.
+/// Rejects a backing image whose identity is not the one that `overlay` records.
 fn check_identity(
     overlay: &Namer,
     backing: BackingRef,
@@ -366,8 +364,7 @@ fn check_identity(
     }
 }
 
-/// One image with its files open but not its map: for checks and repairs, which read the metadata
-/// themselves.
+/// One image with its files open but not its map, for checks and repairs.
 #[derive(Debug)]
 pub struct OpenedImage {
     /// The file with the metadata.
@@ -376,11 +373,11 @@ pub struct OpenedImage {
     pub files: Vec<Arc<dyn Storage>>,
     /// The format's driver.
     pub driver: &'static dyn FormatDriver,
-    /// What the image says of itself.
+    /// The image's metadata.
     pub info: ImageInfo,
 }
 
-/// Opens an image's own files, and nothing that it stands on.
+/// Opens an image's own files, without its backing chain.
 ///
 /// # Errors
 /// As [`crate::Disk::open`].
@@ -400,16 +397,16 @@ pub fn open_image(
     Ok(OpenedImage { storage: found.storage, files, driver: found.driver, info: found.info })
 }
 
-/// What the host says of an image's file.
+/// Host attributes of an image's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostInfo {
     /// Length in bytes.
     pub file_bytes: u64,
-    /// Bytes of host space that are allocated.
+    /// Allocated bytes of host space.
     pub allocated_bytes: u64,
     /// A block device.
     pub device: bool,
-    /// When the file was last changed, in seconds since 1970; none of a device.
+    /// Modification time in seconds since 1970; `None` for a device.
     pub modified: Option<u64>,
 }
 
@@ -426,12 +423,12 @@ impl HostInfo {
     }
 }
 
-/// The parent's file was changed, or copied, after an image was put on it, which notes the time.
+/// A parent file was modified (or copied) after the child image recorded its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChangedParent {
-    /// What the image notes, and where.
+    /// The recorded time, and its location.
     pub noted: NotedTime,
-    /// When the file was changed, in seconds since 1970.
+    /// The parent's modification time in seconds since 1970.
     pub modified: u64,
     /// The parent.
     pub parent: PathBuf,
@@ -452,7 +449,7 @@ impl fmt::Display for ChangedParent {
 }
 
 impl ChangedParent {
-    /// Whether the second image was changed after the first was put on it.
+    /// Whether the parent's modification time differs from the one that `image` records.
     pub fn between(image: &ChainLink, parent: &ChainLink) -> Option<Self> {
         let noted = image.info.backing_time?;
         let modified = parent.host.modified.filter(|modified| *modified != noted.seconds)?;
@@ -460,8 +457,8 @@ impl ChangedParent {
     }
 }
 
-/// Whether what an image stands on was changed since, by the time that the image notes. Formats
-/// that note none, and parents that cannot be opened, say nothing.
+/// Whether an image's parent was modified since, judging by the recorded time. `None` if not, if the
+/// format records no time, or if the parent cannot be opened.
 pub fn changed_parent(
     registry: &Registry,
     path: impl AsRef<Path>,
@@ -474,35 +471,35 @@ pub fn changed_parent(
     ChangedParent::between(&image, &describe(walk.step().ok()??).ok()?)
 }
 
-/// One image of a chain, described.
+/// Description of one image of a chain.
 #[derive(Clone, Debug)]
 pub struct ChainLink {
-    /// The name by which it was opened: the user's own, or what the overlay's metadata says,
-    /// joined to the overlay's folder.
+    /// The path by which it was opened: the user's own, or the overlay's reference joined to the
+    /// overlay's folder.
     pub path: PathBuf,
-    /// What it says of itself.
+    /// The image's metadata.
     pub info: ImageInfo,
-    /// Its format was probed rather than named.
+    /// Its format was probed.
     pub probed: bool,
-    /// What the host says of its file.
+    /// Host attributes of its file.
     pub host: HostInfo,
 }
 
-/// A chain, as far as it could be followed.
+/// A chain, as far as it can be followed.
 #[derive(Debug)]
 pub struct ChainReport {
-    /// The images, the top one first; never empty.
+    /// The images, top first; never empty.
     pub links: Vec<ChainLink>,
-    /// Why the last one's backing image could not be described, where it has one.
+    /// Why the last image's backing image could not be described, if it has one.
     pub broken: Option<Error>,
 }
 
-/// Describes an image and what it stands on, reading headers only. Data files are not opened. With
+/// Describes an image and its backing chain, reading headers only. Data files are not opened. With
 /// [`BackingChoice::Ignore`] it opens no other file at all.
 ///
 /// # Errors
-/// What opening and describing the top image returns; a chain that breaks further down is a
-/// result, see [`ChainReport::broken`].
+/// Errors of opening and describing the top image. A chain that breaks further down is a result,
+/// see [`ChainReport::broken`].
 pub fn describe_chain(
     registry: &Registry,
     path: impl AsRef<Path>,

@@ -1,4 +1,4 @@
-//! Writes: in place where the map allows, else into reserved space that is then published.
+//! Writes: in place if the map allows, else into reserved space that is then published.
 
 use vdkit_block::{
     Error, ErrorKind, FileIndex, Fill, GuestOffset, HostOffset, IoAction, PackedReservation, Place,
@@ -10,25 +10,25 @@ use crate::extent::Purpose;
 use crate::scratch::Scratch;
 use crate::seal::SealedPlace;
 
-/// A write together with its fill goes out in one piece up to this size; above it, copying the
-/// data costs more than the system calls that it saves.
+/// Maximum size of a write and its fill that is sent as one request; above it, copying the data
+/// costs more than the saved system calls.
 const COALESCE_BYTES_MAX: u64 = 256 << 10;
 
-/// Bytes of one step where a fill or zeroes are long.
+/// Bytes per step of long fills or zeroes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
 
-/// Up to so many zeroes are written as bytes; above, the storage is asked for them.
+/// Up to this length zeroes are written as data; above it, by `write_zeroes` of the storage.
 const ZERO_BYTES_MAX: u64 = 64 << 10;
 
-/// How often in a row a format may say that the map changed, before it is taken to be broken.
-/// Every time, another thread has made progress in between.
+/// Maximum retries in a row after a format reports a changed map; beyond it the format is taken to
+/// be broken. Each retry means that another thread made progress.
 const RETRIES_MAX: u32 = 100_000;
 
-/// The bytes of a write.
+/// The data of a write.
 #[derive(Clone, Copy)]
 pub(crate) enum Source<'a> {
     Bytes(&'a [u8]),
-    /// So many zeroes.
+    /// This many zeroes.
     Zeroes(u64),
 }
 
@@ -40,7 +40,6 @@ impl Source<'_> {
         }
     }
 
-    /// A part of it.
     pub(crate) fn slice(&self, from: u64, len: u64) -> Self {
         match self {
             Self::Bytes(bytes) => Self::Bytes(&bytes[from as usize..(from + len) as usize]),
@@ -60,16 +59,16 @@ impl Disk {
     /// Writes all of `buf` at `at`.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; [`Error::Invalid`] past the end of the disk; what the format and its
-    /// storages return. After an error each byte of the range is either old or new.
+    /// [`Error::ReadOnly`]; [`Error::Invalid`] past the end of the disk; errors of the format and
+    /// its storages. After an error each byte of the range is either old or new.
     pub fn write_at(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
         self.write_unsettled(buf, at)?;
         self.settle()
     }
 
-    /// As [`Disk::write_at`], but durable only after the next [`Disk::flush`], in every cache mode. In
-    /// the modes where each write is durable when it returns, the caller flushes before it tells
-    /// anybody that the write is done. One flush serves all such writes that returned before it.
+    /// As [`Disk::write_at`], but durable only after the next [`Disk::flush`], in every cache mode.
+    /// In modes in which each write is durable on return, the caller must flush before it reports
+    /// completion. One flush serves all such writes that returned before it.
     ///
     /// # Errors
     /// As [`Disk::write_at`].
@@ -79,8 +78,8 @@ impl Disk {
         self.write_source(Source::Bytes(buf), at)
     }
 
-    /// Makes `len` bytes at `at` read as zero, by metadata where that can be. With `may_unmap`
-    /// their space may be given back.
+    /// Makes `len` bytes at `at` read as zero, by metadata if possible. `may_unmap` allows freeing
+    /// their space.
     ///
     /// # Errors
     /// As [`Disk::write_at`].
@@ -101,7 +100,7 @@ impl Disk {
         self.settle()
     }
 
-    /// As [`Disk::write_zeroes`], for good: they stay zero whatever the image is put on later.
+    /// As [`Disk::write_zeroes`], but the bytes stay zero after a rebase to any backing image.
     ///
     /// # Errors
     /// As [`Disk::write_at`].
@@ -122,19 +121,19 @@ impl Disk {
         self.settle()
     }
 
-    /// Makes the top image hold nothing: all of the disk is what it stands on. Durable when it
-    /// returns; a crash in the middle leaves some of it emptied.
+    /// Drops all data of the top image, so that the disk reads as its backing image. Durable on
+    /// return; a crash leaves the image partly emptied.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; [`Error::Unsupported`] where the format cannot; what it returns.
+    /// [`Error::ReadOnly`]; [`Error::Unsupported`] if the format cannot; errors of the format.
     pub fn empty(&self) -> Result<()> {
         self.check_writable()?;
         self.top().empty()
     }
 
-    /// The guest does not need `len` bytes at `at` any more. They read as zero or as before
-    /// afterwards, never as something else; but a raw disk on a block device that can give space back in
-    /// no other way (a thin LVM volume, say) reads there as that device pleases.
+    /// Discards `len` bytes at `at`. They then read as zero or as before. Exception: on a raw disk
+    /// on a block device that has no other way to free space (such as a thin LVM volume), they are
+    /// undefined.
     ///
     /// # Errors
     /// As [`Disk::write_at`].
@@ -148,11 +147,11 @@ impl Disk {
         self.settle()
     }
 
-    /// Writes compressed units, made by the caller, for consecutive clusters from `at` on. The
-    /// clusters' former content is replaced.
+    /// Writes compressed units for consecutive clusters from `at`. They replace the clusters'
+    /// content.
     ///
     /// # Errors
-    /// As [`Disk::write_at`]; [`Error::Unsupported`] where the format has no compressed units.
+    /// As [`Disk::write_at`]; [`Error::Unsupported`] if the format has no compressed units.
     pub fn write_packed(&self, at: GuestOffset, units: &[impl AsRef<[u8]>]) -> Result<()> {
         self.check_writable()?;
         let cluster_bytes = self.top().caps().cluster_bytes;
@@ -201,18 +200,18 @@ impl Disk {
         self.publish_packed(reservation)
     }
 
-    /// Publishes packed units that the caller has written itself. (Publishing them behind the
-    /// disk's back could make it serve the units that they replace.)
+    /// Publishes compressed units that the caller wrote. (Publishing them directly on the format
+    /// could leave replaced units in the disk's cache.)
     ///
     /// # Errors
-    /// What the format returns.
+    /// Errors of the format.
     pub fn publish_packed(&self, reservation: PackedReservation<'_>) -> Result<()> {
-        // Before the publication: see `unit_cache`.
+        // Must precede the publication: see `unit_cache`.
         self.units.next_generation();
         reservation.publish()
     }
 
-    /// Zeroes without the format's help, leaving alone what reads as zero already.
+    /// Zeroes without the format's help, skipping what already reads as zero.
     fn zero_by_writing(&self, at: u64, end: u64) -> Result<()> {
         let mut at = at;
         while at < end {
@@ -230,15 +229,15 @@ impl Disk {
         Ok(())
     }
 
-    /// Moves the unit of the top image that holds a byte into it, where it is still beneath. What
-    /// the guest reads stays the same; behind the end of the disk come zeroes.
+    /// Copies the unit of the byte at `at` from the backing image to the top image, if it is still
+    /// there. Guest data stays the same; bytes beyond the end of the disk become zero.
     pub(crate) fn own_byte(&self, at: u64) -> Result<()> {
         let offset = GuestOffset(at);
         if self.top().resolve(offset, 1)?.place != Place::Hole {
             return Ok(());
         }
         let Some(reservation) = self.top().reserve(offset, 1)? else { return Ok(()) };
-        // Nobody else writes there while it is reserved.
+        // No other thread writes there while it is reserved.
         let mut byte = [0];
         self.read_through(&mut byte, offset)?;
         self.fill_and_publish(reservation, Source::Bytes(&byte), offset, 0)?;
@@ -271,10 +270,10 @@ impl Disk {
         Ok(())
     }
 
-    /// Writes over bytes that the image has to itself, and says how many; 0 where it has not.
+    /// Overwrites exclusive bytes and returns their number; 0 if the bytes are not exclusive.
     fn write_in_place(&self, source: Source<'_>, at: GuestOffset, done: u64) -> Result<u64> {
-        // From before the map is asked until the bytes are written, so that they cannot become
-        // another cluster's.
+        // Enter before the map lookup and leave after the write, so that the space is not reused
+        // for another cluster meanwhile.
         let _guard = self.enter();
         let top = self.top();
         let extent = top.resolve_for_io(at, source.len() - done)?;
@@ -299,8 +298,8 @@ impl Disk {
         Ok(extent.len)
     }
 
-    /// Moves the bytes of a write, and what goes around them, into reserved space, and makes it the
-    /// guest's. An error drops the reservation: nothing changes.
+    /// Writes the data and its fill into reserved space and publishes it. An error drops the
+    /// reservation: nothing changes.
     fn fill_and_publish(
         &self,
         reservation: Reservation<'_>,
@@ -323,9 +322,9 @@ impl Disk {
         Ok(written)
     }
 
-    /// What was written of a write that found the file system full goes back to it. Nothing refers there,
-    /// and the metadata of all that was written before need the space when the image is closed. To be
-    /// called before the reservation is dropped.
+    /// After a write failed with "no space", discards the bytes that it already wrote. Nothing
+    /// refers to them, and closing the image needs the space for the metadata of earlier writes.
+    /// Call it before dropping the reservation.
     pub fn empty_reserved(&self, reservation: &Reservation<'_>, error: &Error) {
         let guest = &reservation.guest;
         self.empty_host(reservation.file, reservation.host, guest.end - guest.start, error);
@@ -338,18 +337,18 @@ impl Disk {
 
     fn empty_host(&self, file: FileIndex, host: HostOffset, len: u64, error: &Error) {
         if error.kind() == ErrorKind::NoSpace {
-            // The first error is the one that tells.
+            // Report the first error.
             let _ = self.top().file(file).discard(host, len);
         }
     }
 
-    /// Moves the bytes of a write, and what goes around them, into reserved space.
+    /// Writes the data and its fill into reserved space.
     fn fill_reserved(&self, reservation: &Reservation<'_>, data: Source<'_>) -> Result<()> {
         if let Some(encryption) = self.top().encryption() {
             return self.fill_sealed(encryption, reservation, data);
         }
         let (guest, write) = (reservation.guest.clone(), reservation.write.clone());
-        // What has to be written: the write, and each side that is not ready yet.
+        // The range to write: the data, and each side that is not ready.
         let start = if reservation.head == Fill::Ready { write.start } else { guest.start };
         let end = if reservation.tail == Fill::Ready { write.end } else { guest.end };
         let plain = matches!(data, Source::Bytes(_)) && (start, end) == (write.start, write.end);
@@ -367,7 +366,7 @@ impl Disk {
         self.top().file(reservation.file).write_at(&piece, reservation.host_of(start))
     }
 
-    /// The bytes that a fill puts at a guest offset.
+    /// The fill bytes at a guest offset.
     pub(crate) fn fill(&self, fill: Fill, out: &mut [u8], at: u64) -> Result<()> {
         match fill {
             Fill::Copy => self.read_through(out, GuestOffset(at)),

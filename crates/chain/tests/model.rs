@@ -36,7 +36,7 @@ enum Op {
         count: u64,
         byte: u8,
     },
-    /// The layer so far becomes the backing of a new one.
+    /// The current layers become the backing of a new one.
     Overlay {
         grow: i64,
     },
@@ -50,7 +50,7 @@ enum Op {
 const SPAN: u64 = 24 * CLUSTER;
 
 fn range() -> impl Strategy<Value = (u64, u64)> {
-    // Small ones often, and sometimes exactly whole clusters.
+    // Often small, and sometimes exactly whole clusters.
     prop_oneof![
         (0..SPAN, 1..2000u64),
         (0..SPAN, 1..SPAN),
@@ -100,7 +100,7 @@ impl Bench {
         match op {
             Op::Write { at, len, byte } => {
                 let Some((at, len)) = self.clip(at, len) else { return };
-                // Not one value throughout, so that a shift shows.
+                // The value varies, so that a shift shows.
                 let bytes: Vec<u8> = (0..len).map(|i| byte ^ (i / 512) as u8).collect();
                 self.disk.write_at(&bytes, GuestOffset(at)).unwrap();
                 self.model[at as usize..at as usize + len].copy_from_slice(&bytes);
@@ -165,7 +165,7 @@ impl Bench {
         buf
     }
 
-    /// Everything, by reads and by the map.
+    /// Compares everything, by reads and by the map.
     fn check(&self) {
         assert_eq!(self.disk.guest_bytes(), self.model.len() as u64);
         assert!(self.read(0, self.model.len()) == self.model, "a full read differs");

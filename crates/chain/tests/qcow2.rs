@@ -1,4 +1,4 @@
-//! The flat disk over real qcow2 images, with QEMU's tools as the judge.
+//! The flat disk over real qcow2 images, compared with QEMU's tools.
 
 mod support;
 
@@ -102,7 +102,7 @@ enum Op {
     Reopen,
 }
 
-/// Places and lengths are parts of 2^16 of the disk, so that they mean something for each size.
+/// Offsets and lengths are in 2^-16 of the disk, so that they scale with its size.
 fn op() -> impl Strategy<Value = Op> {
     let range = || prop_oneof![(0..1u64 << 16, 0..2u64), (0..1u64 << 16, 0..1u64 << 13)];
     prop_oneof![
@@ -133,7 +133,7 @@ impl Bench {
         let size = cluster.max(4096) * 12 + 1024;
         let base = content((size * base_parts / 16) as usize, 1);
         fs::write(folder.path().join("base.raw"), &base).unwrap();
-        // Its first third, compressed; the rest shows the base.
+        // Its first third is compressed; the rest shows the base.
         let mut own = content(size as usize, 2);
         let third = own.len() / 3 / cluster as usize * cluster as usize;
         let shown = base.len().min(own.len());
@@ -264,8 +264,8 @@ proptest! {
     }
 }
 
-/// Eight threads, each with every eighth sector, over shared, compressed and absent clusters; the
-/// clusters are freed and used again all the time.
+/// Eight threads, each with every eighth sector, over shared, compressed and absent clusters;
+/// clusters are freed and reused all the time.
 #[test]
 fn threads_that_share_clusters_keep_their_own_sectors() {
     for shape in 0..SHAPES.len() {
@@ -322,7 +322,7 @@ fn threads_that_share_clusters_keep_their_own_sectors() {
     }
 }
 
-/// Images that QEMU made, three deep, of different sizes, read as QEMU reads them.
+/// Images made by QEMU, three deep, of different sizes.
 #[test]
 fn chains_that_qemu_made_read_as_qemu_reads_them() {
     for (index, (cluster, options)) in SHAPES.iter().enumerate() {
@@ -388,8 +388,8 @@ fn chains_that_qemu_made_read_as_qemu_reads_them() {
     }
 }
 
-/// The disk is cut within a cluster that cannot be zeroed in place (compressed, or the backing
-/// image's), and grows again.
+/// The disk is shrunk to within a cluster that cannot be zeroed in place (compressed, or the
+/// backing image's), and grows again.
 #[test]
 fn what_a_shrink_cut_off_does_not_come_back() {
     for shape in 0..SHAPES.len() {
@@ -404,8 +404,8 @@ fn what_a_shrink_cut_off_does_not_come_back() {
     }
 }
 
-/// The last cluster of the disk is short, compressed, and has subclusters; zeroing all that the
-/// guest sees of it must not leave the compressed data.
+/// The last cluster of the disk is short, compressed, and has subclusters; zeroing its
+/// guest-visible part must not leave the compressed data.
 #[test]
 fn zeroes_reach_a_short_compressed_cluster_with_subclusters() {
     for may_unmap in [false, true] {

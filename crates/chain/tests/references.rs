@@ -1,4 +1,4 @@
-//! Which files an image can make us open.
+//! Which files an image can cause us to open.
 
 mod support;
 
@@ -114,11 +114,11 @@ fn what_lies_outside_is_refused_by_whatever_path() {
         assert!(refusal.reason.contains("outside"), "{refusal}");
         assert!(refusal.hint.contains("--allow-ref /"), "{refusal}");
     }
-    // A neighbour whose name begins with the folder's.
+    // A sibling whose name begins with the folder's.
     fs::create_dir(place.path("images-secret")).unwrap();
     fs::write(place.path("images-secret/x.raw"), [0]).unwrap();
     place.refusal("../images-secret/x.raw", &OpenOptions::default());
-    // Whether a file is there outside cannot be told either.
+    // The existence of files outside is not revealed either.
     place.refusal("../outside/not-there.raw", &OpenOptions::default());
     place.refusal("/nowhere/at/all.raw", &OpenOptions::default());
 }
@@ -144,7 +144,7 @@ fn allowed_folders_are_allowed_also_through_links_and_nothing_else_is() {
     // The own folder stays allowed.
     let image = place.overlay("images/top.map", "base.raw", "raw");
     assert_eq!(place.first_byte(&image, &allowing(place.path("outside"))), 1);
-    // A folder that is not there is the user's mistake and said so.
+    // A missing folder is the user's mistake and is reported.
     let image = place.overlay("images/top.map", "../outside/secret.raw", "raw");
     let error = place.open(&image, &allowing(place.path("typo"))).unwrap_err();
     assert!(error.to_string().contains("typo"), "{error}");
@@ -155,7 +155,7 @@ fn no_refs_means_none() {
     let place = Place::new();
     let refusal = place.refusal("base.raw", &OpenOptions::default().refs(RefPolicy::Nothing));
     assert!(refusal.hint.contains("--no-refs"), "{refusal}");
-    // What the user names is no reference.
+    // A user-supplied name is no reference.
     let image = place.path("images/top.map");
     let backing = BackingChoice::Override { path: place.path("outside/secret.raw"), format: None };
     let options = OpenOptions::default().refs(RefPolicy::Nothing).backing(backing);
@@ -180,7 +180,7 @@ fn protocols_are_refused_always() {
             assert!(refusal.reason.contains("plain file name"), "{refusal}");
         }
     }
-    // A file whose name has a colon can still be said.
+    // A file name with a colon can still be given.
     fs::write(place.path("images/a:b"), [4]).unwrap();
     place.refusal("a:b", &OpenOptions::default());
     let image = place.overlay("images/top.map", "./a:b", "raw");
@@ -194,7 +194,7 @@ fn what_is_no_file_is_refused_even_where_allowed_and_without_touching_it() {
     let mode = rustix::fs::Mode::from_raw_mode(0o600);
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
     fs::create_dir(place.path("images/folder")).unwrap();
-    // Opening the pipe for reading would wait for ever.
+    // Opening the pipe for reading would block for ever.
     for backing in ["pipe", "folder", "/dev/null", "/dev/zero", "/dev/tty"] {
         let refusal = place.refusal(backing, &allowing("/".into()));
         assert!(refusal.reason.contains("neither"), "{refusal}");
@@ -203,7 +203,7 @@ fn what_is_no_file_is_refused_even_where_allowed_and_without_touching_it() {
 
 #[test]
 fn devices_need_an_explicit_word() {
-    // An image in /dev has that folder as its own, and must still not reach the disks there.
+    // The own folder of an image in /dev is /dev, but it must not reach the disks there.
     let Ok(entries) = fs::read_dir("/dev") else { return };
     let is_block = |path: &PathBuf| {
         use std::os::unix::fs::FileTypeExt;
@@ -223,7 +223,7 @@ fn devices_need_an_explicit_word() {
     }
 }
 
-/// A link elsewhere that leads back into the allowed folder must not make its own folder allowed.
+/// A link elsewhere that leads back into the allowed folder must not allow its own folder.
 #[test]
 fn a_detour_does_not_widen_what_is_allowed() {
     let place = Place::new();
@@ -323,7 +323,7 @@ fn probing_tells_the_format_and_raw_is_not_written_on_a_guess() {
     let formats: Vec<_> = disk.layers().iter().map(|layer| layer.format().name()).collect();
     assert_eq!(formats, ["testmap", "raw"]);
     drop(disk);
-    // The user's word stands against the header's.
+    // The user's format overrides the header.
     let disk = place.open(&map, &OpenOptions::read_only().format("raw")).unwrap();
     assert_eq!(disk.layers().len(), 1);
     assert_eq!(disk.guest_bytes(), CLUSTER);
@@ -335,7 +335,7 @@ fn probing_tells_the_format_and_raw_is_not_written_on_a_guess() {
     assert!(error.to_string().contains("'qcow9'"), "{error}");
 }
 
-/// The format that the overlay names is used, whatever the file looks like.
+/// The overlay's backing format is used, whatever the file contains.
 #[test]
 fn a_backing_format_is_obeyed() {
     let place = Place::new();
@@ -391,7 +391,7 @@ fn several_files_are_opened_in_order_each_once_and_not_too_many() {
     let names: Vec<_> = opened.files.iter().map(|file| file.name().to_owned()).collect();
     let wanted = ["b", "a", "c"].map(|name| place.path("images").join(name));
     assert_eq!(names, wanted.map(|path| path.display().to_string()));
-    // Locked as the image is.
+    // Locked like the image.
     let error = place.open(&place.path("images/c"), &OpenOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
     drop(opened);
@@ -430,18 +430,18 @@ fn a_parent_that_is_another_one_or_has_changed_is_refused() {
         }
         let report = describe_chain(&registry(), &top, &OpenOptions::default()).unwrap();
         assert!(matches!(report.broken, Some(Error::Parent { .. })));
-        // Alone, or on what the user names, it opens.
+        // It opens alone, or on a user-supplied backing file.
         place.open(&top, &OpenOptions::default().backing(BackingChoice::Ignore)).unwrap();
         let path = place.path("images/lower.map");
         let named = BackingChoice::Override { path, format: None };
         place.open(&top, &OpenOptions::default().backing(named)).unwrap();
     }
-    // A parent without an identity says nothing.
+    // A parent without an identity is accepted.
     write("images/lower.map", ["", "", "", "", ""]);
     place.open(&top, &OpenOptions::default()).unwrap();
 }
 
-/// Files of a chain that were moved are named one by one, from the top down.
+/// Moved files of a chain are given one by one, from the top down.
 #[test]
 fn parents_further_down_are_given_too() {
     let place = Place::new();
@@ -470,7 +470,7 @@ fn parents_further_down_are_given_too() {
     let error = opened(&[&middle, &lower, &raw, &lower]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
     assert!(error.to_string().contains("one --parent too many"), "{error}");
-    // The policy counts for what files name that were given.
+    // The policy applies to references in user-supplied files.
     let error = opened(&[&write("outside/x.map", ["../images/base.raw", "raw", "", "17ab", ""])]);
     assert_eq!(error.unwrap_err().kind(), ErrorKind::Refused);
 }
@@ -494,7 +494,7 @@ fn a_broken_chain_is_described_as_far_as_it_goes() {
     assert!(describe_chain(&registry(), place.path("none"), &alone).is_err());
 }
 
-/// Backing files are opened for reading only, and shared with other readers.
+/// Backing files are opened read-only, and shared with other readers.
 #[test]
 fn two_overlays_share_a_base_and_a_writer_of_it_is_kept_away() {
     let place = Place::new();
@@ -511,7 +511,7 @@ fn two_overlays_share_a_base_and_a_writer_of_it_is_kept_away() {
     place.open(&base, &writer).unwrap();
 }
 
-/// A link that is swapped while we open: what was judged is what is opened.
+/// A link is swapped during the open: the checked file is the one opened.
 #[test]
 fn a_link_that_is_swapped_meanwhile_opens_nothing_else() {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -538,7 +538,7 @@ fn a_link_that_is_swapped_meanwhile_opens_nothing_else() {
                 }
             }
         });
-        let _done = Done(&done); // also where an assertion fails
+        let _done = Done(&done); // also if an assertion fails
         while opened < 2000 || refused < 2000 {
             match place.open(&image, &OpenOptions::default()) {
                 Ok(disk) => {

@@ -1,4 +1,4 @@
-//! What single requests cost and leave behind, and races in a fixed order.
+//! I/O counts and results of single requests, and races in a fixed order.
 
 mod support;
 
@@ -76,7 +76,8 @@ fn small_reads_in_order_unpack_each_unit_once() {
         assert!(read(&disk, GuestOffset(sector * 512), 512) == [wanted; 512]);
     }
     assert_eq!(format.unpacked.load(SeqCst), 64);
-    // Whole units go straight to the reader, and what is cached is not unpacked again.
+    // Whole units are decompressed directly into the buffer; cached units are not decompressed
+    // again.
     let bytes = read(&disk, at(0), 64 * CLUSTER as usize);
     assert!(bytes.iter().enumerate().all(|(i, byte)| u64::from(*byte) == i as u64 / CLUSTER));
     assert_eq!(format.unpacked.load(SeqCst), 64);
@@ -120,8 +121,8 @@ fn a_damaged_unit_is_an_error_each_time_and_leaves_no_trace() {
     assert_eq!(format.unpacked.load(SeqCst), 1);
 }
 
-/// A reader takes the generation, then space that held a unit in that very generation gets
-/// another unit, then the reader resolves. See `unit_cache`.
+/// A reader takes the generation; then space that held a unit in that generation gets another unit;
+/// then the reader resolves. See `unit_cache`.
 #[test]
 fn a_reused_packed_place_is_not_served_from_the_cache() {
     let (disk, format, _) = top(16);
@@ -133,11 +134,11 @@ fn a_reused_packed_place_is_not_served_from_the_cache() {
     };
     disk.write_packed(at(0), &unit(1)).unwrap();
     let first = place(0);
-    // Another thread reads the old unit in the moment before it is replaced.
+    // Another thread reads the old unit just before it is replaced.
     let reader = disk.clone();
     format.before_publish.set(move || assert!(read(&reader, at(0), 512) == [1; 512]));
     disk.write_packed(at(0), &unit(2)).unwrap();
-    // Plain writes give its space back to the free list.
+    // Plain writes free its space.
     for cluster in 8..12 {
         disk.write_at(&[9], at(cluster)).unwrap();
     }
@@ -150,7 +151,7 @@ fn a_reused_packed_place_is_not_served_from_the_cache() {
     assert!(got == [3; 512], "{:?} is the replaced unit", got[0]);
 }
 
-/// As "a delayed hole punch that erases a reused cluster", seen from a reader.
+/// "A delayed hole punch that erases a reused cluster", seen from a reader.
 #[test]
 fn space_is_not_reused_under_a_reader() {
     let (disk, format, _) = top(8);
@@ -192,7 +193,7 @@ fn a_failed_write_changes_nothing_and_works_once_there_is_space() {
         assert_eq!(error.kind(), vdkit_block::ErrorKind::NoSpace, "{error}");
         assert_eq!(format.released.load(SeqCst), 1);
         assert_eq!((format.reserved(), format.leaked_clusters()), (0, 0));
-        // Old or new, and the reservation that failed is old throughout.
+        // Each byte is old or new, and the failed reservation is entirely old.
         let bytes = read(&disk, at(0), base.len());
         let done = bytes.iter().filter(|byte| **byte == 6).count() as u64;
         assert_eq!(done, (3 * writes as u64 * CLUSTER).saturating_sub(100));
@@ -218,7 +219,7 @@ fn zeroes_leave_alone_what_reads_as_zero() {
     assert!(read(&disk, at(0), 8 * CLUSTER as usize).iter().all(|byte| *byte == 0));
 }
 
-/// "Write-zeroes that exposes the backing data", and the ragged edges of it.
+/// "Write-zeroes that exposes the backing data", and its unaligned edges.
 #[test]
 fn zeroes_and_discards_hide_the_backing_image() {
     for may_unmap in [false, true] {
@@ -241,7 +242,7 @@ fn zeroes_and_discards_hide_the_backing_image() {
 
 #[test]
 fn large_writes_with_large_fills_are_right_too() {
-    // Clusters are small here, so the reservation's sides are; the data goes out uncopied.
+    // The reservation's sides are small, since clusters are; the data is not copied.
     let (disk, _format, storage) = top(200);
     let base = vec![5; 200 * CLUSTER as usize];
     let disk = disk.over(raw_disk(Arc::new(Memory::new("base", base.clone())), false));
@@ -264,7 +265,7 @@ fn durable_modes_flush_after_each_change_and_others_do_not() {
     ] {
         let (disk, format, _) = top_with(8, &OpenOptions::read_write().cache(cache));
         disk.write_at(&[1; 10], at(0)).unwrap();
-        disk.write_at(&[2; 10], at(0)).unwrap(); // in place: the bytes have to be durable too
+        disk.write_at(&[2; 10], at(0)).unwrap(); // in place: the bytes must be durable too
         disk.write_zeroes(at(2), CLUSTER, true).unwrap();
         disk.discard(at(0), CLUSTER).unwrap();
         assert_eq!(format.flushes.load(SeqCst), flushes, "{cache}");
@@ -306,7 +307,7 @@ fn read_only_and_the_end_of_the_disk_are_kept() {
     disk.discard(at(2), 0).unwrap();
 }
 
-/// A layer asks those beneath it for the whole of a hole, not run by run.
+/// A layer searches those beneath it for the whole hole, not run by run.
 #[test]
 fn a_hole_is_asked_for_once_whatever_lies_beneath() {
     let (base, base_map, _) = top(5);
@@ -322,7 +323,7 @@ fn a_hole_is_asked_for_once_whatever_lies_beneath() {
     assert_eq!((map.resolved.load(SeqCst), base_map.resolved.load(SeqCst)), (1, 5));
 }
 
-/// Each of many layers has one cluster, and every second one is too short for the last clusters.
+/// Each of many layers has one cluster, and every second layer is too short for the last clusters.
 #[test]
 fn a_deep_chain_shows_each_layer_where_it_has_something() {
     const DEPTH: u64 = 30;
@@ -356,7 +357,7 @@ fn a_deep_chain_shows_each_layer_where_it_has_something() {
             assert_eq!((run.depth, run.len), (2, 2 * CLUSTER));
         }
     }
-    // The first layers alone: what they do not have shows as a hole.
+    // The first layers alone: bytes that they do not hold are holes.
     let own: Vec<_> =
         disk.extents_of(2, at(0), DEPTH * CLUSTER).unwrap().map(|run| run.unwrap()).collect();
     assert_eq!(own.len(), 3, "{own:?}");
@@ -371,7 +372,7 @@ fn one_question_about_a_huge_disk_is_answered_at_once() {
     map.resolved.store(0, SeqCst);
     let run = disk.extent_at(at(0), 4000 * CLUSTER).unwrap();
     assert!(run.len >= 64 * CLUSTER && map.resolved.load(SeqCst) <= 64, "{run:?}");
-    // The walk over a range does put everything together.
+    // The walk over a range merges everything.
     let runs: Vec<_> =
         disk.extents(at(0), 4000 * CLUSTER).unwrap().map(|run| run.unwrap().len).collect();
     assert_eq!(runs, [3000 * CLUSTER, 1000 * CLUSTER]);

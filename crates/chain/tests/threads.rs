@@ -23,7 +23,7 @@ fn disk() -> (Disk, Arc<MapFormat>) {
 }
 
 /// Each thread has every eighth sector, so that all share every cluster. Copies, reuse of freed
-/// clusters and packed clusters happen all the time; nobody may ever see another's bytes.
+/// clusters and compressed clusters happen all the time; no thread may ever see another's bytes.
 #[test]
 fn threads_that_share_clusters_keep_their_own_sectors() {
     let (disk, top) = disk();
@@ -72,8 +72,8 @@ fn threads_that_share_clusters_keep_their_own_sectors() {
     assert_eq!(top.reserved(), 0);
 }
 
-/// Writes, zeroes, discards and packed writes of whole clusters by all threads everywhere. A
-/// cluster always holds one value throughout: each operation is one cluster, in one piece.
+/// All threads write, zero, discard and write compressed whole clusters everywhere. A cluster
+/// always holds one value: each operation is one cluster, in one piece.
 #[test]
 fn overlapping_operations_leave_whole_clusters() {
     let (disk, top) = disk();
@@ -92,7 +92,7 @@ fn overlapping_operations_leave_whole_clusters() {
                         5 => disk.write_zeroes(at, CLUSTER, true).unwrap(),
                         6 => disk.discard(at, CLUSTER).unwrap(),
                         _ => {
-                            // A part, so that the cache of units is used.
+                            // A partial read, so that the unit cache is used.
                             let from = random.below(7) * SECTOR;
                             let mut buf = [0; 2 * SECTOR as usize];
                             disk.read_at(&mut buf, at + from).unwrap();

@@ -1,5 +1,4 @@
-//! Dirty bitmaps of the disk that is being served: changed between two requests, and offered to
-//! clients that come afterwards.
+//! Dirty bitmaps of a served disk: changed between two requests, and offered to later clients.
 
 use serde::Serialize;
 use vdkit_block::{BitmapStatus, Bitmaps, Error, Result};
@@ -7,7 +6,7 @@ use vdkit_chain::Disk;
 
 use crate::export::Export;
 
-/// The bitmaps of the image, as they are after a command.
+/// The image's bitmaps after a command.
 #[derive(Clone, Debug, Serialize)]
 pub struct BitmapList {
     /// In the image's order.
@@ -25,17 +24,17 @@ impl Export {
     /// The bitmaps of the image.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a format without; as [`Bitmaps::list`].
+    /// [`Error::Unsupported`] for a format without bitmaps; as [`Bitmaps::list`].
     pub(crate) fn list_bitmaps(&self) -> Result<BitmapList> {
-        // Not held as a request: a paused service tells too.
+        // Not held as a request: a paused service answers too.
         self.alone(|disk| Ok(BitmapList { bitmaps: bitmaps_of(disk)?.list()? }))
     }
 
-    /// Changes bitmaps between two requests: what was answered before is not recorded in a bitmap
-    /// that begins to record, what comes afterwards is.
+    /// Changes bitmaps between two requests. A bitmap that starts to record covers the requests
+    /// after the change, not those answered before.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; what `act` returns; as [`Export::list_bitmaps`].
+    /// [`Error::ReadOnly`]; errors of `act`; as [`Export::list_bitmaps`].
     pub(crate) fn change_bitmaps(
         &self,
         act: impl FnOnce(&dyn Bitmaps) -> Result<()>,
@@ -49,7 +48,7 @@ impl Export {
         })
     }
 
-    /// Lets clients that come from now on read a bitmap.
+    /// Lets later clients read a bitmap.
     pub(crate) fn offer_bitmap(&self, name: &str) {
         let mut offered = self.offered.lock();
         if !offered.iter().any(|known| known == name) {
@@ -57,9 +56,9 @@ impl Export {
         }
     }
 
-    /// The bitmaps that a client may read: of those that were named when the service began or were
-    /// added since, the ones that the image has now and that can be trusted. Any stranger may ask, so
-    /// no client's requests wait for this.
+    /// The bitmaps that a client may read: those named at the start or added since that the image
+    /// still has and that are consistent. Any client may query them, so no client's requests wait
+    /// for this.
     pub fn offered_bitmaps(&self) -> Vec<String> {
         let mut offered = self.offered.lock().clone();
         if offered.is_empty() {

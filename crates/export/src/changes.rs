@@ -1,26 +1,26 @@
-//! Which parts of a disk changed since somebody looked.
+//! Tracks changed regions of a disk while it is copied.
 //!
-//! Who changes the disk marks the range *after* it was changed (also when that failed half-way);
-//! who copies the disk takes the marks off *before* it reads. So a change is either in what was
-//! read, or its mark stands afterwards. (Marked before it is made, a change could lose its mark to
-//! a reader who still saw the old bytes.)
+//! A writer marks a range *after* changing it (also when that failed half-way). The copying job
+//! clears marks *before* it reads. So the copy contains each change, or its mark remains. (If a
+//! change were marked before it is made, the job could clear the mark and still read the old
+//! bytes.)
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 
-/// Bytes that a mark stands for, at least.
+/// Minimum bytes per mark.
 const REGION_BYTES_MIN: u64 = 64 << 10;
-/// Marks of one map, at most: 16 MiB of memory.
+/// Maximum marks per map: 16 MiB of memory.
 const REGIONS_MAX: u64 = 1 << 27;
 
-/// A bit for each region of the disk. Shared by threads.
+/// One bit per region of the disk. Shared by threads.
 #[derive(Debug)]
 pub struct ChangeMap {
-    /// Held for writing only while the disk becomes larger, which happens while no request runs.
+    /// Locked for writing only while the disk grows, when no request runs.
     marks: RwLock<Marks>,
-    /// Bits that are set. Below zero for a moment where a mark is taken off before it was counted.
+    /// Number of set bits. Negative for a moment if a mark is cleared before it was counted.
     set: AtomicI64,
 }
 
@@ -32,13 +32,13 @@ struct Marks {
 }
 
 impl ChangeMap {
-    /// For a disk of this size, without marks.
+    /// A map for this size, without marks.
     pub fn new(guest_bytes: u64) -> Self {
         Self { marks: RwLock::new(Marks::new(guest_bytes)), set: AtomicI64::new(0) }
     }
 
-    /// The disk is larger now. What is new has no marks. (Those that are there stand for more where a
-    /// map of a disk so large would need more than there may be.)
+    /// Grows the map. The new part has no marks. (The region size doubles as needed to stay within
+    /// the maximum number of marks.)
     pub fn grow(&self, guest_bytes: u64) {
         let mut marks = self.marks.write();
         let larger = Marks::new(guest_bytes);
@@ -54,22 +54,22 @@ impl ChangeMap {
         *marks = larger;
     }
 
-    /// Bytes that the marks stand for, at most those of the disk.
+    /// Bytes covered by marks, at most the disk size.
     pub fn marked_bytes(&self) -> u64 {
         let marks = self.marks.read();
         let set = self.set.load(Ordering::SeqCst).max(0) as u64;
         (set << marks.region_bits).min(marks.guest_bytes)
     }
 
-    /// Marks a range, which may reach past the end of the disk.
+    /// Marks a range, which may extend past the end of the disk.
     pub fn mark(&self, at: u64, len: u64) {
         let marks = self.marks.read();
         let new = marks.mark(at, len);
         self.set.fetch_add(new, Ordering::SeqCst);
     }
 
-    /// Takes the marks off the next marked run that ends behind `from`, at most `len` bytes (or one
-    /// region) of it, and says which that was.
+    /// Clears the first marked run that ends after `from`, at most `len` bytes (or one region) of
+    /// it, and returns it.
     pub fn take(&self, from: u64, len: u64) -> Option<Range<u64>> {
         let marks = self.marks.read();
         let regions = (len >> marks.region_bits).max(1);
@@ -82,7 +82,7 @@ impl ChangeMap {
         Some(first << marks.region_bits..end_byte)
     }
 
-    /// Takes one mark off; says whether it was there.
+    /// Clears one mark; returns whether it was set.
     fn clear(&self, marks: &Marks, region: u64) -> bool {
         let Some(word) = marks.words.get((region / 64) as usize) else { return false };
         let bit = 1 << (region % 64);
@@ -105,7 +105,7 @@ impl Marks {
         }
     }
 
-    /// Sets the marks of a range. Says how many are new.
+    /// Marks a range; returns the number of new marks.
     fn mark(&self, at: u64, len: u64) -> i64 {
         let end = at.saturating_add(len).min(self.guest_bytes);
         if at >= end {
@@ -118,7 +118,7 @@ impl Marks {
             let to = last.min(word * 64 + 63) - word * 64;
             let bits = (u64::MAX >> (63 - (to - from))) << from;
             let word = &self.words[word as usize];
-            // Most writes go where others went before.
+            // Most writes go to ranges that are already marked.
             if word.load(Ordering::SeqCst) & bits != bits {
                 let before = word.fetch_or(bits, Ordering::SeqCst);
                 new += i64::from((bits & !before).count_ones());
@@ -204,7 +204,7 @@ mod tests {
         assert_eq!(map.marked_bytes(), 3 * REGION);
         let expected = [REGION..2 * REGION, 3 * REGION..4 * REGION, 199 * REGION..200 * REGION];
         assert_eq!(all(&map, REGION), expected);
-        // To where a mark stands for more.
+        // Regions are larger now.
         map.mark(70 * REGION, 1);
         map.grow(1 << 60);
         let found = all(&map, REGION);

@@ -1,21 +1,20 @@
-//! Those for whom requests are done: an NBD connection, a vhost-user monitor, a mount.
+//! Clients that send requests: an NBD connection, a vhost-user monitor, a mount.
 //!
-//! A client can leave while a request of its own waits or runs. Nobody is answered then, and a
-//! client that connects again sends again what it was not answered. A change of the former
-//! connection that is made later would overwrite what was written and flushed since. So each server
-//! gives its requests a [`Client`], and what waits asks whether that client is still there, right
-//! before it goes on.
+//! A client can leave while its request waits or runs. It then gets no answer, and repeats
+//! unanswered requests after it reconnects. If a change of the old connection were applied later,
+//! it would overwrite newer, flushed data. So each server gives its requests a [`Client`], and a
+//! waiting request checks that the client is still connected right before it proceeds.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// So often does a thread that waits ask whether its client is still there.
+/// Interval at which a waiting thread checks its client.
 pub(crate) const ASK_EVERY: Duration = Duration::from_millis(200);
 
 type Probe = Box<dyn Fn() -> bool + Send + Sync>;
 
-/// One that sends requests, and may leave before they are done. The default one never leaves by
+/// A sender of requests that may leave before they are done. The default client never leaves by
 /// itself.
 #[derive(Default)]
 pub struct Client {
@@ -23,7 +22,7 @@ pub struct Client {
     probe: Option<Probe>,
 }
 
-/// A client for requests of this process.
+/// The client for requests of this process.
 pub(crate) static STAYS: Client = Client { left: AtomicBool::new(false), probe: None };
 
 impl fmt::Debug for Client {
@@ -33,18 +32,18 @@ impl fmt::Debug for Client {
 }
 
 impl Client {
-    /// A client of which `has_left` tells, without waiting, whether it has left. It is asked also
-    /// while every thread of the client's server is busy and nobody receives.
+    /// A client whose `has_left` reports, without waiting, whether it has left. It is called even
+    /// while all threads of the client's server are busy and none receives.
     pub fn new(has_left: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self { left: AtomicBool::new(false), probe: Some(Box::new(has_left)) }
     }
 
-    /// The client has left: what waits for it is given up.
+    /// Marks the client as left: its waiting requests are dropped.
     pub fn leave(&self) {
         self.left.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the client has left. Once `true`, it stays so.
+    /// Whether the client has left. Never returns to `false`.
     pub fn has_left(&self) -> bool {
         let left = self.is_noted_as_left() || self.probe.as_ref().is_some_and(|probe| probe());
         if left {
@@ -53,7 +52,7 @@ impl Client {
         left
     }
 
-    /// As [`Client::has_left`], as far as somebody has noticed it.
+    /// As [`Client::has_left`], without probing.
     pub(crate) fn is_noted_as_left(&self) -> bool {
         self.left.load(Ordering::SeqCst)
     }

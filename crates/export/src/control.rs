@@ -1,4 +1,4 @@
-//! Control of a service from outside: one JSON object a line over a Unix socket, and one back.
+//! Control socket of a service: JSON lines over a Unix socket, one object per command and answer.
 //!
 //! ```text
 //! → {"command":"status"}
@@ -7,7 +7,7 @@
 //! ← {"ok":false,"error":"…"}
 //! ```
 //!
-//! Whoever can open the socket commands the service: it is made for its owner alone (mode 0600).
+//! Anyone who can open the socket controls the service, so its mode is 0600.
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -29,104 +29,104 @@ use crate::metrics;
 use crate::parking::ParkedInfo;
 use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 
-/// The longest line that is listened to.
+/// Maximum length of a line.
 const LINE_MAX: u64 = 64 << 10;
-/// A client that says nothing for so long has gone.
+/// Idle time after which a client is disconnected.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// What can be asked.
+/// A command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Command {
-    /// What is served, and how it is.
+    /// What is served, and its state.
     Status,
-    /// The counts.
+    /// The counters.
     Stats,
-    /// Makes durable what clients were answered.
+    /// Flushes the disk.
     Flush,
-    /// Keeps all requests waiting.
+    /// Blocks all requests.
     Pause,
-    /// Lets them go on, and tries again at once what waits for space.
+    /// Unblocks requests, and retries at once those that wait for space.
     Resume,
-    /// Takes a snapshot inside the image.
+    /// Takes an internal snapshot.
     Snapshot {
         /// Its name.
         name: String,
     },
-    /// Removes a snapshot.
+    /// Deletes a snapshot.
     SnapshotDelete {
         /// Its name or id.
         name: String,
     },
-    /// Tells the image's dirty bitmaps.
+    /// Lists the image's dirty bitmaps.
     BitmapList,
-    /// Adds one without marks, which clients that come afterwards may read.
+    /// Adds an empty bitmap, which later clients may read.
     BitmapAdd {
         /// Its name.
         name: String,
-        /// Bytes that a mark stands for; nothing for the format's choice.
+        /// Bytes per bit; `None` for the format's default.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         granularity: Option<u64>,
-        /// It does not record yet.
+        /// Do not record yet.
         #[serde(default)]
         disabled: bool,
     },
-    /// Removes one.
+    /// Removes a bitmap.
     BitmapRemove {
         /// Its name.
         name: String,
     },
-    /// Removes a bitmap's marks.
+    /// Clears a bitmap.
     BitmapClear {
         /// Its name.
         name: String,
     },
-    /// Lets a bitmap record from now on.
+    /// Starts recording.
     BitmapEnable {
         /// Its name.
         name: String,
     },
-    /// Lets a bitmap record no more.
+    /// Stops recording.
     BitmapDisable {
         /// Its name.
         name: String,
     },
-    /// Sets the marks of one bitmap in another one too.
+    /// Merges one bitmap into another.
     BitmapMerge {
-        /// The name of the one that is read.
+        /// Name of the source.
         source: String,
-        /// The name of the one that is changed.
+        /// Name of the target.
         into: String,
     },
-    /// Puts a new overlay on the image and goes on with it.
+    /// Puts a new overlay on the image and continues with it.
     SnapshotExternal {
-        /// Where it shall be: an absolute path, as a relative one starts at the service's folder.
+        /// An absolute path, since relative ones start at the service's folder.
         overlay: PathBuf,
     },
-    /// Moves what the image holds into the one beneath it, and goes on with that one.
+    /// Commits the image to its backing image and continues with that one.
     Commit {
-        /// Also where other images or snapshots would be damaged.
+        /// Also if dependent images or snapshots would be damaged.
         #[serde(default)]
         force: bool,
     },
-    /// Stops a commit; the disk is as before it then.
+    /// Cancels a commit; the disk is then unchanged.
     CommitCancel,
-    /// Makes the disk larger.
+    /// Grows the disk.
     Resize {
         /// Bytes.
         size: u64,
     },
-    /// The counts as Prometheus reads them.
+    /// The counters in Prometheus' format.
     Metrics,
     /// Ends the service.
     Quit,
 }
 
-/// What is served, and how it is.
+/// What is served, and its state.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Status {
-    /// What it is made of: the image, and what that stands on.
+    /// The image and its backing chain.
     #[serde(flatten)]
     pub images: ImageChain,
     /// The export's name.
@@ -135,18 +135,18 @@ pub struct Status {
     pub virtual_size: u64,
     /// Whether writes are refused.
     pub read_only: bool,
-    /// Whether all requests are kept waiting.
+    /// Whether all requests are blocked.
     pub paused: bool,
-    /// Changes that wait for space.
+    /// Changes waiting for space.
     pub parked: ParkedInfo,
-    /// What exchanges images now, and how far it is.
+    /// The running job and its progress.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub job: Option<JobStatus>,
-    /// Seconds since the service began.
+    /// Seconds since the service started.
     pub uptime_seconds: f64,
 }
 
-/// What a command answers.
+/// Answer to a command.
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 pub enum Answer {
@@ -164,11 +164,11 @@ pub enum Answer {
     Committed(Committed),
     /// To `metrics`.
     Text(String),
-    /// To everything else.
+    /// To all other commands.
     Done {},
 }
 
-/// Does commands on an export.
+/// Runs commands on an export.
 #[derive(Clone, Debug)]
 pub struct Controller {
     export: Arc<Export>,
@@ -178,12 +178,12 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// For this export; `quit` is set when the end is asked for.
+    /// A controller of this export; `quit` is cancelled when a client asks to end the service.
     pub fn new(export: Arc<Export>, quit: CancelToken) -> Self {
         Self { export, began: Instant::now(), quit, images: None }
     }
 
-    /// This controller with one who exchanges images.
+    /// Adds the handler of commands that change the image chain.
     pub fn with_images(self, images: Arc<dyn Images>) -> Self {
         Self { images: Some(images), ..self }
     }
@@ -199,11 +199,11 @@ impl Controller {
         })
     }
 
-    /// Does one command. [`Command::Quit`] is only acknowledged: the end is asked for once the
-    /// answer is on its way.
+    /// Runs one command. [`Command::Quit`] is only acknowledged here: `quit` is cancelled after the
+    /// answer was sent.
     ///
     /// # Errors
-    /// What the disk returns.
+    /// Errors of the disk.
     pub fn run(&self, command: &Command) -> vdkit_block::Result<Answer> {
         let export = &self.export;
         let bitmaps = |act: &dyn Fn(&dyn Bitmaps) -> vdkit_block::Result<()>| {
@@ -255,7 +255,7 @@ impl Controller {
             Command::CommitCancel => export.cancel_job("commit").map(|()| Answer::Done {}),
             Command::Resize { size } => export.grow(*size).map(|()| Answer::Done {}),
             Command::Metrics => Ok(Answer::Text(metrics::text(export))),
-            // Answered first: see `converse`.
+            // The answer comes first: see `converse`.
             Command::Quit => Ok(Answer::Done {}),
         }
     }
@@ -284,7 +284,7 @@ struct Reply<'a> {
     error: Option<&'a str>,
 }
 
-/// A control socket, until it is dropped.
+/// A control socket, open until dropped.
 pub struct Control {
     path: PathBuf,
     wake: Arc<Wake>,
@@ -301,10 +301,10 @@ impl Control {
     /// Listens; see [`UnixSocket::bind`].
     ///
     /// # Errors
-    /// What the system says.
+    /// Errors of the system.
     pub fn start(path: &Path, controller: Controller) -> io::Result<Self> {
         let socket = UnixSocket::bind(path, Access::Owner)?;
-        // A connection may be gone between poll and accept.
+        // A connection may close between poll and accept.
         socket.set_nonblocking(true)?;
         let wake = Arc::new(Wake::new()?);
         let woken = Arc::clone(&wake);
@@ -324,7 +324,7 @@ impl Drop for Control {
     }
 }
 
-/// Answers all who come, until it is woken.
+/// Accepts clients until woken.
 fn accept(socket: &UnixSocket, wake: &Wake, controller: &Controller) {
     loop {
         let came = match wake.wait_at(&**socket) {
@@ -337,21 +337,21 @@ fn accept(socket: &UnixSocket, wake: &Wake, controller: &Controller) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(error) => {
                 tracing::warn!("control: a connection was not accepted: {error}");
-                // Whoever waits to be accepted still waits: without a pause this would spin.
+                // The connection is still pending: without a pause this would spin.
                 if !wake.pause(ACCEPT_PAUSE) {
                     return;
                 }
                 continue;
             }
         };
-        // A client that stays connected must not keep others out.
+        // A client that stays connected must not block others.
         let _ = std::thread::Builder::new()
             .name("control".to_owned())
             .spawn(move || converse(&client, &controller));
     }
 }
 
-/// An error with what can be done about it.
+/// An error with its hint.
 fn words(error: &Error) -> String {
     match error {
         Error::Dependents { hint, .. } => format!("{error}; {hint}"),
@@ -359,7 +359,7 @@ fn words(error: &Error) -> String {
     }
 }
 
-/// Answers one client's lines until it leaves.
+/// Answers one client's lines until it disconnects.
 fn converse(client: &UnixStream, controller: &Controller) {
     if client.set_read_timeout(Some(IDLE)).is_err() {
         return;
@@ -386,7 +386,7 @@ fn converse(client: &UnixStream, controller: &Controller) {
         bytes.push(b'\n');
         let answered = out.write_all(&bytes);
         if quit {
-            // Only now: the end of the process would take the answer with it.
+            // Only after the answer: ending the process would lose it.
             controller.quit.cancel();
         }
         if answered.is_err() || line.last() != Some(&b'\n') {
@@ -395,10 +395,10 @@ fn converse(client: &UnixStream, controller: &Controller) {
     }
 }
 
-/// Asks a service: sends a command and waits for the answer.
+/// Sends a command to a service and waits for the answer.
 ///
 /// # Errors
-/// What the socket says; `Other` with the service's own words where it says no.
+/// Errors of the socket; `Other` with the service's message if it refuses.
 pub fn ask(path: &Path, command: &Command) -> io::Result<serde_json::Value> {
     let socket = UnixStream::connect(path)?;
     let mut line = serde_json::to_vec(command)?;

@@ -1,4 +1,4 @@
-//! Counts of what an export does: cheap enough to be always on.
+//! Counters of an export, cheap enough to be always on.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use vdkit_block::MapCacheStats;
 
-/// Kinds of requests.
+/// Kind of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OpKind {
@@ -16,14 +16,14 @@ pub enum OpKind {
     Write,
     /// Writing zeroes.
     Zero,
-    /// Giving bytes back.
+    /// Discards.
     Discard,
-    /// Making everything durable.
+    /// Flushes.
     Flush,
 }
 
 impl OpKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 5] = [Self::Read, Self::Write, Self::Zero, Self::Discard, Self::Flush];
 
     /// The name in statistics.
@@ -38,10 +38,10 @@ impl OpKind {
     }
 }
 
-/// Buckets of a histogram: four to each doubling from 1 µs, up to 2^26 µs (a minute).
+/// Histogram buckets: four per doubling from 1 µs up to 2^26 µs (a minute).
 const BUCKETS: usize = 26 * 4 + 1;
 
-/// How long requests took. Four buckets to each doubling: a value is known to about a fifth.
+/// Latency histogram. With four buckets per doubling, values are accurate to about a fifth.
 #[derive(Debug)]
 pub struct Histogram {
     counts: [AtomicU64; BUCKETS],
@@ -55,14 +55,14 @@ impl Default for Histogram {
 
 impl Histogram {
     fn bucket(took: Duration) -> usize {
-        // In quarters of a microsecond, so that the first doublings have four buckets as well.
+        // In quarters of a microsecond, so that the first doublings have four buckets too.
         let quarters = (took.as_nanos() / 250).clamp(4, 1 << 60) as u64;
         let doubling = quarters.ilog2() as usize - 2;
         let within = (quarters >> doubling) as usize & 3;
         (doubling * 4 + within).min(BUCKETS - 1)
     }
 
-    /// The upper end of a bucket.
+    /// Upper bound of a bucket.
     fn bound(bucket: usize) -> Duration {
         let quarters = (5 + bucket as u64 % 4) << (bucket / 4);
         Duration::from_nanos(quarters * 250)
@@ -72,7 +72,7 @@ impl Histogram {
         self.counts[Self::bucket(took)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The buckets that are not empty, in order.
+    /// The non-empty buckets, in order.
     pub fn buckets(&self) -> Vec<LatencyBucket> {
         let counts = self.counts.iter().map(|count| count.load(Ordering::Relaxed)).enumerate();
         let bucket = |(bucket, requests)| LatencyBucket {
@@ -88,7 +88,7 @@ impl Histogram {
     }
 }
 
-/// One kind's counts.
+/// Counters of one kind.
 #[derive(Debug, Default)]
 struct Kind {
     ops: AtomicU64,
@@ -98,7 +98,7 @@ struct Kind {
     latency: Histogram,
 }
 
-/// What an export counts.
+/// Counters of an export.
 #[derive(Debug, Default)]
 pub struct Counters {
     kinds: [Kind; OpKind::ALL.len()],
@@ -107,7 +107,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// A request that was answered.
+    /// Counts an answered request.
     pub fn done(&self, kind: OpKind, bytes: u64, took: Duration, ok: bool) {
         let kind = &self.kinds[kind as usize];
         kind.ops.fetch_add(1, Ordering::Relaxed);
@@ -121,18 +121,18 @@ impl Counters {
         kind.latency.add(took);
     }
 
-    /// Counts a request's lane.
+    /// Counts a request by path.
     pub fn lane(&self, fast: bool) {
         let lane = if fast { &self.fast } else { &self.slow };
         lane.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A kind's latencies.
+    /// Latencies of a kind.
     pub fn latency(&self, kind: OpKind) -> &Histogram {
         &self.kinds[kind as usize].latency
     }
 
-    /// All counts as they are now.
+    /// A copy of all counters.
     pub fn stats(&self) -> Stats {
         let ops = OpKind::ALL.map(|which| {
             let kind = &self.kinds[which as usize];
@@ -161,42 +161,42 @@ impl Counters {
     }
 }
 
-/// One kind of requests, since the export began.
+/// Counters of one kind of request, since the export started.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct OpStats {
-    /// Which.
+    /// The kind.
     pub kind: OpKind,
-    /// Requests that were answered.
+    /// Answered requests.
     pub ops: u64,
-    /// Bytes of those without an error.
+    /// Bytes of successful requests.
     pub bytes: u64,
-    /// Requests that failed.
+    /// Failed requests.
     pub errors: u64,
-    /// The sum of their times.
+    /// Sum of their durations.
     pub total_nanoseconds: u64,
-    /// Half of them took at most so long (see [`Histogram`]).
+    /// Median duration (see [`Histogram`]).
     pub p50_microseconds: f64,
-    /// 99 of 100.
+    /// 99th percentile.
     pub p99_microseconds: f64,
-    /// 999 of 1000.
+    /// 99.9th percentile.
     pub p999_microseconds: f64,
-    /// How long they took: the buckets that are not empty, in order.
+    /// The non-empty buckets of their durations, in order.
     pub latency: Vec<LatencyBucket>,
 }
 
-/// Requests that took less than a time, and not less than the bucket before says.
+/// Requests with a duration below a bound, and at least the bound of the bucket before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct LatencyBucket {
-    /// The time.
+    /// Upper bound.
     pub below_nanoseconds: u64,
-    /// How many.
+    /// Number of requests.
     pub requests: u64,
 }
 
-/// The time within which a share (0 to 1) of the requests of a histogram ended, to the bucket's
-/// upper end; nothing without requests. The buckets are in order.
+/// The quantile `share` (0 to 1) of a histogram, rounded up to a bucket's bound; `None` without
+/// requests. The buckets must be in order.
 pub fn quantile(buckets: &[LatencyBucket], share: f64) -> Option<Duration> {
     let total = buckets.iter().fold(0u64, |sum, bucket| sum.saturating_add(bucket.requests));
     let wanted = ((total as f64 * share).ceil() as u64).max(1);
@@ -207,17 +207,17 @@ pub fn quantile(buckets: &[LatencyBucket], share: f64) -> Option<Duration> {
     })
 }
 
-/// An export's counts.
+/// An export's counters.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Stats {
-    /// By kind, always all kinds in the same order.
+    /// By kind: all kinds, in fixed order.
     pub ops: Vec<OpStats>,
-    /// Requests done where they stood, without waiting.
+    /// Requests served without waiting (non-blocking path).
     pub fast_lane: u64,
-    /// Requests that went to a thread of their own.
+    /// Requests handed to another thread.
     pub slow_lane: u64,
-    /// The caches of the images' maps, where the format has such.
+    /// Statistics of the map caches, if the format has them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub map_cache: Option<MapCacheStats>,
 }

@@ -1,4 +1,4 @@
-//! One disk that is being served.
+//! One served disk.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -18,64 +18,64 @@ use crate::images::ImageChain;
 use crate::job::Jobs;
 use crate::parking::{Claim, ParkedInfo, Parking};
 
-/// What happens to a change that finds no space.
+/// Handling of a change that finds no space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnNoSpace {
-    /// It is kept and tried again; the client waits.
+    /// Keep it and retry; the client waits.
     #[default]
     Pause,
-    /// The client gets the error.
+    /// Return the error to the client.
     Report,
 }
 
-/// How an export is made.
+/// Options of an export.
 #[derive(Clone, Debug, Default)]
 pub struct ExportOptions {
-    /// The name that clients ask for.
+    /// The name that clients request.
     pub name: String,
-    /// A word for humans.
+    /// A description for humans.
     pub description: String,
-    /// No changes, even where the disk could take them.
+    /// Refuse changes, even if the disk is writable.
     pub read_only: bool,
-    /// What happens on a full disk.
+    /// Handling of a full disk.
     pub on_nospace: OnNoSpace,
-    /// Dirty bitmaps that clients may read, besides those that are added meanwhile.
+    /// Dirty bitmaps that clients may read, besides those added later.
     pub bitmaps: Vec<String>,
 }
 
-/// A change that owns what it needs.
+/// A change that owns its data.
 #[derive(Debug)]
 pub enum Change {
-    /// Bytes.
+    /// Write these bytes.
     Write(Vec<u8>),
-    /// Bytes, and a disk that is large enough for them.
+    /// Write these bytes, growing the disk if needed.
     Append(Vec<u8>),
-    /// A disk that is at least so large as the offset says.
+    /// Grow the disk at least to the offset.
     Grow,
-    /// So many zeroes.
+    /// Write zeroes.
     Zero {
         /// Bytes.
         len: u64,
-        /// Their space may be given back.
+        /// The space may be freed.
         may_unmap: bool,
     },
-    /// A flush.
+    /// Flush.
     Flush {
-        /// How many requests are answered after it.
+        /// Number of requests to answer after it.
         requests: u64,
     },
 }
 
-/// How durable a write of the fast lane is.
+/// Durability of a write on the non-blocking path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Written {
-    /// As durable as was asked for.
+    /// As durable as requested.
     Settled,
-    /// Durable after the next [`Export::flush`]: the client must not be answered before.
+    /// Durable after the next [`Export::flush`]: do not answer the client before.
     NeedsFlush,
 }
 
-/// What a request takes that waits for a flush, about.
+/// Approximate memory of a request that waits for a flush.
 const WAITING_BYTES: u64 = 64;
 
 impl Change {
@@ -88,7 +88,7 @@ impl Change {
         }
     }
 
-    /// Requests that wait for it.
+    /// Number of requests that wait for it.
     pub(crate) fn requests(&self) -> u64 {
         match self {
             Self::Write(_) | Self::Append(_) | Self::Zero { .. } | Self::Grow => 1,
@@ -97,37 +97,37 @@ impl Change {
     }
 }
 
-/// Called once when a change that was kept has been done, or will never be. Changes of all clients
-/// wait for its return, so it must not wait for a client.
+/// Called once when a kept change has been done or given up. It must not wait for a client, since
+/// changes of all clients wait for its return.
 pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// The disk of an export, and who watches it.
+/// An export's disk and its change tracking.
 #[derive(Debug)]
 pub struct Served {
     /// The disk.
     pub disk: Disk,
-    /// Where changes are marked, while somebody copies the disk.
+    /// Records changes while a job copies the disk.
     pub changes: Option<Arc<ChangeMap>>,
 }
 
-/// A disk that is being served; see the [crate's documentation](crate).
+/// A served disk; see the [crate's documentation](crate).
 #[derive(Debug)]
 pub struct Export {
     options: ExportOptions,
-    /// Requests hold it for reading, once each: a second hold within the first would wait for a
-    /// writer that waits for the first. Whoever must be alone holds it for writing.
+    /// Each request locks it once for reading: a nested read lock could deadlock behind a waiting
+    /// writer. Exclusive operations lock it for writing.
     disk: RwLock<Served>,
     paused: AtomicBool,
     pause: (Mutex<()>, Condvar),
     pub(crate) parking: Parking,
     pub(crate) jobs: Jobs,
-    /// Names of bitmaps that clients may read, where the image has them.
+    /// Names of bitmaps that clients may read, if the image has them.
     pub(crate) offered: Mutex<Vec<String>>,
     counters: Counters,
     seen: Mutex<Seen>,
 }
 
-/// What is told of a disk that changes while it is served.
+/// A cached view of the served disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
     pub(crate) guest_bytes: u64,
@@ -140,7 +140,7 @@ impl Seen {
     }
 }
 
-/// The export's disk, held for one request.
+/// The export's disk, locked for one request.
 #[derive(Debug)]
 pub struct Held<'a>(RwLockReadGuard<'a, Served>);
 
@@ -152,8 +152,7 @@ impl Deref for Held<'_> {
 }
 
 impl Held<'_> {
-    /// A range was changed, or that was tried and failed. Never to be called before: see
-    /// [`ChangeMap`].
+    /// Marks a range after a change or a failed attempt. Never call it before: see [`ChangeMap`].
     pub(crate) fn changed(&self, at: u64, len: u64) {
         if let Some(changes) = &self.0.changes {
             changes.mark(at, len);
@@ -177,12 +176,12 @@ impl Export {
         })
     }
 
-    /// How it was made.
+    /// Its options.
     pub fn options(&self) -> &ExportOptions {
         &self.options
     }
 
-    /// The name that clients ask for.
+    /// The name that clients request.
     pub fn name(&self) -> &str {
         &self.options.name
     }
@@ -192,19 +191,19 @@ impl Export {
         self.disk().name().to_owned()
     }
 
-    /// What the disk is made of.
+    /// The image and its backing chain.
     pub fn chain(&self) -> ImageChain {
         let disk = self.disk();
         let names = disk.layers().iter().map(|layer| layer.path().display().to_string());
         ImageChain { filename: disk.name().to_owned(), chain: names.collect() }
     }
 
-    /// Bytes of the disk, which may change while it is served.
+    /// Bytes of the disk, which may grow while it is served.
     pub fn size(&self) -> u64 {
         self.disk().guest_bytes()
     }
 
-    /// The unit in which the image finds space for writes and gives it back, in bytes.
+    /// The image's unit of allocation in bytes.
     pub fn fill_bytes(&self) -> u64 {
         self.disk().top().caps().fill_bytes
     }
@@ -214,18 +213,17 @@ impl Export {
         self.options.read_only || !self.disk().writable()
     }
 
-    /// The counts.
+    /// The counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// The counts, with those of the map's cache.
+    /// The counters, and the statistics of the map cache.
     pub fn stats(&self) -> Stats {
         Stats { map_cache: self.look().map_cache, ..self.counters.stats() }
     }
 
-    /// What can be seen of the disk without waiting: while somebody is alone with it, what was
-    /// seen last.
+    /// A view of the disk without waiting: while the disk is locked exclusively, the last view.
     pub(crate) fn look(&self) -> Seen {
         let mut seen = self.seen.lock();
         if let Some(disk) = self.disk.try_read() {
@@ -234,8 +232,8 @@ impl Export {
         *seen
     }
 
-    /// The disk for one request. Waits while the export is paused, or somebody is
-    /// alone with the disk.
+    /// Locks the disk for one request. Waits while the export is paused or the disk is locked
+    /// exclusively.
     pub fn hold(&self) -> Held<'_> {
         if self.paused() {
             let mut guard = self.pause.0.lock();
@@ -246,10 +244,10 @@ impl Export {
         self.disk()
     }
 
-    /// As [`Export::hold`], for a request of a client that may leave while it waits.
+    /// As [`Export::hold`], for a client that may leave while it waits.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] where it has left.
+    /// [`Error::Interrupted`] if the client has left.
     pub(crate) fn hold_for(&self, client: &Client) -> Result<Held<'_>> {
         if let Some(held) = self.hold_ready() {
             return Ok(held);
@@ -264,27 +262,28 @@ impl Export {
             return Err(Error::Interrupted);
         }
         let held = self.disk();
-        // Asked again, as somebody may have been alone with the disk for long.
+        // Check again: an exclusive operation may have held the disk for long.
         if client.has_left() { Err(Error::Interrupted) } else { Ok(held) }
     }
 
-    /// The disk for one who is no client: waits for nobody but those who are alone with it.
+    /// Locks the disk outside a client request: waits only for exclusive operations, not for a
+    /// pause.
     pub fn disk(&self) -> Held<'_> {
         Held(self.disk.read())
     }
 
-    /// The disk where nobody has to be waited for.
+    /// Locks the disk if that needs no waiting.
     fn hold_ready(&self) -> Option<Held<'_>> {
         if self.paused.load(Ordering::Acquire) { None } else { self.disk.try_read().map(Held) }
     }
 
-    /// Keeps requests waiting from now on, those of the fast lane too; what is under way ends.
+    /// Blocks new requests, also on the non-blocking path; running requests end.
     pub fn pause(&self) {
         let _guard = self.pause.0.lock();
         self.paused.store(true, Ordering::Release);
     }
 
-    /// Lets requests go on, and tries again what is kept for want of space.
+    /// Unblocks requests, and retries changes that wait for space.
     pub fn resume(&self) {
         {
             let _guard = self.pause.0.lock();
@@ -294,19 +293,19 @@ impl Export {
         self.parking.retry_now();
     }
 
-    /// Whether requests are kept waiting by [`Export::pause`].
+    /// Whether [`Export::pause`] blocks requests.
     pub fn paused(&self) -> bool {
         self.paused.load(Ordering::Acquire)
     }
 
-    /// The fast lane for a read; see [`Disk::read_ready`].
+    /// Non-blocking read; see [`Disk::read_ready`].
     pub fn read_ready(&self, buf: &mut [u8], at: u64) -> Option<Result<Ready>> {
         self.hold_ready()?.read_ready(buf, GuestOffset(at))
     }
 
-    /// The fast lane for a write: done at once, or nothing where it may have to wait. What found
-    /// no space is declined too: the slow lane keeps it. Declined in the cache modes where each
-    /// write is durable when it returns, as a sync waits; see [`Export::write_unsettled_ready`].
+    /// Non-blocking write; `None` if it may have to wait. Also `None` if it found no space, which
+    /// the blocking path handles, and in cache modes with durable writes, as a sync waits; see
+    /// [`Export::write_unsettled_ready`].
     pub fn write_ready(&self, data: &[u8], at: u64) -> Option<Result<()>> {
         let disk = self.hold_ready()?;
         if disk.cache().write_durable() {
@@ -315,8 +314,8 @@ impl Export {
         self.write_unsettled_on(&disk, data, at)
     }
 
-    /// As [`Export::write_ready`], in every cache mode and for writes that must be `durable`, for a
-    /// caller that commits several of them with one flush. The answer says whether this one needs it.
+    /// As [`Export::write_ready`], in every cache mode and for `durable` writes. The caller commits
+    /// several writes with one flush; the result says whether this one needs it.
     pub fn write_unsettled_ready(
         &self,
         data: &[u8],
@@ -352,7 +351,7 @@ impl Export {
         self.hold().read_at(buf, GuestOffset(at))
     }
 
-    /// Makes everything durable whose request had ended before, by whatever front it came.
+    /// Makes everything durable whose request had ended before, from any server.
     ///
     /// # Errors
     /// As [`Disk::flush`].
@@ -360,12 +359,12 @@ impl Export {
         self.hold().flush()
     }
 
-    /// Makes a change durable where that was asked for.
+    /// Flushes a change if it must be durable.
     pub(crate) fn settle(&self, disk: &Disk, durable: bool) -> Result<()> {
         if durable && !disk.cache().write_durable() { disk.flush() } else { Ok(()) }
     }
 
-    /// Refuses changes where the export was made read-only.
+    /// Refuses changes if the export is read-only.
     ///
     /// # Errors
     /// [`Error::ReadOnly`].
@@ -378,13 +377,13 @@ impl Export {
         Ok(())
     }
 
-    /// Whether a change or a flush that failed so is kept instead of reported. A sync that found no
-    /// space has lost bytes, which no later attempt brings back: that is reported.
+    /// Whether to keep a failed change or flush instead of reporting the error. A sync that failed
+    /// for lack of space has lost bytes for good: it is reported.
     pub fn keeps(&self, error: &Error) -> bool {
         self.options.on_nospace == OnNoSpace::Pause && Self::is_for_want_of_space(error)
     }
 
-    /// Whether something failed for want of space, with nothing lost.
+    /// Whether an operation failed for lack of space without losing data.
     pub(crate) fn is_for_want_of_space(error: &Error) -> bool {
         let lost = matches!(
             error,
@@ -393,16 +392,16 @@ impl Export {
         error.kind() == ErrorKind::NoSpace && !lost
     }
 
-    /// Whether a change that failed so is made in a moment: a job that is about to end would not notice
-    /// that the disk grows.
+    /// Whether to retry a failed change soon: the disk cannot grow under a job that is about to
+    /// end.
     pub(crate) fn is_for_a_moment(change: &Change, error: &Error) -> bool {
         matches!(change, Change::Append(_) | Change::Grow) && matches!(error, Error::Busy { .. })
     }
 
-    /// Does a change for a client.
+    /// Runs a change for a client.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] where the client has left; [`Error::Busy`] where the disk cannot grow under
+    /// [`Error::Interrupted`] if the client has left; [`Error::Busy`] if the disk cannot grow under
     /// a job; as the requests of these names.
     pub fn apply(&self, client: &Client, change: &Change, at: u64, durable: bool) -> Result<()> {
         if client.has_left() {
@@ -421,8 +420,8 @@ impl Export {
         }
     }
 
-    /// Keeps a change that found no space, and does it when there is some. `done` is called with
-    /// what became of it, from another thread. Waits where too much is kept already.
+    /// Keeps a change that found no space and retries it. `done` is called with the result, from
+    /// another thread. Blocks while too much is kept already.
     pub fn keep(
         self: &Arc<Self>,
         change: Change,
@@ -434,8 +433,8 @@ impl Export {
         self.keep_claimed(change, at, durable, error, Arc::default(), done);
     }
 
-    /// As [`Export::keep`], for a client that may leave (then `done` is dropped) or lose interest: see
-    /// [`Claim::withdraw`].
+    /// As [`Export::keep`], for a client that may leave (then `done` is dropped) or withdraw the
+    /// change: see [`Claim::withdraw`].
     pub fn keep_claimed(
         self: &Arc<Self>,
         change: Change,
@@ -448,24 +447,22 @@ impl Export {
         Parking::keep(self, change, at, durable, error, claim, done);
     }
 
-    /// Gives up what is kept for a client that has left. None of it is done any more when this
-    /// returns.
+    /// Drops the kept changes of a client that has left. On return none of them will run any more.
     pub fn forget(&self, client: &Client) {
         self.parking.forget(client);
     }
 
-    /// What is kept for want of space.
+    /// The changes kept for lack of space.
     pub fn parked(&self) -> ParkedInfo {
         self.parking.info()
     }
 
-    /// Makes the disk larger. Clients learn of it in their protocol's way, if it has one. A disk
-    /// in use is not made smaller: the guest has something there. A commit that runs goes on, and has
-    /// the image beneath grow too.
+    /// Grows the disk; clients are notified if their protocol supports that. A disk in use is never
+    /// shrunk, since the guest uses it. A running commit continues and grows the backing image too.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a smaller size; [`Error::Busy`] while a job runs that does not follow
-    /// changes; as [`Disk::resize`].
+    /// [`Error::Invalid`] for a smaller size; [`Error::Busy`] while a job runs that does not
+    /// support growth; as [`Disk::resize`].
     pub fn grow(&self, guest_bytes: u64) -> Result<()> {
         self.check_writable()?;
         self.exchange(|served| {
@@ -480,7 +477,7 @@ impl Export {
                 )));
             }
             let resized = disk.resize(guest_bytes);
-            // Also after an error: the disk may be larger, and clients then write there.
+            // Also after an error: the disk may have grown, and clients then write to the new part.
             if let Some(changes) = &served.changes {
                 changes.grow(disk.guest_bytes());
             }
@@ -489,19 +486,19 @@ impl Export {
         })
     }
 
-    /// Makes the disk at least so large.
+    /// Grows the disk at least to `bytes`.
     fn grow_to(&self, bytes: u64) -> Result<()> {
         if bytes <= self.size() {
             return Ok(());
         }
         match self.grow(bytes) {
-            // Somebody else was faster.
+            // Another thread was faster.
             Err(_) if self.size() >= bytes => Ok(()),
             done => done,
         }
     }
 
-    /// Does something with the snapshots inside the image, while no request runs.
+    /// Runs `act` on the internal snapshots, while no request runs.
     pub(crate) fn with_snapshots(
         &self,
         act: impl FnOnce(&dyn Snapshots) -> Result<SnapshotInfo>,
@@ -518,33 +515,33 @@ impl Export {
         })
     }
 
-    /// Does something with the disk while no request runs: waits for those under way, and keeps
-    /// new ones waiting.
+    /// Runs `act` on the disk while no request runs: waits for running requests and blocks new
+    /// ones.
     ///
     /// # Errors
-    /// What `act` returns.
+    /// Errors of `act`.
     pub fn alone<T>(&self, act: impl FnOnce(&Disk) -> Result<T>) -> Result<T> {
         act(&self.disk.write().disk)
     }
 
-    /// As [`Export::alone`], for one who puts another disk in its place, which must read as this
-    /// one does, or begins or ends to watch it.
+    /// As [`Export::alone`], to replace the disk by one with the same data, or to start or stop
+    /// tracking changes.
     ///
     /// # Errors
-    /// What `act` returns.
+    /// Errors of `act`.
     pub fn exchange<T>(&self, act: impl FnOnce(&mut Served) -> Result<T>) -> Result<T> {
         act(&mut self.disk.write())
     }
 
-    /// Lets go of everything that waits, for space or to be resumed: what is kept fails, and what
-    /// finds no space from now on fails at once.
+    /// Ends all waiting, for space or for a resume: kept changes fail, and later changes that find
+    /// no space fail at once.
     pub fn end_waiting(&self) {
         self.resume();
         self.parking.close();
     }
 
-    /// Ends the service: a job is stopped, what is kept fails, and the disk is flushed and closed. The export must
-    /// not be used afterwards.
+    /// Ends the service: stops a job, fails kept changes, flushes and closes the disk. The export
+    /// must not be used afterwards.
     ///
     /// # Errors
     /// As [`Disk::close`].

@@ -1,5 +1,5 @@
-//! Commands that exchange the images of a disk that is being served. This crate opens no image:
-//! who does, above it, hands itself in.
+//! Commands that change the image chain of a served disk. This crate opens no images; the layer
+//! above implements [`Images`].
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -9,46 +9,46 @@ use vdkit_block::Result;
 
 use crate::export::Export;
 
-/// What the disk is made of, after a command.
+/// The image chain after a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ImageChain {
-    /// The image that is written.
+    /// The top image.
     pub filename: String,
-    /// It and what it stands on, in that order.
+    /// The top image and its backing chain, in that order.
     pub chain: Vec<String>,
 }
 
-/// What a commit did.
+/// Result of a commit.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Committed {
-    /// What the disk is made of now.
+    /// The new image chain.
     #[serde(flatten)]
     pub now: ImageChain,
-    /// The image that was on top, which holds nothing any more.
+    /// The former top image, which is empty now.
     pub overlay: String,
-    /// Bytes that were moved, those that changed meanwhile more than once.
+    /// Bytes moved; bytes that changed meanwhile count more than once.
     pub moved_bytes: u64,
     /// Wall time.
     pub seconds: f64,
-    /// For how long clients waited at the end.
+    /// How long clients were blocked at the end.
     pub pause_seconds: f64,
 }
 
-/// Exchanges images.
+/// Changes the image chain.
 pub trait Images: Debug + Send + Sync {
-    /// Puts a new overlay on the image that is served, and goes on with it.
+    /// Puts a new overlay on the served image and continues with it.
     ///
     /// # Errors
-    /// What making and opening images returns; the disk is as before then.
+    /// Errors of creating and opening images; the disk is then unchanged.
     fn snapshot_external(&self, export: &Export, overlay: &Path) -> Result<ImageChain>;
 
-    /// Moves what the top image holds into the one beneath it, and goes on with that one. `force`
-    /// also where other images or snapshots would be damaged.
+    /// Commits the top image to its backing image and continues with that one. `force` allows
+    /// damage to dependent images or snapshots.
     ///
     /// # Errors
-    /// What opening, reading and writing images returns, [`vdkit_block::Error::Interrupted`]; the
-    /// disk is as before then, and the commit can be run again.
+    /// Errors of opening, reading and writing images, [`vdkit_block::Error::Interrupted`]; the disk
+    /// is then unchanged, and the commit can be repeated.
     fn commit(&self, export: &Export, force: bool) -> Result<Committed>;
 }

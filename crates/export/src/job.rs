@@ -1,4 +1,4 @@
-//! Long work on a disk that is being served: one at a time, with progress, and an end.
+//! Long jobs on a served disk: one at a time, with progress and cancellation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use vdkit_block::{CancelToken, Error, Result};
 
 use crate::export::Export;
 
-/// The job that runs, if any.
+/// The running job, if any.
 #[derive(Debug, Default)]
 pub(crate) struct Jobs {
     state: Mutex<State>,
@@ -19,7 +19,7 @@ pub(crate) struct Jobs {
 #[derive(Debug, Default)]
 struct State {
     running: Option<Arc<Running>>,
-    /// The service ends.
+    /// The service is ending.
     closed: bool,
 }
 
@@ -32,19 +32,19 @@ struct Running {
     left: AtomicU64,
 }
 
-/// How far a job is.
+/// Progress of a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct JobStatus {
-    /// What it does.
+    /// Kind of job.
     pub kind: &'static str,
-    /// Bytes that were moved.
+    /// Bytes moved.
     pub bytes_done: u64,
-    /// Bytes that are still to be moved, as far as is known: clients may write more.
+    /// Known bytes left; clients may write more.
     pub bytes_left: u64,
 }
 
-/// The right to exchange the images of an export, until it is dropped.
+/// The exclusive right to change the image chain of an export, until dropped.
 #[derive(Debug)]
 pub struct Job<'a> {
     jobs: &'a Jobs,
@@ -52,17 +52,17 @@ pub struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Told to stop here.
+    /// The job's cancellation.
     pub fn cancel(&self) -> &CancelToken {
         &self.running.cancel
     }
 
-    /// The disk may grow from now on: this job learns of it.
+    /// Allows the disk to grow from now on: this job supports it.
     pub fn follows_growth(&self) {
         self.running.follows_growth.store(true, Ordering::SeqCst);
     }
 
-    /// So many bytes were moved, and so many are left.
+    /// Reports progress: bytes moved and bytes left.
     pub fn moved(&self, done: u64, left: u64) {
         self.running.done.store(done, Ordering::Relaxed);
         self.running.left.store(left, Ordering::Relaxed);
@@ -82,8 +82,8 @@ fn busy(file: &str, kind: &str) -> Error {
 }
 
 impl Export {
-    /// Begins work that exchanges images; nobody else does so, resizes (but see
-    /// [`Job::follows_growth`]), or changes snapshots or bitmaps meanwhile.
+    /// Begins a job that changes the image chain. Until it ends, other jobs, resizing (but see
+    /// [`Job::follows_growth`]) and changes of snapshots or bitmaps are refused.
     ///
     /// # Errors
     /// [`Error::Busy`] while another job runs; [`Error::Interrupted`] at the end of the service.
@@ -108,7 +108,7 @@ impl Export {
         Ok(Job { jobs: &self.jobs, running })
     }
 
-    /// What runs, and how far it is.
+    /// The running job and its progress.
     pub fn job(&self) -> Option<JobStatus> {
         let running = self.jobs.state.lock().running.clone()?;
         Some(JobStatus {
@@ -118,10 +118,10 @@ impl Export {
         })
     }
 
-    /// Asks the job of this kind to stop, and waits until it has.
+    /// Cancels the job of this kind and waits until it has ended.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where none runs.
+    /// [`Error::Invalid`] if none runs.
     pub fn cancel_job(&self, kind: &str) -> Result<()> {
         let mut state = self.jobs.state.lock();
         let Some(job) = state.running.clone().filter(|running| running.kind == kind) else {
@@ -134,7 +134,7 @@ impl Export {
         Ok(())
     }
 
-    /// Stops what runs, waits until it has stopped, and lets nothing begin any more.
+    /// Cancels the running job, waits until it has ended, and refuses new jobs.
     pub(crate) fn end_jobs(&self) {
         let mut state = self.jobs.state.lock();
         state.closed = true;
@@ -146,7 +146,7 @@ impl Export {
         }
     }
 
-    /// Waits until the job that runs has ended; `false` where none runs.
+    /// Waits until the running job has ended; `false` if none runs.
     pub fn wait_for_job(&self) -> bool {
         let mut state = self.jobs.state.lock();
         let Some(job) = state.running.clone() else { return false };
@@ -156,8 +156,8 @@ impl Export {
         true
     }
 
-    /// Refuses to make the disk larger under a job that would not notice. To be asked by whoever is
-    /// alone with the disk.
+    /// Refuses growth during a job that does not support it. Call it with the disk locked
+    /// exclusively.
     pub(crate) fn refuse_growth_during_job(&self, name: &str) -> Result<()> {
         let running = self.jobs.state.lock().running.clone();
         match running.filter(|running| !running.follows_growth.load(Ordering::SeqCst)) {
@@ -166,7 +166,7 @@ impl Export {
         }
     }
 
-    /// Refuses what a job that runs does not expect. To be asked by whoever is alone with the disk.
+    /// Refuses an operation during a job. Call it with the disk locked exclusively.
     pub(crate) fn refuse_during_job(&self, name: &str) -> Result<()> {
         let kind = self.jobs.state.lock().running.as_ref().map(|running| running.kind);
         match kind {

@@ -1,33 +1,33 @@
-//! What every server of a disk shares.
+//! The common part of all servers of a disk.
 //!
-//! An [`Export`] is one disk that is being served: by NBD, vhost-user or FUSE, or several of them
-//! at once. It knows nothing of any protocol.
+//! An [`Export`] is one served disk: over NBD, vhost-user or FUSE, or several of them at once. It
+//! is independent of any protocol.
 //!
-//! # Two lanes
-//! A front asks first for the *fast lane* ([`Export::read_ready`], [`Export::write_ready`]): the
-//! request is done at once where it waits for no disk. Whatever it declines goes to the *slow lane*
-//! ([`Export::read`], [`Requests::write`] …), which may block, on a thread of a bounded number.
+//! # Two paths
+//! A server first tries the *non-blocking path* ([`Export::read_ready`], [`Export::write_ready`]):
+//! the request is served at once if it need not wait for a disk. Otherwise it goes to the *blocking
+//! path* ([`Export::read`], [`Requests::write`] …), which may block, on a thread of a bounded pool.
 //!
-//! A front that commits many durable writes with one flush does them by
-//! [`Export::write_unsettled_ready`], calls [`Export::flush`], and answers all of them then.
+//! A server that commits many durable writes with one flush writes them by
+//! [`Export::write_unsettled_ready`], calls [`Export::flush`], and then answers all of them.
 //!
 //! # A full disk
-//! With [`OnNoSpace::Pause`] a change that found no space is kept ([`Export::keep`]):
-//! it owns its bytes and what to call when it is done, holds no thread, and is tried again when
-//! space may have returned. The guest sees a slow disk. See `parking`.
+//! With [`OnNoSpace::Pause`] a change that found no space is kept ([`Export::keep`]): it owns its
+//! bytes and its completion callback, holds no thread, and is retried when space may be available.
+//! The guest sees a slow disk. See `parking`.
 //!
 //! # A client that leaves
-//! What waits or takes long is done for a [`Client`], and given up when that one leaves: a client
-//! that comes again must not find its own new writes overwritten by old ones. See `client`.
+//! Waiting or long requests belong to a [`Client`] and are dropped when it leaves: old writes must
+//! not overwrite the new writes of a client that reconnects. See `client`.
 //!
 //! # Changing the disk under the clients
-//! Each request holds the export's disk for as long as it runs. [`Export::alone`] waits for those
-//! under way and keeps new ones waiting: for snapshots, bitmaps, and for another size.
+//! Each request locks the export's disk while it runs. [`Export::alone`] waits for running requests
+//! and blocks new ones: for snapshots, bitmaps, and resizing.
 //!
-//! [`Export::exchange`] puts another disk in its place: an overlay on top, or the image beneath once
-//! it holds what the top one does. Who copies the disk while clients write to it lets changes be
-//! marked in a [`ChangeMap`]. What opens images for that stands above ([`Images`]); one such job
-//! runs at a time ([`Export::begin_job`]).
+//! [`Export::exchange`] replaces the disk: by an overlay on top, or by the backing image once it
+//! holds the top image's data. A job that copies the disk while clients write tracks changes in a
+//! [`ChangeMap`]. The layer above opens images ([`Images`]); one such job runs at a time
+//! ([`Export::begin_job`]).
 
 mod bitmaps;
 mod changes;

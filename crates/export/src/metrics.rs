@@ -1,4 +1,4 @@
-//! An export's counts in Prometheus' text format (version 0.0.4).
+//! An export's counters in Prometheus' text format (version 0.0.4).
 
 use std::fmt::{Display, Write};
 
@@ -7,9 +7,9 @@ use vdkit_block::MapCacheStats;
 use crate::counters::OpStats;
 use crate::export::Export;
 
-/// One text with a family of samples after the other.
+/// Builder of the text.
 struct Text {
-    /// `export="NAME"`, as every sample has it.
+    /// The label `export="NAME"` of every sample.
     label: String,
     out: String,
 }
@@ -17,11 +17,11 @@ struct Text {
 impl Text {
     /// Begins a family: `kind` is `counter`, `gauge` or `histogram`.
     fn family(&mut self, name: &str, kind: &str, help: &str) {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = write!(self.out, "# HELP vdkit_{name} {help}\n# TYPE vdkit_{name} {kind}\n");
     }
 
-    /// `labels` begins with a comma where it is not empty.
+    /// `labels` is empty or begins with a comma.
     fn sample(&mut self, name: &str, labels: &str, value: impl Display) {
         let _ = writeln!(self.out, "vdkit_{name}{{{}{labels}}} {value}", self.label);
     }
@@ -45,7 +45,7 @@ impl Text {
     }
 }
 
-/// All counts of an export.
+/// All counters of an export.
 pub fn text(export: &Export) -> String {
     let stats = export.stats();
     let parked = export.parked();
@@ -79,8 +79,8 @@ fn map_cache(text: &mut Text, cache: &MapCacheStats) {
     text.gauge("map_bytes", "Bytes of the map of a disk all allocated.", cache.map_bytes);
 }
 
-/// Buckets in the text: one a doubling from 2 µs to over a minute, whether anything is in it or
-/// not, as a rate needs each of them from the beginning.
+/// Buckets in the text: one per doubling from 2 µs to over a minute, including empty ones, since a
+/// rate needs each of them from the beginning.
 const DOUBLINGS: u32 = 26;
 
 fn latencies(text: &mut Text, ops: &[OpStats]) {
@@ -130,7 +130,7 @@ mod tests {
         assert!(read.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1), "{read:?}");
         let below = |bound: f64| read.iter().find(|(found, _)| *found >= bound).unwrap().1;
         assert_eq!((below(2e-6), below(4e-6), below(1e-3), below(2.0)), (2, 4, 5, 6));
-        // What takes longer than the last bound is in no bucket but the last.
+        // Durations above the last bound are only in the last bucket.
         assert_eq!((read[DOUBLINGS as usize - 1].1, read[DOUBLINGS as usize].1), (6, 7));
         assert_eq!(text.out.matches("op=\"flush\",le=").count(), DOUBLINGS as usize + 1);
     }

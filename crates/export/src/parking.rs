@@ -1,15 +1,13 @@
-//! Changes that found no space, and wait for some.
+//! Keeps changes that found no space, and retries them.
 //!
-//! A change that is kept holds its bytes and no thread, so that reads and writes elsewhere go on
-//! however many wait. One thread, which lives while something is kept, tries the oldest again
-//! every second, and all others once one came through. `vdkit ctl SOCKET resume` makes it try at
-//! once.
+//! A kept change holds its bytes but no thread, so other requests continue however many changes
+//! wait. While changes are kept, one thread retries the oldest every second, and all others once
+//! one succeeded. `vdkit ctl SOCKET resume` retries at once.
 //!
-//! That thread serves all clients, so it waits for none of them: it hands an answer over ([`Done`])
-//! and goes on. Before each attempt it asks whether the client is still there.
+//! The thread serves all clients, so it never waits for a client: it passes on the result
+//! ([`Done`]) and continues. Before each attempt it checks that the client is still connected.
 //!
-//! What was kept is written in any order relative to later requests: a client that has not been
-//! answered has no claim to an order.
+//! Kept changes may be reordered with later requests: unanswered requests have no guaranteed order.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,21 +20,21 @@ use vdkit_block::{Error, Result};
 use crate::client::{ASK_EVERY, Client};
 use crate::export::{Change, Done, Export};
 
-/// How long between two attempts.
+/// Interval between attempts.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// At most so many bytes are kept, of all clients together; who comes then waits on its thread.
+/// Maximum bytes kept for all clients together; further requests block on their threads.
 const KEPT_BYTES_MAX: u64 = 256 << 20;
 
-/// What a change takes besides its bytes: its place here, its claim, and what is to be done when it is
-/// done. Zeroes have no bytes, and a client may send millions of them.
+/// Memory of a change besides its data: queue entry, claim and callback. Zeroes carry no data, and
+/// a client may send millions of them.
 const KEPT_BYTES_EACH: u64 = 256;
 
-/// A client's wish that a change be made. Whoever will not be answered any more must withdraw what
-/// it asked for, or leave: the change would be made later, over what others have written since.
+/// A client's request for a change. A client that will not be answered must withdraw it or leave:
+/// the change would be made later, over newer data.
 #[derive(Debug, Default)]
 pub struct Claim {
-    /// Held while the change is tried.
+    /// Locked while the change is tried.
     state: Mutex<ClaimState>,
     client: Arc<Client>,
 }
@@ -50,13 +48,13 @@ enum ClaimState {
 }
 
 impl Claim {
-    /// A wish of this client.
+    /// A claim of this client.
     pub fn of(client: &Arc<Client>) -> Arc<Self> {
         Arc::new(Self { state: Mutex::default(), client: client.clone() })
     }
 
-    /// Gives the change up, after an attempt that is under way. `false`: it has been done, or has
-    /// failed, and was answered or is about to be. `true`: it will never be.
+    /// Withdraws the change, waiting for a running attempt. `false`: it has succeeded or failed,
+    /// and is answered. `true`: it will never run.
     pub fn withdraw(&self) -> bool {
         let mut state = self.state.lock();
         if *state == ClaimState::Waits {
@@ -65,7 +63,7 @@ impl Claim {
         *state == ClaimState::Withdrawn
     }
 
-    /// Whether nobody waits any more. A client that has left has withdrawn all it asked for.
+    /// Whether the change was withdrawn or the client has left.
     fn is_given_up(&self) -> bool {
         let mut state = self.state.lock();
         if *state == ClaimState::Waits && self.client.has_left() {
@@ -74,12 +72,12 @@ impl Claim {
         *state == ClaimState::Withdrawn
     }
 
-    /// As [`Claim::is_given_up`], as far as somebody has noticed it.
+    /// As [`Claim::is_given_up`], without probing the client.
     fn is_noted_as_given_up(&self) -> bool {
         self.client.is_noted_as_left() || *self.state.lock() == ClaimState::Withdrawn
     }
 
-    /// Whether there is still somebody to answer, which happens now.
+    /// Marks the claim as answered; returns whether the client still waits.
     fn answer(&self) -> bool {
         let mut state = self.state.lock();
         let waits = *state == ClaimState::Waits;
@@ -99,7 +97,7 @@ struct Parked {
 }
 
 impl Parked {
-    /// Answers, unless nobody waits any more.
+    /// Answers if the client still waits.
     fn answer(self, done: Result<()>) {
         if self.claim.answer() {
             (self.done)(done);
@@ -111,25 +109,25 @@ impl Parked {
 struct State {
     queue: VecDeque<Parked>,
     bytes: u64,
-    /// Memory that all of it takes, `bytes` among it.
+    /// Total memory, including `bytes`.
     memory: u64,
-    /// Requests that wait for what is in the queue or is tried now.
+    /// Requests that wait for queued changes or the current attempt.
     requests: u64,
-    /// Whose change is tried or answered now.
+    /// Client of the current attempt or answer.
     tried: Option<Arc<Client>>,
-    /// The thread that tries again is there.
+    /// The retry thread runs.
     running: bool,
-    /// Somebody says that there may be space now.
+    /// Retry now: space may be available.
     retry: bool,
     closed: bool,
     since: Option<Instant>,
     reason: String,
-    /// How often something was kept since the export began.
+    /// Changes kept since the export started.
     total: u64,
 }
 
 impl State {
-    /// A change begins to wait.
+    /// Counts a waiting change.
     fn count(&mut self, change: &Change) {
         self.bytes += change.held_bytes();
         self.memory += change.held_bytes() + KEPT_BYTES_EACH;
@@ -137,14 +135,14 @@ impl State {
         self.total += change.requests();
     }
 
-    /// A change does not wait any more.
+    /// Uncounts a change.
     fn forget(&mut self, change: &Change) {
         self.memory = self.memory.saturating_sub(change.held_bytes() + KEPT_BYTES_EACH);
         self.bytes = self.bytes.saturating_sub(change.held_bytes());
         self.requests = self.requests.saturating_sub(change.requests());
     }
 
-    /// Takes out of the queue what `chosen` says, for the caller to drop without the lock.
+    /// Removes the `chosen` changes from the queue, for the caller to drop after unlocking.
     fn take(&mut self, chosen: impl Fn(&Parked) -> bool) -> Vec<Parked> {
         let (taken, rest) =
             std::mem::take(&mut self.queue).into_iter().partition::<VecDeque<_>, _>(chosen);
@@ -154,7 +152,7 @@ impl State {
     }
 }
 
-/// The changes that wait.
+/// The waiting changes.
 #[derive(Default)]
 pub struct Parking {
     state: Mutex<State>,
@@ -167,19 +165,19 @@ impl std::fmt::Debug for Parking {
     }
 }
 
-/// What is kept for want of space.
+/// Summary of changes kept for lack of space.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ParkedInfo {
-    /// Requests that wait.
+    /// Waiting requests.
     pub requests: u64,
     /// Bytes that they hold.
     pub bytes: u64,
-    /// For how long the oldest has been waiting.
+    /// How long the oldest has waited.
     pub seconds: f64,
-    /// What was said when it was kept.
+    /// The error when it was kept.
     pub reason: String,
-    /// Requests that had to wait since the export began.
+    /// Requests that had to wait since the export started.
     pub total: u64,
 }
 
@@ -204,7 +202,7 @@ impl Parking {
             return parked.answer(Err(error));
         }
         if parked.claim.is_given_up() {
-            // Without the lock: what was to be kept may do something when it is dropped.
+            // After unlocking: dropping the change may have side effects.
             drop(state);
             return;
         }
@@ -221,7 +219,7 @@ impl Parking {
         if !state.running {
             state.running = parking.start(export);
             if !state.running {
-                // No thread to try again: then the client has to know.
+                // There is no thread to retry: report the error to the client.
                 let failed = state.take(|_| true);
                 state.since = None;
                 drop(state);
@@ -234,14 +232,14 @@ impl Parking {
         }
     }
 
-    /// Starts the thread that tries again; says whether there is one.
+    /// Starts the retry thread; returns whether it runs.
     fn start(&self, export: &Arc<Export>) -> bool {
         let export = export.clone();
         let builder = std::thread::Builder::new().name("nospace".to_owned());
         builder.spawn(move || retry(&export)).is_ok()
     }
 
-    /// Makes the next attempt begin now.
+    /// Starts the next attempt now.
     pub(crate) fn retry_now(&self) {
         self.state.lock().retry = true;
         self.changed.notify_all();
@@ -272,7 +270,7 @@ impl Parking {
         drop(gone);
     }
 
-    /// Gives up on what waits.
+    /// Fails all waiting changes.
     pub(crate) fn close(&self) {
         let failed = {
             let mut state = self.state.lock();
@@ -283,8 +281,8 @@ impl Parking {
         failed.into_iter().for_each(|parked| parked.answer(Err(Error::Interrupted)));
     }
 
-    /// The change that is tried next, after a pause where the last one found no space. Nothing
-    /// where none is left, and then the thread must end.
+    /// The next change to try, after a pause if the last attempt found no space. `None` if the
+    /// queue is empty; the thread must then end.
     fn next(&self, export: &Export, pause: bool) -> Option<Parked> {
         let mut state = self.state.lock();
         if pause && !state.retry && !state.closed {
@@ -308,12 +306,12 @@ impl Parking {
             }
         }
         drop(state);
-        // What is kept may do something when it is dropped.
+        // Dropping kept changes may have side effects.
         drop(gone);
         next
     }
 
-    /// Tries a change. Says whether it found no space, and is kept again.
+    /// Tries a change. Returns whether it found no space and is kept again.
     fn attempt(&self, export: &Export, parked: Parked) -> bool {
         let client = &parked.claim.client;
         let mut claim = parked.claim.state.lock();
@@ -326,7 +324,7 @@ impl Parking {
         }
         let waits = |error| export.keeps(error) || Export::is_for_a_moment(&parked.change, error);
         let again = matches!(&done, Err(error) if waits(error));
-        // Before the claim is given back: what was done cannot be withdrawn any more.
+        // Before the claim is unlocked: a change that was made cannot be withdrawn any more.
         let answers = *claim == ClaimState::Waits && !again;
         if answers {
             *claim = ClaimState::Answered;
@@ -352,7 +350,7 @@ impl Parking {
     }
 }
 
-/// Tries what waits until nothing does.
+/// Retries until no change waits.
 fn retry(export: &Export) {
     let mut pause = true;
     while let Some(parked) = export.parking.next(export, pause) {
@@ -373,7 +371,7 @@ mod tests {
             Change::Flush { requests: 3 },
         ];
         changes.iter().for_each(|change| state.count(change));
-        // Two pointers to what is done, and what that owns at least: who is to be answered.
+        // The callback's two pointers, and at least what it owns: the recipient.
         let least = size_of::<Parked>() + size_of::<Claim>() + 64;
         assert!(state.memory >= 3 * least as u64, "{} of {least}", state.memory);
         assert!(state.bytes < state.memory, "what clients sent is told apart");

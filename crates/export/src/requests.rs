@@ -1,7 +1,7 @@
-//! Requests of the slow lane, for a client that may leave while they wait or run.
+//! Requests that may block, for clients that may leave meanwhile.
 //!
-//! A request over a large range is done in steps. Between two steps the disk is free for whoever
-//! must be alone with it, and a request whose client has left ends.
+//! A request over a large range runs in steps. Between steps the disk can be locked exclusively,
+//! and a request whose client has left ends.
 
 use std::ops::Range;
 
@@ -11,16 +11,16 @@ use vdkit_chain::DiskPlace;
 use crate::client::{Client, STAYS};
 use crate::export::{Export, Held};
 
-/// Bytes that are zeroed or discarded in one step, and bytes whose map is walked in one.
+/// Bytes zeroed or discarded per step, and bytes mapped per step.
 const STEP_BYTES: u64 = 1 << 30;
-/// Bytes that one request reads into the cache, at most. It is a hint, and more would push out what
-/// it has read first.
+/// Maximum bytes per prefetch request. Prefetching is a hint; more would evict what it has just
+/// read.
 const PREFETCH_BYTES_MAX: u64 = 1 << 30;
-/// Bytes that are read into the cache at a time.
+/// Bytes per prefetch read.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// The requests of one client; see [`Export::requests`]. All of them fail with
-/// [`Error::Interrupted`] where the client leaves before they are done.
+/// The requests of one client; see [`Export::requests`]. They fail with [`Error::Interrupted`] if
+/// the client leaves before they are done.
 #[derive(Debug)]
 pub struct Requests<'a> {
     export: &'a Export,
@@ -28,7 +28,7 @@ pub struct Requests<'a> {
 }
 
 impl Export {
-    /// Requests on behalf of a client.
+    /// Requests of a client.
     pub fn requests<'a>(&'a self, client: &'a Client) -> Requests<'a> {
         Requests { export: self, client }
     }
@@ -59,7 +59,7 @@ impl Export {
 }
 
 impl Requests<'_> {
-    /// Writes; with `durable`, so that a power cut after it returned loses nothing of it.
+    /// Writes. With `durable`, a power cut after the return loses nothing of it.
     ///
     /// # Errors
     /// As [`vdkit_chain::Disk::write_at`].
@@ -72,7 +72,7 @@ impl Requests<'_> {
         self.export.settle(&disk, durable)
     }
 
-    /// Writes zeroes. What fails in the middle has zeroed a part of the range.
+    /// Writes zeroes. On an error a part of the range may be zeroed.
     ///
     /// # Errors
     /// As [`vdkit_chain::Disk::write_zeroes`].
@@ -80,8 +80,8 @@ impl Requests<'_> {
         self.in_steps(at, len, durable, |disk, at, len| disk.write_zeroes(at, len, may_unmap))
     }
 
-    /// Gives bytes back. That is a hint: where the image needs space for it and finds none, it stays
-    /// undone, and only what must be durable can fail for want of space.
+    /// Discards bytes. This is a hint: if the image needs space for it and finds none, it does
+    /// nothing. Only a `durable` discard can fail for lack of space.
     ///
     /// # Errors
     /// As [`vdkit_chain::Disk::discard`].
@@ -92,7 +92,6 @@ impl Requests<'_> {
         })
     }
 
-    /// Changes a range, step by step.
     fn in_steps(
         &self,
         at: u64,
@@ -121,11 +120,10 @@ impl Requests<'_> {
         if self.client.has_left() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// Reads bytes into the host's cache: those of the range that are stored anywhere, and no more
-    /// than a cache may keep.
+    /// Prefetches the stored bytes of a range into the host's cache, up to a limit.
     ///
     /// # Errors
-    /// What reading them returns.
+    /// Errors of reading.
     pub fn prefetch(&self, at: u64, len: u64) -> Result<()> {
         let mut piece = Vec::new();
         let mut left = PREFETCH_BYTES_MAX;
@@ -149,7 +147,7 @@ impl Requests<'_> {
     }
 }
 
-/// The next bytes of a range that are stored anywhere.
+/// The next stored bytes of a range.
 fn next_data(disk: &Held<'_>, at: u64, len: u64) -> Result<Option<Range<u64>>> {
     for extent in disk.extents(GuestOffset(at), len)? {
         let extent = extent?;

@@ -1,8 +1,8 @@
-//! The counts over HTTP, for Prometheus: `GET /metrics`.
+//! The counters over HTTP, for Prometheus: `GET /metrics`.
 //!
-//! One thread serves all connections with poll(2) and waits for none of them: each has a bounded
-//! request, a bounded time, and there are so many of them at most. When they are all taken the
-//! oldest makes room, so who says nothing keeps nobody out.
+//! One thread serves all connections with poll(2) and never blocks on one. Request size, connection
+//! time and the number of connections are bounded. When all slots are taken, the oldest connection
+//! is closed, so idle clients exclude nobody.
 
 use std::fmt;
 use std::io;
@@ -22,20 +22,20 @@ use crate::export::Export;
 use crate::metrics;
 use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket};
 
-/// Connections at a time.
+/// Maximum connections.
 const CLIENTS_MAX: usize = 16;
-/// From the first byte of a connection to its end.
+/// Maximum duration of a connection.
 const CLIENT_TIME: Duration = Duration::from_secs(10);
-/// A request's head; what Prometheus sends is a few hundred bytes.
+/// Maximum request head; Prometheus sends a few hundred bytes.
 const HEAD_MAX: usize = 8 << 10;
 const HEADERS_MAX: usize = 64;
 
-/// Where the counts can be had.
+/// Address of the metrics server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScrapeAddress {
     /// A Unix socket.
     Unix(PathBuf),
-    /// Host and port, as `HOST:PORT`; port 0 takes a free one.
+    /// `HOST:PORT`; port 0 picks a free one.
     Tcp(String),
 }
 
@@ -64,7 +64,7 @@ impl fmt::Display for ScrapeAddress {
     }
 }
 
-/// A socket that is listened at.
+/// A listening socket.
 #[derive(Debug)]
 enum Listener {
     Unix(UnixSocket),
@@ -80,12 +80,12 @@ impl AsFd for Listener {
     }
 }
 
-/// Answers `GET /metrics`, until it is dropped.
+/// Serves `GET /metrics` until dropped.
 #[derive(Debug)]
 pub struct Scrape {
     address: ScrapeAddress,
     bound: Option<SocketAddr>,
-    /// The thread ends when this does.
+    /// Dropping it ends the thread.
     wake: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
@@ -94,7 +94,7 @@ impl Scrape {
     /// Listens.
     ///
     /// # Errors
-    /// What the system says; as [`UnixSocket::bind`].
+    /// Errors of the system; as [`UnixSocket::bind`].
     pub fn start(address: &ScrapeAddress, export: Arc<Export>) -> io::Result<Self> {
         let (listener, bound) = match address {
             ScrapeAddress::Unix(path) => {
@@ -106,7 +106,7 @@ impl Scrape {
                 (Listener::Tcp(listener), Some(bound))
             }
         };
-        // A connection may be gone between poll and accept.
+        // A connection may close between poll and accept.
         rustix::io::ioctl_fionbio(&listener, true)?;
         let (wake, woken) = UnixStream::pair()?;
         let thread = std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
@@ -115,7 +115,7 @@ impl Scrape {
         Ok(Self { address: address.clone(), bound, wake: Some(wake), thread: Some(thread) })
     }
 
-    /// Where it is: a URL, or `unix:PATH`.
+    /// Its address: a URL, or `unix:PATH`.
     pub fn place(&self) -> String {
         match self.bound {
             Some(bound) => format!("http://{bound}/metrics"),
@@ -160,13 +160,13 @@ fn serve(listener: &Listener, woken: &UnixStream, time: Duration, text: &dyn Fn(
     }
 }
 
-/// Who has something to do.
+/// Result of a poll.
 struct Ready {
     listener: bool,
     clients: Vec<bool>,
 }
 
-/// Waits for that; nothing at the end.
+/// Polls all sockets; `None` at the end.
 fn wait(listener: &Listener, woken: &UnixStream, clients: &[Client]) -> Option<Ready> {
     let mut all = vec![PollFd::new(woken, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
     all.extend(clients.iter().map(|client| PollFd::new(&client.socket, client.awaits())));
@@ -174,7 +174,7 @@ fn wait(listener: &Listener, woken: &UnixStream, clients: &[Client]) -> Option<R
     let first = clients.iter().map(|client| client.until.saturating_duration_since(now)).min();
     let timeout = first.and_then(|time| Timespec::try_from(time).ok());
     match poll(&mut all, timeout.as_ref()) {
-        // Nobody is ready then; the deadlines are looked at all the same.
+        // None is ready then; deadlines are still checked.
         Ok(_) | Err(Errno::INTR) => {}
         Err(_) => return None,
     }
@@ -193,12 +193,12 @@ struct Client {
 }
 
 enum State {
-    /// The request so far.
+    /// Reading the request.
     Hears(Vec<u8>),
-    /// The answer, and how much of it was sent.
+    /// Sending the answer: bytes, and how many were sent.
     Tells(Vec<u8>, usize),
-    /// All was sent. Closing before the client does could take the answer away from it where it
-    /// sent more than was read.
+    /// Everything was sent. Wait for the client to close: closing first could lose the answer if
+    /// the client sent more than was read.
     Ends,
 }
 
@@ -214,7 +214,7 @@ impl Client {
         }
     }
 
-    /// Does what can be done without waiting; `false` at the end.
+    /// Makes progress without waiting; `false` at the end.
     fn go_on(&mut self, text: &dyn Fn() -> String) -> bool {
         match &mut self.state {
             State::Hears(head) => {
@@ -257,7 +257,7 @@ fn again(error: Errno) -> bool {
     matches!(error, Errno::AGAIN | Errno::INTR)
 }
 
-/// The answer to a request, once its head is whole.
+/// The answer to a request, once its head is complete.
 fn answer(head: &[u8], text: &dyn Fn() -> String) -> Option<Vec<u8>> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut request = httparse::Request::new(&mut headers);
@@ -283,7 +283,7 @@ fn answer(head: &[u8], text: &dyn Fn() -> String) -> Option<Vec<u8>> {
     Some(response("200 OK", &text(), with_body))
 }
 
-/// The path of a request's target, which may be a whole URI. Source: RFC 9112, section 3.2.
+/// The path of a request target, which may be an absolute URI. Source: RFC 9112, section 3.2.
 fn path_of(target: &str) -> &str {
     let local = match target.strip_prefix("http://") {
         Some(rest) => rest.find('/').map_or("/", |at| &rest[at..]),
@@ -311,7 +311,7 @@ mod tests {
     use std::io::{Read, Write};
     use std::net::TcpStream;
 
-    /// A server that tells nothing but these words.
+    /// A server with a fixed text.
     fn telling(words: &'static str) -> (Scrape, SocketAddr) {
         within(CLIENT_TIME, words)
     }
@@ -386,16 +386,16 @@ mod tests {
 
     #[test]
     fn who_says_nothing_keeps_nobody_out() {
-        // Nobody's time is over meanwhile.
+        // No timeout during this test.
         let (scrape, bound) = within(Duration::from_secs(3600), "words\n");
         let silent: Vec<TcpStream> =
             (0..3 * CLIENTS_MAX).map(|_| TcpStream::connect(bound).unwrap()).collect();
-        // Half a request each; some of them were turned out already.
+        // Half a request each; the server has closed some of them already.
         for mut socket in &silent {
             let _ = socket.write_all(b"GET /metr");
         }
         assert!(ask(bound, GET).ends_with("words\n"));
-        // A request in pieces is one request.
+        // A request in pieces.
         let mut slow = TcpStream::connect(bound).unwrap();
         for piece in GET.chunks(5) {
             slow.write_all(piece).unwrap();
@@ -404,7 +404,7 @@ mod tests {
         let mut text = String::new();
         slow.read_to_string(&mut text).unwrap();
         assert!(text.ends_with("words\n"));
-        // Nor does anybody keep the end waiting.
+        // Open connections do not delay the end.
         drop(scrape);
         assert!(TcpStream::connect(bound).is_err());
     }
@@ -414,14 +414,14 @@ mod tests {
         let (_scrape, bound) = within(Duration::from_millis(100), "words\n");
         let mut silent = TcpStream::connect(bound).unwrap();
         silent.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
-        // (Where this machine is slow the time may be over by now.)
+        // (On a slow machine the timeout may already have passed.)
         let _ = silent.write_all(b"GET /metr");
         let ended = match silent.read(&mut [0]) {
             Ok(got) => got == 0,
             Err(error) => error.kind() == io::ErrorKind::ConnectionReset,
         };
         assert!(ended, "it should have been ended");
-        // Who asked and does not leave is ended too.
+        // A client that was answered but does not close is disconnected too.
         let asked = (0..100).find_map(|_| {
             let mut there = TcpStream::connect(bound).unwrap();
             there.set_read_timeout(Some(Duration::from_secs(120))).unwrap();

@@ -1,4 +1,4 @@
-//! Unix sockets that a service listens at, and how it stops waiting there.
+//! Listening Unix sockets, and waking threads that wait for connections.
 
 use std::fs;
 use std::io;
@@ -14,22 +14,23 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// Connections that wait to be accepted.
+/// Maximum pending connections.
 const BACKLOG: i32 = 128;
 
-/// A moment's pause where a connection cannot be taken (too many open files, say).
+/// Pause after a failed accept (such as too many open files).
 pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Who may connect.
+/// Access to a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Whom the umask and the folder let.
+    /// As the umask and the folder allow.
     Usual,
-    /// The owner alone (mode 0600), from the first moment on.
+    /// Mode 0600 from the start.
     Owner,
 }
 
-/// A Unix socket that is listened at; its name goes with it, unless it is another's by then.
+/// A listening Unix socket. Dropping it removes its name, unless the name belongs to another socket
+/// by then.
 #[derive(Debug)]
 pub struct UnixSocket {
     listener: UnixListener,
@@ -39,19 +40,18 @@ pub struct UnixSocket {
 }
 
 impl UnixSocket {
-    /// Listens at a path. A socket there at which nobody listens any more is replaced; whatever else
-    /// is there stays.
+    /// Listens at a path. Replaces a socket without a listener; any other file stays.
     ///
     /// # Errors
-    /// `AlreadyExists` where something is there that is no socket; `AddrInUse` where somebody
-    /// listens; what the system says.
+    /// `AlreadyExists` if another kind of file is there; `AddrInUse` if another process listens;
+    /// errors of the system.
     pub fn bind(path: &Path, access: Access) -> io::Result<Self> {
         remove_stale(path)?;
         let flags = SocketFlags::CLOEXEC;
         let socket =
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         if access == Access::Owner {
-            // Before it has a name: Linux makes the name with the socket's own mode.
+            // Before bind: Linux creates the name with the socket's own mode.
             rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
         }
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -61,7 +61,7 @@ impl UnixSocket {
         Ok(Self { listener: UnixListener::from(socket), path: path.to_owned(), inode })
     }
 
-    /// Its name.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -79,20 +79,20 @@ impl Drop for UnixSocket {
         let ours = fs::symlink_metadata(&self.path)
             .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.inode);
         if ours {
-            // Whoever finds the name without a listener replaces it.
+            // A name without a listener may be replaced.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Ends the waiting of threads at sockets. The sockets stay as they are: one that systemd handed over is
-/// systemd's too, which hands it to the next process of the service, and a socket that was shut down
-/// accepts nobody any more, whoever holds it.
+/// Wakes threads that wait at sockets. It does not shut the sockets down: a socket handed over by
+/// systemd is passed on to the service's next process, and a shut-down socket accepts no
+/// connection, whichever process holds it.
 #[derive(Debug)]
 pub struct Wake(OwnedFd);
 
 impl Wake {
-    /// Nobody is woken yet.
+    /// A new, unset waker.
     ///
     /// # Errors
     /// Too many open files.
@@ -100,22 +100,22 @@ impl Wake {
         Ok(Self(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
-    /// Wakes all who wait, and all who will.
+    /// Wakes all current and future waiters.
     pub fn wake(&self) {
-        // Fails only where it counts to the top, which no number of wakings does.
+        // Fails only on counter overflow, which is unreachable.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Waits until somebody comes to a socket; `false` at the end. The socket must not block: who came
-    /// may be gone before it is accepted.
+    /// Waits for a connection; `false` at the end. The socket must be non-blocking: the connection
+    /// may close before it is accepted.
     ///
     /// # Errors
-    /// What poll(2) says.
+    /// Errors of poll(2).
     pub fn wait_at(&self, socket: impl AsFd) -> io::Result<bool> {
         self.wait(Some(socket.as_fd()), None)
     }
 
-    /// Waits for a moment; `false` at the end.
+    /// Sleeps; `false` at the end.
     pub fn pause(&self, time: Duration) -> bool {
         self.wait(None, Some(time)).unwrap_or_else(|_| {
             std::thread::sleep(time);
@@ -137,8 +137,8 @@ impl Wake {
     }
 }
 
-/// Removes a socket that a dead service left behind. A refused connection alone proves nothing:
-/// plain files refuse them too.
+/// Removes a socket left by a dead service. A refused connection alone proves nothing: plain files
+/// refuse connections too.
 fn remove_stale(path: &Path) -> io::Result<()> {
     let Ok(metadata) = fs::symlink_metadata(path) else { return Ok(()) };
     if !metadata.file_type().is_socket() {
@@ -205,7 +205,7 @@ mod tests {
             assert!(!waits.join().unwrap(), "nobody came");
         });
         assert!(!wake.wait_at(&listener).unwrap() && !wake.pause(Duration::from_secs(600)));
-        // The next one who has it is reached.
+        // The next waiter is woken.
         let next = Wake::new().unwrap();
         let _second = std::net::TcpStream::connect(bound).unwrap();
         assert!(next.wait_at(&listener).unwrap() && listener.accept().is_ok());

@@ -1,4 +1,4 @@
-//! What an export promises to every front.
+//! Guarantees of an export to every server.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -19,7 +19,7 @@ fn no_space() -> Error {
     Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() }
 }
 
-/// Keeps a write; gives what becomes of it.
+/// Keeps a write and returns the receiver of its result.
 fn keep(export: &Arc<Export>, data: Vec<u8>, at: u64) -> Receiver<vdkit_block::Result<()>> {
     let (tell, told) = channel();
     let done = Box::new(move |done| tell.send(done).unwrap());
@@ -35,7 +35,7 @@ fn a_read_only_export_of_a_writable_disk_takes_no_change_in_any_lane() {
     let options = ExportOptions { read_only: true, ..ExportOptions::default() };
     let export = Export::new(disk, options);
     assert!(export.read_only());
-    // In place, which the fast lane would do at once.
+    // In place, which the non-blocking path would serve at once.
     assert!(export.write_ready(&[1; 512], 0).is_none());
     let tried = [
         export.write(&[1; 512], 0, false),
@@ -99,7 +99,7 @@ fn what_is_kept_holds_a_bounded_amount_of_memory() {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let export = Export::new(qcow2(faulty.clone(), 1 << 30, ""), ExportOptions::default());
     faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
-    // 256 MiB, of pages that nothing has touched.
+    // 256 MiB of untouched pages.
     let kept: Vec<_> = (0..8).map(|i| keep(&export, vec![0; PIECE], i * PIECE as u64)).collect();
     assert_eq!(export.parked().bytes, 8 * PIECE as u64);
     std::thread::scope(|scope| {
@@ -107,7 +107,7 @@ fn what_is_kept_holds_a_bounded_amount_of_memory() {
         std::thread::sleep(Duration::from_millis(300));
         assert!(!ninth.is_finished(), "whoever has more to keep waits");
         assert_eq!(export.parked().bytes, 8 * PIECE as u64);
-        // The end of the service lets go of all of them.
+        // The end of the service releases all of them.
         export.end_waiting();
         let ninth = ninth.join().unwrap();
         for told in kept.iter().chain([&ninth]) {
@@ -120,7 +120,7 @@ fn what_is_kept_holds_a_bounded_amount_of_memory() {
     export.close().unwrap();
 }
 
-/// A client that is gone when it has been asked for so often.
+/// A client that reports to have left after `after` checks.
 fn leaving(after: u32) -> (Client, Arc<AtomicU32>) {
     let asked = Arc::new(AtomicU32::new(0));
     let counted = asked.clone();
@@ -162,7 +162,7 @@ fn a_cache_keeps_no_more_than_a_gigabyte_of_one_request() {
     disk.write_at(&[1; 4096], GuestOffset(1 << 39)).unwrap();
     let export = Export::new(disk, ExportOptions::default());
     let client = Client::default();
-    // Holes count for nothing.
+    // Holes do not count.
     let before = counting.counts().bytes_read;
     export.requests(&client).prefetch(0, 1 << 40).unwrap();
     let read = counting.counts().bytes_read - before;
@@ -182,11 +182,11 @@ fn a_change_is_not_tried_again_for_a_client_that_has_left() {
     let done = Box::new(move |_| tell.send(()).unwrap());
     let change = Change::Write(vec![5; 4096]);
     export.keep_claimed(change, 0, false, no_space(), Claim::of(&client), done);
-    // Nobody has noticed that it left; space comes, and somebody else writes.
+    // The client left unnoticed; then space becomes available, and another client writes.
     gone.store(true, Ordering::SeqCst);
     faulty.heal();
     export.write(&[6; 4096], 0, true).unwrap();
-    // What was to be called is dropped.
+    // The callback is dropped.
     assert_eq!(told.recv_timeout(PATIENCE), Err(std::sync::mpsc::RecvTimeoutError::Disconnected));
     let mut found = [0; 4096];
     export.read(&mut found, 0).unwrap();
@@ -237,8 +237,8 @@ fn offered_bitmaps_are_told_while_requests_run() {
     });
 }
 
-/// A resize that fails when the disk has its new size already, as where dirty bitmaps cannot be made longer.
-/// Whoever copies the disk meanwhile must hear of what is written in its new part.
+/// A resize that fails after the disk has its new size (as when dirty bitmaps cannot grow). A job
+/// that copies the disk must still track writes to the new part.
 #[test]
 fn changes_in_the_new_part_of_a_disk_are_marked_after_a_growth_that_failed() {
     let mut larger = 0;

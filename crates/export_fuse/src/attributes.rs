@@ -1,4 +1,4 @@
-//! What `stat` says of the file.
+//! File attributes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -21,7 +21,7 @@ pub struct Owner {
     pub gid: u32,
 }
 
-/// The attributes that the disk does not tell. They last as long as the mount.
+/// Attributes that do not come from the disk. They last as long as the mount.
 #[derive(Debug)]
 pub struct Attributes {
     owner: Mutex<Owner>,
@@ -31,7 +31,7 @@ pub struct Attributes {
     changed: AtomicU64,
 }
 
-/// A change of attributes; what is nothing stays.
+/// A change of attributes; `None` keeps the old value.
 #[derive(Debug, Default)]
 pub struct NewAttributes {
     /// Permission bits.
@@ -56,7 +56,7 @@ fn now() -> u64 {
 }
 
 impl Attributes {
-    /// Those of a file that was made now.
+    /// Attributes of a file created now.
     pub fn new(owner: Owner) -> Self {
         let now = now();
         Self {
@@ -67,14 +67,14 @@ impl Attributes {
         }
     }
 
-    /// Bytes were changed.
+    /// Updates the times after a write.
     pub fn touch(&self) {
         let now = now();
         self.modified.store(now, Ordering::Relaxed);
         self.changed.store(now, Ordering::Relaxed);
     }
 
-    /// Changes them.
+    /// Applies a change.
     pub fn set(&self, new: &NewAttributes) {
         let time = |given: &TimeOrNow| match given {
             TimeOrNow::SpecificTime(time) => nanos(*time),
@@ -95,7 +95,7 @@ impl Attributes {
         owner.gid = new.gid.unwrap_or(owner.gid);
     }
 
-    /// What `stat` says of this disk.
+    /// The attributes for this disk.
     pub fn of(&self, disk: &Disk) -> FileAttr {
         let size = disk.guest_bytes();
         let owner = *self.owner.lock();
@@ -121,8 +121,8 @@ impl Attributes {
     }
 }
 
-/// Host space of all files of the chain, at most the disk's size: an estimate of what of the disk
-/// is data that costs no look at the map. Programs that find less than the size look for holes.
+/// Host space of all files of the chain, at most the disk's size: a cheap estimate of the data
+/// bytes. Programs that find less than the size search for holes.
 pub fn allocated_bytes(disk: &Disk) -> u64 {
     let size = disk.guest_bytes();
     let mut sum = 0u64;
@@ -136,7 +136,7 @@ pub fn allocated_bytes(disk: &Disk) -> u64 {
             }
         }
         for file in files {
-            // What cannot be known counts as full: then nobody relies on holes.
+            // Unknown counts as fully allocated: programs then do not rely on holes.
             sum = sum.saturating_add(file.allocated_bytes().unwrap_or(size));
         }
     }

@@ -1,16 +1,15 @@
-//! A buffer a thread, for bytes on their way to the kernel.
+//! A per-thread buffer for read data.
 
 use std::cell::RefCell;
 
-/// What direct I/O wants of a buffer's address, at most.
+/// Maximum address alignment of direct I/O.
 const ALIGNMENT: usize = 4096;
 
 thread_local! {
     static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Lends `len` bytes, with anything in them, aligned for direct I/O. Must not be called again
-/// within `work`.
+/// Lends `len` bytes with undefined content, aligned for direct I/O. `work` must not call it again.
 pub fn lend<T>(len: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
     BUFFER.with_borrow_mut(|buffer| {
         if buffer.len() < len + ALIGNMENT {

@@ -1,4 +1,4 @@
-//! What each request to the file means.
+//! The file's request handlers.
 
 use std::io;
 use std::sync::Arc;
@@ -15,17 +15,16 @@ use crate::attributes::{NewAttributes, allocated_bytes};
 use crate::holes::{self, Sought};
 use crate::lanes::{ChangeReply, Lanes};
 
-/// Bytes of the largest request: what the kernel makes of it without `fs.fuse.max_pages_limit`
-/// being raised.
+/// Maximum request: the kernel's limit unless `fs.fuse.max_pages_limit` is raised.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
-/// Asynchronous requests that may be under way at a time.
+/// Maximum asynchronous requests in flight.
 const BACKGROUND_MAX: u16 = 256;
-/// For so long the kernel need not ask for the attributes again. Its own changes it knows.
+/// How long the kernel may cache attributes. It knows its own changes.
 const ATTRIBUTES_HOLD: Duration = Duration::from_secs(1);
-/// Blocks of `statfs`.
+/// Block size of `statfs`.
 const BLOCK_BYTES: u64 = 4096;
 
-/// The file that is the disk.
+/// The disk as a file.
 #[derive(Debug)]
 pub struct DiskFile(pub Arc<Lanes>);
 
@@ -38,7 +37,7 @@ impl DiskFile {
     }
 }
 
-/// Answers who has made the file longer.
+/// Reply to a request that grew the file.
 struct Grown {
     file: DiskFile,
     new: NewAttributes,
@@ -58,15 +57,15 @@ impl ChangeReply for Grown {
 impl Filesystem for DiskFile {
     fn init(&mut self, _req: &Request, config: &mut KernelConfig) -> io::Result<()> {
         for wanted in [
-            // libaio's and io_uring's requests run beside each other.
+            // Requests of libaio and io_uring run concurrently.
             InitFlags::FUSE_ASYNC_DIO,
-            // Files past the page cache may be mapped all the same.
+            // Files with direct I/O may still be mapped.
             InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
         ] {
-            // An older kernel goes without.
+            // An older kernel lacks it.
             let _ = config.add_capabilities(wanted);
         }
-        // The nearest value that the other side takes is as good.
+        // The nearest accepted value is fine.
         let _ = config.set_max_write(REQUEST_BYTES_MAX);
         let _ = config.set_max_background(BACKGROUND_MAX);
         let _ = config.set_congestion_threshold(BACKGROUND_MAX);
@@ -103,8 +102,8 @@ impl Filesystem for DiskFile {
             self.0.attributes.set(&new);
             return self.attributes(reply);
         };
-        // A smaller disk loses what lies beyond, which no program means that merely opens a file
-        // with O_TRUNC; see `vdkit resize --shrink`.
+        // Shrinking would lose data, which a program that opens a file with O_TRUNC does not
+        // expect; see `vdkit resize --shrink`.
         if self.0.export.read_only() {
             return reply.error(Errno::EROFS);
         }
@@ -118,8 +117,8 @@ impl Filesystem for DiskFile {
         if flags.acc_mode() != OpenAccMode::O_RDONLY && self.0.export.read_only() {
             return reply.error(Errno::EROFS);
         }
-        // Past the page cache of the mount: the bytes are in that of the image's files already,
-        // and what other clients of the export write is seen at once.
+        // Bypass the mount's page cache: the image files' page cache has the bytes already, and
+        // writes of other clients are visible at once.
         let how = FopenFlags::FOPEN_DIRECT_IO
             | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES
             | FopenFlags::FOPEN_NOFLUSH;
@@ -140,7 +139,7 @@ impl Filesystem for DiskFile {
         if self.0.has_ended() {
             return reply.error(Errno::EIO);
         }
-        // More than was agreed on never comes; were it otherwise, the answer would be short.
+        // The kernel never exceeds the agreed size; otherwise the answer would be short.
         self.0.read(offset, u64::from(size.min(REQUEST_BYTES_MAX)), reply);
     }
 
@@ -159,7 +158,7 @@ impl Filesystem for DiskFile {
         if self.0.has_ended() {
             return reply.error(Errno::EIO);
         }
-        // O_SYNC holds this bit too, and the kernel sets it for RWF_DSYNC.
+        // O_SYNC includes this bit, and the kernel sets it for RWF_DSYNC.
         let durable = flags.0 & OFlags::DSYNC.bits() as i32 != 0;
         self.0.write(offset, data, durable, reply);
     }
@@ -204,7 +203,7 @@ impl Filesystem for DiskFile {
         {
             self.0.zero(offset, length, false, reply);
         } else {
-            // Space that is set aside for later writes is no part of the contract of images.
+            // Images do not support preallocation for later writes.
             reply.error(Errno::EOPNOTSUPP);
         }
     }
@@ -229,7 +228,7 @@ impl Filesystem for DiskFile {
             let found = holes::seek(&disk, at, sought);
             drop(disk);
             match found {
-                // A disk is never as long as i64 reaches.
+                // A disk is always shorter than i64::MAX.
                 Ok(at) => reply.offset(at as i64),
                 Err(errno) => reply.error(errno),
             }

@@ -1,9 +1,9 @@
-//! The system's numbers for errors.
+//! Maps errors to errno.
 
 use fuser::Errno;
 use vdkit_block::{Error, ErrorKind};
 
-/// What a program is told of an error.
+/// The errno of an error.
 pub fn errno_of(error: &Error) -> Errno {
     match error {
         Error::ReadOnly { .. } => Errno::EROFS,

@@ -6,12 +6,12 @@ use vdkit_chain::Disk;
 
 use crate::errno::errno_of;
 
-/// What is looked for. The numbers are Linux's.
+/// Target of a seek. The numbers are Linux's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sought {
-    /// Bytes that somebody wrote.
+    /// Allocated data.
     Data,
-    /// Bytes of which the map says that they are zero. The end of the disk counts as one.
+    /// Bytes that read as zero by the map. The end of the disk counts as a hole.
     Hole,
 }
 
@@ -26,10 +26,10 @@ impl Sought {
     }
 }
 
-/// The first place at or behind `at` that is of the kind.
+/// The first offset at or after `at` of this kind.
 ///
 /// # Errors
-/// ENXIO past the end, and where no data follows.
+/// ENXIO past the end, and if no data follows.
 pub fn seek(disk: &Disk, at: u64, sought: Sought) -> Result<u64, Errno> {
     let end = disk.guest_bytes();
     if at >= end {

@@ -1,4 +1,4 @@
-//! Reads, writes and the like: done where they stand, or on a thread that may block.
+//! Runs reads, writes and other requests inline, or on a thread that may block.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -14,29 +14,29 @@ use crate::buffer;
 use crate::errno::errno_of;
 use crate::pool::Pool;
 
-/// A write of the fast lane that took longer than this, for each [`PROMPT_BYTES`] begun, was one
-/// that waited: those that follow go to the slow lane for a while.
+/// A write on the non-blocking path that took longer than this per started [`PROMPT_BYTES`] has
+/// waited; the next writes then go to the blocking path.
 const PROMPT: Duration = Duration::from_millis(2);
 const PROMPT_BYTES: u32 = 64 << 10;
-/// For so many writes.
+/// Number of such writes.
 const WARY_WRITES: u32 = 32;
 
-/// What the threads of a mount share.
+/// State shared by the threads of a mount.
 #[derive(Debug)]
 pub struct Lanes {
     pub export: Arc<Export>,
-    /// Whoever has the file open, as long as it is mounted.
+    /// The client of all requests, while mounted.
     client: Arc<Client>,
     pub pool: Pool,
     pub attributes: Attributes,
-    /// Writing past the end makes the disk larger.
+    /// Writing past the end grows the disk.
     pub growable: bool,
-    /// The mount is over: what still comes fails.
+    /// The mount has ended: later requests fail.
     pub ended: AtomicBool,
     wary: AtomicU32,
 }
 
-/// How a change is answered.
+/// Reply to a change.
 pub trait ChangeReply: Send + 'static {
     fn done(self, len: u64);
     fn failed(self, errno: Errno);
@@ -44,7 +44,7 @@ pub trait ChangeReply: Send + 'static {
 
 impl ChangeReply for ReplyWrite {
     fn done(self, len: u64) {
-        // A request is never as long as 4 GiB.
+        // A request is always shorter than 4 GiB.
         self.written(len as u32);
     }
     fn failed(self, errno: Errno) {
@@ -83,7 +83,7 @@ impl Lanes {
         self.ended.load(Ordering::Relaxed)
     }
 
-    /// How much of a range lies on the disk.
+    /// Bytes of a range that lie on the disk.
     fn within(&self, at: u64, len: u64) -> u64 {
         self.export.size().saturating_sub(at).min(len)
     }
@@ -92,13 +92,13 @@ impl Lanes {
         self.export.counters().done(kind, len, began.elapsed(), ok);
     }
 
-    /// Says what failed, and how a program is told.
+    /// Logs an error and returns its errno.
     fn failure(&self, error: &vdkit_block::Error) -> Errno {
         tracing::warn!(export = self.export.name(), "{error}");
         errno_of(error)
     }
 
-    /// Reads; past the end there is nothing.
+    /// Reads; returns nothing past the end.
     pub fn read(self: &Arc<Self>, at: u64, len: u64, reply: ReplyData) {
         let began = Instant::now();
         let len = self.within(at, len);
@@ -109,7 +109,7 @@ impl Lanes {
             match self.export.read_ready(bytes, at) {
                 Some(Ok(Ready::Bytes)) => {}
                 Some(Ok(Ready::Zero)) => bytes.fill(0),
-                // The slow lane tells what is wrong.
+                // The blocking path reports the error.
                 Some(Err(_)) | None => return Some(reply),
             }
             self.export.counters().lane(true);
@@ -135,7 +135,7 @@ impl Lanes {
         });
     }
 
-    /// Writes; with `durable`, so that a power cut after the answer loses nothing of it.
+    /// Writes. With `durable`, a power cut after the answer loses nothing of it.
     pub fn write(self: &Arc<Self>, at: u64, data: &[u8], durable: bool, reply: ReplyWrite) {
         let began = Instant::now();
         if self.export.read_only() {
@@ -144,7 +144,7 @@ impl Lanes {
         let whole = data.len() as u64;
         let within = self.within(at, whole);
         if within < whole && !self.growable {
-            // As a block device: what fits is written, and where nothing fits there is no space.
+            // As on a block device: the part on the disk is written; with no such part, ENOSPC.
             if within == 0 {
                 return reply.error(Errno::ENOSPC);
             }
@@ -173,7 +173,7 @@ impl Lanes {
         self.pool.run(data.len(), move || lanes.change(at, change, durable, began, reply));
     }
 
-    /// Writes zeroes. What lies past the end is left out.
+    /// Writes zeroes, except past the end.
     pub fn zero(self: &Arc<Self>, at: u64, len: u64, may_unmap: bool, reply: ReplyEmpty) {
         let began = Instant::now();
         let lanes = Arc::clone(self);
@@ -187,7 +187,7 @@ impl Lanes {
         });
     }
 
-    /// Does a change, here; one that finds no space is kept and answered later.
+    /// Runs a change on this thread. A change that finds no space is kept and answered later.
     fn change(
         self: &Arc<Self>,
         at: u64,
@@ -218,7 +218,7 @@ impl Lanes {
         // It may have waited for a thread while the mount was ended by force.
         let apply = || self.export.apply(&self.client, &change, at, durable);
         let mut done = apply();
-        // An exchange of images under which no disk grows, and which takes a moment.
+        // A short job under which the disk cannot grow.
         while matches!(done, Err(Error::Busy { .. })) && self.export.wait_for_job() {
             done = apply();
         }
@@ -231,7 +231,7 @@ impl Lanes {
         }
     }
 
-    /// Makes everything durable.
+    /// Flushes.
     pub fn flush(self: &Arc<Self>, reply: ReplyEmpty) {
         let began = Instant::now();
         let lanes = Arc::clone(self);
@@ -241,13 +241,13 @@ impl Lanes {
         });
     }
 
-    /// Makes the disk so large.
+    /// Grows the disk to `bytes`.
     pub fn grow(self: &Arc<Self>, bytes: u64, reply: impl ChangeReply) {
         let (began, lanes) = (Instant::now(), Arc::clone(self));
         self.pool.run(0, move || lanes.change(bytes, Change::Grow, false, began, reply));
     }
 
-    /// Whether writes waited lately.
+    /// Whether recent writes waited.
     fn is_wary(&self) -> bool {
         let wary = self.wary.load(Ordering::Relaxed);
         if wary > 0 {

@@ -1,18 +1,18 @@
-//! FUSE: an export as one plain file.
+//! FUSE: serves an export as one plain file.
 //!
-//! The disk is mounted over a regular file, which then *is* the disk: it has the disk's size, and
-//! programs read, write, map and punch it. So whatever works on a raw image works on any image.
-//! What the file promises is in `docs/exports/fuse.md`.
+//! The disk is mounted over a regular file. The file then has the disk's size, and programs read,
+//! write, map and punch it, so whatever works on a raw image works on any image.
+//! `docs/exports/fuse.md` lists the file's guarantees.
 //!
 //! ```text
 //!  kernel ─► /dev/fuse ─► a few threads that read requests (fuser)
-//!               │  disk_file   what each request means
-//!               │  lanes       done where it stands, or handed to
+//!               │  disk_file   request handlers
+//!               │  lanes       run inline, or on the pool
 //!               │  pool        threads that may block
-//!               │  attributes  what stat says
+//!               │  attributes  file attributes
 //!               │  holes       SEEK_HOLE and SEEK_DATA
-//!  mount_point  the file beneath, and mounts of servers that are gone
-//!  server       mounting, serving, and the end of it
+//!  mount_point  the mounted-over file, and stale mounts
+//!  server       mounting, serving, unmounting
 //! ```
 
 mod attributes;

@@ -1,4 +1,4 @@
-//! The file beneath the mount.
+//! The file under the mount.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -11,7 +11,7 @@ use rustix::mount::UnmountFlags;
 
 use crate::attributes::Owner;
 
-/// Permissions of a mount point that is made.
+/// Permissions of a created mount point.
 const NEW_PERMISSIONS: u32 = 0o600;
 
 /// Why a disk could not be mounted.
@@ -29,29 +29,29 @@ pub enum MountError {
         /// The mount point.
         file: PathBuf,
     },
-    /// The mount point is something other than a regular file.
+    /// The mount point is not a regular file.
     #[error("{}: is no regular file, and the disk is mounted as one", file.display())]
     NotAFile {
         /// The mount point.
         file: PathBuf,
     },
-    /// The mount point cannot be looked at, or made.
+    /// The mount point cannot be examined or created.
     #[error("{}: cannot {action} the mount point: {source}", file.display())]
     Point {
         /// The mount point.
         file: PathBuf,
-        /// What was being done.
+        /// The failed operation.
         action: &'static str,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
     /// The kernel has no FUSE.
     #[error("/dev/fuse: {source}")]
     NoFuse {
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// The program that mounts for users is not there.
+    /// The helper for unprivileged mounts (fusermount) is missing.
     #[error("{}: cannot be mounted over: fusermount3 is not installed", file.display())]
     NoHelper {
         /// The mount point.
@@ -62,13 +62,13 @@ pub enum MountError {
     Mount {
         /// The mount point.
         file: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
 }
 
 impl MountError {
-    /// What mends it, where that is known.
+    /// A remedy, if known.
     pub fn hint(&self) -> Option<String> {
         Some(match self {
             Self::Stale { file } | Self::Mounted { file } => {
@@ -86,29 +86,29 @@ impl MountError {
     }
 }
 
-/// A regular file that is about to be, or is, or was mounted over. One that was made for that is
-/// removed when this is dropped, unless something is still mounted there.
+/// A regular file to be mounted over. A file created for the mount is removed on drop, unless
+/// something is still mounted there.
 #[derive(Debug)]
 pub struct MountPoint {
     path: PathBuf,
     owner: Owner,
-    /// Device and inode, where the file was made.
+    /// Device and inode, if the file was created.
     made: Option<(u64, u64)>,
 }
 
-/// How a mount came to its end.
+/// Result of unmounting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unmounted {
-    /// It is gone.
+    /// Unmounted.
     Gone,
-    /// It has no name any more; who has it open still uses it.
+    /// Detached from its path; open files stay usable.
     Detached,
-    /// It takes the help of a program with more rights.
+    /// Needs a privileged helper.
     NotAllowed,
 }
 
 impl MountPoint {
-    /// Finds the file, or makes it.
+    /// Finds or creates the file.
     pub fn prepare(path: &Path) -> Result<Self, MountError> {
         let fail =
             |action, source: io::Error| MountError::Point { file: path.to_owned(), action, source };
@@ -137,21 +137,21 @@ impl MountPoint {
         Ok(Self { path: absolute, owner: found.owner, made: made.then_some(found.identity) })
     }
 
-    /// Its absolute name.
+    /// Its absolute path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whose it is.
+    /// Its owner.
     pub fn owner(&self) -> Owner {
         self.owner
     }
 
-    /// Takes the mount away. Where it is in use it loses its name only.
+    /// Unmounts; if in use, only detaches the mount from its path.
     pub fn unmount(&self) -> io::Result<Unmounted> {
         let unmount = |how| rustix::mount::unmount(&self.path, how | UnmountFlags::NOFOLLOW);
         match unmount(UnmountFlags::empty()) {
-            // Somebody else did it meanwhile.
+            // Another process unmounted it meanwhile.
             Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(Unmounted::Gone),
             Err(Errno::PERM) => Ok(Unmounted::NotAllowed),
             Err(Errno::BUSY) => {
@@ -174,7 +174,7 @@ impl Drop for MountPoint {
     }
 }
 
-/// What is at a path, links followed.
+/// The file at a path, links followed.
 struct Found {
     kind: FileType,
     /// Something is mounted there.
@@ -185,7 +185,7 @@ struct Found {
 }
 
 fn look(path: &Path) -> Result<Found, Errno> {
-    // Of a server that is gone the kernel would answer from memory for a while.
+    // The kernel could answer from its cache for a dead server.
     let ask = AtFlags::STATX_FORCE_SYNC;
     let stat = rustix::fs::statx(CWD, path, ask, StatxFlags::BASIC_STATS)?;
     Ok(Found {

@@ -1,8 +1,8 @@
 //! Threads for requests that may block.
 //!
-//! They are made when they are needed, up to a bound, and end when there has been nothing to do
-//! for a while. What waits for a thread is bounded too, in bytes: then whoever brings more does it
-//! itself, and so stops reading requests, which is how the kernel hears that it has to wait.
+//! They are created as needed, up to a bound, and end when idle. The bytes of queued requests are
+//! bounded too: beyond the bound, the submitting thread runs its request itself. It then reads no
+//! further requests, so the kernel has to wait.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Threads at a time.
+/// Maximum threads.
 const THREADS_MAX: usize = 16;
-/// How long a thread waits for more to do.
+/// Idle time after which a thread ends.
 const IDLE: Duration = Duration::from_secs(10);
-/// Bytes of writes that may wait for a thread.
+/// Maximum bytes of queued writes.
 const WAITING_BYTES_MAX: usize = 64 << 20;
 
 type Work = Box<dyn FnOnce() + Send>;
@@ -22,10 +22,10 @@ type Work = Box<dyn FnOnce() + Send>;
 #[derive(Default)]
 struct State {
     queue: VecDeque<(usize, Work)>,
-    /// Bytes that the queue holds.
+    /// Bytes in the queue.
     bytes: usize,
     threads: usize,
-    /// Threads that wait for something to do.
+    /// Idle threads.
     idle: usize,
     closed: bool,
 }
@@ -33,13 +33,13 @@ struct State {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// There is something to do, or the end has come.
+    /// There is work, or the pool is closed.
     work: Condvar,
     /// A thread ended.
     ended: Condvar,
 }
 
-/// The threads.
+/// The pool.
 #[derive(Default)]
 pub struct Pool {
     shared: Arc<Shared>,
@@ -52,8 +52,8 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Does it on another thread, or here and now where too much waits. `bytes` is the memory that
-    /// it holds.
+    /// Runs `work` on another thread, or on this one if too much is queued. `bytes` is the memory
+    /// that it holds.
     pub fn run(&self, bytes: usize, work: impl FnOnce() + Send + 'static) {
         let mut state = self.shared.state.lock();
         if state.closed || (state.bytes > 0 && state.bytes + bytes > WAITING_BYTES_MAX) {
@@ -79,7 +79,8 @@ impl Pool {
         self.shared.work.notify_one();
     }
 
-    /// Takes no more work, and waits at most so long for what there is. Whether all was done.
+    /// Takes no more work, and waits at most `patience` for queued work. Returns whether all was
+    /// done.
     pub fn close(&self, patience: Duration) -> bool {
         let end = Instant::now() + patience;
         let mut state = self.shared.state.lock();
@@ -134,7 +135,7 @@ mod tests {
         let done = Arc::new(AtomicUsize::new(0));
         let (here, there) = mpsc::sync_channel::<()>(0);
         let there = Arc::new(Mutex::new(there));
-        // As many as there are threads wait for each other: all must run at once.
+        // The barrier needs all threads at once.
         let gate = Arc::new(std::sync::Barrier::new(THREADS_MAX));
         for _ in 0..THREADS_MAX {
             let (gate, done) = (gate.clone(), done.clone());
@@ -154,7 +155,7 @@ mod tests {
         drop(here);
         assert!(pool.close(Duration::from_secs(60)));
         assert_eq!(done.load(Ordering::SeqCst), THREADS_MAX + 1);
-        // And afterwards whoever comes does it itself.
+        // After closing, the submitting thread runs the work itself.
         let me = std::thread::current().id();
         let (tell, hear) = mpsc::channel();
         pool.run(0, move || tell.send(std::thread::current().id()).unwrap());

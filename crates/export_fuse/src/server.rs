@@ -1,4 +1,4 @@
-//! Mounting, serving, and the end of it.
+//! Mounting, serving, and unmounting.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,48 +19,47 @@ use crate::disk_file::DiskFile;
 use crate::lanes::Lanes;
 use crate::mount_point::{MountError, MountPoint, Unmounted};
 
-/// Threads that read requests: with one a processor they do the fast lane beside each other; more
-/// only wake each other up.
+/// Threads that read requests. One per processor runs non-blocking requests in parallel; more only
+/// wake each other up.
 const READERS_MAX: usize = 8;
 const READERS_MIN: usize = 2;
-/// What was begun has so long at least, even where patience is over.
+/// Minimum time for started requests at the end, even if `patience` is over.
 const LAST_WORK: Duration = Duration::from_secs(1);
 
-/// How a disk is mounted.
+/// Options of a mount.
 #[derive(Clone, Debug, Default)]
 pub struct ServerOptions {
-    /// Other users than the one who mounts may use the file, as its permissions allow.
+    /// Other users may access the file, as its permissions allow.
     pub allow_other: bool,
-    /// Writing past the end, and setting a larger size, makes the disk larger.
+    /// Writing past the end, and setting a larger size, grows the disk.
     pub growable: bool,
 }
 
-/// What became of the users of a mount at its end.
+/// How the end of a mount affected its users.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// All of them were done.
+    /// The file was not open any more.
     Clean,
-    /// Somebody still had the file open when patience ran out; what they do with it from now on
-    /// fails.
+    /// The file was still open at the timeout; further access fails.
     InUse,
 }
 
-/// A mounted disk. Dropping it without [`Server::stop`] unmounts it and waits for nobody.
+/// A mounted disk. Dropping it without [`Server::stop`] unmounts it without waiting.
 #[derive(Debug)]
 pub struct Server {
     lanes: Arc<Lanes>,
     point: MountPoint,
     unmounter: SessionUnmounter,
-    /// Nothing once it has been seen to its end.
+    /// `None` after it was joined.
     session: Option<JoinHandle<io::Result<()>>>,
     ended: mpsc::Receiver<()>,
-    /// The kernel's switch that ends the connection.
+    /// The kernel's file that aborts the connection.
     abort: Option<PathBuf>,
 }
 
 impl Server {
-    /// Mounts an export over a regular file. A file that does not exist is made, and removed at
-    /// the end. The disk can be used when this returns.
+    /// Mounts an export over a regular file. A missing file is created, and removed at the end. On
+    /// return the disk is usable.
     ///
     /// # Errors
     /// See [`MountError`].
@@ -97,11 +96,11 @@ impl Server {
             .name("fuse".to_owned())
             .spawn(move || {
                 let done = session.run();
-                // What is still kept for the mount must not be done over what others write.
+                // Changes still kept for the mount must not overwrite later writes.
                 served.export.forget(&client);
-                // With a descriptor left, the kernel would wait for answers.
+                // The kernel would wait for answers while a descriptor is open.
                 device.lock().take();
-                // Nobody listens any more where patience ran out.
+                // After a timeout there is no receiver.
                 let _ = tell.send(());
                 done
             })
@@ -113,18 +112,18 @@ impl Server {
         Ok(Self { lanes, point, unmounter, session: Some(session), ended, abort })
     }
 
-    /// The file, by its absolute name.
+    /// The file's absolute path.
     pub fn file(&self) -> &Path {
         self.point.path()
     }
 
-    /// Whether somebody else has unmounted it.
+    /// Whether another process has unmounted it.
     pub fn finished(&self) -> bool {
         self.session.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Ends the service: the file is unmounted; who has it open may go on until `patience` is
-    /// over; what was begun is done. The export is neither flushed nor closed by this.
+    /// Ends the service. Unmounts the file, waits until it is closed (at most `patience`), and
+    /// finishes started requests. The export is neither flushed nor closed.
     ///
     /// # Errors
     /// The system refuses to unmount.
@@ -142,8 +141,8 @@ impl Server {
                 tracing::warn!("{}: {error}", self.point.path().display());
             }
         } else if let Some(abort) = &self.abort {
-            // Who waits for an answer hears of the end at once. Where this does not work, the end
-            // of the process does it.
+            // Waiting processes get an error at once. If this fails, the end of this process has
+            // the same effect.
             let _ = std::fs::write(abort, "1");
         }
         let rest = end.saturating_duration_since(Instant::now()).max(LAST_WORK);
@@ -167,8 +166,8 @@ impl Drop for Server {
     }
 }
 
-/// Whether the kernel has ended the connection: unmounted by force, or aborted. An error says so
-/// also while nobody reads from the device.
+/// Whether the kernel has closed the connection: a forced unmount, or an abort. POLLERR shows it
+/// even if no thread reads from the device.
 fn is_cut_off(device: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(device, PollFlags::empty())];
     let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
@@ -195,8 +194,8 @@ fn config_of(export: &Export, options: &ServerOptions) -> Config {
     }
     let processors = std::thread::available_parallelism().map_or(READERS_MIN, usize::from);
     config.n_threads = Some(processors.clamp(READERS_MIN, READERS_MAX));
-    // Each thread with a descriptor of its own, where the device lets this user open it. (The
-    // first one may come from the helper that mounts for users.)
+    // Each thread gets its own descriptor, if this user may open the device. (The first one may
+    // come from fusermount.)
     let open = std::fs::OpenOptions::new().read(true).write(true).open("/dev/fuse");
     config.clone_fd = open.is_ok();
     config

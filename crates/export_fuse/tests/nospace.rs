@@ -63,10 +63,10 @@ impl Mounted {
         std::thread::spawn(move || file.write_all_at(&[5; 4096], at))
     }
 
-    /// Has so much kept that whoever has more to keep waits on a thread.
+    /// Fills the kept bytes, so that the next change to keep blocks its thread.
     fn brim(&self) {
         let error = Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() };
-        // Pages that nothing has touched.
+        // Untouched pages.
         let kept = Change::Write(vec![0; 256 << 20]);
         self.export.keep(kept, 512 * MIB, false, error, Box::new(|_| {}));
     }
@@ -100,8 +100,7 @@ fn a_sync_waits_for_space() {
     mounted.end();
 }
 
-/// Making a file longer needs space as any write does: for the bytes and, where the disk's tables grow
-/// with it, for them.
+/// Growing a file needs space as a write does: for the bytes and for larger tables.
 #[test]
 fn a_growth_waits_for_space() {
     if !require_fuse() {
@@ -113,14 +112,14 @@ fn a_growth_waits_for_space() {
     let appending = mounted.write_in_vain(MIB + 4096);
     mounted.wait_for(1);
     assert!(!appending.is_finished());
-    // Reads go on.
+    // Reads continue.
     mounted.open().read_exact_at(&mut [0; 512], 0).unwrap();
     mounted.faulty.heal();
     mounted.export.resume();
     appending.join().unwrap().unwrap();
     assert_eq!(mounted.export.size(), MIB + 8192);
     mounted.fill();
-    // A first level table for 1 TiB does not fit into its cluster any more.
+    // The L1 table for 1 TiB does not fit into its cluster any more.
     let file = mounted.open();
     let truncating = std::thread::spawn(move || file.set_len(1 << 40));
     mounted.wait_for(1);
@@ -135,8 +134,8 @@ fn a_growth_waits_for_space() {
     mounted.end();
 }
 
-/// What was kept for the mount is not written over what others wrote since, whether there was room
-/// to keep it or it waited for some.
+/// Writes kept for the mount must not overwrite later data, whether they were kept or still waited
+/// to be kept.
 #[test]
 fn a_mount_that_ends_by_force_takes_its_writes_along() {
     if !require_fuse() {
@@ -149,7 +148,7 @@ fn a_mount_that_ends_by_force_takes_its_writes_along() {
         if brim {
             mounted.brim();
         }
-        // More than there are threads.
+        // More than the threads.
         let writing: Vec<_> = (1..40).map(|at| mounted.write_in_vain(at * MIB)).collect();
         if brim {
             std::thread::sleep(Duration::from_millis(300));

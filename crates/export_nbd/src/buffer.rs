@@ -1,17 +1,16 @@
-//! Memory for the bytes of one request, used again for the next.
+//! Reusable buffers for request data.
 
 use parking_lot::Mutex;
 use vdkit_storage::AlignedBuf;
 
-/// A page: the kernel copies faster from and to where its own pages begin and end, and direct I/O
-/// needs no copy of its own.
+/// Page alignment makes the kernel's copies faster and avoids a bounce buffer in direct I/O.
 const ALIGN: usize = 4096;
-/// The least that is allocated.
+/// Minimum allocation.
 const BYTES_MIN: usize = 64 << 10;
-/// The most that is kept.
+/// Maximum size of an idle buffer.
 const KEPT_BYTES_MAX: usize = 1 << 20;
 
-/// A buffer that is zeroed when it is made and never again.
+/// A buffer that is zeroed only when allocated.
 #[derive(Debug, Default)]
 pub struct Buffer {
     memory: Option<AlignedBuf>,
@@ -19,11 +18,11 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Room for so many bytes, with arbitrary content.
+    /// Space for `len` bytes, with undefined content.
     pub fn room(&mut self, len: usize) -> &mut [u8] {
         self.len = len;
         if self.memory.as_ref().is_some_and(|memory| memory.len() < len) {
-            // Not two at once.
+            // Free the old one first, so that two never coexist.
             self.memory = None;
         }
         let memory = self
@@ -32,27 +31,26 @@ impl Buffer {
         &mut memory[..len]
     }
 
-    /// What was put into the last room.
+    /// The bytes of the last [`Buffer::room`].
     pub fn bytes(&self) -> &[u8] {
         self.memory.as_ref().map_or(&[], |memory| &memory[..self.len])
     }
 }
 
-/// The buffers of a connection. Whoever needs one gets that which was given back last, whose bytes
-/// the processor is likeliest to have at hand: as many are in use as requests run at once, not as
-/// there are threads.
+/// The buffers of a connection, last in, first out: the last one returned is likeliest in the
+/// processor's cache. There are as many as concurrent requests, not as threads.
 #[derive(Debug, Default)]
 pub struct Buffers {
     idle: Mutex<Vec<Buffer>>,
 }
 
 impl Buffers {
-    /// One that is idle, or a new one.
+    /// An idle buffer, or a new one.
     pub fn take(&self) -> Buffer {
         self.idle.lock().pop().unwrap_or_default()
     }
 
-    /// Keeps it for the next, unless only a large request needed so much.
+    /// Returns a buffer, unless it grew for a large request.
     pub fn give_back(&self, buffer: Buffer) {
         if buffer.memory.as_ref().is_some_and(|memory| memory.len() <= KEPT_BYTES_MAX) {
             self.idle.lock().push(buffer);
@@ -75,7 +73,7 @@ mod tests {
         second.room(1);
         buffers.give_back(second);
         buffers.give_back(first);
-        // The last one first; nothing was zeroed or moved.
+        // Last in, first out; nothing was zeroed or moved.
         let mut again = buffers.take();
         assert_eq!(again.room(70_000), [7; 70_000]);
         assert_eq!((again.bytes().as_ptr(), again.bytes().len()), (address, 70_000));

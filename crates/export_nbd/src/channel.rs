@@ -1,4 +1,4 @@
-//! A connection's bytes: a socket, or one inside TLS.
+//! The byte stream of a connection: a socket, or TLS over one.
 
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -13,66 +13,66 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
 use crate::poll::{self, Lookers, Poll};
 
-/// Between two looks: some hundred nanoseconds, about as long as a look takes.
+/// Spins between two polls: some hundred nanoseconds, about as long as a poll takes.
 const SPINS: u32 = 16;
 
-/// A peer that reads makes room for more within this time. One that first sends all that it has to
-/// say does not.
+/// A peer that reads frees buffer space within this time. One that sends everything before it reads
+/// does not.
 const BRIEFLY: Duration = Duration::from_millis(2);
 
-/// A stream of bytes in both directions. One thread receives, one sends, at a time.
+/// A bidirectional byte stream. At most one thread receives and one sends at a time.
 pub trait Channel: Send + Sync + fmt::Debug {
-    /// Some bytes; none at the end.
+    /// Receives some bytes; 0 at the end.
     ///
     /// # Errors
-    /// What the socket says; `WouldBlock` after the time that was set.
+    /// Errors of the socket; `WouldBlock` after the timeout.
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
 
-    /// Some bytes where they are there already; nothing where [`Channel::recv`] may have to wait.
+    /// Receives bytes that are already there; `None` if [`Channel::recv`] may have to wait.
     ///
     /// # Errors
-    /// What the socket says.
+    /// Errors of the socket.
     fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
         let _ = buf;
         Ok(None)
     }
 
-    /// All of the bytes.
+    /// Sends all bytes.
     ///
     /// # Errors
-    /// What the socket says.
+    /// Errors of the socket.
     fn send(&self, bytes: &[u8]) -> io::Result<()>;
 
-    /// Those of the bytes that can be sent while waiting for the peer at most [`BRIEFLY`]: how many
-    /// were taken, and whether all of these have gone out. Where they have not,
-    /// [`Channel::send`] is to be called, if only with no bytes: it sends the rest first.
+    /// Sends what is possible while waiting for the peer at most [`BRIEFLY`]. Returns how many
+    /// bytes were taken, and whether these were all sent. If not, call [`Channel::send`], even with
+    /// no bytes: it sends the rest first.
     ///
     /// # Errors
-    /// What the socket says.
+    /// Errors of the socket.
     fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
         self.send(bytes).map(|()| (bytes.len(), true))
     }
 
-    /// All of a header, then all of the data behind it.
+    /// Sends a header and the data after it.
     ///
     /// # Errors
-    /// What the socket says.
+    /// Errors of the socket.
     fn send_both(&self, head: &[u8], data: &[u8]) -> io::Result<()> {
         self.send(head)?;
         self.send(data)
     }
 
-    /// How long a [`Channel::recv`] and a [`Channel::send`] may wait.
+    /// Timeout of [`Channel::recv`] and [`Channel::send`].
     ///
     /// # Errors
-    /// What the socket says.
+    /// Errors of the socket.
     fn set_timeout(&self, most: Option<Duration>) -> io::Result<()>;
 
-    /// Ends one or both directions, also for whoever is waiting in another thread.
+    /// Shuts down one or both directions; wakes threads that wait.
     fn shutdown(&self, how: Shutdown);
 
-    /// Whether the peer has left, or has ended its direction, as far as its side of the connection
-    /// tells: also where what it sent before has not been received yet. Does not wait.
+    /// Whether the peer has closed its sending direction, even if data before that is still unread.
+    /// Does not wait.
     fn has_left(&self) -> bool {
         false
     }
@@ -89,20 +89,19 @@ enum Stream {
 pub struct Socket {
     stream: Stream,
     poll: Poll,
-    /// The receiving direction was ended here, not by the peer.
+    /// The receiving direction was shut down locally, not by the peer.
     ended_here: AtomicBool,
-    /// Whoever sends waits for as long as it takes, by asking again: the kernel gives up after
-    /// [`BRIEFLY`].
+    /// Senders wait indefinitely by retrying: the kernel's timeout is [`BRIEFLY`].
     patient: AtomicBool,
 }
 
 impl Socket {
-    /// From this machine.
+    /// A Unix socket.
     pub fn unix(stream: UnixStream) -> Self {
         Self::over(Stream::Unix(stream), Lookers::usual())
     }
 
-    /// From anywhere.
+    /// A TCP socket.
     pub fn tcp(stream: TcpStream) -> Self {
         Self::over(Stream::Tcp(stream), Lookers::usual())
     }
@@ -110,7 +109,7 @@ impl Socket {
     fn over(stream: Stream, lookers: &'static Lookers) -> Self {
         let (poll, ended_here) = (Poll::new(lookers), AtomicBool::new(false));
         let socket = Self { stream, poll, ended_here, patient: AtomicBool::new(true) };
-        // One whose time cannot be set is closed: nothing could be said about its waiting.
+        // Without a timeout, waits would be unbounded: close the socket.
         if socket.wait_at_most(None, Some(BRIEFLY)).is_err() {
             socket.shutdown(Shutdown::Both);
         }
@@ -124,8 +123,7 @@ impl Socket {
         }
     }
 
-    /// Some of the bytes, those of one slice behind those of another: as many as go within the time
-    /// that the socket has, by one call.
+    /// Sends some bytes of the slices in one call, within the socket's timeout.
     fn send_some(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         let flags = SendFlags::NOSIGNAL;
         let send = || sendmsg(self.fd(), slices, &mut SendAncillaryBuffer::default(), flags);
@@ -135,7 +133,7 @@ impl Socket {
         }
     }
 
-    /// After a call that sent nothing.
+    /// Handles a call that sent nothing.
     fn wait_for_room(&self) -> io::Result<()> {
         if !self.patient.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::WouldBlock.into());
@@ -164,7 +162,7 @@ impl Socket {
         Ok(rustix::io::retry_on_intr(recv)?)
     }
 
-    /// What is there.
+    /// Receives without waiting.
     fn recv_now(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
         match self.recv_with(buf, RecvFlags::DONTWAIT) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
@@ -172,7 +170,7 @@ impl Socket {
         }
     }
 
-    /// What comes within [`poll::WINDOW`] of `began`.
+    /// Polls until [`poll::WINDOW`] after `began`.
     fn look(&self, buf: &mut [u8], began: Instant) -> io::Result<Option<usize>> {
         while began.elapsed() < poll::WINDOW {
             for _ in 0..SPINS {
@@ -244,7 +242,7 @@ impl Channel for Socket {
         if how == Shutdown::Read {
             self.ended_here.store(true, Ordering::SeqCst);
         }
-        // A peer that is gone already is no error here.
+        // The peer may be gone already.
         let _ = match &self.stream {
             Stream::Unix(stream) => stream.shutdown(how),
             Stream::Tcp(stream) => stream.shutdown(how),
@@ -253,11 +251,11 @@ impl Channel for Socket {
 
     fn has_left(&self) -> bool {
         let fd = self.fd();
-        // Where the service ends, what its clients have asked for is still done.
+        // At the end of the service, pending requests of connected clients are still served.
         let ended_here = self.ended_here.load(Ordering::SeqCst);
         let asks = if ended_here { PollFlags::empty() } else { PollFlags::RDHUP };
         let mut fds = [PollFd::new(&fd, asks)];
-        // What cannot be asked is taken to be there: receiving from it tells.
+        // If poll fails, assume that the peer is there: receiving reports errors.
         let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
         asked && fds[0].revents().intersects(asks | PollFlags::HUP | PollFlags::ERR)
     }
@@ -272,7 +270,7 @@ mod tests {
     #[test]
     fn a_header_and_its_data_arrive_whole_however_small_the_sockets_buffer() {
         let (here, there) = UnixStream::pair().unwrap();
-        // Far less than what is sent, so that a call takes a part of it.
+        // Far smaller than the data, so that each call sends a part.
         rustix::net::sockopt::set_socket_send_buffer_size(&here, 4096).unwrap();
         let (socket, data) = (Socket::unix(here), vec![7; 3_000_000]);
         let receiving = std::thread::spawn(move || {
@@ -288,7 +286,7 @@ mod tests {
         assert!(all == wanted, "{} bytes", all.len());
     }
 
-    /// A socket whose bytes have always come soon, and its peer.
+    /// A socket whose bytes have always arrived soon, and its peer.
     fn trusted() -> (Socket, UnixStream) {
         let (here, there) = UnixStream::pair().unwrap();
         let lookers = Box::leak(Box::new(Lookers::new(1)));
@@ -302,19 +300,19 @@ mod tests {
 
     #[test]
     fn bytes_are_looked_for_before_they_are_slept_for() {
-        // A look in vain takes what credit there was, and then it is slept.
+        // A failed poll uses up the credit; then the thread sleeps.
         let (socket, mut there) = trusted();
         socket.set_timeout(Some(Duration::from_millis(1))).unwrap();
         let slept = socket.recv(&mut [0; 8]).unwrap_err();
         assert_eq!(slept.kind(), io::ErrorKind::WouldBlock);
         assert!(socket.poll.look().is_none());
-        // Bytes that were there tell nothing about who sends them.
+        // Bytes that were already there give no information about the sender.
         there.write_all(b"bytes").unwrap();
         let mut buf = [0; 8];
         assert_eq!(socket.recv(&mut buf).unwrap(), 5);
         assert_eq!(&buf[..5], b"bytes");
         assert!(socket.poll.look().is_none());
-        // The look itself: bytes, and the end.
+        // The poll itself finds bytes, or the end.
         for (sent, got) in [(&b"bytes"[..], 5), (b"", 0)] {
             let (socket, mut there) = trusted();
             there.write_all(sent).unwrap();

@@ -1,7 +1,7 @@
 //! One flush for many replies.
 //!
-//! The leader does a small write that must be durable as any other: into the page cache. It answers
-//! later, together with other such writes and with FLUSH requests. See [`crate::gathered`].
+//! The leader runs a small durable write like any other: into the page cache. It answers later,
+//! together with other such writes and with FLUSH requests. See [`crate::gathered`].
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -14,27 +14,27 @@ use crate::reply::Outbox;
 use crate::session::{Session, Turn, errno_of};
 use crate::wire::{Request, command};
 
-/// A list of so many requests is committed at once.
+/// Maximum list length; a full list is committed at once.
 pub(crate) const GATHERED_MAX: usize = 256;
 
-/// So many threads of a connection commit side by side. Disks do several syncs in little more time
-/// than one, and each thread has less to wait for.
+/// Concurrent committing threads per connection. Disks do several syncs in little more time than
+/// one, and each thread waits less.
 pub(crate) const COMMITTERS: usize = 4;
 
-/// A request that is done and that is answered after a flush.
+/// A finished request that is answered after a flush.
 #[derive(Clone, Copy)]
 pub(crate) struct Unanswered {
     pub(crate) request: Request,
     pub(crate) began: Instant,
 }
 
-/// Requests that one thread commits together. The memory is used again.
+/// Requests that one thread commits together. The memory is reused.
 pub(crate) type Batch = Vec<Unanswered>;
 
 impl Session {
-    /// Called by the leader before it waits for the client: sends the replies in `out` and commits
-    /// what is gathered, unless the `needed` bytes are there after all. Returns how the leader's turn
-    /// ends where the rest is likely to take long: the caller does it after it has given the lead away.
+    /// Runs before the leader waits for the client: sends the replies in `out` and commits the
+    /// gathered requests, unless the `needed` bytes have arrived by then. If the rest may take
+    /// long, returns a [`Turn`] that the caller finishes after passing the lead.
     pub(crate) fn settle_gathered(
         &self,
         receiver: &mut Receiver,
@@ -47,7 +47,7 @@ impl Session {
             return self.settle_sending(out);
         }
         let brief = self.is_brief(command::FLUSH);
-        // A client with one request under way sends nothing before the reply.
+        // A client with a single outstanding request sends nothing before the reply.
         let alone = gathered == 1 && brief;
         let tries = gathered < GATHERED_MAX && !alone;
         if let Some(needed) = needed.filter(|_| tries)
@@ -67,7 +67,7 @@ impl Session {
                 return self.settle_sending(out);
             }
         }
-        // No space: the batch is kept by a thread that may wait until that is possible.
+        // No space: a thread that may wait keeps the batch.
         Ok(Some(Turn::Commit))
     }
 
@@ -76,8 +76,8 @@ impl Session {
         Ok((!sent).then_some(Turn::Send))
     }
 
-    /// Commits a batch that [`Gathered::begin`](crate::gathered::Gathered::begin) gave, and then
-    /// what other threads have gathered meanwhile. For a thread that does not lead.
+    /// Commits a batch from [`Gathered::begin`](crate::gathered::Gathered::begin), and then what
+    /// other threads gathered meanwhile. Not for the leader.
     pub(crate) fn commit_beside(&self, batch: &mut Batch, out: &mut Outbox) {
         let mut commit_all = || -> io::Result<()> {
             self.replier.send_all(out)?;
@@ -96,8 +96,8 @@ impl Session {
         }
     }
 
-    /// Makes the requests of a batch durable and gathers their replies, with the error where that
-    /// fails. Where it found no space, nothing was done and the error is returned.
+    /// Flushes a batch and gathers its replies, with the error on failure. If the flush found no
+    /// space, gathers none and returns the error.
     fn commit(&self, batch: &mut Batch, out: &mut Outbox) -> Option<Error> {
         let start = Instant::now();
         let done = self.export.flush();
@@ -124,7 +124,7 @@ impl Session {
         None
     }
 
-    /// Notes how long a request took in a thread that may block.
+    /// Records how long a request took on a thread that may block.
     pub(crate) fn note_took(&self, command: u16, took: Duration) {
         if let Some(cell) = self.took.get(usize::from(command)) {
             cell.store(took.as_nanos() as u64, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! What block status tells: allocation, depth of the chain, dirty bitmaps.
+//! Metadata contexts of block status: allocation, depth of the chain, dirty bitmaps.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -11,8 +11,8 @@ const ALLOCATION: &str = "base:allocation";
 const DEPTH: &str = "qemu:allocation-depth";
 const BITMAP: &str = "qemu:dirty-bitmap:";
 
-/// Pieces of the image's map that are walked for one reply. Neighbours are joined, so a reply of few
-/// runs can stand for any number of pieces; the protocol lets a reply describe less than was asked.
+/// Maximum map extents walked per reply. Neighbours are merged, so a reply with few runs may cover
+/// any number of extents. The protocol lets a reply describe less than requested.
 const EXTENTS_MAX: usize = 64 << 10;
 
 /// Flags of `base:allocation`.
@@ -21,23 +21,24 @@ const ZERO: u64 = 2;
 /// Flag of `qemu:dirty-bitmap`.
 const DIRTY: u64 = 1;
 
-/// What a context tells about.
+/// A metadata context.
 #[derive(Clone, Debug)]
 pub enum Context {
     /// `base:allocation`: whether bytes are allocated, and whether they read as zero.
     Allocation,
-    /// `qemu:allocation-depth`: 0 nowhere, 1 in the image itself, n in the one n-1 beneath it.
+    /// `qemu:allocation-depth`: 0 for unallocated, 1 for the image itself, n for its (n-1)th
+    /// backing image.
     Depth,
-    /// `qemu:dirty-bitmap:NAME`: what the bitmap has marked.
+    /// `qemu:dirty-bitmap:NAME`: dirty ranges.
     Bitmap(BitmapView),
 }
 
-/// A bitmap as it was when the client first asked about it, so that one backup sees one state.
+/// A bitmap as of the client's first query, so that one backup sees one state.
 #[derive(Clone, Debug)]
 pub struct BitmapView {
     name: String,
-    /// The image that has it. One that is served later, after a commit or a snapshot, may have none, or
-    /// another one of the same name.
+    /// The image that holds it. After a commit or a snapshot the served image may have no such
+    /// bitmap, or another of the same name.
     image: String,
     dirty: Arc<OnceLock<Vec<Range<u64>>>>,
 }
@@ -67,7 +68,7 @@ impl BitmapView {
 }
 
 impl Context {
-    /// The name on the wire.
+    /// The name in the protocol.
     pub fn name(&self) -> String {
         match self {
             Self::Allocation => ALLOCATION.to_owned(),
@@ -76,12 +77,12 @@ impl Context {
         }
     }
 
-    /// Calls `found` with length and flags of each run from `at` on, neighbours joined, until the
-    /// range ends, `found` has enough and says `false`, or so much of the map has been walked that the
-    /// disk must be given back.
+    /// Calls `found` with length and flags of each run from `at`, neighbours merged. Ends at the
+    /// end of the range, when `found` returns `false`, or after the maximum number of extents, so
+    /// that the disk is unlocked in between.
     ///
     /// # Errors
-    /// Damage, and what storages return.
+    /// Damage; errors of storages.
     pub fn status(
         &self,
         disk: &Disk,
@@ -112,7 +113,7 @@ impl Context {
                     let extent = extent?;
                     let flags = match (self, extent.place) {
                         (Self::Depth, DiskPlace::Hole) => 0,
-                        // What a shorter image hides beneath its end is allocated nowhere.
+                        // Bytes hidden by the end of a shorter image are unallocated.
                         (Self::Depth, DiskPlace::Zero { allocated: false }) if extent.depth > 0 => {
                             0
                         }
@@ -133,7 +134,7 @@ impl Context {
     }
 }
 
-/// Joins neighbours.
+/// Merges neighbours.
 struct Runs<'a> {
     found: &'a mut dyn FnMut(u64, u64) -> bool,
     len: u64,
@@ -161,8 +162,9 @@ impl Runs<'_> {
     }
 }
 
-/// The contexts of an export that queries ask for, each once. Setting takes exact names only;
-/// listing takes `namespace:` and `qemu:dirty-bitmap:` for all beneath, and no query for all.
+/// The contexts of an export that match the queries, each once. Setting takes exact names only.
+/// Listing also takes the prefixes `namespace:` and `qemu:dirty-bitmap:`, and an empty list for
+/// all.
 pub fn matching(export: &Export, queries: &[String], setting: bool) -> Vec<Context> {
     let image = export.filename();
     let bitmap =

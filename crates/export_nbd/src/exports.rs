@@ -4,23 +4,22 @@ use std::sync::Arc;
 
 use vdkit_export::Export;
 
-/// Exports by name. The first one answers to the empty name too, which clients ask for when their
-/// user named none.
+/// Exports by name. The first one also answers to the empty name, which clients request by default.
 #[derive(Clone, Debug, Default)]
 pub struct Exports(Vec<Arc<Export>>);
 
 impl Exports {
-    /// These.
+    /// A server's exports; the first is the default.
     pub fn new(exports: Vec<Arc<Export>>) -> Self {
         Self(exports)
     }
 
-    /// All of them, in the order given.
+    /// All exports, in the order given.
     pub fn all(&self) -> &[Arc<Export>] {
         &self.0
     }
 
-    /// The one of a name.
+    /// The export with a name.
     pub fn find(&self, name: &str) -> Option<Arc<Export>> {
         let named = self.0.iter().find(|export| export.name() == name);
         named.or_else(|| self.0.first().filter(|_| name.is_empty())).cloned()

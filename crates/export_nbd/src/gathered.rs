@@ -1,11 +1,10 @@
-//! Requests that are done and are answered after the next flush.
+//! Finished requests that are answered after the next flush.
 //!
-//! The leader adds a request here when its write has returned. Before the leader waits for the
-//! client, it takes all requests and commits them: one flush, then all replies. Meanwhile the next
-//! leader gathers more. Up to `committers` threads commit side by side; one that has sent its
-//! replies takes what was gathered since. So a few threads serve any number of requests. With all
-//! of them busy the leader goes on adding, until the list is full: then it commits, too, so that
-//! the list is bounded.
+//! The leader adds a request when its write has returned. Before the leader waits for the client,
+//! it takes all requests and commits them: one flush, then all replies. Meanwhile the next leader
+//! adds more. Up to `committers` threads commit concurrently; a thread that has sent its replies
+//! takes what was added since. So a few threads serve any number of requests. If all are busy, the
+//! leader keeps adding until the list is full. Then it commits too, which bounds the list.
 //!
 //! A thread flushes after it has taken the list, so the flush covers each write in the list.
 //!
@@ -27,24 +26,24 @@ struct State<R> {
 }
 
 impl<R> Gathered<R> {
-    /// An empty list, which is full with `full` requests.
+    /// An empty list with a capacity of `full` requests.
     pub fn new(full: usize, committers: usize) -> Self {
         let state = State { requests: Vec::new(), committing: 0 };
         Self { state: Mutex::new(state), full, committers }
     }
 
-    /// Adds a request. Its write has returned.
+    /// Adds a request. Its write must have returned.
     pub fn add(&self, request: R) {
         self.state.lock().requests.push(request);
     }
 
-    /// How many requests there are.
+    /// Number of requests.
     pub fn len(&self) -> usize {
         self.state.lock().requests.len()
     }
 
-    /// Takes all requests into the empty `batch`, for a caller that commits them now. Returns
-    /// `false` where there are none, or where a committing thread will take them.
+    /// Takes all requests into the empty `batch`; the caller must commit them now. Returns `false`
+    /// if there are none, or a committing thread will take them.
     pub fn begin(&self, batch: &mut Vec<R>) -> bool {
         let mut state = self.state.lock();
         let takes = !state.requests.is_empty()
@@ -56,12 +55,12 @@ impl<R> Gathered<R> {
         takes
     }
 
-    /// Ends a commit. Takes what was added meanwhile into the empty `batch`, for the next commit of
-    /// the same thread; returns `false` where there is nothing.
+    /// Ends a commit. Takes requests added meanwhile into the empty `batch`, for the same thread's
+    /// next commit. Returns `false` if there are none.
     pub fn next(&self, batch: &mut Vec<R>) -> bool {
         let mut state = self.state.lock();
         if state.requests.is_empty() {
-            // Under the same lock: nobody counts on this thread for what is added from now on.
+            // Under the same lock: later requests do not rely on this thread.
             state.committing -= 1;
             return false;
         }

@@ -1,7 +1,7 @@
-//! From a connection to an export: fixed newstyle negotiation.
+//! Fixed newstyle negotiation: from a connection to an export.
 //!
-//! A peer here is a stranger. It has [`HANDSHAKE_TIME`] in all and [`OPTIONS_MAX`] options, none
-//! longer than [`OPTION_BYTES_MAX`], and nothing is kept of what it sent but what it chose.
+//! The peer is untrusted. It has [`HANDSHAKE_TIME`] in all and [`OPTIONS_MAX`] options, none longer
+//! than [`OPTION_BYTES_MAX`], and only its choices are stored.
 
 use std::io;
 use std::sync::Arc;
@@ -14,40 +14,40 @@ use crate::contexts::{self, Context};
 use crate::exports::Exports;
 use crate::wire::{self, answer, flag, handshake, info, option};
 
-/// From the first byte to the end of the negotiation.
+/// Time limit of the negotiation, from the first byte.
 pub const HANDSHAKE_TIME: Duration = Duration::from_secs(15);
-/// Options of one handshake.
+/// Maximum options per handshake.
 const OPTIONS_MAX: u32 = 1024;
-/// Data of one option: names and queries.
+/// Maximum data of one option: names and queries.
 const OPTION_BYTES_MAX: u32 = 64 << 10;
-/// The size in which requests go best: a page, and what file systems allocate.
+/// Preferred request size: a page, and the unit of allocation of file systems.
 const PREFERRED_BYTES: u32 = 4096;
 
-/// What was agreed.
+/// Result of a negotiation.
 #[derive(Debug)]
 pub struct Agreed {
     pub export: Arc<Export>,
-    /// Replies in chunks.
+    /// Structured replies.
     pub structured: bool,
-    /// 64-bit lengths; implies `structured`.
+    /// Extended headers with 64-bit lengths; implies `structured`.
     pub extended: bool,
-    /// What block status tells, in the order of the ids, which are the indexes.
+    /// Metadata contexts for block status; the index is the id.
     pub contexts: Vec<Context>,
 }
 
-/// How a handshake went on or ended.
+/// End of a negotiation phase.
 #[derive(Debug)]
 pub enum Outcome {
-    /// To transmission.
+    /// Go to the transmission phase.
     Go(Box<Agreed>),
-    /// TLS is to begin on this connection, and the handshake anew within it.
+    /// Start TLS on this connection and negotiate again within it.
     StartTls,
-    /// The client left, or was sent away.
+    /// The connection ended.
     End,
 }
 
 impl Outcome {
-    /// What was agreed, where the handshake came so far.
+    /// The agreement, if the negotiation succeeded.
     pub fn agreed(self) -> Option<Box<Agreed>> {
         match self {
             Self::Go(agreed) => Some(agreed),
@@ -56,14 +56,14 @@ impl Outcome {
     }
 }
 
-/// What TLS means here.
+/// State of TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsState {
-    /// The server has none.
+    /// Not offered by the server.
     None,
-    /// The server insists on it, and it has not begun.
+    /// Required by the server, and not started.
     Required,
-    /// It has begun.
+    /// Active.
     Active,
 }
 
@@ -75,7 +75,7 @@ pub struct Handshake<'a> {
     until: Instant,
     structured: bool,
     extended: bool,
-    /// The export that contexts were chosen for.
+    /// The export and contexts chosen by NBD_OPT_SET_META_CONTEXT.
     chosen: Option<(String, Vec<Context>)>,
     no_zeroes: bool,
 }
@@ -84,7 +84,7 @@ fn bad(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
 
-/// Takes an option's data apart.
+/// Parser of an option's data.
 struct Data<'d>(&'d [u8]);
 
 impl<'d> Data<'d> {
@@ -102,7 +102,7 @@ impl<'d> Data<'d> {
         self.take(4).map(|b| wire::be32(b, 0))
     }
 
-    /// A string with its length before it.
+    /// A string with a length prefix.
     fn string(&mut self) -> Option<String> {
         let len = self.u32().filter(|len| *len <= wire::STRING_MAX)?;
         String::from_utf8(self.take(len as usize)?.to_vec()).ok()
@@ -110,7 +110,7 @@ impl<'d> Data<'d> {
 }
 
 impl<'a> Handshake<'a> {
-    /// A negotiation that begins now. `until`: when the peer's time is over.
+    /// A negotiation that starts now, with a deadline `until`.
     pub fn new(
         channel: &'a dyn Channel,
         exports: &'a Exports,
@@ -140,7 +140,7 @@ impl<'a> Handshake<'a> {
             match self.channel.recv(&mut buf[done..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(got) => done += got,
-                // The time of one wait is over, perhaps not that of the whole.
+                // The socket timeout has passed, but perhaps not the deadline.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
@@ -148,11 +148,10 @@ impl<'a> Handshake<'a> {
         Ok(())
     }
 
-    /// Negotiates. `greet`: the server's first words are still to be said (they are not repeated
-    /// within TLS).
+    /// Negotiates. `greet`: send the server's greeting first (it is not repeated within TLS).
     ///
     /// # Errors
-    /// What the socket says; `InvalidData` for what breaks the protocol; `TimedOut`.
+    /// Errors of the socket; `InvalidData` for protocol errors; `TimedOut`.
     pub fn run(mut self, greet: bool) -> io::Result<Outcome> {
         if greet {
             self.greet()?;
@@ -165,7 +164,7 @@ impl<'a> Handshake<'a> {
             }
             let (option, len) = (wire::be32(&head, 8), wire::be32(&head, 12));
             if len > OPTION_BYTES_MAX {
-                // It may be a mistake: skip it, within reason and time.
+                // Perhaps a mistake: skip it, within limits.
                 self.skip(len)?;
                 self.reply(option, answer::TOO_BIG, b"at most 64 KiB of data to an option")?;
                 continue;
@@ -213,7 +212,7 @@ impl<'a> Handshake<'a> {
         Ok(())
     }
 
-    /// Sends within the peer's time: one that does not read must not hold us either.
+    /// Sends before the deadline: a peer that does not read must not block us.
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -255,7 +254,7 @@ impl<'a> Handshake<'a> {
         match option {
             option::EXPORT_NAME => self.export_name(data).map(Some),
             option::ABORT => {
-                // The client may be gone before it hears this.
+                // The client may be gone already.
                 let _ = self.reply(option, answer::ACK, b"");
                 Ok(Some(Outcome::End))
             }
@@ -353,12 +352,12 @@ impl<'a> Handshake<'a> {
         }))
     }
 
-    /// NBD_OPT_EXPORT_NAME: no answer but the export, or the end.
+    /// NBD_OPT_EXPORT_NAME: the reply is the export, or the end of the connection.
     fn export_name(&mut self, data: &[u8]) -> io::Result<Outcome> {
         let found = std::str::from_utf8(data).ok().and_then(|name| self.exports.find(name));
         let Some(export) = found else { return Ok(Outcome::End) };
         if self.extended {
-            // It cannot be told so; see "NBD_OPT_EXTENDED_HEADERS".
+            // This option has no error reply; see "NBD_OPT_EXTENDED_HEADERS".
             return Ok(Outcome::End);
         }
         let mut out = Vec::with_capacity(134);
@@ -411,7 +410,7 @@ impl<'a> Handshake<'a> {
     fn meta_context(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Outcome>> {
         let setting = option == option::SET_META_CONTEXT;
         if setting {
-            // A failure leaves none chosen.
+            // A failure clears the previous choice.
             self.chosen = None;
         }
         if !self.structured {
@@ -432,7 +431,7 @@ impl<'a> Handshake<'a> {
         };
         let found = contexts::matching(&export, &queries, setting);
         for (id, context) in found.iter().enumerate() {
-            // Ids mean something only where contexts are set.
+            // Ids are significant only when contexts are set.
             let mut out = if setting { id as u32 } else { 0 }.to_be_bytes().to_vec();
             out.extend(context.name().as_bytes());
             self.reply(option, answer::META_CONTEXT, &out)?;

@@ -1,4 +1,4 @@
-//! Requests that found no space: the export keeps them, and they are answered late.
+//! Requests that found no space: the export keeps them, and they are answered later.
 
 use std::net::Shutdown;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::reply::{Outbox, Replier};
 use crate::session::{Session, errno_of};
 use crate::wire::{Request, command, request_flag};
 
-/// A reply: the request, and what went wrong.
+/// A reply: the request and its error.
 struct LateReply {
     request: Request,
     error: Option<Arc<(u32, String)>>,
 }
 
-/// Answers what waited for space; see [`crate::late`].
+/// Answers requests that waited for space; see [`crate::late`].
 pub(crate) struct LateReplies {
     late: Late<LateReply>,
     replier: Arc<Replier>,
@@ -46,8 +46,8 @@ impl LateReplies {
             tracing::warn!(
                 "cannot start a thread for late replies, so the connection ends: {error}"
             );
-            // A client that is never answered would wait for ever. Nothing waits to send from here
-            // on, so this thread may do it.
+            // An unanswered client would wait for ever. After the shutdown no send blocks, so this
+            // thread may send.
             self.channel.shutdown(Shutdown::Both);
             self.send();
         }
@@ -62,19 +62,19 @@ impl LateReplies {
                     Some(error) => self.replier.put_error(&mut out, &request, error.0, &error.1),
                 }
             }
-            // The replies of a client that is gone are lost.
+            // Replies to a disconnected client are lost.
             let _ = self.replier.send_all(&mut out);
         }
     }
 
-    /// Waits until all of them have been sent, or cannot be.
+    /// Waits until all replies have been sent, or cannot be.
     pub(crate) fn wait(&self) {
         self.late.wait();
     }
 }
 
 impl Session {
-    /// Whether the export is to keep a request that failed so.
+    /// Whether the export keeps a request that failed with `error`.
     pub(crate) fn is_to_be_kept(&self, request: &Request, error: &Error) -> bool {
         let changes = [command::WRITE, command::WRITE_ZEROES, command::TRIM];
         changes.contains(&request.command) && self.export.keeps(error)
@@ -88,7 +88,7 @@ impl Session {
                 let may_unmap = !request.has(request_flag::NO_HOLE);
                 Change::Zero { len: request.len, may_unmap }
             }
-            // Trimming is a hint: only that which makes it durable can find no space.
+            // Trimming is a hint: only its flush can run out of space.
             _ => Change::Flush { requests: 1 },
         };
         let batch = vec![Unanswered { request: *request, began }];

@@ -1,8 +1,8 @@
 //! Replies to requests that waited for space.
 //!
-//! The thread that makes such a change serves all clients, and so does the one that ends the
-//! service: neither may wait for a client that does not read. So they add the reply here, and a
-//! thread of its own sends what is here; it is there only while there are some.
+//! The thread that retries changes serves all clients, and so does the one that ends the service:
+//! neither may wait for a client that does not read. So they add replies here, and a separate
+//! thread sends them. That thread exists only while there are replies.
 //!
 //! `tests/model` runs this file in every order of its steps.
 
@@ -22,25 +22,25 @@ struct State<R> {
 }
 
 impl<R> Late<R> {
-    /// No replies.
+    /// An empty list.
     pub fn new() -> Self {
         let state = State { replies: Vec::new(), sending: false };
         Self { state: Mutex::new(state), ended: Condvar::new() }
     }
 
-    /// Adds replies. Where it returns `true`, the caller starts the thread that sends them.
+    /// Adds replies. If it returns `true`, the caller must start the sending thread.
     pub fn add(&self, replies: impl IntoIterator<Item = R>) -> bool {
         let mut state = self.state.lock();
         state.replies.extend(replies);
         !std::mem::replace(&mut state.sending, true)
     }
 
-    /// Takes all replies into the empty `batch`, for the thread that sends them. Where it returns
-    /// `false`, there are none, and the thread ends.
+    /// Takes all replies into the empty `batch`, for the sending thread. If it returns `false`,
+    /// there are none and the thread ends.
     pub fn take(&self, batch: &mut Vec<R>) -> bool {
         let mut state = self.state.lock();
         if state.replies.is_empty() {
-            // Under the same lock: whoever adds one from now on starts a thread.
+            // Under the same lock: the next thread to add a reply starts a sending thread.
             state.sending = false;
             self.ended.notify_all();
             return false;

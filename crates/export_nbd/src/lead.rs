@@ -1,18 +1,18 @@
-//! The lead of a connection: which of its threads takes requests.
+//! The lead of a connection: which of its threads receives requests.
 //!
-//! One thread at a time leads: it holds the lock around the receiving side. A leader that is about
-//! to block gives the lead away with [`Lead::pass`], which makes sure that another thread leads: one
-//! that waits for the lead, or a new one. With the maximum of threads busy nobody leads until one of
-//! them comes back.
+//! One thread at a time leads: it holds the lock around the receiving side. Before a leader blocks,
+//! it calls [`Lead::pass`], which makes sure that another thread leads: one that waits for the
+//! lead, or a new one. If the maximum number of threads is busy, no thread leads until one of them
+//! returns.
 //!
 //! `tests/model` runs this file in every order of its steps.
 
 use crate::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering};
 
-/// The lead; `T` is what the leader alone uses.
+/// The lead; `T` is the leader's own data.
 pub struct Lead<T> {
     leader: Mutex<T>,
-    /// Threads that want the lead and do not have it.
+    /// Threads that wait for the lead.
     waiting: AtomicUsize,
     threads: AtomicUsize,
     threads_max: usize,
@@ -31,20 +31,20 @@ impl<T> Lead<T> {
         }
     }
 
-    /// Waits for the lead. Nothing after [`Lead::close`]: the thread ends.
+    /// Waits for the lead. `None` after [`Lead::close`]: the thread must end.
     pub fn take(&self) -> Option<MutexGuard<'_, T>> {
-        // Before the lock: a leader that passes the lead must see who waits for it.
+        // Before locking: a leader that passes the lead must see waiting threads.
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let leader = self.leader.lock();
         self.waiting.fetch_sub(1, Ordering::SeqCst);
         if self.closed.load(Ordering::SeqCst) { None } else { Some(leader) }
     }
 
-    /// Gives the lead away before the calling thread blocks. `spawn` starts a thread that calls
-    /// [`Lead::take`], or returns `false` where it cannot. Returns whether another thread leads
-    /// from now on; otherwise nobody does until a thread comes back.
+    /// Passes the lead before the calling thread blocks. `spawn` starts a thread that calls
+    /// [`Lead::take`]; it returns `false` on failure. Returns whether another thread will lead;
+    /// otherwise no thread leads until one returns.
     pub fn pass(&self, leader: MutexGuard<'_, T>, spawn: impl FnOnce() -> bool) -> bool {
-        // While the lead is held nobody who waits can get it, so this counts all of them.
+        // While the lead is held, no waiting thread can take it, so the count is complete.
         let waits = self.waiting.load(Ordering::SeqCst) > 0;
         drop(leader);
         if waits {
@@ -57,8 +57,8 @@ impl<T> Lead<T> {
         false
     }
 
-    /// Ends the connection: no thread leads from now on. The leader calls it while it leads.
-    /// Another thread that calls it makes sure that the leader's receiving ends.
+    /// Closes the connection: no thread leads from now on. Called by the leader; any other caller
+    /// must make sure that the leader's receive ends.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }

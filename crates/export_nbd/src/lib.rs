@@ -1,24 +1,24 @@
-//! NBD: an export as a network block device.
+//! NBD: serves an export as a network block device.
 //!
-//! Source: the NBD project's `doc/proto.md`. What is spoken: fixed newstyle negotiation with
-//! NBD_OPT_GO, INFO and LIST; simple, structured and extended replies; block status for
-//! `base:allocation`, `qemu:allocation-depth` and `qemu:dirty-bitmap:NAME`; FUA, trim, write zeroes
-//! (fast zero, no hole), cache; many connections to one export, whose flushes cover each other.
+//! Source: the NBD project's `doc/proto.md`. Supported: fixed newstyle negotiation with NBD_OPT_GO,
+//! INFO and LIST; simple, structured and extended replies; block status for `base:allocation`,
+//! `qemu:allocation-depth` and `qemu:dirty-bitmap:NAME`; FUA, trim, write zeroes (fast zero, no
+//! hole), cache; many connections to one export, whose flushes cover each other.
 //!
 //! ```text
-//!  server     sockets ─► a thread a connection
-//!  handshake  ─► which export, which kind of replies, which contexts
-//!  session    requests: a leader does what waits for nothing, others what may block
-//!  lead       which thread is the leader
+//!  server     listening sockets, connections
+//!  handshake  chooses export, kind of replies, contexts
+//!  session    requests: the leader runs those that need not wait, other threads the rest
+//!  lead       which thread leads
 //!  commit, gathered   one flush for many replies
 //!  kept, late   requests that wait for space, and their replies
 //!  read       reads that may block
-//!  receiver, buffer   what was received, and memory for it
-//!  reply      replies, gathered
-//!  channel, tls   the connection's bytes
-//!  poll       whether to look for them before sleeping
+//!  receiver, buffer   receive buffer, and reusable buffers
+//!  reply      sends replies, together
+//!  channel, tls   the byte stream
+//!  poll       whether to poll for bytes before sleeping
 //!  status, contexts   block status
-//!  wire       numbers and shapes
+//!  wire       constants and structures
 //! ```
 
 mod buffer;

@@ -1,16 +1,14 @@
-//! When to look for the next bytes for a while before sleeping until they come.
+//! Adaptive polling: when to poll a socket before sleeping on it.
 //!
-//! Waking a thread whose processor sleeps takes tens of microseconds, in a virtual machine several times
-//! what a small request costs. A client that waits for its replies before it sends more pays that
-//! again and again. So a connection whose bytes come soon is looked at for [`WINDOW`] before its
-//! thread sleeps. It is what KVM does with a processor that a guest halts (`halt_poll_ns`), and for the
-//! same reason.
+//! Waking a thread on an idle processor takes tens of microseconds, in a virtual machine several
+//! times the cost of a small request. A client that waits for each reply pays this on every
+//! request. So if a connection's bytes usually arrive soon, its thread polls for [`WINDOW`] before
+//! it sleeps, as KVM polls for a halted guest (`halt_poll_ns`).
 //!
-//! Looking is worse than sleeping on a busy machine: processors do not sleep there, so a thread is
-//! woken in a few microseconds, and a processor that looks is one that the client may want. What
-//! waking costs is the difference between bytes that were slept for and bytes that were looked for;
-//! so after [`PROBE`] looks one is left out, and where several
-//! such probes find it small it is not looked for a while. And looks in vain become rare quickly.
+//! On a busy machine, polling is worse than sleeping: waking is fast, and the client may need the
+//! processor. The cost of waking is the difference between the wait with sleeping and the wait with
+//! polling. So one of [`PROBE`] polls is skipped to measure it, and if several such probes find it
+//! small, polling pauses. Failed polls soon become rare too.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,25 +16,26 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-/// How long it is looked for.
+/// Duration of one poll.
 pub const WINDOW: Duration = Duration::from_micros(50);
-/// Bytes that were slept for and came within so long, the wake-up included, might have been seen.
+/// Bytes that arrive within this time after falling asleep, wake-up included, could have been
+/// polled for.
 const SOON: Duration = Duration::from_micros(200);
-/// To sleep costs so much more than to look, or it is not worth to look.
+/// Polling pays only if sleeping costs at least this much more.
 const CHEAP: Duration = Duration::from_micros(15);
-/// After so many looks it is slept once, to see what that costs.
+/// Sleep once after this many polls, to measure the cost of waking.
 const PROBE: u32 = 128;
-/// The most that a connection saves up, one for each time that bytes came soon.
+/// Maximum credit; one is earned each time that bytes arrive soon.
 const CREDIT_MAX: i32 = 16;
-/// What a look in vain costs: at first, and after many others.
+/// Price of a failed poll: the first, and the maximum.
 const PRICE: [i32; 2] = [4, 1024];
-/// So many probes one after the other must find waking cheap: a single one may have met bytes that
-/// were about to come, such as a payload behind its header.
+/// Consecutive cheap probes before polling pauses: a single one may have met bytes that were about
+/// to arrive, such as a payload after its header.
 const PROBES: u32 = 4;
-/// How far probes that found waking cheap set the connection back: at first, and after many others.
+/// Debt after cheap probes: the first, and the maximum.
 const DEBT: [i32; 2] = [64, 8192];
 
-/// Those that look at the moment, in all of the program.
+/// Number of threads polling in this process.
 #[derive(Debug)]
 pub struct Lookers {
     now: AtomicUsize,
@@ -44,13 +43,13 @@ pub struct Lookers {
 }
 
 impl Lookers {
-    /// At most so many at a time.
+    /// A limit of `most` polling threads.
     pub const fn new(most: usize) -> Self {
         Self { now: AtomicUsize::new(0), most }
     }
 
-    /// Those of this program: half of the processors, as a client wants one too; none on a machine
-    /// with a single one.
+    /// The limit of this process: half of the processors, as clients need some too; none on a
+    /// single processor.
     pub fn usual() -> &'static Self {
         static USUAL: LazyLock<Lookers> = LazyLock::new(|| {
             Lookers::new(std::thread::available_parallelism().map_or(0, |count| count.get() / 2))
@@ -60,12 +59,12 @@ impl Lookers {
 
     fn enter(&self) -> Option<Looking<'_>> {
         let looking = Looking(self);
-        // Counted down again where it is one too many.
+        // Dropping it undoes the count if it is one too many.
         (self.now.fetch_add(1, Ordering::Relaxed) < self.most).then_some(looking)
     }
 }
 
-/// Leave to look, until dropped.
+/// Permission to poll, until dropped.
 #[derive(Debug)]
 pub struct Looking<'a>(&'a Lookers);
 
@@ -75,36 +74,36 @@ impl Drop for Looking<'_> {
     }
 }
 
-/// How soon one connection's bytes came.
+/// Arrival statistics of one connection.
 #[derive(Debug)]
 pub struct Poll {
-    /// One thread at a time receives: nobody ever waits for this.
+    /// Never contended: one thread at a time receives.
     record: Mutex<Record>,
     lookers: &'static Lookers,
 }
 
 impl Poll {
-    /// A connection of which nothing is known.
+    /// A connection without history.
     pub const fn new(lookers: &'static Lookers) -> Self {
         Self { record: Mutex::new(Record::new()), lookers }
     }
 
-    /// Leave to look before sleeping.
+    /// Permission to poll before sleeping.
     pub fn look(&self) -> Option<Looking<'static>> {
         if self.record.lock().allows() { self.lookers.enter() } else { None }
     }
 
-    /// A look saw bytes after so long.
+    /// A poll found bytes after `took`.
     pub fn seen(&self, took: Duration) {
         self.record.lock().seen(took);
     }
 
-    /// Nothing came within the window.
+    /// A poll found nothing.
     pub fn in_vain(&self) {
         self.record.lock().in_vain();
     }
 
-    /// Bytes were slept for, so long, and not looked for before.
+    /// Bytes arrived after sleeping, without polling before.
     pub fn slept(&self, long: Duration) {
         self.record.lock().slept(long);
     }
@@ -112,15 +111,15 @@ impl Poll {
 
 #[derive(Debug)]
 struct Record {
-    /// A look may be made with [`Record::price`] of it.
+    /// A poll needs a credit of [`Record::price`].
     credit: i32,
     price: i32,
     debt: i32,
-    /// Probes that found waking cheap, since one that did not.
+    /// Consecutive probes that found waking cheap.
     cheap: u32,
-    /// Looks that saw bytes since it was slept last.
+    /// Successful polls since the last sleep.
     looks: u32,
-    /// What those took, of late ones more than of early ones.
+    /// Moving average of their duration.
     took: Duration,
 }
 
@@ -173,7 +172,7 @@ impl Record {
         }
     }
 
-    /// Down to nothing; debts are paid by what comes soon.
+    /// Reduces the credit, at most to zero; later arrivals pay debts.
     fn lose(&mut self, credit: i32) {
         self.credit = self.credit.min((self.credit - credit).max(0));
     }
@@ -187,8 +186,8 @@ mod tests {
         Duration::from_micros(micros)
     }
 
-    /// What becomes of a connection whose bytes come so long after they were first waited for, and
-    /// so much later where the thread must be woken: looks that saw them, looks in vain, sleeps.
+    /// Simulates a connection whose bytes arrive `gap` after the wait begins, and `waking` later if
+    /// the thread must be woken. Counts successful polls, failed polls and sleeps.
     fn run(record: &mut Record, gap: Duration, waking: Duration, times: u32) -> [u32; 3] {
         let mut counts = [0; 3];
         for _ in 0..times {
@@ -218,12 +217,13 @@ mod tests {
     #[test]
     fn where_waking_is_cheap_nobody_looks_for_long() {
         assert_eq!(run(&mut Record::new(), micros(5), micros(10), 10_000), [0, 0, 10_000]);
-        // It looks dear at first, as the client takes its time; each probe tells better, for longer.
+        // Waking looks expensive at first, as the client is slow; each probe corrects that, for
+        // longer.
         let mut record = Record::new();
         run(&mut record, micros(30), micros(5), 40_000);
         let [seen, _, slept] = run(&mut record, micros(30), micros(5), 100_000);
         assert!(seen <= 13 * PROBES * PROBE && slept > 90_000, "{seen} {slept}");
-        // And once it is dear again, that is found out.
+        // When waking becomes expensive again, polling resumes.
         let [_, _, slept] = run(&mut record, micros(30), micros(50), 20_000);
         assert!(slept < DEBT[1] as u32 + 200, "{slept}");
         assert_eq!(record.debt, DEBT[0]);
@@ -242,7 +242,7 @@ mod tests {
         let [seen, vain, slept] = run(&mut Record::new(), micros(60), micros(40), 100_000);
         assert_eq!(seen, 0);
         assert!((50..150).contains(&vain), "{vain} in vain, {slept} slept");
-        // One of sixteen late: that takes little of what the others gain.
+        // One of sixteen is late: that costs little of what the others gain.
         let (mut record, mut counts) = (Record::new(), [0; 3]);
         for _ in 0..1000 {
             for (gap, times) in [(20, 15), (70, 1)] {
@@ -255,8 +255,8 @@ mod tests {
 
     #[test]
     fn bytes_about_to_come_do_not_make_waking_look_cheap() {
-        // A payload comes right behind its header. Where that was looked for, there is nearly nothing
-        // to wait for, and nothing that fell asleep; where it was slept for, the payload is there.
+        // A payload follows right behind its header. With polling, there is almost no wait and no
+        // sleep; after a sleep, the payload is already there.
         let (mut record, mut slept) = (Record::new(), 0);
         for _ in 0..10_000 {
             let header = run(&mut record, micros(20), micros(40), 1)[2];

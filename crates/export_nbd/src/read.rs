@@ -1,6 +1,6 @@
-//! Reads of the slow lane: small ones in one send, large ones in pieces, where the replies have
-//! chunks and the client does not ask for one (DF). What was sent before an error stays valid: the
-//! last chunk says from which offset on it holds.
+//! Reads that may block: small ones in one send, large ones in pieces, if replies are structured
+//! and DF is not set. Data sent before an error stays valid: the error chunk gives the offset of
+//! the failure.
 
 use std::io;
 use std::time::Instant;
@@ -10,13 +10,12 @@ use crate::reply::Outbox;
 use crate::session::{ALONE_BYTES, INLINE_READ_MAX, Session, errno_of};
 use crate::wire::{self, Request, errno, request_flag};
 
-/// A large read goes out in pieces of this size: little enough that the bytes are still in the
-/// processor's cache when they are sent, and enough that a client is not woken too often. (Reads of
-/// 1 MiB, eight at a time: about a tenth less processor time than in one piece.)
+/// Piece of a large read: small enough to stay in the processor's cache until it is sent, and large
+/// enough not to wake the client too often.
 const PIECE_BYTES: u64 = 512 << 10;
 
 impl Session {
-    /// Does a read and answers it.
+    /// Runs a read and answers it.
     pub(crate) fn read(
         &self,
         request: &Request,
@@ -29,13 +28,13 @@ impl Session {
             return self.replier.error(request, errno::OVERFLOW, "more than 32 MiB in one read");
         }
         let done = if request.len == 0 && self.agreed.structured {
-            // A chunk of data has at least one byte of them.
+            // A data chunk must have at least one byte.
             self.replier.end(request).map(|()| true)?
         } else if request.len <= INLINE_READ_MAX {
             self.read_small(request, out)?
         } else if whole && request.len > ALONE_BYTES {
             let _one = self.large_reads.lock();
-            // Memory that is given back before the next such request may begin.
+            // Freed before the next such request may begin.
             self.read_whole(request, &mut Buffer::default())?
         } else if whole {
             self.read_whole(request, buffer)?
@@ -46,8 +45,8 @@ impl Session {
         Ok(())
     }
 
-    /// Answers with one chunk or simple reply, header and data together. Says whether the read
-    /// itself went well.
+    /// Answers with one chunk or simple reply, header and data together. Returns whether the read
+    /// succeeded.
     fn read_small(&self, request: &Request, out: &mut Outbox) -> io::Result<bool> {
         let len = request.len as usize;
         self.replier.make_room(out, len)?;
@@ -71,7 +70,7 @@ impl Session {
         }
     }
 
-    /// Answers with a chunk for each piece; what reads as zero costs no bytes.
+    /// Answers with a chunk per piece; zeroes become hole chunks.
     fn read_pieces(&self, request: &Request, buffer: &mut Buffer) -> io::Result<bool> {
         let mut done = 0;
         while done < request.len {

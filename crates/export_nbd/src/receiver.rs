@@ -1,41 +1,41 @@
-//! Bytes that were received and not yet used.
+//! Receive buffer of a connection.
 
 use std::io;
 
 use crate::buffer::Buffer;
 use crate::channel::Channel;
 
-/// Received at once. A request with a payload that does not fit goes through a buffer of its own.
+/// Maximum bytes received at once. A larger payload gets its own buffer.
 const RECEIVE_BYTES: usize = 256 << 10;
 
-/// What was received and not yet used.
+/// Bytes received but not consumed.
 pub struct Receiver {
     buf: Box<[u8]>,
     start: usize,
     end: usize,
-    /// The last request had a large payload, and so may the next: nothing is received that does not
-    /// belong to what is wanted, so that such a payload is not copied once more.
+    /// The last request had a large payload, so the next may too. Receive only what is needed, so
+    /// that such a payload is not copied again.
     frugal: bool,
 }
 
 impl Receiver {
-    /// One that has received nothing.
+    /// An empty buffer.
     pub fn new() -> Self {
         let buf = vec![0; RECEIVE_BYTES].into_boxed_slice();
         Self { buf, start: 0, end: 0, frugal: false }
     }
 
-    /// Bytes that wait.
+    /// Number of unconsumed bytes.
     pub fn available(&self) -> usize {
         self.end - self.start
     }
 
-    /// What waits.
+    /// The unconsumed bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.buf[self.start..self.end]
     }
 
-    /// Bytes that were used.
+    /// Consumes bytes.
     pub fn consume(&mut self, bytes: usize) {
         self.start += bytes;
         if self.start == self.end {
@@ -43,12 +43,12 @@ impl Receiver {
         }
     }
 
-    /// Notes what the last request's payload was like.
+    /// Notes whether the last payload was large.
     pub fn expect_large(&mut self, large: bool) {
         self.frugal = large;
     }
 
-    /// Room behind what waits, as far as it is wanted, where `needed` bytes fit in one piece.
+    /// Space behind the unconsumed bytes, moved so that `needed` bytes are contiguous.
     fn room(&mut self, needed: usize) -> &mut [u8] {
         if self.start + needed > self.buf.len() {
             self.buf.copy_within(self.start..self.end, 0);
@@ -59,7 +59,7 @@ impl Receiver {
         &mut self.buf[self.end..most]
     }
 
-    /// Receives until `needed` bytes wait in one piece; `false` where the connection ends before.
+    /// Receives until `needed` contiguous bytes are there; `false` if the connection ends before.
     pub fn fill(&mut self, channel: &dyn Channel, needed: usize) -> io::Result<bool> {
         while self.available() < needed {
             let got = channel.recv(self.room(needed))?;
@@ -71,8 +71,8 @@ impl Receiver {
         Ok(true)
     }
 
-    /// As [`Receiver::fill`], without waiting: whether `needed` bytes are there. [`Receiver::fill`]
-    /// finds the end of the connection, and errors.
+    /// As [`Receiver::fill`] without waiting: whether `needed` bytes are there. Leaves errors and
+    /// the end of the connection to [`Receiver::fill`].
     pub fn fill_ready(&mut self, channel: &dyn Channel, needed: usize) -> bool {
         while self.available() < needed {
             match channel.recv_ready(self.room(needed)) {
@@ -83,7 +83,7 @@ impl Receiver {
         true
     }
 
-    /// Receives a payload into a buffer, what waits here first.
+    /// Receives a payload into a buffer, starting with the unconsumed bytes.
     pub fn take_payload(
         &mut self,
         channel: &dyn Channel,
@@ -113,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    /// Has everything at once, and notes how much it was asked for.
+    /// Returns all bytes at once, and records the requested lengths.
     #[derive(Debug, Default)]
     struct Ready {
         bytes: Mutex<Vec<u8>>,
@@ -155,8 +155,8 @@ mod tests {
             receiver.take_payload(&channel, &mut buffer, PAYLOAD).unwrap();
             assert!(buffer.bytes() == &request[28..]);
         }
-        // The first brought the second's header and the beginning of the third with it; the third's
-        // rest and nothing else was copied to where it is used.
+        // The first receive also got the second header and the start of the third payload. Only the
+        // rest of the third was received directly into its buffer.
         let asked = channel.asked.lock().clone();
         assert_eq!(asked, [RECEIVE_BYTES, 3 * (28 + PAYLOAD) - RECEIVE_BYTES]);
         *channel.bytes.lock() = stream[..28 + PAYLOAD].to_vec();
@@ -166,7 +166,7 @@ mod tests {
         receiver.consume(28);
         receiver.take_payload(&channel, &mut buffer, PAYLOAD).unwrap();
         assert_eq!(*channel.asked.lock(), [28, PAYLOAD]);
-        // Small ones are received together again.
+        // Small requests are received together again.
         receiver.expect_large(false);
         *channel.bytes.lock() = stream[..28 * 10].to_vec();
         assert!(receiver.fill(&channel, 28).unwrap());

@@ -1,4 +1,4 @@
-//! Replies: simple, in chunks, or with extended headers, as was agreed.
+//! Replies: simple, structured, or with extended headers, as negotiated.
 
 use std::io;
 use std::sync::Arc;
@@ -10,25 +10,24 @@ use parking_lot::Mutex;
 use crate::channel::Channel;
 use crate::wire::{self, Chunk, Request, chunk};
 
-/// A thread sends what it has gathered when it has so much.
+/// Size at which gathered replies are sent.
 const GATHER_BYTES: usize = 256 << 10;
 
-/// The leader waits at most so long for another thread that sends.
+/// Maximum time the leader waits for another sending thread.
 const BRIEFLY: Duration = Duration::from_millis(2);
 
-/// Replies of one thread that are not sent yet.
+/// Unsent replies of one thread.
 #[derive(Default)]
 pub struct Outbox {
-    /// Zeroed once; only `buf[..used]` means something.
+    /// Zeroed once; only `buf[..used]` is valid.
     buf: Vec<u8>,
     used: usize,
-    /// A part of what was here is still to be sent: see [`Replier::send_all_ready`].
+    /// A part was sent and the rest is pending: see [`Replier::send_all_ready`].
     torn: bool,
 }
 
 impl Outbox {
-    /// Room for a payload behind a header of `head` bytes, at the place where
-    /// [`Replier::put_data`] expects it.
+    /// Space for a payload behind a header of `head` bytes, where [`Replier::put_data`] expects it.
     pub fn data_room(&mut self, head: usize, len: usize) -> &mut [u8] {
         let start = self.used + head;
         &mut self.buf[start..start + len]
@@ -40,7 +39,6 @@ impl Outbox {
         &mut self.buf[start..start + len]
     }
 
-    /// Makes room for so many bytes.
     fn reserve(&mut self, len: usize) {
         if self.buf.len() < self.used + len {
             self.buf.resize((self.used + len).max(GATHER_BYTES), 0);
@@ -48,10 +46,10 @@ impl Outbox {
     }
 }
 
-/// What the thread that sends has to itself.
+/// State of the sending thread.
 #[derive(Default)]
 struct Sending {
-    /// The end of what was sent in part, which goes out before anything else.
+    /// The rest of a partly sent reply, which must be sent first.
     rest: Vec<u8>,
     /// There is such a rest, here or in the channel.
     torn: bool,
@@ -67,7 +65,7 @@ pub struct Replier {
 }
 
 impl Replier {
-    /// Replies of this kind to this channel.
+    /// Replies of the negotiated kind on this channel.
     pub fn new(channel: Arc<dyn Channel>, structured: bool, extended: bool) -> Self {
         Self {
             channel,
@@ -78,12 +76,12 @@ impl Replier {
         }
     }
 
-    /// Nothing is sent from now on.
+    /// Stops sending.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }
 
-    /// Bytes before the data of a read's reply.
+    /// Header bytes before the data of a read reply.
     pub fn head(&self) -> usize {
         if self.structured {
             wire::chunk_bytes(self.extended) + 8
@@ -107,7 +105,7 @@ impl Replier {
             }
         });
         if sent.is_err() {
-            // A reply may be cut in the middle: nothing after it would be understood.
+            // A reply may be cut in the middle: the client could not parse anything after it.
             self.close();
         }
         sent
@@ -128,7 +126,7 @@ impl Replier {
         }
     }
 
-    /// Sends what was gathered.
+    /// Sends the gathered replies.
     pub fn send_all(&self, out: &mut Outbox) -> io::Result<()> {
         if out.used == 0 && !out.torn {
             return Ok(());
@@ -138,9 +136,9 @@ impl Replier {
         self.send(&out.buf[..used])
     }
 
-    /// As [`Replier::send_all`], for the leader, which must not wait for a client that does not read:
-    /// such a client may be sending, and read when somebody has received that. Where it returns
-    /// `false`, the caller gives the lead away and calls [`Replier::send_all`].
+    /// As [`Replier::send_all`], for the leader. The leader must not wait for a client that does
+    /// not read: such a client may be blocked on sending until its data is received. If it returns
+    /// `false`, the caller must pass the lead and call [`Replier::send_all`].
     pub fn send_all_ready(&self, out: &mut Outbox) -> io::Result<bool> {
         if out.used == 0 {
             return Ok(!out.torn);
@@ -160,12 +158,12 @@ impl Replier {
         Ok(!out.torn)
     }
 
-    /// Bytes that a reply takes, about.
+    /// Approximate bytes of a reply.
     fn reply_bytes(&self, payload: usize) -> usize {
         payload + self.head() + wire::EXTENDED_CHUNK_BYTES
     }
 
-    /// Makes room for a reply with `payload` bytes, sending what was gathered where it must.
+    /// Makes room for a reply with `payload` bytes, sending gathered replies if needed.
     pub fn make_room(&self, out: &mut Outbox, payload: usize) -> io::Result<()> {
         if out.used > 0 && out.used + self.reply_bytes(payload) > GATHER_BYTES {
             self.send_all(out)?;
@@ -186,7 +184,7 @@ impl Replier {
         Ok(true)
     }
 
-    /// Finishes a read's reply whose data stand in [`Outbox::data_room`].
+    /// Finishes a read reply whose data is in [`Outbox::data_room`].
     pub fn put_data(&self, out: &mut Outbox, request: &Request, len: usize) {
         if self.structured {
             self.put_data_chunk(out, request, request.offset, len, chunk::DONE);
@@ -203,7 +201,7 @@ impl Replier {
         out.used = start + 8 + len;
     }
 
-    /// Writes a chunk's header behind what was gathered, without counting it.
+    /// Writes a chunk header after the gathered replies, without counting it.
     fn put_chunk(
         &self,
         out: &mut Outbox,
@@ -217,7 +215,6 @@ impl Replier {
         header.put(&mut out.buf[out.used..], self.extended)
     }
 
-    /// A chunk that says: zeroes.
     fn put_hole(&self, out: &mut Outbox, request: &Request, at: u64, len: u64, flags: u16) {
         let head = self.put_chunk(out, request, chunk::OFFSET_HOLE, flags, 12);
         let start = out.used + head;
@@ -227,7 +224,7 @@ impl Replier {
         out.used = start + 12;
     }
 
-    /// The reply to a read of nothing but zeroes.
+    /// Adds the reply to a read of zeroes.
     pub fn put_zero(&self, out: &mut Outbox, request: &Request) {
         if self.structured {
             self.put_hole(out, request, request.offset, request.len, chunk::DONE);
@@ -238,7 +235,7 @@ impl Replier {
         }
     }
 
-    /// Sends what was read at an offset, as a simple reply or a chunk, which may be the last one.
+    /// Sends data read at an offset, as a simple reply or a chunk; `last` ends the reply.
     pub fn data(&self, request: &Request, at: u64, data: &[u8], last: bool) -> io::Result<()> {
         let mut head = [0; wire::EXTENDED_CHUNK_BYTES + 8];
         let (cookie, offset) = (request.cookie, request.offset);
@@ -254,7 +251,7 @@ impl Replier {
         self.send_both(&head[..self.head()], data)
     }
 
-    /// Sends a chunk that says: zeroes.
+    /// Sends a hole chunk.
     pub fn hole(&self, request: &Request, at: u64, len: u64, last: bool) -> io::Result<()> {
         let mut payload = [0; 12];
         payload[..8].copy_from_slice(&at.to_be_bytes());
@@ -264,8 +261,8 @@ impl Replier {
         self.chunk(request, chunk::OFFSET_HOLE, flags, &payload)
     }
 
-    /// The reply to a request that went well and answers nothing else. There are at most as many as
-    /// a leader receives requests at once, so they are never sent to make room.
+    /// Adds a success reply without data. There are at most as many as requests received at once,
+    /// so this never has to send.
     pub fn put_ok(&self, out: &mut Outbox, request: &Request) {
         out.reserve(self.reply_bytes(0));
         if self.extended {
@@ -277,7 +274,7 @@ impl Replier {
         }
     }
 
-    /// Sends the reply to a request that went well.
+    /// Sends a success reply.
     pub fn ok(&self, request: &Request) -> io::Result<()> {
         let mut bytes = [0; wire::EXTENDED_CHUNK_BYTES];
         if self.extended {
@@ -287,7 +284,7 @@ impl Replier {
         self.send(&bytes[..wire::SIMPLE_REPLY_BYTES])
     }
 
-    /// Sends the last chunk of a reply, empty.
+    /// Sends the last, empty chunk of a reply.
     pub fn end(&self, request: &Request) -> io::Result<()> {
         self.chunk(request, chunk::NONE, chunk::DONE, &[])
     }
@@ -330,7 +327,7 @@ impl Replier {
         }
     }
 
-    /// Sends an error as the end of a reply in chunks, and from which offset of the disk on it holds.
+    /// Sends an error with its offset on the disk, as the end of a structured reply.
     pub fn error_at(&self, request: &Request, errno: u32, text: &str, at: u64) -> io::Result<()> {
         let mut payload = error_payload(errno, text);
         payload.extend(at.to_be_bytes());
@@ -338,7 +335,7 @@ impl Replier {
     }
 }
 
-/// What all chunks about errors begin with.
+/// Common start of all error chunks.
 fn error_payload(errno: u32, text: &str) -> Vec<u8> {
     let text = &text.as_bytes()[..text.len().min(wire::STRING_MAX as usize)];
     let mut payload = Vec::with_capacity(14 + text.len());

@@ -1,4 +1,4 @@
-//! Sockets, connections, and the end of them.
+//! Listening sockets, connections, and shutdown.
 
 use std::fmt;
 use std::io;
@@ -20,12 +20,12 @@ use crate::handshake::{Agreed, HANDSHAKE_TIME, Handshake, Outcome, TlsState};
 use crate::session::Session;
 use crate::tls::Tls;
 
-/// Where a server listens.
+/// Address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// A Unix socket.
     Unix(PathBuf),
-    /// Host and port, as `HOST:PORT`; port 0 takes a free one.
+    /// `HOST:PORT`; port 0 picks a free one.
     Tcp(String),
 }
 
@@ -58,22 +58,22 @@ impl std::str::FromStr for Address {
     }
 }
 
-/// A socket that is listened on.
+/// A listening socket.
 #[derive(Debug)]
 pub enum Listener {
     /// A Unix socket of our own.
     Unix(UnixSocket),
-    /// A Unix socket that somebody handed over.
+    /// A Unix socket passed in by another process.
     Handed(UnixListener),
     /// A TCP socket.
     Tcp(TcpListener),
 }
 
 impl Listener {
-    /// Listens. A Unix socket that nobody listens on any more is replaced.
+    /// Listens. Replaces a Unix socket without a listener.
     ///
     /// # Errors
-    /// What the system says; `AddrInUse` where somebody listens.
+    /// Errors of the system; `AddrInUse` if another process listens.
     pub fn bind(address: &Address) -> io::Result<Self> {
         match address {
             Address::Tcp(address) => TcpListener::bind(address.as_str()).map(Self::Tcp),
@@ -81,7 +81,7 @@ impl Listener {
         }
     }
 
-    /// The address, of a TCP socket.
+    /// The address of a TCP socket.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         match self {
             Self::Unix(_) | Self::Handed(_) => None,
@@ -89,8 +89,7 @@ impl Listener {
         }
     }
 
-    /// Where clients find an export of this name, with TLS or without. Source: the NBD project's
-    /// `doc/uri.md`.
+    /// The URI of an export. Source: the NBD project's `doc/uri.md`.
     pub fn uri(&self, name: &str, tls: bool) -> String {
         let scheme = if tls { "nbds" } else { "nbd" };
         let name = percent(name.as_bytes(), b"-._~/");
@@ -119,7 +118,7 @@ impl Listener {
             Self::Handed(socket) => socket.accept().map(|(socket, _)| Socket::unix(socket)),
             Self::Tcp(listener) => {
                 let (socket, _) = listener.accept()?;
-                // Replies are sent whole, so waiting for more to send helps nobody.
+                // Replies are sent whole, so delaying them gains nothing.
                 socket.set_nodelay(true)?;
                 rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
                 Ok(Socket::tcp(socket))
@@ -138,7 +137,7 @@ impl AsFd for Listener {
     }
 }
 
-/// Text for a URI: letters, digits and `plain` as they are, all else as %XX.
+/// Percent-encodes text for a URI: letters, digits and `plain` stay.
 fn percent(text: &[u8], plain: &[u8]) -> String {
     let mut out = String::new();
     for byte in text {
@@ -151,15 +150,15 @@ fn percent(text: &[u8], plain: &[u8]) -> String {
     out
 }
 
-/// How a server behaves.
+/// Options of a server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Connections at a time. One more takes the place of the one that has been negotiating for
-    /// longest, and is turned away where all have reached an export.
+    /// Maximum connections. A further one replaces the one that has been negotiating longest. It is
+    /// rejected if all have reached an export.
     pub connections_max: usize,
-    /// From the first byte to the end of the negotiation, TLS included.
+    /// Time limit of the negotiation, TLS included.
     pub handshake_time: Duration,
-    /// Clients must begin TLS before anything else.
+    /// Require TLS with this configuration.
     pub tls: Option<Tls>,
 }
 
@@ -172,7 +171,7 @@ impl Default for ServerOptions {
 struct Shared {
     exports: Exports,
     options: ServerOptions,
-    /// Ends the waiting for clients.
+    /// Stops waiting for clients.
     wake: Wake,
     connections: Mutex<Vec<Connection>>,
     gone: Condvar,
@@ -180,11 +179,11 @@ struct Shared {
     served: AtomicU64,
 }
 
-/// A connection that counts.
+/// A counted connection.
 struct Connection {
     id: u64,
     channel: Arc<dyn Channel>,
-    /// It has reached an export. Until then it may have to make room for another one.
+    /// It has reached an export. Before that it may be replaced by another connection.
     agreed: bool,
 }
 
@@ -204,7 +203,7 @@ impl Server {
     /// Serves these exports on these sockets.
     ///
     /// # Errors
-    /// Where a thread cannot be made.
+    /// If a thread cannot be created.
     pub fn start(
         exports: Exports,
         listeners: Vec<Listener>,
@@ -221,7 +220,7 @@ impl Server {
         });
         let mut server = Self { shared, listeners: Vec::new() };
         for listener in listeners {
-            // A connection may be gone between poll and accept.
+            // A connection may close between poll and accept.
             rustix::io::ioctl_fionbio(&listener, true)?;
             let shared = server.shared.clone();
             let thread = std::thread::Builder::new()
@@ -232,18 +231,18 @@ impl Server {
         Ok(server)
     }
 
-    /// Connections now.
+    /// Current connections.
     pub fn connections(&self) -> usize {
         self.shared.connections.lock().len()
     }
 
-    /// Connections that reached an export and ended.
+    /// Finished connections that had reached an export.
     pub fn served(&self) -> u64 {
         self.shared.served.load(Ordering::Relaxed)
     }
 
-    /// Ends the service: no new connections; those there are receive nothing more, and what they
-    /// have begun is done and answered. Waits for that at most `drain`, then cuts them off.
+    /// Ends the service. Accepts no new connections, and receives nothing more; started requests
+    /// are finished and answered. Waits at most `drain`, then closes all connections.
     pub fn stop(self, drain: Duration) {
         self.shared.wake.wake();
         for thread in self.listeners {
@@ -302,12 +301,12 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
 }
 
 impl Shared {
-    /// Gives a new connection a place in the list; `false` where it is turned away.
+    /// Adds a new connection to the list; `false` if it is rejected.
     fn admit(&self, id: u64, channel: &Arc<dyn Channel>) -> bool {
         let mut connections = self.connections.lock();
         if connections.len() >= self.options.connections_max {
-            // New ones are appended, so this is the oldest. An honest client negotiates within
-            // milliseconds, so it is rarely the one that has to go.
+            // New connections are appended, so this is the oldest. An honest client negotiates
+            // within milliseconds, so it is rarely the one to close.
             let Some(oldest) = connections.iter().position(|other| !other.agreed) else {
                 tracing::warn!("a connection was turned away: there are {}", connections.len());
                 return false;
@@ -320,14 +319,14 @@ impl Shared {
     }
 }
 
-/// A connection's place in the list, which it leaves however it ends.
+/// A connection's entry in the list; dropping it removes the entry.
 struct Place {
     shared: Arc<Shared>,
     id: u64,
 }
 
 impl Place {
-    /// The connection has reached an export. `false` where it had to make room before that.
+    /// Marks the connection as having reached an export. `false` if it was replaced before.
     fn keep(&self) -> bool {
         let mut connections = self.shared.connections.lock();
         let own = connections.iter_mut().find(|connection| connection.id == self.id);
@@ -342,7 +341,7 @@ impl Drop for Place {
     }
 }
 
-/// Negotiates, within TLS where that is wanted. Nothing: the connection is over.
+/// Negotiates, within TLS if required. `None` if the connection ended.
 fn negotiate(shared: &Shared, channel: &mut Arc<dyn Channel>) -> io::Result<Option<Box<Agreed>>> {
     let until = Instant::now() + shared.options.handshake_time;
     let exports = &shared.exports;

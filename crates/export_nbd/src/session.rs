@@ -1,16 +1,15 @@
-//! Transmission: requests in, replies out.
+//! Transmission phase: requests in, replies out.
 //!
-//! # Who does the work
-//! A connection has one *leader* at a time, the thread that holds the receiving side. It takes
-//! requests from its buffer and does those of the fast lane where it stands, gathering replies, so
-//! that a queue of small requests costs one receive, one system call each, and one send. Before it
-//! does anything that may block, it sends what it has gathered and gives the lead to another
-//! thread; the slow request then runs beside what that one does. Threads are made when they are
-//! needed, up to [`THREADS_MAX`] a connection; with that many blocked, nothing more is received.
-//! See [`crate::lead`].
+//! # Threads
+//! A connection has one *leader* at a time, the thread that holds the receiving side. The leader
+//! takes requests from its buffer, runs those on the non-blocking path itself and gathers the
+//! replies. So a queue of small requests costs one receive, one system call each, and one send.
+//! Before it blocks, it sends the gathered replies and passes the lead to another thread; the slow
+//! request then runs beside that thread's. Threads are created as needed, up to [`THREADS_MAX`] per
+//! connection; if all are blocked, nothing more is received. See [`crate::lead`].
 //!
-//! The leader also does small writes that must be durable. Their replies wait for a flush, and one
-//! flush serves many of them: see [`crate::commit`].
+//! The leader also runs small durable writes. Their replies wait for a flush, and one flush serves
+//! many of them: see [`crate::commit`].
 
 use std::io;
 use std::net::Shutdown;
@@ -36,78 +35,78 @@ use crate::reply::{Outbox, Replier};
 use crate::status;
 use crate::wire::{self, Request, command, errno, request_flag};
 
-/// Threads of one connection.
+/// Maximum threads per connection.
 const THREADS_MAX: usize = 16;
-/// Payloads up to this size are used where they were received.
+/// Payloads up to this size are used in the receive buffer.
 const INLINE_PAYLOAD_MAX: usize = 64 << 10;
-/// Reads up to this size may be done by the leader; a larger one is worth another thread.
+/// The leader may run reads up to this size; larger ones are worth another thread.
 pub const INLINE_READ_MAX: u64 = 128 << 10;
-/// A leader's write that took longer than this was one that waited: those that follow go to the
-/// slow lane for a while.
+/// A leader's write that took longer than this has waited; the next writes then go to the blocking
+/// path.
 const PROMPT: Duration = Duration::from_millis(2);
-/// For so many writes.
+/// Number of such writes.
 const WARY_WRITES: u32 = 32;
-/// A request of the slow lane whose kind took at most so long the last time is done by the leader
-/// all the same: giving the lead away and coming back costs about as much. (A flush of a file in
-/// memory, a durable write to a disk with a cache that keeps what it has.)
+/// If the last blocking request of the same kind took at most this long, the leader runs the
+/// request itself: passing the lead costs about as much. (Examples: a flush of a file in memory, a
+/// durable write to a disk with a persistent cache.)
 const BRIEF: Duration = Duration::from_micros(100);
-/// A request with more than so many bytes in memory at once is the only such one of its connection.
+/// A connection runs at most one request with more than this many bytes in memory.
 pub const ALONE_BYTES: u64 = 1 << 20;
 
-/// What the fast lane did with a request.
+/// Result of the non-blocking path.
 #[derive(PartialEq)]
 enum Fast {
     /// Done and answered.
     Answered,
     /// Done; answered after a flush.
     Gathered,
-    /// Nothing: the request may block.
+    /// Not done: the request may block.
     Declined,
-    /// Nothing: what is gathered has to be sent first, and the client does not read.
+    /// Not done: gathered replies must be sent first, and the client does not read.
     Unsent,
 }
 
-/// How a request went whose reply has no data.
+/// Result of a request whose reply has no data.
 enum Performed {
     Done(vdkit_block::Result<()>),
-    /// It was not tried: why.
+    /// Not tried, with errno and reason.
     Refused(u32, &'static str),
     /// It found no space, and is answered later.
     Kept,
 }
 
-/// A connection in transmission.
+/// A connection in the transmission phase.
 pub struct Session {
     pub(crate) channel: Arc<dyn Channel>,
     pub(crate) export: Arc<Export>,
     pub(crate) agreed: Agreed,
     lead: Lead<Receiver>,
     pub(crate) replier: Arc<Replier>,
-    /// What is done and is answered after a flush.
+    /// Done requests that are answered after a flush.
     pub(crate) gathered: Gathered<Unanswered>,
     wary: AtomicU32,
-    /// How long the last request of a kind took in the slow lane, in nanoseconds.
+    /// Nanoseconds that the last blocking request of each kind took.
     pub(crate) took: [AtomicU64; command::KINDS],
-    /// For whom requests are done, as long as it is there.
+    /// The client of all requests.
     pub(crate) client: Arc<Client>,
-    /// Answers what waited for space.
+    /// Answers requests that waited for space.
     pub(crate) late: Arc<LateReplies>,
     buffers: Buffers,
-    /// Held for a payload of more than [`ALONE_BYTES`], and for a reply of as much: one of each at a
-    /// time, so that a connection's memory is bounded. Whoever holds the first does not wait for the
-    /// client, since a leader waits for it.
+    /// Locked for a payload of more than [`ALONE_BYTES`], and for a reply of that size: one of each
+    /// at a time bounds a connection's memory. The holder of the first must not wait for the
+    /// client, since a leader waits for the lock.
     large_payloads: Mutex<()>,
     pub(crate) large_reads: Mutex<()>,
 }
 
-/// How a leader's turn ended.
+/// End of a leader's turn.
 pub(crate) enum Turn<'s> {
-    /// This request may block; its payload is in the buffer. The guard is that of
-    /// [`Session::large_payloads`], where it counts as such.
+    /// This request may block; its payload is in the buffer. The guard is for
+    /// [`Session::large_payloads`] if the payload is large.
     Slow(Request, Instant, Buffer, Option<MutexGuard<'s, ()>>),
-    /// The thread's batch is to be committed.
+    /// Commit the thread's batch.
     Commit,
-    /// Replies are to be sent to a client that does not read.
+    /// Send replies to a client that does not read.
     Send,
     /// The connection is over.
     End,
@@ -135,12 +134,12 @@ impl Session {
         }
     }
 
-    /// Serves until the client leaves. Every request that was begun has ended when this returns;
-    /// those that wait for space are given up.
+    /// Serves until the client leaves. On return, every started request has ended; those waiting
+    /// for space are dropped.
     pub fn run(self) {
         std::thread::scope(|scope| self.work(scope));
-        // A client that comes again sends again what it was not answered, and goes on from there:
-        // what it sent before must not be done later.
+        // A client that reconnects repeats unanswered requests and continues: its old requests must
+        // not run later.
         self.export.forget(&self.client);
         self.late.wait();
         self.replier.close();
@@ -153,7 +152,7 @@ impl Session {
             match self.lead(&mut receiver, &mut out, &mut batch) {
                 Ok(Turn::Slow(request, began, buffer, large)) => {
                     let led = self.lead.pass(receiver, || self.start_thread(scope));
-                    // The next leader commits what is gathered. Without one this thread does.
+                    // The next leader commits the gathered requests; without one, this thread does.
                     if !led && self.gathered.begin(&mut batch) {
                         self.commit_beside(&mut batch, &mut out);
                     }
@@ -193,14 +192,14 @@ impl Session {
         builder.spawn_scoped(scope, || self.work(scope)).is_ok()
     }
 
-    /// Ends the connection whose client is gone. The leader's receiving ends, too.
+    /// Ends the connection of a disconnected client. The leader's receive ends too.
     pub(crate) fn hang_up(&self) {
         self.client.leave();
         self.lead.close();
         self.channel.shutdown(Shutdown::Both);
     }
 
-    /// Does requests until one may block, a batch is to be committed or the connection ends.
+    /// Runs requests until one may block, a batch must be committed or the connection ends.
     fn lead(
         &self,
         receiver: &mut Receiver,
@@ -236,7 +235,7 @@ impl Session {
             let inline = payload <= INLINE_PAYLOAD_MAX;
             receiver.expect_large(!inline);
             if !inline || receiver.available() < whole {
-                // The next leader finds the request where it is.
+                // The next leader finds the request in the receive buffer.
                 let needed = inline.then_some(whole);
                 if let Some(turn) = self.settle_gathered(receiver, needed, batch, out)? {
                     return Ok(turn);
@@ -265,14 +264,14 @@ impl Session {
                 receiver.consume(head);
                 self.take_payload(receiver, payload)?
             };
-            // What is left is sent once the lead is given away.
+            // The rest is sent after the lead is passed.
             self.replier.send_all_ready(out)?;
             self.export.counters().lane(false);
             return Ok(Turn::Slow(request, now, buffer, large));
         }
     }
 
-    /// Receives a payload into a buffer of its own. The guard is that of [`Session::large_payloads`].
+    /// Receives a payload into its own buffer. The guard is for [`Session::large_payloads`].
     fn take_payload(
         &self,
         receiver: &mut Receiver,
@@ -284,7 +283,7 @@ impl Session {
         Ok((buffer, large))
     }
 
-    /// Does a request in the leader's own thread, where it waits for nothing or is likely to be brief.
+    /// Runs a request on the leader's thread if it need not wait or is likely to be brief.
     fn try_here(
         &self,
         request: &Request,
@@ -305,9 +304,9 @@ impl Session {
         Ok(fast)
     }
 
-    /// Does a request of the slow lane in the leader's own thread, where it is likely to be brief and
-    /// nobody has to wait for it where it is not: gathered requests are committed, and what finds no
-    /// space is kept, by threads that do not lead.
+    /// Runs a blocking request on the leader's thread if it is likely to be brief. If it turns out
+    /// long, no other request may depend on it: other threads commit gathered requests and keep
+    /// changes without space.
     fn try_brief(
         &self,
         request: &Request,
@@ -321,7 +320,7 @@ impl Session {
         }
         let start = Instant::now();
         if !matches!(self.change(request, payload), Performed::Done(Ok(()))) {
-            // The slow lane tells what is wrong, or keeps the request.
+            // The blocking path reports the error, or keeps the request.
             self.note_took(request.command, 2 * BRIEF);
             return Ok(Fast::Declined);
         }
@@ -348,7 +347,7 @@ impl Session {
         export.counters().done(kind, request.len, took, ok);
     }
 
-    /// The fast lane: what waits for no disk.
+    /// The non-blocking path: requests that need no disk wait.
     fn fast(
         &self,
         request: &Request,
@@ -369,7 +368,7 @@ impl Session {
                 match self.export.read_ready(data, request.offset) {
                     Some(Ok(Ready::Bytes)) => self.replier.put_data(out, request, len),
                     Some(Ok(Ready::Zero)) => self.replier.put_zero(out, request),
-                    // The slow lane tells what is wrong.
+                    // The blocking path reports the error.
                     Some(Err(_)) | None => return Ok(Fast::Declined),
                 }
                 Ok(Fast::Answered)
@@ -404,7 +403,7 @@ impl Session {
         Fast::Gathered
     }
 
-    /// Whether writes waited lately.
+    /// Whether recent writes waited.
     fn is_wary(&self) -> bool {
         let wary = self.wary.load(Ordering::Relaxed);
         if wary > 0 {
@@ -413,14 +412,14 @@ impl Session {
         wary > 0
     }
 
-    /// Whether a request of this kind is likely to be short in the slow lane.
+    /// Whether a blocking request of this kind is likely to be brief.
     pub(crate) fn is_brief(&self, command: u16) -> bool {
         let changes = [command::WRITE, command::FLUSH, command::TRIM, command::WRITE_ZEROES];
         changes.contains(&command)
             && self.took[usize::from(command)].load(Ordering::Relaxed) <= BRIEF.as_nanos() as u64
     }
 
-    /// What is wrong with a request before it is tried.
+    /// The error of an invalid request.
     fn fault(&self, request: &Request) -> Option<(u32, &'static str)> {
         let allowed = request_flag::FUA
             | match request.command {
@@ -454,7 +453,7 @@ impl Session {
         None
     }
 
-    /// The slow lane: may block. Sends what the leader left to be sent first.
+    /// The blocking path. First sends what the leader left unsent.
     fn slow(
         &self,
         request: &Request,
@@ -464,7 +463,7 @@ impl Session {
         out: &mut Outbox,
     ) {
         let done = match request.command {
-            // A leader may wait for this guard: given back before the client is waited for, which may
+            // A leader may wait for this guard. Drop it before waiting for the client, which may
             // not read before it has sent more.
             _ if large.is_some() => {
                 let done = self.perform(request, began, buffer.bytes());
@@ -487,7 +486,7 @@ impl Session {
         }
     }
 
-    /// Does a request whose reply has data.
+    /// Runs a request whose reply has data.
     fn tell(
         &self,
         request: &Request,
@@ -502,7 +501,7 @@ impl Session {
         }
     }
 
-    /// Does a request whose reply has no data, and says how to answer it.
+    /// Runs a request whose reply has no data.
     fn perform(&self, request: &Request, began: Instant, payload: &[u8]) -> Performed {
         if let Some((errno, text)) = self.fault(request) {
             return Performed::Refused(errno, text);
@@ -520,7 +519,7 @@ impl Session {
         }
     }
 
-    /// The change that a request asks for, tried once.
+    /// Tries a change once.
     fn change(&self, request: &Request, payload: &[u8]) -> Performed {
         let (at, len) = (request.offset, request.len);
         let fua = request.has(request_flag::FUA);
@@ -540,7 +539,7 @@ impl Session {
         })
     }
 
-    /// Answers a request that was performed.
+    /// Answers a finished request.
     fn conclude(&self, request: &Request, began: Instant, performed: Performed) -> io::Result<()> {
         let done = match performed {
             Performed::Kept => return Ok(()),
@@ -563,7 +562,7 @@ impl Session {
         self.replier.error(request, errno_of(error), &error.to_string())
     }
 
-    /// Whether zeroes here cost metadata only.
+    /// Whether zeroing here only changes metadata.
     fn zeroes_fast(&self, at: u64, len: u64) -> bool {
         let disk = self.export.hold();
         let caps = disk.top().caps();
@@ -575,7 +574,7 @@ impl Session {
     }
 }
 
-/// The protocol's number for an error.
+/// The protocol's errno for an error.
 pub fn errno_of(error: &Error) -> u32 {
     use vdkit_block::ErrorKind;
     match error.kind() {

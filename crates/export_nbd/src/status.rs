@@ -8,9 +8,9 @@ use crate::reply::Replier;
 use crate::session::errno_of;
 use crate::wire::{self, Request, chunk, errno, request_flag};
 
-/// Runs in one reply: with extended headers a chunk of 1 MiB.
+/// Maximum runs per reply: a chunk of 1 MiB with extended headers.
 const RUNS_MAX: usize = 64 << 10;
-/// Runs of the short form are a whole number of pages where they have to be cut.
+/// Maximum run of the short form, a whole number of pages.
 const SHORT_RUN_MAX: u64 = 0xffff_f000;
 
 /// Answers NBD_CMD_BLOCK_STATUS.
@@ -48,7 +48,7 @@ pub fn answer(
     replier.end(request)
 }
 
-/// Length of the effect and ids, from a request's payload.
+/// Length and context ids in a request's payload.
 fn effect(payload: &[u8], contexts: usize) -> Option<(u64, Vec<u32>)> {
     let (len, ids) = payload.split_at_checked(8)?;
     if !ids.len().is_multiple_of(4) || ids.len() / 4 > contexts {
@@ -58,7 +58,7 @@ fn effect(payload: &[u8], contexts: usize) -> Option<(u64, Vec<u32>)> {
     Some((wire::be64(len, 0), ids))
 }
 
-/// One context's chunk: its type and payload.
+/// Type and payload of one context's chunk.
 fn describe(
     agreed: &Agreed,
     context: &Context,
@@ -87,7 +87,7 @@ fn describe(
         bytes.extend((len.min(SHORT_RUN_MAX) as u32).to_be_bytes());
         bytes.extend((flags as u32).to_be_bytes());
         if len > SHORT_RUN_MAX {
-            // What follows would be taken for its rest.
+            // The client would take what follows for the rest of this run.
             break;
         }
     }

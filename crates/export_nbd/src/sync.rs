@@ -1,5 +1,5 @@
-//! Locks and atomics of [`crate::lead`], [`crate::gathered`] and [`crate::late`]. The models of these
-//! modules (`tests/model`) put loom's in their place.
+//! Locks and atomics of [`crate::lead`], [`crate::gathered`] and [`crate::late`]. Their models
+//! (`tests/model`) use loom's instead.
 
 pub use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 

@@ -1,5 +1,5 @@
-//! Numbers and shapes of the protocol. Source: the NBD project's `doc/proto.md`, to whose sections
-//! the names below refer. All integers are big-endian.
+//! Constants and structures of the protocol. Source: the NBD project's `doc/proto.md`, whose
+//! section names appear below. All integers are big-endian.
 
 use vdkit_block::bytes::be16;
 pub(crate) use vdkit_block::bytes::{be32, be64};
@@ -91,7 +91,7 @@ pub mod command {
     pub const CACHE: u16 = 5;
     pub const WRITE_ZEROES: u16 = 6;
     pub const BLOCK_STATUS: u16 = 7;
-    /// How many there are.
+    /// Number of request types.
     pub const KINDS: usize = 8;
 }
 
@@ -134,31 +134,31 @@ pub const PAYLOAD_MAX: u32 = 32 << 20;
 /// The longest name or other string.
 pub const STRING_MAX: u32 = 4096;
 
-/// Bytes of a request without its payload.
+/// Bytes of a request header.
 pub const REQUEST_BYTES: usize = 28;
 /// Bytes of a request with an extended header.
 pub const EXTENDED_REQUEST_BYTES: usize = 32;
-/// Bytes of a simple reply without its payload.
+/// Bytes of a simple reply header.
 pub const SIMPLE_REPLY_BYTES: usize = 16;
-/// Bytes of a chunk without its payload.
+/// Bytes of a chunk header.
 pub const CHUNK_BYTES: usize = 20;
 /// Bytes of a chunk with an extended header.
 pub const EXTENDED_CHUNK_BYTES: usize = 32;
 
-/// A request as it stands on the wire.
+/// A request header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     pub flags: u16,
     pub command: u16,
     pub cookie: u64,
     pub offset: u64,
-    /// Bytes of the payload where one follows, else of the effect.
+    /// Payload bytes if a payload follows, else bytes of the effect.
     pub len: u64,
 }
 
 impl Request {
-    /// Reads a request from [`REQUEST_BYTES`] or [`EXTENDED_REQUEST_BYTES`] bytes; nothing where
-    /// the magic number is wrong, after which the stream means nothing.
+    /// Parses [`REQUEST_BYTES`] or [`EXTENDED_REQUEST_BYTES`] bytes; `None` if the magic number is
+    /// wrong, after which the stream is unusable.
     pub fn parse(bytes: &[u8], extended: bool) -> Option<Self> {
         let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
         (be32(bytes, 0) == magic).then(|| Self {
@@ -170,7 +170,7 @@ impl Request {
         })
     }
 
-    /// Bytes that follow the request's header.
+    /// Payload bytes after the header.
     pub fn payload(&self, extended: bool) -> u64 {
         match self.command {
             command::WRITE => self.len,
@@ -198,14 +198,14 @@ pub struct Chunk {
     pub flags: u16,
     pub kind: u16,
     pub cookie: u64,
-    /// Of the request; told by extended headers only.
+    /// Offset of the request; only in extended headers.
     pub offset: u64,
     /// Bytes of the payload.
     pub len: u64,
 }
 
 impl Chunk {
-    /// Writes the header and says how long it is.
+    /// Writes the header and returns its length.
     pub fn put(&self, out: &mut [u8], extended: bool) -> usize {
         let magic = if extended { EXTENDED_CHUNK_MAGIC } else { CHUNK_MAGIC };
         out[..4].copy_from_slice(&magic.to_be_bytes());
@@ -217,7 +217,7 @@ impl Chunk {
             out[24..32].copy_from_slice(&self.len.to_be_bytes());
             EXTENDED_CHUNK_BYTES
         } else {
-            // No payload passes `PAYLOAD_MAX` by more than its own few words.
+            // A payload exceeds `PAYLOAD_MAX` by at most a few words.
             out[16..20].copy_from_slice(&(self.len as u32).to_be_bytes());
             CHUNK_BYTES
         }

@@ -1,12 +1,12 @@
-//! `vdkit serve --vhost-user` beside `qemu-storage-daemon`, run by run in turn, under a driver
-//! that is not a guest, so that the servers are measured and not an emulator.
+//! Compares `vdkit serve --vhost-user` with `qemu-storage-daemon`, run by run in turn. The driver
+//! is not a guest, so that the servers are measured and not an emulator.
 //!
 //! ```text
 //! cargo build --release
 //! cargo bench -p vdkit-export-vhost --bench load -- target/release/vdkit FOLDER [SECONDS [ROUNDS]]
 //! ```
-//! FOLDER is where the images go (1 GiB each): tmpfs or a file system. For each workload: the
-//! median of requests a second and of requests a second of the server's processor time.
+//! FOLDER holds the images (1 GiB each): tmpfs or a file system. For each workload it prints the
+//! median requests per second, and requests per second of the server's processor time.
 #![allow(missing_docs)]
 
 #[path = "../tests/vhost/guest.rs"]
@@ -20,7 +20,7 @@ use guest::{Data, FLUSH, Guest, READ, WRITE};
 use vdkit_testkit::Rng;
 
 const IMAGE_BYTES: u64 = 1 << 30;
-/// How often processor time is counted in a second, in /proc.
+/// Clock ticks per second of processor times in /proc.
 const TICKS: f64 = 100.0;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -35,7 +35,7 @@ struct Workload {
     kind: u32,
     bytes: u32,
     depth: usize,
-    /// The image is full before.
+    /// The image is filled first.
     filled: bool,
     sequential: bool,
 }
@@ -70,7 +70,7 @@ struct Served {
 impl Served {
     fn start(which: Server, vdkit: &Path, image: &Path) -> Self {
         let socket = image.with_extension("sock");
-        // Nobody may have been there.
+        // The file may not exist.
         let _ = std::fs::remove_file(&socket);
         let mut command = match which {
             Server::Vdkit => {
@@ -95,7 +95,7 @@ impl Served {
         Self { child, socket }
     }
 
-    /// Seconds of processor time so far.
+    /// Processor time so far, in seconds.
     fn cpu(&self) -> f64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
         let fields: Vec<&str> = stat.rsplit(") ").next().unwrap().split(' ').collect();
@@ -113,7 +113,7 @@ impl Drop for Served {
     }
 }
 
-/// Requests a second, and a second of the server's processor time.
+/// Requests per second, and per second of the server's processor time.
 fn run(served: &Served, work: Workload, most: Duration) -> (f64, f64) {
     let mut guest = Guest::boot(&served.socket, 1);
     let mut rng = Rng::new(7);
@@ -121,7 +121,7 @@ fn run(served: &Served, work: Workload, most: Duration) -> (f64, f64) {
     let places = IMAGE_BYTES / u64::from(work.bytes);
     let sectors = u64::from(work.bytes) / 512;
     let (mut begun, mut ended) = (0, 0_u64);
-    // Each place once, in an order that does not repeat.
+    // Each location once, in an irregular order.
     let step = if work.sequential { 1 } else { (places / 2 + 1 + rng.below(places / 4) * 2) | 1 };
     let (cpu, began) = (served.cpu(), Instant::now());
     let mut under_way = 0;

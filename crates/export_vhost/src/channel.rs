@@ -1,4 +1,4 @@
-//! Messages over a Unix socket, with their file descriptors.
+//! Messages with file descriptors over a Unix socket.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -14,11 +14,10 @@ use rustix::net::{
 
 use crate::wire::{BODY_MAX, FDS_MAX, HEADER_BYTES, flag};
 
-/// How long the other side may take over the rest of a message that it has begun, and to receive
-/// an answer.
+/// Timeout for the rest of a message that has begun, and for sending an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A message that came.
+/// A received message.
 #[derive(Debug)]
 pub struct Message {
     pub request: u32,
@@ -33,7 +32,7 @@ impl Message {
     }
 }
 
-/// One side's end of a socket.
+/// One end of a socket.
 #[derive(Debug)]
 pub struct Channel {
     socket: UnixStream,
@@ -51,7 +50,7 @@ impl Channel {
         Ok(Self { socket })
     }
 
-    /// Receives a message; nothing where the other side has left between two.
+    /// Receives a message; `None` if the peer has disconnected between two messages.
     pub fn recv(&self) -> io::Result<Option<Message>> {
         let mut header = [0; HEADER_BYTES];
         let mut fds = Vec::new();
@@ -102,7 +101,7 @@ impl Channel {
         Ok(received.bytes)
     }
 
-    /// Sends a message. Files go with its first byte.
+    /// Sends a message. Descriptors go with its first byte.
     pub fn send(
         &self,
         request: u32,

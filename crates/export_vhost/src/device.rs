@@ -1,4 +1,4 @@
-//! What the guest is told of its disk.
+//! Device configuration and features of the guest's disk.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,22 +7,22 @@ use vdkit_export::{Client, Export};
 
 use crate::wire::CONFIG_MAX;
 
-/// A sector of the virtio protocol, whatever the disk's blocks are.
+/// A sector of the virtio protocol, independent of the disk's block size.
 pub const SECTOR_BYTES: u64 = 512;
-/// Data segments of one request: a queue of 128 descriptors, without header and status.
+/// Data segments per request: a queue of 128 descriptors, minus header and status.
 const SEGMENTS: u32 = 126;
-/// Ranges in one request to discard or to write zeroes.
+/// Ranges per discard or write-zeroes request.
 pub const RANGES_MAX: u32 = 32;
-/// Sectors of one such range: 1 GiB, so that none keeps a thread for long.
+/// Sectors per such range: 1 GiB, so that none occupies a thread for long.
 pub const RANGE_SECTORS_MAX: u32 = 1 << 21;
-/// Queues of one disk.
+/// Maximum queues of a disk.
 pub const QUEUES_MAX: u16 = 64;
-/// Entries of a queue.
+/// Maximum entries of a queue.
 pub const QUEUE_SIZE_MAX: u16 = 1024;
-/// Where the guest switches the write cache.
+/// Offset of the write cache switch.
 const CONFIG_WRITEBACK: u32 = 32;
 
-/// Features of the device.
+/// Device features.
 pub mod feature {
     pub const SEG_MAX: u64 = 1 << 2;
     pub const RO: u64 = 1 << 5;
@@ -35,7 +35,7 @@ pub mod feature {
     pub const WRITE_ZEROES: u64 = 1 << 14;
     pub const INDIRECT_DESC: u64 = 1 << 28;
     pub const EVENT_IDX: u64 = 1 << 29;
-    /// Not the guest's: that there are features of the vhost-user protocol.
+    /// Not for the guest: the vhost-user protocol features exist.
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
     pub const VERSION_1: u64 = 1 << 32;
 }
@@ -44,20 +44,20 @@ pub mod feature {
 #[derive(Debug)]
 pub struct Device {
     pub export: Arc<Export>,
-    /// The monitor, without which nothing is tried again that found no space.
+    /// The monitor's connection. Changes without space are retried only while it lasts.
     pub client: Arc<Client>,
-    /// Features that the guest's driver uses.
+    /// Features accepted by the guest's driver.
     acked: AtomicU64,
     writeback: Arc<WriteCache>,
 }
 
-/// The write cache as the guest has switched it. It outlives connections: a monitor tells of the switch
-/// when the guest sets it, and neither when it comes back nor when it agrees on features anew.
+/// The guest's write cache switch. It outlives connections: the monitor reports it when the guest
+/// sets it, but not on reconnecting or renegotiating features.
 #[derive(Debug)]
 pub struct WriteCache(AtomicBool);
 
 impl Default for WriteCache {
-    /// On, as it is before anybody has switched it.
+    /// On, which is the initial state.
     fn default() -> Self {
         Self(AtomicBool::new(true))
     }
@@ -82,7 +82,7 @@ impl Device {
         &self.writeback
     }
 
-    /// Features that are offered.
+    /// Offered features.
     pub fn features(&self) -> u64 {
         let always = feature::SEG_MAX
             | feature::BLK_SIZE
@@ -105,20 +105,20 @@ impl Device {
         self.acked.store(features, Ordering::Relaxed);
     }
 
-    /// Whether a write must be durable when it is answered: the driver knows of no flush, or has
-    /// switched the cache off.
+    /// Whether a write must be durable before it is answered: the driver has no flush, or has
+    /// disabled the cache.
     pub fn writes_durable(&self) -> bool {
         let acked = self.acked.load(Ordering::Relaxed);
         let switches = acked & feature::CONFIG_WCE != 0;
         acked & feature::FLUSH == 0 || (switches && !self.writeback.is_on())
     }
 
-    /// Whole sectors of the disk; what is behind the last one cannot be reached.
+    /// Whole sectors of the disk; bytes after the last one are unreachable.
     pub fn sectors(&self) -> u64 {
         self.export.size() / SECTOR_BYTES
     }
 
-    /// A piece of the configuration space; zero where nothing is told. Nothing beyond its end.
+    /// A part of the configuration space, zero where undefined. `None` beyond its end.
     pub fn config(&self, offset: u32, len: u32) -> Option<Vec<u8>> {
         let end = offset.checked_add(len).filter(|end| *end <= CONFIG_MAX)?;
         let mut space = [0; CONFIG_MAX as usize];
@@ -127,7 +127,7 @@ impl Device {
         put(0, &self.sectors().to_le_bytes());
         put(12, &SEGMENTS.to_le_bytes());
         put(20, &(SECTOR_BYTES as u32).to_le_bytes());
-        // Physical blocks of 4 KiB, and requests that are best a whole unit of the image.
+        // Physical blocks of 4 KiB, and the image's unit of allocation as optimal request size.
         put(24, &[3]);
         put(26, &8_u16.to_le_bytes());
         put(28, &((unit / SECTOR_BYTES) as u32).to_le_bytes());
@@ -144,7 +144,7 @@ impl Device {
         Some(space[offset as usize..end as usize].to_vec())
     }
 
-    /// Takes what the guest writes into the configuration space: the write cache's switch.
+    /// Handles a write to the configuration space: the write cache switch.
     pub fn set_config(&self, offset: u32, bytes: &[u8]) -> bool {
         let switch = offset == CONFIG_WRITEBACK && bytes.len() == 1;
         if switch {
@@ -153,7 +153,7 @@ impl Device {
         switch
     }
 
-    /// What the guest sees as the disk's serial number: at most 20 bytes.
+    /// The disk's serial number: at most 20 bytes.
     pub fn id(&self) -> [u8; 20] {
         let name = match self.export.name() {
             "" => "vdkit",

@@ -1,13 +1,13 @@
-//! Notes of the requests in flight, in memory that outlives this process.
+//! In-flight records of requests, in memory that outlives this process.
 //!
-//! For each queue: a head of 16 bytes (features u64, version u16, number of descriptors u16, the
-//! head of the last batch u16, the used index u16), then 16 bytes for each descriptor (in flight
-//! u8, 5 bytes unused, next u16, counter u64). See "Inflight I/O tracking" in QEMU's "Vhost-user
-//! Protocol". A process can die between any two stores; their order makes every state readable.
+//! Per queue: a header of 16 bytes (features u64, version u16, number of descriptors u16, the head
+//! of the last batch u16, the used index u16), then 16 bytes per descriptor (in flight u8, 5 bytes
+//! unused, next u16, counter u64). See "Inflight I/O tracking" in QEMU's "Vhost-user Protocol". A
+//! process can die between any two stores; their order keeps every state readable.
 //!
-//! Behind the queues' parts: a mark (u64) that says that this server made the memory, and whether the
-//! guest's write cache is on (u8). The monitor tells that once, when the guest switches it, and not to
-//! the server that takes over.
+//! After the queues' parts: a mark (u64) of memory made by this server, and the guest's write cache
+//! switch (u8). The monitor reports the switch only when the guest changes it, not to the next
+//! server.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,10 +22,10 @@ use crate::wire::InflightArea;
 const HEAD_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
 const VERSION: u16 = 1;
-/// Each queue's part begins at a multiple of this.
+/// Alignment of each queue's part.
 const ALIGN: usize = 64;
 
-/// What follows the queues' parts.
+/// The tail after the queues' parts.
 const TAIL_BYTES: usize = ALIGN;
 const TAIL_MARK: u64 = u64::from_le_bytes(*b"vdkit-wc");
 const TAIL_WRITEBACK: usize = 8;
@@ -45,18 +45,18 @@ fn invalid(what: impl std::fmt::Display) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, what.to_string())
 }
 
-/// The notes of all queues.
+/// The in-flight records of all queues.
 #[derive(Debug)]
 pub struct Area {
     map: MmapRegion<()>,
     queues: u16,
     queue_size: u16,
-    /// Where the tail is, in memory that this server made.
+    /// Offset of the tail, in memory made by this server.
     tail: Option<usize>,
 }
 
 impl Area {
-    /// Makes the memory; the monitor keeps its file.
+    /// Creates the memory; the monitor keeps its file.
     pub fn create(queues: u16, queue_size: u16) -> io::Result<(InflightArea, OwnedFd)> {
         let parts = part_bytes(queue_size) as u64 * u64::from(queues);
         let size = parts + TAIL_BYTES as u64;
@@ -69,12 +69,12 @@ impl Area {
         tail[..TAIL_WRITEBACK].copy_from_slice(&TAIL_MARK.to_ne_bytes());
         tail[TAIL_WRITEBACK] = 1;
         rustix::io::pwrite(&file, &tail, parts)?;
-        // Then nobody can make a process die that looks into it.
+        // Sealed, so that no process can be killed by truncating the mapped file.
         rustix::fs::fcntl_add_seals(file.as_fd(), SealFlags::SHRINK | SealFlags::GROW)?;
         Ok((InflightArea { size, file_offset: 0, queues, queue_size }, file))
     }
 
-    /// Takes over the memory that a monitor has kept.
+    /// Takes over memory kept by a monitor.
     pub fn open(area: InflightArea, file: OwnedFd) -> io::Result<Self> {
         let needed = part_bytes(area.queue_size) as u64 * u64::from(area.queues);
         if area.queues == 0 || area.queue_size == 0 || area.size < needed {
@@ -94,15 +94,15 @@ impl Area {
         Ok(area)
     }
 
-    /// Whether the guest's write cache is on, as was noted last. Nothing where another server made
-    /// the memory.
+    /// The last recorded state of the guest's write cache. `None` if another server made the
+    /// memory.
     pub fn writeback(&self) -> Option<bool> {
         let at = self.tail? + TAIL_WRITEBACK;
         let noted: u8 = self.map.as_volatile_slice().load(at, Ordering::Acquire).ok()?;
         Some(noted != 0)
     }
 
-    /// Notes it for the server that comes next.
+    /// Records it for the next server.
     pub fn note_writeback(&self, on: bool) {
         let Some(tail) = self.tail else { return };
         let slice = self.map.as_volatile_slice();
@@ -110,19 +110,19 @@ impl Area {
         debug_assert!(stored.is_ok(), "the tail was mapped");
     }
 
-    /// The notes of one queue.
+    /// The records of one queue.
     pub fn tracker(self: &Arc<Self>, queue: u16) -> Option<Tracker> {
         let base = usize::from(queue) * part_bytes(self.queue_size);
         (queue < self.queues).then(|| Tracker { area: self.clone(), base })
     }
 }
 
-/// What the notes say.
+/// Recovered state.
 #[derive(Debug, PartialEq)]
 pub struct Recovered {
-    /// Nobody has written any before.
+    /// Nothing was recorded before.
     pub fresh: bool,
-    /// What was taken and not put back, in the order in which it was taken.
+    /// Requests taken but not put back, in the order of taking.
     pub heads: Vec<u16>,
 }
 
@@ -132,7 +132,7 @@ impl Default for Recovered {
     }
 }
 
-/// The notes of one queue.
+/// The records of one queue.
 #[derive(Clone, Debug)]
 pub struct Tracker {
     area: Arc<Area>,
@@ -155,25 +155,25 @@ impl Tracker {
         HEAD_BYTES + ENTRY_BYTES * usize::from(head)
     }
 
-    /// Notes that a request was taken. `head` is below the queue's size.
+    /// Records a taken request. `head` is less than the queue's size.
     pub fn begin(&self, head: u16, counter: u64) {
         self.store(counter, Self::entry(head) + ENTRY_COUNTER);
         self.store(1_u8, Self::entry(head));
     }
 
-    /// Before a request is put into the used ring.
+    /// Call before putting a request into the used ring.
     pub fn ending(&self, head: u16) {
         self.store(self.load::<u16>(AT_LAST_BATCH), Self::entry(head) + ENTRY_NEXT);
         self.store(head, AT_LAST_BATCH);
     }
 
-    /// After it is there, with the used ring's new index.
+    /// Call after that, with the used ring's new index.
     pub fn ended(&self, head: u16, used: u16) {
         self.store(0_u8, Self::entry(head));
         self.store(used, AT_USED);
     }
 
-    /// Forgets everything.
+    /// Clears all records.
     pub fn reset(&self, size: u16, used: u16) {
         let size = size.min(self.area.queue_size);
         for head in 0..size {
@@ -184,13 +184,13 @@ impl Tracker {
         self.store(VERSION, AT_VERSION);
     }
 
-    /// Whether there is room for a queue of this size.
+    /// Whether a queue of this size fits.
     pub fn fits(&self, size: u16) -> bool {
         size <= self.area.queue_size
     }
 
-    /// The requests that are to be done again. `used` is the used ring's index. `None` where the
-    /// notes make no sense for a queue of `size`.
+    /// The requests to repeat. `used` is the used ring's index. `None` if the records are invalid
+    /// for a queue of `size`.
     pub fn recover(&self, size: u16, used: u16) -> Option<Recovered> {
         if !self.fits(size) {
             return None;
@@ -203,7 +203,7 @@ impl Tracker {
         if !known || self.load::<u16>(AT_DESCRIPTORS) != size {
             return None;
         }
-        // A batch whose notes were not finished: it is in the used ring.
+        // A batch with unfinished records: it is in the used ring.
         let batch = used.wrapping_sub(self.load::<u16>(AT_USED));
         if batch > size {
             return None;
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn a_death_at_any_step_of_ending_is_told_by_the_used_index() {
-        // Before the used ring has it: to be done again. After: never again.
+        // Before it is in the used ring: repeat it. After: do not.
         let notes = tracker(8);
         notes.recover(8, 0);
         notes.begin(3, 0);
@@ -277,7 +277,7 @@ mod tests {
             Area::open(described, again.try_clone().unwrap()).unwrap().writeback(),
             Some(false)
         );
-        // Another server's memory: it ends with the queues, or has something else there.
+        // Another server's memory: without the tail, or with other content there.
         let parts = described.size - TAIL_BYTES as u64;
         let short = InflightArea { size: parts, ..described };
         let short = Area::open(short, again.try_clone().unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! The guest's memory: which pieces there are, and copying from and to it.
+//! Guest memory: its regions, and copying from and to it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -11,10 +11,10 @@ use vm_memory::{
 
 use crate::wire::MemoryRegion;
 
-/// The memory as requests see it. It stays mapped for as long as a request holds it.
+/// The memory as seen by requests. It stays mapped while a request holds it.
 pub type Mem = GuestMemoryMmap<()>;
 
-/// Pieces that a guest may have.
+/// Maximum memory regions.
 pub const REGIONS_MAX: usize = 509;
 
 /// A run of guest memory.
@@ -24,12 +24,12 @@ pub struct Segment {
     pub len: u32,
 }
 
-/// An address that is not the guest's memory.
+/// An address outside guest memory.
 #[derive(Debug, PartialEq)]
 pub struct Outside;
 
-/// Walks over the pieces of `segments` that lie within `len` bytes from `skip`, counted in the
-/// bytes of all: calls `each` with the address, and the range within these `len` bytes.
+/// Walks the parts of `segments` within `len` bytes from `skip`, counted over all segments. Calls
+/// `each` with the address and the range within these `len` bytes.
 fn walk(
     segments: &[Segment],
     mut skip: u64,
@@ -55,7 +55,7 @@ fn walk(
     if done == len { Ok(()) } else { Err(Outside) }
 }
 
-/// Copies from the guest: `buf.len()` bytes that begin `skip` bytes into `segments`.
+/// Copies `buf.len()` bytes from the guest, starting `skip` bytes into `segments`.
 pub fn copy_in(mem: &Mem, segments: &[Segment], skip: u64, buf: &mut [u8]) -> Result<(), Outside> {
     walk(segments, skip, buf.len(), |address, range| {
         mem.read_slice(&mut buf[range], address).map_err(|_| Outside)
@@ -74,7 +74,7 @@ struct Mapped {
     mapping: Arc<GuestRegionMmap<()>>,
 }
 
-/// What the monitor has shared.
+/// The memory shared by the monitor.
 pub struct Memory {
     pieces: Vec<Mapped>,
     mem: Arc<Mem>,
@@ -105,7 +105,7 @@ impl Memory {
         self.mem.clone()
     }
 
-    /// These pieces and no others.
+    /// Replaces all regions.
     pub fn set(&mut self, regions: Vec<(MemoryRegion, OwnedFd)>) -> io::Result<()> {
         let pieces = regions.into_iter().map(|(region, file)| map(region, file));
         self.take(pieces.collect::<io::Result<_>>()?)
@@ -152,7 +152,7 @@ impl Memory {
         Ok(())
     }
 
-    /// What the guest calls an address of the monitor's.
+    /// The guest address of a monitor address.
     pub fn guest_address(&self, user_address: u64) -> Option<u64> {
         self.pieces.iter().find_map(|piece| {
             let into = user_address.checked_sub(piece.region.user_address)?;

@@ -1,7 +1,7 @@
-//! Doing a request, in either lane.
+//! Runs requests, on either path.
 //!
-//! A request is done to its end also where the monitor has left meanwhile: no other monitor comes
-//! before nothing is under way, and an error would reach a guest whose monitor connects again.
+//! A request runs to its end even if the monitor has disconnected: the next monitor is accepted
+//! only when no request is running, and an error would reach a guest whose monitor reconnects.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -14,23 +14,23 @@ use crate::device::{Device, RANGE_SECTORS_MAX, RANGES_MAX, SECTOR_BYTES};
 use crate::memory::{Mem, Outside, copy_in, copy_out};
 use crate::request::{Kind, Request};
 
-/// Reads up to this size may be done by the ring's thread; a larger one is worth another.
+/// The ring's thread may run reads up to this size; larger ones are worth another thread.
 const READ_HERE_MAX: u64 = 128 << 10;
-/// Writes alike.
+/// The same for writes.
 const WRITE_HERE_MAX: u64 = 64 << 10;
-/// A write of the fast lane that took longer than this was one that waited: those that follow go
-/// to the slow lane for a while.
+/// A write on the non-blocking path that took longer than this has waited; the next writes then go
+/// to the blocking path.
 const PROMPT: Duration = Duration::from_millis(2);
-/// For so many writes.
+/// Number of such writes.
 const WARY_WRITES: u32 = 32;
-/// Larger requests are done in pieces of this size, so that none needs more memory.
+/// Larger requests are done in pieces of this size, which bounds their memory.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Bytes of a range to discard or to write zeroes to: sector u64, sectors u32, flags u32.
+/// Bytes of a discard or write-zeroes range: sector u64, sectors u32, flags u32.
 const RANGE_BYTES: u64 = 16;
 /// The only flag of such a range.
 const RANGE_UNMAP: u32 = 1;
 
-/// What is told about a request.
+/// Status of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(u8)]
 pub enum Status {
@@ -39,7 +39,7 @@ pub enum Status {
     Unsupported = 2,
 }
 
-/// A request that has ended.
+/// A finished request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Finished {
     pub status: Status,
@@ -59,17 +59,17 @@ pub struct Full {
     pub at: u64,
     pub durable: bool,
     pub error: Error,
-    /// How far the request is once the change is done.
+    /// Progress of the request once the change is done.
     pub progress: u64,
 }
 
-/// How a request of the slow lane went.
+/// Result of a request that may block.
 pub enum Slow {
     Finished(Finished),
     Full(Full),
 }
 
-/// Whether writes are kept off the fast lane, because some waited.
+/// Whether writes avoid the non-blocking path, because recent ones waited.
 #[derive(Debug, Default)]
 pub struct Wary(AtomicU32);
 
@@ -87,7 +87,7 @@ impl Wary {
     }
 }
 
-/// What a request counts as, if at all.
+/// The statistics kind of a request, if any.
 pub fn op_kind(kind: Kind) -> Option<OpKind> {
     match kind {
         Kind::Read => Some(OpKind::Read),
@@ -99,7 +99,7 @@ pub fn op_kind(kind: Kind) -> Option<OpKind> {
     }
 }
 
-/// What is wrong with a request before it is tried.
+/// The error of an invalid request.
 fn fault(device: &Device, request: &Request) -> Option<Status> {
     let changes = matches!(request.kind, Kind::Write | Kind::Discard | Kind::WriteZeroes);
     if changes && device.export.read_only() {
@@ -120,7 +120,7 @@ fn contains(device: &Device, sector: u64, sectors: u64) -> bool {
     sector.checked_add(sectors).is_some_and(|end| end <= device.sectors())
 }
 
-/// Does a request at once, or gives nothing with nothing done.
+/// Runs a request without waiting, or returns `None` with nothing done.
 pub fn fast(
     device: &Device,
     wary: &Wary,
@@ -142,7 +142,7 @@ pub fn fast(
                 return Some(Status::IoError.into());
             }
             let began = Instant::now();
-            // What went wrong is told by the slow lane, which does it again.
+            // The blocking path retries and reports the error.
             let Some(Ok(())) = device.export.write_ready(data, at(request)) else { return None };
             if began.elapsed() > PROMPT {
                 wary.begin();
@@ -179,7 +179,7 @@ fn fast_read(
     })
 }
 
-/// So many bytes of a buffer that is used again and again.
+/// `bytes` bytes of a reusable buffer.
 fn room(bounce: &mut Vec<u8>, bytes: u64) -> &mut [u8] {
     let bytes = bytes as usize;
     if bounce.len() < bytes {
@@ -188,12 +188,12 @@ fn room(bounce: &mut Vec<u8>, bytes: u64) -> &mut [u8] {
     &mut bounce[..bytes]
 }
 
-/// Where a request's data is on the disk. Its range was checked.
+/// Byte offset of a request on the disk. Its range was checked.
 fn at(request: &Request) -> u64 {
     request.sector * SECTOR_BYTES
 }
 
-/// Does a request, or the rest of it from `progress`. May block.
+/// Runs a request, or its rest from `progress`. May block.
 pub fn slow(
     device: &Device,
     mem: &Mem,
@@ -214,7 +214,7 @@ pub fn slow(
     }
 }
 
-/// Flushes, unless the export has done so once it found space.
+/// Flushes, unless the export has done so after a wait for space.
 fn flush(device: &Device, progress: u64) -> Slow {
     if progress > 0 {
         return Slow::Finished(Status::Ok.into());
@@ -281,7 +281,7 @@ fn write(
     Slow::Finished(Status::Ok.into())
 }
 
-/// A range to discard or to write zeroes to.
+/// A range to discard or zero.
 #[derive(Clone, Copy)]
 struct Range {
     at: u64,
@@ -289,7 +289,7 @@ struct Range {
     flags: u32,
 }
 
-/// All ranges of a request; nothing is done unless each is right.
+/// All ranges of a request; nothing is done unless all are valid.
 fn ranges(device: &Device, mem: &Mem, request: &Request) -> Result<Vec<Range>, Status> {
     let count = request.bytes / RANGE_BYTES;
     if !request.bytes.is_multiple_of(RANGE_BYTES) || count == 0 || count > u64::from(RANGES_MAX) {

@@ -1,6 +1,6 @@
-//! The slow lane's threads: made when they are needed, up to a bound, shared by all rings.
+//! Threads for requests that may block: created as needed, bounded, shared by all rings.
 //!
-//! What waits is bounded too: a ring takes no more requests than it has entries.
+//! The queue is bounded too: a ring takes no more requests than it has entries.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,9 +10,9 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::queue::Job;
 
-/// Threads of one disk.
+/// Maximum threads per disk.
 const THREADS_MAX: usize = 16;
-/// A thread's buffer may keep so much between two requests.
+/// Maximum size of a thread's idle buffer.
 const BOUNCE_KEPT: usize = 1 << 20;
 
 #[derive(Default)]
@@ -23,7 +23,7 @@ struct State {
     closed: bool,
 }
 
-/// The slow lane.
+/// The threads and their queue.
 #[derive(Default)]
 pub struct Pool {
     state: Mutex<State>,
@@ -35,7 +35,7 @@ impl Pool {
         Arc::new(Self::default())
     }
 
-    /// Has a request done by another thread, or by this one where none can be made.
+    /// Runs a request on another thread, or on this one if none can be created.
     pub fn submit(self: &Arc<Self>, job: Job) {
         let alone = {
             let mut state = self.state.lock();
@@ -81,7 +81,7 @@ impl Pool {
         }
     }
 
-    /// Ends the threads, after what they still have to do.
+    /// Ends the threads after their pending work.
     pub fn close(&self) {
         let threads = {
             let mut state = self.state.lock();

@@ -1,12 +1,12 @@
-//! A ring: taking requests from it and putting them back.
+//! A ring: takes requests and puts them back.
 //!
-//! Its thread takes a batch under the ring's lock, does it without, and puts back what the fast
-//! lane has done under the lock again, with at most one notification. Other threads put back what
-//! they did in the same way.
+//! Its thread takes a batch under the ring's lock, runs it unlocked, and puts back under the lock
+//! what the non-blocking path served, with at most one notification. Other threads put back their
+//! results in the same way.
 //!
-//! A guest can write anything into the ring at any time. So no index is used unchecked, no head is
-//! taken twice before it was put back (which bounds what is in flight), and a ring that makes no
-//! sense is *broken*: nothing more is taken from it until it is started anew.
+//! A guest can write anything into the ring at any time. So every index is checked, and no head is
+//! taken again before it was put back (which bounds the requests in flight). An invalid ring is
+//! *broken*: nothing more is taken from it until it is restarted.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -29,42 +29,42 @@ use crate::perform::{self, Finished, Full, Slow, Status, Wary};
 use crate::pool::Pool;
 use crate::request::{Nonsense, Request, Table};
 
-/// Requests that are taken at a time.
+/// Maximum requests per batch.
 const BATCH: usize = 64;
 
-/// Where a ring is and from where it goes on.
+/// Location and start position of a ring.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Setup {
     pub size: u16,
-    /// Addresses as the guest sees them.
+    /// Guest addresses.
     pub descriptors: u64,
     pub available: u64,
     pub used: u64,
-    /// The available index from which it goes on.
+    /// The available index to start from.
     pub base: u16,
     pub event_idx: bool,
 }
 
-/// What the lock guards.
+/// Data under the lock.
 struct Core {
     queue: Queue,
     mem: Arc<Mem>,
     call: Option<File>,
     err: Option<File>,
     tracker: Option<Tracker>,
-    /// Numbers the requests in the order in which they were taken.
+    /// Sequence number of taken requests.
     counter: u64,
     /// By head: taken and not put back.
     busy: Vec<bool>,
-    /// How many are.
+    /// Number of busy heads.
     outstanding: usize,
-    /// Those of them that wait for space.
+    /// Requests waiting for space.
     kept: HashMap<u16, Kept>,
     running: bool,
     broken: bool,
 }
 
-/// A request that waits for space.
+/// A request waiting for space.
 struct Kept {
     claim: Arc<Claim>,
     mem: Arc<Mem>,
@@ -77,33 +77,33 @@ pub struct Ring {
     device: Arc<Device>,
     pool: Arc<Pool>,
     core: Mutex<Core>,
-    /// Something was put back, or waits for space.
+    /// A request was put back, or waits for space.
     changed: Condvar,
     wary: Wary,
 }
 
-/// A request of the slow lane.
+/// A request that may block.
 pub struct Job {
     ring: Arc<Ring>,
     request: Request,
     mem: Arc<Mem>,
     began: Instant,
-    /// How much of it is done.
+    /// Progress of the request.
     progress: u64,
 }
 
-/// What the ring's thread keeps between batches.
+/// Reusable memory of the ring's thread.
 #[derive(Default)]
 struct Own {
     batch: Vec<Request>,
     done: Vec<(u16, u32)>,
     bounce: Vec<u8>,
-    /// Memory for segments.
+    /// Reusable segment lists.
     spare: Vec<Vec<crate::memory::Segment>>,
 }
 
 impl Job {
-    /// Does it, and puts it back unless it has to wait for space.
+    /// Runs the request, and puts it back unless it must wait for space.
     pub fn run(self, bounce: &mut Vec<u8>) {
         let device = self.ring.device.clone();
         match perform::slow(&device, &self.mem, &self.request, self.progress, bounce) {
@@ -119,7 +119,7 @@ impl Job {
         ring.put_back(&[done]);
     }
 
-    /// Lets the export do a change when there is space, and goes on then.
+    /// Lets the export retry a change, and continues the request afterwards.
     fn keep(mut self, full: Full) {
         let claim = Claim::of(&self.ring.device.client);
         let ring = self.ring.clone();
@@ -167,8 +167,8 @@ impl Ring {
         self.core.lock().mem = mem;
     }
 
-    /// Where the guest is notified. It is notified once at once, as something may have been put
-    /// back while there was nowhere to tell it.
+    /// Sets the notification descriptor. Notifies at once, since requests may have been put back
+    /// without a descriptor.
     pub fn set_call(&self, file: Option<File>) {
         let mut core = self.core.lock();
         core.call = file;
@@ -181,10 +181,10 @@ impl Ring {
         self.core.lock().err = file;
     }
 
-    /// Prepares it to run. Gives the heads that have to be done again.
+    /// Prepares the ring to run. Returns the heads to repeat.
     ///
     /// # Errors
-    /// For a setup that cannot be: what is wrong with it.
+    /// A description of an invalid setup.
     pub fn prepare(&self, setup: Setup, tracker: Option<Tracker>) -> Result<Vec<u16>, Nonsense> {
         let mut core = self.core.lock();
         let mem = core.mem.clone();
@@ -212,7 +212,7 @@ impl Ring {
                 Default::default()
             });
             if !recovered.fresh {
-                // What was taken and not put back was noted, whatever the monitor remembers.
+                // All unanswered requests were recorded as taken, whatever index the monitor has.
                 queue.set_next_avail(used.wrapping_add(recovered.heads.len() as u16));
             }
             heads = recovered.heads;
@@ -227,11 +227,11 @@ impl Ring {
         Ok(heads)
     }
 
-    /// The ring's thread: until `stop` can be read.
+    /// The ring's thread: runs until `stop` is readable.
     pub fn run(self: &Arc<Self>, kick: &OwnedFd, stop: &OwnedFd, recovered: &[u16]) {
         let mut own = Own::default();
         self.redo(recovered);
-        // What came before this thread did may have been kicked for long ago.
+        // Requests from before this thread may have been kicked already.
         self.process(&mut own);
         loop {
             let mut fds = [PollFd::new(kick, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
@@ -259,7 +259,7 @@ impl Ring {
         }
     }
 
-    /// Does again what the process before this one has not answered.
+    /// Repeats the requests that the previous process left unanswered.
     fn redo(self: &Arc<Self>, heads: &[u16]) {
         let mut requests = Vec::new();
         let mem = {
@@ -286,7 +286,7 @@ impl Ring {
         self.pool.submit(Job { ring, request, mem: mem.clone(), began, progress: 0 });
     }
 
-    /// Does all that is there.
+    /// Runs all available requests.
     fn process(self: &Arc<Self>, own: &mut Own) {
         while let Some(mem) = self.take_batch(own) {
             let mut now = Instant::now();
@@ -312,11 +312,11 @@ impl Ring {
         }
     }
 
-    /// Takes requests; nothing where there are none, and the guest will kick.
+    /// Takes requests; `None` if there are none and the guest will kick.
     fn take_batch(&self, own: &mut Own) -> Option<Arc<Mem>> {
         let mut core = self.core.lock();
         let mem = core.mem.clone();
-        // The second time something came in between. More often it is not there.
+        // Try again: a request may arrive before notifications are enabled.
         for _ in 0..3 {
             if core.broken || !core.running {
                 return None;
@@ -339,7 +339,7 @@ impl Ring {
         None
     }
 
-    /// Tells the guest how a request went; gives what to put into the used ring.
+    /// Writes a request's status to the guest; returns the used ring entry.
     fn answer(&self, mem: &Mem, request: &Request, finished: Finished) -> (u16, u32) {
         if mem.write_obj(finished.status as u8, request.status).is_err() {
             self.core.lock().break_down(self.index, "a status that left the memory");
@@ -365,14 +365,14 @@ impl Ring {
         self.device.export.counters().done(kind, request.bytes, took, ok);
     }
 
-    /// Nothing more is taken from now on.
+    /// Takes nothing more.
     pub fn halt(&self) {
         self.core.lock().running = false;
     }
 
-    /// Waits until nothing of the ring is under way; its thread has ended. What waits for space is
-    /// given up: it stays noted as in flight and is done again when the ring is started anew, or
-    /// fails where nobody keeps notes. Gives the available index from which to go on.
+    /// Waits until no request of the ring is running; its thread has ended. Requests waiting for
+    /// space are withdrawn: they stay recorded as in flight and are repeated when the ring is
+    /// restarted, or fail without in-flight records. Returns the available index to resume from.
     pub fn drain(&self) -> u16 {
         let mut core = self.core.lock();
         while core.outstanding > 0 {
@@ -382,7 +382,7 @@ impl Ring {
             }
             let kept = std::mem::take(&mut core.kept);
             drop(core);
-            // Each waits for an attempt that is under way.
+            // Each withdrawal waits for a running attempt.
             let given_up: Vec<(u16, Kept)> =
                 kept.into_iter().filter(|(_, kept)| kept.claim.withdraw()).collect();
             core = self.core.lock();
@@ -400,7 +400,7 @@ impl Ring {
 impl Core {
     fn call(&mut self) {
         if let Some(call) = &mut self.call {
-            // Full means that the guest has not yet looked at what it was told before.
+            // EAGAIN means that earlier notifications are still unread.
             let _ = call.write(&1_u64.to_ne_bytes());
         }
     }
@@ -478,14 +478,14 @@ impl Core {
         Ok(())
     }
 
-    /// A request that waited for space does so no longer.
+    /// Withdraws a request that waited for space.
     fn give_up(&mut self, head: u16, kept: &Kept) {
         if self.tracker.is_some() {
             self.outstanding -= 1;
             return;
         }
-        // Nobody will do it again, so the guest has to know. A place that left the memory
-        // meanwhile is of no use to the guest either.
+        // No one will repeat it, so report an error to the guest. If the status address is no
+        // longer mapped, the guest cannot use it either.
         let _ = kept.mem.write_obj(Status::IoError as u8, kept.status);
         let _ = self.put_back(head, 1);
     }

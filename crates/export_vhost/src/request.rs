@@ -1,4 +1,4 @@
-//! From a chain of descriptors in guest memory to a request.
+//! Parses a chain of descriptors in guest memory into a request.
 
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
@@ -7,12 +7,12 @@ use crate::memory::{Mem, Segment, copy_in};
 
 /// Bytes of a descriptor.
 const DESCRIPTOR_BYTES: u64 = 16;
-/// Descriptors of one request. A driver is told of far fewer.
+/// Maximum descriptors per request; the limit announced to drivers is far lower.
 const DESCRIPTORS_MAX: usize = 1024;
-/// Before the data: type u32, unused u32, sector u64.
+/// Header: type u32, unused u32, sector u64.
 const HEADER_BYTES: usize = 16;
 
-/// What the guest wants.
+/// Type of request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Read,
@@ -43,10 +43,10 @@ impl Kind {
     }
 }
 
-/// A request. Its header was copied out of the guest's memory; its data is still there.
+/// A request. Its header was copied from guest memory; its data is still there.
 #[derive(Debug)]
 pub struct Request {
-    /// The descriptor that names it.
+    /// Its head descriptor.
     pub head: u16,
     pub kind: Kind,
     pub sector: u64,
@@ -54,21 +54,21 @@ pub struct Request {
     pub data: Vec<Segment>,
     /// Bytes of the data.
     pub bytes: u64,
-    /// Where its status goes: one byte, within memory.
+    /// Address of its status byte, within guest memory.
     pub status: GuestAddress,
 }
 
-/// Why a chain is no request. Its ring is of no use any more.
+/// Why a chain is invalid. Its ring becomes broken.
 pub type Nonsense = &'static str;
 
-/// A table of descriptors.
+/// A descriptor table.
 #[derive(Clone, Copy)]
 pub struct Table {
     pub address: GuestAddress,
     pub size: u16,
 }
 
-/// Follows a chain; gives its segments, and how many of them are read by the device.
+/// Follows a chain; returns its segments, and the number of device-readable ones.
 fn follow(
     mem: &Mem,
     mut table: Table,
@@ -124,7 +124,7 @@ fn follow(
     }
 }
 
-/// Takes bytes away at the front.
+/// Removes bytes from the front.
 fn skip_front(segments: &mut Vec<Segment>, mut bytes: u32) {
     let mut gone = 0;
     for segment in segments.iter_mut() {
@@ -140,10 +140,10 @@ fn skip_front(segments: &mut Vec<Segment>, mut bytes: u32) {
 }
 
 impl Request {
-    /// Reads the chain that begins at `head`. `segments` lends its memory.
+    /// Parses the chain at `head`. `segments` provides reusable memory.
     ///
     /// # Errors
-    /// For a chain that does not even say where an error could be told.
+    /// For a chain without a valid status address.
     pub fn parse(
         mem: &Mem,
         table: Table,

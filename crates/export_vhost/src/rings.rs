@@ -1,4 +1,4 @@
-//! A ring as the monitor sets it up, piece by piece, and its thread.
+//! A ring's setup by the monitor, step by step, and its thread.
 
 use std::fs::File;
 use std::io;
@@ -18,11 +18,11 @@ struct Worker {
     stop: Arc<OwnedFd>,
 }
 
-/// A ring and what is known of it.
+/// A ring and its setup.
 pub struct Slot {
     pub ring: Arc<Ring>,
     pub setup: Setup,
-    /// The addresses have been named.
+    /// The addresses are set.
     pub placed: bool,
     pub enabled: bool,
     kick: Option<Arc<OwnedFd>>,
@@ -33,7 +33,7 @@ fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, what)
 }
 
-/// No event counter may keep a thread waiting, whoever else reads it or fills it.
+/// Makes an event descriptor non-blocking, whatever other processes do with it.
 fn never_blocking(fd: &OwnedFd) -> io::Result<()> {
     let flags = rustix::fs::fcntl_getfl(fd)?;
     Ok(rustix::fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?)
@@ -80,7 +80,7 @@ impl Slot {
         self.worker.is_some()
     }
 
-    /// Starts it where all is known that it takes, and it is enabled.
+    /// Starts the ring if its setup is complete and it is enabled.
     pub fn start(&mut self, tracker: Option<Tracker>) -> io::Result<()> {
         let Some(kick) = self.kick.clone() else { return Ok(()) };
         if self.running() || !self.enabled || !self.placed {
@@ -96,11 +96,11 @@ impl Slot {
         Ok(())
     }
 
-    /// Stops it; nothing of it is under way afterwards. Where it goes on later is kept.
+    /// Stops the ring and waits for its requests. Keeps the position to resume from.
     pub fn stop(&mut self) {
         let Some(worker) = self.worker.take() else { return };
         self.ring.halt();
-        // An eventfd that counts from zero takes this.
+        // A fresh eventfd accepts this.
         let _ = rustix::io::write(&*worker.stop, &1_u64.to_ne_bytes());
         if worker.thread.join().is_err() {
             tracing::error!("the thread of a queue has panicked");
@@ -108,7 +108,7 @@ impl Slot {
         self.setup.base = self.ring.drain();
     }
 
-    /// The monitor takes the ring away. Gives the available index from which to go on.
+    /// Removes the ring for the monitor. Returns the available index to resume from.
     pub fn take_away(&mut self) -> u16 {
         self.stop();
         self.kick = None;

@@ -1,4 +1,4 @@
-//! Waiting for monitors, one at a time: two would be two guests that write one disk.
+//! Accepts monitors, one at a time: two would be two guests writing one disk.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,10 +15,10 @@ use vdkit_export::{Access, Export, UnixSocket};
 use crate::device::WriteCache;
 use crate::session::Session;
 
-/// How long to wait after a failure that another attempt may not have.
+/// Pause after a failure that may be transient.
 const BREATH: Duration = Duration::from_millis(100);
 
-/// A socket at which monitors are waited for.
+/// A socket that monitors connect to.
 #[derive(Debug)]
 pub struct Listener(UnixSocket);
 
@@ -33,21 +33,21 @@ impl Listener {
         Ok(Self(socket))
     }
 
-    /// Where monitors find it, as one word: `vhost-user:PATH`.
+    /// Its address as one word: `vhost-user:PATH`.
     pub fn uri(&self) -> String {
         let path = std::path::absolute(self.0.path());
         format!("vhost-user:{}", path.as_deref().unwrap_or(self.0.path()).display())
     }
 }
 
-/// Who came.
+/// Connection counts.
 #[derive(Debug, Default)]
 struct Visits {
     served: AtomicU64,
     connected: AtomicBool,
 }
 
-/// A disk that is served to monitors.
+/// A disk served to monitors.
 #[derive(Debug)]
 pub struct Server {
     visits: Arc<Visits>,
@@ -57,10 +57,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Begins.
+    /// Starts serving.
     ///
     /// # Errors
-    /// Where no thread can be made.
+    /// If no thread can be created.
     pub fn start(export: Arc<Export>, listener: Listener) -> io::Result<Self> {
         let stop = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?);
         let (tell, ended) = channel();
@@ -71,26 +71,26 @@ impl Server {
             std::thread::Builder::new().name("vhost-user".to_owned()).spawn(move || {
                 serve(&export, &listener, &stopped, &counted);
                 drop(listener);
-                // Nobody may be waiting.
+                // The receiver may be gone.
                 let _ = tell.send(());
             })?;
         Ok(Self { visits, thread, stop, ended })
     }
 
-    /// Monitors that came, those that are gone too.
+    /// Number of monitors so far.
     pub fn served(&self) -> u64 {
         self.visits.served.load(Ordering::SeqCst)
     }
 
-    /// Whether one is there.
+    /// Whether a monitor is connected.
     pub fn connected(&self) -> bool {
         self.visits.connected.load(Ordering::SeqCst)
     }
 
-    /// Ends: what was taken from the guest is done and put back, for at most `drain`; what was not
-    /// stays in its rings. Says whether all was done.
+    /// Ends the service. Requests already taken are done and put back, for at most `drain`; others
+    /// stay in their rings. Returns whether all were done.
     pub fn stop(self, drain: Duration) -> bool {
-        // An eventfd that counts from zero takes this.
+        // A fresh eventfd accepts this.
         let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
         self.ended.recv_timeout(drain).is_ok() && self.thread.join().is_ok()
     }

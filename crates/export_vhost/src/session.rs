@@ -1,4 +1,4 @@
-//! A monitor at the socket: what it says about memory, rings and features.
+//! A monitor's connection: its messages about memory, rings and features.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -21,18 +21,18 @@ use crate::wire::{
     request,
 };
 
-/// How often the disk's size is looked at.
+/// Interval at which the disk's size is polled.
 const SIZE_POLL: Duration = Duration::from_millis(500);
-/// A ring's index in messages about its event counters.
+/// Mask of the ring index in event descriptor messages.
 const RING_MASK: u64 = 0xff;
-/// No counter comes along.
+/// The message carries no descriptor.
 const NO_FD: u64 = 1 << 8;
-/// Pieces of memory in one message.
+/// Maximum memory regions per message.
 const TABLE_MAX: u32 = 32;
 
-/// What is answered.
+/// Reply to a message.
 enum Reply {
-    /// Nothing, or only whether it went well.
+    /// None, or only success or failure.
     Done,
     Number(u64),
     Bytes(Vec<u8>),
@@ -47,11 +47,11 @@ pub struct Session {
     memory: Memory,
     slots: Vec<Slot>,
     inflight: Option<Arc<Area>>,
-    /// The guest has switched its write cache in this session.
+    /// The guest has changed its write cache in this session.
     switched: bool,
     features: u64,
     protocol_features: u64,
-    /// Where the monitor is told of a new size.
+    /// Channel for configuration changes.
     backend: Option<Channel>,
     sectors: u64,
 }
@@ -92,8 +92,8 @@ impl Session {
         })
     }
 
-    /// Serves until the monitor leaves or `stop` can be read. Nothing of it is under way
-    /// afterwards.
+    /// Serves until the monitor disconnects or `stop` is readable. On return, no request is
+    /// running.
     pub fn run(mut self, stop: &OwnedFd) {
         if let Err(error) = self.talk(stop) {
             tracing::warn!("vhost-user: {error}: the connection ends");
@@ -239,7 +239,7 @@ impl Session {
             request::SET_VRING_ADDR => self.place(RingAddresses::parse(&mut fields)?)?,
             request::SET_VRING_BASE => {
                 let (index, base) = (fields.u32()?, fields.u32()?);
-                // The wrap counters of packed rings would be above.
+                // The upper bits hold the wrap counters of packed rings.
                 self.slot(index)?.setup.base = base as u16;
             }
             request::SET_VRING_KICK => {
@@ -263,7 +263,7 @@ impl Session {
         Ok(())
     }
 
-    /// Ends a ring; the reply says where it stood.
+    /// Stops a ring; the reply is its position.
     fn take_away(&mut self, index: u32) -> io::Result<Reply> {
         let base = self.slot(index)?.take_away();
         let mut body = index.to_ne_bytes().to_vec();
@@ -282,8 +282,8 @@ impl Session {
         Ok(())
     }
 
-    /// What a server before this one was told of the write cache. Where that and this server's own
-    /// memory differ the cache is off, which costs time and no bytes.
+    /// Takes over the write cache switch recorded by the previous server. If that and this server's
+    /// own state differ, the cache is off, which is safe but slower.
     fn take_over_writeback(&self) {
         let noted = self.inflight.as_ref().and_then(|area| area.writeback());
         if noted == Some(false) && !self.switched {
@@ -304,7 +304,7 @@ impl Session {
         }
         self.features = features;
         self.device.acknowledge(features);
-        // Without features of the protocol there is no message that enables a ring.
+        // Without protocol features, no message enables a ring.
         if features & feature::PROTOCOL_FEATURES == 0 {
             for index in 0..u32::from(QUEUES_MAX) {
                 self.enable(index, true)?;
@@ -376,13 +376,13 @@ impl Session {
         let mut reply = body.get(..12).ok_or(TooShort)?.to_vec();
         match self.device.config(offset, size) {
             Some(bytes) => reply.extend(bytes),
-            // No bytes tell of the error.
+            // No payload means an error.
             None => reply[4..8].fill(0),
         }
         Ok(Reply::Bytes(reply))
     }
 
-    /// Lets the guest know of a new size.
+    /// Notifies the guest of a new size.
     fn tell_size(&mut self) {
         let sectors = self.device.sectors();
         if sectors == self.sectors {
@@ -396,7 +396,7 @@ impl Session {
     }
 }
 
-/// Whether the monitor has closed its end.
+/// Whether the monitor has disconnected.
 fn has_left(socket: &UnixStream) -> bool {
     let mut fds = [PollFd::new(socket, PollFlags::empty())];
     let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
@@ -410,7 +410,7 @@ fn single(mut fds: Vec<OwnedFd>) -> io::Result<Option<OwnedFd>> {
     Ok(fds.pop())
 }
 
-/// Room for notes of requests in flight, which the monitor keeps.
+/// Memory for in-flight records, which the monitor keeps.
 fn new_notes(message: Message) -> io::Result<Reply> {
     let asked = InflightArea::parse(&mut Fields(&message.body))?;
     if asked.queues > QUEUES_MAX || asked.queue_size > QUEUE_SIZE_MAX {
@@ -422,7 +422,7 @@ fn new_notes(message: Message) -> io::Result<Reply> {
     Ok(Reply::BytesAndFile(body, file))
 }
 
-/// A ring's index and its event counter.
+/// A ring index and its event descriptor.
 fn ring_fd(fields: &mut Fields<'_>, fds: Vec<OwnedFd>) -> io::Result<(u32, Option<OwnedFd>)> {
     let value = fields.u64()?;
     let fd = single(fds)?;

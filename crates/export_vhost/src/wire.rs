@@ -1,15 +1,15 @@
-//! The protocol's messages: numbers and layouts. All integers are in the machine's own order.
+//! Messages of the protocol. All integers are in native byte order.
 
-/// Bytes before each body: request, flags, size of the body.
+/// Bytes of a message header: request, flags, body size.
 pub const HEADER_BYTES: usize = 12;
-/// No message that is known here comes near.
+/// Maximum body; all known messages are far smaller.
 pub const BODY_MAX: usize = 4096;
-/// File descriptors with one message.
+/// Maximum file descriptors per message.
 pub const FDS_MAX: usize = 32;
-/// A device's configuration space is no larger.
+/// Maximum size of the configuration space.
 pub const CONFIG_MAX: u32 = 256;
 
-/// What the monitor asks for.
+/// Requests of the monitor.
 pub mod request {
     pub const GET_FEATURES: u32 = 1;
     pub const SET_FEATURES: u32 = 2;
@@ -37,12 +37,12 @@ pub mod request {
     pub const REM_MEM_REG: u32 = 38;
 }
 
-/// What this side says unasked, on a socket of its own.
+/// Requests to the monitor, on a separate socket.
 pub mod backend_request {
     pub const CONFIG_CHANGE_MSG: u32 = 2;
 }
 
-/// Flags in a header.
+/// Header flags.
 pub mod flag {
     pub const VERSION: u32 = 1;
     pub const VERSION_MASK: u32 = 3;
@@ -50,7 +50,7 @@ pub mod flag {
     pub const NEED_REPLY: u32 = 1 << 3;
 }
 
-/// Features of the protocol.
+/// Protocol features.
 pub mod protocol {
     pub const MQ: u64 = 1 << 0;
     pub const REPLY_ACK: u64 = 1 << 3;
@@ -59,15 +59,15 @@ pub mod protocol {
     pub const INFLIGHT_SHMFD: u64 = 1 << 12;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 
-    /// All that are offered.
+    /// All offered protocol features.
     pub const OFFERED: u64 =
         MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | CONFIGURE_MEM_SLOTS;
 }
 
-/// A message's body, read from front to back. What is not there reads as an error.
+/// A message body, read in order. Reading past its end is an error.
 pub struct Fields<'a>(pub &'a [u8]);
 
-/// A body is shorter than its message needs.
+/// The body is too short for its message.
 #[derive(Debug, PartialEq)]
 pub struct TooShort;
 
@@ -91,16 +91,16 @@ impl Fields<'_> {
     }
 }
 
-/// A piece of the guest's memory.
+/// A region of guest memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MemoryRegion {
-    /// Where the guest sees it.
+    /// Guest address.
     pub guest_address: u64,
     /// Bytes.
     pub size: u64,
-    /// Where the monitor sees it; rings are named by such addresses.
+    /// Monitor address; ring addresses use these.
     pub user_address: u64,
-    /// Where it begins in the file that comes along.
+    /// Offset in the attached file.
     pub file_offset: u64,
 }
 
@@ -115,7 +115,7 @@ impl MemoryRegion {
     }
 }
 
-/// Where a ring's three parts are, by the monitor's addresses.
+/// Addresses of a ring's three parts, as monitor addresses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RingAddresses {
     pub index: u32,
@@ -137,7 +137,7 @@ impl RingAddresses {
     }
 }
 
-/// The memory in which requests in flight are noted.
+/// The memory of in-flight records.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct InflightArea {
     pub size: u64,
@@ -156,7 +156,7 @@ impl InflightArea {
         })
     }
 
-    /// Puts the answer into the body of the question, whose padding depends on who asks.
+    /// Writes the reply into the request's body, whose padding depends on the monitor.
     pub fn put(&self, body: &mut [u8]) {
         let mut bytes = Vec::with_capacity(20);
         bytes.extend(self.size.to_ne_bytes());

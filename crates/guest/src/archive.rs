@@ -1,4 +1,4 @@
-//! An archive as the kernel unpacks it: cpio, "newc" (the kernel's buffer-format.rst).
+//! Initial RAM file system archives: cpio, "newc" (the kernel's buffer-format.rst).
 
 use std::collections::BTreeSet;
 use std::io;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::modules::Modules;
 
-/// Initial files. The kernel takes several archives, one behind the other.
+/// Initial files. The kernel accepts several concatenated archives.
 #[derive(Clone, Debug, Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -15,12 +15,12 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// A folder at an absolute path, and those above; once.
+    /// Adds a folder at an absolute path, and its parents; each once.
     pub fn folder(&mut self, path: &str) {
         self.folders_above(&format!("{}/", path.trim_start_matches('/')));
     }
 
-    /// A program at an absolute path, and the folders above; the first one that is put there stays.
+    /// Adds an executable at an absolute path, and its parents; the first one at a path stays.
     pub fn file(&mut self, path: &str, content: &[u8]) {
         let name = path.trim_start_matches('/');
         self.folders_above(name);
@@ -29,10 +29,10 @@ impl Archive {
         }
     }
 
-    /// A program of this host at the place where it is here, with its libraries.
+    /// Adds a program of this host at the same path, with its libraries.
     ///
     /// # Errors
-    /// Something of it cannot be read.
+    /// A file cannot be read.
     pub fn program(&mut self, path: &Path) -> io::Result<()> {
         for file in crate::libraries(path)?.iter().map(|file| &**file).chain([path]) {
             self.file(&file.to_string_lossy(), &crate::read(file)?);
@@ -40,7 +40,7 @@ impl Archive {
         Ok(())
     }
 
-    /// Modules in `/modules`, and `/modules/list`: their files' names in the order of loading.
+    /// Adds modules in `/modules`, and `/modules/list` with their file names in load order.
     pub fn modules(&mut self, modules: &Modules) {
         let mut names = String::new();
         for (name, bytes) in modules.loaded() {
@@ -91,7 +91,7 @@ impl Archive {
 mod tests {
     use super::*;
 
-    /// Names and contents of an archive, read back.
+    /// The names and contents of an archive.
     fn entries(mut bytes: &[u8]) -> Vec<(String, Vec<u8>)> {
         let mut found = Vec::new();
         while !bytes.is_empty() {

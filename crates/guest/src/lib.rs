@@ -1,5 +1,5 @@
-//! What a small Linux guest boots from: a kernel, its modules, and initial files with busybox and
-//! other programs of this host. Tests and the lab boot QEMU with it, each with a script of its own.
+//! Boot files of a small Linux guest: a kernel, its modules, and initial files with busybox and
+//! other programs of this host. Tests and the lab boot QEMU with them, each with its own script.
 
 mod archive;
 mod modules;
@@ -12,19 +12,19 @@ use std::process::Command;
 pub use archive::Archive;
 pub use modules::Modules;
 
-/// Files for guests: a kernel, and what belongs to it.
+/// A guest kernel and its files.
 #[derive(Clone, Debug)]
 pub struct Kernel {
-    /// As QEMU's `-kernel` takes it.
+    /// The image for QEMU's `-kernel`.
     pub image: PathBuf,
-    /// A folder of modules, as deep as may be.
+    /// A folder of modules, searched recursively.
     pub modules: PathBuf,
-    /// A busybox that needs no libraries.
+    /// A statically linked busybox.
     pub busybox: PathBuf,
 }
 
 impl Kernel {
-    /// The one in [`folder`].
+    /// The kernel in [`folder`].
     pub fn fetched() -> Self {
         let folder = folder();
         Self {
@@ -34,14 +34,14 @@ impl Kernel {
         }
     }
 
-    /// Whether all of it is there and may be read.
+    /// Whether all of it exists and is readable.
     pub fn is_complete(&self) -> bool {
         fs::File::open(&self.image).is_ok() && self.modules.is_dir() && self.busybox.is_file()
     }
 }
 
-/// Where `scripts/fetch-guest` puts a kernel: the folder that `VDKIT_GUEST` names, or `vdkit-guest`
-/// in the user's cache. In it are `vmlinuz`, `modules/` and a static `busybox`.
+/// The folder in which `scripts/fetch-guest` puts a kernel: `VDKIT_GUEST`, or `vdkit-guest` in the
+/// user's cache. It contains `vmlinuz`, `modules/` and a static `busybox`.
 pub fn folder() -> PathBuf {
     if let Some(folder) = std::env::var_os("VDKIT_GUEST") {
         return folder.into();
@@ -63,12 +63,12 @@ fn about(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-/// The libraries of a program, with the loader; none of one that needs none.
+/// The libraries of a program, with the loader; empty for a static program.
 ///
 /// # Errors
 /// There is no `ldd` (Debian's libc-bin).
 pub fn libraries(program: &Path) -> io::Result<Vec<PathBuf>> {
-    // It fails for a program that is linked statically, and says so.
+    // It fails with a message for a statically linked program.
     let told =
         Command::new("ldd").arg(program).output().map_err(|e| about(Path::new("ldd"), &e))?;
     let text = String::from_utf8_lossy(&told.stdout).into_owned();

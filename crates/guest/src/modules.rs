@@ -1,14 +1,14 @@
-//! The kernel's modules: found by name, unpacked, with those that they depend on.
+//! Kernel modules: found by name, decompressed, with their dependencies.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Bytes that a module may have: the largest of Debian's have some 10 MiB.
+/// Maximum bytes of a module; Debian's largest have some 10 MiB.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// Modules of one kernel, and those of them that a guest shall load.
+/// The modules of a kernel, and those to load in a guest.
 #[derive(Debug, Default)]
 pub struct Modules {
     files: HashMap<String, PathBuf>,
@@ -45,16 +45,15 @@ impl Modules {
         Ok(())
     }
 
-    /// Whether there is a file of this name.
+    /// Whether a module of this name exists.
     pub fn has(&self, name: &str) -> bool {
         self.files.contains_key(name)
     }
 
-    /// Has the guest load a module, after those that it says it depends on, unless the kernel
-    /// contains it.
+    /// Adds a module to load, after its dependencies, unless it is built in.
     ///
     /// # Errors
-    /// [`io::ErrorKind::NotFound`] where the kernel has no such driver; it cannot be read.
+    /// [`io::ErrorKind::NotFound`] if the kernel has no such module; it cannot be read.
     pub fn load(&mut self, name: &str) -> io::Result<()> {
         if self.built_in.contains(name) || self.loaded.iter().any(|(there, _)| there == name) {
             return Ok(());
@@ -73,18 +72,18 @@ impl Modules {
         Ok(())
     }
 
-    /// Names and contents of those that shall be loaded, in that order.
+    /// Names and contents of the modules to load, in order.
     pub fn loaded(&self) -> impl Iterator<Item = (&str, &[u8])> {
         self.loaded.iter().map(|(name, bytes)| (name.as_str(), bytes.as_slice()))
     }
 }
 
-/// A module's name, as the kernel spells it, from that of its file.
+/// A module's name, in the kernel's spelling, from its file name.
 fn stem(file: &str) -> Option<String> {
     file.split_once(".ko").map(|(stem, _)| stem.replace('-', "_"))
 }
 
-/// A module as the kernel takes it.
+/// The decompressed module.
 fn unpacked(path: &Path) -> io::Result<Vec<u8>> {
     let packed = crate::read(path)?;
     match path.extension().unwrap_or_default().to_str() {

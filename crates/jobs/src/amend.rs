@@ -1,4 +1,4 @@
-//! Amend: properties of an image, changed where it lies.
+//! Amend: changes properties of an image in place.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use vdkit_chain::{
 use crate::create::NewBacking;
 use crate::resize::{ResizeOptions, resize};
 
-/// Also an option here, as for qemu-img.
+/// An option of amend too, as in qemu-img.
 const SIZE: OptionSpec = OptionSpec {
     key: "size",
     kind: OptionKind::Size,
@@ -19,22 +19,22 @@ const SIZE: OptionSpec = OptionSpec {
     help: "bytes of the guest disk, not fewer than now",
 };
 
-/// What was changed.
+/// Result of an amend.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct AmendReport {
     /// The image.
     pub image: PathBuf,
-    /// The keys of the options that have another value now.
+    /// Keys of the changed options.
     pub changed: Vec<String>,
 }
 
-/// Changes options of an image, given as `key=value[,key=value]` texts. Run again after an
-/// interruption or a crash it comes to the same end.
+/// Changes options of an image, given as `key=value[,key=value]` texts. After an interruption or a
+/// crash it can be repeated with the same result.
 ///
 /// # Errors
-/// [`Error::Invalid`] for an unknown key and for values that do not go together,
-/// [`Error::Unsupported`] for what only a new image can have; what the format and storages return.
+/// [`Error::Invalid`] for an unknown key and for conflicting values, [`Error::Unsupported`] for
+/// options of new images only; errors of the format and storages.
 pub fn amend<'a>(
     registry: &Registry,
     image: &Path,
@@ -81,7 +81,7 @@ pub fn amend<'a>(
     Ok(AmendReport { image: image.to_owned(), changed })
 }
 
-/// The format of the image that the header shall name, which must not stand on this one.
+/// The format of the new backing image, which must not itself be an overlay of this image.
 fn found_format(
     registry: &Registry,
     image: &Path,

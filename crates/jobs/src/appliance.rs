@@ -1,12 +1,12 @@
-//! Appliances: the disks of an OVA converted in place, and an OVA made of disks.
+//! Appliances: converts the disks of an OVA in place, and makes an OVA of disks.
 //!
 //! ```text
-//!   for each disk, several at once:   window ─► conversion ─► target without a name ─┐ all right:
-//!                                     window ─► hash ─► the manifest's? ─────────────┘ names
+//!   for each disk, several at once:   window ─► conversion ─► unnamed target ───────┐ all valid:
+//!                                     window ─► hash ─► equal to manifest? ─────────┘ rename
 //! ```
 //!
-//! A target takes its name when every disk is complete and every hash was right. What cannot wait for
-//! that (a device, an image that exists, a pipe) is written after its hash was checked.
+//! Targets get their names when every disk is complete and every hash matched. A target that cannot
+//! wait for that (a device, an existing image, a pipe) is written after its hash was checked.
 
 use std::collections::VecDeque;
 use std::io::{self, Read};
@@ -31,56 +31,56 @@ use crate::source::Source;
 use crate::target::{Destination, commit_options, new_file_options};
 use crate::verify::verify;
 
-/// Disks that are converted at once: more would only make the file be read in more places.
+/// Maximum concurrent conversions: more would only scatter the reads.
 const AT_ONCE_MAX: usize = 4;
-/// Bytes of a grain of what is written.
+/// Bytes per grain of written disks.
 const GRAIN_BYTES: u64 = 64 << 10;
-/// What a gzipped image may have beside its disk's bytes: tables, and data that does not compress.
+/// Bytes that a gzipped image may have beyond its disk's size: tables, and incompressible data.
 const SLACK_BYTES: u64 = 64 << 20;
 
-/// What a job on an appliance did.
+/// Result of a job on an appliance.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ApplianceReport {
-    /// Each disk.
+    /// The disks.
     pub disks: Vec<ApplianceDisk>,
-    /// What became of the manifest: `verified`, `missing` or `written`.
+    /// State of the manifest: `verified`, `missing` or `written`.
     pub manifest: &'static str,
-    /// A certificate that is there, and was not verified.
+    /// An unverified certificate in the appliance.
     pub certificate: Option<String>,
     /// Wall time.
     pub seconds: f64,
 }
 
-/// A disk of an appliance, converted.
+/// A converted disk of an appliance.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ApplianceDisk {
     /// Its file in the appliance.
     pub file: String,
-    /// Where it went; none for `null:`, and for a new appliance, where it went into the file.
+    /// The target; `None` for `null:` and for a new appliance.
     pub target: Option<String>,
-    /// The rest.
+    /// The conversion's report.
     #[serde(flatten)]
     pub report: ConvertReport,
 }
 
-/// A disk that shall be converted.
+/// A disk to convert.
 #[derive(Debug)]
 pub struct Extraction {
-    /// Its place among [`Package::disks`].
+    /// Its index in [`Package::disks`].
     pub disk: usize,
-    /// The disk, as [`open_packaged`] opened it.
+    /// The disk, from [`open_packaged`].
     pub source: Source,
-    /// Where it goes. The threads are shared out among the disks.
+    /// Its target and options. The threads are divided among the disks.
     pub options: ConvertOptions,
 }
 
-/// Opens a disk of an appliance, where it lies; one that is compressed as a whole is spooled into a file
-/// without a name in `folder`.
+/// Opens a disk of an appliance in place. A disk that is compressed as a whole is spooled to an
+/// unnamed file in `folder`.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a disk that is in no file; what opening an image returns.
+/// [`Error::Unsupported`] for a disk without a file; errors of opening an image.
 pub fn open_packaged(
     registry: &Registry,
     package: &Package,
@@ -108,10 +108,10 @@ pub fn open_packaged(
     Ok(disk)
 }
 
-/// What a disk's image says of itself; none for one that is compressed as a whole, and for an empty one.
+/// Describes a disk's image; `None` if it is compressed as a whole, or empty.
 ///
 /// # Errors
-/// What describing an image returns.
+/// Errors of describing an image.
 pub fn describe_packaged(
     registry: &Registry,
     package: &Package,
@@ -127,8 +127,7 @@ pub fn describe_packaged(
     driver.describe(&storage, &Limits::default()).map(Some)
 }
 
-/// The options with the format that the descriptor names, where it is one that no guest could have
-/// written.
+/// Adds the descriptor's format to the options, unless a guest could have forged it.
 fn as_told(package: &Package, index: usize, options: &OpenOptions) -> OpenOptions {
     let uri = package.disks().get(index).and_then(|disk| disk.disk.format.as_deref());
     let vmdk = uri.is_some_and(|uri| uri.to_ascii_lowercase().contains("vmdk"));
@@ -146,7 +145,7 @@ fn storage_of(package: &Package, index: usize) -> Result<Arc<dyn Storage>> {
     })
 }
 
-/// A disk's file unpacked, as long as its disk allows.
+/// Decompresses a disk's file, up to a length that its disk allows.
 fn unzipped(package: &Package, index: usize, cancel: CancelToken) -> Result<ByteStream> {
     let storage = storage_of(package, index)?;
     let name = storage.name().to_owned();
@@ -157,7 +156,7 @@ fn unzipped(package: &Package, index: usize, cancel: CancelToken) -> Result<Byte
         return Err(Error::corrupt(&name, 0, "file", found, "gzip, as the descriptor says"));
     }
     let Some(capacity) = package.disks()[index].disk.capacity else {
-        // A few bytes may unpack to a thousand times as many.
+        // A few bytes may expand to a thousand times as many.
         return Err(Error::unsupported(
             &name,
             "a packed disk whose descriptor says no capacity: nothing bounds what it unpacks to",
@@ -168,7 +167,7 @@ fn unzipped(package: &Package, index: usize, cancel: CancelToken) -> Result<Byte
     Ok(ByteStream::new(name, Bounded { inner: stream, left }))
 }
 
-/// A reader that a cancel token stops.
+/// A cancellable reader.
 struct Cancelled<R> {
     inner: R,
     cancel: CancelToken,
@@ -181,7 +180,7 @@ impl<R: Read> Read for Cancelled<R> {
     }
 }
 
-/// A stream that may have so many bytes.
+/// A stream with a length limit.
 struct Bounded {
     inner: ByteStream,
     left: u64,
@@ -197,12 +196,12 @@ impl Read for Bounded {
     }
 }
 
-/// Converts disks of an appliance, several at once, with `threads` threads in all (none takes one a
-/// core). Targets take their names when all disks are complete and the manifest was right.
+/// Converts disks of an appliance, several at once, with `threads` threads in all (`None`: one per
+/// core). Targets get their names when all disks are complete and the manifest matched.
 ///
 /// # Errors
-/// What [`convert`] and [`Package::verify`] return: of the first disk that failed. Nothing new is left
-/// behind then.
+/// Errors of [`convert`] and [`Package::verify`], for the first disk that failed. No new file
+/// remains then.
 pub fn extract(
     registry: &Registry,
     package: &Package,
@@ -222,7 +221,7 @@ pub fn extract(
     let cancel = monitor.cancel.part();
     let worker = || {
         loop {
-            // In a statement of its own, so that the lock is not held while a disk is converted.
+            // A separate statement, so that the lock is not held during the conversion.
             let next = queue.lock().pop_front();
             let Some((number, mut part)) = next else { break };
             part.options.threads = Some(threads.div_ceil(at_once));
@@ -240,7 +239,7 @@ pub fn extract(
         worker();
     });
     let mut done = done.into_inner();
-    // Those that were stopped because another one failed say nothing.
+    // Prefer the error that caused the others to be interrupted.
     done.sort_by_key(|(number, result)| (matches!(result, Err(Error::Interrupted)), *number));
     let mut converted = Vec::with_capacity(count);
     for (number, result) in done {
@@ -257,13 +256,13 @@ pub fn extract(
     })
 }
 
-/// Gives all targets their names. Where one cannot get it, files that have theirs by then and replaced
-/// nothing are removed again; those that did replace something are complete, and named.
+/// Renames all targets into place. If one fails, renamed files that replaced nothing are removed
+/// again; those that replaced a file are complete and stay.
 fn commit_all(
     converted: impl Iterator<Item = (Converted, (String, Option<String>))>,
     monitor: &Monitor<'_>,
 ) -> Result<Vec<ApplianceDisk>> {
-    // From here on a cancel comes too late.
+    // Cancellation is not possible from here on.
     let sure = CancelToken::default();
     let mut placed: Vec<PathBuf> = Vec::new();
     let mut disks: Vec<ApplianceDisk> = Vec::new();
@@ -275,7 +274,7 @@ fn commit_all(
             }
             Err(error) => {
                 for path in &placed {
-                    // The first error is the one that tells.
+                    // Report the first error.
                     let _ = std::fs::remove_file(path);
                 }
                 let targets = disks.into_iter().filter_map(|disk| disk.target);
@@ -292,7 +291,7 @@ fn commit_all(
     Ok(disks)
 }
 
-/// A disk's file in the appliance, and where it goes.
+/// A disk's file in the appliance, and its target.
 fn names_of(package: &Package, part: &Extraction) -> (String, Option<String>) {
     let file = package.disks().get(part.disk).and_then(|disk| disk.file.as_ref());
     let target = match &part.options.destination {
@@ -304,7 +303,7 @@ fn names_of(package: &Package, part: &Extraction) -> (String, Option<String>) {
     (file.map(|file| file.href.clone()).unwrap_or_default(), target)
 }
 
-/// Converts a disk while its file is hashed, where its target can wait for the hash.
+/// Converts a disk while its file is hashed, if its target can wait for the hash.
 fn extract_one(
     registry: &Registry,
     package: &Package,
@@ -330,7 +329,7 @@ fn extract_one(
         let monitor = Monitor { cancel: cancel.clone(), progress: monitor.progress };
         let converted = convert(&monitor);
         if matches!(converted, Err(Error::NoSpace { .. } | Error::Interrupted)) {
-            // A damaged image is left to the hash, which says what it is.
+            // The hash reports a damaged image.
             cancel.cancel();
         }
         (hashing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), converted)
@@ -342,10 +341,10 @@ fn extract_one(
     }
 }
 
-/// Progress of several jobs, as of one.
+/// Combined progress of several jobs.
 struct Sum<'a> {
     inner: &'a dyn Progress,
-    /// Done and total of each.
+    /// Done and total of each job.
     parts: Mutex<Vec<(u64, u64)>>,
 }
 
@@ -372,36 +371,36 @@ impl Progress for Part<'_> {
     }
 }
 
-/// An appliance that shall be made.
+/// A new appliance.
 #[derive(Clone, Debug)]
 pub struct NewAppliance {
-    /// The file; an existing one is replaced when the new one is finished.
+    /// Its path; an existing file is replaced when the new one is finished.
     pub path: PathBuf,
-    /// Name of the files in it, without endings.
+    /// Base name of the files in it.
     pub stem: String,
-    /// The machine around the disks.
+    /// The virtual machine of the disks.
     pub machine: Machine,
-    /// The time of the files in it, in seconds since 1970.
+    /// Modification time of the files in it, in seconds since 1970.
     pub modified: u64,
-    /// How the data are compressed; none is the format's own way.
+    /// Compression; `None` for the format's default.
     pub compress: Option<CompressionSpec>,
-    /// Threads; none takes one a core.
+    /// Threads; `None` for one per core.
     pub threads: Option<usize>,
     /// As in [`ConvertOptions`].
     pub detect_zeroes: Option<u32>,
     /// Read everything back and compare.
     pub verify: bool,
-    /// Bytes a second at most.
+    /// Maximum bytes per second.
     pub rate: Option<u64>,
-    /// What is promised about its bytes; none is as fast as copying a file.
+    /// Cache mode of the file; `None` is as fast as copying a file.
     pub cache: Option<CacheMode>,
 }
 
 /// Makes an appliance of disks, each in one pass.
 ///
 /// # Errors
-/// What sources, the target and [`PackageWriter`] return. Nothing is left behind then; what had the name
-/// before is untouched.
+/// Errors of the sources, the target and [`PackageWriter`]. On an error no file remains, and an
+/// existing file is unchanged.
 pub fn pack(
     registry: &Registry,
     sources: &[Source],
@@ -480,7 +479,7 @@ fn pack_one(
     Ok(report)
 }
 
-/// Reads a new appliance as a stranger's: its hashes, and each disk against its source.
+/// Verifies a new appliance: its hashes, and each disk against its source.
 fn read_back(
     registry: &Registry,
     pending: &PendingFile,

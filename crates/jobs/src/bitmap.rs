@@ -5,19 +5,19 @@ use vdkit_chain::Disk;
 
 use crate::source::Source;
 
-/// What a conversion does with bitmaps that cannot be trusted.
+/// How a conversion treats inconsistent bitmaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BrokenBitmaps {
-    /// It fails before anything is written.
+    /// Fail before anything is written.
     Refuse,
-    /// It leaves them out, with a message.
+    /// Skip them with a message.
     Skip,
 }
 
 /// The bitmaps of a disk's top image.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where its format has none.
+/// [`Error::Unsupported`] if its format has none.
 pub fn bitmaps(disk: &Disk) -> Result<&dyn Bitmaps> {
     disk.top().bitmaps().ok_or_else(|| {
         Error::unsupported(
@@ -28,21 +28,21 @@ pub fn bitmaps(disk: &Disk) -> Result<&dyn Bitmaps> {
     })
 }
 
-/// Sets the bits in a bitmap that are set in another one, of the same image or of another of the
-/// same size. Durable when it returns.
+/// Merges a bitmap into another one, of the same image or of another of the same size. Durable on
+/// return.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the disks differ in size; what [`Bitmaps::merge`] returns.
+/// [`Error::Invalid`] if the disks differ in size; errors of [`Bitmaps::merge`].
 pub fn merge_bitmap(disk: &Disk, name: &str, source: &Disk, source_name: &str) -> Result<()> {
     refuse_other_size(disk, source)?;
     bitmaps(disk)?.merge(name, bitmaps(source)?, source_name)
 }
 
-/// The bitmaps of a conversion's source that are to be copied.
+/// The bitmaps of a conversion's source to copy.
 ///
 /// # Errors
-/// [`Error::Invalid`] for several sources, or a bitmap that cannot be trusted where that is not
-/// allowed; [`Error::Unsupported`] where source or target have no bitmaps.
+/// [`Error::Invalid`] for several sources, or for an inconsistent bitmap if that is refused;
+/// [`Error::Unsupported`] if source or target do not support bitmaps.
 pub(crate) fn bitmaps_to_copy(
     source: &Source,
     target: Option<&Disk>,
@@ -89,12 +89,12 @@ pub(crate) fn bitmaps_to_copy(
     Ok(wanted)
 }
 
-/// The request for a bitmap such as another one.
+/// A new bitmap with the same properties.
 fn new_of(info: &BitmapInfo) -> NewBitmap<'_> {
     NewBitmap { name: &info.name, granularity: Some(info.granularity), enabled: info.enabled }
 }
 
-/// A bitmap of one disk says nothing of a disk of another size.
+/// A bitmap does not apply to a disk of another size.
 fn refuse_other_size(disk: &Disk, source: &Disk) -> Result<()> {
     let (size, other) = (disk.guest_bytes(), source.guest_bytes());
     if size == other {
@@ -107,13 +107,14 @@ fn refuse_other_size(disk: &Disk, source: &Disk) -> Result<()> {
     )))
 }
 
-/// Makes the same bitmaps in a target that has its content.
+/// Copies bitmaps to a target with the same content.
 pub(crate) fn copy_bitmaps(source: &Disk, target: &Disk, wanted: &[BitmapInfo]) -> Result<()> {
     for info in wanted {
         let (name, all) = (&info.name, bitmaps(target)?);
         all.add(&new_of(info))?;
         if let Err(error) = merge_bitmap(target, name, source, name) {
-            // Half a bitmap would be taken for a whole one. The first error is the one that tells.
+            // Remove it: a partial bitmap would be taken for a complete one. Report the first
+            // error.
             let _ = all.remove(name);
             return Err(error);
         }

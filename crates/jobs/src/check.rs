@@ -1,11 +1,11 @@
-//! Checking an image's metadata, and mending it.
+//! Checking and repairing an image's metadata.
 
 use std::path::Path;
 
 use vdkit_block::{CheckReport, Finding, Monitor, Repair, Result, Severity};
 use vdkit_chain::{OpenOptions, Registry, changed_parent, open_image};
 
-/// What a check says, and of what.
+/// Result of a check.
 #[derive(Clone, Debug)]
 pub struct Checked {
     /// The format's name.
@@ -14,12 +14,12 @@ pub struct Checked {
     pub report: CheckReport,
 }
 
-/// Checks an image and mends it as far as `repair` says. Nothing that it stands on is opened, but
-/// where it notes the time of that one's file: a warning tells another time.
+/// Checks an image, and repairs it as `repair` allows. Its backing image is not opened. If the
+/// image records a parent's modification time, a different time causes a warning.
 ///
 /// # Errors
-/// What opening returns; [`vdkit_block::Error::Interrupted`]. What is wrong with the image is a
-/// result, unless it is so damaged that nothing can be said of it.
+/// Errors of opening; [`vdkit_block::Error::Interrupted`]. Defects of the image are a result,
+/// unless it is too damaged to examine.
 pub fn check(
     registry: &Registry,
     path: impl AsRef<Path>,

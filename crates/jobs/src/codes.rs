@@ -1,7 +1,7 @@
-//! Codes of findings, as a table: names that scripts rely on, each with how bad it is.
+//! Tables of finding codes: stable names for scripts, each with a severity.
 
-/// Makes `Code` of a table of variants, names, ranks and meanings. Ahead of it: what a code is
-/// and how it is derived, then the method that tells the rank, and the type of that.
+/// Defines `Code` from a table of variants, names, ranks and meanings. The arguments before the
+/// table: attributes of the enum, then the method that returns the rank, and its type.
 macro_rules! codes {
     (
         $(#[$what:meta])* Code; $(#[$about:meta])* $rank:ident: $Rank:ident;
@@ -13,10 +13,10 @@ macro_rules! codes {
         }
 
         impl Code {
-            /// All of them, in the order of the documentation.
+            /// All codes, in the order of the documentation.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
-            /// The name in answers.
+            /// The name in output.
             pub fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }
@@ -26,7 +26,7 @@ macro_rules! codes {
                 match self { $(Self::$variant => $Rank::$bad,)* }
             }
 
-            /// What it means, in a sentence.
+            /// The meaning, as a sentence.
             pub fn meaning(self) -> &'static str {
                 match self { $(Self::$variant => $meaning,)* }
             }

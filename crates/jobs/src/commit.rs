@@ -1,16 +1,16 @@
-//! Commit: what an overlay holds goes into an image beneath it.
+//! Commit: moves an overlay's data into an image beneath it.
 //!
 //! ```text
-//!   overlay ─┐                                        1  base is made as large as the overlay
-//!   between ─┼─► runs that the base does not answer ─► 2  they are moved into the base
+//!   overlay ─┐                                        1  the base grows to the overlay's size
+//!   between ─┼─► runs held above the base ──────────► 2  they are copied into the base
 //!            │                                        3  the base is made durable
-//!   base ◄───┘                                        4  the overlay is emptied, and told which
-//!                                                        identity the base has now
+//!   base ◄───┘                                        4  the overlay is emptied, and records
+//!                                                        the base's new identity
 //! ```
 //!
-//! Before step 1 the overlay takes over what lies behind the end of a base whose new space would
-//! not read as zero. Each step can be cut short and repeated. Until step 4 the overlay hides what changes in the base;
-//! from then on the base holds, durably, what the overlay gives up.
+//! If the base's new space would not read as zero, the overlay first copies what lies beyond the
+//! old end of the base. Each step can be interrupted and repeated. Until step 4 the overlay hides
+//! changes of the base. From then on the base durably holds the data that the overlay drops.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -30,34 +30,33 @@ use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
 
-/// Bytes that one thread reads at a time.
+/// Bytes per read of a thread.
 const CHUNK_BYTES: u64 = 512 << 10;
-/// Bytes of one piece that is shared: a cancel waits for no more.
+/// Maximum bytes per reflink, which bounds the delay of a cancellation.
 const SHARE_BYTES_MAX: u64 = 256 << 20;
-/// Granularity in which zeroes are looked for in what is read.
+/// Granularity of zero detection.
 const DETECT_BYTES: usize = 4096;
 
-/// How an overlay is committed.
+/// Options of a commit.
 #[derive(Clone, Debug, Default)]
 pub struct CommitOptions {
-    /// The image of its chain to commit to; without it the one that it stands on.
+    /// The target in its chain; `None` for its backing image.
     pub to: Option<PathBuf>,
-    /// Whether the overlay holds nothing afterwards. Without it: where it stands directly on the
-    /// image that it is committed to.
+    /// Whether to empty the overlay. Default: if the target is its backing image.
     pub empty: Option<bool>,
-    /// Also where other images or snapshots would be damaged.
+    /// Allow damage to dependent images or snapshots.
     pub force: bool,
-    /// Threads; none takes one a core.
+    /// Threads; `None` for one per core.
     pub threads: Option<usize>,
 }
 
-/// What a commit did.
+/// Result of a commit.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct CommitReport {
     /// The overlay.
     pub overlay: PathBuf,
-    /// Where its content went.
+    /// The target.
     pub base: PathBuf,
     /// Bytes of the overlay's disk.
     pub virtual_size: u64,
@@ -65,22 +64,22 @@ pub struct CommitReport {
     pub old_base_size: u64,
     /// See [`CommitReport::old_base_size`].
     pub base_size: u64,
-    /// Bytes by how they were moved.
+    /// Bytes by method.
     pub moved: MovedBytes,
-    /// The overlay holds nothing now.
+    /// The overlay is empty now.
     pub emptied: bool,
-    /// Images between the two, which show a mixture from now on and should be deleted.
+    /// Images between the two; they show a mixture now and should be deleted.
     pub invalidated: Vec<PathBuf>,
     /// Wall time.
     pub seconds: f64,
 }
 
-/// Commits an overlay. Run again after an interruption or a crash it comes to the same end.
+/// Commits an overlay. After an interruption or a crash it can be repeated with the same result.
 ///
 /// # Errors
-/// [`Error::Dependents`] where other overlays or snapshots read what would change, without
-/// [`CommitOptions::force`]; [`Error::Invalid`] for an overlay that stands on nothing, or is to be
-/// emptied over images that hide the base from it; what the formats and storages return.
+/// [`Error::Dependents`] if other overlays or snapshots depend on the changed images, without
+/// [`CommitOptions::force`]; [`Error::Invalid`] for an image without a backing image, or for
+/// emptying an overlay above images that hide the base; errors of the formats and storages.
 pub fn commit(
     registry: &Registry,
     overlay: &Path,
@@ -118,8 +117,9 @@ pub fn commit(
     })
 }
 
-/// Tells the overlay which identity and time its base has now, where it notes them: the base was written, and
-/// the overlay on it shows the same as before. After a crash before this, opening it says how.
+/// Updates the base's identity and time that the overlay records, if any: the commit changed the
+/// base but not the overlay's content. After a crash before this step, opening the overlay reports
+/// how to fix it.
 fn note_identity(
     registry: &Registry,
     overlay: &ChainLink,
@@ -165,7 +165,7 @@ fn wants_emptying(links: &[ChainLink], options: &CommitOptions) -> Result<bool> 
     }
 }
 
-/// Refuses where somebody else reads the base, or what lies between.
+/// Fails if other images depend on the base or on images in between.
 fn refuse_damage(registry: &Registry, links: &[ChainLink], monitor: &Monitor<'_>) -> Result<()> {
     let changed: Vec<PathBuf> = links[1..].iter().map(|link| link.path.clone()).collect();
     let own = [links[0].path.clone()];
@@ -185,12 +185,12 @@ fn refuse_damage(registry: &Registry, links: &[ChainLink], monitor: &Monitor<'_>
     })
 }
 
-/// Commits disks that are open: what `above` holds goes to `base`, which is closed then; `above` is
-/// emptied, where that is asked for, and closed too.
+/// Commits open disks: moves the data of `above` to `base` and closes `base`; empties `above`, if
+/// requested, and closes it too.
 ///
 /// # Errors
-/// What the formats and storages return; [`Error::Interrupted`]. Both disks are closed all the
-/// same where they can be, and can be committed again.
+/// Errors of the formats and storages; [`Error::Interrupted`]. Both disks are closed nevertheless
+/// if possible, and can be committed again.
 pub fn commit_disks(
     above: Disk,
     base: &Disk,
@@ -201,7 +201,7 @@ pub fn commit_disks(
     let source = Source::new(vec![above]);
     let above = &source.disks()[0];
     let moved = move_all(&source, base, threads, monitor);
-    // Durable before the overlay gives anything up.
+    // The base must be durable before the overlay drops anything.
     let durable = base.flush().and_then(|()| base.close());
     let done = moved.and_then(|moved| durable.map(|()| moved)).and_then(|moved| {
         monitor.cancel.check()?;
@@ -216,8 +216,8 @@ pub fn commit_disks(
     Ok(moved)
 }
 
-/// Makes the overlay hold everything behind the end of a base whose new space is noise (raw LUKS)
-/// until it is written: a power cut while the base grows must not show it.
+/// Copies everything beyond the end of the base into the overlay, if new space of the base is noise
+/// until written (raw LUKS). Otherwise a power cut while the base grows would expose that noise.
 fn own_what_lies_beyond(above: &Disk, base: &Disk, monitor: &Monitor<'_>) -> Result<()> {
     if base.top().new_reads_zero() {
         return Ok(());
@@ -247,12 +247,12 @@ fn own_what_lies_beyond(above: &Disk, base: &Disk, monitor: &Monitor<'_>) -> Res
         }
         at += len;
     }
-    // Durable before the base grows.
+    // Must be durable before the base grows.
     above.flush()
 }
 
-/// Makes the overlay hold a cluster in which the base ends. (The overlay alone would fill it with
-/// zeroes where the base has something.)
+/// Copies the cluster in which the base ends to the overlay. (The overlay alone would fill it with
+/// zeroes where the base has data.)
 fn own_cluster(above: &Disk, base: &Disk, start: u64, end: u64) -> Result<()> {
     let mut bytes = vec![0; (end - start) as usize];
     above.read_at(&mut bytes, GuestOffset(start))?;
@@ -285,7 +285,7 @@ fn move_all(
     let block = u64::from(base.top().storage().caps().block_bytes).max(512);
     let shares = caps.host_aligned && caps.cluster_bytes >= block || caps.cluster_bytes == 1;
     let plan = PlanOptions {
-        // To the byte: where a part of a base cluster is not the overlay's, it stays as it is.
+        // Per byte: parts of a base cluster that the overlay does not hold stay unchanged.
         grid: 1,
         chunk: CHUNK_BYTES,
         share: shares.then_some(block),
@@ -306,7 +306,7 @@ fn move_all(
     };
     let mover = Mover::new(source, Some(base), Planner::new(source, plan), moving, monitor);
     mover.run()?;
-    // What the overlay does not hold was no work.
+    // Runs that the overlay does not hold needed no work.
     monitor.progress.update(bytes, bytes);
     Ok(mover.moved.report())
 }

@@ -1,25 +1,25 @@
-//! Making an image smaller where it lies.
+//! Compacting an image in place.
 
 use std::path::Path;
 
 use vdkit_block::{CompactOptions, CompactReport, Monitor, Result};
 use vdkit_chain::{OpenOptions, Registry, open_image};
 
-/// What a compaction did, and to what.
+/// Result of a compaction.
 #[derive(Clone, Debug)]
 pub struct Compacted {
     /// The format's name.
     pub format: &'static str,
-    /// What it did.
+    /// The compaction's report.
     pub report: CompactReport,
 }
 
-/// Gives back what an image holds and does not need. Nothing that it stands on is opened, and the
-/// guest reads the same afterwards, also where this is interrupted: run it again.
+/// Frees space that an image does not need. Its backing image is not opened. Guest data stays the
+/// same, also after an interruption: run it again.
 ///
 /// # Errors
-/// What opening returns; [`vdkit_block::Error::Corrupt`] for an image that is damaged;
-/// [`vdkit_block::Error::Unsupported`] for a format that cannot do it;
+/// Errors of opening; [`vdkit_block::Error::Corrupt`] for a damaged image;
+/// [`vdkit_block::Error::Unsupported`] for a format without compaction;
 /// [`vdkit_block::Error::Interrupted`].
 pub fn compact(
     registry: &Registry,

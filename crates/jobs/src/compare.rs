@@ -1,4 +1,4 @@
-//! Do two disks hold the same bytes?
+//! Compares the contents of two disks.
 //!
 //! ```text
 //!   runs of A ─┐
@@ -19,45 +19,45 @@ use vdkit_chain::Disk;
 use crate::crew::{Plan, default_threads, work_off};
 use crate::runs::{Run, RunKind, Runs};
 
-/// Bytes of one piece: two buffers of this size stay in the second-level cache.
+/// Bytes per piece: two buffers of this size fit in the L2 cache.
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// How two disks are compared.
+/// Options of a comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CompareOptions {
-    /// Disks of different sizes differ. Otherwise they are equal where what the longer one has
-    /// more reads as zero.
+    /// Disks of different sizes differ. Otherwise they are equal if the rest of the longer one
+    /// reads as zero.
     pub strict: bool,
-    /// How many threads read; none for one a core.
+    /// Reading threads; `None` for one per core.
     pub threads: Option<usize>,
 }
 
-/// What a comparison found.
+/// Result of a comparison.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct CompareReport {
-    /// The disks are the same, as far as the options ask.
+    /// The disks are equal under the options.
     pub identical: bool,
     /// Guest offset of the first byte that differs.
     pub first_difference: Option<u64>,
     /// The sizes are not the same.
     pub sizes_differ: bool,
-    /// Bytes of the one disk.
+    /// Bytes of the first disk.
     pub a_bytes: u64,
-    /// Bytes of the other.
+    /// Bytes of the second disk.
     pub b_bytes: u64,
-    /// Guest bytes that had to be read (of one disk or both).
+    /// Guest bytes read (of one disk or both).
     pub read_bytes: u64,
-    /// Guest bytes that the maps showed to be equal.
+    /// Guest bytes that are equal by the maps alone.
     pub skipped_bytes: u64,
-    /// How long it took.
+    /// Wall time.
     pub seconds: f64,
 }
 
-/// Compares what a guest sees of two disks.
+/// Compares the guest-visible content of two disks.
 ///
 /// # Errors
-/// [`vdkit_block::Error::Interrupted`]; what reading and the maps return.
+/// [`vdkit_block::Error::Interrupted`]; errors of reading and of the maps.
 pub fn compare(
     a: &Disk,
     b: &Disk,
@@ -92,10 +92,10 @@ pub fn compare(
     })
 }
 
-/// What the threads find out together.
+/// Shared state of the threads.
 #[derive(Debug)]
 struct State {
-    /// Lowest offset of a difference so far; `u64::MAX` for none.
+    /// Lowest offset of a difference; `u64::MAX` for none.
     first: AtomicU64,
     read: AtomicU64,
     skipped: AtomicU64,
@@ -148,17 +148,17 @@ impl State {
     }
 }
 
-/// Reads, and finds the first byte that is not zero.
+/// Reads, and finds the first nonzero byte.
 fn read_nonzero(disk: &Disk, bytes: &mut [u8], at: GuestOffset) -> Result<Option<usize>> {
     disk.read_at(bytes, at)?;
-    // A fold over a fixed size becomes vector instructions.
+    // A fixed-size fold becomes vector instructions.
     let (blocks, _) = bytes.as_chunks::<256>();
     let zero = blocks.iter().take_while(|block| block.iter().fold(0, |seen, b| seen | b) == 0);
     let from = zero.count() * 256;
     Ok(bytes[from..].iter().position(|&b| b != 0).map(|found| from + found))
 }
 
-/// Which disks must be read for a piece.
+/// Which disks to read for a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Read {
     /// The other one reads as zero.
@@ -174,7 +174,7 @@ struct Pair {
     read: Read,
 }
 
-/// The runs of one disk, with zeroes behind its end.
+/// The runs of one disk, with zeroes beyond its end.
 #[derive(Debug)]
 pub(crate) struct Side<'a> {
     runs: Runs<'a>,
@@ -186,7 +186,7 @@ impl<'a> Side<'a> {
         Ok(Self { runs: Runs::new(disk, 0, disk.guest_bytes())?, run: None })
     }
 
-    /// The run at `at`, which never goes back.
+    /// The run at `at`, which must not decrease.
     pub(crate) fn run_at(&mut self, at: u64, end: u64) -> Result<Run<'a>> {
         while self.run.is_none_or(|run| run.end() <= at) {
             let zero = Run::zeroes(at, end - at);
@@ -199,7 +199,7 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Lays the maps of both disks over each other.
+/// Combines the maps of both disks.
 #[derive(Debug)]
 struct Pairs<'a> {
     a: Side<'a>,
@@ -214,7 +214,7 @@ impl Plan for Pairs<'_> {
     type Piece = Pair;
 
     fn next_piece(&mut self) -> Result<Option<Pair>> {
-        // Nothing behind a difference can be the first one.
+        // Later pieces cannot contain the first difference.
         while self.at < self.end && self.state.difference().is_none_or(|found| self.at < found) {
             self.monitor.cancel.check()?;
             let at = self.at;
@@ -233,7 +233,7 @@ impl Plan for Pairs<'_> {
                 self.state.advance(self.monitor, 0);
                 continue;
             };
-            // Cut at multiples of the piece, so that no compressed unit is unpacked twice.
+            // Cut at multiples of the piece size, so that no compressed unit is decompressed twice.
             let cut = (at / PIECE_BYTES + 1) * PIECE_BYTES;
             let len = common.min(cut - at);
             self.at += len;
@@ -243,8 +243,8 @@ impl Plan for Pairs<'_> {
     }
 }
 
-/// Whether two runs are the same bytes of the same file. Where a run is encrypted it may have
-/// another key, or be the other's ciphertext.
+/// Whether two runs are the same bytes of the same file. Not for encrypted runs: the keys may
+/// differ, or one run may be the other's ciphertext.
 pub(crate) fn same_place(a: &Run<'_>, b: &Run<'_>) -> bool {
     if !a.is_plain() || !b.is_plain() {
         return false;
@@ -262,7 +262,7 @@ pub(crate) fn same_place(a: &Run<'_>, b: &Run<'_>) -> bool {
     }
 }
 
-/// Whether two storages are one file (as where two overlays stand on one image).
+/// Whether two storages are the same file (as with two overlays of one image).
 fn same_file(a: &Arc<dyn Storage>, b: &Arc<dyn Storage>) -> bool {
     if Arc::ptr_eq(a, b) {
         return true;

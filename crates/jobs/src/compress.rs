@@ -1,14 +1,14 @@
-//! Compressing the units of an image.
+//! Compression of image units.
 
 use vdkit_block::{Codec, CompressionSpec, Error, Result};
 
 use crate::deflate::{self, Deflater};
 
-/// The level of zstd where none is given. In units of 64 KiB with their length known, 2 gives what
-/// QEMU's streams of level 3 give, in four fifths of level 3's time.
+/// The default zstd level. For 64 KiB units of known length, it compresses about as well as QEMU's
+/// streams of level 3, in less time.
 const ZSTD_DEFAULT_LEVEL: i32 = 2;
 
-/// A compressor with its memory, to be used for many units by one thread.
+/// A compressor with reusable memory, for one thread.
 pub struct Compressor {
     method: Method,
 }
@@ -31,10 +31,10 @@ impl std::fmt::Debug for Compressor {
 }
 
 impl Compressor {
-    /// A compressor by this method and level.
+    /// A compressor with this method and level.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a level that the method does not have.
+    /// [`Error::Invalid`] for an invalid level.
     pub fn new(spec: CompressionSpec) -> Result<Self> {
         let levels = levels(spec.codec)?;
         if let Some(level) = spec.level.filter(|level| !levels.contains(level)) {
@@ -62,10 +62,10 @@ impl Compressor {
         Ok(Self { method })
     }
 
-    /// Appends the compressed form of `unit` to `out`. Where that would not be smaller than the
-    /// unit, `out` stays as it was and the answer is `false`: the unit is kept as it is.
+    /// Appends the compressed form of `unit` to `out`. If it would not be smaller than the unit,
+    /// returns `false` and leaves `out` unchanged: the unit is stored uncompressed.
     ///
-    /// The result depends on the unit, the method and the level alone.
+    /// The result depends only on the unit, the method and the level.
     pub fn compress(&mut self, unit: &[u8], out: &mut Vec<u8>) -> bool {
         match &mut self.method {
             Method::Deflate(deflater) => deflater.compress(unit, out).is_some(),
@@ -77,7 +77,7 @@ impl Compressor {
                     return false;
                 }
                 out.extend(adler32(unit).to_be_bytes());
-                // The header and the checksum may have eaten what was gained.
+                // The header and the checksum may outweigh the gain.
                 let smaller = out.len() - start < unit.len();
                 if !smaller {
                     out.truncate(start);
@@ -87,7 +87,7 @@ impl Compressor {
             Method::Zstd(compressor) => {
                 let start = out.len();
                 out.resize(start + unit.len().saturating_sub(1), 0);
-                // An error says that the room did not suffice.
+                // An error means that the buffer was too small.
                 let written = compressor.compress_to_buffer(unit, &mut out[start..]).ok();
                 out.truncate(start + written.unwrap_or(0));
                 written.is_some()
@@ -97,11 +97,11 @@ impl Compressor {
 }
 
 impl Compressor {
-    /// Appends `unit` as it is in the method's own frame, a little longer than itself: for formats
-    /// that hold nothing but compressed units.
+    /// Appends `unit` uncompressed in the method's own framing, slightly longer than itself: for
+    /// formats in which every unit is compressed.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a method that no such format has.
+    /// [`Error::Invalid`] for a method that no such format uses.
     pub fn store(&mut self, unit: &[u8], out: &mut Vec<u8>) -> Result<()> {
         match &self.method {
             Method::Deflate(_) => deflate::store(unit, out),
@@ -118,12 +118,12 @@ impl Compressor {
     }
 }
 
-/// RFC 1950, 2.2: deflate with a window of 32 KiB, no preset dictionary, the default level.
+/// RFC 1950, 2.2: deflate with a window of 32 KiB, no preset dictionary, default level.
 const ZLIB_HEADER: [u8; 2] = [0x78, 0x9c];
 
 /// The checksum of RFC 1950, 8.2.
 fn adler32(bytes: &[u8]) -> u32 {
-    /// So many sums stay below 2^32.
+    /// Sums of this many bytes fit in 32 bits.
     const RUN: usize = 5552;
     const MODULUS: u32 = 65521;
     let (mut a, mut b) = (1, 0);
@@ -141,7 +141,7 @@ fn adler32(bytes: &[u8]) -> u32 {
 /// The levels of a method.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a method that is only read.
+/// [`Error::Invalid`] for a read-only method.
 fn levels(codec: Codec) -> Result<std::ops::RangeInclusive<i32>> {
     match codec {
         Codec::Deflate | Codec::Zlib => Ok(deflate::LEVELS),
@@ -201,7 +201,7 @@ mod tests {
             let mut stored = vec![7];
             compressor.store(&soft, &mut stored).unwrap();
             assert_eq!(inflate(&stored[1..]), soft, "{len}");
-            // Five bytes a block of 65,535 and the frame.
+            // Five bytes per block of 65,535, and the frame.
             assert!(stored.len() - 1 <= len + 6 + 5 * len.div_ceil(65_535));
         }
         assert_eq!(adler32(b"Wikipedia"), 0x11e6_0398);

@@ -1,4 +1,4 @@
-//! The main job: a disk from one place and format to another.
+//! Convert: copies a disk to another place and format.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,47 +18,47 @@ use crate::source::Source;
 use crate::target::{Destination, NewImage, Target};
 use crate::verify::verify;
 
-/// Bytes that one thread reads at a time: they stay in its cache until they are written.
+/// Bytes per read of a thread: they stay in its cache until they are written.
 const CHUNK_BYTES: u64 = 512 << 10;
-/// Bytes of one piece that is read for nobody.
+/// Bytes per piece that is read and discarded.
 const SKIM_BYTES: u64 = 8 << 20;
-/// Bytes of one piece that is shared: a cancel waits for no more.
+/// Maximum bytes per reflink, which bounds the delay of a cancellation.
 const SHARE_BYTES_MAX: u64 = 256 << 20;
-/// Cells of the plan for a target without clusters: what file systems call a block.
+/// Cell size of the plan for a target without clusters: a file system block.
 const BLOCK_BYTES: u64 = 4096;
 
-/// How a disk is converted.
+/// Options of a conversion.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
-    /// Where to.
+    /// The target.
     pub destination: Destination,
     /// Store clusters compressed.
     pub compress: Option<CompressionSpec>,
-    /// Threads; none takes one a core.
+    /// Threads; `None` for one per core.
     pub threads: Option<usize>,
-    /// Look for zeroes in what is read in steps of so many bytes; none does not look.
+    /// Granularity in bytes of zero detection; `None` disables it.
     pub detect_zeroes: Option<u32>,
     /// Read everything back and compare.
     pub verify: bool,
-    /// Bytes a second at most.
+    /// Maximum bytes per second.
     pub rate: Option<u64>,
-    /// An image that the new one stands on: only what is not in it is written.
+    /// Backing image of the new image: only differences to it are written.
     pub backing: Option<Backing>,
-    /// Copy the source's dirty bitmaps, and what to do with those that cannot be trusted.
+    /// Copy the source's dirty bitmaps, with this treatment of inconsistent ones.
     pub bitmaps: Option<BrokenBitmaps>,
-    /// A new target's disk gets a multiple of so many bytes.
+    /// A new target's disk size is rounded up to a multiple of this.
     pub size_unit: u64,
-    /// Keys of an existing target that is encrypted, and of the image that a new one stands on. (The
-    /// key of a new target is [`vdkit_block::Options::key`].)
+    /// Keys of an existing encrypted target, and of the new image's backing image. (The key of a
+    /// new target is [`vdkit_block::Options::key`].)
     pub keys: Vec<Secret>,
 }
 
-/// What a converted image shall stand on.
+/// The backing image of a converted image.
 #[derive(Clone, Debug)]
 pub struct Backing {
-    /// The file, to open it.
+    /// The path to open.
     pub path: PathBuf,
-    /// How it is opened. [`ConvertOptions::keys`] are tried too.
+    /// How to open it. [`ConvertOptions::keys`] are tried too.
     pub opening: OpenOptions,
 }
 
@@ -89,7 +89,7 @@ impl ConvertOptions {
 }
 
 impl ConvertOptions {
-    /// Bytes of a new target's disk for a source of so many.
+    /// Disk size of a new target for a source of `bytes`.
     pub(crate) fn size_of_new(&self, bytes: u64) -> u64 {
         match self.destination {
             Destination::New(_) | Destination::Pipe { .. } => {
@@ -100,27 +100,27 @@ impl ConvertOptions {
     }
 }
 
-/// What a conversion did.
+/// Result of a conversion.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ConvertReport {
     /// Bytes of the guest disk.
     pub virtual_size: u64,
-    /// The target's format; none for `null:`.
+    /// The target's format; `None` for `null:`.
     pub format: Option<String>,
-    /// Bytes by how they were moved.
+    /// Bytes by method.
     pub moved: MovedBytes,
     /// Guest bytes read back and compared.
     pub verified: Option<u64>,
-    /// Threads that worked.
+    /// Threads used.
     pub threads: usize,
     /// Wall time.
     pub seconds: f64,
-    /// What the sources' images hold beside the disk, and the target does not.
+    /// Contents of the source images that were not converted.
     pub left_behind: LeftBehind,
 }
 
-/// What images hold beside their disks, by name.
+/// Snapshots and bitmaps of images, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct LeftBehind {
@@ -131,7 +131,8 @@ pub struct LeftBehind {
 }
 
 impl LeftBehind {
-    /// The snapshots, and the bitmaps that are not `copied`. Each image that has some is named in a message.
+    /// The snapshots, and the bitmaps that are not `copied`. A message names each image that has
+    /// some.
     fn of(source: &Source, copied: &[BitmapInfo], monitor: &Monitor<'_>) -> Self {
         let mut all = Self::default();
         for disk in source.disks() {
@@ -163,7 +164,7 @@ impl LeftBehind {
     }
 }
 
-/// Names for a message, the first of many.
+/// The first names, for a message.
 fn some_of(names: &[String]) -> String {
     const NAMES_MAX: usize = 8;
     let mut said = names.iter().take(NAMES_MAX).cloned().collect::<Vec<_>>().join(", ");
@@ -176,8 +177,8 @@ fn some_of(names: &[String]) -> String {
 /// Converts a source.
 ///
 /// # Errors
-/// What sources and targets return. A new image is not left behind half-made; what existed under
-/// its name is untouched then.
+/// Errors of sources and targets. On an error no new image remains, and an existing file is
+/// unchanged.
 pub fn convert(
     registry: &Registry,
     source: &Source,
@@ -187,7 +188,7 @@ pub fn convert(
     convert_uncommitted(registry, source, options, monitor)?.commit(&monitor.cancel)
 }
 
-/// A conversion whose target is complete and has not taken its name yet. Dropping it removes a new
+/// A conversion whose target is complete but not yet renamed into place. Dropping it removes a new
 /// image.
 pub(crate) struct Converted {
     target: Option<Target>,
@@ -195,12 +196,12 @@ pub(crate) struct Converted {
 }
 
 impl Converted {
-    /// Puts the target in its place.
+    /// Renames the target into place.
     pub(crate) fn commit(self, cancel: &CancelToken) -> Result<ConvertReport> {
         self.commit_naming(cancel).map(|(report, _)| report)
     }
 
-    /// The same, and the files that are there now and were not before.
+    /// As [`Converted::commit`]; also returns the files that it created.
     pub(crate) fn commit_naming(
         self,
         cancel: &CancelToken,
@@ -210,7 +211,7 @@ impl Converted {
     }
 }
 
-/// [`convert`] but for the last step.
+/// [`convert`] without the last step.
 pub(crate) fn convert_uncommitted(
     registry: &Registry,
     source: &Source,
@@ -261,16 +262,16 @@ pub(crate) fn convert_uncommitted(
     Ok(Converted { target, report })
 }
 
-/// How bytes are moved to one target, planned and done.
+/// The plan and options for moving data to one target.
 pub(crate) struct Moving {
     plan: PlanOptions,
     options: MoveOptions,
-    /// The most threads that a run had.
+    /// The maximum threads of a run.
     worked: AtomicUsize,
 }
 
 impl Moving {
-    /// To this target, from the first `layers` of the source.
+    /// For this target, from the first `layers` of the source.
     pub(crate) fn new(
         options: &ConvertOptions,
         target: Option<&Disk>,
@@ -278,14 +279,14 @@ impl Moving {
     ) -> Result<Self> {
         let compress = compression(options, target)?;
         let mut plan = plan_options(compress.is_some(), target, layers);
-        // Bytes that are looked at have to be read.
+        // Zero detection has to read the bytes.
         plan.in_kernel &= options.detect_zeroes.is_none();
         let options = MoveOptions {
             threads: options.threads,
             detect_zeroes: options.detect_zeroes.map(|step| step as usize),
             compress,
             in_order: target.is_some_and(|disk| disk.top().storage().caps().sequential),
-            // On what is new, zeroes are there already; but those that must hide a backing image.
+            // New space already reads as zero, except where zeroes must hide a backing image.
             write_zeroes: matches!(options.destination, Destination::Into { .. })
                 || layers != usize::MAX
                 || target.is_some_and(|disk| !disk.top().new_reads_zero()),
@@ -295,19 +296,19 @@ impl Moving {
         Ok(Self { plan, options, worked: AtomicUsize::new(1) })
     }
 
-    /// From a source whose bytes can only be read, each once.
+    /// For a source that can only be read, each byte once.
     pub(crate) fn of_stream(mut self) -> Self {
         self.plan.share = None;
         self.plan.in_kernel = false;
         self
     }
 
-    /// Threads that worked.
+    /// Threads used.
     pub(crate) fn worked(&self) -> usize {
         self.worked.load(Ordering::Relaxed)
     }
 
-    /// Moves what lies behind the first `from` bytes of the source.
+    /// Moves everything after the first `from` bytes of the source.
     pub(crate) fn run(
         &self,
         source: &Source,
@@ -323,7 +324,7 @@ impl Moving {
     }
 }
 
-/// Closes the target, and reads it back where that is asked for.
+/// Closes the target, and verifies it if requested.
 fn finish(
     registry: &Registry,
     source: &Source,
@@ -334,7 +335,7 @@ fn finish(
     target.close()?;
     let mut verified = None;
     if options.verify {
-        // What was written is read through maps that are read anew.
+        // Verify through freshly read maps.
         let mut again = target.reopen(registry)?;
         if let Some(backing) = &options.backing {
             again = again.over(backing.open(registry, &options.keys)?);
@@ -345,7 +346,7 @@ fn finish(
     Ok(verified)
 }
 
-/// How the target's clusters are compressed: as asked for, or because it holds no others.
+/// Compression of the target's clusters: as requested, or because the format requires it.
 fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option<CompressionSpec>> {
     let caps = target.map(|target| target.top().caps());
     let Some(mut spec) = options.compress else {
@@ -357,7 +358,7 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
     };
     let packed = target.top().caps().packed;
     if (spec.codec, packed) == (Codec::Deflate, Some(Codec::Zlib)) {
-        // One name for users, two containers.
+        // One name for users, two formats.
         spec.codec = Codec::Zlib;
     }
     match packed {
@@ -377,7 +378,7 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
 
 fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanOptions {
     if target.is_none() {
-        // Nothing is written: whole runs of host files, cut so that all threads have some.
+        // Nothing is written: whole runs of host files, divided among the threads.
         return PlanOptions {
             grid: BLOCK_BYTES,
             chunk: CHUNK_BYTES,
@@ -411,9 +412,9 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
     }
 }
 
-/// The image that a new one shall stand on.
+/// The backing image of a new image.
 struct Base {
-    /// So many layers of the source lie above it.
+    /// Number of source layers above it.
     layers: usize,
     disk: Option<Disk>,
 }

@@ -1,4 +1,4 @@
-//! Making a new image.
+//! Creating an image.
 
 use std::fs::Metadata;
 use std::path::{Path, PathBuf};
@@ -17,56 +17,55 @@ use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFi
 use crate::new_files::{NewFiles, WantedFiles, beside};
 use crate::watched::Watched;
 
-/// Time between two looks at how much is written.
+/// Interval between progress updates.
 const TICK: Duration = Duration::from_millis(50);
 
-/// The image that a new one shall stand on.
+/// The backing image of a new image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewBacking {
-    /// Its name as it shall be stored: relative to the new image's folder, or absolute.
+    /// Its name to store: relative to the new image's folder, or absolute.
     pub name: String,
-    /// Its format; without it the header is probed, and an image without a known header is
-    /// refused.
+    /// Its format; `None` probes, and refuses an image without a known header.
     pub format: Option<String>,
-    /// Opens it, with what it stands on, to see that it can be read. Without this the size and
-    /// the format must be given.
+    /// Open it, with its backing chain, to check that it is readable. Otherwise size and format
+    /// must be given.
     pub open: bool,
 }
 
-/// What a new image shall be.
+/// Options of a new image.
 #[derive(Clone, Debug)]
 pub struct CreateOptions<'a> {
-    /// Where: a new file, or a block device.
+    /// Path of a new file or a block device.
     pub path: &'a Path,
     /// Its format.
     pub driver: &'static dyn FormatDriver,
-    /// Bytes of the guest disk; without it those of the backing image, or of the device.
+    /// Bytes of the guest disk; `None` for the size of the backing image or the device.
     pub guest_bytes: Option<u64>,
     /// The format's options, checked against [`FormatDriver::options`].
     pub options: Options,
-    /// What it stands on.
+    /// Its backing image.
     pub backing: Option<NewBacking>,
-    /// A file that is there already may be replaced.
+    /// Allow replacing an existing file.
     pub replace: bool,
-    /// Which files the metadata of the backing image may make us open.
+    /// Policy for references in the backing image's metadata.
     pub refs: RefPolicy,
 }
 
-/// What was made.
+/// A created image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Created {
-    /// Bytes of the guest disk: what was asked for, or what the format made of it.
+    /// Bytes of the guest disk, as requested or rounded by the format.
     pub guest_bytes: u64,
-    /// What it stands on, as stored.
+    /// The stored backing reference.
     pub backing: Option<BackingRef>,
 }
 
-/// Makes an image. A file takes its name only when it is complete; what had the name before stays
-/// as it was if anything fails.
+/// Creates an image. A file gets its name only when it is complete; on failure an existing file is
+/// unchanged.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the size cannot be known, a file is there that may not be replaced, or
-/// the backing image's format would have to be guessed; what the format and storages return;
+/// [`Error::Invalid`] if the size is unknown, a file exists that may not be replaced, or the
+/// backing image's format would have to be guessed; errors of the format and storages;
 /// [`Error::Interrupted`].
 pub fn create(
     registry: &Registry,
@@ -104,27 +103,27 @@ pub fn create(
     Ok(Created { guest_bytes, backing: base.map(|base| base.reference) })
 }
 
-/// An image to stand on, looked at.
+/// An examined backing image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FoundBacking {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// What the new image says of it.
+    /// The reference to store.
     pub reference: BackingRef,
-    /// Bytes of its disk, where it was opened.
+    /// Bytes of its disk, if it was opened.
     pub guest_bytes: Option<u64>,
-    /// What its format says of it, where it was opened.
+    /// Its format's properties, if it was opened.
     properties: Vec<(String, String)>,
 }
 
-/// What a new image has from the one that it stands on: its option, and that one's property. (A guest
-/// sees one size of sectors, whichever image of the chain a sector is in.)
+/// Options that a new image inherits from its backing image: the option, and the backing image's
+/// property. (A guest sees one sector size for the whole chain.)
 const INHERITED: [(&str, &str); 1] = [("logical_sector_size", "logical-sector-size")];
 
-/// Sets the options that an image over one with these properties must have.
+/// Sets the options inherited from the backing image.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the user gave another value.
+/// [`Error::Invalid`] if the user gave another value.
 pub(crate) fn inherit(
     driver: &dyn FormatDriver,
     image: &Path,
@@ -154,11 +153,11 @@ pub(crate) fn inherit(
 }
 
 impl NewBacking {
-    /// Looks at the image that a new one at `image` shall stand on, as `opening` says of references,
-    /// limits, locks and keys.
+    /// Examines the backing image of a new image at `image`, with the references, limits, locks and
+    /// keys of `opening`.
     ///
     /// # Errors
-    /// What opening it returns; [`Error::Invalid`] where its format would have to be guessed.
+    /// Errors of opening it; [`Error::Invalid`] if its format would have to be guessed.
     pub fn find(
         &self,
         registry: &Registry,
@@ -208,13 +207,13 @@ impl NewBacking {
     }
 }
 
-/// When a file was last changed, in seconds since 1970; none of a device.
+/// Modification time in seconds since 1970; `None` for a device.
 pub(crate) fn modified(path: &Path) -> Option<u64> {
     let found = path.metadata().ok().filter(Metadata::is_file)?.modified().ok()?;
     Some(found.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
-/// What was seen of an image.
+/// Facts about an image.
 struct Looked {
     format: &'static str,
     probed: bool,
@@ -230,7 +229,7 @@ impl Looked {
     }
 }
 
-/// Opens an image to see that it can be read. An encrypted image, or one that stands on one, is not unlocked for that: its headers have to do.
+/// Opens an image to check that it is readable. If the chain is encrypted, only headers are read.
 fn look_at(registry: &Registry, path: &Path, options: &OpenOptions) -> Result<Looked> {
     match Disk::open(registry, path, options) {
         Ok(disk) => {
@@ -279,7 +278,7 @@ fn create_file(
     Ok(made)
 }
 
-/// The other files that the options ask for.
+/// The other files that the options require.
 fn new_files(
     registry: &Registry,
     image: &CreateOptions<'_>,
@@ -298,7 +297,7 @@ fn new_files(
     NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))
 }
 
-/// A device is written to as it is; a failure leaves it half-made.
+/// Writes to a device in place; a failure leaves it incomplete.
 fn create_on_device(
     registry: &Registry,
     image: &CreateOptions<'_>,
@@ -336,7 +335,7 @@ fn create_on_device(
     Ok(image.driver.describe(&storage, &Limits::default())?.virtual_size)
 }
 
-/// Has the format make the image, and tells meanwhile how much is `written` where that takes long.
+/// Creates the image, and reports progress from `written` if that takes long.
 fn make(
     image: &CreateOptions<'_>,
     request: &CreateRequest,
@@ -375,12 +374,12 @@ fn watched(
     Arc::new(Watched::new(storage, monitor.cancel.clone(), Arc::clone(written)))
 }
 
-/// The caller named the size, so that it is too large is the caller's fault, not an image's.
+/// The user gave the size, so exceeding a limit is a usage error.
 fn error_of(image: &CreateOptions<'_>, error: Error) -> Error {
     limit_of_new(&image.path.display().to_string(), image.driver.name(), error)
 }
 
-/// A limit that a new image would pass is no fault of an image.
+/// Maps a limit error of a new image to a usage error.
 pub(crate) fn limit_of_new(name: &str, format: &str, error: Error) -> Error {
     match error {
         Error::Limit { what, found, limit, .. } => Error::Invalid(format!(

@@ -1,29 +1,29 @@
-//! Several threads that take pieces of work from one plan.
+//! Threads that take pieces of work from one plan.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use vdkit_block::{Monitor, Result};
 
-/// Work for one thread only: starting others would take longer than this takes.
+/// Below this, starting further threads would take longer than the work.
 const ALONE_BYTES: u64 = 4 << 20;
 
-/// How many threads a job uses where its caller does not say.
+/// The default number of threads.
 pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Where the threads get their pieces from.
+/// A source of work pieces.
 pub(crate) trait Plan: Send {
     /// A piece of work.
     type Piece: Send;
 
-    /// The next piece, or nothing at the end. Called by one thread at a time.
+    /// The next piece; `None` at the end. Called by one thread at a time.
     fn next_piece(&mut self) -> Result<Option<Self::Piece>>;
 }
 
-/// Does all pieces of a plan, on up to `threads` threads. `work` does one and says how many bytes
-/// it was; each thread has a buffer of its own, empty at first. The first error ends all threads.
+/// Runs all pieces of a plan on up to `threads` threads. `work` runs one piece and returns its
+/// bytes; each thread has its own buffer, empty at first. The first error stops all threads.
 pub(crate) fn work_off<P: Plan>(
     plan: P,
     threads: usize,
@@ -66,7 +66,7 @@ pub(crate) fn work_off<P: Plan>(
         let mut result = all(&mut buffer);
         for other in others {
             let theirs = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            // Of several errors, one that is not the interruption says more.
+            // Prefer an error over an interruption.
             result = match (result, theirs) {
                 (Ok(()), theirs) => theirs,
                 (Err(vdkit_block::Error::Interrupted), Err(error)) => Err(error),

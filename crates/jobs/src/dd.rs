@@ -1,4 +1,4 @@
-//! Copying a part of one disk to a part of another, in blocks, as `dd` does with files.
+//! Copies a range of one disk to a range of another, in blocks, like `dd`.
 
 use serde::Serialize;
 use vdkit_block::{Error, GuestOffset, Monitor, Result};
@@ -7,34 +7,34 @@ use vdkit_chain::{Disk, Registry};
 use crate::runs::Runs;
 use crate::target::{NewImage, Target};
 
-/// Bytes of one read and write.
+/// Bytes per read and write.
 const STEP_BYTES: u64 = 1 << 20;
 
-/// What is copied.
+/// Options of dd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DdOptions {
-    /// Bytes of a block, in which the others are counted; not 0.
+    /// Bytes per block, the unit of the other counts; not 0.
     pub block_bytes: u64,
-    /// Blocks to copy; none for all up to the end of the source.
+    /// Blocks to copy; `None` for all up to the end of the source.
     pub count: Option<u64>,
-    /// Blocks of the source to leave out at its beginning.
+    /// Blocks to skip at the start of the source.
     pub skip: u64,
-    /// Blocks of the target to leave as they are at its beginning.
+    /// Blocks to skip at the start of the target.
     pub seek: u64,
-    /// Zeroes of the source are left out: the target keeps what it has there.
+    /// Skip zeroes of the source: the target keeps its content there.
     pub sparse: bool,
-    /// The target is made durable at the end, and the name of a new one too.
+    /// Sync the target at the end, and the name of a new one.
     pub sync: bool,
 }
 
 impl Default for DdOptions {
-    /// All of the source, in blocks of 512 bytes.
+    /// The whole source, in blocks of 512 bytes.
     fn default() -> Self {
         Self { block_bytes: 512, count: None, skip: 0, seek: 0, sparse: false, sync: false }
     }
 }
 
-/// The ranges that the options name.
+/// The ranges to copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DdPlan {
     /// First byte of the source.
@@ -45,24 +45,23 @@ pub struct DdPlan {
     pub len: u64,
 }
 
-/// What was copied.
+/// Result of dd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DdReport {
-    /// Bytes that the target now has from the source.
+    /// Bytes of the source that the target now has.
     pub copied_bytes: u64,
-    /// Of these, bytes that were read and written.
+    /// Of these, bytes read and written.
     pub data_bytes: u64,
-    /// Of these, bytes that the source's map showed to be zero.
+    /// Of these, bytes that are zero by the source's map.
     pub zero_bytes: u64,
 }
 
 impl DdPlan {
-    /// Counts the blocks out on a source of `source_bytes` bytes. What lies past its end is left
-    /// out.
+    /// Computes the ranges for a source of `source_bytes` bytes. Blocks past its end are skipped.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for blocks of no bytes and offsets past 2^63.
+    /// [`Error::Invalid`] for a block size of 0 and for offsets past 2^63.
     pub fn new(source_bytes: u64, options: &DdOptions) -> Result<Self> {
         if options.block_bytes == 0 {
             return Err(Error::Invalid("blocks must have at least one byte".to_owned()));
@@ -75,12 +74,12 @@ impl DdPlan {
         };
         let from = bytes(options.skip, "skip")?.min(source_bytes);
         let to = bytes(options.seek, "seek")?;
-        // More than there is is all there is.
+        // Clamp to the end of the source.
         let wanted = options.count.map_or(u64::MAX, |n| n.saturating_mul(options.block_bytes));
         Ok(Self { from, to, len: wanted.min(source_bytes - from) })
     }
 
-    /// Bytes that a new target needs.
+    /// Size of a new target in bytes.
     ///
     /// # Errors
     /// [`Error::Invalid`] past 2^63.
@@ -91,11 +90,11 @@ impl DdPlan {
             .ok_or_else(|| Error::Invalid("the target would pass 2^63 bytes".to_owned()))
     }
 
-    /// Copies. The target must be another image, open for writing, and hold the range.
+    /// Copies. The target must be another image, open for writing, and contain the range.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a target that is too small; [`Error::Interrupted`]; what the disks
-    /// return. What was copied before an error stays.
+    /// [`Error::Invalid`] for a target that is too small; [`Error::Interrupted`]; errors of the
+    /// disks. Bytes copied before an error stay.
     pub fn run(
         &self,
         source: &Disk,
@@ -144,11 +143,11 @@ impl DdPlan {
     }
 }
 
-/// Copies into a new image of the size that the options make. It takes its name when it is
-/// complete; a file of that name stays as it was if anything fails.
+/// Copies into a new image, sized by the options. It gets its name when it is complete; on failure
+/// an existing file is unchanged.
 ///
 /// # Errors
-/// As [`DdPlan::run`], and what making the image returns.
+/// As [`DdPlan::run`], and errors of creating the image.
 pub fn dd_new(
     registry: &Registry,
     source: &Disk,
@@ -164,7 +163,7 @@ pub fn dd_new(
     if !target.disk.top().new_reads_zero() && plan.to > 0 {
         target.disk.write_zeroes(GuestOffset(0), plan.to, true)?;
     }
-    // What is new mostly reads as zero already.
+    // New space mostly reads as zero already.
     let options = DdOptions { sparse: target.disk.top().new_reads_zero(), ..*options };
     let report = plan.run(source, &target.disk, &options, monitor)?;
     target.close()?;
@@ -233,7 +232,7 @@ mod tests {
             let mut found = vec![0; 2 << 20];
             target.read_at(&mut found, GuestOffset(0)).unwrap();
             if sparse {
-                // Zeroes that the map knew of were left as they were.
+                // Zeroes known from the map were skipped.
                 for (found, wanted) in found.iter_mut().zip(&wanted) {
                     if *wanted == 0 && *found == 7 {
                         *found = 0;

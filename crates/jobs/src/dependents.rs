@@ -1,7 +1,7 @@
-//! Whom a change of an image would damage: the images that stand on it.
+//! Dependents of an image: overlays that a change of it would damage.
 //!
-//! An image does not know what stands on it. Overlays mostly lie beside it, so its folder is looked
-//! through: headers only, a bounded number of files, nothing else opened.
+//! An image does not record its overlays. They are mostly in the same folder, so that folder is
+//! searched: headers only, a bounded number of files, no other file opened.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
@@ -12,20 +12,20 @@ use vdkit_chain::{BackingChoice, OpenOptions, Registry, describe_chain};
 
 use crate::tree::target_of;
 
-/// Files of one folder that are looked at.
+/// Maximum files examined per folder.
 const FILES_MAX: usize = 4096;
-/// Overlays that a message names.
+/// Maximum overlays named in a message.
 const NAMED_MAX: usize = 8;
 
-/// What makes two names one file.
+/// File identity.
 type Identity = (u64, u64);
 
-/// The images found to stand directly on some image.
+/// Direct overlays of some images.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dependents {
-    /// They, by path.
+    /// The overlays, by path.
     pub overlays: Vec<PathBuf>,
-    /// A folder had more files than are looked at: there may be others.
+    /// A folder had too many files: there may be other overlays.
     pub incomplete: bool,
 }
 
@@ -33,11 +33,11 @@ fn identity(path: &Path) -> Option<Identity> {
     path.metadata().ok().filter(|found| found.is_file()).map(|found| (found.dev(), found.ino()))
 }
 
-/// Looks in the folders of `images` for images that stand directly on one of them, leaving out
-/// those in `images` and in `known`. What is no regular file has no overlays here.
+/// Searches the folders of `images` for direct overlays of them, except those in `images` and in
+/// `known`. Only regular files are searched and have overlays.
 ///
 /// # Errors
-/// [`Error::Interrupted`]. A folder or a file that cannot be read holds no overlays.
+/// [`Error::Interrupted`]. Unreadable folders and files are skipped.
 pub fn dependents(
     registry: &Registry,
     images: &[PathBuf],
@@ -72,7 +72,7 @@ pub fn dependents(
     Ok(found)
 }
 
-/// The folders in which images are, as they were named and as they really are.
+/// The folders of images, by name and by real path.
 fn folders_of(images: &[PathBuf]) -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = Vec::new();
     let mut real: Vec<PathBuf> = Vec::new();
@@ -93,9 +93,9 @@ fn folders_of(images: &[PathBuf]) -> Vec<PathBuf> {
     folders
 }
 
-/// The file that an image's header names as its backing file. It is looked for, never opened.
+/// The identity of an image's backing file, which is never opened.
 fn backing_of(registry: &Registry, image: &Path) -> Option<Identity> {
-    // A running guest holds its images locked, which does not matter for a look at a header.
+    // Reading a header needs no lock, even if a running guest holds one.
     let options =
         OpenOptions { lock: false, ..OpenOptions::default() }.backing(BackingChoice::Ignore);
     let report = describe_chain(registry, image, &options).ok()?;
@@ -103,7 +103,7 @@ fn backing_of(registry: &Registry, image: &Path) -> Option<Identity> {
     identity(&target_of(image, &backing.name)?)
 }
 
-/// Refuses what would change what overlays read from `images`.
+/// Fails if overlays depend on `images`.
 ///
 /// # Errors
 /// [`Error::Dependents`], naming them; as [`dependents`].

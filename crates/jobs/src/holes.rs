@@ -1,8 +1,8 @@
-//! Holes of host files beneath data that a map knows of.
+//! Detects holes of host files beneath mapped data.
 //!
-//! A format may map clusters that nobody has written yet (preallocation); the host file then has a
-//! hole there, and the bytes need not be read to know that they are zero. What a file system was
-//! asked once is remembered: on some it looks at each page up to the next hole to answer.
+//! A format may map clusters that were never written (preallocation). The host file then has a hole
+//! there, which is known to be zero without reading. Answers of the file system are cached, since
+//! some examine each page up to the next hole.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use std::sync::Arc;
 use vdkit_block::{HostOffset, Result, Storage, StorageExtent};
 use vdkit_chain::Disk;
 
-/// Requests of at most so many bytes that do not follow the one before are asked for by
-/// themselves: an answer for more could cost more than reading them.
+/// A short request that does not follow the previous one queries only its own range: a longer query
+/// could cost more than reading the bytes.
 const ALONE_BYTES_MAX: u64 = 1 << 20;
 
-/// Asks storages for holes, in the order in which a map is walked.
+/// Queries storages for holes, in the order of a map walk.
 #[derive(Debug, Default)]
 pub(crate) struct Holes {
     asked: Option<Asked>,
@@ -23,25 +23,24 @@ pub(crate) struct Holes {
 #[derive(Debug)]
 struct Asked {
     storage: Arc<dyn Storage>,
-    /// Whether it is worth asking at all.
+    /// Whether queries are worthwhile.
     may_have_holes: bool,
-    /// The run found last.
+    /// The last run found.
     known: Range<u64>,
     known_data: bool,
-    /// Where the request before ended.
+    /// End of the previous request.
     next: u64,
 }
 
 impl Holes {
-    /// Whether data of a layer may lie in holes that its format did not speak of. A format where
-    /// every byte has its own place (raw) has no other map than the file's; a hole beneath
-    /// encrypted data does not read as zero.
+    /// Whether data of a layer may be in host holes unknown to its format. Not for formats that use
+    /// the file's own map (raw), nor for encrypted data, whose holes do not read as zero.
     pub(crate) fn hides_holes(disk: &Disk, depth: usize) -> bool {
         disk.encryption(depth).is_none()
             && disk.layers().get(depth).is_none_or(|layer| layer.format().caps().fill_bytes > 1)
     }
 
-    /// The run that begins at `offset`, at most `len` bytes.
+    /// The run at `offset`, at most `len` bytes.
     pub(crate) fn run_at(
         &mut self,
         storage: &Arc<dyn Storage>,

@@ -1,13 +1,13 @@
-//! Converting what comes as a stream: a pipe, a packed file, a server without ranges.
+//! Converts streams: a pipe, a compressed file, a server without ranges.
 //!
 //! ```text
 //!   stream ─► first bytes: which format?
-//!      raw: read once, in order, while it comes      any other: spooled, then an image as others
+//!      raw: read once, in order                      any other: spooled to a file
 //!        length unknown: the target grows in steps ──► at the end it gets the stream's length
 //! ```
 //!
-//! What must be read twice (`--verify`), or goes into a format whose size cannot change, is spooled
-//! too.
+//! A stream is also spooled if it must be read twice (`--verify`), or its target's size cannot
+//! change.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,38 +22,38 @@ use crate::mover::MovedBytes;
 use crate::source::Source;
 use crate::target::{Destination, Target};
 
-/// Bytes that drivers may judge a stream by.
+/// Bytes of a stream for format probing.
 const HEAD_BYTES: usize = 64 << 10;
-/// The format that a stream has where nothing says otherwise, and needs no spooling.
+/// The fallback format, which needs no spooling.
 const RAW: &str = "raw";
-/// Bytes of a target whose length is not known yet; it doubles as it fills, up to the largest step.
+/// Initial size of a target of unknown length; it doubles as needed, by at most the largest step.
 const STEP_FIRST: u64 = 64 << 20;
 const STEP_MAX: u64 = 1 << 30;
 /// A disk's length is a multiple of this.
 const SECTOR: u64 = 512;
 
-/// A stream that was looked at.
+/// A probed stream.
 #[derive(Debug)]
 pub enum Incoming {
-    /// An image that had to be spooled.
+    /// A spooled image.
     Disk(Box<Disk>),
-    /// A raw disk, to be read as it comes.
+    /// A raw disk, to be read sequentially.
     Raw(RawStream),
 }
 
-/// A raw disk that comes as a stream.
+/// A raw disk as a stream.
 #[derive(Debug)]
 pub struct RawStream {
     stream: ByteStream,
-    /// Its first bytes, where nobody said that it is raw.
+    /// Its first bytes, unless the format was given as raw.
     head: Option<Vec<u8>>,
 }
 
-/// Tells a stream's format from its first bytes, unless `options` name it, and spools it into a file
-/// without a name in `folder` unless it is raw.
+/// Probes a stream's format by its first bytes, unless `options` name it. Unless it is raw, spools
+/// it to an unnamed file in `folder`.
 ///
 /// # Errors
-/// What reading, spooling and opening return.
+/// Errors of reading, spooling and opening.
 pub fn receive(
     registry: &Registry,
     mut stream: ByteStream,
@@ -81,10 +81,10 @@ pub fn receive(
 }
 
 impl RawStream {
-    /// Spools it after all.
+    /// Spools the stream after all.
     ///
     /// # Errors
-    /// What spooling and opening return.
+    /// Errors of spooling and opening.
     pub fn into_disk(
         self,
         registry: &Registry,
@@ -92,17 +92,17 @@ impl RawStream {
         monitor: &Monitor<'_>,
     ) -> Result<Disk> {
         let storage = spool(self.stream, folder, monitor)?;
-        // What its end says counts, unless somebody said that it is raw.
+        // Unless the format was given as raw, its end is probed too.
         let format = self.head.is_none().then(|| RAW.to_owned());
         let options = OpenOptions { format, ..OpenOptions::read_only() };
         Disk::open_storage(registry, storage, &options)
     }
 }
 
-/// Converts a raw disk as it comes. `folder` is where it is spooled if that cannot be.
+/// Converts a raw disk sequentially, or spools it to `folder` if that is not possible.
 ///
 /// # Errors
-/// As [`convert`]; [`Error::Unsupported`] where the stream's end says that it was no raw disk.
+/// As [`convert`]; [`Error::Unsupported`] if the stream's end shows that it is not raw.
 pub fn convert_stream(
     registry: &Registry,
     raw: RawStream,
@@ -168,17 +168,17 @@ pub fn convert_stream(
     })
 }
 
-/// What takes a stream as it comes.
+/// The target of a sequential conversion.
 struct Receiver {
-    /// None for `null:`.
+    /// `None` for `null:`.
     target: Option<Target>,
-    /// Its bytes, where they cannot change.
+    /// The target's size, if it cannot change.
     fixed: Option<u64>,
 }
 
 impl Receiver {
-    /// Opens the target for a stream of `len` bytes, where that is known; nothing where the stream
-    /// has to be spooled for it.
+    /// Opens the target for a stream of `len` bytes, if known; `None` if the stream must be
+    /// spooled.
     fn open(
         registry: &Registry,
         len: Option<u64>,
@@ -193,7 +193,7 @@ impl Receiver {
             Destination::New(new) => Some((&new.format, &new.options)),
             Destination::Pipe { format, options, .. } => Some((format, options)),
         };
-        // What such an image says first is how large the disk is, and it cannot be taken back.
+        // Such an image starts with the disk size, which cannot be changed later.
         if let Destination::Pipe { format, .. } = &options.destination
             && len.is_none()
             && format != RAW
@@ -227,7 +227,7 @@ impl Receiver {
         self.target.as_ref().map(|target| &target.disk)
     }
 
-    /// Up to where the next step goes; the target has that room then.
+    /// End of the next step; grows the target to it.
     fn end_of_step(&self, from: u64) -> Result<u64> {
         let Some(fixed) = self.fixed else {
             let end = from + from.clamp(STEP_FIRST, STEP_MAX);
@@ -239,7 +239,7 @@ impl Receiver {
         Ok(fixed)
     }
 
-    /// Gives the target its length and its name.
+    /// Sets the target's final length and renames it into place.
     fn finish(self, bytes: u64, cancel: &CancelToken) -> Result<()> {
         let Some(target) = self.target else { return Ok(()) };
         if self.fixed.is_none() {
@@ -250,7 +250,7 @@ impl Receiver {
     }
 }
 
-/// Whether a new target's size can change at no cost: found out by changing it.
+/// Whether a new target's size can change cheaply; tries it.
 fn grows(disk: &Disk) -> Result<bool> {
     if disk.top().caps().one_pass || !disk.top().new_reads_zero() {
         return Ok(false);
@@ -269,7 +269,7 @@ fn window(registry: &Registry, pipe: &Arc<InPipe>, len: u64) -> Result<Source> {
     Ok(Source::of_stream(disk, pipe.clone()))
 }
 
-/// Refuses what went by as raw where its end says that it is something else.
+/// Fails if the stream's end shows that it was not raw.
 fn look_at_end(
     registry: &Registry,
     name: &str,

@@ -1,7 +1,6 @@
-//! Key slots of encrypted images: who can open them.
+//! Key slots of encrypted images.
 //!
-//! A key is never taken away before it is certain that another one opens the image: it was tried,
-//! and is durable.
+//! A key is removed only after another key was tried and is durable.
 
 use std::path::Path;
 
@@ -13,22 +12,22 @@ use vdkit_chain::{OpenOptions, Registry, open_image};
 pub struct ListedKeys {
     /// The image's format.
     pub format: &'static str,
-    /// How it is encrypted.
+    /// The encryption method.
     pub encryption: String,
-    /// All its slots, also those that are free.
+    /// All slots, including free ones.
     pub slots: Vec<KeySlot>,
-    /// Slots that one of the keys at hand opens.
+    /// Slots opened by the given keys.
     pub opened: Vec<u32>,
 }
 
-/// What became of the key slots.
+/// The key slots after a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeysAfter {
     /// The slot with the new key.
     pub added: Option<u32>,
-    /// Slots that were wiped.
+    /// Wiped slots.
     pub removed: Vec<u32>,
-    /// All slots as they are now.
+    /// All slots now.
     pub slots: Vec<KeySlot>,
 }
 
@@ -62,7 +61,7 @@ impl Image {
         Ok((Self { file, slots }, listed))
     }
 
-    /// Slots that any of the keys opens, with the key that does.
+    /// Slots opened by the keys, with the key for each.
     fn opened<'k>(&self, keys: &'k [Secret]) -> Result<Vec<(u32, &'k Secret)>> {
         let mut opened: Vec<(u32, &Secret)> = Vec::new();
         for key in keys {
@@ -75,7 +74,7 @@ impl Image {
         Ok(opened)
     }
 
-    /// The first of the keys that opens the image.
+    /// The first key that opens the image.
     fn key<'k>(&self, keys: &'k [Secret]) -> Result<&'k Secret> {
         if keys.is_empty() {
             return Err(Error::no_key(&self.file, "luks"));
@@ -101,20 +100,20 @@ impl Image {
     }
 }
 
-/// The key slots of an image, and which of them the keys in `options` open.
+/// The key slots of an image, and those that the keys in `options` open.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for an image without key slots; what opening returns.
+/// [`Error::Unsupported`] for an image without key slots; errors of opening.
 pub fn list_keys(registry: &Registry, path: &Path, options: &OpenOptions) -> Result<ListedKeys> {
     let (image, mut listed) = Image::open(registry, path, options, false)?;
     listed.opened = image.opened(&options.keys)?.into_iter().map(|(slot, _)| slot).collect();
     Ok(listed)
 }
 
-/// Lets one more key open an image. The new slot is durable when this returns.
+/// Adds a key. The new slot is durable on return.
 ///
 /// # Errors
-/// [`Error::Key`] where none of the keys in `options` opens it; [`Error::Invalid`] where no slot
+/// [`Error::Key`] if none of the keys in `options` opens the image; [`Error::Invalid`] if no slot
 /// is free.
 pub fn add_key(
     registry: &Registry,
@@ -129,12 +128,12 @@ pub fn add_key(
     Ok(image.after(Some(added), Vec::new()))
 }
 
-/// Wipes a slot. Without `force`, one of the keys in `options` must open another slot, so that
-/// nobody is locked out.
+/// Wipes a slot. Without `force`, one of the keys in `options` must open another slot, so that the
+/// image stays accessible.
 ///
 /// # Errors
-/// [`Error::Key`] where no key proves that the image can be opened afterwards;
-/// [`Error::Invalid`] for a slot that is free already, without `force`.
+/// [`Error::Key`] if no key is known to open the image afterwards; [`Error::Invalid`] for a slot
+/// that is already free, without `force`.
 pub fn remove_key(
     registry: &Registry,
     path: &Path,
@@ -176,13 +175,12 @@ pub fn remove_key(
     Ok(image.after(None, vec![slot]))
 }
 
-/// Puts a new key in the place of an old one, the first in `options` that opens the image. The new
-/// slot is durable, and was tried, before the old one is wiped: `slot`, or all that the old key
-/// opens.
+/// Replaces an old key, the first in `options` that opens the image, by a new one. The new slot is
+/// durable and was tried before the old one is wiped: `slot`, or all that the old key opens.
 ///
 /// # Errors
-/// [`Error::Key`] where none of the keys opens the image, or `slot`; [`Error::Invalid`] where no
-/// slot is free for the new key, or the new key is the old one.
+/// [`Error::Key`] if none of the keys opens the image or `slot`; [`Error::Invalid`] if no slot is
+/// free, or the new key is the old one.
 pub fn change_key(
     registry: &Registry,
     path: &Path,

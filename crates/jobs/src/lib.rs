@@ -1,7 +1,7 @@
-//! Jobs on virtual disks: plans, progress, cancel.
+//! Jobs on virtual disks, with progress and cancellation.
 //!
-//! Each job takes disks that the caller opened (or names that it opens under the caller's
-//! policy), reports to a [`vdkit_block::Monitor`] and returns a report that serialises to JSON.
+//! Each job takes disks that the caller opened (or names that it opens under the caller's policy),
+//! reports to a [`vdkit_block::Monitor`] and returns a report that serialises to JSON.
 
 mod amend;
 mod appliance;

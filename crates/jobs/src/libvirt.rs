@@ -1,35 +1,35 @@
-//! The `<disk>` element by which libvirt gives an image to a guest.
+//! The libvirt `<disk>` element of an image.
 //!
-//! Source: libvirt, "Domain XML format", section "Hard drives, floppy disks, CDROMs"; which `io`
-//! goes with which `cache`: QEMU's manual, `-blockdev` (`aio=native` needs direct I/O).
+//! Source: libvirt, "Domain XML format", section "Hard drives, floppy disks, CDROMs". For `io` and
+//! `cache`: QEMU's manual, `-blockdev` (`aio=native` needs direct I/O).
 
 use std::path::{Path, PathBuf};
 
-/// Where the guest's disk comes from.
+/// Source of a guest's disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DiskSource {
     /// A file.
     File(PathBuf),
     /// A block device.
     Device(PathBuf),
-    /// An NBD server at a Unix socket, and the name of the export.
+    /// An NBD server's Unix socket, and the export name.
     Nbd(PathBuf, String),
-    /// A vhost-user server at a Unix socket.
+    /// A vhost-user server's Unix socket.
     VhostUser(PathBuf),
 }
 
-/// An image beneath another.
+/// A backing image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskBacking {
     /// The file.
     pub path: PathBuf,
     /// A block device.
     pub device: bool,
-    /// Its format, by our name.
+    /// Its format, by vdkit's name.
     pub format: String,
 }
 
-/// What of a place decides the cache mode that suits a guest there.
+/// Type of location, which determines the recommended cache mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CachePlace {
     /// A block device.
@@ -38,14 +38,14 @@ pub enum CachePlace {
     Memory,
     /// A file system that refuses direct I/O.
     Buffered,
-    /// btrfs, where it copies on write.
+    /// btrfs with copy-on-write.
     Checksums,
     /// A file system with direct I/O.
     Direct,
 }
 
-/// The cache mode that suits a guest whose disk is there, and why: what `doctor` advises, and the
-/// lab where it did not compare them.
+/// The recommended cache mode for a guest disk at this location, and the reason. `doctor` reports
+/// it; the lab uses it where it did not compare modes.
 pub fn cache_for(place: CachePlace) -> (&'static str, &'static str) {
     match place {
         CachePlace::Device => ("none", "a device needs no page cache beside the guest's own"),
@@ -63,28 +63,28 @@ pub fn cache_for(place: CachePlace) -> (&'static str, &'static str) {
 /// A disk of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LibvirtDisk {
-    /// Where it comes from.
+    /// Its source.
     pub source: DiskSource,
-    /// The format, by our name; `raw` for what a server hands out.
+    /// The format, by vdkit's name; `raw` for a served disk.
     pub format: String,
     /// Cache mode: none, writeback, writethrough, directsync, unsafe.
     pub cache: String,
-    /// All of its space is there, so that writes to a file never wait for allocation.
+    /// Fully allocated, so that writes to a file never wait for allocation.
     pub allocated: bool,
-    /// What the guest discards is given back.
+    /// Pass the guest's discards on.
     pub discard: bool,
     /// virtio, scsi, sata or ide.
     pub bus: String,
     /// Encrypted with LUKS.
     pub encrypted: bool,
-    /// Bytes for the map, where QEMU's own choice is too small.
+    /// Bytes for the L2 cache, if QEMU's default is too small.
     pub map_cache_bytes: Option<u64>,
-    /// What it stands on, the nearest first.
+    /// The backing chain, nearest first.
     pub backing: Vec<DiskBacking>,
 }
 
 impl LibvirtDisk {
-    /// A disk as most guests want it: virtio, past the host's page cache, discards honoured.
+    /// A disk with the usual settings: virtio, direct I/O, discards enabled.
     pub fn new(source: DiskSource, format: &str) -> Self {
         Self {
             source,
@@ -99,15 +99,15 @@ impl LibvirtDisk {
         }
     }
 
-    /// How QEMU does the disk's I/O. `native` needs direct I/O, and blocks QEMU where a write must
-    /// wait for space to be found.
+    /// QEMU's I/O method. `native` needs direct I/O, and blocks QEMU while a write waits for
+    /// allocation.
     fn io(&self) -> &'static str {
         let direct = ["none", "directsync"].contains(&self.cache.as_str());
         let ready = self.allocated || matches!(self.source, DiskSource::Device(_));
         if direct && ready { "native" } else { "threads" }
     }
 
-    /// The element, indented by two blanks a level, without a line feed at its end.
+    /// The element, indented by two blanks per level, without a final line feed.
     pub fn xml(&self) -> String {
         let mut xml = Xml::default();
         let kind = match &self.source {
@@ -133,7 +133,7 @@ impl LibvirtDisk {
     }
 
     fn driver(&self, xml: &mut Xml) {
-        // The server of a vhost-user disk does the I/O, as it likes.
+        // The server of a vhost-user disk does the I/O.
         if matches!(self.source, DiskSource::VhostUser(_)) {
             return xml.empty("driver", &[("name", "qemu"), ("type", "raw")]);
         }
@@ -183,7 +183,7 @@ impl LibvirtDisk {
     }
 }
 
-/// The chain beneath. Its end is said too, so that libvirt probes no image for more.
+/// The backing chain, with an explicit end, so that libvirt does not probe further.
 fn backing(xml: &mut Xml, images: &[DiskBacking]) {
     for image in images {
         let (kind, key) = if image.device { ("block", "dev") } else { ("file", "file") };
@@ -199,17 +199,17 @@ fn backing(xml: &mut Xml, images: &[DiskBacking]) {
     }
 }
 
-/// Whether libvirt knows the format of an image. Source: libvirt's schema `domain.rng` (with
+/// Whether libvirt supports an image format. Source: libvirt's schema `domain.rng` (with
 /// `storagecommon.rng`), `storageFormat`.
 pub fn is_known(format: &str) -> bool {
     !["vhdx", "parallels"].contains(&format)
 }
 
-/// QEMU's name of a format of ours.
+/// QEMU's name of a format.
 fn driver_type(format: &str) -> &str {
     match format {
         "vhd" => "vpc",
-        // The encryption is said beside it.
+        // A separate element declares the encryption.
         "luks" => "raw",
         same => same,
     }
@@ -249,8 +249,8 @@ fn written(attributes: &[(&str, &str)]) -> String {
     attributes.iter().map(|(key, value)| format!(" {key}='{}'", escaped(value))).collect()
 }
 
-/// A value between single quotation marks. XML 1.0 has no notation for most control characters;
-/// they become the sign for a character that is not known. Source: XML 1.0, 2.2 and 2.4.
+/// Escapes a value for single quotation marks. XML 1.0 cannot represent most control characters;
+/// they become the replacement character. Source: XML 1.0, 2.2 and 2.4.
 fn escaped(value: &str) -> String {
     let mut plain = String::with_capacity(value.len());
     for c in value.chars() {

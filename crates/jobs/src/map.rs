@@ -1,10 +1,10 @@
-//! Where the guest's bytes are, in rows with the keys of `qemu-img map`.
+//! The guest's map, in rows with the keys of `qemu-img map`.
 
 use serde::Serialize;
 use vdkit_block::{GuestOffset, Result};
 use vdkit_chain::{Disk, DiskExtent, DiskPlace, Extents};
 
-/// A run of guest bytes of which one thing can be said.
+/// A run of guest bytes with the same properties.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MapRow<'a> {
@@ -12,17 +12,17 @@ pub struct MapRow<'a> {
     pub start: u64,
     /// Bytes.
     pub length: u64,
-    /// The layer that answers for them, 0 being the top.
+    /// The layer that holds them, 0 being the top.
     pub depth: usize,
-    /// A layer has them (be it as zeroes); otherwise nothing was ever written there.
+    /// A layer holds them (perhaps as zeroes); otherwise they were never written.
     pub present: bool,
-    /// They read as zero, as the map says.
+    /// They read as zero by the map.
     pub zero: bool,
-    /// They have to be read to know them.
+    /// They must be read.
     pub data: bool,
     /// They are compressed.
     pub compressed: bool,
-    /// Host offset of the first byte, where the bytes lie there as they are.
+    /// Host offset of the first byte, if the bytes are stored unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
     /// The file that holds them.
@@ -63,7 +63,7 @@ impl<'a> MapRow<'a> {
         row
     }
 
-    /// The two as one, where `next` follows and says the same of its bytes.
+    /// Merges the rows if `next` follows with the same properties.
     fn joined(&self, next: &Self) -> Option<Self> {
         let follows = match (self.offset, next.offset) {
             (Some(offset), Some(next)) => offset.checked_add(self.length) == Some(next),
@@ -76,7 +76,7 @@ impl<'a> MapRow<'a> {
     }
 }
 
-/// The rows of a range, in order, neighbours that say the same joined.
+/// The rows of a range, in order, equal neighbours merged.
 #[derive(Debug)]
 pub struct Map<'a> {
     extents: Option<Extents<'a>>,
@@ -84,7 +84,7 @@ pub struct Map<'a> {
     ahead: Option<MapRow<'a>>,
 }
 
-/// Maps `len` bytes of a disk from `at` on.
+/// Maps `len` bytes of a disk from `at`.
 ///
 /// # Errors
 /// [`vdkit_block::Error::Invalid`] past the end of the disk.

@@ -1,4 +1,4 @@
-//! How many bytes a converted or a new image needs.
+//! Computes the size of a converted or new image.
 
 use serde::Serialize;
 use vdkit_block::{FormatDriver, Measured, Monitor, Options, Result};
@@ -6,29 +6,29 @@ use vdkit_chain::Disk;
 
 use crate::runs::Runs;
 
-/// What an image will need.
+/// Required sizes of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MeasureReport {
-    /// Bytes with the data at hand, uncompressed.
+    /// Bytes with the current data, uncompressed.
     pub required: u64,
-    /// Bytes when the guest has written everything.
+    /// Bytes with every guest byte allocated.
     pub fully_allocated: u64,
     /// Bytes of the guest disk.
     pub guest_bytes: u64,
-    /// Clusters of the new image that would hold data.
+    /// Clusters of the new image with data.
     pub data_clusters: u64,
-    /// Bytes of such a cluster.
+    /// Cluster size in bytes.
     pub cluster_bytes: u64,
 }
 
-/// Measures an image that disks, laid end to end, would be converted to. Nothing but maps is read.
+/// Measures the conversion of concatenated disks. Only maps are read.
 ///
-/// Clusters of a source that lie in holes of its file count as zeroes, as they do when it is
-/// converted; `qemu-img measure` mostly counts them as data.
+/// Source clusters in holes of its file count as zeroes, as in a conversion; `qemu-img measure`
+/// mostly counts them as data.
 ///
 /// # Errors
-/// What the driver says of the options; what the source's maps return.
+/// Errors of the driver about the options; errors of the source's maps.
 pub fn measure(
     disks: &[Disk],
     driver: &dyn FormatDriver,
@@ -38,7 +38,7 @@ pub fn measure(
     let cluster_bytes = driver.cluster_bytes(options)?.max(1);
     let total = disks.iter().fold(0u64, |sum, disk| sum.saturating_add(disk.guest_bytes()));
     let mut data_clusters = 0;
-    // The first cluster that is not counted yet.
+    // The first cluster not yet counted.
     let mut uncounted = 0;
     let mut start = 0u64;
     for disk in disks {
@@ -59,10 +59,10 @@ pub fn measure(
     report(total, driver, options, data_clusters)
 }
 
-/// Measures a new image of `guest_bytes` without data.
+/// Measures a new, empty image of `guest_bytes`.
 ///
 /// # Errors
-/// What the driver says of the options and the size.
+/// Errors of the driver about the options and the size.
 pub fn measure_empty(
     guest_bytes: u64,
     driver: &dyn FormatDriver,
@@ -94,7 +94,7 @@ mod tests {
     fn each_cluster_with_data_counts_once() {
         let unit = RawDriver.cluster_bytes(&Options::default()).unwrap().max(1);
         let len = 64 * unit;
-        // Data in two clusters, of which one is cut by the border between two disks.
+        // Data in two clusters; the border between two disks lies in one of them.
         let first = raw_disk(len, &[(unit * 3, &[1]), (len - 512, &[2])]);
         let second = raw_disk(len, &[(0, &[3; 512])]);
         let disks = [first, second];

@@ -1,4 +1,4 @@
-//! Moving the bytes of a plan: sharing blocks, or reading, looking for zeroes and writing.
+//! Moves the bytes of a plan: shares blocks, or reads, detects zeroes and writes.
 //!
 //! ```text
 //!   queue (one lock) ──► chunk n   ──► read ──► zero runs, compression     in parallel
@@ -8,8 +8,8 @@
 //!                                   write ──► publish                      in parallel
 //! ```
 //!
-//! Since space is reserved in turn, the same input makes the same output to the byte, whatever
-//! the threads' timing.
+//! Since space is reserved in order, the same input gives the same output to the byte, whatever the
+//! timing of the threads.
 
 mod in_kernel;
 mod place;
@@ -35,34 +35,34 @@ use crate::turns::Turns;
 use crate::zero::data_runs;
 use place::Placed;
 
-/// Bytes that one thread moves alone before others are started: a small job is over by then.
+/// Bytes that one thread moves before others start: a small job is done by then.
 const ALONE_BYTES: u64 = 8 << 20;
-/// What every device takes as the alignment of memory.
+/// Memory alignment that every device accepts.
 const PAGE_BYTES: usize = 4096;
-/// Bytes of one piece of zeroes where they are written one by one.
+/// Maximum piece of zeroes if they are written as data.
 const ZERO_BYTES_MAX: u64 = 8 << 20;
 
-/// How bytes reach the target.
+/// Options of a mover.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MoveOptions {
-    /// Threads in all; none for one a core, which is found out only where there is work for several:
-    /// what a control group allows is in files, and reading them is a part of a short job.
+    /// Maximum threads; `None` for one per core. The cores are counted only when several threads
+    /// are needed, since reading the control group's files takes a part of a short job.
     pub(crate) threads: Option<usize>,
-    /// Granularity of zero detection in bytes; none where nothing is looked at.
+    /// Granularity in bytes of zero detection; `None` disables it.
     pub(crate) detect_zeroes: Option<usize>,
     /// Compress whole clusters.
     pub(crate) compress: Option<CompressionSpec>,
-    /// Write in the order of the disk: the target is a pipe.
+    /// Write in guest order: the target is a pipe.
     pub(crate) in_order: bool,
-    /// The target may hold something else than zeroes: those must be written.
+    /// The target may hold other data, so zeroes must be written.
     pub(crate) write_zeroes: bool,
-    /// Nobody has written to the target yet.
+    /// The target was never written.
     pub(crate) new: bool,
-    /// Bytes a second.
+    /// Maximum bytes per second.
     pub(crate) rate: Option<u64>,
 }
 
-/// Bytes by how they were moved.
+/// Bytes by method.
 #[derive(Debug, Default)]
 pub(crate) struct Moved {
     pub(crate) read: AtomicU64,
@@ -75,7 +75,7 @@ pub(crate) struct Moved {
     pub(crate) packed_bytes: AtomicU64,
 }
 
-/// Bytes by how they were moved, as reported.
+/// Bytes by method, as reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MovedBytes {
@@ -87,18 +87,18 @@ pub struct MovedBytes {
     pub reflinked: u64,
     /// Copied by the kernel.
     pub kernel_copied: u64,
-    /// Known to be zero from maps and holes, never read.
+    /// Known to be zero from maps and holes; not read.
     pub zero_known: u64,
     /// Read, and found to be zero.
     pub zero_found: u64,
     /// Clusters stored compressed.
     pub clusters_compressed: u64,
-    /// Host bytes of those.
+    /// Host bytes of compressed clusters.
     pub compressed_bytes: u64,
 }
 
 impl MovedBytes {
-    /// Both together.
+    /// Sum of both.
     pub(crate) fn plus(self, other: Self) -> Self {
         Self {
             read: self.read + other.read,
@@ -133,17 +133,17 @@ fn add(counter: &AtomicU64, bytes: u64) {
     counter.fetch_add(bytes, Ordering::Relaxed);
 }
 
-/// What a thread does next.
+/// A thread's next step.
 enum Next {
     /// A piece, and its turn.
     Work(Work, u64),
-    /// Pieces that one request may share, and their turn.
+    /// Pieces for one share request, and their turn.
     Share(Neighbours, u64),
-    /// Parts of a piece, the rest of which is shared already, and the bytes of all of it.
+    /// Unshared parts of a piece to copy, and the bytes of the whole piece.
     Left(Vec<Range<u64>>, u64),
 }
 
-/// One job's shared state.
+/// Shared state of a job.
 pub(crate) struct Mover<'a> {
     source: &'a Source,
     target: Option<&'a Disk>,
@@ -151,22 +151,21 @@ pub(crate) struct Mover<'a> {
     monitor: &'a Monitor<'a>,
     queue: Mutex<Queue<'a>>,
     turns: Turns,
-    /// Sharing has worked once.
+    /// Sharing has succeeded once.
     shares: AtomicBool,
-    /// The kernel copies nothing from this file to that one.
+    /// The kernel cannot copy between these files.
     kernel_refuses: AtomicBool,
     failed: Mutex<Option<Error>>,
     stop: AtomicBool,
     started: Instant,
     done: AtomicU64,
-    /// Threads that work.
+    /// Running threads.
     pub(crate) spawned: AtomicUsize,
     pub(crate) moved: Moved,
 }
 
-/// A thread's buffers.
 struct Buffers {
-    /// Aligned as direct I/O likes it, so that nothing has to be copied for that.
+    /// Aligned for direct I/O, to avoid a bounce buffer.
     bytes: AlignedBuf,
     runs: Vec<Range<usize>>,
     packed: Vec<u8>,
@@ -207,7 +206,7 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// Moves everything. The calling thread works too; others join once there is enough to do.
+    /// Moves everything. The calling thread works too; others join when there is enough work.
     pub(crate) fn run(&self) -> Result<()> {
         let threads = OnceCell::new();
         std::thread::scope(|scope| {
@@ -218,7 +217,7 @@ impl<'a> Mover<'a> {
                 let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
                 let moved = of(&self.moved.read).max(of(&self.moved.written));
                 let moved = moved.max(of(&self.moved.kernel_copied));
-                // Who names a number of threads gets them.
+                // An explicit number of threads is always used.
                 if moved < ALONE_BYTES && self.options.threads.is_none() {
                     return;
                 }
@@ -245,7 +244,7 @@ impl<'a> Mover<'a> {
                 Err(error) => {
                     self.stop.store(true, Ordering::Relaxed);
                     let mut failed = self.failed.lock();
-                    // Those who only noticed that another gave up have nothing to add.
+                    // An interruption caused by another thread's error is not reported.
                     if failed.is_none() {
                         *failed = Some(error);
                     }
@@ -257,7 +256,7 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// One piece of work; `false` when there is none left.
+    /// One piece of work; `false` if none is left.
     fn step(&self, buffers: &mut Buffers) -> Result<bool> {
         self.monitor.cancel.check()?;
         let (work, number) = match self.next_work()? {
@@ -276,7 +275,7 @@ impl<'a> Mover<'a> {
         };
         let len = match work {
             Work::Zero { at, len } => {
-                // Without a target nothing is placed, so nothing has a turn.
+                // Without a target nothing is placed, so no turn is taken.
                 if let Some(target) = self.target {
                     self.in_turn(number, || Ok(()))?;
                     if self.options.write_zeroes {
@@ -312,12 +311,12 @@ impl<'a> Mover<'a> {
         Ok(true)
     }
 
-    /// Shares pieces, and copies what cannot be shared of them.
+    /// Shares pieces, and copies the rest.
     fn share(&self, buffers: &mut Buffers, pieces: &Neighbours, number: u64) -> Result<()> {
         let Some(target) = self.target else { return Ok(()) };
         let Neighbours { parts, storage, offset, .. } = pieces;
         let shared = self.in_turn(number, || match &parts[..] {
-            // Other threads may be writing zeroes, which wait for reservations.
+            // Other threads may be writing zeroes, which waits for reservations.
             [part] if self.options.write_zeroes => share(target, part.clone(), &**storage, *offset),
             parts => share_all(target, parts, &**storage, *offset),
         })?;
@@ -347,7 +346,7 @@ impl<'a> Mover<'a> {
                 let pieces = queue.with_neighbours(first, storage.clone(), *offset)?;
                 return Ok(Some(Next::Share(pieces, this)));
             }
-            // Whether sharing works here is found out alone, before others plan on it.
+            // The first share runs alone, to find out whether sharing works.
             if !self.turns.wait(this) {
                 return Err(Error::Interrupted);
             }
@@ -378,7 +377,7 @@ impl<'a> Mover<'a> {
         let done = self.done.fetch_add(len, Ordering::Relaxed) + len;
         self.monitor.progress.update(done, self.source.bytes());
         if let Some(rate) = self.options.rate {
-            // What was skipped or shared costs nobody any bandwidth.
+            // Skipped and shared bytes do not count towards the rate.
             let read = self.moved.read.load(Ordering::Relaxed);
             let copied = self.moved.kernel_copied.load(Ordering::Relaxed);
             let due = Duration::from_secs_f64((read + copied) as f64 / rate.max(1) as f64);
@@ -400,8 +399,7 @@ impl<'a> Mover<'a> {
         placed
     }
 
-    /// Parts of a piece that was planned to be shared, by reading after all. Its turn is over, so
-    /// they are placed as they come.
+    /// Copies unshared parts of a piece. Its turn is over, so they are placed in any order.
     fn copy_parts(&self, buffers: &mut Buffers, parts: &[Range<u64>]) -> Result<()> {
         let Some(target) = self.target else { return Ok(()) };
         let step = 1 << 20;
@@ -425,7 +423,7 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// Writes what was read, through the target's ordinary write path.
+    /// Writes through the target's ordinary write path.
     fn write_runs(&self, target: &Disk, buffers: &mut Buffers, at: u64) -> Result<()> {
         let Buffers { bytes, runs, .. } = buffers;
         self.find_runs(bytes, runs);
@@ -440,8 +438,7 @@ impl<'a> Mover<'a> {
     }
 
     fn write_run(&self, target: &Disk, bytes: &[u8], at: GuestOffset) -> Result<()> {
-        // Where nothing is ever filled around a write (raw), a new file has all its places
-        // already, and nothing in them.
+        // If no write needs a fill (raw), a new file has all its space allocated and no data in it.
         if self.options.new && target.top().caps().fill_bytes == 1 {
             return target.write_new_at(bytes, at);
         }
@@ -459,8 +456,8 @@ impl<'a> Mover<'a> {
 
     fn find_runs(&self, bytes: &[u8], runs: &mut Vec<Range<usize>>) {
         match self.options.detect_zeroes {
-            // A request for each small gap would cost more than writing it, where zeroes have to
-            // be written anyway.
+            // If zeroes must be written anyway, writing a small gap is cheaper than a separate
+            // request.
             Some(step) if self.options.write_zeroes => {
                 data_runs(bytes, step, step.max(64 << 10), runs);
             }
@@ -472,16 +469,16 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// Reads a chunk, finds its place in turn, and writes it.
+    /// Reads a chunk, reserves its space in turn, and writes it.
     fn copy(&self, buffers: &mut Buffers, number: u64, at: u64, len: u64) -> Result<()> {
         self.read(buffers, at, len)?;
         if let Some(end) = self.source.end_of_stream() {
-            // What lies behind it is nothing that could be written.
+            // Bytes after the end of the source are not written.
             let end = end.next_multiple_of(512).saturating_sub(at).min(len);
             buffers.bytes.resize(end as usize);
         }
         let Some(target) = self.target else {
-            // Nothing is placed, so nothing has an order.
+            // Nothing is placed, so no order is needed.
             return Ok(());
         };
         let cluster = target.top().caps().cluster_bytes;
@@ -517,14 +514,13 @@ impl<'a> Mover<'a> {
     }
 }
 
-/// Whether zeroes on a disk are bytes that are written (raw LUKS), not a word in a map or to the
-/// file system.
+/// Whether zeroes are written as data (raw LUKS), not as metadata or holes.
 fn writes_zeroes(target: &Disk) -> bool {
     target.encryption(0).is_some() && !target.top().caps().cheap_zeroes
 }
 
-/// Largest piece of zeroes for a target: where they are written, threads share them and a cancel
-/// waits for one piece.
+/// Maximum piece of zeroes for a target. If they are written as data, it is bounded, so that
+/// threads share the work and cancellation is quick.
 pub(crate) fn zero_max(target: &Disk) -> u64 {
     if writes_zeroes(target) { ZERO_BYTES_MAX } else { u64::MAX }
 }

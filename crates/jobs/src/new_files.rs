@@ -1,4 +1,4 @@
-//! A new image and the other files that it names: they take their names together.
+//! A new image and its other files, which are renamed into place together.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -15,37 +15,37 @@ use vdkit_storage::{
 
 use crate::dependents::dependents;
 
-/// What other files a new image shall have.
+/// Arguments for the other files of a new image.
 pub(crate) struct WantedFiles<'a> {
     pub(crate) registry: &'a Registry,
     pub(crate) driver: &'a dyn FormatDriver,
     /// The image.
     pub(crate) path: &'a Path,
     pub(crate) guest_bytes: u64,
-    /// The format's.
+    /// The format's options.
     pub(crate) options: &'a Options,
-    /// How the files are opened.
+    /// Options for opening the files.
     pub(crate) file: &'a FileOptions,
-    /// Files that are there may be replaced.
+    /// Existing files may be replaced.
     pub(crate) replace: bool,
 }
 
-/// The other files of an image that is being made, under hidden names.
+/// The other files of an image being created, under hidden names.
 #[derive(Debug)]
 pub(crate) struct NewFiles {
     files: Vec<PendingFile>,
-    /// Files of the image that is replaced, which the new one has no use for.
+    /// Files of the replaced image that the new one does not use.
     leftovers: Vec<PendingRemoval>,
 }
 
 impl NewFiles {
-    /// Makes the files that the format wants beside the image. One that is there already
-    /// is replaced where that may be, and only if the user named it by an option, or the image
-    /// that is replaced does: a file that a format's naming happens to meet is somebody else's.
+    /// Creates the files that the format needs beside the image. An existing file is replaced only
+    /// if that is allowed and either an option names it or the replaced image does: another file
+    /// that happens to match the format's naming must stay.
     ///
     /// # Errors
-    /// [`Error::Locked`] where a file is in use that would be replaced or removed: a source of this
-    /// conversion is; [`Error::Invalid`] for names that cannot be had; what the storages return.
+    /// [`Error::Locked`] if a file to be replaced or removed is in use (as a source of this
+    /// conversion is); [`Error::Invalid`] for unavailable names; errors of the storages.
     pub(crate) fn create(wanted: &WantedFiles<'_>, cancel: &CancelToken) -> Result<Self> {
         let WantedFiles { registry, driver, path, guest_bytes, options, replace, .. } = *wanted;
         let image = path.file_name().unwrap_or_default().to_string_lossy();
@@ -88,20 +88,20 @@ impl NewFiles {
         Ok(Self { files, leftovers: removals(wanted, leftovers, cancel)? })
     }
 
-    /// Their bytes, in the order in which the image names them.
+    /// Their storages, in the order of the image's metadata.
     pub(crate) fn storages(&self) -> impl Iterator<Item = &Arc<FileStorage>> {
         self.files.iter().map(PendingFile::storage)
     }
 
-    /// Whether one of them takes the place of a file that is there.
+    /// Whether one of them replaces an existing file.
     pub(crate) fn replaces(&self) -> bool {
         self.files.iter().any(PendingFile::replaces)
     }
 
-    /// Gives them their names, and then the image its own: an image without its files would be
-    /// broken. Where one cannot get it, those that did and replaced nothing are removed again. A cancel
-    /// counts until the first name is given. Then files that only the replaced image had are removed.
-    /// Answers which files are there now that were not before.
+    /// Renames them into place, and then the image: an image without its files would be broken. If
+    /// one fails, renamed files that replaced nothing are removed again. Cancellation is possible
+    /// until the first rename. Files used only by the replaced image are removed at the end.
+    /// Returns the files that did not exist before.
     pub(crate) fn commit(
         self,
         image: Option<PendingFile>,
@@ -109,7 +109,7 @@ impl NewFiles {
         cancel: &CancelToken,
     ) -> Result<Vec<PathBuf>> {
         cancel.check()?;
-        // What takes long comes first.
+        // The slow step comes first.
         for file in self.files.iter().filter(|_| options.sync_file) {
             cancel.check()?;
             file.storage().sync_always()?;
@@ -119,12 +119,12 @@ impl NewFiles {
         let files = self.files.into_iter().map(|file| (file, false));
         for (file, is_image) in files.chain(image.map(|image| (image, true))) {
             let fresh = (!file.replaces()).then(|| file.target().to_owned());
-            // The image comes last, and makes the names of all in its folder durable.
+            // The image comes last, and makes all names in its folder durable.
             let later = !is_image && folder.as_deref() == file.target().parent();
             let options = CommitOptions { sync_folder: options.sync_folder && !later, ..options };
             if let Err(error) = file.commit(options) {
                 for path in placed {
-                    // The first error is the one that tells.
+                    // Report the first error.
                     let _ = std::fs::remove_file(path);
                 }
                 return Err(error);
@@ -132,15 +132,15 @@ impl NewFiles {
             placed.extend(fresh);
         }
         for file in self.leftovers {
-            // The new image is there and whole; a file too many is no failure.
+            // The new image is complete; a left-over file is no failure.
             let _ = file.remove();
         }
         Ok(placed)
     }
 }
 
-/// Locks the files that only the replaced image has. None of them is removed where another image
-/// stands on one.
+/// Locks the files used only by the replaced image. None is removed if another image depends on
+/// one.
 fn removals(
     wanted: &WantedFiles<'_>,
     leftovers: Vec<PathBuf>,
@@ -159,17 +159,17 @@ fn removals(
     Ok(if standing.overlays.is_empty() { locked } else { Vec::new() })
 }
 
-/// The image at a path, last, and before it the files that go when it is replaced: those that it names
-/// and that are called after it.
+/// The image at a path, last, preceded by the files removed when it is replaced: those that it
+/// refers to and that are named after it.
 pub fn replaced_files(registry: &Registry, image: &Path) -> Vec<PathBuf> {
     let names = files_of(registry, image);
     let named = names.iter().filter(|name| named_after(image, name)).map(|n| beside(image, n));
     named.chain([image.to_owned()]).collect()
 }
 
-/// Whether a file that the image at a path names is called after it, in the same folder, as formats call
-/// the files that they make: `disk-s001.vmdk` of `disk.vmdk`. An image from a stranger may name
-/// anything, and that is not removed with it.
+/// Whether a referenced file is named after the image, in the same folder, as formats name the
+/// files that they create: `disk-s001.vmdk` of `disk.vmdk`. An untrusted image may refer to any
+/// file, which must not be removed with it.
 fn named_after(image: &Path, name: &str) -> bool {
     let text = |part: Option<&OsStr>| part.and_then(OsStr::to_str).unwrap_or_default().to_owned();
     let (stem, ending) = (text(image.file_stem()), text(image.extension()));
@@ -183,7 +183,7 @@ fn named_after(image: &Path, name: &str) -> bool {
     }
 }
 
-/// A name that is like a protocol's would never be opened again.
+/// A name that looks like a protocol could never be opened again.
 fn check_name(image: &Path, name: &str) -> Result<()> {
     match name.split_once(':') {
         Some((before, _)) if !before.contains('/') => Err(Error::Invalid(format!(
@@ -195,7 +195,7 @@ fn check_name(image: &Path, name: &str) -> Result<()> {
     }
 }
 
-/// The files that the image at a path names, as far as there is one that can be understood.
+/// The files that an existing image refers to; empty if it cannot be read.
 fn files_of(registry: &Registry, image: &Path) -> Vec<String> {
     let options = FileOptions::read_only().lock(LockMode::Off);
     let Ok(storage) = FileStorage::open(image, &options) else { return Vec::new() };
@@ -206,7 +206,7 @@ fn files_of(registry: &Registry, image: &Path) -> Vec<String> {
     described.map(|info| info.files).unwrap_or_default()
 }
 
-/// A name in an image's metadata as a path: relative ones count from the image's folder.
+/// The path of a name in an image's metadata, relative to the image's folder.
 pub(crate) fn beside(image: &Path, name: &str) -> PathBuf {
     match image.parent() {
         Some(folder) => folder.join(name),
@@ -214,7 +214,7 @@ pub(crate) fn beside(image: &Path, name: &str) -> PathBuf {
     }
 }
 
-/// What tells two names of files apart that need not be there yet.
+/// A canonical path for comparing names; the file need not exist.
 fn real_name(path: &Path) -> PathBuf {
     if let Ok(real) = path.canonicalize() {
         return real;
@@ -287,7 +287,7 @@ mod tests {
         let image = folder.path().join("image");
         let files = make(&image, "data_file=data", false).unwrap();
         let pending = PendingFile::create(&image, &FileOptions::read_write()).unwrap();
-        // Somebody else takes the name meanwhile.
+        // Another program takes the name meanwhile.
         std::fs::write(&image, b"theirs").unwrap();
         files.commit(Some(pending), CommitOptions::default(), &CancelToken::default()).unwrap_err();
         assert_eq!(names(folder.path()), ["image"]);

@@ -1,6 +1,6 @@
-//! What is on a block device before it is written over: file systems, partition tables, parts of volumes.
+//! Detects existing content of a block device: file systems, partition tables, volumes.
 //!
-//! Sources: util-linux' libblkid and file(1), for the places of the signatures; the on-disk formats of Linux'
+//! Sources: util-linux' libblkid and file(1), for the signatures; the on-disk formats of Linux'
 //! file systems, md(4) and LVM.
 
 use std::fmt;
@@ -10,12 +10,12 @@ use vdkit_block::{HostOffset, Result, Storage};
 use vdkit_chain::Registry;
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
-/// Bytes at the beginning in which signatures are: those of ZFS lie the furthest.
+/// Bytes at the start with signatures; ZFS's are the last ones.
 const HEAD_BYTES: usize = 256 << 10;
 /// Bytes at the end: md's oldest superblock begins up to 128 KiB before it.
 const TAIL_BYTES: usize = 128 << 10;
 
-/// A signature: its bytes at an offset from the beginning.
+/// Signatures: bytes at an offset from the start.
 const SIGNATURES: &[(&str, usize, &[u8])] = &[
     ("an encrypted volume (LUKS)", 0, b"LUKS\xba\xbe"),
     ("an encrypted volume (BitLocker)", 3, b"-FVE-FS-"),
@@ -56,14 +56,14 @@ const SIGNATURES: &[(&str, usize, &[u8])] = &[
 
 /// LVM's label is in one of the first four sectors.
 const LVM_LABEL: &[u8] = b"LABELONE";
-/// The magic number of ZFS' uberblocks, which are from 128 KiB on, one a KiB or more.
+/// The magic number of ZFS uberblocks, from 128 KiB on, one per KiB or more.
 const UBERBLOCK: u64 = 0x00ba_b10c;
 
 fn at(bytes: &[u8], offset: usize, len: usize) -> &[u8] {
     bytes.get(offset..offset.saturating_add(len)).unwrap_or_default()
 }
 
-/// What the bytes of a device of `len` bytes are recognised as.
+/// The content of a device of `len` bytes.
 fn recognise(head: &[u8], tail: &[u8], len: u64) -> Option<&'static str> {
     let known =
         SIGNATURES.iter().find(|(_, offset, magic)| at(head, *offset, magic.len()) == *magic);
@@ -83,7 +83,7 @@ fn recognise(head: &[u8], tail: &[u8], len: u64) -> Option<&'static str> {
     at_the_end(tail, len).or_else(|| boot_sector(head))
 }
 
-/// What has its signature at the end.
+/// Content with a signature at the end.
 fn at_the_end(tail: &[u8], len: u64) -> Option<&'static str> {
     let start = len - tail.len() as u64;
     let read = |offset: u64, len| {
@@ -92,7 +92,8 @@ fn at_the_end(tail: &[u8], len: u64) -> Option<&'static str> {
     };
     const MD: &[u8] = b"\xfc\x4e\x2b\xa9";
     const MD_SWAPPED: &[u8] = b"\xa9\x2b\x4e\xfc";
-    // Version 1.0: 8 KiB before the end, at 4 KiB; version 0.90: in the last whole 64 KiB but one.
+    // Version 1.0: 8 KiB before the end, aligned to 4 KiB. Version 0.90: the last but one whole 64
+    // KiB.
     let newer = (len / 512).checked_sub(16).map(|sector| (sector & !7) * 512);
     let older = (len & !0xffff).checked_sub(0x1_0000);
     let md = newer.is_some_and(|offset| read(offset, 4) == MD)
@@ -115,7 +116,7 @@ fn at_the_end(tail: &[u8], len: u64) -> Option<&'static str> {
     None
 }
 
-/// A FAT file system, or an MBR with a partition in it.
+/// A FAT file system, or an MBR with a partition.
 fn boot_sector(head: &[u8]) -> Option<&'static str> {
     if at(head, 510, 2) != [0x55, 0xaa] {
         return None;
@@ -130,12 +131,12 @@ fn boot_sector(head: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// What is on a block device.
+/// Content of a block device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Occupied {
     /// A disk image of this format.
     Image(&'static str),
-    /// Something else, in words such as "a btrfs file system".
+    /// Other content, described as in "a btrfs file system".
     Other(&'static str),
 }
 
@@ -149,10 +150,10 @@ impl fmt::Display for Occupied {
     }
 }
 
-/// What is on a block device; nothing where it is blank. Reads a few hundred KiB.
+/// The content of a block device; `None` if it is blank. Reads a few hundred KiB.
 ///
 /// # Errors
-/// What opening and reading it returns.
+/// Errors of opening and reading it.
 pub fn occupied(registry: &Registry, device: &Path) -> Result<Option<Occupied>> {
     let options = FileOptions::read_only().lock(LockMode::Off);
     let storage = FileStorage::open(device, &options)?;

@@ -1,8 +1,8 @@
-//! Which bytes must be moved, and which way: found out before anything is read.
+//! Plans which bytes to move and how, before any data is read.
 //!
-//! The source's map is laid over a grid of the target's clusters. A cell of the grid is skipped
-//! (all of it reads as zero), shared (it lies in one piece of a host file, aligned as the target
-//! needs it) or copied. Runs of equal cells become one piece of [`Work`].
+//! The planner divides the source's map into cells of the target's cluster size. A cell is skipped
+//! (it reads as zero), shared (it is one suitably aligned piece of a host file) or copied. Runs of
+//! equal cells become one piece of [`Work`].
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use vdkit_chain::{DiskPlace, Extents, Missing};
 use crate::holes::Holes;
 use crate::source::Source;
 
-/// One piece of a job, in bytes of the target disk.
+/// A piece of a job, in bytes of the target disk.
 #[derive(Clone, Debug)]
 pub enum Work {
     /// Reads as zero.
@@ -30,7 +30,7 @@ pub enum Work {
         /// Bytes; at most a chunk.
         len: u64,
     },
-    /// Bytes of a host file that the kernel may copy: nobody wants to look at them.
+    /// Bytes of a host file that the kernel may copy.
     CopyInKernel {
         /// First byte.
         at: u64,
@@ -54,28 +54,28 @@ pub enum Work {
     },
 }
 
-/// How work is cut.
+/// Options of a plan.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanOptions {
-    /// Cells of the grid: the target's cluster size in bytes, a power of two.
+    /// Cell size: the target's cluster size in bytes, a power of two.
     pub grid: u64,
-    /// Largest piece of copying, a multiple of `grid`.
+    /// Maximum piece to copy, a multiple of `grid`.
     pub chunk: u64,
-    /// Pieces may be shared between files, in blocks of so many bytes.
+    /// Block size in bytes for sharing between files; `None` disables sharing.
     pub share: Option<u64>,
-    /// Largest piece of sharing, a multiple of `grid`.
+    /// Maximum piece to share, a multiple of `grid`.
     pub share_max: u64,
-    /// What is not shared and lies in one piece of a host file may be copied by the kernel.
+    /// The kernel may copy unshared pieces that are contiguous in a host file.
     pub in_kernel: bool,
-    /// Largest piece of zeroes, a multiple of `grid`.
+    /// Maximum piece of zeroes, a multiple of `grid`.
     pub zero_max: u64,
-    /// Ask only so many layers of each source.
+    /// Number of layers of each source to map.
     pub layers: usize,
-    /// What none of those layers has is left out, rather than taken for zeroes.
+    /// Skip bytes that those layers do not hold, instead of zeroing them.
     pub skip_absent: bool,
 }
 
-/// A run of the source, holes of host files told apart from data.
+/// A run of the source, with holes of host files distinguished from data.
 #[derive(Clone, Debug)]
 struct Piece {
     at: u64,
@@ -85,7 +85,7 @@ struct Piece {
 
 #[derive(Clone, Debug)]
 enum Kind {
-    /// A hole in all layers asked.
+    /// A hole in all mapped layers.
     Absent,
     Zero,
     Data {
@@ -96,7 +96,7 @@ enum Kind {
     Coded,
 }
 
-/// Makes work out of a source's map, in the order of the disk, a little at a time.
+/// Plans work from a source's map, incrementally in guest order.
 #[derive(Debug)]
 pub struct Planner<'a> {
     source: &'a Source,
@@ -104,9 +104,9 @@ pub struct Planner<'a> {
     /// The next disk of the source.
     disk: usize,
     extents: Option<(u64, Extents<'a>)>,
-    /// Found, and not yet part of work. Pieces follow one another without gaps.
+    /// Pieces not yet planned; contiguous.
     pieces: VecDeque<Piece>,
-    /// End of what was found.
+    /// End of the pieces.
     found: u64,
     at: u64,
     holes: Holes,
@@ -114,7 +114,7 @@ pub struct Planner<'a> {
 }
 
 impl<'a> Planner<'a> {
-    /// A plan for all of a source.
+    /// A plan for a whole source.
     pub fn new(source: &'a Source, options: PlanOptions) -> Self {
         Self {
             source,
@@ -129,10 +129,10 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// A plan for what lies behind the first `from` bytes of a source, which is one disk.
+    /// A plan for everything after the first `from` bytes of a source, which must be one disk.
     ///
     /// # Errors
-    /// What the source's maps return.
+    /// Errors of the source's maps.
     pub fn from(source: &'a Source, options: PlanOptions, from: u64) -> Result<Self> {
         let mut planner = Self::new(source, options);
         let bytes = source.bytes();
@@ -147,23 +147,22 @@ impl<'a> Planner<'a> {
         Ok(planner)
     }
 
-    /// No more sharing: it does not work here.
+    /// Disables sharing, after it failed.
     pub fn stop_sharing(&mut self) {
         self.options.share = None;
     }
 
-    /// Takes the piece of work handed out last back from `at` on, to be copied: it could not be
-    /// shared.
+    /// Returns the rest of the last piece from `at`, which could not be shared, to be copied.
     pub fn copy_from(&mut self, at: u64) {
         debug_assert!(at <= self.at && self.pieces.front().is_none_or(|piece| piece.at <= at));
         self.stop_sharing();
         self.at = at;
     }
 
-    /// The next piece of work, or nothing at the end of the disk.
+    /// The next piece of work; `None` at the end of the disk.
     ///
     /// # Errors
-    /// What the source's maps return.
+    /// Errors of the source's maps.
     pub fn next_work(&mut self) -> Result<Option<Work>> {
         loop {
             let Some((kind, end)) = self.run()? else { return Ok(None) };
@@ -206,7 +205,7 @@ impl<'a> Planner<'a> {
         Ok(Some((kind, end.min(limit))))
     }
 
-    /// The kind of the cell at `at`, and up to where one piece alone makes all cells of that kind.
+    /// The kind of the cell at `at`, and the end up to which one piece alone determines that kind.
     fn cells(&mut self, at: u64) -> Result<Option<(Cell, u64)>> {
         let bytes = self.source.bytes();
         if at >= bytes {
@@ -250,13 +249,13 @@ impl<'a> Planner<'a> {
         } else if all_zero && !(any_absent && self.options.skip_absent) {
             Cell::Zero
         } else {
-            // Also a cell of which a part must hide what the target stands on and another not.
+            // Also a cell with both zeroes that must hide the backing image and absent bytes.
             Cell::Copy
         };
         Ok(Some((kind, cell_end)))
     }
 
-    /// The kind of cells that lie in one piece.
+    /// The kind of cells within one piece.
     fn alone(&self, piece: &Piece, at: u64) -> Cell {
         match &piece.kind {
             Kind::Absent => Cell::Absent,
@@ -335,7 +334,7 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Mapped bytes: where the host file has a hole they are zero all the same.
+    /// Adds mapped bytes; holes of the host file become zeroes.
     fn push_data(
         &mut self,
         mut at: u64,
@@ -356,7 +355,7 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// What is to be done with a cell.
+/// Treatment of a cell.
 #[derive(Clone, Debug)]
 enum Cell {
     Absent,

@@ -1,4 +1,4 @@
-//! What a hypervisor or a cloud wants of an image: format, options, size.
+//! Requirements of hypervisors and clouds on an image: format, options, size.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,8 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 const TIB: u64 = 1 << 40;
 
-/// Where an image is to be used. The sources of what each takes are in `docs/commands/validate.md`.
+/// The target platform. `docs/commands/validate.md` lists the sources of each platform's
+/// requirements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preset {
     /// KVM with QEMU or libvirt.
@@ -30,17 +31,17 @@ pub enum Preset {
     Virtualbox,
 }
 
-/// What an image is made for.
+/// Purpose of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// A guest will write to it.
     Disk,
-    /// It holds a disk that is handed over, once.
+    /// It transports a disk once.
     Delivery,
 }
 
 impl Preset {
-    /// All of them.
+    /// All presets.
     pub const ALL: [Self; 8] = [
         Self::Kvm,
         Self::Openstack,
@@ -52,7 +53,7 @@ impl Preset {
         Self::Virtualbox,
     ];
 
-    /// What users type.
+    /// The name that users type.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -66,7 +67,7 @@ impl Preset {
         }
     }
 
-    /// The format that is made for it.
+    /// The image format.
     pub fn format(self) -> &'static str {
         match self {
             Self::Kvm | Self::Openstack => "qcow2",
@@ -78,7 +79,7 @@ impl Preset {
         }
     }
 
-    /// The format's options, as users write them; their own come after these.
+    /// The format's options, as users write them; the user's own options follow these.
     pub fn options(self, made_for: Use) -> &'static str {
         match (self, made_for) {
             (Self::Azure, _) => "subformat=fixed,force_size=on",
@@ -88,7 +89,7 @@ impl Preset {
         }
     }
 
-    /// Disks have a multiple of so many bytes.
+    /// The disk size must be a multiple of this.
     pub fn unit(self) -> u64 {
         match self {
             Self::Gcp => GIB,
@@ -106,11 +107,11 @@ impl Preset {
         }
     }
 
-    /// The largest disk in bytes, of a format.
+    /// Maximum disk size in bytes, by format.
     pub fn size_max(self, format: &str) -> Option<u64> {
         match (self, format) {
-            // Microsoft, "Azure managed disk types": 32,767 GiB; two types go up to 65,536 GiB, and are
-            // made empty alone.
+            // Microsoft, "Azure managed disk types": 32,767 GiB; two types allow up to 65,536 GiB,
+            // but only for empty disks.
             (Self::Azure, _) => Some(32 * TIB - GIB),
             (Self::Aws, _) => Some(16 * TIB),
             (Self::Vmware, _) => Some(62 * TIB),

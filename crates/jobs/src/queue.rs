@@ -1,4 +1,4 @@
-//! The work of a plan, piece by piece; with neighbours put together that are shared by one request.
+//! The work of a plan, piece by piece. Merges pieces that one request can share.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,19 +7,19 @@ use vdkit_block::{HostOffset, Result, Storage};
 
 use crate::plan::{Planner, Work};
 
-/// Bytes that one request shares, at most: a cancel waits for it.
+/// Maximum bytes per share request, which bounds the delay of a cancellation.
 const BYTES_MAX: u64 = 1 << 30;
-/// Pieces that are looked at for one request.
+/// Maximum pieces per share request.
 const PIECES_MAX: usize = 1024;
 
-/// Pieces of the disk, apart or not, whose bytes lie side by side in a host file.
+/// Pieces of the disk, contiguous or not, whose bytes are contiguous in a host file.
 #[derive(Debug)]
 pub(crate) struct Neighbours {
     /// The pieces, in order.
     pub(crate) parts: Vec<Range<u64>>,
-    /// Bytes of all of them.
+    /// Total bytes of the pieces.
     pub(crate) len: u64,
-    /// Bytes between and behind them that read as zero.
+    /// Bytes between and after them that read as zero.
     pub(crate) zero: u64,
     /// The file.
     pub(crate) storage: Arc<dyn Storage>,
@@ -28,14 +28,14 @@ pub(crate) struct Neighbours {
 }
 
 impl Neighbours {
-    /// One piece alone.
+    /// A single piece.
     pub(crate) fn one(part: Range<u64>, storage: Arc<dyn Storage>, offset: HostOffset) -> Self {
         let len = part.end - part.start;
         Self { parts: vec![part], len, zero: 0, storage, offset }
     }
 }
 
-/// A plan with a piece in hand that was taken from it too early.
+/// A plan, with a piece that was taken from it too early.
 #[derive(Debug)]
 pub(crate) struct Queue<'a> {
     pub(crate) planner: Planner<'a>,
@@ -52,7 +52,7 @@ impl<'a> Queue<'a> {
     /// The next piece; see [`Planner::next_work`].
     ///
     /// # Errors
-    /// What the source's maps return.
+    /// Errors of the source's maps.
     pub(crate) fn next_work(&mut self) -> Result<Option<Work>> {
         match self.held.take() {
             Some(work) => Ok(Some(work)),
@@ -60,11 +60,11 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// A piece to be shared together with what follows it, up to the first piece that is read, or
-    /// lies elsewhere. Zeroes between them are to need nothing.
+    /// Merges a piece to share with those that follow it, up to the first piece that is read or not
+    /// contiguous. Zeroes between them must need no work.
     ///
     /// # Errors
-    /// What the source's maps return.
+    /// Errors of the source's maps.
     pub(crate) fn with_neighbours(
         &mut self,
         first: Range<u64>,

@@ -1,16 +1,16 @@
-//! Rebase: an image on another one, with the same content.
+//! Rebase: changes an image's backing image and keeps its content.
 //!
 //! ```text
 //!   runs that the image does not hold:
 //!     old chain ─┐
 //!                ├─► the same place, or both zero: nothing to do
-//!     new chain ─┘   else read and compared: what differs is copied into the image, or shared with
-//!                    it where the file system can; what the new chain has not is shared unread
-//!   image durable ─► its header names the new one, by one write
+//!     new chain ─┘   else read and compared: differences are copied into the image, or shared if
+//!                    the file system can; data that the new chain lacks is shared unread
+//!   image durable ─► its header refers to the new backing image, by one write
 //! ```
 //!
-//! Until that write the image shows what it holds and what the old chain has; from then on what it
-//! holds and what the new one has. Both are the same bytes.
+//! Until that write the image shows its own data and the old chain's; from then on its own data and
+//! the new chain's. The content is the same.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -34,55 +34,55 @@ use crate::runs::RunKind;
 use crate::share::share;
 use crate::zero::is_zero;
 
-/// Bytes of one piece, or a cluster where that is larger.
+/// Bytes per piece, or a cluster if that is larger.
 const PIECE_BYTES: u64 = 256 << 10;
-/// Bytes of one piece that is shared without being read.
+/// Bytes per piece that is shared without reading.
 const SHARE_BYTES: u64 = 64 << 20;
 
-/// How an image is rebased.
+/// Options of a rebase.
 #[derive(Clone, Debug, Default)]
 pub struct RebaseOptions {
-    /// What it shall stand on; nothing, to hold everything itself.
+    /// The new backing image; `None` for a standalone image.
     pub backing: Option<NewBacking>,
-    /// Change the name only: what the image shows may change.
+    /// Change only the header: the image's content may change.
     pub header_only: bool,
-    /// Also where the image's snapshots would show something else.
+    /// Also if the content of the image's snapshots would change.
     pub force: bool,
-    /// Threads; none takes one a core.
+    /// Threads; `None` for one per core.
     pub threads: Option<usize>,
 }
 
-/// What a rebase did.
+/// Result of a rebase.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RebaseReport {
     /// The image.
     pub image: PathBuf,
-    /// What it stood on, as it was stored.
+    /// The old backing file name.
     pub old_backing: Option<String>,
-    /// What it stands on now, as it is stored.
+    /// The new backing file name.
     pub backing: Option<String>,
-    /// That one's format.
+    /// The new backing format.
     pub backing_format: Option<String>,
-    /// Guest bytes that had to be read, of one chain or of both.
+    /// Guest bytes read, of one chain or both.
     pub compared: u64,
     /// Guest bytes copied into the image.
     pub copied: u64,
-    /// Guest bytes that the image shares with a file of the old chain now.
+    /// Guest bytes now shared with a file of the old chain.
     pub reflinked: u64,
-    /// Guest bytes that were made zero in it.
+    /// Guest bytes zeroed in the image.
     pub zeroed: u64,
     /// Wall time.
     pub seconds: f64,
 }
 
-/// Rebases an image. Run again after an interruption or a crash it comes to the same end.
+/// Rebases an image. After an interruption or a crash it can be repeated with the same result.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the new image stands on this one, or has a format that would have to be
-/// guessed; [`Error::Dependents`] where snapshots would show something else, without
-/// [`RebaseOptions::force`]; [`Error::Unsupported`] for formats without backing files; what the formats and
-/// storages return.
+/// [`Error::Invalid`] if the new backing image is an overlay of this one, or its format would have
+/// to be guessed; [`Error::Dependents`] if the content of snapshots would change, without
+/// [`RebaseOptions::force`]; [`Error::Unsupported`] for formats without backing files; errors of
+/// the formats and storages.
 pub fn rebase(
     registry: &Registry,
     image: &Path,
@@ -110,7 +110,7 @@ pub fn rebase(
         refuse_impossible(&disk, found.is_some())?;
         let top = disk.layers()[0].info().format;
         if !registry.driver(top)?.amends_backing() {
-            // Before anything is copied: what was copied would be of no use.
+            // Before any copy, which would be wasted.
             return Err(Error::unsupported(
                 disk.name(),
                 format!("not supported: putting a {top} image on another one in place"),
@@ -131,7 +131,7 @@ pub fn rebase(
         let layer = &disk.layers()[0];
         let driver = registry.driver(layer.info().format)?;
         let old = layer.info().backing_file.clone();
-        // The storages stay open, and locked, from the comparison to the switch.
+        // The storages stay open and locked from the comparison to the header change.
         let storage = disk.top().storage().clone();
         let files = disk.top().other_files();
         drop(disk);
@@ -164,7 +164,7 @@ fn amendment(
     AmendRequest { storage, files, backing, options, limits: opening.limits }
 }
 
-/// Looks at the image to stand on, which must not stand on this one.
+/// Examines the new backing image, which must not be an overlay of this one.
 fn find(
     registry: &Registry,
     image: &Path,
@@ -177,7 +177,7 @@ fn find(
         None => PathBuf::from(&backing.name),
     };
     if !path.exists() && header_only {
-        // It may come later.
+        // It may be created later.
         return NewBacking { open: false, ..backing.clone() }.find(registry, image, opening);
     }
     let looking = OpenOptions { lock: false, ..opening.of_other(backing.format.clone()) };
@@ -201,7 +201,7 @@ fn open_new(registry: &Registry, found: &FoundBacking, opening: &OpenOptions) ->
     Disk::open(registry, &found.path, &opening.of_other(found.reference.format.clone()))
 }
 
-/// What could only fail at the end fails before anything is copied.
+/// Checks, before any copy, for errors that would occur only at the end.
 fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
     let info = disk.layers()[0].info();
     if info.format == "raw" {
@@ -220,8 +220,8 @@ fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
     Ok(())
 }
 
-/// Snapshots show what the image stands on where they hold nothing themselves, and get nothing of
-/// what is taken over. Without a backing image they read zeroes there.
+/// Snapshots show the backing image where they hold no data, and do not get the copied data.
+/// Without a backing image they would read zeroes there.
 fn refuse_for_snapshots(disk: &Disk, backed: bool) -> Result<()> {
     let info = disk.layers()[0].info();
     let old = info.backing_file.is_some();
@@ -254,11 +254,11 @@ fn add(counter: &AtomicU64, bytes: u64) {
     counter.fetch_add(bytes, Ordering::Relaxed);
 }
 
-/// Copies into the top image what it does not hold and `new` has not the same of. Nothing changes
-/// for the guest, at any moment; durable after the disk's next flush.
+/// Copies into the top image what it does not hold and where `new` differs. Guest data is the same
+/// at every moment; durable after the disk's next flush.
 ///
 /// # Errors
-/// What the formats and storages return; [`Error::Interrupted`].
+/// Errors of the formats and storages; [`Error::Interrupted`].
 pub fn take_over(
     disk: &Disk,
     new: Option<&Disk>,
@@ -303,7 +303,7 @@ struct Pair {
     len: u64,
     old_zero: bool,
     new_zero: bool,
-    /// Where the old bytes are as they are, if they are so anywhere.
+    /// Location of the old bytes, if they are stored unchanged.
     source: Option<(Arc<dyn Storage>, HostOffset)>,
 }
 
@@ -316,14 +316,14 @@ impl Pair {
     }
 }
 
-/// Whether blocks of files can be made the image's own.
+/// Sharing of file blocks with the image.
 #[derive(Debug)]
 struct Sharing {
-    /// Blocks of so many bytes.
+    /// Block size in bytes.
     block: u64,
-    /// It has worked.
+    /// Sharing has succeeded.
     works: AtomicBool,
-    /// It does not work.
+    /// Sharing has failed.
     refused: AtomicBool,
 }
 
@@ -335,7 +335,7 @@ impl Sharing {
         Self { block, works: AtomicBool::new(false), refused: AtomicBool::new(!possible) }
     }
 
-    /// Shares what can be shared of a piece; returns what is left of it.
+    /// Shares a piece as far as possible and returns the rest.
     fn share(&self, disk: &Disk, pair: &Pair, counts: &Counts) -> Result<Vec<Range<u64>>> {
         let all = pair.at..pair.at + pair.len;
         let start = all.start.next_multiple_of(self.block);
@@ -361,7 +361,7 @@ impl Sharing {
     }
 }
 
-/// Lays the map of the image over that of the new chain.
+/// Combines the maps of the image and the new chain.
 #[derive(Debug)]
 struct Differing<'a> {
     old: Side<'a>,
@@ -383,7 +383,7 @@ impl Plan for Differing<'_> {
             let old = self.old.run_at(at, self.end)?;
             let left = old.len.min(self.end - at);
             if old.depth == 0 {
-                // The image's own.
+                // The image's own data.
                 self.at += left;
                 continue;
             }
@@ -412,7 +412,7 @@ impl Plan for Differing<'_> {
     }
 }
 
-/// Into what is taken over, and from where.
+/// Context of the copying threads.
 struct Taking<'a> {
     disk: &'a Disk,
     new: Option<&'a Disk>,
@@ -422,12 +422,12 @@ struct Taking<'a> {
 }
 
 impl Taking<'_> {
-    /// Takes over what differs of a piece.
+    /// Copies what differs of a piece.
     fn take(&self, pair: &Pair, buffer: &mut Vec<u8>) -> Result<()> {
         if !pair.new_zero || pair.source.is_none() {
             return self.compare(pair, buffer);
         }
-        // The new chain has nothing there: whatever the old one has can be shared unread.
+        // The new chain has no data there: share the old data without reading.
         for left in self.sharing.share(self.disk, pair, self.counts)? {
             let mut at = left.start;
             while at < left.end {
@@ -439,7 +439,7 @@ impl Taking<'_> {
         Ok(())
     }
 
-    /// Reads both chains, and takes over what differs.
+    /// Reads both chains, and copies what differs.
     fn compare(&self, pair: &Pair, buffer: &mut Vec<u8>) -> Result<()> {
         let len = pair.len as usize;
         buffer.clear();
@@ -453,7 +453,7 @@ impl Taking<'_> {
             new.read_at(&mut new_bytes[..here], GuestOffset(pair.at))?;
         }
         add(&self.counts.compared, pair.len);
-        // In steps of what the image keeps apart.
+        // In units of the image's allocation.
         let unit = self.disk.top().caps().fill_bytes.max(512) as usize;
         let mut from = 0;
         while from < len {
@@ -479,13 +479,13 @@ impl Taking<'_> {
         Ok(())
     }
 
-    /// Puts bytes of the old chain into the image.
+    /// Writes bytes of the old chain into the image.
     fn put(&self, part: &Pair, bytes: &[u8], zero: bool) -> Result<()> {
         if zero {
             add(&self.counts.zeroed, part.len);
             return self.disk.write_zeroes_for_good(GuestOffset(part.at), part.len);
         }
-        // Where the new chain has nothing, sharing was tried already.
+        // If the new chain has no data, sharing was already tried.
         let all = part.at..part.at + part.len;
         let left = match part.new_zero {
             true => vec![all],

@@ -1,44 +1,43 @@
-//! Another size for a disk.
+//! Resizing a disk.
 
 use vdkit_block::{Error, Fill, GuestOffset, Monitor, Place, Result, ZeroMode};
 use vdkit_chain::Disk;
 
-/// What space the new part of a disk gets.
+/// Allocation of the new part of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preallocation {
-    /// None: it is found when the guest writes.
+    /// None: allocated on write.
     #[default]
     Off,
-    /// The map is made; the file system has not promised the space yet.
+    /// The map is allocated, the data is not.
     Metadata,
-    /// The file system has promised it.
+    /// Allocated by the file system.
     Falloc,
-    /// Zeroes are written. (In an encrypted image, each of the others but none means this too.)
+    /// Zeroes are written. (In an encrypted image, the other modes except `Off` do this too.)
     Full,
 }
 
-/// How a disk is resized.
+/// Options of a resize.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ResizeOptions {
-    /// It may become smaller.
+    /// Allow shrinking.
     pub shrink: bool,
-    /// Space for the new part.
+    /// Allocation of the new part.
     pub preallocation: Preallocation,
 }
 
-/// Bytes between two looks at the cancel token.
+/// Bytes between two checks of the cancel token.
 const STEP: u64 = 8 << 20;
-/// Bytes of one write of zeroes.
+/// Bytes per write of zeroes.
 const WRITE_STEP: usize = 1 << 20;
 
-/// Changes the size of a disk that is open for writing. The new size is durable afterwards.
+/// Resizes a disk that is open for writing. The new size is durable on return.
 ///
-/// Where preallocation fails or is cancelled the disk has its old size again, unless the disk was
-/// meant to become smaller: that is done first, and for good.
+/// If preallocation fails or is cancelled, the old size is restored. Shrinking cannot be undone.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a smaller size without [`ResizeOptions::shrink`], or preallocation
-/// without a larger one; what the format and its storages return; [`Error::Interrupted`].
+/// without growth; errors of the format and its storages; [`Error::Interrupted`].
 pub fn resize(
     disk: &Disk,
     guest_bytes: u64,
@@ -63,7 +62,7 @@ pub fn resize(
     // A format may round the size up to its sectors.
     let after = disk.guest_bytes();
     let mut allocated = Ok(());
-    // Where new space does not read as zero, it has been written already.
+    // If new space does not read as zero, it has been written already.
     if options.preallocation != Preallocation::Off && disk.top().new_reads_zero() {
         allocated = preallocate(disk, before, after, options.preallocation, monitor);
         if allocated.is_err() {
@@ -91,17 +90,17 @@ fn preallocate(
     Ok(())
 }
 
-/// Gives the bytes from `at` their space; returns for how many it is done.
+/// Allocates bytes from `at`; returns their number.
 fn preallocate_some(disk: &Disk, at: GuestOffset, len: u64, how: Preallocation) -> Result<u64> {
     let format = disk.top();
     if format.encryption().is_some() {
-        // Space that nobody has written reads as noise in an encrypted image.
+        // Unwritten space of an encrypted image reads as noise.
         disk.write_at(&vec![0; len as usize], at)?;
         return Ok(len);
     }
     let Some(space) = format.reserve(at, len)? else {
         let _guard = disk.enter();
-        // It has its place already (raw, or a preallocated cluster).
+        // Already mapped (raw, or a preallocated cluster).
         let extent = format.resolve_for_io(at, len)?;
         if let Place::Data { file, offset, .. } = extent.place {
             let storage = format.file(file);
@@ -114,7 +113,7 @@ fn preallocate_some(disk: &Disk, at: GuestOffset, len: u64, how: Preallocation) 
         return Ok(extent.len);
     };
     if space.head == Fill::Copy || space.tail == Fill::Copy {
-        // A cluster that begins before the new part: the ordinary write path knows how.
+        // The cluster begins before the new part: use the ordinary write path.
         let end = space.write.end;
         drop(space);
         disk.write_at(&vec![0; (end - at.0) as usize], at)?;
@@ -126,7 +125,7 @@ fn preallocate_some(disk: &Disk, at: GuestOffset, len: u64, how: Preallocation) 
     if how == Preallocation::Full {
         write_zeroes(&**storage, host, end - start)?;
     } else {
-        // What was there before must not shine through.
+        // Old content of the space must not show.
         storage.write_zeroes(host, end - start, ZeroMode::MayUnmap)?;
         if how == Preallocation::Falloc {
             storage.allocate(host, end - start)?;

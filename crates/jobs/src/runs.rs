@@ -1,7 +1,4 @@
-//! A disk's map with the holes of host files told apart from data.
-//!
-//! A format may map clusters that nobody has written yet (preallocation); the host file then has a
-//! hole there, and the bytes need not be read to know that they are zero.
+//! A disk's map, with holes of host files distinguished from data. See `holes`.
 
 use std::sync::Arc;
 
@@ -18,18 +15,18 @@ pub(crate) struct Run<'a> {
     /// Bytes; never 0.
     pub(crate) len: u64,
     pub(crate) kind: RunKind<'a>,
-    /// The image of the chain that answers, 0 being the top one.
+    /// The layer that holds it, 0 being the top.
     pub(crate) depth: usize,
-    /// The host file may have holes that the map does not tell of.
+    /// The host file may have holes unknown to the map.
     hides_holes: bool,
-    /// The host's bytes are not the guest's, but for those of a compressed unit.
+    /// The host's bytes are not the guest's (compressed units excepted).
     encrypted: bool,
 }
 
-/// What a run holds.
+/// Content of a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum RunKind<'a> {
-    /// Zeroes, as the map or the host file says.
+    /// Zeroes, by the map or the host file.
     Zero,
     /// Bytes of a host file.
     Data { storage: &'a Arc<dyn Storage>, offset: HostOffset },
@@ -38,24 +35,22 @@ pub(crate) enum RunKind<'a> {
 }
 
 impl Run<'_> {
-    /// Zeroes.
     pub(crate) fn zeroes(at: u64, len: u64) -> Self {
         let (kind, depth) = (RunKind::Zero, usize::MAX);
         Self { at, len, kind, depth, hides_holes: false, encrypted: false }
     }
 
-    /// Offset behind the last byte.
     pub(crate) fn end(&self) -> u64 {
         self.at + self.len
     }
 
-    /// This run without what lies before `at`, which is within it.
+    /// This run from `at` on, which must be within it.
     pub(crate) fn from(self, at: u64) -> Self {
         debug_assert!(self.at <= at && at < self.end());
         let skip = at - self.at;
         let kind = match self.kind {
             RunKind::Data { storage, offset } => RunKind::Data { storage, offset: offset + skip },
-            // A unit is at most a few MiB, so the sum stays within u32.
+            // A unit is at most a few MiB, so the sum fits in u32.
             RunKind::Packed { storage, packed } => RunKind::Packed {
                 storage,
                 packed: Packed { skip: packed.skip + skip as u32, ..packed },
@@ -80,20 +75,20 @@ impl Run<'_> {
 pub(crate) struct Runs<'a> {
     disk: &'a Disk,
     extents: Option<Extents<'a>>,
-    /// Of the extent found last, what is not given out yet.
+    /// The unreturned rest of the last extent.
     rest: Option<Run<'a>>,
     holes: Holes,
     missing: Missing,
 }
 
 impl<'a> Runs<'a> {
-    /// The runs of `len` bytes from `at` on.
+    /// The runs of `len` bytes from `at`.
     pub(crate) fn new(disk: &'a Disk, at: u64, len: u64) -> Result<Self> {
         let extents = if len == 0 { None } else { Some(disk.extents(GuestOffset(at), len)?) };
         Ok(Self { disk, extents, rest: None, holes: Holes::default(), missing: Missing::default() })
     }
 
-    /// The next run, or nothing at the end.
+    /// The next run; `None` at the end.
     pub(crate) fn next_run(&mut self) -> Result<Option<Run<'a>>> {
         let run = match self.rest.take() {
             Some(run) => run,

@@ -1,11 +1,10 @@
-//! Blocks of one file made part of another: as much of a piece as can be, in as few requests as can
-//! be.
+//! Shares blocks of one file with another, with as few requests as possible.
 //!
-//! The target's granularity decides. A whole unit (a cluster, or a subcluster) gets space that holds
-//! what is shared and nothing else; a part of one can be shared where its space is there already;
-//! what is left must be copied, since something else has to be put around it.
+//! The target's granularity decides. A whole unit (a cluster, or a subcluster) gets new space that
+//! holds only shared blocks. A part of a unit can be shared if its space is already allocated. The
+//! rest must be copied, since it needs a fill.
 //!
-//! Pieces may lie apart on the disk and side by side in both files. Their spaces are reserved one
+//! Pieces may be apart on the disk but contiguous in both files. Their spaces are reserved one
 //! after the other, cloned by one request, and published together: see [`Batch`].
 
 use std::ops::Range;
@@ -16,17 +15,17 @@ use vdkit_block::{
 };
 use vdkit_chain::Disk;
 
-/// Reservations that wait for one request, at most.
+/// Maximum reservations per request.
 const BATCH_SPACES_MAX: usize = 1024;
 
-/// What became of a piece.
+/// Result of sharing.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
     /// Bytes shared.
     pub(crate) bytes: u64,
-    /// Ranges of the guest disk that must be copied, in their order.
+    /// Guest ranges that must be copied, in order.
     pub(crate) left: Vec<Range<u64>>,
-    /// The file systems share nothing here: all from there on is left.
+    /// The file system does not support sharing here; the rest is in `left`.
     pub(crate) refused: bool,
 }
 
@@ -40,21 +39,21 @@ impl Shared {
     }
 }
 
-/// Makes blocks of `from`, from `offset` on, the target's bytes in a range of the guest disk.
+/// Shares blocks of `from` at `offset` with a guest range of the target.
 ///
 /// # Errors
-/// What the target and its storage return.
+/// Errors of the target and its storage.
 pub(crate) fn share(
     target: &Disk,
     guest: Range<u64>,
     from: &dyn Storage,
     offset: HostOffset,
 ) -> Result<Shared> {
-    // Others may be at work on this disk: no reservation waits for another.
+    // Other threads may work on this disk: no reservation may wait for another.
     share_up_to(1, CopyMethod::Reflink, target, &[guest], from, offset)
 }
 
-/// Has the kernel copy what [`share`] would share.
+/// Like [`share`], but copies in the kernel.
 ///
 /// # Errors
 /// As [`share`].
@@ -67,13 +66,11 @@ pub(crate) fn copy_in_kernel(
     share_up_to(1, CopyMethod::CopyFileRange, target, &[guest], from, offset)
 }
 
-/// Makes consecutive blocks of `from`, from `offset` on, the target's bytes in ranges of the guest
-/// disk, which are in order. Nobody else may change that disk meanwhile but by reservations of other
-/// ranges.
+/// Shares consecutive blocks of `from` at `offset` with guest ranges of the target, which must be
+/// in order. Meanwhile the disk may only be changed by reservations of other ranges.
 ///
 /// # Errors
-/// What the target and its storage return. Reserved space of which it is not known that it was
-/// cloned is given back.
+/// Errors of the target and its storage. Reservations that were not certainly cloned are released.
 pub(crate) fn share_all(
     target: &Disk,
     parts: &[Range<u64>],
@@ -91,7 +88,7 @@ fn share_up_to(
     from: &dyn Storage,
     mut offset: HostOffset,
 ) -> Result<Shared> {
-    // What is shared would be read as ciphertext.
+    // An encrypted image would decrypt shared plaintext.
     let mut shared = Shared { refused: target.encryption(0).is_some(), ..Shared::default() };
     let mut batch = Batch { most, method, ..Batch::new(target, from) };
     for part in parts {
@@ -111,21 +108,21 @@ fn share_up_to(
     Ok(shared)
 }
 
-/// Spaces that lie side by side in the target's file, for blocks that do so in the source's.
+/// Spaces that are contiguous in the target's file, for blocks that are contiguous in the source's.
 struct Batch<'t> {
     target: &'t Disk,
     from: &'t dyn Storage,
-    /// How many spaces may wait.
+    /// Maximum number of spaces.
     most: usize,
-    /// Whether blocks are shared or copied.
+    /// Share or copy.
     method: CopyMethod,
     spaces: Vec<(Reservation<'t>, Range<u64>)>,
-    /// The target's file, and where the first space is in it.
+    /// The target's file, and the first space's offset in it.
     file: FileIndex,
     host: HostOffset,
-    /// What it is cloned from.
+    /// Source offset.
     offset: HostOffset,
-    /// Bytes of all spaces.
+    /// Total bytes of all spaces.
     len: u64,
 }
 
@@ -137,8 +134,8 @@ impl<'t> Batch<'t> {
         Self { target, from, most, method, spaces, file, host, offset, len }
     }
 
-    /// Adds the first part of a range, as far as it is alike, with the blocks at `offset` for it.
-    /// Returns its bytes; none where sharing was refused.
+    /// Adds the first homogeneous part of a range, with the blocks at `offset`. Returns its bytes;
+    /// 0 if sharing was refused.
     fn add(&mut self, guest: Range<u64>, offset: HostOffset, shared: &mut Shared) -> Result<u64> {
         let (target, at) = (self.target, guest.start);
         let caps = target.top().caps();
@@ -164,7 +161,7 @@ impl<'t> Batch<'t> {
             if !self.clone_all(shared)? {
                 return Ok(0);
             }
-            // Something else must be put around it.
+            // It needs a fill.
             shared.leave(at..at + run);
             return Ok(run);
         }
@@ -183,7 +180,7 @@ impl<'t> Batch<'t> {
         Ok(run)
     }
 
-    /// The same for a range that perhaps has its space already.
+    /// The same for a range that may be allocated already.
     fn clone_in_place(
         &self,
         at: u64,
@@ -192,7 +189,7 @@ impl<'t> Batch<'t> {
         shared: &mut Shared,
     ) -> Result<u64> {
         let top = self.target.top();
-        // After the reservation, which may have to wait for requests in flight.
+        // After the reservation, which may wait for requests in flight.
         let _guard = self.target.enter();
         let (file, host, run) = match top.resolve_for_io(GuestOffset(at), len)? {
             Extent { len: run, place: Place::Data { file, offset, exclusive: true } } => {
@@ -211,8 +208,8 @@ impl<'t> Batch<'t> {
         Ok(got)
     }
 
-    /// Clones what waits and publishes it. Returns whether that went well; if not, all of it is left
-    /// to be copied, and its space is given back.
+    /// Clones and publishes the batch. Returns whether that succeeded; if not, all of it must be
+    /// copied, and its space is released.
     fn clone_all(&mut self, shared: &mut Shared) -> Result<bool> {
         let spaces = std::mem::take(&mut self.spaces);
         let len = std::mem::take(&mut self.len);
@@ -235,7 +232,7 @@ impl<'t> Batch<'t> {
     }
 }
 
-/// Whole units from `at` on, or the part of one.
+/// The end of whole units from `at`, or of the partial one.
 fn end_of_run(at: u64, end: u64, unit: u64, disk_end: u64) -> u64 {
     let whole = if end == disk_end { end } else { align_down(end, unit) };
     if at.is_multiple_of(unit) && whole > at { whole } else { end.min((at / unit + 1) * unit) }

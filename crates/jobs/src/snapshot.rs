@@ -5,16 +5,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use vdkit_block::{Error, Monitor, NewSnapshot, Result, SnapshotInfo, Snapshots};
 use vdkit_chain::Disk;
 
-/// What is done with a snapshot. Those that exist are named by name or id.
+/// A snapshot operation. Existing snapshots are given by name or id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SnapshotAction {
-    /// Keeps the disk as it is now, under this name.
+    /// Takes a snapshot with this name.
     Create(String),
-    /// Makes the disk what the snapshot holds.
+    /// Reverts the disk to the snapshot.
     Apply(String),
-    /// Removes a snapshot.
+    /// Deletes a snapshot.
     Delete(String),
-    /// Gives a snapshot another name.
+    /// Renames a snapshot.
     Rename {
         /// The snapshot.
         which: String,
@@ -31,13 +31,13 @@ pub fn snapshots(disk: &Disk) -> Result<Vec<SnapshotInfo>> {
     side(disk)?.list()
 }
 
-/// Does something with a snapshot of a disk that is open for writing; it is durable afterwards.
-/// Returns the snapshot as it is now, or was when it was removed.
+/// Runs a snapshot operation on a disk that is open for writing; durable on return. Returns the
+/// snapshot as it is now, or as it was before deletion.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a format without snapshots, and for refcounts too narrow to count one
-/// more; [`Error::Invalid`] for a name that no snapshot has, or none can have; what the format
-/// and its storages return; [`Error::Interrupted`]. The image is then as it was.
+/// [`Error::Unsupported`] for a format without snapshots, and for refcounts too narrow for another
+/// one; [`Error::Invalid`] for an unknown or invalid name; errors of the format and its storages;
+/// [`Error::Interrupted`]. The image is then unchanged.
 pub fn snapshot(
     disk: &Disk,
     action: &SnapshotAction,
@@ -47,7 +47,7 @@ pub fn snapshot(
     if let SnapshotAction::Create(name) | SnapshotAction::Rename { name, .. } = action
         && side.list()?.iter().any(|other| other.name == *name)
     {
-        // As with qemu-img, where the first one of a name is found by it.
+        // As in qemu-img, the first one with a name is found by it.
         monitor.progress.message(&format!(
             "{}: another snapshot is called '{name}' too; ids tell them apart",
             disk.name()

@@ -1,4 +1,4 @@
-//! What a job reads: one disk, or several that are pieces of one.
+//! A job's input: one disk, or several concatenated.
 
 use std::sync::Arc;
 
@@ -6,18 +6,18 @@ use vdkit_block::{GuestOffset, Result};
 use vdkit_chain::Disk;
 use vdkit_stream::InPipe;
 
-/// Disks laid end to end.
+/// Concatenated disks.
 #[derive(Debug)]
 pub struct Source {
     disks: Vec<Disk>,
-    /// Where each begins, and at last where all end.
+    /// Start of each disk, and the end of the last.
     starts: Vec<u64>,
-    /// The stream that its bytes come from: it may end before.
+    /// The stream that provides the bytes; it may end early.
     pipe: Option<Arc<InPipe>>,
 }
 
 impl Source {
-    /// These disks, in this order.
+    /// Concatenates disks in this order.
     pub fn new(disks: Vec<Disk>) -> Self {
         let mut starts = vec![0];
         let mut end = 0u64;
@@ -28,17 +28,17 @@ impl Source {
         Self { disks, starts, pipe: None }
     }
 
-    /// A disk whose bytes come from a stream.
+    /// A disk read from a stream.
     pub(crate) fn of_stream(disk: Disk, pipe: Arc<InPipe>) -> Self {
         Self { pipe: Some(pipe), ..Self::new(vec![disk]) }
     }
 
-    /// Where it turned out to end, if it is a stream that has ended.
+    /// The end of a stream, if it has ended.
     pub(crate) fn end_of_stream(&self) -> Option<u64> {
         self.pipe.as_ref().and_then(|pipe| pipe.end())
     }
 
-    /// Bytes of all of them.
+    /// Total bytes.
     pub fn bytes(&self) -> u64 {
         self.starts.last().copied().unwrap_or(0)
     }
@@ -48,12 +48,12 @@ impl Source {
         &self.disks
     }
 
-    /// Each disk with the offset where it begins.
+    /// Each disk with its start offset.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = (u64, &Disk)> {
         self.starts.iter().copied().zip(&self.disks)
     }
 
-    /// Reads across pieces; bytes past the end are zero.
+    /// Reads across disks; bytes past the end are zero.
     pub fn read_at(&self, buf: &mut [u8], at: u64) -> Result<()> {
         let mut done = 0;
         for (start, disk) in self.pieces() {

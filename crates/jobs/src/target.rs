@@ -1,4 +1,4 @@
-//! Where a converted disk goes.
+//! A job's output.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,32 +15,32 @@ use crate::convert::ConvertOptions;
 use crate::create::{inherit, limit_of_new};
 use crate::new_files::{NewFiles, WantedFiles};
 
-/// What a job writes to.
+/// Destination of a job.
 #[derive(Clone, Debug)]
 pub enum Destination {
-    /// Nowhere: everything that has to be read is read.
+    /// None: data is only read.
     Null,
-    /// A new image, which takes its name when it is finished.
+    /// A new image, renamed into place when it is finished.
     New(NewImage),
-    /// A new image that leaves through a pipe while it is made.
+    /// A new image that is written to a pipe.
     Pipe {
-        /// Where its bytes go.
+        /// The pipe.
         pipe: Arc<OutPipe>,
         /// The format's name.
         format: String,
         /// The format's options.
         options: Options,
     },
-    /// An image, raw file or device that exists.
+    /// An existing image, raw file or device.
     Into {
         /// The file.
         path: PathBuf,
-        /// Its format; none probes.
+        /// Its format; `None` probes.
         format: Option<String>,
-        /// What is promised about its bytes; none is writeback, and past the page cache for a device, from whose
-        /// pages nobody is going to read.
+        /// Its cache mode; `None` means writeback, but direct I/O for a device, whose pages would
+        /// not be read again.
         cache: Option<CacheMode>,
-        /// Which files its metadata may make us open.
+        /// Policy for references in its metadata.
         refs: RefPolicy,
     },
 }
@@ -48,34 +48,33 @@ pub enum Destination {
 /// A new image.
 #[derive(Clone, Debug)]
 pub struct NewImage {
-    /// The file; an existing one is replaced when the new one is finished.
+    /// The path; an existing file is replaced when the new one is finished.
     pub path: PathBuf,
     /// The format's name.
     pub format: String,
     /// The format's options.
     pub options: Options,
-    /// What it stands on, as stored, and the disk itself, opened for reading.
+    /// The backing reference to store, and the backing disk, opened read-only.
     pub backing: Option<BackingRef>,
-    /// What is promised about its bytes; none is as fast as copying a file: nothing is made
-    /// durable, but for a file that replaces another.
+    /// Its cache mode; `None` is as fast as copying a file: nothing is synced, unless it replaces
+    /// another file.
     pub cache: Option<CacheMode>,
 }
 
-/// How a new file is written to until it has its name: nobody can see it before, so the one sync
-/// at the end serves for all those that keep an image whole while it is in use.
+/// The cache mode of a new file until it is renamed. It is not visible before, so one sync at the
+/// end replaces all syncs that keep an image in use consistent.
 fn cache_until_named(wanted: Option<CacheMode>) -> CacheMode {
     wanted.unwrap_or(CacheMode::Unsafe)
 }
 
-/// How a new file is opened. Without a cache mode that somebody asked for, as much of it goes past the
-/// page cache as that has no use for.
+/// Options for a new file. By default, bytes beyond a share of the page cache are written directly.
 pub(crate) fn new_file_options(wanted: Option<CacheMode>) -> FileOptions {
     let share = if wanted.is_none() { CacheShare::Background } else { CacheShare::All };
     FileOptions::read_write().cache(cache_until_named(wanted)).share(share)
 }
 
-/// What is made durable as a new file takes its name. A crash after the rename must not leave
-/// neither the old file nor the new one.
+/// Durability of the rename of a new file. A crash after the rename must not leave neither the old
+/// nor the new file.
 pub(crate) fn commit_options(wanted: Option<CacheMode>, replaces: bool) -> CommitOptions {
     match wanted {
         Some(CacheMode::Unsafe) => CommitOptions::default(),
@@ -110,12 +109,13 @@ pub(crate) struct Target {
     pipe: Option<Arc<OutPipe>>,
     files: Option<NewFiles>,
     commit: CommitOptions,
-    /// What opens it, where it is encrypted.
+    /// Keys, if it is encrypted.
     keys: Vec<Secret>,
 }
 
 impl Target {
-    /// Makes or opens what a conversion goes to, for a disk of `bytes` bytes; none for `null:`.
+    /// Creates or opens the target of a conversion, for a disk of `bytes` bytes; `None` for
+    /// `null:`.
     pub(crate) fn of(
         registry: &Registry,
         options: &ConvertOptions,
@@ -174,7 +174,7 @@ impl Target {
         Ok(Self { disk, pending: None, pipe, files: None, commit: CommitOptions::default(), keys })
     }
 
-    /// Makes a new image of `bytes` bytes, open for writing.
+    /// Creates an image of `bytes` bytes, open for writing.
     pub(crate) fn create(
         registry: &Registry,
         new: &NewImage,
@@ -221,7 +221,7 @@ impl Target {
         Ok(Self { disk, pending: Some(pending), pipe: None, files: Some(files), commit, keys })
     }
 
-    /// Opens what exists; it must hold `bytes` bytes.
+    /// Opens an existing target, which must hold `bytes` bytes.
     pub(crate) fn open(
         registry: &Registry,
         path: &Path,
@@ -241,7 +241,7 @@ impl Target {
         let disk = match cache {
             Some(cache) => open(cache)?,
             None if device => match open(CacheMode::None) {
-                // One of the files that it stands on lies where there is no direct I/O.
+                // A file of its chain has no direct I/O.
                 Err(Error::Unsupported { .. }) => open(CacheMode::Writeback)?,
                 opened => opened?,
             },
@@ -263,7 +263,7 @@ impl Target {
         Ok(Self { disk, pending: None, pipe: None, files: None, commit, keys })
     }
 
-    /// The same image, opened anew for reading from the files at hand.
+    /// Reopens the image for reading, from the open files.
     pub(crate) fn reopen(&self, registry: &Registry) -> Result<Disk> {
         let top = &self.disk.layers()[0];
         let driver = registry.driver(top.format().name())?;
@@ -276,18 +276,17 @@ impl Target {
         Ok(Disk::from_format(format, info, &OpenOptions::default()))
     }
 
-    /// Has a new image and its name made durable as it takes the name, whatever its cache mode.
+    /// Makes a new image and its name durable at the commit, whatever its cache mode.
     pub(crate) fn make_durable(&mut self) {
         self.commit = CommitOptions { sync_file: true, sync_folder: true };
     }
 
-    /// Closes the image.
     pub(crate) fn close(&self) -> Result<()> {
         self.disk.close()
     }
 
-    /// Puts the files in their places, and answers which of them are there now that were not before.
-    /// A cancel counts until the first of them is in its own.
+    /// Renames the files into place, and returns those that did not exist before. Cancellation is
+    /// possible until the first rename.
     pub(crate) fn commit(self, cancel: &CancelToken) -> Result<Vec<PathBuf>> {
         drop(self.disk);
         if let Some(pipe) = self.pipe {

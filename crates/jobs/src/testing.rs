@@ -1,4 +1,4 @@
-//! Disks in memory for tests.
+//! In-memory disks for tests.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use vdkit_chain::{Disk, OpenOptions};
 use vdkit_raw::RawDriver;
 use vdkit_storage::MemoryStorage;
 
-/// A raw disk of `len` bytes with some data in it; all else is a hole.
+/// A raw disk of `len` bytes with some data; the rest is a hole.
 pub(crate) fn raw_disk(len: u64, data: &[(u64, &[u8])]) -> Disk {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::with_len("memory", len));
     for (at, bytes) in data {
@@ -16,7 +16,7 @@ pub(crate) fn raw_disk(len: u64, data: &[(u64, &[u8])]) -> Disk {
     disk_on(&RawDriver, storage)
 }
 
-/// A disk on a storage that holds an image.
+/// A disk on an image in a storage.
 pub(crate) fn disk_on(driver: &dyn FormatDriver, storage: Arc<dyn Storage>) -> Disk {
     let info = driver.describe(&storage, &Limits::default()).unwrap();
     let writable = storage.caps().writable;
@@ -25,7 +25,7 @@ pub(crate) fn disk_on(driver: &dyn FormatDriver, storage: Arc<dyn Storage>) -> D
     Disk::from_format(driver.open(request).unwrap(), info, &options)
 }
 
-/// Bytes that look random and differ by seed.
+/// Pseudo-random bytes by seed.
 pub(crate) fn noise(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let step = || {

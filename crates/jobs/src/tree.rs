@@ -1,8 +1,8 @@
-//! Which image stands on which.
+//! The tree of images by backing reference.
 //!
-//! Only headers are read, and only of files that the caller's path names: an image, with those in
-//! its folder, or a folder. What an image's metadata names is looked for by name and never opened,
-//! so that a hostile header makes nothing happen.
+//! Only headers are read, and only of files at the caller's path: an image with those in its
+//! folder, or a folder. References in metadata are resolved by name and never opened, so a hostile
+//! header has no effect.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
@@ -11,47 +11,47 @@ use serde::Serialize;
 use vdkit_block::{Error, IoAction, Monitor, RefPolicy, Result};
 use vdkit_chain::{BackingChoice, ChainLink, OpenOptions, Registry, describe_chain};
 
-/// Files looked at, at most; the tree of a folder with more is refused.
+/// Maximum files examined; a folder with more is refused.
 const FILES_MAX: usize = 100_000;
-/// How deep folders are followed.
+/// Maximum folder depth.
 const FOLDERS_DEEP_MAX: usize = 16;
 
-/// How a tree is made.
+/// Options of a tree.
 #[derive(Clone, Debug, Default)]
 pub struct TreeOptions {
-    /// What names in headers may refer to; others are marked, not followed.
+    /// Policy for references; refused ones are marked, not followed.
     pub refs: RefPolicy,
-    /// Look into folders within a folder.
+    /// Examine subfolders too.
     pub recursive: bool,
 }
 
-/// What became of an image's reference to the one beneath it.
+/// Result of resolving a backing reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Standing {
-    /// It is one of the images listed.
+    /// One of the listed images.
     Listed,
-    /// It is there, outside of what was looked at.
+    /// It exists outside the examined folders.
     Elsewhere,
-    /// No file has that name.
+    /// The file does not exist.
     Missing,
-    /// The policy forbids to follow it.
+    /// The policy forbids it.
     Refused,
 }
 
-/// What an image stands on.
+/// A backing reference.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct TreeBacking {
-    /// The name as the image has it.
+    /// The stored name.
     pub name: String,
-    /// The format as the image has it.
+    /// The stored format.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
-    /// The file, where it was found.
+    /// The file, if found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
-    /// What became of it.
+    /// Result of resolving it.
     pub standing: Standing,
 }
 
@@ -65,32 +65,32 @@ pub struct TreeImage {
     pub format: &'static str,
     /// Bytes of the guest disk.
     pub virtual_size: u64,
-    /// What it stands on.
+    /// Its backing image.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing: Option<TreeBacking>,
-    /// Images that stand directly on it.
+    /// Direct overlays.
     pub overlays: Vec<PathBuf>,
-    /// All images that could not be read any more without it: what stands on it, directly or not,
-    /// and images whose data file it is.
+    /// All images that would become unreadable without it: direct and indirect overlays, and images
+    /// whose data file it is.
     pub deleting_orphans: Vec<PathBuf>,
 }
 
-/// A file that looked like an image and could not be described.
+/// A file that looked like an image but could not be described.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct TreeFault {
     /// The file.
     pub path: PathBuf,
-    /// What is wrong.
+    /// The error.
     pub error: String,
 }
 
-/// The images at a place, and how they stand on one another.
+/// The images at a location, and their backing references.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct TreeReport {
-    /// The images, by path. Files without a header are listed only where another image stands on
-    /// them, or where they were asked for.
+    /// The images, by path. Files without a header are listed only if another image refers to them,
+    /// or if requested.
     pub images: Vec<TreeImage>,
     /// Images whose backing image is missing.
     pub orphans: Vec<PathBuf>,
@@ -99,12 +99,12 @@ pub struct TreeReport {
 }
 
 impl TreeReport {
-    /// The image of a path.
+    /// The image at a path.
     pub fn image(&self, path: &Path) -> Option<&TreeImage> {
         self.images.iter().find(|image| image.path == path)
     }
 
-    /// Images that stand on none of those listed.
+    /// Images without a listed backing image.
     pub fn roots(&self) -> impl Iterator<Item = &TreeImage> {
         self.images.iter().filter(|image| {
             image.backing.as_ref().is_none_or(|backing| backing.standing != Standing::Listed)
@@ -112,11 +112,11 @@ impl TreeReport {
     }
 }
 
-/// Makes the tree of a folder's images, or of an image and those in its folder.
+/// The tree of a folder's images, or of an image and those in its folder.
 ///
 /// # Errors
-/// [`Error::File`] where the path or its folder cannot be read; [`Error::Limit`] for too many
-/// files; [`Error::Interrupted`]; for a single image also what describing it returns.
+/// [`Error::File`] if the path or its folder is unreadable; [`Error::Limit`] for too many files;
+/// [`Error::Interrupted`]; for a single image also errors of describing it.
 pub fn tree(
     registry: &Registry,
     path: &Path,
@@ -141,7 +141,7 @@ pub fn tree(
                 found.insert(file.clone(), link);
             }
             Err(error) if single && *file == asked => return Err(error),
-            // Files of other kinds lie about in any folder.
+            // Any folder may contain files of other types.
             Err(Error::Unsupported { .. }) => {}
             Err(error) => {
                 report.faults.push(TreeFault { path: file.clone(), error: error.to_string() });
@@ -167,7 +167,7 @@ fn open_error(path: &Path, source: std::io::Error) -> Error {
     Error::File { file: path.display().to_string(), action: IoAction::Open, source }
 }
 
-/// Regular files, links and unfinished files left out: each file counts once, under its own name.
+/// Regular files, without links and unfinished files: each file counts once, under its own name.
 fn list_files(
     folder: &Path,
     deep: usize,
@@ -200,7 +200,7 @@ fn list_files(
 }
 
 fn describe(registry: &Registry, file: &Path, options: &TreeOptions) -> Result<ChainLink> {
-    // A running guest holds its images locked, which does not matter for a look at a header.
+    // Reading a header needs no lock, even if a running guest holds one.
     let options = OpenOptions { lock: false, refs: options.refs.clone(), ..OpenOptions::default() }
         .backing(BackingChoice::Ignore);
     let report = describe_chain(registry, file, &options)?;
@@ -215,7 +215,7 @@ fn images(
     options: &TreeOptions,
 ) -> Vec<TreeImage> {
     let mut overlays: BTreeMap<&Path, Vec<PathBuf>> = BTreeMap::new();
-    // Overlays, and images whose guest data is in a file.
+    // Overlays, and images with a separate data file.
     let mut needed: BTreeMap<&Path, Vec<PathBuf>> = BTreeMap::new();
     let mut backings: BTreeMap<&Path, TreeBacking> = BTreeMap::new();
     for (path, link) in found {
@@ -240,7 +240,7 @@ fn images(
     let mut images = Vec::new();
     for (path, link) in found {
         let direct = overlays.get(path.as_path()).cloned().unwrap_or_default();
-        // What has no header may be anything.
+        // A file without a header may be anything.
         let used = needed.contains_key(path.as_path());
         if link.probed && link.info.format == "raw" && !used && path != asked {
             continue;
@@ -257,13 +257,13 @@ fn images(
     images
 }
 
-/// Everything that needs an image, directly or not.
+/// All direct and indirect dependents of an image.
 fn above(path: &Path, needed: &BTreeMap<&Path, Vec<PathBuf>>) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> = needed.get(path).cloned().unwrap_or_default();
     let mut next = 0;
     while let Some(image) = all.get(next).cloned() {
         for overlay in needed.get(image.as_path()).into_iter().flatten() {
-            // Headers may name one another in a circle.
+            // Headers may form a loop.
             if overlay != path && !all.contains(overlay) {
                 all.push(overlay.clone());
             }
@@ -274,7 +274,7 @@ fn above(path: &Path, needed: &BTreeMap<&Path, Vec<PathBuf>>) -> Vec<PathBuf> {
     all
 }
 
-/// Finds what a name in a header refers to.
+/// Resolves a name in a header.
 fn look_up(
     found: &BTreeMap<PathBuf, ChainLink>,
     image: &Path,
@@ -285,7 +285,7 @@ fn look_up(
     if !allowed(image, &target, refs) {
         return (Standing::Refused, None);
     }
-    // Where it really is, links followed; by name alone where it is not there.
+    // The real path, or the name alone if the file does not exist.
     match target.canonicalize() {
         Ok(real) if !allowed(image, &real, refs) => (Standing::Refused, None),
         Ok(real) if found.contains_key(&real) => (Standing::Listed, Some(real)),
@@ -294,18 +294,18 @@ fn look_up(
     }
 }
 
-/// A name in an image's header as a path; nothing for URLs and `json:`.
+/// The path of a name in an image's header; `None` for URLs and `json:`.
 pub(crate) fn target_of(image: &Path, name: &str) -> Option<PathBuf> {
     let name = name.strip_prefix("file:").unwrap_or(name);
     let scheme = name.split_once(':').map(|(scheme, _)| scheme);
-    // A colon behind the first slash belongs to a file's name.
+    // A colon after the first slash belongs to a file name.
     if scheme.is_some_and(|scheme| !scheme.contains('/')) || name.is_empty() {
         return None;
     }
     Some(plain(&image.parent()?.join(name)))
 }
 
-/// A path without `.` and `..`, by its text alone.
+/// Removes `.` and `..` from a path, lexically.
 fn plain(path: &Path) -> PathBuf {
     let mut plain = PathBuf::new();
     for part in path.components() {
@@ -334,7 +334,7 @@ fn allowed(image: &Path, target: &Path, refs: &RefPolicy) -> bool {
     }
 }
 
-/// Leaves only what stands on the image that was asked for, and what it stands on.
+/// Keeps only the requested image, its backing chain and its dependents.
 fn keep_related(report: &mut TreeReport, asked: &Path) {
     let mut related = vec![asked.to_owned()];
     let mut at = asked.to_owned();

@@ -1,8 +1,8 @@
-//! Work done in any order whose results are placed in one order.
+//! Orders the results of parallel work.
 
 use parking_lot::{Condvar, Mutex};
 
-/// Lets holders of consecutive numbers go one after another.
+/// Lets holders of consecutive numbers proceed in order.
 #[derive(Debug, Default)]
 pub(crate) struct Turns {
     state: Mutex<State>,
@@ -16,7 +16,7 @@ struct State {
 }
 
 impl Turns {
-    /// Waits for the turn of `number`; `false` when the work was given up.
+    /// Waits for the turn of `number`; `false` if the work was aborted.
     pub(crate) fn wait(&self, number: u64) -> bool {
         let mut state = self.state.lock();
         while state.next != number && !state.aborted {
@@ -34,7 +34,7 @@ impl Turns {
         self.moved.notify_all();
     }
 
-    /// Wakes everyone: the work is given up.
+    /// Aborts the work and wakes all waiters.
     pub(crate) fn abort(&self) {
         self.state.lock().aborted = true;
         self.moved.notify_all();

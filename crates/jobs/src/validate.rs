@@ -1,4 +1,4 @@
-//! Validate: what a hypervisor or a cloud would refuse about an image.
+//! Validate: checks an image against the requirements of a hypervisor or a cloud.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use vdkit_vhd::azure_faults;
 
 use crate::preset::Preset;
 
-/// One thing that would be refused.
+/// A violated requirement.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Objection {
     /// The rule, for programs.
     pub rule: Rule,
-    /// What is so and what should be.
+    /// Actual and required value.
     pub message: String,
-    /// The command that mends it.
+    /// The command that fixes it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mend: Option<String>,
 }
@@ -28,53 +28,53 @@ pub struct Objection {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Rule {
-    /// The format is one that the target reads.
+    /// The platform reads the format.
     Format,
-    /// And so is its kind.
+    /// The platform reads the subformat.
     Subformat,
-    /// It stands on nothing.
+    /// It has no backing image.
     Backing,
-    /// All of it is in one file.
+    /// All data is in one file.
     OtherFiles,
     /// It is not encrypted.
     Encrypted,
-    /// It is in order.
+    /// It is consistent.
     Sound,
-    /// The size of the disk is a multiple of the target's unit.
+    /// The disk size is a multiple of the platform's unit.
     SizeUnit,
-    /// It is not too large.
+    /// The disk is not too large.
     SizeMax,
-    /// The file has a name that the target goes by.
+    /// The file has the extension that the platform expects.
     Name,
-    /// The VHD footer is as Azure wants it.
+    /// The VHD footer meets Azure's requirements.
     Footer,
 }
 
-/// What was found.
+/// Result of a validation.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ValidateReport {
     /// The image.
     pub image: PathBuf,
-    /// The target.
+    /// The platform.
     #[serde(rename = "for")]
     pub target: &'static str,
     /// Its format.
     pub format: &'static str,
     /// Bytes of the guest disk.
     pub virtual_size: u64,
-    /// Nothing would be refused.
+    /// All requirements are met.
     pub accepted: bool,
-    /// What would be.
+    /// Violated requirements.
     pub objections: Vec<Objection>,
-    /// What is left to do before the target can have it.
+    /// Remaining steps before the platform can use it.
     pub notes: Vec<String>,
 }
 
-/// Says what a target would refuse. Reads the headers of one image and nothing else.
+/// Checks the requirements of a platform. Reads only the headers of one image.
 ///
 /// # Errors
-/// What opening and describing the image return.
+/// Errors of opening and describing the image.
 pub fn validate(
     registry: &Registry,
     image: &Path,
@@ -90,7 +90,7 @@ pub fn validate(
     if (preset, opened.info.format) == (Preset::Azure, "vpc") {
         for fault in azure_faults(&*opened.storage)? {
             let message = format!("{} at {:#x}: {}", fault.structure, fault.offset, fault.message);
-            // Sizes have a rule of their own.
+            // Sizes have their own rule.
             if fault.structure != "current size" {
                 judge.add(Rule::Footer, message, Some(judge.convert()));
             }
@@ -113,7 +113,7 @@ struct Described {
     info: ImageInfo,
 }
 
-/// The image's own header; the files that it names are not opened.
+/// The image's own header; referenced files are not opened.
 fn describe(registry: &Registry, image: &Path, options: &OpenOptions) -> Result<Described> {
     let lock = if options.lock { LockMode::Auto } else { LockMode::Off };
     let file = FileStorage::open(image, &FileOptions::read_only().lock(lock))?;
@@ -126,7 +126,7 @@ fn describe(registry: &Registry, image: &Path, options: &OpenOptions) -> Result<
     Ok(Described { storage, info })
 }
 
-/// What no image can have in itself.
+/// Steps outside the image.
 fn notes(image: &Path, preset: Preset) -> Vec<String> {
     let name = image.display();
     match preset {
@@ -158,7 +158,7 @@ impl Judge<'_> {
         self.objections.push(Objection { rule, message: message.into(), mend });
     }
 
-    /// The command that makes what the target takes.
+    /// The command that makes a suitable image.
     fn convert(&self) -> String {
         format!("vdkit convert --for {} {} NEW", self.preset, self.image.display())
     }
@@ -200,7 +200,7 @@ impl Judge<'_> {
         }
     }
 
-    /// What belongs to the image beside its own file, and its state.
+    /// Checks other parts of the image, and its state.
     fn parts(&mut self) {
         let local = matches!(self.preset, Preset::Kvm | Preset::Hyperv | Preset::Virtualbox);
         if let Some(name) = self.info.backing_file.as_ref().filter(|_| !local) {
@@ -230,7 +230,7 @@ impl Judge<'_> {
         if !bytes.is_multiple_of(unit) || bytes == 0 {
             let whole = bytes.next_multiple_of(unit).max(unit);
             let message = format!("{bytes} bytes are not whole {}", self.preset.unit_name());
-            // A raw image is written only where somebody says that it is one.
+            // Writing a raw image needs an explicit format.
             let raw = if self.info.format == "raw" { "-f raw " } else { "" };
             let mend = format!("vdkit resize {raw}{} {whole}", self.image.display());
             self.add(Rule::SizeUnit, message, Some(mend));

@@ -1,4 +1,4 @@
-//! Reading a result back.
+//! Verifies a result by reading it back.
 
 use std::ops::Range;
 
@@ -11,8 +11,8 @@ use crate::source::Source;
 
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// Reads both and compares them, but where both are holes by their maps and files: the target's are
-/// read anew.
+/// Reads and compares both, except where both are holes by their maps and files (the target's are
+/// read anew).
 ///
 /// # Errors
 /// [`Error::Corrupt`] at the first chunk that differs.
@@ -36,16 +36,16 @@ pub(crate) fn verify(
     }
 }
 
-/// What the threads share.
+/// Shared state of the threads.
 struct State<'a> {
     chunks: Chunks<'a>,
     failed: Option<Error>,
 }
 
-/// The parts of the disk that are to be read, in order.
+/// The parts of the disk to read, in order.
 struct Chunks<'a> {
     target: Side<'a>,
-    /// The source's pieces, each with the offset where it begins.
+    /// The source's pieces, each with its start offset.
     pieces: Vec<(u64, Side<'a>)>,
     at: u64,
     bytes: u64,
@@ -58,7 +58,7 @@ impl<'a> Chunks<'a> {
         Ok(Self { target: Side::new(target)?, pieces, at: 0, bytes: source.bytes() })
     }
 
-    /// The next one. Nothing at the end.
+    /// The next part; `None` at the end.
     fn next(&mut self) -> Result<Option<Range<u64>>> {
         while self.at < self.bytes {
             let at = self.at;

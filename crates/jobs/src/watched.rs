@@ -1,7 +1,7 @@
-//! A storage whose writes are counted, and end when the job is cancelled.
+//! A storage that counts its writes, and fails when the job is cancelled.
 //!
-//! Making a preallocated image is one call of its format and may take minutes. The format knows
-//! nothing of jobs; its storage does.
+//! Creating a preallocated image is one call of its format and may take minutes. The format cannot
+//! be cancelled itself; its storage can.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use vdkit_block::{
     ZeroMode,
 };
 
-/// Another storage, with a look at the cancel token before each change.
+/// Wraps a storage and checks the cancel token before each change.
 #[derive(Debug)]
 pub(crate) struct Watched {
     inner: Arc<dyn Storage>,
@@ -21,7 +21,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Watches a storage; bytes that are written are added to `written`.
+    /// Wraps a storage; written bytes are added to `written`.
     pub(crate) fn new(
         inner: Arc<dyn Storage>,
         cancel: CancelToken,

@@ -1,11 +1,11 @@
-//! Telling zeroes from data.
+//! Zero detection.
 
 use std::ops::Range;
 
 pub use vdkit_block::is_zero;
 
-/// Finds the runs of `bytes` that hold data, looking in steps of `step` bytes from the front.
-/// Zeroes shorter than `gap` bytes (at least one step) stay within a run.
+/// Finds the runs of `bytes` with data, in steps of `step` bytes. Zeroes shorter than `gap` bytes
+/// (at least one step) stay within a run.
 pub fn data_runs(bytes: &[u8], step: usize, gap: usize, runs: &mut Vec<Range<usize>>) {
     runs.clear();
     let mut at = 0;

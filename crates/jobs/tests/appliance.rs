@@ -1,4 +1,4 @@
-//! Disks of an appliance are converted at once, not one after another.
+//! Disks of an appliance are converted in parallel.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use vdkit_ova::{Package, PackageLimits};
 use vdkit_raw::RawDriver;
 use vdkit_testkit::appliance::{ovf, tar};
 
-/// Bytes in memory. Once it is armed, a read of one half ends only when the other half is read too.
+/// In-memory bytes. Once armed, a read of one half returns only when the other half is read too.
 #[derive(Debug)]
 struct Meeting {
     bytes: Vec<u8>,
@@ -110,7 +110,8 @@ fn two_disks_are_read_at_once() {
     assert!(report.disks.iter().all(|disk| disk.report.moved.read == 1 << 20), "{report:?}");
 }
 
-/// Takes a name away when all disks are converted and none has its name, as another program may.
+/// Takes a target name when all disks are converted and none is renamed yet, as another program
+/// may.
 struct Taking {
     folder: PathBuf,
     name: &'static str,
@@ -118,7 +119,7 @@ struct Taking {
 
 impl Progress for Taking {
     fn update(&self, done: u64, total: u64) {
-        // Earlier, the other disk might not have begun, and would refuse the name at its open.
+        // Earlier, the other disk might not have started, and its open would fail.
         if done == total {
             let _ = std::fs::create_dir(self.folder.join(self.name));
         }
@@ -163,7 +164,7 @@ fn a_target_that_cannot_get_its_name_takes_the_others_with_it() {
     let error = extract(&registry, &package, parts, Some(2), &monitor).unwrap_err();
     assert!(error.to_string().contains("two.raw"), "{error}");
     assert_eq!(names(), ["two.raw"]);
-    // What replaced something stays, since the other is gone already.
+    // A target that replaced a file stays, since the old file is gone.
     std::fs::write(folder.path().join("one.raw"), b"before").unwrap();
     std::fs::remove_dir(folder.path().join("two.raw")).unwrap();
     let parts = vec![part(0, "one.raw"), part(1, "two.raw")];

@@ -1,4 +1,4 @@
-//! Images whose file ends too early: what a job takes somewhere else is the whole disk, or nothing.
+//! Truncated images: a job copies the whole disk, or fails.
 
 use std::fs::OpenOptions as Files;
 use std::io::{Seek, SeekFrom, Write};
@@ -26,7 +26,7 @@ fn open(path: &Path) -> Result<Disk, Error> {
     Disk::open(&registry(), path, &OpenOptions::read_only().format("qcow2"))
 }
 
-/// Noise in pieces all over 6 MiB, and text that can be compressed.
+/// Noise in pieces all over 6 MiB, and compressible text.
 fn disk() -> Vec<u8> {
     let mut rng = Rng::new(7);
     let mut bytes = vec![0; 6 * MIB];
@@ -69,7 +69,7 @@ impl Case {
         cut
     }
 
-    /// What a cut image converts to.
+    /// Converts a truncated image.
     fn converted(&self, from: &Path, to: &str) -> Result<Vec<u8>, Error> {
         let target = self.raw.with_extension("out");
         let _ = std::fs::remove_file(&target);
@@ -113,8 +113,8 @@ const LAYOUTS: &[(&str, &[&str])] = &[
     ("cluster_size=64k,preallocation=metadata", &[]),
 ];
 
-/// An image cut at a cluster's boundary lacks whole clusters: either none that the disk needs, or the
-/// conversion says so.
+/// An image truncated at a cluster boundary lacks whole clusters: either the disk needs none of
+/// them, or the conversion fails.
 #[test]
 fn a_cut_image_converts_to_its_disk_or_not_at_all() {
     for (options, flags) in LAYOUTS {
@@ -125,7 +125,7 @@ fn a_cut_image_converts_to_its_disk_or_not_at_all() {
         };
         let len = std::fs::metadata(&case.image).unwrap().len();
         let mut refused = 0;
-        // At least 40 places, and all of the first few: there the tables are.
+        // At least 40 offsets, and all of the first few, where the tables are.
         let step = (len / cluster / 40).max(1);
         let cuts = (1..8).chain((8..=len / cluster).step_by(step as usize)).map(|i| i * cluster);
         for at in cuts.filter(|&at| at <= len) {
@@ -145,8 +145,8 @@ fn a_cut_image_converts_to_its_disk_or_not_at_all() {
     }
 }
 
-/// Wherever the cut is, what is lost without a word is at most what one cluster held: the file may
-/// have ended within it all the time.
+/// Wherever the cut is, at most one cluster's content is lost silently: the file may have ended
+/// within it before.
 #[test]
 fn a_cut_within_a_cluster_costs_no_other() {
     let Some(case) = Case::new("cluster_size=4k", &[]) else { return };
@@ -156,7 +156,7 @@ fn a_cut_within_a_cluster_costs_no_other() {
     for at in (0..60).map(|_| rng.below(len)).chain((1..30).map(|i| len - i * 300)) {
         let cut = case.cut(at);
         let Ok(bytes) = case.converted(&cut, "raw") else { continue };
-        // But for a table that the file may have ended in: that is said.
+        // Except for a table in which the file ends: that is reported.
         let said = open(&cut).unwrap().warnings().any(|text| text.contains("within an L2 table"));
         passed += 1;
         let differ: Vec<_> = (0..bytes.len() / 4096)
@@ -167,7 +167,7 @@ fn a_cut_within_a_cluster_costs_no_other() {
     assert!(passed > 0);
 }
 
-/// The error names the file, the place, both lengths and what to do; and what it says to do does it.
+/// The error names the file, the offset, both lengths and a remedy, and the remedy works.
 #[test]
 fn the_error_names_what_is_missing_and_what_mends_it() {
     let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
@@ -187,7 +187,7 @@ fn the_error_names_what_is_missing_and_what_mends_it() {
         matches!(found.place, vdkit_chain::DiskPlace::Data { offset, .. } if offset.0 == 1 << 20),
         "{found:?}"
     );
-    // Jobs that draw the whole map say the same.
+    // Jobs that scan the whole map report the same.
     let same = CompareOptions::default();
     let whole = open(&case.image).unwrap();
     assert!(is_cut(&compare(&whole, &part, &same, &monitor()).unwrap_err()));
@@ -201,7 +201,7 @@ fn the_error_names_what_is_missing_and_what_mends_it() {
     }
 }
 
-/// Without its L2 tables an image cannot be read where they would tell, nor written at all.
+/// Without its L2 tables an image can be neither read there nor written at all.
 #[test]
 fn missing_tables_are_no_empty_tables() {
     let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
@@ -222,7 +222,7 @@ fn missing_tables_are_no_empty_tables() {
     assert_eq!(byte, [0]);
 }
 
-/// A file that another program writes grows before its map says so.
+/// Another program's file grows before its map does.
 #[test]
 fn a_file_that_has_grown_meanwhile_was_not_cut() {
     let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
@@ -237,7 +237,7 @@ fn a_file_that_has_grown_meanwhile_was_not_cut() {
     assert!(extents.iter().all(|extent| missing.refuse(&disk, extent).is_ok()));
 }
 
-/// Of a data file no check tells: what mends it is its length.
+/// No check covers a data file; restoring its length repairs it.
 #[test]
 fn a_data_file_that_was_cut_is_made_as_long_as_it_was() {
     let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
@@ -254,7 +254,7 @@ fn a_data_file_that_was_cut_is_made_as_long_as_it_was() {
     assert!(bytes[..1 << 20] == case.bytes[..1 << 20] && bytes[1 << 20..].iter().all(|b| *b == 0));
 }
 
-/// What a lost refcount block has counted would be given away again.
+/// Clusters counted in a lost refcount block would be allocated again.
 #[test]
 fn without_a_refcount_block_nothing_is_written() {
     let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
@@ -262,7 +262,7 @@ fn without_a_refcount_block_nothing_is_written() {
     let writable = OpenOptions { writable: true, ..OpenOptions::read_only().format("qcow2") };
     drop(Disk::open(&registry(), &cut, &writable).unwrap());
     let mut file = Files::new().write(true).open(&cut).unwrap();
-    // The second entry of the refcount table, at cluster 1.
+    // The second entry of the refcount table, in cluster 1.
     file.seek(SeekFrom::Start(65536 + 8)).unwrap();
     file.write_all(&(2u64 << 20).to_be_bytes()).unwrap();
     let error = Disk::open(&registry(), &cut, &writable).unwrap_err();

@@ -1,15 +1,15 @@
-//! Every shape of the `<disk>` element, in a small domain, against libvirt's own schema.
+//! Every shape of the `<disk>` element, in a small domain, against libvirt's schema.
 
 use std::process::Command;
 
 use vdkit_jobs::libvirt::{DiskBacking, DiskSource, LibvirtDisk, is_known};
 use vdkit_testkit::require_peer;
 
-/// What libvirt's validator has against a domain with this disk; nothing where it is sound.
+/// The validator's errors for a domain with this disk; `None` if it is valid.
 fn faults(disk: &str) -> Option<String> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("domain.xml");
-    // The placeholder is for the user to fill in.
+    // The user replaces the placeholder.
     let disk = disk.replace("uuid='UUID'", "uuid='2c4cf1b0-9ab6-4a02-8f17-2d26a0c0a4a9'");
     let domain = format!(
         "<domain type='kvm'><name>guest</name><memory unit='MiB'>512</memory><vcpu>1</vcpu>\

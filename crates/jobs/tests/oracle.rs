@@ -1,4 +1,4 @@
-//! Jobs against QEMU's tools, across the options of qcow2.
+//! Jobs compared with QEMU's tools, across the options of qcow2.
 
 use std::path::{Path, PathBuf};
 
@@ -18,7 +18,7 @@ const MIB: u64 = 1 << 20;
 /// Not a multiple of any cluster size.
 const SIZE: u64 = 24 * MIB + 3 * 512;
 
-/// qcow2 options that change how bytes are laid out.
+/// qcow2 options that change the layout.
 const LAYOUTS: &[&str] = &[
     "cluster_size=64k",
     "cluster_size=512",
@@ -51,7 +51,7 @@ fn new_image(path: &Path, format: &str, options: &str) -> NewImage {
     }
 }
 
-/// A raw disk with text, noise, zeroes that are written and holes.
+/// A raw disk with text, noise, written zeroes and holes.
 fn make_raw(path: &Path, seed: u64) {
     let mut rng = Rng::new(seed);
     let mut bytes = vec![0; SIZE as usize];
@@ -105,7 +105,7 @@ impl Case {
         Source::new(vec![open(path, format)])
     }
 
-    /// Converts by our job, and has the result checked and compared by QEMU.
+    /// Converts with our job; QEMU checks and compares the result.
     fn convert(
         &self,
         from: (&Path, &str),
@@ -145,8 +145,7 @@ fn every_layout_is_converted_to_and_from_and_measured() {
         let parsed = Options::parse("qcow2", Qcow2Driver.options(), [*layout]).unwrap();
         let measured =
             measure(&[open(&again, "qcow2")], &Qcow2Driver, &parsed, &Monitor::default()).unwrap();
-        // What was measured is enough for what is then made; the length of a preallocated image is
-        // another matter.
+        // The measured size suffices for the created image; preallocated images have other lengths.
         let made = case.convert((&again, "qcow2"), ("made.qcow2", "qcow2"), layout, |_| ());
         let len = std::fs::metadata(&made).unwrap().len();
         let preallocated = layout.starts_with("preallocation");
@@ -170,8 +169,8 @@ fn every_layout_is_converted_to_and_from_and_measured() {
     }
 }
 
-/// Measures as QEMU does. Where clusters of a qcow2 source lie in holes of its file, QEMU mostly
-/// takes them for data; ours is then the smaller number.
+/// Measures as QEMU does. QEMU mostly counts qcow2 source clusters in holes of the file as data;
+/// our result is then smaller.
 fn same_measure(path: &Path, format: &str, options: &str) {
     let parsed = Options::parse("qcow2", Qcow2Driver.options(), [options]).unwrap();
     let disks = [open(path, format)];
@@ -212,12 +211,12 @@ fn compressed_images_are_written_and_read_whatever_the_threads() {
             files.push(std::fs::read(&path).unwrap());
         }
         let path = case.path("packed.qcow2");
-        // The same input makes the same output to the byte.
+        // The same input gives the same output to the byte.
         assert!(files.iter().all(|file| *file == files[0]), "{layout}");
         assert!(qemu::same((&case.raw, "raw"), (&path, "qcow2")), "{layout}");
         assert!(qemu::check(&path, "qcow2", None).clean(), "{layout}");
         case.convert((&path, "qcow2"), ("unpacked.raw", "raw"), "", |_| ());
-        // And what QEMU packed comes back.
+        // An image compressed by QEMU is read back.
         let theirs = case.path("theirs.qcow2");
         qemu::convert((&case.raw, "raw"), (&theirs, "qcow2"), &["-c", "-o", layout]);
         case.convert((&theirs, "qcow2"), ("unpacked.raw", "raw"), "", |_| ());
@@ -279,8 +278,7 @@ fn maps_say_what_qemu_says() {
     );
     for (path, format) in [(&case.raw, "raw"), (&base, "qcow2"), (&top, "qcow2")] {
         let disk = open(path, format);
-        // What has to be read, and where it lies; the end of a raw file's last block is its own
-        // matter.
+        // Data runs and their offsets; the end of a raw file's last block may differ.
         let ours: Vec<_> = map(&disk, 0, disk.guest_bytes())
             .unwrap()
             .map(Result::unwrap)
@@ -304,7 +302,7 @@ fn maps_say_what_qemu_says() {
 
 type Row = (u64, u64, u64, bool, Option<u64>);
 
-/// Rows without the cuts between compressed clusters, which each program makes where it likes.
+/// Merges rows of compressed clusters, which each program splits differently.
 fn joined(rows: Vec<Row>) -> Vec<Row> {
     let mut all: Vec<Row> = Vec::new();
     for row in rows {
@@ -367,7 +365,7 @@ fn a_tree_names_overlays_orphans_and_what_a_deletion_costs() {
     assert!(report.images.iter().all(|image| !image.path.ends_with("notes.txt")));
     assert!(report.faults.is_empty(), "{report:?}");
 
-    // Asked of one image: its family alone.
+    // For one image: only its relatives.
     let report = look(&left);
     let family: Vec<_> = report.images.iter().map(|image| image.path.clone()).collect();
     assert_eq!(names(&family), ["base.qcow2", "disk.raw", "left.qcow2", "mid.qcow2"]);

@@ -1,4 +1,4 @@
-//! Bochs' growing images: `docs/formats/bochs.md`.
+//! Bochs growing images: `docs/formats/bochs.md`.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use vdkit_block::bytes::{le32, le64};
 const MAGIC: &[u8] = b"Bochs Virtual HD Image\0";
 const HEADER_BYTES: usize = 96;
 const SECTOR: u64 = 512;
-/// As QEMU.
+/// QEMU's limits.
 const CATALOG_ENTRIES_MAX: u32 = 0x10_0000;
 const EXTENT_BYTES_MAX: u64 = 8 << 20;
-/// Entry of an extent that is not there.
+/// Entry of an unallocated extent.
 const NOTHING: u32 = u32::MAX;
 
-/// A judged header.
+/// A validated header.
 #[derive(Clone, Debug)]
 struct Bochs {
     catalog_at: u64,
@@ -30,7 +30,7 @@ struct Bochs {
     guest_bytes: u64,
 }
 
-/// Whether a text of the header, which ends with a zero, is this.
+/// Whether a NUL-terminated text of the header has this value.
 fn says(bytes: &[u8], at: usize, text: &[u8]) -> bool {
     bytes[at..].starts_with(text) && bytes.get(at + text.len()) == Some(&0)
 }
@@ -81,7 +81,7 @@ impl Bochs {
         })
     }
 
-    /// The run of sectors that are there, or are not, within one extent.
+    /// The run of equally allocated sectors within one extent.
     fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let (index, within) = (at / self.extent_bytes, at % self.extent_bytes);
         let len = (self.extent_bytes - within).min(len);

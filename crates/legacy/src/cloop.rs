@@ -12,12 +12,12 @@ use crate::read_only::{self, Map, ReadOnly, refuse_creating};
 use crate::tables::Tables;
 use vdkit_block::bytes::be32;
 
-/// How the shell script begins that is the head of each image.
+/// Start of the shell script at the head of each image.
 const MAGIC: &[u8] = b"#!/bin/sh\n#V2.0 Format\n";
 const HEADER_BYTES: u64 = 136;
 const SECTOR: u32 = 512;
 
-/// A judged header.
+/// A validated header.
 #[derive(Clone, Debug)]
 struct Cloop {
     block_bytes: u32,
@@ -90,7 +90,7 @@ impl Map for Cloop {
         let packed = Packed {
             file: FileIndex(0),
             offset: HostOffset(start),
-            // Below the limit of a unit.
+            // Below the unit limit.
             len: u32::try_from(packed_len).unwrap_or(u32::MAX),
             codec: Codec::Zlib,
             unpacked_len: self.block_bytes,

@@ -16,35 +16,33 @@ use vdkit_block::bytes::{be32, be64};
 const TRAILER_BYTES: usize = 512;
 const MAGIC: &[u8] = b"koly";
 const SECTOR: u64 = 512;
-/// As QEMU: the tables and the text around them.
+/// QEMU's limit for the tables and the text around them.
 const TABLES_BYTES_MAX: u64 = 16 << 20;
-/// Where the chunks of a table begin, and their size.
+/// Offset of a table's chunks, and their size.
 const CHUNKS_AT: usize = 204;
 const CHUNK_BYTES: usize = 40;
 
-/// What a chunk is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Zero,
     Raw,
     Packed(Codec),
-    /// A method that there is no code for.
+    /// Unsupported method.
     Unknown(u32),
 }
 
 /// A run of the disk.
 #[derive(Clone, Copy, Debug)]
 struct Chunk {
-    /// Guest bytes.
+    /// Guest offset.
     at: u64,
     len: u64,
-    /// Where it is in the file.
+    /// File offset.
     offset: u64,
     packed_len: u64,
     kind: Kind,
 }
 
-/// The trailer.
 #[derive(Clone, Copy, Debug)]
 struct Trailer {
     at: u64,
@@ -83,7 +81,7 @@ impl Trailer {
     }
 }
 
-/// A judged image: its chunks, in the order of the disk.
+/// A validated image: its chunks in guest order.
 #[derive(Clone, Debug)]
 struct Dmg {
     guest_bytes: u64,
@@ -93,7 +91,7 @@ struct Dmg {
 }
 
 impl Dmg {
-    /// Reads all tables: they are stored as one text.
+    /// Reads all tables, which are stored as one text.
     fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
         let file = storage.name();
         let trailer = Trailer::read(storage)?;
@@ -132,7 +130,7 @@ impl Dmg {
         Ok(dmg)
     }
 
-    /// Resources: lengths, each with its bytes behind it, of which those that are tables are taken.
+    /// Parses resources (each a length and its bytes), and takes those that are tables.
     fn take_resources(&mut self, file: &str, bytes: &[u8], data_fork: u64) -> Result<()> {
         let corrupt = |at: u64, found: String, expected: &str| {
             Err(Error::corrupt(file, self.tables_at + at, "resource fork", found, expected))
@@ -153,7 +151,7 @@ impl Dmg {
         tables.into_iter().try_for_each(|table| self.take_table(file, table, data_fork))
     }
 
-    /// A table `mish`; others are passed over.
+    /// Parses a `mish` table; others are skipped.
     fn take_table(&mut self, file: &str, table: &[u8], data_fork: u64) -> Result<()> {
         if !table.starts_with(b"mish") || table.len() < CHUNKS_AT {
             return Ok(());
@@ -167,7 +165,7 @@ impl Dmg {
                 0x8000_0005 => Kind::Packed(Codec::Zlib),
                 0x8000_0006 => Kind::Packed(Codec::Bzip2),
                 0x8000_0008 => Kind::Packed(Codec::Xz),
-                // A comment, and the end.
+                // A comment, and the end marker.
                 0x7fff_fffe => continue,
                 u32::MAX => break,
                 other => Kind::Unknown(other),
@@ -234,7 +232,7 @@ impl Dmg {
                 let packed = Packed {
                     file: FileIndex(0),
                     offset: HostOffset(chunk.offset),
-                    // Both are below the limit of a unit, as is what is skipped.
+                    // Both are below the unit limit, and so is the skip.
                     len: chunk.packed_len as u32,
                     codec,
                     unpacked_len: chunk.len as u32,
@@ -256,7 +254,7 @@ impl Dmg {
         }
     }
 
-    /// How most of its data is packed.
+    /// The compression method of the first compressed chunk.
     fn compression(&self) -> Option<&'static str> {
         self.chunks.iter().find_map(|chunk| match chunk.kind {
             Kind::Packed(Codec::Zlib) => Some("zlib"),
@@ -312,7 +310,7 @@ impl FormatDriver for DmgDriver {
         false
     }
 
-    /// By the trailer: nothing at the start says what it is.
+    /// Probes by the trailer: the start has no signature.
     fn probe(&self, _head: &[u8], tail: &[u8], len: u64) -> Probe {
         let whole = tail.len() == TRAILER_BYTES && be32(tail, 8) as usize == TRAILER_BYTES;
         if whole && tail.starts_with(MAGIC) && len > TRAILER_BYTES as u64 {

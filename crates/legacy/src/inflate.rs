@@ -1,4 +1,4 @@
-//! Unpacking. The output buffer bounds all work.
+//! Decompression. The output buffer bounds all work.
 
 use std::cell::RefCell;
 
@@ -7,17 +7,17 @@ use libdeflater::Decompressor;
 use liblzma::stream::{Action, Stream};
 use vdkit_block::{Codec, Error, Packed, Result};
 
-/// Memory that an xz stream may ask for: level 9 takes 65 MiB.
+/// Memory limit of an xz stream; level 9 takes 65 MiB.
 const XZ_MEMORY_MAX: u64 = 128 << 20;
 
 thread_local! {
     static FAST: RefCell<Option<Decompressor>> = const { RefCell::new(None) };
 }
 
-/// Unpacks a unit and fills all of `out`.
+/// Decompresses a unit to fill all of `out`.
 ///
 /// # Errors
-/// [`Error::Corrupt`] where the stream is damaged or unpacks to fewer bytes.
+/// [`Error::Corrupt`] for a damaged stream, or one with too few bytes.
 pub(crate) fn unpack(file: &str, packed: &Packed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
     let done = match packed.codec {
         Codec::Deflate => deflate(bytes, out, false),
@@ -33,7 +33,8 @@ pub(crate) fn unpack(file: &str, packed: &Packed, bytes: &[u8], out: &mut [u8]) 
     })
 }
 
-/// The fast way, which knows whole streams only; then the patient one, for streams without their end.
+/// Tries the fast decoder, which needs complete streams, then the tolerant one, for streams without
+/// an end.
 fn deflate(bytes: &[u8], out: &mut [u8], zlib: bool) -> std::result::Result<(), String> {
     let fast = FAST.with_borrow_mut(|decoder| {
         let decoder = decoder.get_or_insert_with(Decompressor::new);
@@ -98,8 +99,7 @@ fn xz(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
     Err(format!("a stream of {} bytes", decoder.total_out()))
 }
 
-/// Apple Data Compression: runs of plain bytes, and references of two or three bytes to what came
-/// before.
+/// Apple Data Compression: literal runs, and two- or three-byte back references.
 fn adc(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
     let (mut from, mut to) = (0, 0);
     let short = |to: usize| format!("a stream of {to} bytes");
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn adc_copies_and_repeats() {
-        // Three plain bytes, then six from three bytes back, then one byte four times.
+        // Three literals, then six bytes from distance three, then one byte four times.
         let packed = [0x82, b'a', b'b', b'c', 0x0c, 0x02, 0x40, 0, 0];
         let mut out = [0; 13];
         adc(&packed, &mut out).unwrap();

@@ -1,17 +1,16 @@
-//! Formats that are only read: what qemu-img can read, vdkit can convert away from.
+//! Read-only formats, which vdkit can convert to others.
 //!
 //! | module | format |
 //! |---|---|
 //! | `qcow1` | qcow version 1: two levels of tables, compressed clusters, backing files |
 //! | `qed` | QED: two levels of tables, backing files |
 //! | `parallels` | Parallels' disk images, both magic numbers |
-//! | `bochs` | Bochs' growing images: a catalog, and a bitmap of each extent |
+//! | `bochs` | Bochs growing images: a catalog, and a bitmap per extent |
 //! | `cloop` | compressed loopback images, version 2 |
 //! | `dmg` | Apple's disk images (UDIF) |
 //!
-//! Each is a `Map`: it answers where guest bytes are. `read_only` makes a format and
-//! a check of that, `tables` keeps pieces of tables that were read. Byte layouts:
-//! `docs/formats/*.md`.
+//! Each implements `Map`, which locates guest bytes. `read_only` makes a format and a check of a
+//! map; `tables` caches pieces of tables. Byte layouts: `docs/formats/*.md`.
 
 mod bochs;
 mod cloop;

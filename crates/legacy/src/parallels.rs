@@ -18,18 +18,18 @@ const OLD: &[u8] = b"WithoutFreeSpace";
 const NEW: &[u8] = b"WithouFreSpacExt";
 const HEADER_BYTES: usize = 64;
 const VERSION: u32 = 2;
-/// Written while the image is open for writing.
+/// Set while the image is open for writing.
 const IN_USE: u32 = 0x746f_6e59;
 const SECTOR: u64 = 512;
-/// Bytes of a cluster that one read could be asked for.
+/// Maximum cluster size in bytes.
 const CLUSTER_BYTES_MAX: u64 = 1 << 40;
 
-/// A judged header.
+/// A validated header.
 #[derive(Clone, Debug)]
 struct Parallels {
     guest_bytes: u64,
     cluster_bytes: u64,
-    /// Bytes that an entry counts in.
+    /// Unit of an entry in bytes.
     step: u64,
     entries: u64,
     dirty: bool,
@@ -74,7 +74,7 @@ impl Parallels {
     fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let (index, within) = (at / self.cluster_bytes, at % self.cluster_bytes);
         if index >= self.entries {
-            // QEMU reads zeroes behind the end of the table.
+            // QEMU reads zeroes beyond the end of the table.
             return Ok(Extent { len, place: Place::Hole });
         }
         let len = (self.cluster_bytes - within).min(len);
@@ -83,7 +83,7 @@ impl Parallels {
         if entry == 0 {
             return Ok(Extent { len, place: Place::Hole });
         }
-        // Below 2^32 steps of at most 2^40 bytes: as 128 bits, then judged.
+        // Less than 2^32 steps of at most 2^40 bytes: compute in 128 bits, then check.
         let offset = u128::from(entry) * u128::from(self.step) + u128::from(within);
         let offset = u64::try_from(offset).unwrap_or(u64::MAX);
         let first = HEADER_BYTES as u64 + self.entries * 4;

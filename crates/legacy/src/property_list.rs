@@ -1,6 +1,6 @@
-//! The part of a property list (XML) that a disk image needs: the data of the array `blkx`.
+//! A minimal property list (XML) parser: the data of the array `blkx`.
 
-/// The decoded `<data>` elements behind the key `blkx`, up to the end of its array.
+/// The decoded `<data>` elements after the key `blkx`, up to the end of its array.
 pub(crate) fn block_tables(text: &[u8]) -> Vec<Vec<u8>> {
     let mut found = Vec::new();
     let Some(start) = find(text, b"<key>blkx</key>") else { return found };
@@ -31,8 +31,7 @@ fn find(text: &[u8], what: &[u8]) -> Option<usize> {
     None
 }
 
-/// Bytes of a base64 text (RFC 4648, section 4); what is not of its alphabet is passed over, as white
-/// space is.
+/// Decodes base64 (RFC 4648, section 4); other characters are skipped, like white space.
 fn base64(text: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len() / 4 * 3);
     let (mut bits, mut count) = (0_u32, 0);

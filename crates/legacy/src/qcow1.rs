@@ -14,11 +14,11 @@ use vdkit_block::bytes::{be32, be64};
 
 const MAGIC: &[u8] = b"QFI\xfb\0\0\0\x01";
 const HEADER_BYTES: usize = 48;
-/// As QEMU: longer names are refused.
+/// QEMU's limit: longer names are refused.
 const NAME_BYTES_MAX: u32 = 1023;
 const COMPRESSED: u64 = 1 << 63;
 
-/// A judged header.
+/// A validated header.
 #[derive(Clone, Debug)]
 struct Qcow {
     guest_bytes: u64,

@@ -15,14 +15,14 @@ use vdkit_block::bytes::{le32, le64};
 const MAGIC: &[u8] = b"QED\0";
 const HEADER_BYTES: usize = 64;
 const NAME_BYTES_MAX: u32 = 1023;
-/// Bits of the feature field.
+/// Feature bits.
 const BACKING_FILE: u64 = 1;
 const NEED_CHECK: u64 = 2;
 const BACKING_RAW: u64 = 4;
-/// Entry of a cluster that reads as zero.
+/// Entry of a zero cluster.
 const ZERO: u64 = 1;
 
-/// A judged header.
+/// A validated header.
 #[derive(Clone, Debug)]
 struct Qed {
     cluster_bytes: u64,
@@ -127,7 +127,7 @@ impl Qed {
         needs.then_some(text).into_iter().collect()
     }
 
-    /// An offset in a table: whole clusters behind the header.
+    /// Checks an offset in a table: a multiple of the cluster size, after the header.
     fn judge(&self, storage: &dyn Storage, at: u64, what: &'static str, found: u64) -> Result<()> {
         if found.is_multiple_of(self.cluster_bytes)
             && found >= self.first_cluster
@@ -142,7 +142,7 @@ impl Qed {
     fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let cluster = self.cluster_bytes;
         let span = u128::from(cluster) * u128::from(self.table_entries);
-        // The first index is below the number of entries, as the size was judged.
+        // The first index is within the table, since the size was checked.
         let (index, rest) = (u128::from(at) / span, u128::from(at) % span);
         let l1_entry = self.l1_at + index as u64 * 8;
         let l2_at = u64::from_le_bytes(tables.bytes(storage, l1_entry)?);

@@ -1,4 +1,4 @@
-//! A format that is only read, made of a map; and its check.
+//! A read-only format on top of a map, and its check.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,30 +13,26 @@ use vdkit_block::{
 use crate::inflate;
 use crate::tables::Tables;
 
-/// Where guest bytes are.
+/// Locates guest bytes.
 pub(crate) trait Map: Send + Sync + fmt::Debug {
-    /// The format's name.
     fn name(&self) -> &'static str;
 
-    /// Bytes of the guest disk.
     fn guest_bytes(&self) -> u64;
 
     /// Unit of the map in bytes.
     fn cluster_bytes(&self) -> u64;
 
-    /// Bytes of all tables.
     fn table_bytes(&self) -> u64;
 
-    /// Whether a unit of the disk has the same alignment in the file.
+    /// Whether units have the same alignment in the file as on the disk.
     fn host_aligned(&self) -> bool {
         false
     }
 
-    /// The run from `at`, at most `len` bytes; both within the disk. Reads what it needs of tables.
+    /// The run at `at`, at most `len` bytes, within the disk. Reads the tables that it needs.
     fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent>;
 }
 
-/// An open image.
 #[derive(Debug)]
 pub(crate) struct ReadOnly<M> {
     storage: Arc<dyn Storage>,
@@ -47,7 +43,7 @@ pub(crate) struct ReadOnly<M> {
     in_flight: InFlight,
 }
 
-/// What every driver here says of writing.
+/// The error for writing.
 pub(crate) fn refuse_writing<T>(file: &str, format: &str) -> Result<T> {
     Err(Error::unsupported(
         file,
@@ -61,7 +57,7 @@ pub(crate) fn refuse_creating(request: &CreateRequest, format: &str) -> Result<(
     refuse_writing(request.storage.name(), format)
 }
 
-/// A run that is a part of the file, judged: it must begin within the file.
+/// A data run of the file; fails if it begins beyond the end of the file.
 pub(crate) fn data(
     storage: &dyn Storage,
     entry_at: u64,
@@ -84,7 +80,7 @@ pub(crate) fn data(
 }
 
 impl<M: Map + 'static> ReadOnly<M> {
-    /// Opens an image that was judged.
+    /// Opens a validated image.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for writing.
@@ -109,7 +105,7 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
     }
 
     fn caps(&self) -> FormatCaps {
-        // Whoever aligns to it expects a power of two, which not all of these formats have.
+        // Users of this value expect a power of two, which not all formats here have.
         let cluster_bytes = self.map.cluster_bytes();
         let cluster_bytes = if cluster_bytes.is_power_of_two() { cluster_bytes } else { 512 };
         FormatCaps {
@@ -156,8 +152,8 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
         self.map.run(&*self.storage, &self.tables, at.0, len)
     }
 
-    /// Whether a table's piece is kept cannot be told without looking for it; nothing here is served
-    /// to guests that would notice.
+    /// Does not search the table cache; these formats are not served to guests, for which that
+    /// would matter.
     fn resolve_cached(&self, _at: GuestOffset, _len: u64) -> Option<Extent> {
         None
     }
@@ -197,7 +193,7 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
     }
 }
 
-/// Walks the whole map: what cannot be is damage, which nothing here mends.
+/// Walks the whole map and reports damage, which cannot be repaired here.
 ///
 /// # Errors
 /// [`Error::Interrupted`]; those of the storage.
@@ -254,16 +250,16 @@ fn count(report: &mut CheckReport, run: &Extent, cluster: u64, follows: &mut Opt
     report.image_end_offset = report.image_end_offset.max(end);
 }
 
-/// Puts runs together as far as they follow each other on the disk and in the file.
+/// Merges runs that are contiguous on the disk and in the file.
 ///
 /// # Errors
-/// That of the first run; a later one's is left to who asks for it.
+/// That of the first run; errors of later runs are left to a later call.
 pub(crate) fn merged(
     at: u64,
     len: u64,
     mut one: impl FnMut(u64, u64) -> Result<Extent>,
 ) -> Result<Extent> {
-    /// Runs that one answer puts together.
+    /// Maximum runs merged per call.
     const RUNS_MAX: u32 = 4096;
     let mut run = one(at, len)?;
     for _ in 0..RUNS_MAX {

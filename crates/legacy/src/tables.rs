@@ -1,4 +1,4 @@
-//! Pieces of tables, kept as long as there is room.
+//! A bounded cache of table pieces.
 
 use std::sync::Arc;
 
@@ -6,27 +6,27 @@ use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use vdkit_block::{HostOffset, Result, Storage};
 
-/// Bytes of a piece.
+/// Bytes per piece.
 pub(crate) const PIECE_BYTES: u64 = 4096;
-/// Pieces that are kept at most.
+/// Maximum cached pieces.
 const PIECES_MAX: usize = 2048;
 
-/// What was read of an image's tables, by where it is.
+/// Cached pieces of an image's tables, by offset.
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
     pieces: Mutex<FxHashMap<u64, Arc<[u8]>>>,
 }
 
 impl Tables {
-    /// `len` bytes at an offset, which lie within one piece of the file if `len` is a power of two
-    /// and the offset a multiple of it; nothing where they are not kept.
+    /// `N` cached bytes at an offset; `None` if they are not cached. If `N` is a power of two and
+    /// the offset a multiple of it, they lie within one piece.
     fn kept<const N: usize>(&self, at: u64) -> Option<[u8; N]> {
         let piece = self.pieces.lock().get(&(at / PIECE_BYTES)).cloned()?;
         let from = (at % PIECE_BYTES) as usize;
         piece.get(from..from + N)?.try_into().ok()
     }
 
-    /// `N` bytes at an offset, read where they are not kept. Behind the end of the file is an error.
+    /// `N` bytes at an offset, read if not cached. Fails beyond the end of the file.
     ///
     /// # Errors
     /// Those of the storage.
@@ -36,7 +36,7 @@ impl Tables {
         }
         let first = at / PIECE_BYTES;
         if (at % PIECE_BYTES) + N as u64 > PIECE_BYTES {
-            // Over a boundary: rare, and not worth keeping.
+            // Crosses a boundary: rare, and not worth caching.
             let mut found = [0; N];
             storage.read_at(&mut found, HostOffset(at))?;
             return Ok(found);
@@ -52,7 +52,7 @@ impl Tables {
         drop(pieces);
         match self.kept(at) {
             Some(found) => Ok(found),
-            // It ends there; the storage says so in its own words.
+            // The file ends here; the storage returns the error.
             None => {
                 let mut found = [0; N];
                 storage.read_at(&mut found, HostOffset(at))?;
@@ -61,7 +61,7 @@ impl Tables {
         }
     }
 
-    /// Bytes that are kept now.
+    /// Bytes in the cache.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.pieces.lock().len() as u64 * PIECE_BYTES
     }

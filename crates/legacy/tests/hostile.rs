@@ -1,4 +1,4 @@
-//! Images that lie, what is refused, and what is told.
+//! Damaged images, refused operations, and messages.
 
 mod support;
 
@@ -10,7 +10,7 @@ use vdkit_chain::{Disk, OpenOptions};
 use vdkit_legacy::{CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
 use vdkit_testkit::{Rng, qemu, require_peer};
 
-/// One small image of each format, by its driver's place in the list.
+/// One small image of each format, in the order of the drivers.
 fn images() -> Vec<Vec<u8>> {
     let disk = content(200 << 10, 3);
     let mut images = vec![Vec::new(), Vec::new(), Vec::new()];
@@ -144,7 +144,7 @@ fn large_units_are_refused() {
     assert!(error.contains("limit"), "{error}");
 }
 
-/// Chunks that `hdiutil` calls LZMA are xz streams; QEMU reads none.
+/// LZMA chunks of `hdiutil` are xz streams; QEMU does not read them.
 #[test]
 fn lzma_chunks_of_dmg_are_read() {
     let disk_of = |bytes: &[u8]| {
@@ -159,7 +159,7 @@ fn lzma_chunks_of_dmg_are_read() {
         image.read_at(&mut read, GuestOffset(0)).unwrap();
         assert!(read == disk, "{fork:?}");
     }
-    // What is damaged, cut short or another format is an error, and nothing else.
+    // Damaged, truncated or other streams cause an error and nothing else.
     let sound = dmg_with(&disk, Fork::Resources, 0x8000_0008, xz);
     let magic = b"\xfd7zXZ\0";
     let at = sound.windows(6).position(|window| window == magic).unwrap();
@@ -173,7 +173,7 @@ fn lzma_chunks_of_dmg_are_read() {
     }
 }
 
-/// A chunk that there is no code for is told where it is read, not before.
+/// A chunk with an unknown method is reported when it is read, not before.
 #[test]
 fn unknown_chunks_of_dmg_are_named() {
     let disk = vec![7; 64 << 10];

@@ -1,4 +1,4 @@
-//! What QEMU reads is what we read.
+//! Compares reads with QEMU's.
 
 mod support;
 
@@ -82,7 +82,7 @@ fn compressed_clusters_of_qcow() {
         let name = dir.path().join("piece");
         std::fs::write(&name, piece).unwrap();
         let command = format!("write -c -s {} {} 4096", name.display(), n * 4096);
-        // What does not become smaller is written as it is.
+        // Incompressible data is written uncompressed.
         qemu::io(&path, "qcow", &[&command]);
         if n > 120 {
             break;
@@ -92,7 +92,7 @@ fn compressed_clusters_of_qcow() {
     assert!(dump(&path)[..3 * 4096] == disk[..3 * 4096]);
     let bytes = std::fs::read(&path).unwrap();
     assert_eq!(found(&QcowDriver, &bytes), (0, 0));
-    // Some clusters are overwritten, and are then not compressed.
+    // Some clusters are overwritten, and are then uncompressed.
     write(&path, "qcow", 3 << 20, 8);
     same(&path, "qcow");
 }

@@ -1,4 +1,4 @@
-//! The anti-forensic splitter: a key spread over so many bytes that losing any of them loses it.
+//! The anti-forensic splitter: expands a key to so many bytes that losing any of them destroys it.
 //!
 //! Source: LUKS1 on-disk format specification, section 2.4 "AF-splitter".
 
@@ -6,7 +6,7 @@ use zeroize::Zeroizing;
 
 use crate::hash::Hash;
 
-/// Spreads a key over `stripes` times its length. `random` has one stripe less than the result.
+/// Expands a key to `stripes` times its length. `random` is one stripe shorter than the result.
 pub(crate) fn split(key: &[u8], stripes: usize, hash: Hash, random: &[u8]) -> Zeroizing<Vec<u8>> {
     debug_assert_eq!(random.len(), key.len() * (stripes - 1));
     let mut out = Zeroizing::new(Vec::with_capacity(key.len() * stripes));
@@ -19,7 +19,7 @@ pub(crate) fn split(key: &[u8], stripes: usize, hash: Hash, random: &[u8]) -> Ze
     out
 }
 
-/// The key that was spread.
+/// Recovers the key.
 pub(crate) fn merge(split: &[u8], stripes: usize, hash: Hash) -> Zeroizing<Vec<u8>> {
     let key_bytes = split.len() / stripes;
     let mut state = Zeroizing::new(vec![0; key_bytes]);
@@ -33,7 +33,7 @@ pub(crate) fn merge(split: &[u8], stripes: usize, hash: Hash) -> Zeroizing<Vec<u
     state
 }
 
-/// One step: the next stripe goes in, and every bit spreads over its block.
+/// One step: XORs the next stripe in and diffuses each block.
 fn mix(state: &mut [u8], stripe: &[u8], hash: Hash) {
     for (state, byte) in state.iter_mut().zip(stripe) {
         *state ^= byte;

@@ -1,8 +1,7 @@
-//! Sector ciphers: AES in XTS and CBC mode, with the ways in which LUKS makes a sector's
-//! initialisation vector.
+//! Sector ciphers: AES in XTS and CBC mode, with LUKS's initialisation vectors (IVs).
 //!
-//! Sources: LUKS1 on-disk format specification, section 5 "Cipher and hash specification";
-//! IEEE 1619 for XTS.
+//! Sources: LUKS1 on-disk format specification, section 5 "Cipher and hash specification"; IEEE
+//! 1619 for XTS.
 
 use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit, consts::U16};
 use aes::{Aes128, Aes192, Aes256};
@@ -17,15 +16,15 @@ type Block = Array<u8, U16>;
 
 const SECTOR: usize = CIPHER_SECTOR_BYTES as usize;
 const BLOCK: usize = 16;
-/// AES blocks of a sector.
+/// AES blocks per sector.
 const BLOCKS: usize = SECTOR / BLOCK;
 
-// AES instructions come to speed on many blocks at a time: the widest take 64, and fewer are
-// worked on one by one.
+// AES instructions are efficient on many blocks at a time: the widest take 64, and smaller groups
+// are processed one by one.
 
-/// Sectors whose vectors are made together, and that CBC encrypts together, a block of each.
+/// Sectors whose IVs are computed together, and that CBC encrypts together, one block of each.
 const GROUP: usize = 64;
-/// Sectors that are worked on together where all their blocks are at hand.
+/// Sectors whose blocks are all processed together.
 const BATCH: usize = 8;
 
 /// AES with a key of any of its three lengths.
@@ -63,16 +62,16 @@ impl Aes {
     }
 }
 
-/// How the blocks of a sector hang together.
+/// Block chaining mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Each block by itself, with a tweak of its own.
+    /// Independent blocks, each with a tweak.
     Xts,
-    /// Each block after the one before.
+    /// Each block is chained to its predecessor.
     Cbc,
 }
 
-/// How a sector's number becomes its initialisation vector.
+/// Derivation of a sector's IV from its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vector {
     /// Its low 32 bits.
@@ -83,22 +82,22 @@ pub enum Vector {
     Essiv(Hash),
 }
 
-/// A cipher without its key.
+/// A cipher without a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CipherSpec {
     /// Bytes of an AES key: 16, 24 or 32.
     pub aes_bytes: usize,
-    /// How blocks hang together.
+    /// Block chaining mode.
     pub mode: Mode,
-    /// How sectors are told apart.
+    /// IV derivation.
     pub vector: Vector,
 }
 
-/// The ways that are known, for messages.
+/// The supported ciphers, for messages.
 pub(crate) const KNOWN: &str = "aes in the modes xts and cbc, with plain, plain64 or essiv:sha256";
 
 impl CipherSpec {
-    /// The cipher that a header's names mean, for keys of so many bytes.
+    /// The cipher for a header's names and key length.
     pub fn find(name: &str, mode: &str, key_bytes: usize) -> Option<Self> {
         if name != "aes" {
             return None;
@@ -127,7 +126,7 @@ impl CipherSpec {
         [16, 24, 32].contains(&aes_bytes).then_some(Self { aes_bytes, mode, vector })
     }
 
-    /// The name of the mode in a header, such as `xts-plain64`.
+    /// The mode's name in a header, such as `xts-plain64`.
     pub fn mode_name(&self) -> String {
         let mode = match self.mode {
             Mode::Xts => "xts",
@@ -140,7 +139,7 @@ impl CipherSpec {
         }
     }
 
-    /// Bytes of a key, which in XTS are two.
+    /// Key length in bytes; XTS needs two AES keys.
     pub fn key_bytes(&self) -> usize {
         match self.mode {
             Mode::Xts => 2 * self.aes_bytes,
@@ -148,7 +147,7 @@ impl CipherSpec {
         }
     }
 
-    /// The cipher with a key; nothing where that has another length.
+    /// The cipher with a key; `None` for a wrong key length.
     pub fn with_key(&self, key: &[u8]) -> Option<AesSectors> {
         if key.len() != self.key_bytes() {
             return None;
@@ -167,8 +166,8 @@ impl CipherSpec {
     }
 }
 
-/// The cipher of qcow2's encryption method 1: AES-128-CBC by sectors of the guest disk, keyed by
-/// the first 16 bytes of the password, with zeroes behind a shorter one.
+/// The cipher of qcow2's encryption method 1: AES-128-CBC by guest sectors. The key is the first 16
+/// bytes of the password, padded with zeroes.
 pub fn legacy_qcow2(password: &[u8]) -> Option<AesSectors> {
     let mut key = Zeroizing::new([0; 16]);
     let len = password.len().min(16);
@@ -176,13 +175,13 @@ pub fn legacy_qcow2(password: &[u8]) -> Option<AesSectors> {
     CipherSpec { aes_bytes: 16, mode: Mode::Cbc, vector: Vector::Plain64 }.with_key(&*key)
 }
 
-/// AES over sectors. The expanded keys are wiped when it goes.
+/// AES over sectors. The expanded keys are wiped on drop.
 pub struct AesSectors {
     spec: CipherSpec,
     data: Aes,
-    /// XTS: encrypts the initialisation vectors.
+    /// XTS: encrypts the IVs.
     tweak: Option<Aes>,
-    /// ESSIV: makes them.
+    /// ESSIV: computes the IVs.
     essiv: Option<Aes>,
 }
 
@@ -193,7 +192,7 @@ impl fmt::Debug for AesSectors {
 }
 
 impl AesSectors {
-    /// The initialisation vectors of consecutive sectors; in XTS their first tweaks.
+    /// The IVs of consecutive sectors; for XTS, their first tweaks.
     fn vectors(&self, first: u64, out: &mut [Block]) {
         for (vector, i) in out.iter_mut().zip(0..) {
             let number = first.wrapping_add(i);
@@ -209,7 +208,7 @@ impl AesSectors {
         }
     }
 
-    /// Works on groups of sectors, each with the vectors of its sectors.
+    /// Processes groups of sectors, each with its IVs.
     fn in_groups(
         &self,
         bytes: &mut [u8],
@@ -227,7 +226,7 @@ impl AesSectors {
         }
     }
 
-    /// XTS is the same both ways, but for AES itself.
+    /// XTS is the same in both directions, except for AES itself.
     fn xts(&self, group: &mut [Block], vectors: &[Block], turn: impl Fn(&Aes, &mut [Block])) {
         let mut tweaks = [[0; BLOCKS]; BATCH];
         for (batch, vectors) in group.chunks_mut(BATCH * BLOCKS).zip(vectors.chunks(BATCH)) {
@@ -243,8 +242,8 @@ impl AesSectors {
         }
     }
 
-    /// A block of a sector needs the one before it, but sectors need nothing of each other: the
-    /// first blocks of all sectors are encrypted together, then the second ones.
+    /// A block depends on its predecessor in the sector, but sectors are independent: the first
+    /// blocks of all sectors are encrypted together, then the second ones.
     fn cbc_encrypt(&self, group: &mut [Block], before: &mut [Block]) {
         let sectors = group.len().div_ceil(BLOCKS);
         for at in 0..group.len().min(BLOCKS) {
@@ -287,8 +286,8 @@ fn xor(block: &mut Block, with: u128) {
     *block = (number_of(block) ^ with).to_le_bytes().into();
 }
 
-/// The tweaks of all blocks of a few sectors, of which the first are given. The sectors' chains
-/// are followed side by side, so that none waits for another.
+/// All tweaks of a few sectors, from their first tweaks. The sectors' chains are computed
+/// interleaved, so that none waits for another.
 fn make_tweaks(tweaks: &mut [[u128; BLOCKS]; BATCH], first: &[Block]) {
     let mut now = [0; BATCH];
     for (now, first) in now.iter_mut().zip(first) {
@@ -329,7 +328,7 @@ mod tests {
 
     #[test]
     fn xts_as_in_ieee_1619() {
-        // Annex B, vectors 2 and 10 (the beginning of its 512 bytes).
+        // Annex B, vectors 2 and 10 (the start of its 512 bytes).
         let key = bytes("1111111111111111111111111111111122222222222222222222222222222222");
         let cipher = CipherSpec::find("aes", "xts-plain64", 32).unwrap().with_key(&key).unwrap();
         let mut data = vec![0x44; 32];
@@ -353,7 +352,7 @@ mod tests {
 
     #[test]
     fn cbc_as_in_nist_sp_800_38a() {
-        // F.2.1, with the initialisation vector that sector 0 has.
+        // F.2.1, with the IV of sector 0.
         let key = bytes("2b7e151628aed2a6abf7158809cf4f3c");
         let cipher = CipherSpec::find("aes", "cbc-plain64", 16).unwrap().with_key(&key).unwrap();
         let vector = bytes("000102030405060708090a0b0c0d0e0f");
@@ -371,7 +370,7 @@ mod tests {
 
     #[test]
     fn sectors_together_are_what_they_are_alone() {
-        // Around the sizes of groups and batches, with a short sector at the end.
+        // Around the sizes of groups and batches, with a short last sector.
         let blocks = |sectors: usize, more: usize| sectors * BLOCKS + more;
         let lengths = [
             blocks(0, 1),
@@ -395,7 +394,7 @@ mod tests {
             let cipher = spec.with_key(&key).unwrap();
             for len in lengths {
                 let plain: Vec<u8> = (0..len * BLOCK).map(|i| (i * i / 11) as u8).collect();
-                // Numbers that pass 2^32 on the way.
+                // Numbers that cross 2^32.
                 let first = u64::from(u32::MAX) - 3;
                 let mut together = plain.clone();
                 cipher.encrypt(&mut together, first);
@@ -439,7 +438,7 @@ mod tests {
             assert_eq!(alone, plain[1024..1536], "{mode}");
             let mut far = plain[..512].to_vec();
             cipher.encrypt(&mut far, 5 + (1 << 32));
-            // Plain counts to 2^32 sectors only.
+            // Plain counts only to 2^32 sectors.
             assert_eq!(far == whole[..512], spec.vector == Vector::Plain, "{mode}");
         }
     }

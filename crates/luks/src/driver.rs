@@ -1,4 +1,4 @@
-//! The front door of raw LUKS containers.
+//! The driver of raw LUKS containers.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ const SPECS: &[OptionSpec] = &[
     },
 ];
 
-/// Bytes of one write of `preallocation=full`.
+/// Bytes per write of `preallocation=full`.
 const FULL_STEP: u64 = 1 << 20;
 
 /// Raw LUKS containers, version 1.
@@ -52,7 +52,7 @@ impl FormatDriver for LuksDriver {
         true
     }
 
-    /// Other versions are ours too: better a word about the version than a raw disk.
+    /// Matches other versions too: an error about the version is better than probing as raw.
     fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
         if head.starts_with(&MAGIC) { Probe::Yes } else { Probe::No }
     }
@@ -128,7 +128,7 @@ impl FormatDriver for LuksDriver {
         Ok(Some(Box::new(LuksSlots::read(storage.clone(), place, limits)?)))
     }
 
-    /// The header is all the metadata there is.
+    /// The header is all the metadata.
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
@@ -146,7 +146,7 @@ impl FormatDriver for LuksDriver {
         Ok(SECTOR_BYTES)
     }
 
-    /// The length of the file: header, key material and every byte of the disk.
+    /// The file's length: header, key material and the whole disk.
     fn measure(&self, guest_bytes: u64, options: &Options, _clusters: u64) -> Result<Measured> {
         let (_, end) = sizes(&NewHeader::from_options(options, "")?, guest_bytes)?;
         Ok(Measured { required: end, fully_allocated: end })

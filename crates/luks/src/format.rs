@@ -12,16 +12,16 @@ use vdkit_block::{
 use crate::header::{Header, HeaderPlace, SECTOR_BYTES};
 use crate::slots::LuksSlots;
 
-/// Where the header of a container lies: at its beginning.
+/// The header of a container is at its start.
 pub(crate) fn place_of(storage: &dyn Storage) -> Result<HeaderPlace> {
     Ok(HeaderPlace { offset: HostOffset(0), room: storage.len()? })
 }
 
-/// Bytes of the guest disk of a container: whole sectors.
+/// Bytes of a container's guest disk, in whole sectors.
 ///
 /// # Errors
-/// [`Error::Corrupt`] where the file ends before its payload; [`Error::Unsupported`] for a header
-/// that is apart from its disk.
+/// [`Error::Corrupt`] if the file ends before its payload; [`Error::Unsupported`] for a detached
+/// header.
 pub(crate) fn guest_bytes_of(header: &Header, storage: &dyn Storage) -> Result<u64> {
     let (file, payload, len) = (storage.name(), header.payload_offset(), storage.len()?);
     if payload == 0 {
@@ -55,7 +55,7 @@ pub struct LuksFormat {
 }
 
 impl LuksFormat {
-    /// Opens a container with the first of the keys that fits.
+    /// Opens a container with the first matching key.
     ///
     /// # Errors
     /// As [`LuksSlots::unlock`]; [`Error::ReadOnly`].
@@ -116,7 +116,7 @@ impl Format for LuksFormat {
         Some(&self.encryption)
     }
 
-    /// What was never written is noise.
+    /// Unwritten space is noise.
     fn new_reads_zero(&self) -> bool {
         false
     }
@@ -141,19 +141,19 @@ impl Format for LuksFormat {
         Some(self.data(at, len))
     }
 
-    /// Never a reservation: every byte has its place.
+    /// Never a reservation: every byte is allocated.
     fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
         self.check_writable()?;
         Ok(None)
     }
 
-    /// Nothing: no metadata says zero, so zeroes are written.
+    /// Does nothing: there is no zero metadata, so the caller writes zeroes.
     fn zero(&self, at: GuestOffset, _len: u64, _may_unmap: bool) -> Result<Range<u64>> {
         self.check_writable()?;
         Ok(at.0..at.0)
     }
 
-    /// Nothing: a hole in the file would read as noise.
+    /// Does nothing: a hole in the file would read as noise.
     fn discard(&self, _at: GuestOffset, _len: u64) -> Result<()> {
         self.check_writable()
     }
@@ -181,7 +181,7 @@ impl Format for LuksFormat {
         if !self.storage.caps().growable && end > self.storage.len()? {
             return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));
         }
-        // Requests that come meanwhile find no byte of the disk behind the end of the file.
+        // Concurrent requests must not reach bytes beyond the end of the file.
         let before = self.guest_bytes.fetch_min(bytes, Ordering::AcqRel);
         if self.storage.caps().growable
             && let Err(error) = self.storage.set_len(end)

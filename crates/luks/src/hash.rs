@@ -1,4 +1,4 @@
-//! The hashes that a LUKS header may name: digests, and PBKDF2 over them.
+//! The hashes of LUKS headers: digests, and PBKDF2 with them.
 
 use hmac::{Hmac, KeyInit};
 use ripemd::Ripemd160;
@@ -23,7 +23,7 @@ pub enum Hash {
     Ripemd160,
 }
 
-/// The names, as headers and options have them.
+/// The names in headers and options.
 pub(crate) const HASH_NAMES: &[&str] =
     &["sha1", "sha224", "sha256", "sha384", "sha512", "ripemd160"];
 
@@ -31,7 +31,7 @@ const HASHES: [Hash; 6] =
     [Hash::Sha1, Hash::Sha224, Hash::Sha256, Hash::Sha384, Hash::Sha512, Hash::Ripemd160];
 
 impl Hash {
-    /// The hash of a name.
+    /// Finds a hash by name.
     pub fn find(name: &str) -> Option<Self> {
         HASHES.into_iter().find(|hash| hash.name() == name)
     }
@@ -41,7 +41,6 @@ impl Hash {
         HASH_NAMES[self as usize]
     }
 
-    /// Bytes of a digest.
     pub(crate) fn digest_bytes(self) -> usize {
         match self {
             Self::Sha1 | Self::Ripemd160 => 20,
@@ -52,7 +51,7 @@ impl Hash {
         }
     }
 
-    /// The digest of the parts, one after the other.
+    /// The digest of the concatenated parts.
     pub(crate) fn digest(self, parts: &[&[u8]]) -> Vec<u8> {
         fn of<D: Digest>(parts: &[&[u8]]) -> Vec<u8> {
             let mut digest = D::new();
@@ -81,7 +80,7 @@ impl Hash {
         }
     }
 
-    /// Rounds that [`Hash::derive`] takes for each iteration.
+    /// Rounds of [`Hash::derive`] per iteration.
     pub(crate) fn rounds(self, key_bytes: usize) -> u64 {
         key_bytes.div_ceil(self.digest_bytes()) as u64
     }
@@ -93,7 +92,7 @@ fn derive<P: KeyInit + hmac::digest::Update + hmac::digest::FixedOutput + Clone 
     iterations: u32,
     out: &mut [u8],
 ) {
-    // The one failure that the signature allows is a key of a wrong length, and HMAC takes any.
+    // Only a wrong key length could fail, and HMAC accepts any.
     let derived = pbkdf2::pbkdf2::<P>(key, salt, iterations, out);
     debug_assert!(derived.is_ok(), "HMAC takes keys of any length");
 }

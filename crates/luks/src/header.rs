@@ -1,4 +1,4 @@
-//! The header: parsed from a stranger's bytes, validated into a type that the rest may trust.
+//! The header: parsed from untrusted bytes, and validated into a trusted type.
 //!
 //! Source: LUKS1 on-disk format specification, section 3 "The partition header". All numbers are
 //! big-endian.
@@ -15,16 +15,16 @@ use crate::hash::{HASH_NAMES, Hash};
 pub const HEADER_BYTES: usize = 592;
 /// The first six bytes.
 pub const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
-/// Key slots of every header.
+/// Number of key slots.
 pub const SLOTS: usize = 8;
-/// How thinly each key is spread.
+/// Number of stripes of each key.
 pub(crate) const STRIPES: usize = 4000;
-/// Offsets are counted in sectors.
+/// Unit of offsets.
 pub(crate) const SECTOR_BYTES: u64 = 512;
-/// Longest key of the image that is accepted; the known ciphers take 64 bytes at most.
+/// Maximum accepted key length of the image; the supported ciphers use at most 64 bytes.
 const KEY_BYTES_MAX: u32 = 512;
 
-/// Where the fields are.
+/// Offsets of the fields.
 pub(crate) mod field {
     pub(crate) const VERSION: usize = 6;
     pub(crate) const CIPHER_NAME: usize = 8;
@@ -49,7 +49,6 @@ pub(crate) mod field {
 pub(crate) const ACTIVE: u32 = 0x00ac_71f3;
 pub(crate) const INACTIVE: u32 = 0x0000_dead;
 
-/// A key slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) active: bool,
@@ -75,16 +74,16 @@ pub struct Header {
     pub(crate) slots: [Slot; SLOTS],
 }
 
-/// Where a header lies in a file.
+/// Location of a header in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeaderPlace {
-    /// Where it begins.
+    /// Its start.
     pub offset: HostOffset,
-    /// Bytes that it and its key material may take.
+    /// Maximum bytes of it and its key material.
     pub room: u64,
 }
 
-/// Faults of a header, with their place in the file.
+/// Builds errors with the field's offset in the file.
 struct Faults<'a> {
     file: &'a str,
     base: u64,
@@ -101,7 +100,7 @@ impl Faults<'_> {
         Err(Error::corrupt(self.file, self.base + field as u64, what, found, expected))
     }
 
-    /// A name that ends within its field.
+    /// A NUL-terminated name within its field.
     fn text(&self, bytes: &[u8], field: usize, len: usize, what: &'static str) -> Result<String> {
         let bytes = &bytes[field..field + len];
         let end = bytes.iter().position(|&b| b == 0).unwrap_or(len);
@@ -115,10 +114,10 @@ impl Faults<'_> {
 }
 
 impl Header {
-    /// Reads and validates a header: one read.
+    /// Reads and validates a header, with one read.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] with offset, found and expected where a field breaks the specification;
+    /// [`Error::Corrupt`] with offset, found and expected if a field violates the specification;
     /// [`Error::Unsupported`] for another version.
     pub fn read(storage: &dyn Storage, place: HeaderPlace) -> Result<Self> {
         let mut bytes = [0; HEADER_BYTES];
@@ -127,7 +126,7 @@ impl Header {
         Self::parse(storage.name(), &bytes[..got], place)
     }
 
-    /// As [`Header::read`], of bytes that were read.
+    /// As [`Header::read`], from bytes in memory.
     ///
     /// # Errors
     /// As [`Header::read`].
@@ -207,7 +206,7 @@ impl Header {
         if self.digest_iterations == 0 {
             return faults.of(field::DIGEST_ITERATIONS, "mk-digest-iter", "0", "at least 1");
         }
-        // A header apart from its disk has no payload behind it.
+        // A detached header has no payload after it.
         let end = match self.payload {
             0 => room,
             payload => room.min(u64::from(payload) * SECTOR_BYTES),
@@ -238,18 +237,17 @@ impl Header {
         Ok(())
     }
 
-    /// The bytes of a slot's key material, whole sectors, from the start of the header.
+    /// The range of a slot's key material, in whole sectors, from the start of the header.
     pub(crate) fn material_area(&self, slot: usize) -> Range<u64> {
         let start = u64::from(self.slots[slot].material) * SECTOR_BYTES;
         start..start + self.material_bytes().next_multiple_of(SECTOR_BYTES)
     }
 
-    /// Bytes of a slot's key material.
     pub(crate) fn material_bytes(&self) -> u64 {
         u64::from(self.key_bytes) * STRIPES as u64
     }
 
-    /// Bytes from the start of the header to the encrypted disk; 0 where that is elsewhere.
+    /// Bytes from the start of the header to the encrypted disk; 0 for a detached header.
     pub fn payload_offset(&self) -> u64 {
         u64::from(self.payload) * SECTOR_BYTES
     }
@@ -257,7 +255,7 @@ impl Header {
     /// The cipher.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for one that is not known.
+    /// [`Error::Unsupported`] for an unknown one.
     pub fn cipher(&self, file: &str) -> Result<CipherSpec> {
         let (name, mode) = (&self.cipher_name, &self.cipher_mode);
         CipherSpec::find(name, mode, self.key_bytes as usize).ok_or_else(|| {
@@ -275,7 +273,7 @@ impl Header {
     /// The hash.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for one that is not known.
+    /// [`Error::Unsupported`] for an unknown one.
     pub fn hash(&self, file: &str) -> Result<Hash> {
         Hash::find(&self.hash_name).ok_or_else(|| {
             Error::unsupported(
@@ -289,14 +287,13 @@ impl Header {
         })
     }
 
-    /// The work of trying a key on a slot, in rounds of its derivation.
+    /// The cost of trying a key on a slot, in rounds of its key derivation.
     pub(crate) fn rounds(&self, slot: usize, hash: Hash) -> u64 {
         let of = |iterations: u32, bytes: usize| u64::from(iterations) * hash.rounds(bytes);
         of(self.slots[slot].iterations, self.key_bytes as usize)
             + of(self.digest_iterations, self.digest.len())
     }
 
-    /// The header's bytes.
     pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -317,7 +314,7 @@ impl Header {
         out
     }
 
-    /// What an image says of its encryption, as (key, value) texts.
+    /// The encryption properties of an image, as (key, value) texts.
     pub fn properties(&self) -> Vec<(String, String)> {
         let active = self.slots.iter().filter(|slot| slot.active).count();
         let text = |key: &str, value: String| (format!("encryption-{key}"), value);

@@ -1,27 +1,27 @@
-//! LUKS version 1: what is inside encrypted qcow2 images, and containers of their own.
+//! LUKS version 1, for encrypted qcow2 images and for raw containers.
 //!
-//! A passphrase never encrypts data. It opens a *key slot*, in which the image's own random key
-//! lies, encrypted and spread out; eight slots hold the same key for eight passphrases. So a
-//! passphrase is changed without touching the data.
+//! A passphrase never encrypts data. It opens a *key slot*, which holds the image's random key,
+//! encrypted and split; eight slots hold the same key for eight passphrases. So a passphrase can be
+//! changed without rewriting the data.
 //!
 //! ```text
 //!   passphrase ── PBKDF2 (salt, iterations) ──► key of the slot's material
 //!                                                      │
 //!   key material ── decrypt ── merge 4000 stripes ──► image's key ── PBKDF2 ──► digest equal?
 //!                                                      │
-//!   sector number ── vector ──► AES ◄──────────────────┘
+//!   sector number ── IV ──────► AES ◄──────────────────┘
 //! ```
 //!
 //! | what | where |
 //! |---|---|
-//! | the header, every field of a stranger's checked | `header` |
+//! | the header, validated from untrusted bytes | `header` |
 //! | opening, adding and wiping key slots, and the order of writes | `slots` |
 //! | new headers and their options | `new` |
 //! | AES-XTS and AES-CBC over sectors | `cipher` |
-//! | spreading a key over 4000 stripes | `af` |
-//! | raw containers: the map and the front door | `format`, `driver` |
+//! | splitting a key into 4000 stripes | `af` |
+//! | raw containers: map and driver | `format`, `driver` |
 //!
-//! Data is encrypted by whoever moves it: see [`vdkit_block::Encryption`].
+//! The data movers encrypt and decrypt: see [`vdkit_block::Encryption`].
 
 mod af;
 mod cipher;

@@ -1,4 +1,4 @@
-//! New headers, and the options that make them.
+//! New headers, and their options.
 
 use vdkit_block::random_uuid;
 use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result, Secret};
@@ -9,11 +9,10 @@ use crate::hash::Hash;
 use crate::header::{HEADER_BYTES, Header, SECTOR_BYTES, SLOTS, STRIPES, Slot};
 use crate::slots::{Method, random, wipe_stack};
 
-/// Key material begins here, and areas of it are multiples of this, as QEMU and cryptsetup lay
-/// them out.
+/// Start and alignment of key material areas, as in QEMU and cryptsetup.
 const MATERIAL_ALIGN: u64 = 4096;
 
-/// Milliseconds that trying a passphrase shall take, where none are given.
+/// Default target time of trying a passphrase, in milliseconds.
 pub const ITER_TIME_DEFAULT: u64 = 2000;
 
 macro_rules! options {
@@ -59,13 +58,13 @@ macro_rules! options {
     };
 }
 
-/// Options of a format that is nothing but LUKS.
+/// Options of raw LUKS containers.
 pub const OPTIONS: [OptionSpec; 6] = options!("", "aes-256", "xts", "plain64", "sha256", "2000");
 
-/// Options of a format with LUKS inside, which mean something with `encrypt.format=luks` only.
+/// Options of a format with LUKS inside, valid only with `encrypt.format=luks`.
 pub const INNER_OPTIONS: [OptionSpec; 6] = options!("encrypt.", "", "", "", "", "");
 
-/// What a new header shall say.
+/// Parameters of a new header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewHeader {
     method: Method,
@@ -73,10 +72,10 @@ pub struct NewHeader {
 }
 
 impl NewHeader {
-    /// What the options with names that begin so ask for.
+    /// Parses the options whose names begin with `prefix`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for what does not go together.
+    /// [`Error::Invalid`] for conflicting options.
     pub fn from_options(options: &Options, prefix: &str) -> Result<Self> {
         let text = |key: &str| options.text(&format!("{prefix}{key}"));
         let aes_bytes = match text("cipher-alg") {
@@ -106,22 +105,22 @@ impl NewHeader {
         })
     }
 
-    /// Bytes of a slot's area of key material.
+    /// Bytes of a slot's key material area.
     fn area_bytes(&self) -> u64 {
         let bytes = (self.method.spec.key_bytes() * STRIPES) as u64;
         bytes.next_multiple_of(MATERIAL_ALIGN)
     }
 
-    /// Bytes of the header with all key material: where the encrypted disk begins.
+    /// Bytes of the header with all key material: the start of the encrypted disk.
     pub fn payload_offset(&self) -> u64 {
         MATERIAL_ALIGN + SLOTS as u64 * self.area_bytes()
     }
 
-    /// The bytes of a new header with a new key for the image, which the passphrase opens by slot
-    /// 0. What follows them up to [`NewHeader::payload_offset`] may be anything.
+    /// A new header with a new random key for the image; slot 0 holds it for the passphrase. The
+    /// bytes after it up to [`NewHeader::payload_offset`] are arbitrary.
     ///
     /// # Errors
-    /// [`Error::Key`] where the system gives no random numbers.
+    /// [`Error::Key`] if the system has no random numbers.
     pub fn make(&self, file: &str, passphrase: &Secret, limits: &Limits) -> Result<MadeHeader> {
         let method = &self.method;
         let sector = |bytes: u64| (bytes / SECTOR_BYTES) as u32;
@@ -142,7 +141,7 @@ impl NewHeader {
             key_bytes: key.len() as u32,
             digest: [0; 20],
             digest_salt: [0; 32],
-            // An eighth of a slot's time, as QEMU does.
+            // An eighth of a slot's time, as in QEMU.
             digest_iterations: (iterations / 8).max(1000),
             uuid: random_uuid()?.to_string(),
             slots,
@@ -159,9 +158,9 @@ impl NewHeader {
     }
 }
 
-/// A header that was made.
+/// A new header.
 pub struct MadeHeader {
-    /// What goes to the start of the header's place.
+    /// Bytes to write at the header's start.
     pub bytes: Vec<u8>,
     method: Method,
     key: Zeroizing<Vec<u8>>,

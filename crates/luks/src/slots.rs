@@ -1,10 +1,10 @@
-//! Key slots: finding the image's key with a passphrase, and locking it with another one.
+//! Key slots: recovering the image's key with a passphrase, and storing it for another one.
 //!
 //! # Order of writes
-//! A slot that gets a key: its material, its salt and its iterations are durable before the four
-//! bytes that make it active are written. (A slot can straddle two sectors; its state cannot.) A
-//! slot that is wiped: its material is overwritten before its state says that it is free, so that
-//! a slot that seems free is never one that a passphrase still opens.
+//! Adding a key: material, salt and iterations must be durable before the four bytes that make the
+//! slot active. (A slot can straddle two sectors; its state cannot.) Wiping a key: the material
+//! must be overwritten before the state marks the slot as free, so that no passphrase can open a
+//! slot that is marked free.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,17 +19,17 @@ use crate::cipher::{AesSectors, CipherSpec};
 use crate::hash::Hash;
 use crate::header::{Header, HeaderPlace, SLOTS, STRIPES, Slot, field};
 
-/// The fewest iterations that a new slot gets, as the specification asks.
+/// Minimum iterations of a new slot, by the specification.
 const ITERATIONS_MIN: u32 = 1000;
 
-/// The image's own key.
+/// The image's key.
 pub(crate) type VolumeKey = Zeroizing<Vec<u8>>;
 
-/// Bytes of the stack that deriving a key and expanding it use at most.
+/// Maximum stack use of deriving and expanding a key.
 const STACK_BYTES: usize = 32 << 10;
 
-/// Overwrites what calls that have returned left on the stack: hash states and expanded keys on
-/// their way to the heap are moved, and a move leaves the old bytes behind.
+/// Overwrites stack left by returned calls: hash states and expanded keys are moved to the heap,
+/// and moves leave copies behind.
 #[inline(never)]
 pub(crate) fn wipe_stack() {
     std::hint::black_box(&mut [0u8; STACK_BYTES]).zeroize();
@@ -44,7 +44,7 @@ pub(crate) fn random(file: &str, out: &mut [u8]) -> Result<()> {
     })
 }
 
-/// What keys are derived and spread with.
+/// Parameters of key derivation and splitting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Method {
     pub(crate) spec: CipherSpec,
@@ -56,14 +56,14 @@ impl Method {
         Ok(Self { spec: header.cipher(file)?, hash: header.hash(file)? })
     }
 
-    /// The cipher of a slot's material, from a passphrase.
+    /// The cipher of a slot's material, derived from a passphrase.
     fn cipher(&self, passphrase: &Secret, slot: &Slot) -> Option<AesSectors> {
         let mut key = Zeroizing::new(vec![0; self.spec.key_bytes()]);
         self.hash.derive(passphrase.bytes(), &slot.salt, slot.iterations, &mut key);
         self.spec.with_key(&key)
     }
 
-    /// The material that locks the image's key with a passphrase.
+    /// Key material that stores the image's key for a passphrase.
     pub(crate) fn lock(
         &self,
         file: &str,
@@ -80,8 +80,8 @@ impl Method {
         Ok(material.to_vec())
     }
 
-    /// So many iterations that deriving a slot's key takes about this time here, within the limits;
-    /// the fewest for 0.
+    /// The number of iterations that takes this time on this machine, within the limits; the
+    /// minimum for 0.
     pub(crate) fn iterations(&self, milliseconds: u64, limits: &Limits) -> u32 {
         if milliseconds == 0 {
             return ITERATIONS_MIN;
@@ -105,7 +105,7 @@ impl Method {
         (f64::from(tried) * ratio).clamp(ITERATIONS_MIN.into(), most) as u32
     }
 
-    /// What tells the image's key from another.
+    /// The digest that identifies the image's key.
     pub(crate) fn digest(&self, key: &VolumeKey, salt: &[u8; 32], iterations: u32) -> [u8; 20] {
         let mut digest = [0; 20];
         self.hash.derive(key, salt, iterations, &mut digest);
@@ -113,7 +113,7 @@ impl Method {
     }
 }
 
-/// What trying one key may cost, on all slots together: a stranger's header has eight.
+/// Work of trying one key on all slots together: an untrusted header has eight.
 struct Work {
     limit: u64,
     done: u64,
@@ -124,7 +124,7 @@ impl Work {
         Self { limit: limits.key_rounds_max, done: 0 }
     }
 
-    /// Counts so many rounds, before they are done.
+    /// Counts rounds before they run.
     fn take(&mut self, file: &str, rounds: u64) -> Result<()> {
         let found = self.done.saturating_add(rounds);
         if found <= self.limit {
@@ -140,7 +140,7 @@ impl Work {
     }
 }
 
-/// A header in a file, and what keys open.
+/// A header in a file, with its key slots.
 #[derive(Debug)]
 pub struct LuksSlots {
     storage: Arc<dyn Storage>,
@@ -164,11 +164,11 @@ impl LuksSlots {
         &self.header
     }
 
-    /// The image's cipher, by the first of the keys that fits.
+    /// The image's cipher, opened by the first matching key.
     ///
     /// # Errors
-    /// [`Error::Key`] where none does; [`Error::Unsupported`] for ciphers and hashes that are not
-    /// known; [`Error::Limit`] where a slot asks for too much work.
+    /// [`Error::Key`] if no key matches; [`Error::Unsupported`] for unknown ciphers and hashes;
+    /// [`Error::Limit`] if a slot demands too much work.
     pub fn unlock(&self, keys: &[Secret]) -> Result<Arc<AesSectors>> {
         let file = self.storage.name();
         let method = Method::of(&self.header, file)?;
@@ -198,8 +198,8 @@ impl LuksSlots {
         }
     }
 
-    /// The slot that a passphrase opens, with the image's key. A slot that costs too much is
-    /// passed over as long as another one opens.
+    /// The slot that a passphrase opens, and the image's key. Slots that exceed the work limit are
+    /// skipped; that is an error only if no other slot opens.
     fn find(&self, method: &Method, passphrase: &Secret) -> Result<Option<(usize, VolumeKey)>> {
         let mut too_much = None;
         let mut work = Work::new(&self.limits);
@@ -235,7 +235,7 @@ impl LuksSlots {
         Ok((digest == header.digest).then_some(key))
     }
 
-    /// A host offset from one that counts from the header.
+    /// The host offset of an offset from the header's start.
     fn at(&self, offset: u64) -> HostOffset {
         self.place.offset + offset
     }
@@ -244,7 +244,7 @@ impl LuksSlots {
         self.at((field::SLOTS + number * field::SLOT_BYTES) as u64)
     }
 
-    /// Overwrites the material of a slot, and makes that durable.
+    /// Overwrites a slot's material durably.
     fn overwrite_material(&self, number: usize) -> Result<()> {
         let area = self.header.material_area(number);
         let mut noise = vec![0; (area.end - area.start) as usize];
@@ -298,7 +298,7 @@ impl KeySlots for LuksSlots {
         self.storage.write_at(&material, self.at(self.header.material_area(number).start))?;
         self.storage.write_at(&slot.encode(), self.slot_at(number))?;
         self.storage.sync()?;
-        // Only what is known to open is shown.
+        // Update the slot only after the new key is known to open it.
         slot.active = true;
         let before = std::mem::replace(&mut self.header.slots[number], slot.clone());
         match self.try_slot(&method, number, new, &mut Work::new(&self.limits)) {
@@ -331,7 +331,7 @@ impl KeySlots for LuksSlots {
         slot.active = false;
         self.storage.write_at(&slot.encode()[..4], self.slot_at(number))?;
         self.storage.sync()?;
-        // What is left in the header is of no use without the material.
+        // The rest of the slot is useless without the material.
         slot.iterations = 0;
         slot.salt = [0; 32];
         self.storage.write_at(&slot.encode(), self.slot_at(number))?;

@@ -1,4 +1,4 @@
-//! Containers made, opened, and damaged; key slots changed, and the power cut while they are.
+//! Creating, opening and damaging containers; changing key slots, also under power cuts.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 
-/// Little enough for a test; new slots get a thousand iterations.
+/// Low limits, to be fast; new slots get a thousand iterations.
 const LIMITS: Limits = Limits {
     files_max: 4,
     table_bytes_max: 1 << 20,
@@ -127,7 +127,7 @@ fn a_sparse_file_says_how_long_the_disk_is() {
     assert_eq!(measured.required, made.len().unwrap());
 }
 
-/// A header with these bytes at some place.
+/// A header with some bytes overwritten.
 fn damaged(header: &[u8], at: usize, bytes: &[u8]) -> Result<Header> {
     let mut header = header.to_vec();
     header[at..at + bytes.len()].copy_from_slice(bytes);
@@ -182,8 +182,8 @@ fn every_field_of_a_header_is_checked() {
     }
 }
 
-/// Every number of the header replaced by those at which code goes wrong: the container opens or
-/// an error names it, and neither costs much.
+/// Sets every number of the header to boundary values: the container opens or reports an error,
+/// both at low cost.
 #[test]
 fn any_number_in_any_field_is_an_answer_at_little_cost() {
     let storage = made(64 << 10, "cipher-alg=aes-128").unwrap();
@@ -211,7 +211,7 @@ fn any_number_in_any_field_is_an_answer_at_little_cost() {
             }
         }
     }
-    // What a free slot says of its iterations, for one, is nobody's business.
+    // For instance, the iterations of a free slot are ignored.
     assert!(opened > 50 && refused > 200, "{opened} opened, {refused} refused");
 }
 
@@ -226,7 +226,7 @@ fn work_is_bounded_before_it_is_done() {
         assert!(error.to_string().contains("--key-rounds"), "{error}");
         storage.write_at(&before, HostOffset(0)).unwrap();
     }
-    // What all slots cost together counts.
+    // The cost of all slots together is limited.
     for slots in [2, 8] {
         let storage = made(1 << 20, "cipher-alg=aes-128").unwrap();
         for number in 1..slots {
@@ -237,7 +237,7 @@ fn work_is_bounded_before_it_is_done() {
         let limit = matches!(error, Error::Limit { .. });
         assert_eq!(limit, slots == 8, "{slots} slots: {error}");
     }
-    // Another slot that costs little opens all the same.
+    // A cheap slot still opens.
     let mut all = slots(storage.clone());
     assert_eq!(all.add(&secret("first"), &secret("second"), 0).unwrap(), 1);
     storage.write_at(&u32::MAX.to_be_bytes(), HostOffset(208 + 4)).unwrap();
@@ -284,7 +284,7 @@ fn any_damage_is_an_answer_and_never_a_panic() {
         storage.write_at(&header, HostOffset(0)).unwrap();
         opened += u32::from(open(storage.clone(), "first").is_ok());
     }
-    // The good header belongs to another file.
+    // The valid header belongs to another file.
     assert_eq!(opened, 0);
 }
 
@@ -307,14 +307,14 @@ fn eight_keys_open_and_a_ninth_has_no_place() {
     assert!(!opens(&storage, "key 3") && opens(&storage, "key 4") && opens(&storage, "first"));
     assert!(all.wipe(8).is_err());
     assert_eq!(slots(storage.clone()).slots(), all.slots());
-    // The wiped material is not the old one under another state.
+    // The wiped material must not be the old material with another state.
     storage.write_at(&0x00ac_71f3u32.to_be_bytes(), HostOffset(208 + 3 * 48)).unwrap();
     storage.write_at(&1000u32.to_be_bytes(), HostOffset(208 + 3 * 48 + 4)).unwrap();
     assert!(!opens(&storage, "key 3"));
 }
 
-/// Changes of key slots with the power cut at every step: a key that stays always opens; one that
-/// was added or removed does or does not as long as nobody was told.
+/// Key slot changes with a power cut at every step: an unchanged key always opens; a key being
+/// added or removed may or may not.
 #[test]
 fn power_cuts_lock_nobody_out() {
     // Slot 6 straddles two sectors.
@@ -369,7 +369,7 @@ fn a_failed_change_of_keys_leaves_the_old_ones() {
             faulty.heal();
             assert!(opens(&first, "first"), "{change} {nth}");
             assert!(change == "wipe" || opens(&first, "second"), "{change} {nth}");
-            // What was begun can be done again.
+            // An interrupted change can be repeated.
             let mut again = slots(first.clone());
             match change {
                 "add" if !opens(&first, "new") => {

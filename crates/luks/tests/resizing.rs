@@ -1,4 +1,4 @@
-//! Other sizes of a container, whose file says by its length alone how large the disk is.
+//! Resizing a container, whose disk size is given only by the file's length.
 
 use vdkit_luks::LuksDriver;
 use vdkit_testkit::FaultKind;
@@ -12,7 +12,7 @@ const TRIAL: Trial = Trial {
     write_bytes_max: MIB,
     resizes: true,
 };
-/// What was never written is noise, so growing writes zeroes, in steps of 8 MiB.
+/// Unwritten space is noise, so growing writes zeroes, in steps of 8 MiB.
 const CONTAINER: Resizes<'_> =
     Resizes { cut: Cut::All, ..Resizes::new(TRIAL, &[9 * MIB + 512, 70 * KIB + 512, 3 * MIB]) };
 

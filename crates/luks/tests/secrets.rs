@@ -1,5 +1,5 @@
-//! When an image is closed, neither what opened it nor its own key is left anywhere in the memory
-//! of the process. The only test of its program: others would be in that memory too.
+//! After an image is closed, the process's memory contains neither its passphrase nor its key. This
+//! is the only test of its program: others would be in that memory too.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
@@ -12,13 +12,13 @@ use vdkit_luks::LuksDriver;
 use vdkit_storage::MemoryStorage;
 use zeroize::Zeroize;
 
-/// What is looked for is kept like this, so that it does not find itself.
+/// Searched bytes are stored masked, so that the search does not find itself.
 const MASK: u8 = 0xa5;
 const CHUNK: usize = 1 << 20;
-/// A find may lie across the border between two chunks.
+/// A match may cross the border between two chunks.
 const OVERLAP: usize = 256;
 
-/// Shows all memory that the process may write, in pieces that overlap.
+/// Visits all writable memory of the process, in overlapping pieces.
 fn each_piece_of_memory(mut look: impl FnMut(&[u8])) {
     let mut memory = File::open("/proc/self/mem").unwrap();
     let mut buffer = vec![0; CHUNK];
@@ -29,7 +29,7 @@ fn each_piece_of_memory(mut look: impl FnMut(&[u8])) {
         let (start, end) = line.split(' ').next().unwrap().split_once('-').unwrap();
         let number = |text| u64::from_str_radix(text, 16).unwrap();
         let (start, end) = (number(start), number(end));
-        // All but the buffer, in which there is what was shown.
+        // Everything except the buffer, which holds the last piece.
         let before = start..end.min(own);
         let behind = start.max(own + CHUNK as u64)..end;
         for range in [before, behind] {
@@ -37,7 +37,7 @@ fn each_piece_of_memory(mut look: impl FnMut(&[u8])) {
             while at < range.end {
                 let len = (range.end - at).min(CHUNK as u64) as usize;
                 memory.seek(SeekFrom::Start(at)).unwrap();
-                // Some special mappings cannot be read, and hold nothing of ours.
+                // Some special mappings are unreadable and contain none of our data.
                 if memory.read_exact(&mut buffer[..len]).is_ok() {
                     look(&buffer[..len]);
                 }
@@ -48,7 +48,7 @@ fn each_piece_of_memory(mut look: impl FnMut(&[u8])) {
     buffer.zeroize();
 }
 
-/// How often these (masked) bytes are in memory.
+/// Number of occurrences of these (masked) bytes in memory.
 fn count(masked: &[u8]) -> usize {
     let mut found = 0;
     each_piece_of_memory(|piece| {
@@ -65,8 +65,8 @@ fn count(masked: &[u8]) -> usize {
     found
 }
 
-/// The AES-256 keys that lie in memory in their expanded form, as AES instructions use it
-/// (FIPS 197, section 5.2): masked.
+/// The AES-256 keys in memory in expanded form, as AES instructions use it (FIPS 197, section 5.2);
+/// masked.
 fn expanded_keys() -> Vec<[u8; 32]> {
     let sbox = sbox();
     let mut keys: Vec<[u8; 32]> = Vec::new();
@@ -85,7 +85,7 @@ fn expanded_keys() -> Vec<[u8; 32]> {
     keys
 }
 
-/// Whether 32 bytes are what the expansion of the 32 bytes before makes of them.
+/// Whether 32 bytes are the key expansion of the preceding 32 bytes.
 fn follows(words: &[u8], sbox: &[u8; 256]) -> bool {
     for i in 0..32 {
         let word = i / 4;
@@ -102,7 +102,7 @@ fn follows(words: &[u8], sbox: &[u8; 256]) -> bool {
     true
 }
 
-/// The substitution of AES: inverses in its field, and an affine map (FIPS 197, section 5.1.1).
+/// The AES S-box: inverses in its field, and an affine map (FIPS 197, section 5.1.1).
 fn sbox() -> [u8; 256] {
     let times = |mut a: u8, mut b: u8| {
         let mut product = 0;
@@ -139,7 +139,7 @@ fn nothing_of_a_key_is_left_in_memory() {
         println!("skipped: without AES instructions expanded keys have another form");
         return;
     }
-    // A passphrase from a file, as the command takes it; here it is only known masked.
+    // A passphrase from a file, as in the command; here only its masked form is known.
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("key");
     let mut passphrase = vec![0; 40];

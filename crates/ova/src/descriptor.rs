@@ -1,44 +1,44 @@
-//! The OVF descriptor: which files there are, and which disks are in them.
+//! The OVF descriptor: files and disks of an appliance.
 
 use vdkit_block::{Error, Result};
 
 use crate::units::bytes_of_unit;
 use crate::xml::{attribute, children, parse};
 
-/// Files, and disks, of one appliance.
+/// Maximum files, and disks, per appliance.
 const ENTRIES_MAX: usize = 4096;
 
 /// A file of the appliance (`References/File`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileReference {
-    /// What disks name it by.
+    /// The id by which disks refer to it.
     pub id: String,
     /// Its name in the archive.
     pub href: String,
-    /// Its bytes, where the descriptor says so.
+    /// Its bytes, if given.
     pub size: Option<u64>,
-    /// How it is compressed, in the descriptor's own word; none for `identity`.
+    /// Its compression, in the descriptor's own word; `None` for `identity`.
     pub compression: Option<String>,
-    /// It is cut into pieces of so many bytes, `HREF.000000000` and so on.
+    /// Chunk size in bytes, if the file is split into `HREF.000000000` and so on.
     pub chunk_bytes: Option<u64>,
 }
 
 /// A disk of the appliance (`DiskSection/Disk`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VirtualDisk {
-    /// Its name within the descriptor.
+    /// Its id in the descriptor.
     pub id: String,
-    /// The file that it is in; an empty disk is in none.
+    /// Id of its file; `None` for an empty disk.
     pub file: Option<String>,
-    /// Bytes of the disk, where the descriptor says so in a known unit.
+    /// Bytes of the disk, if given in a known unit.
     pub capacity: Option<u64>,
     /// The format as an URI.
     pub format: Option<String>,
-    /// The disk that this one stands on.
+    /// The disk's parent.
     pub parent: Option<String>,
 }
 
-/// What is needed of a descriptor.
+/// The parsed parts of a descriptor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Descriptor {
     /// The name of the (first) virtual machine.
@@ -50,11 +50,11 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// Reads a descriptor. `file` is for messages, as `offset` is: where it begins in it.
+    /// Parses a descriptor. `file` and `offset` (its start in the file) are for messages.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] for what is no OVF descriptor, for names that are there twice and for disks in
-    /// files that are not listed; [`Error::Limit`].
+    /// [`Error::Corrupt`] for another document, for duplicate names and for disks in unlisted
+    /// files; [`Error::Limit`].
     pub fn parse(file: &str, offset: u64, bytes: &[u8]) -> Result<Self> {
         let document = parse(file, offset, bytes)?;
         let root = document.root_element();
@@ -130,13 +130,13 @@ impl Descriptor {
         Ok(())
     }
 
-    /// The file of this id.
+    /// The file with this id.
     pub fn file(&self, id: &str) -> Option<&FileReference> {
         self.files.iter().find(|file| file.id == id)
     }
 }
 
-/// The disks: OVF 0.9 has its sections as `Section` with a type.
+/// The disks. OVF 0.9 stores its sections as `Section` with a type.
 fn disks_of<'a, 'i: 'a>(
     root: roxmltree::Node<'a, 'i>,
 ) -> impl Iterator<Item = roxmltree::Node<'a, 'i>> {
@@ -148,7 +148,7 @@ fn disks_of<'a, 'i: 'a>(
     sections.flat_map(|section| children(section, "Disk"))
 }
 
-/// What the first virtual machine is called.
+/// Name of the first virtual machine.
 fn system_name(root: roxmltree::Node<'_, '_>) -> Option<String> {
     let system = root.descendants().find(|node| {
         node.is_element() && matches!(node.tag_name().name(), "VirtualSystem" | "Content")
@@ -159,11 +159,11 @@ fn system_name(root: roxmltree::Node<'_, '_>) -> Option<String> {
 }
 
 fn number(text: Option<&str>) -> Option<u64> {
-    // A capacity may also be `${…}`, which whoever deploys the appliance fills in.
+    // A capacity may also be a `${…}` placeholder, filled in at deployment.
     text.and_then(|text| text.trim().parse().ok())
 }
 
-/// A name that is there twice.
+/// The first duplicate name.
 pub(crate) fn twice<'a>(names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let mut sorted: Vec<_> = names.collect();
     sorted.sort_unstable();

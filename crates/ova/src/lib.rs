@@ -1,15 +1,15 @@
 //! Open virtual appliances: an OVF descriptor, disks and a manifest in one tar file (OVA).
 //!
 //! ```text
-//!   appliance.ova ─► tar members ─► descriptor (XML) ─► disks ─► a window each: a storage as others
-//!                                   manifest ─► hashes of what is used ──────────┘
+//!   appliance.ova ─► tar members ─► descriptor (XML) ─► disks ─► a Window (storage) each
+//!                                   manifest ─► hashes to verify ──┘
 //!
-//!   disks, one pass each ─► sinks that write and hash ─► tar file, whose head is filled in at last
+//!   disks, one pass each ─► sinks that write and hash ─► tar file, whose head is written last
 //! ```
 //!
-//! Nothing is unpacked to be read: a disk is a [`Window`] over the bytes of the tar file, so several
-//! threads read several disks of it at once. Names from the file are compared with each other and
-//! shown; none is ever a path ([`PackagedDisk::safe_stem`] makes one that can be).
+//! Nothing is extracted: a disk is a [`Window`] over the bytes of the tar file, so several threads
+//! can read several disks at once. Names from the file are compared and displayed but never used as
+//! paths ([`PackagedDisk::safe_stem`] makes a safe file name).
 //!
 //! Sources: DMTF DSP0243 (Open Virtualization Format Specification) 1.1 and 2.1, DSP0004
 //! (programmatic units), IEEE 1003.1 ("pax": ustar and pax headers), the GNU tar manual ("Basic Tar

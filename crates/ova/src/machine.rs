@@ -1,4 +1,4 @@
-//! The virtual machine around the disks, as far as VMware's tools and VirtualBox need one.
+//! The virtual machine of an appliance, as VMware's tools and VirtualBox need it.
 
 use std::fmt::Write;
 
@@ -7,13 +7,13 @@ use vdkit_stream::HashMethod;
 
 use crate::xml::escaped;
 
-/// Disks on one controller, and controllers, of a virtual machine of VMware: SCSI and SATA.
+/// Maximum disks per controller, and controllers, of a VMware virtual machine: SCSI and SATA.
 const SCSI_DISKS: usize = 15;
 const SATA_DISKS: usize = 30;
 const CONTROLLERS_MAX: usize = 4;
-/// The unit of a SCSI bus that is the controller's own.
+/// The SCSI unit of the controller itself.
 const SCSI_OWN_UNIT: usize = 7;
-/// The oldest hardware version that takes disks beyond 2 TiB (ESXi 5.5).
+/// The oldest hardware version with disks beyond 2 TiB (ESXi 5.5).
 const HARDWARE_VERSION: u64 = 10;
 
 /// Options of a new appliance.
@@ -64,7 +64,7 @@ pub const OPTIONS: &[OptionSpec] = &[
     },
 ];
 
-/// How a guest starts.
+/// Firmware of a virtual machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Firmware {
     /// A BIOS.
@@ -73,10 +73,10 @@ pub enum Firmware {
     Efi,
 }
 
-/// What disks are attached to.
+/// Disk controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Controller {
-    /// SCSI, LSI Logic parallel: every guest has its driver.
+    /// SCSI, LSI Logic parallel: every guest has a driver for it.
     LsiLogic,
     /// SCSI, LSI Logic SAS.
     LsiLogicSas,
@@ -87,7 +87,7 @@ pub enum Controller {
 }
 
 impl Controller {
-    /// CIM's resource type, and the subtype that VMware and VirtualBox know.
+    /// CIM's resource type, and the subtype of VMware and VirtualBox.
     fn types(self) -> (u32, &'static str) {
         match self {
             Self::LsiLogic => (6, "lsilogic"),
@@ -101,13 +101,13 @@ impl Controller {
         if self == Self::Ahci { SATA_DISKS } else { SCSI_DISKS }
     }
 
-    /// Where its n-th disk is.
+    /// Unit number of the n-th disk.
     fn unit(self, index: usize) -> usize {
         let skips = self != Self::Ahci && index >= SCSI_OWN_UNIT;
         index + usize::from(skips)
     }
 
-    /// The adapter type of VMDKs on it.
+    /// The adapter type of its VMDKs.
     pub fn vmdk_adapter(self) -> &'static str {
         if self == Self::Ahci { "ide" } else { "lsilogic" }
     }
@@ -116,31 +116,31 @@ impl Controller {
 /// A virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
-    /// What it is called.
+    /// Its name.
     pub name: String,
-    /// Its processors.
+    /// Number of processors.
     pub cpus: u64,
-    /// Its memory in bytes.
+    /// Memory in bytes.
     pub memory_bytes: u64,
-    /// CIM's number of its operating system, and VMware's name.
+    /// Operating system: CIM's number, and VMware's name.
     pub os: (u32, String),
-    /// How it starts.
+    /// Firmware.
     pub firmware: Firmware,
-    /// What its disks are attached to.
+    /// Disk controller.
     pub controller: Controller,
-    /// The network of its adapter; none has no adapter.
+    /// Network of its adapter; `None` for no adapter.
     pub network: Option<String>,
     /// The version of VMware's virtual hardware.
     pub hardware_version: u64,
-    /// The hashes of the manifest.
+    /// Hash method of the manifest.
     pub hash: HashMethod,
 }
 
 impl Machine {
-    /// The machine that [`OPTIONS`] ask for; `name` is its name where they have none.
+    /// The machine described by [`OPTIONS`]; `name` is the default name.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for values out of bounds.
+    /// [`Error::Invalid`] for values out of range.
     pub fn new(options: &Options, name: &str) -> Result<Self> {
         let number = |key: &str, default: u64, range: std::ops::RangeInclusive<u64>| {
             let value = options.number(key).unwrap_or(default);
@@ -185,7 +185,7 @@ impl Machine {
         })
     }
 
-    /// Refuses more disks than the machine has places for.
+    /// Fails if there are more disks than units.
     ///
     /// # Errors
     /// [`Error::Invalid`].
@@ -198,7 +198,7 @@ impl Machine {
     }
 }
 
-/// Numbers of CIM_OperatingSystem, and the names that vSphere has beside them.
+/// Numbers of CIM_OperatingSystem, and vSphere's names for them.
 fn operating_system(text: &str) -> Result<(u32, String)> {
     let known = [
         ("linux", 101, "otherLinux64Guest"),
@@ -211,7 +211,7 @@ fn operating_system(text: &str) -> Result<(u32, String)> {
     let letters = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     let guest = text.ends_with("Guest") || text.ends_with("Guest64");
     if letters && guest && text.len() <= 64 {
-        // 1 is CIM's word for what it does not list; vSphere reads its own name.
+        // 1 is CIM's number for others; vSphere uses its own name.
         return Ok((1, text.to_owned()));
     }
     Err(Error::Invalid(format!(
@@ -220,13 +220,13 @@ fn operating_system(text: &str) -> Result<(u32, String)> {
     )))
 }
 
-/// A disk as the descriptor names it.
+/// A disk for the descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DescribedDisk<'a> {
     pub(crate) file: &'a str,
     pub(crate) file_bytes: u64,
     pub(crate) capacity: u64,
-    /// Bytes of the disk that hold data.
+    /// Bytes of the disk with data.
     pub(crate) populated: u64,
 }
 
@@ -238,7 +238,7 @@ const NAMESPACES: &str = "xmlns=\"http://schemas.dmtf.org/ovf/envelope/1\" \
     xmlns:xsi=\"http://www.w3.org/2001/XMLSchema-instance\"";
 const FORMAT: &str = "http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized";
 
-/// The descriptor of an appliance.
+/// Writes the descriptor of an appliance.
 pub(crate) fn descriptor(machine: &Machine, disks: &[DescribedDisk<'_>]) -> String {
     let mut out = format!("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Envelope {NAMESPACES}>\n");
     out.push_str("  <References>\n");
@@ -347,20 +347,20 @@ fn disk_items(items: &mut Items<'_>, controller: Controller, disks: usize) {
     }
 }
 
-/// The list of virtual hardware.
+/// Writes the virtual hardware items.
 struct Items<'a> {
     out: &'a mut String,
     instance: u32,
 }
 
 impl Items<'_> {
-    /// Adds a piece of hardware; says its number.
+    /// Adds an item; returns its instance number.
     fn add(&mut self, kind: &str, name: &str, fields: &[(&str, &str)]) -> u32 {
         self.instance += 1;
         let instance = self.instance.to_string();
         let common = [("ElementName", name), ("InstanceID", &instance), ("ResourceType", kind)];
         let mut fields: Vec<_> = common.iter().chain(fields).collect();
-        // The schema has them in the order of the alphabet, and some readers insist on it.
+        // The schema orders them alphabetically, and some readers require it.
         fields.sort_unstable();
         self.out.push_str("      <Item>\n");
         for (field, value) in fields {

@@ -3,29 +3,29 @@
 use vdkit_block::{Error, Result};
 use vdkit_stream::HashMethod;
 
-/// Lines of a manifest.
+/// Maximum lines of a manifest.
 const LINES_MAX: usize = 1 << 16;
 
-/// What a manifest says of one file.
+/// A manifest's entry for one file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestEntry {
     /// The file's name.
     pub name: String,
-    /// How it was hashed.
+    /// Hash method.
     pub method: HashMethod,
     /// The hash.
     pub digest: Vec<u8>,
 }
 
-/// What a manifest says.
+/// A manifest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Manifest {
     entries: Vec<ManifestEntry>,
 }
 
 impl Manifest {
-    /// Reads lines of the form `SHA256(name)= hex`. `file` is for messages, as `offset` is: where the
-    /// text begins in it.
+    /// Parses lines of the form `SHA256(name)= hex`. `file` and `offset` (the text's start in the
+    /// file) are for messages.
     ///
     /// # Errors
     /// [`Error::Corrupt`] for a line of another form and for an unknown hash.
@@ -55,26 +55,26 @@ impl Manifest {
         Ok(Self { entries })
     }
 
-    /// What it says of a file: once as a rule, and all of it has to hold.
+    /// The entries for a file: usually one, and all must match.
     pub fn of<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a ManifestEntry> {
         self.entries.iter().filter(move |entry| entry.name == name)
     }
 
-    /// Everything.
+    /// All entries.
     pub fn entries(&self) -> &[ManifestEntry] {
         &self.entries
     }
 }
 
-/// An entry, or what is there instead and what should be.
+/// Parses an entry, or returns the found and expected text.
 fn entry(line: &str) -> std::result::Result<ManifestEntry, (String, Option<&'static str>)> {
     let other = || ("another text".to_owned(), None);
-    // A name may hold any of the signs; digits may not.
+    // A name may contain any of the delimiters; digits may not.
     let (left, hex) = line.rsplit_once('=').ok_or_else(other)?;
     let left = left.trim().strip_suffix(')').ok_or_else(other)?;
     let (method, name) = left.split_once('(').ok_or_else(other)?;
     let method = method.trim();
-    // OpenSSL 3 says SHA2-256 where older ones say SHA256.
+    // OpenSSL 3 writes SHA2-256 where older versions write SHA256.
     let plain = method.to_ascii_lowercase().replacen("sha2-", "sha", 1);
     let method = HashMethod::of_name(&plain)
         .ok_or_else(|| (format!("the hash '{method}'"), Some("SHA1, SHA256 or SHA512")))?;
@@ -84,7 +84,7 @@ fn entry(line: &str) -> std::result::Result<ManifestEntry, (String, Option<&'sta
     Ok(ManifestEntry { name: name.trim().trim_start_matches("./").to_owned(), method, digest })
 }
 
-/// The line for a file.
+/// The manifest line of a file.
 pub(crate) fn line(name: &str, method: HashMethod, digest: &[u8]) -> String {
     let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{}({name})= {hex}\n", method.name().to_ascii_uppercase())

@@ -1,4 +1,4 @@
-//! An OVA that is read.
+//! Reading an OVA.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use crate::manifest::Manifest;
 use crate::tar::{Member, first_name, is_header, members};
 use crate::window::Window;
 
-/// Bytes that are hashed between two looks at the cancel token.
+/// Bytes hashed between two checks of the cancel token.
 const STEP: usize = 1 << 20;
-/// Characters of a name that is made from a stranger's.
+/// Maximum characters of a file name derived from an untrusted one.
 const STEM_CHARS_MAX: usize = 100;
 
-/// What an appliance may cost.
+/// Limits on an appliance.
 #[derive(Clone, Copy, Debug)]
 pub struct PackageLimits {
     /// Bytes of the descriptor.
@@ -26,7 +26,7 @@ pub struct PackageLimits {
 }
 
 impl Default for PackageLimits {
-    /// 4 MiB each: licences are in descriptors, and a disk may be in thousands of pieces.
+    /// 4 MiB each: descriptors contain licences, and a disk may be in thousands of chunks.
     fn default() -> Self {
         Self { descriptor_bytes_max: 4 << 20, manifest_bytes_max: 4 << 20 }
     }
@@ -35,11 +35,11 @@ impl Default for PackageLimits {
 /// A disk of an appliance.
 #[derive(Clone, Debug)]
 pub struct PackagedDisk {
-    /// What the descriptor says of it.
+    /// Its entry in the descriptor.
     pub disk: VirtualDisk,
-    /// The file that it is in; none where it is empty.
+    /// Its file; `None` for an empty disk.
     pub file: Option<FileReference>,
-    /// Where that file is in the archive: several members where it is cut into pieces.
+    /// Its archive members; several for a file in chunks.
     pub members: Vec<Member>,
 }
 
@@ -54,9 +54,9 @@ impl PackagedDisk {
         self.file.as_ref().is_some_and(|file| file.compression.is_some())
     }
 
-    /// A name for a file that is made of it, without an ending: from its file's name, or its own, where
-    /// that is harmless, else none. There are no separators in it, no leading dot or hyphen, and nothing
-    /// that cannot be seen.
+    /// A safe file name without extension, derived from its file's name or its id; `None` if
+    /// neither is usable. It contains no separators, no leading dot or hyphen, and no invisible
+    /// characters.
     pub fn safe_stem(&self) -> Option<String> {
         let href = self.file.as_ref().map(|file| file.href.as_str());
         let href = href.map(|href| href.strip_suffix(".gz").unwrap_or(href));
@@ -80,7 +80,7 @@ fn harmless(name: &str) -> bool {
         && name.chars().all(fine)
 }
 
-/// An OVA: its descriptor, its disks, and what they must have for hashes.
+/// An OVA: its descriptor, disks and manifest.
 #[derive(Debug)]
 pub struct Package {
     storage: Arc<dyn Storage>,
@@ -92,34 +92,35 @@ pub struct Package {
 }
 
 impl Package {
-    /// Whether the first bytes of a file are those of an OVA: a tar file whose first file is a
+    /// Whether a file's first bytes are those of an OVA: a tar file whose first file is a
     /// descriptor.
     pub fn is_one(head: &[u8]) -> bool {
         first_name(head).is_some_and(|name| ends_with(&name, ".ovf"))
     }
 
-    /// Whether a file of this name that begins like this is an OVA, or says that it is one: its first
-    /// file is a descriptor, or it is a tar file whose name ends in `.ova`.
+    /// Whether a file is, or claims to be, an OVA: its first file is a descriptor, or it is a tar
+    /// file whose name ends in `.ova`.
     pub fn looks_like(name: &str, head: &[u8]) -> bool {
         Self::is_one(head) || (ends_with(name, ".ova") && Self::is_tar(head))
     }
 
-    /// Whether the first 512 bytes of a file are a header of a tar file.
+    /// Whether a file's first 512 bytes are a tar header.
     pub fn is_header(sector: &[u8]) -> bool {
         is_header(sector)
     }
 
-    /// Whether they are those of any tar file.
+    /// Whether a file's first bytes are those of a tar file.
     pub fn is_tar(head: &[u8]) -> bool {
         first_name(head).is_some()
     }
 
-    /// Reads the list of members, the manifest and the descriptor, and checks the descriptor's hash.
+    /// Reads the list of members, the manifest and the descriptor, and checks the descriptor's
+    /// hash.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] for damage, for a file that is not there or there twice, and for a descriptor
-    /// that is not the one of the manifest; [`Error::Unsupported`] for compressions other than gzip and
-    /// for disks that stand on others; [`Error::Limit`]; what reading returns.
+    /// [`Error::Corrupt`] for damage, for a missing or duplicate file, and for a descriptor that
+    /// does not match the manifest; [`Error::Unsupported`] for compression other than gzip and for
+    /// disks with parents; [`Error::Limit`]; errors of reading.
     pub fn open(storage: Arc<dyn Storage>, limits: &PackageLimits) -> Result<Self> {
         let name = storage.name().to_owned();
         let members = members(&*storage)?;
@@ -164,7 +165,7 @@ impl Package {
         &self.descriptor_name
     }
 
-    /// What the descriptor says.
+    /// The descriptor.
     pub fn descriptor(&self) -> &Descriptor {
         &self.descriptor
     }
@@ -174,20 +175,21 @@ impl Package {
         &self.disks
     }
 
-    /// The manifest and its name; none where the archive has none, so that nothing can be verified.
+    /// The manifest and its name; `None` if the archive has none, so that verification is
+    /// impossible.
     pub fn manifest(&self) -> Option<(&str, &Manifest)> {
         self.manifest.as_ref().map(|(name, manifest)| (name.as_str(), manifest))
     }
 
-    /// The name of the certificate, which is not looked at.
+    /// The name of the certificate, which is not verified.
     pub fn certificate(&self) -> Option<&str> {
         self.certificate.as_deref()
     }
 
-    /// The disk that a user means: by its number (from 1), its id, or its file's name.
+    /// Finds a disk by its number (from 1), its id, or its file's name.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there is none or more than one, listing those that there are.
+    /// [`Error::Invalid`] if none or several match, listing the disks.
     pub fn find(&self, which: &str) -> Result<usize> {
         let number = which.parse::<usize>().ok().and_then(|number| number.checked_sub(1));
         if let Some(index) = number.filter(|&index| index < self.disks.len()) {
@@ -217,7 +219,7 @@ impl Package {
         if texts.is_empty() { "none".to_owned() } else { texts.join(", ") }
     }
 
-    /// The bytes of a disk's file, as they are in the archive; none for an empty disk.
+    /// The stored bytes of a disk's file; `None` for an empty disk.
     pub fn storage_of(&self, index: usize) -> Option<Arc<dyn Storage>> {
         let disk = self.disks.get(index)?;
         let file = disk.file.as_ref()?;
@@ -227,11 +229,11 @@ impl Package {
         Some(Arc::new(Window::new(self.storage.clone(), name, ranges)))
     }
 
-    /// Hashes a disk's file and compares it with the manifest. `read` is told of bytes that were read.
+    /// Verifies a disk's file against the manifest. Calls `read` with the bytes read.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where it is another one, or the manifest does not mention it;
-    /// [`Error::Interrupted`]; what reading returns.
+    /// [`Error::Corrupt`] if it does not match, or is not in the manifest; [`Error::Interrupted`];
+    /// errors of reading.
     pub fn verify(
         &self,
         index: usize,
@@ -246,7 +248,7 @@ impl Package {
     }
 }
 
-/// Whether a name has this ending, in whatever case.
+/// Whether a name has this extension, case-insensitively.
 fn ends_with(name: &str, ending: &str) -> bool {
     let start = name.len().checked_sub(ending.len());
     start.and_then(|start| name.get(start..)).is_some_and(|end| end.eq_ignore_ascii_case(ending))
@@ -267,7 +269,7 @@ fn descriptor_of<'a>(file: &str, members: &'a [Member]) -> Result<&'a Member> {
     }
 }
 
-/// The file called as the descriptor is but for the ending, or the only one with that ending.
+/// The file with the descriptor's name and this extension, or the only one with this extension.
 fn beside<'a>(members: &'a [Member], stem: &str, ending: &str) -> Option<&'a Member> {
     let mut all = members.iter().filter(|member| ends_with(&member.name, ending));
     let same = |member: &&Member| {
@@ -279,7 +281,7 @@ fn beside<'a>(members: &'a [Member], stem: &str, ending: &str) -> Option<&'a Mem
     }
 }
 
-/// A small file whole.
+/// Reads a small file completely.
 fn read(storage: &dyn Storage, member: &Member, limit: u64, what: &'static str) -> Result<Vec<u8>> {
     if member.len > limit {
         let file = storage.name().to_owned();
@@ -290,7 +292,7 @@ fn read(storage: &dyn Storage, member: &Member, limit: u64, what: &'static str) 
     Ok(bytes)
 }
 
-/// A manifest that names what is not there belongs to another archive, or to more than there is.
+/// A manifest that names missing files belongs to another or incomplete archive.
 fn check_names(file: &str, manifest: &Manifest, members: &[Member]) -> Result<()> {
     let mut names: Vec<_> = members.iter().map(|member| member.name.as_str()).collect();
     names.sort_unstable();
@@ -301,7 +303,7 @@ fn check_names(file: &str, manifest: &Manifest, members: &[Member]) -> Result<()
     })
 }
 
-/// The archive's files that a disk is in.
+/// The archive members of a disk.
 fn packaged(
     name: &str,
     descriptor: &Descriptor,
@@ -354,7 +356,7 @@ fn packaged(
     Ok(PackagedDisk { disk: disk.clone(), file, members })
 }
 
-/// Hashes a member and compares it with what the manifest says.
+/// Hashes a member and compares it with the manifest.
 fn verify(
     storage: &dyn Storage,
     manifest: &Manifest,

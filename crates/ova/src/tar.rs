@@ -1,20 +1,20 @@
 //! The members of a tar file, and headers of new ones.
 //!
-//! Known are the headers of ustar, of pax (`path` and `size` of extended headers) and of GNU tar (long
-//! names, sizes in base 256). Sparse members and archives of several volumes are refused.
+//! Supported are the headers of ustar, of pax (`path` and `size` of extended headers) and of GNU
+//! tar (long names, sizes in base 256). Sparse members and multi-volume archives are refused.
 
 use vdkit_block::{Error, HostOffset, Result, Storage};
 
-/// Bytes of a header; members are padded to these.
+/// Bytes of a header; members are padded to this.
 pub(crate) const BLOCK: u64 = 512;
-/// Members of one archive: a disk of 2 TiB in chunks of 64 MiB has half as many.
+/// Maximum members of an archive: a disk of 2 TiB in chunks of 64 MiB has half as many.
 const MEMBERS_MAX: u64 = 1 << 16;
-/// Bytes of one long name or extended header.
+/// Maximum bytes of a long name or extended header.
 const EXTENSION_BYTES_MAX: u64 = 1 << 20;
-/// The largest size that 11 octal digits hold.
+/// The largest size in 11 octal digits.
 const OCTAL_MAX: u64 = (1 << 33) - 1;
 
-/// Where fields of a header are (IEEE 1003.1, "ustar Interchange Format").
+/// Offsets of header fields (IEEE 1003.1, "ustar Interchange Format").
 mod field {
     use std::ops::Range;
 
@@ -33,7 +33,7 @@ mod field {
 /// A regular file within a tar file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Its name, without a leading `./`. It comes from a stranger: never a path.
+    /// Its name, without a leading `./`. Untrusted: never use it as a path.
     pub name: String,
     /// Offset of its first byte in the tar file.
     pub offset: u64,
@@ -41,12 +41,11 @@ pub struct Member {
     pub len: u64,
 }
 
-/// The regular files of a tar file in their order.
+/// The regular files of a tar file, in order.
 ///
 /// # Errors
-/// [`Error::Corrupt`] for what is no tar header and for members that reach past the end of the
-/// file; [`Error::Unsupported`] for sparse members and volumes; [`Error::Limit`]; what reading
-/// returns.
+/// [`Error::Corrupt`] for invalid headers and for members that extend past the end of the file;
+/// [`Error::Unsupported`] for sparse members and volumes; [`Error::Limit`]; errors of reading.
 pub fn members(storage: &dyn Storage) -> Result<Vec<Member>> {
     let len = storage.len()?;
     let read = |buf: &mut [u8], at: u64| storage.read_up_to(buf, HostOffset(at));
@@ -58,8 +57,7 @@ pub fn members(storage: &dyn Storage) -> Result<Vec<Member>> {
     Ok(members)
 }
 
-/// The name of the first regular file, told from the first bytes of a file; nothing where they are
-/// not those of a tar file.
+/// The name of the first regular file, from the first bytes of a file; `None` if it is no tar file.
 pub(crate) fn first_name(head: &[u8]) -> Option<String> {
     let read = |buf: &mut [u8], at: u64| {
         let rest = usize::try_from(at).ok().and_then(|at| head.get(at..)).unwrap_or_default();
@@ -67,18 +65,17 @@ pub(crate) fn first_name(head: &[u8]) -> Option<String> {
         buf[..got].copy_from_slice(&rest[..got]);
         Ok(got)
     };
-    // How long the file is does not matter here.
+    // The file's length is irrelevant here.
     let mut walk = Walk { name: "", read, len: u64::MAX, at: 0, headers: 0 };
     walk.step().ok().flatten().map(|member| member.name)
 }
 
-/// Whether these bytes are a header with its checksum.
+/// Whether these bytes are a header with a valid checksum.
 pub(crate) fn is_header(bytes: &[u8]) -> bool {
     bytes.len() >= BLOCK as usize && bytes[0] != 0 && has_checksum(&bytes[..BLOCK as usize])
 }
 
-/// Whether a header has the checksum that it should have, or the one that some old writers made, of
-/// signed bytes.
+/// Whether a header has a valid checksum, or the sum of signed bytes that some old writers stored.
 fn has_checksum(header: &[u8]) -> bool {
     let found = number(&header[field::CHECKSUM]);
     let (plain, signed) = checksums(header);
@@ -95,7 +92,7 @@ struct Walk<'a, R> {
     headers: u64,
 }
 
-/// What extended headers say of the next member.
+/// Extended header values for the next member.
 #[derive(Default)]
 struct Extended {
     name: Option<String>,
@@ -112,7 +109,7 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
         Error::unsupported(self.name, format!("is a tar file with {what}"), hint)
     }
 
-    /// The next regular file, or nothing at the end.
+    /// The next regular file; `None` at the end.
     fn step(&mut self) -> Result<Option<Member>> {
         let mut extended = Extended::default();
         loop {
@@ -120,7 +117,7 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
             let Some(header) = self.header()? else { return Ok(None) };
             let kind = header[field::KIND];
             let size = match kind {
-                // Links, devices, folders and FIFOs have no bytes, whatever the field holds.
+                // Links, devices, folders and FIFOs have no bytes, whatever the field contains.
                 b'1'..=b'6' => 0,
                 _ => extended.size.filter(|_| is_file(kind)).map_or_else(
                     || number(&header[field::SIZE]).ok_or_else(|| self.bad_size(at)),
@@ -141,24 +138,25 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
                 _ if is_file(kind) => {
                     let name = extended.name.take().unwrap_or_else(|| name_of(&header));
                     let name = name.trim_start_matches("./").to_owned();
-                    // How folders were written before there was a kind for them.
+                    // How folders were written before they had a type.
                     if !(kind == 0 && name.ends_with('/')) {
                         return Ok(Some(Member { name, offset, len: size }));
                     }
                     extended = Extended::default();
                 }
-                // A long name of a link belongs to the next header, as do names; the rest ends here.
+                // A link's long name belongs to the next header, as names do; other values end
+                // here.
                 b'K' => {}
                 _ => extended = Extended::default(),
             }
         }
     }
 
-    /// The header here, checked; nothing where the archive ends.
+    /// The validated header at the current position; `None` at the end of the archive.
     fn header(&mut self) -> Result<Option<[u8; BLOCK as usize]>> {
         if self.at >= self.len {
-            // Some writers leave out the blocks of zeroes at the end. A member that is missing is
-            // missed by whoever looks for it.
+            // Some writers omit the final blocks of zeroes. A missing member is detected by its
+            // user.
             return if self.headers == 0 { Err(self.no_tar()) } else { Ok(None) };
         }
         self.headers += 1;
@@ -193,7 +191,6 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
         self.corrupt(at, "a size that is no number", "octal digits, or 63 bits in base 256")
     }
 
-    /// The bytes of an extension.
     fn extension(&mut self, at: u64, offset: u64, size: u64) -> Result<Vec<u8>> {
         if size > EXTENSION_BYTES_MAX {
             let (file, what) = (self.name.to_owned(), "size of an extended tar header");
@@ -207,7 +204,7 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
         Ok(bytes)
     }
 
-    /// Takes the records of a pax header: `LENGTH KEY=VALUE\n` each.
+    /// Parses the records of a pax header: `LENGTH KEY=VALUE\n` each.
     fn records(&mut self, at: u64, offset: u64, size: u64, to: &mut Extended) -> Result<()> {
         let bytes = self.extension(at, offset, size)?;
         let mut rest = &bytes[..];
@@ -233,12 +230,12 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
     }
 }
 
-/// Whether a header's kind means a file with bytes: those of POSIX and before.
+/// Whether a header's type is a regular file, in POSIX or older formats.
 fn is_file(kind: u8) -> bool {
     matches!(kind, b'0' | 0 | b'7')
 }
 
-/// The first record: its key, its value, and what comes behind it.
+/// The first record's key and value, and the rest.
 fn record(bytes: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let space = bytes.iter().take(20).position(|&byte| byte == b' ')?;
     let len: usize = std::str::from_utf8(&bytes[..space]).ok()?.parse().ok()?;
@@ -248,7 +245,7 @@ fn record(bytes: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     Some((&record[..equals], &record[equals + 1..], &bytes[len..]))
 }
 
-/// The text before the first NUL. What is no UTF-8 is shown, and equals no name of a descriptor.
+/// The text before the first NUL. Invalid UTF-8 is replaced, and matches no name of a descriptor.
 fn text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
@@ -256,7 +253,7 @@ fn text(bytes: &[u8]) -> String {
 
 fn name_of(header: &[u8]) -> String {
     let name = text(&header[field::NAME]);
-    // GNU's headers keep other things where POSIX has the prefix.
+    // GNU's headers have other fields in place of the POSIX prefix.
     let prefix = match &header[field::MAGIC] {
         b"ustar\x0000" => text(&header[field::PREFIX]),
         _ => String::new(),
@@ -289,8 +286,8 @@ fn number(bytes: &[u8]) -> Option<u64> {
     u64::from_str_radix(digits, 8).ok()
 }
 
-/// The sum of a header's bytes with blanks for the checksum: as it should be, and as some old writers
-/// made it, of signed bytes.
+/// The sum of a header's bytes, with blanks for the checksum: unsigned as specified, and signed as
+/// by some old writers.
 fn checksums(header: &[u8]) -> (u64, i64) {
     let blanked = |(at, &byte): (usize, &u8)| {
         if field::CHECKSUM.contains(&at) { b' ' } else { byte }
@@ -301,8 +298,8 @@ fn checksums(header: &[u8]) -> (u64, i64) {
     })
 }
 
-/// The ustar header of a new file. A size that 11 octal digits do not hold is written in base 256, as
-/// GNU tar does, which VirtualBox and bsdtar read too. `modified` is in seconds since 1970.
+/// The ustar header of a new file. A size beyond 11 octal digits is written in base 256, as by GNU
+/// tar; VirtualBox and bsdtar read it too. `modified` is in seconds since 1970.
 pub(crate) fn header(name: &str, size: u64, modified: u64) -> [u8; BLOCK as usize] {
     debug_assert!(name.len() <= field::NAME.len());
     let mut header = [0; BLOCK as usize];
@@ -357,7 +354,7 @@ mod tests {
         changed(header(name, size, 0), |header| header[field::KIND] = kind)
     }
 
-    /// A header changed, with its checksum.
+    /// Changes a header and updates its checksum.
     fn changed(mut header: [u8; 512], change: impl FnOnce(&mut [u8; 512])) -> [u8; 512] {
         change(&mut header);
         let digits = format!("{:06o}\0 ", checksums(&header).0);
@@ -385,7 +382,7 @@ mod tests {
         let found = read(&bytes).unwrap();
         let wanted = [member("a.ovf", 512, 3), member("b", 2560, 513), member("empty", 4096, 0)];
         assert_eq!(found, wanted);
-        // The blocks of zeroes may be missing, and what stands behind them does not count.
+        // The blocks of zeroes may be missing, and anything after them is ignored.
         assert_eq!(read(&bytes[..4096]).unwrap(), wanted);
         let behind = [&bytes[..], &header("ghost", 0, 0)].concat();
         assert_eq!(read(&behind).unwrap(), wanted);

@@ -1,6 +1,6 @@
-//! Programmatic units of byte counts (DSP0004, annex C), and the words of OVF 0.9.
+//! Programmatic units of byte counts (DSP0004, annex C), and the unit names of OVF 0.9.
 
-/// How many bytes one of these units has: `byte`, `byte * 2^30`, `byte * 10^6`, `MegaBytes`.
+/// Bytes per unit: `byte`, `byte * 2^30`, `byte * 10^6`, `MegaBytes`.
 pub(crate) fn bytes_of_unit(text: &str) -> Option<u64> {
     let words = ["byte", "bytes", "kilobytes", "megabytes", "gigabytes", "terabytes"];
     let text = text.trim().to_ascii_lowercase();

@@ -1,22 +1,22 @@
-//! Pieces of a file as a storage of their own.
+//! Pieces of a file as a storage.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
 
-/// Ranges of another storage's bytes, one behind the other, for reading.
+/// Concatenated ranges of another storage, read-only.
 #[derive(Debug)]
 pub struct Window {
     inner: Arc<dyn Storage>,
     name: String,
-    /// Where each piece begins in the window, and the bytes of `inner` that it is.
+    /// Start of each piece in the window, and its range of `inner`.
     pieces: Vec<(u64, Range<u64>)>,
     len: u64,
 }
 
 impl Window {
-    /// These ranges of `inner`, which must lie within it; `name` is for messages.
+    /// Concatenates ranges of `inner`, which must lie within it; `name` is for messages.
     pub fn new(inner: Arc<dyn Storage>, name: String, ranges: Vec<Range<u64>>) -> Self {
         let mut len = 0;
         let pieces = ranges
@@ -30,16 +30,16 @@ impl Window {
         Self { inner, name, pieces, len }
     }
 
-    /// The piece that an offset lies in: how far into it, and its bytes.
+    /// The piece at an offset: the offset within it, and its range.
     fn piece(&self, at: u64) -> Option<(u64, &Range<u64>)> {
-        // The last one that begins no later; empty pieces begin where the next one does.
+        // The last piece that starts at or before it; empty pieces start where the next one does.
         let index = self.pieces.partition_point(|(start, _)| *start <= at).checked_sub(1)?;
         let (start, range) = &self.pieces[index];
         let within = at - start;
         (within < range.end - range.start).then_some((within, range))
     }
 
-    /// The bytes of `inner` for a range of the window, where they are in one piece.
+    /// The offset in `inner` of a range of the window, if it lies in one piece.
     fn alone(&self, offset: HostOffset, len: u64) -> Option<HostOffset> {
         let (within, range) = self.piece(offset.0)?;
         (len <= range.end - range.start - within).then_some(HostOffset(range.start + within))
@@ -57,7 +57,8 @@ impl Storage for Window {
             growable: false,
             device: false,
             sequential: false,
-            // Members of a tar file lie at multiples of 512, whatever the file system's blocks are.
+            // Members of a tar file are aligned to 512 bytes, whatever the file system's block
+            // size.
             alignment: 1,
             block_bytes: 512,
         }
@@ -74,7 +75,7 @@ impl Storage for Window {
             let there = range.end - range.start - within;
             let want = there.min((buf.len() - done) as u64) as usize;
             let to = &mut buf[done..done + want];
-            // The file may have been cut since its members were listed.
+            // The file may have been truncated since its members were listed.
             self.inner.read_at(to, HostOffset(range.start + within))?;
             done += want;
         }

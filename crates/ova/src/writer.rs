@@ -1,12 +1,12 @@
-//! An OVA that is written.
+//! Writing an OVA.
 //!
 //! ```text
-//!   descriptor, at its longest │ manifest │ disk 1 │ disk 2 │ … │ two blocks of zeroes
-//!   └── written at last: sizes and hashes of the disks stand in them ┘
+//!   descriptor (maximum) │ manifest │ disk 1 │ disk 2 │ … │ two blocks of zeroes
+//!   └── written last: contain disk sizes and hashes ┘
 //! ```
 //!
-//! The descriptor stands first, where DSP0243 wants it, so room is left for it: its numbers are shorter
-//! than the longest ones at the end, and XML may end with blanks. The manifest's length is known before.
+//! DSP0243 requires the descriptor to come first, so space for its maximum length is reserved; XML
+//! may be padded with blanks. The manifest's length is known in advance.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -20,12 +20,12 @@ use crate::machine::{DescribedDisk, Machine, descriptor};
 use crate::manifest;
 use crate::tar::{BLOCK, header};
 
-/// Tar files are a multiple of so many bytes.
+/// The length of a tar file is a multiple of this.
 const RECORD: u64 = 20 * BLOCK;
-/// Bytes of a name in a plain tar header.
+/// Maximum bytes of a name in a plain tar header.
 const NAME_BYTES_MAX: usize = 99;
 
-/// A disk that an appliance shall have.
+/// A disk of a new appliance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewDisk {
     /// Its file's name in the archive.
@@ -34,7 +34,7 @@ pub struct NewDisk {
     pub capacity: u64,
 }
 
-/// A disk that was written.
+/// A written disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WrittenDisk {
     /// Its file's name in the archive.
@@ -52,7 +52,7 @@ struct SinkState {
     hasher: Hasher,
 }
 
-/// Where a disk's file is written: in order, and hashed on the way.
+/// Writes a disk's file in order, and hashes it.
 #[derive(Clone, Debug)]
 pub struct DiskSink {
     storage: Arc<dyn Storage>,
@@ -74,7 +74,7 @@ impl Write for DiskSink {
     }
 }
 
-/// The system's own answer where there is one: what is full stays told from what is broken.
+/// Keeps the system's error, if any, so that "no space" can be told from other errors.
 fn as_io(error: Error) -> io::Error {
     match error {
         Error::Io { source, .. } => source,
@@ -83,28 +83,28 @@ fn as_io(error: Error) -> io::Error {
     }
 }
 
-/// An appliance that is being written to an empty storage.
+/// Writes an appliance to an empty storage.
 #[derive(Debug)]
 pub struct PackageWriter {
     storage: Arc<dyn Storage>,
     machine: Machine,
     disks: Vec<NewDisk>,
     written: Vec<(WrittenDisk, u64)>,
-    /// Name of the descriptor and the manifest without ending.
+    /// Base name of the descriptor and the manifest.
     stem: String,
     modified: u64,
-    /// Bytes that the descriptor has.
+    /// Reserved bytes for the descriptor.
     descriptor_bytes: u64,
-    /// Where the header of the next file goes.
+    /// Offset of the next file's header.
     at: u64,
 }
 
 impl PackageWriter {
-    /// An appliance of these disks, in this order. `stem` is the name of its descriptor without the
-    /// ending, `modified` the time of its files in seconds since 1970.
+    /// An appliance of these disks, in this order. `stem` is the base name of its descriptor,
+    /// `modified` the time of its files in seconds since 1970.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for names that cannot be or are there twice, and for too many disks.
+    /// [`Error::Invalid`] for invalid or duplicate names, and for too many disks.
     pub fn new(
         storage: Arc<dyn Storage>,
         machine: Machine,
@@ -144,7 +144,7 @@ impl PackageWriter {
         Ok(Self { storage, machine, disks, written, stem, modified, descriptor_bytes, at })
     }
 
-    /// Where the next disk's file is written; none when all are.
+    /// The sink of the next disk's file; `None` after the last.
     pub fn next_sink(&self) -> Option<DiskSink> {
         self.disks.get(self.written.len())?;
         let state =
@@ -152,10 +152,10 @@ impl PackageWriter {
         Some(DiskSink { storage: self.storage.clone(), state: Arc::new(Mutex::new(state)) })
     }
 
-    /// Ends the file that was written to this sink, of which `populated` bytes of the disk hold data.
+    /// Ends the file of this sink; `populated` is the number of bytes of the disk with data.
     ///
     /// # Errors
-    /// What writing returns.
+    /// Errors of writing.
     pub fn end_disk(&mut self, sink: &DiskSink, populated: u64) -> Result<()> {
         let Some(disk) = self.disks.get(self.written.len()) else {
             return Err(Error::Invalid("more disks than the appliance has".to_owned()));
@@ -172,10 +172,10 @@ impl PackageWriter {
         Ok(())
     }
 
-    /// Writes the descriptor, the manifest and the end; says what the disks became.
+    /// Writes the descriptor, the manifest and the end; returns the written disks.
     ///
     /// # Errors
-    /// What writing returns.
+    /// Errors of writing.
     pub fn finish(self) -> Result<Vec<WrittenDisk>> {
         let describe = |(disk, (written, populated)): (&'_ NewDisk, &'_ (WrittenDisk, u64))| {
             (disk.capacity, written.file_bytes, *populated)
@@ -204,7 +204,7 @@ impl PackageWriter {
         head.extend(header(&name, lines.len() as u64, self.modified));
         head.extend(lines.as_bytes());
         pad(&mut head);
-        // The end first: a file whose head is there is whole.
+        // The end first: a file with a head is then complete.
         self.storage.set_len((self.at + 2 * BLOCK).next_multiple_of(RECORD))?;
         self.storage.write_at(&head, HostOffset(0))?;
         Ok(self.written.into_iter().map(|(disk, _)| disk).collect())

@@ -1,21 +1,21 @@
-//! XML from strangers, and text that goes into XML.
+//! Parsing untrusted XML, and escaping text.
 
 use roxmltree::{Document, Node, ParsingOptions};
 use vdkit_block::{Error, Result};
 
-/// Elements and texts of a descriptor; one of ten disks has some 300.
+/// Maximum elements and texts of a descriptor; one with ten disks has some 300.
 const NODES_MAX: u32 = 100_000;
-/// Attributes of one element: a parser compares each with all others.
+/// Maximum attributes of an element: the parser compares each with all others.
 const ATTRIBUTES_MAX: usize = 512;
-/// Names of namespaces: elements inherit them from each other.
+/// Maximum namespaces: elements inherit them.
 const NAMESPACES_MAX: usize = 256;
 
-/// Parses a document: no document type, so no entities but the five of XML itself, and within bounds
-/// on what costs more than its bytes.
+/// Parses a document without a document type (so only XML's own five entities), with limits on what
+/// costs more than its bytes.
 ///
 /// # Errors
-/// [`Error::Corrupt`] for what is no XML, [`Error::Limit`] for what is too much of it,
-/// [`Error::Unsupported`] for another encoding than UTF-8.
+/// [`Error::Corrupt`] for invalid XML, [`Error::Limit`] for too large documents,
+/// [`Error::Unsupported`] for an encoding other than UTF-8.
 pub(crate) fn parse<'a>(file: &str, offset: u64, bytes: &'a [u8]) -> Result<Document<'a>> {
     let text = std::str::from_utf8(bytes).map_err(|_| {
         Error::unsupported(
@@ -25,7 +25,7 @@ pub(crate) fn parse<'a>(file: &str, offset: u64, bytes: &'a [u8]) -> Result<Docu
         )
     })?;
     check_cost(file, text)?;
-    // DTDs are off; nothing else makes a document larger than its text.
+    // DTDs are off; nothing else expands a document.
     let options =
         ParsingOptions { allow_dtd: false, nodes_limit: NODES_MAX, ..ParsingOptions::default() };
     Document::parse_with_options(text.trim_start_matches('\u{feff}'), options).map_err(|error| {
@@ -34,7 +34,7 @@ pub(crate) fn parse<'a>(file: &str, offset: u64, bytes: &'a [u8]) -> Result<Docu
     })
 }
 
-/// Refuses what would take the parser longer than its text is long. (Depth costs nothing: it does not
+/// Fails if parsing would cost more than linear time. (Depth is harmless: the parser does not
 /// recurse.)
 fn check_cost(file: &str, text: &str) -> Result<()> {
     let within = |what, found: usize, limit: usize| {
@@ -47,7 +47,7 @@ fn check_cost(file: &str, text: &str) -> Result<()> {
     let namespaces = text.matches("xmlns").count();
     within("number of XML namespaces of the OVF descriptor", namespaces, NAMESPACES_MAX)?;
     for piece in text.split('<') {
-        // A value is quoted and holds no `<`. In comments and texts this may count what is none.
+        // A value is quoted and contains no `<`. In comments and texts this may overcount.
         let quoted = |rest: &&str| rest.trim_start().starts_with(['"', '\'']);
         let attributes = piece.split('=').skip(1).filter(quoted).count();
         within("number of attributes of an XML element", attributes, ATTRIBUTES_MAX)?;
@@ -55,8 +55,7 @@ fn check_cost(file: &str, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// The elements of this name directly in another one, whatever their namespace: OVF 0.9, 1 and 2 have
-/// different ones.
+/// Child elements with this name in any namespace: OVF 0.9, 1 and 2 use different ones.
 pub(crate) fn children<'a, 'i: 'a>(
     node: Node<'a, 'i>,
     name: &'a str,
@@ -64,12 +63,12 @@ pub(crate) fn children<'a, 'i: 'a>(
     node.children().filter(move |child| child.is_element() && child.tag_name().name() == name)
 }
 
-/// An attribute by its name, whatever its namespace.
+/// An attribute by its name, in any namespace.
 pub(crate) fn attribute<'a>(node: Node<'a, '_>, name: &str) -> Option<&'a str> {
     node.attributes().find(|attribute| attribute.name() == name).map(|found| found.value())
 }
 
-/// Text as it stands in XML, within an element or between double quotes.
+/// Escapes text for an element or a double-quoted value.
 pub(crate) fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -78,7 +77,7 @@ pub(crate) fn escaped(text: &str) -> String {
             '<' => out.push_str("&lt;"),
             '>' => out.push_str("&gt;"),
             '"' => out.push_str("&quot;"),
-            // XML 1.0 has no way to write these.
+            // XML 1.0 cannot represent these.
             c if c.is_control() || matches!(c, '\u{fffe}' | '\u{ffff}') => out.push(' '),
             c => out.push(c),
         }

@@ -1,4 +1,4 @@
-//! The kept inputs of the fuzz target, and inputs near them.
+//! The stored inputs of the fuzz target, and mutations of them.
 
 use std::fs;
 use std::panic::catch_unwind;
@@ -18,7 +18,7 @@ fn kept_inputs_hold() {
     }
 }
 
-/// Inputs of the corpus with a few bytes changed; `VDKIT_FUZZ_SEEDS` asks for more of them.
+/// Inputs of the corpus with a few bytes changed; `VDKIT_FUZZ_SEEDS` sets their number.
 #[test]
 fn inputs_near_the_kept_ones_hold() {
     let seeds = std::env::var("VDKIT_FUZZ_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(40);

@@ -1,4 +1,4 @@
-//! Raw's front door: anything can be a raw image.
+//! The raw driver, which matches any file.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ const OPTIONS: &[OptionSpec] = &[OptionSpec {
     help: "off: a sparse file; falloc: space is reserved; full: zeroes are written",
 }];
 
-/// Bytes of one write of `preallocation=full`.
+/// Bytes per write of `preallocation=full`.
 const FULL_STEP: u64 = 1 << 20;
 
 /// Raw images.
@@ -94,7 +94,7 @@ impl FormatDriver for RawDriver {
         _limits: &Limits,
         _monitor: &Monitor<'_>,
     ) -> Result<CheckReport> {
-        // There is no metadata that could be wrong; the length is all that can be told.
+        // There is no metadata to check; only the length is known.
         Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
     }
 
@@ -124,7 +124,7 @@ impl FormatDriver for RawDriver {
         Ok(SECTOR_BYTES)
     }
 
-    /// The length of the file, whatever is in it: a device for it must have that size.
+    /// The file's length, whatever its content: a device for it needs this size.
     fn measure(&self, guest_bytes: u64, _: &Options, _data_clusters: u64) -> Result<Measured> {
         let bytes = align_up(guest_bytes, SECTOR_BYTES)
             .filter(|bytes| *bytes <= GUEST_BYTES_MAX)
@@ -135,7 +135,7 @@ impl FormatDriver for RawDriver {
     }
 }
 
-/// A device has its length and its space already; what was on it before must not shine through.
+/// A device has its length and space already; its old content must not show.
 fn create_on_device(storage: &dyn Storage, bytes: u64) -> Result<()> {
     let len = storage.len()?;
     if bytes > len {

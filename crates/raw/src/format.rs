@@ -11,7 +11,7 @@ use vdkit_block::{
 
 use crate::SECTOR_BYTES;
 
-/// The longest guest disk: the longest file, in whole sectors.
+/// The maximum guest disk: the longest file, in whole sectors.
 pub(crate) const GUEST_BYTES_MAX: u64 = i64::MAX as u64 & !(SECTOR_BYTES - 1);
 
 /// An open raw image.
@@ -21,21 +21,20 @@ pub struct RawFormat {
     writable: bool,
     guest_bytes: AtomicU64,
     in_flight: InFlight,
-    /// A run of data that the storage named, for scans in steps smaller than the run. Only data is
-    /// remembered: a remembered hole would be wrong as soon as somebody writes to it, while
-    /// remembered data that became a hole still reads right.
+    /// A known run of data, for scans in steps smaller than the run. Only data is cached: a cached
+    /// hole would be wrong after a write, while cached data that became a hole still reads
+    /// correctly.
     known_data: Mutex<Range<u64>>,
-    /// The storage said that there may be holes: it need not be asked whether it is worth asking.
+    /// The storage may have holes: the cheap check need not be repeated.
     has_holes: AtomicBool,
 }
 
 impl RawFormat {
-    /// Takes a storage as a guest disk.
+    /// Uses a storage as a guest disk.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`] where `writable` is asked of a storage that is not;
-    /// [`Error::Limit`] for a length that no guest disk can have; whatever asking for the length
-    /// returns.
+    /// [`Error::ReadOnly`] if `writable` is set and the storage is not; [`Error::Limit`] for an
+    /// invalid length; errors of querying the length.
     pub fn new(storage: Arc<dyn Storage>, writable: bool) -> Result<Self> {
         if writable && !storage.caps().writable {
             return Err(Error::ReadOnly { file: storage.name().to_owned() });
@@ -56,7 +55,7 @@ impl RawFormat {
         Extent { len, place }
     }
 
-    /// Bytes of known data from `at` on.
+    /// Bytes of known data from `at`.
     fn known_data_from(&self, at: u64) -> Option<u64> {
         let known = self.known_data.lock().unwrap_or_else(PoisonError::into_inner);
         known.contains(&at).then(|| known.end - at)
@@ -74,7 +73,7 @@ impl RawFormat {
     }
 }
 
-/// Bytes of the guest disk that a storage holds.
+/// Bytes of the guest disk in a storage.
 pub(crate) fn guest_bytes_of(storage: &dyn Storage) -> Result<u64> {
     let len = storage.len()?;
     align_up(len, SECTOR_BYTES).filter(|bytes| *bytes <= GUEST_BYTES_MAX).ok_or_else(|| {
@@ -133,7 +132,7 @@ impl Format for RawFormat {
             }
             self.has_holes.store(true, Ordering::Relaxed);
         }
-        // Asked to the end of the disk, not of the request: one question a run.
+        // Queried up to the end of the disk, not of the request: one query per run.
         let run = self.storage.extent_at(HostOffset(at.0), end.saturating_sub(at.0).max(len))?;
         if run.data {
             self.remember_data(at.0..at.0.saturating_add(run.len));
@@ -150,8 +149,8 @@ impl Format for RawFormat {
         Some(Self::data(at, len))
     }
 
-    /// Never a reservation: every byte has its place. Callers that ask
-    /// [`Format::resolve_for_io`] before they write do not come here.
+    /// Never a reservation: every byte is allocated. Callers that use [`Format::resolve_for_io`]
+    /// before a write never call this.
     fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
         self.check_writable()?;
         Ok(None)
@@ -203,7 +202,8 @@ impl Format for RawFormat {
             self.storage.set_len(guest_bytes)?;
         }
         self.remember_data(0..0);
-        // Rounded up as when opening; a fixed device keeps its length, of which the guest sees less.
+        // Rounded up as when opening; a fixed device keeps its length, of which the guest sees
+        // less.
         let rounded = align_up(guest_bytes, SECTOR_BYTES).unwrap_or(GUEST_BYTES_MAX);
         self.guest_bytes.store(rounded, Ordering::Release);
         Ok(())

@@ -1,4 +1,4 @@
-//! Raw images on memory and on real files.
+//! Raw images in memory and in real files.
 
 use std::sync::Arc;
 
@@ -90,7 +90,7 @@ fn what_becomes_a_hole_is_forgotten_as_data() {
     assert_eq!(runs(&format, 4096)[..2], [(0, 4096, true), (4096, 8192, false)]);
     format.discard(GuestOffset(0), 4096).unwrap();
     assert_eq!(runs(&format, 4096)[0], (0, 12288, false));
-    // And a hole that is written to is data at once: nothing remembers holes.
+    // A written hole is data at once: holes are not cached.
     format.storage().write_at(&[1], HostOffset(5000)).unwrap();
     assert_eq!(runs(&format, 4096)[..2], [(0, 4096, false), (4096, 4096, true)]);
 }
@@ -108,7 +108,7 @@ fn a_ragged_length_is_rounded_up_to_sectors() {
     assert_eq!(format.storage().len().unwrap(), 1024);
 
     for len in [1 << 63, u64::MAX - 5] {
-        // A length that rounding up would carry past any file's.
+        // A length that rounding up would push beyond the file limit.
         let huge = MemoryStorage::with_len("m", len);
         let shown = RawFormat::new(Arc::new(huge), false).map(|format| format.guest_bytes());
         assert!(matches!(shown, Err(Error::Limit { .. })), "{shown:?}");

@@ -1,4 +1,4 @@
-//! Other sizes of the plainest image.
+//! Resizing raw images.
 
 use vdkit_raw::RawDriver;
 use vdkit_testkit::FaultKind;

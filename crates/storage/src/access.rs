@@ -1,4 +1,4 @@
-//! Who may use a file, passed on to the file that takes its place.
+//! Copies access rights to a file that replaces another.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -6,52 +6,51 @@ use std::fs::File;
 use rustix::fs::{Gid, Mode, Uid, XattrFlags};
 use rustix::io::Errno;
 
-/// The access control list. Where a file has one, the group's bits of its mode are the list's mask.
+/// The access control list. If a file has one, the group bits of its mode are the list's mask.
 const ACCESS_LIST: &CStr = c"system.posix_acl_access";
 
-/// Bytes of all names of extended attributes, and of one value, at most: Linux takes no more.
+/// Maximum bytes of all names of extended attributes, and of one value (Linux's limit).
 const ATTRIBUTE_BYTES_MAX: usize = 64 << 10;
 
-/// Attributes that are about the bytes of the old file, or about its place in a file system of layers;
-/// on other bytes they would be wrong.
+/// Attributes about the old file's content, or about its layer in an overlay file system; wrong for
+/// other content.
 const NOT_PASSED_ON: [&[u8]; 4] =
     [b"security.capability", b"security.evm", b"security.ima", b"trusted.overlay."];
 
-/// Kinds of attributes that mean on the new file what they meant on the old one. Others are the file
-/// system's own.
+/// Attribute namespaces that are copied. Others belong to the file system.
 const PASSED_ON: [&[u8]; 3] = [b"user.", b"security.", b"trusted."];
 
-/// Whether an errno says that an attribute is not there, or cannot be had or set by us or here.
+/// Whether an errno means that an attribute is absent, or cannot be read or set here.
 fn is_beyond_us(errno: Errno) -> bool {
-    // (A list that names users who do not exist in our user namespace is invalid here.)
+    // (A list that names users outside our user namespace is invalid here.)
     matches!(errno, Errno::OPNOTSUPP | Errno::NODATA | Errno::PERM | Errno::ACCESS | Errno::INVAL)
 }
 
-/// Gives a new file, which is its owner's alone so far, the old one's owner, mode, access control list
-/// and extended attributes, as far as we may. Whoever could not use the old file can never use the new
-/// one.
+/// Copies the old file's owner, mode, access control list and extended attributes to a new file, as
+/// far as permitted. Until then the new file is private to its owner. No user without access to the
+/// old file gains access to the new one.
 pub(crate) fn pass_on(old: &File, new: &File) -> Result<(), Errno> {
     let stat = rustix::fs::fstat(old)?;
     let (owner, group) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
     let owned = rustix::fs::fchown(new, Some(owner), Some(group)).is_ok();
     let grouped = owned || rustix::fs::fchown(new, None, Some(group)).is_ok();
-    // Before the mode and the list, which may let nobody write, not even us.
+    // Before the mode and the list, which may deny writing even to us.
     pass_on_attributes(old, new)?;
     let mut mode = Mode::from_raw_mode(stat.st_mode);
     if !owned {
-        // A program would run as us then, not as the old owner.
+        // A set-uid program would run as us, not as the old owner.
         mode -= Mode::SUID | Mode::SGID;
     }
-    // Without the group, or without the list, the group's bits would let others in than they did.
+    // Without the old group or list, the group bits would admit other users than before.
     if !grouped || !pass_on_list(old, new)? {
         mode -= Mode::RWXG;
     }
-    // After the owner: a change of owner clears bits of the mode.
+    // After the owner: chown clears mode bits.
     rustix::fs::fchmod(new, mode)
 }
 
-/// Gives the new file the old one's access control list, or none where that has none: the folder may
-/// have given it one. `false` where the list could not be passed on.
+/// Copies the access control list, or removes the one inherited from the folder if the old file has
+/// none. Returns `false` if the list could not be copied.
 fn pass_on_list(old: &File, new: &File) -> Result<bool, Errno> {
     let mut value = vec![0; ATTRIBUTE_BYTES_MAX];
     match rustix::fs::fgetxattr(old, ACCESS_LIST, &mut value[..]) {

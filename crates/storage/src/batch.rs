@@ -1,16 +1,8 @@
 //! Several reads of one file.
 //!
-//! Measured with 64 reads a batch at random offsets of a 1 GiB file on a virtio disk (ext4, Linux
-//! 6.18, 2 cores), one by one against io_uring:
-//!
-//! | reads of | page cache, cold | O_DIRECT | page cache, hot | tmpfs |
-//! |---|---|---|---|---|
-//! | 4 KiB | 14k/s, 45k/s | 13k/s, 54k/s | 905k/s, 848k/s | 920k/s, 319k/s |
-//! | 64 KiB | 5k/s, 13k/s | 7.5k/s, 16k/s | 105k/s, 102k/s | 108k/s, 80k/s |
-//!
-//! So what has to come from the disk goes through io_uring, and what the page cache has is copied
-//! at once (RWF_NOWAIT says which). tmpfs cannot answer without waiting, so io_uring would hand
-//! each read to a kernel thread: it is read one by one.
+//! Reads from a disk go through io_uring. Reads of cached pages are faster as plain copies
+//! (RWF_NOWAIT tells which). tmpfs does not support RWF_NOWAIT, so io_uring would hand each read to
+//! a kernel thread: its reads are done one by one.
 
 use rustix::io::{Errno, ReadWriteFlags};
 use vdkit_block::{HostOffset, IoAction, ReadOp, Result, Storage};
@@ -27,7 +19,7 @@ impl FileStorage {
         let mut reads = Vec::new();
         for op in ops {
             if !self.fits_ring(op) {
-                // Through a bounce buffer, or too long to gain from company.
+                // Needs a bounce buffer, or too long to gain from batching.
                 self.read_padded(op.buf, op.offset)?;
                 continue;
             }
@@ -43,21 +35,21 @@ impl FileStorage {
         reads.into_iter().try_for_each(|read| self.finish(read))
     }
 
-    /// Copies what the page cache has, from the front; gives how many bytes.
+    /// Copies cached bytes from the front and returns their number.
     fn read_cached(&self, op: &mut ReadOp<'_>) -> Result<usize> {
         let len = op.buf.len() as u64;
         let mut parts = [std::io::IoSliceMut::new(op.buf)];
         let flags = ReadWriteFlags::NOWAIT;
         match retry(|| rustix::io::preadv2(self.file(), &mut parts, op.offset.0, flags)) {
             Ok(n) => Ok(n),
-            // Not there, or the file system cannot tell.
+            // Not cached, or the file system cannot tell.
             Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(0),
             Err(errno) => Err(self.error(IoAction::Read, op.offset.0, len, errno)),
         }
     }
 
-    /// Reads what is left: after a short read, at the end of the file, or where io_uring did not
-    /// serve it. A refusal is repeated by a plain read, which says whether it is meant.
+    /// Reads the rest: after a short read, at the end of the file, or if io_uring did not serve it.
+    /// A refused read is repeated as a plain read, which returns the real error.
     fn finish(&self, read: Read<'_>) -> Result<()> {
         let done = read.outcome.unwrap_or(0);
         if done >= read.buf.len() {

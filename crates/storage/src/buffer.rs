@@ -1,4 +1,4 @@
-//! Memory whose address is a multiple of a power of two, as O_DIRECT asks, and a pool of it.
+//! Aligned memory for O_DIRECT, and a pool of it.
 
 use std::ops::{Deref, DerefMut};
 
@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 /// ```
 #[derive(Debug)]
 pub struct AlignedBuf {
-    /// More than is used: the heap does not promise more than word alignment, so the aligned part
-    /// is searched within. A `Vec` that is never resized never moves its bytes.
+    /// Over-allocated, since the heap guarantees only word alignment; the aligned part begins at
+    /// `start`. A `Vec` that is never resized never moves its bytes.
     bytes: Vec<u8>,
     start: usize,
     len: usize,
@@ -25,7 +25,7 @@ impl AlignedBuf {
     /// `len` zero bytes at a multiple of `align`.
     ///
     /// # Panics
-    /// Where `align` is not a power of two.
+    /// If `align` is not a power of two.
     pub fn new(len: usize, align: usize) -> Self {
         assert!(align.is_power_of_two(), "alignment {align} is not a power of two");
         let bytes = vec![0; len + align - 1];
@@ -33,8 +33,8 @@ impl AlignedBuf {
         Self { bytes, start, len, align }
     }
 
-    /// Makes it `len` bytes long. What it gains is zero; what lies further in stays, at the same address
-    /// unless it never was that long before.
+    /// Resizes to `len` bytes. New bytes are zero; existing bytes stay. The address changes only if
+    /// the buffer never was that long before.
     pub fn resize(&mut self, len: usize) {
         if len > self.bytes.len() - self.start {
             let mut longer = Self::new(len, self.align);
@@ -61,17 +61,17 @@ impl DerefMut for AlignedBuf {
     }
 }
 
-/// Bytes of a small pooled buffer: most unaligned requests are about one block of metadata.
+/// Bytes of a small pooled buffer: most unaligned requests cover about one block of metadata.
 const SMALL_BYTES: usize = 64 << 10;
 
-/// The largest piece in which an unaligned request is moved.
+/// Maximum piece of an unaligned request.
 pub const BOUNCE_BYTES_MAX: usize = 1 << 20;
 
-/// Idle buffers that are kept, so that a quiet storage holds at most 4 MiB + 4 MiB.
+/// Maximum idle buffers, so that an idle storage holds at most 4 MiB + 4 MiB.
 const SMALL_KEPT: usize = 64;
 const LARGE_KEPT: usize = 4;
 
-/// Buffers that are used again instead of being allocated for each request.
+/// Buffers that are reused instead of being allocated for each request.
 #[derive(Debug)]
 pub struct BufferPool {
     align: usize,
@@ -84,7 +84,7 @@ impl BufferPool {
         Self { align, small: Mutex::default(), large: Mutex::default() }
     }
 
-    /// A buffer of at least `len` bytes with arbitrary content; `len` is at most
+    /// A buffer of at least `len` bytes with undefined content; `len` is at most
     /// [`BOUNCE_BYTES_MAX`].
     pub fn take(&self, len: usize) -> PooledBuf<'_> {
         debug_assert!(len <= BOUNCE_BYTES_MAX);
@@ -116,11 +116,11 @@ impl BufferPool {
     }
 }
 
-/// A buffer that goes back to its pool when dropped.
+/// A buffer that returns to its pool when dropped.
 #[derive(Debug)]
 pub struct PooledBuf<'a> {
     pool: &'a BufferPool,
-    /// Nothing only while being dropped.
+    /// `None` only while being dropped.
     buf: Option<AlignedBuf>,
 }
 

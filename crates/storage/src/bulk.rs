@@ -1,35 +1,19 @@
-//! Large writes of bytes that were not there before, by several threads: what a conversion does.
+//! Large first writes by several threads, as in a conversion.
 //!
-//! A buffered write holds the inode's lock from its first page to its last, so threads that write
-//! one file wait for each other, and what counts is how long one write holds the lock. That
-//! depends on the file system. Measured on Linux 6.18 with 2 cores and 2 threads, each reading
-//! and writing 1 MiB in turn:
+//! A buffered write holds the inode lock from its first page to its last, so threads that write one
+//! file wait for each other. Throughput depends on how long one write holds the lock:
 //!
-//! | file system | plainly | this way | what is done |
-//! |---|---|---|---|
-//! | ext4, 640 MiB | 107–123 ms | 65–68 ms | the range is allocated before it is written |
-//! | tmpfs, 2 GiB | 690–920 ms | 580–705 ms | one thread writes, the others copy into a mapping |
-//!
-//! ext4 reserves space and looks an extent up for each block of a delayed allocation, and for
-//! all blocks at once in `fallocate`. tmpfs makes and fills one page after the other under the
-//! lock; a fault on a mapping does the same without it, at more processor time, so that way is
-//! taken only by those who would have to wait.
+//! - ext4 reserves space and looks up an extent for each block of a delayed allocation; `fallocate`
+//!   does so for all blocks at once. The range is allocated before it is written.
+//! - tmpfs allocates and fills one page after the other under the lock; a page fault on a mapping
+//!   does the same without it, at more processor time. One thread writes; threads that would have
+//!   to wait copy into a mapping.
 //!
 //! # Pieces on ext4
-//! The page cache takes as large a folio as one write covers (ext4: since Linux 6.16), and ext4 keeps a list of a
-//! folio's blocks that each later write walks from its beginning. So after writes of 1 MiB, a write
-//! of 4 KiB spends more than half of its time on that walk (`perf`: `ext4_block_write_begin`), and an
-//! allocating write of 1 MiB looks at its blocks again and again. Smaller pieces make smaller
-//! folios. NBD, random writes of 4 KiB at a queue depth of 32 after everything was written in
-//! requests of 1 MiB, requests a second of the server's processor time:
-//!
-//! | pieces of | 4 KiB written | 1 MiB allocated | 1 MiB written over | `convert` of 1 GiB to raw |
-//! |---|---|---|---|---|
-//! | the request | 56,000–87,000 | 380–585 | 3,900–5,400 | 246–446 ms |
-//! | 64 KiB | 134,000–139,000 | 740–770 | 3,400–4,300 | 234–244 ms |
-//! | 16 KiB | 160,000–200,000 | 780–2,180 | 3,800–4,900 | 345–520 ms |
-//!
-//! (Two runs each on a machine that did other things too, best of three rounds for `convert`.)
+//! The page cache takes as large a folio as one write covers (ext4: since Linux 6.16), and ext4
+//! keeps a list of a folio's blocks that each later write walks from its beginning
+//! (`ext4_block_write_begin`). So after writes of 1 MiB, later small writes and allocating writes
+//! are slow. Writes are split into smaller pieces, which make smaller folios.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,26 +26,26 @@ use crate::file::FileStorage;
 use crate::open::FileKind;
 use crate::sys;
 
-/// Below this a write is over before another thread has to wait long.
+/// Below this size a write does not hold the lock for long.
 pub const BULK_BYTES_MIN: usize = 128 << 10;
 
-/// Bytes of one system call for writes to a disk in use on ext4, and to a new file.
+/// Maximum bytes per system call on ext4: for writes to a disk in use, and to a new file.
 const PIECE_BYTES: usize = 16 << 10;
 const NEW_PIECE_BYTES: usize = 64 << 10;
 
-/// `f_type` as statfs(2) lists them.
+/// `f_type` of statfs(2).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const RAMFS_MAGIC: u64 = 0x8584_58f6;
-/// Of ext2 and ext3 too, which refuse to allocate: that is found out at the first try.
+/// Also ext2 and ext3, which do not support `fallocate`: the first attempt detects that.
 const EXT4_MAGIC: u64 = 0xef53;
 const XFS_MAGIC: u64 = 0x5846_5342;
 
-/// What a file lies on, as far as it matters how it is read and written.
+/// File system type, as far as it affects reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileSystem {
-    /// tmpfs or ramfs: no read ever waits for a device.
+    /// tmpfs or ramfs: reads never wait for a device.
     Memory,
-    /// ext4 or an ancestor.
+    /// ext2, ext3 or ext4.
     Ext,
     /// XFS.
     Xfs,
@@ -70,8 +54,8 @@ pub enum FileSystem {
 }
 
 impl FileSystem {
-    /// Asks the kernel. For a device it would answer what the device's name lies on, a tmpfs; what matters is that
-    /// its bytes come from elsewhere.
+    /// Queries the kernel. For a block device this is `Other`: statfs would describe the file
+    /// system of the device node, a tmpfs.
     pub fn of(file: &std::fs::File, kind: FileKind) -> Self {
         if kind == FileKind::BlockDevice {
             return Self::Other;
@@ -85,19 +69,19 @@ impl FileSystem {
     }
 }
 
-/// How large writes of new bytes go to a file.
+/// How large first writes reach a file.
 #[derive(Debug)]
 pub enum Bulk {
-    /// As any other.
+    /// As any other write.
     Plain,
-    /// Allocated first, as long as that works.
+    /// Allocate first, until that fails.
     Allocate(AtomicBool),
-    /// Who gets the lock writes; others copy into a mapping, as long as that works.
+    /// The lock holder writes; others copy into a mapping, until that fails.
     Lanes(Mutex<()>, AtomicBool),
 }
 
 impl Bulk {
-    /// What suits a file system.
+    /// The method for a file system.
     pub fn new(file_system: FileSystem) -> Self {
         match file_system {
             FileSystem::Ext => Self::Allocate(AtomicBool::new(true)),
@@ -106,7 +90,7 @@ impl Bulk {
         }
     }
 
-    /// Bytes that one system call writes, at most.
+    /// Maximum bytes per system call.
     pub fn piece_bytes(&self) -> usize {
         match self {
             Self::Allocate(_) => PIECE_BYTES,
@@ -121,7 +105,7 @@ impl Bulk {
 }
 
 impl FileStorage {
-    /// Writes all of `buf` where nothing is yet.
+    /// Writes all of `buf` to a range that was never written.
     pub(crate) fn write_bulk(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
         match self.past_cache(buf.len()) {
             Some(past) => past.write(self, buf, offset),
@@ -129,13 +113,13 @@ impl FileStorage {
         }
     }
 
-    /// Allocates a range that is going to be written, where that is worth it.
+    /// Allocates a range that will be written, if worthwhile.
     pub(crate) fn allocate_bulk(&self, offset: u64, len: u64) {
         let Bulk::Allocate(works) = self.bulk() else { return };
         if works.load(Ordering::Relaxed) {
             let allocated =
                 rustix::fs::fallocate(self.file(), FallocateFlags::empty(), offset, len);
-            // Whatever else stands in the way (no space, a signal) the write meets too.
+            // The write reports any other error (no space, a signal).
             if let Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM) = allocated {
                 works.store(false, Ordering::Relaxed);
             }
@@ -160,7 +144,8 @@ impl FileStorage {
                     let inside = offset + buf.len() as u64 <= self.raw_len()?;
                     match inside.then(|| sys::copy_to_mapping(self.file().as_fd(), offset, buf)) {
                         Some(Ok(())) => return Ok(()),
-                        // No space, or a file that somebody cuts: writing tells which.
+                        // No space, or a concurrently truncated file: the write returns the real
+                        // error.
                         None | Some(Err(Errno::FAULT)) => {}
                         Some(Err(_)) => works.store(false, Ordering::Relaxed),
                     }
@@ -180,7 +165,7 @@ mod tests {
     use super::*;
     use crate::open::FileOptions;
 
-    /// Several threads write pieces of odd sizes, some of them past the end, and all is there.
+    /// Several threads write pieces of odd sizes, some past the end; all bytes arrive.
     fn pieces_arrive(folder: &Path) {
         let options = FileOptions::read_write().cache(CacheMode::Unsafe);
         let file = FileStorage::create(folder.join("bulk"), &options).unwrap();
@@ -225,7 +210,7 @@ mod tests {
         let Bulk::Lanes(lane, works) = file.bulk() else { panic!("/dev/shm is no tmpfs") };
         let buf = vec![7; BULK_BYTES_MIN + 5];
         let _busy = lane.lock();
-        // Beyond the end there is nothing to map, so that is written after all.
+        // Beyond the end there is nothing to map, so the write falls back.
         file.write_new(&buf, HostOffset(3)).unwrap();
         assert_eq!(file.len().unwrap(), buf.len() as u64 + 3);
         file.expect_len(1 << 20).unwrap();
@@ -241,7 +226,7 @@ mod tests {
 
     #[test]
     fn a_full_file_system_is_an_error_on_each_lane() {
-        // The mapping is longer than the file system: its pages are not to be had.
+        // The mapping is longer than the file system, so its pages cannot be allocated.
         let Some(small) = vdkit_testkit::fs::mounted("tmpfs", 1 << 20) else { return };
         let options = FileOptions::read_write().cache(CacheMode::Unsafe);
         let file = FileStorage::create(small.path().join("bulk"), &options).unwrap();
@@ -262,7 +247,7 @@ mod tests {
         assert!(file.unwrap().reads_never_wait());
     }
 
-    /// System calls of this thread that wrote, so far.
+    /// Number of write system calls of this thread.
     fn writes() -> u64 {
         let counts = std::fs::read_to_string("/proc/thread-self/io").unwrap();
         let line = counts.lines().find_map(|line| line.strip_prefix("syscw: ")).unwrap();

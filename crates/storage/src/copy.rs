@@ -1,4 +1,4 @@
-//! Sharing and copying blocks inside the kernel.
+//! Sharing and copying blocks in the kernel.
 
 use std::os::fd::BorrowedFd;
 
@@ -9,10 +9,10 @@ use crate::file::FileStorage;
 use crate::open::{FileKind, retry};
 use crate::sys;
 
-/// Bytes of one copy_file_range, so that a cancelled job does not wait for gigabytes.
+/// Bytes per copy_file_range, so that cancelling does not wait for gigabytes.
 const COPY_STEP: u64 = 128 << 20;
 
-/// Whether an errno says "not this way between these two files", so that another way may work.
+/// Whether an errno means that this method does not work between these files, but another may.
 fn not_here(errno: Errno) -> bool {
     matches!(
         errno,
@@ -61,7 +61,7 @@ impl FileStorage {
         Ok(done)
     }
 
-    /// Shares whole blocks, and the part of a block at the end of the source.
+    /// Shares whole blocks, and a partial block at the end of the source.
     fn reflink(
         &self,
         to: u64,
@@ -115,7 +115,7 @@ impl FileStorage {
                 )
             });
             match copied {
-                // The end of the source; or a file system that pretends (procfs, old FUSE).
+                // End of the source, or a file system without real support (procfs, old FUSE).
                 Ok(0) => break,
                 Ok(n) => done += n as u64,
                 Err(errno) => return (done, Err(errno)),

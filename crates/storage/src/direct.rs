@@ -1,4 +1,4 @@
-//! Direct I/O: past the page cache, in whole blocks.
+//! Direct I/O: bypasses the page cache, in whole blocks.
 
 use std::fs::File;
 
@@ -12,10 +12,10 @@ use crate::file::{FileStorage, within_offsets};
 use crate::open::{FileKind, no_direct, retry};
 use crate::range_lock::{RangeGuard, RangeLocks};
 
-/// What suits every device and file system in use, where the kernel does not say.
+/// Works on all devices and file systems in use; for when the kernel does not report an alignment.
 const ALIGNMENT_USUAL: u32 = 4096;
 
-/// The direct side of a [`FileStorage`].
+/// Direct I/O of a [`FileStorage`].
 #[derive(Debug)]
 pub struct Direct {
     /// A power of two.
@@ -24,11 +24,11 @@ pub struct Direct {
     ranges: RangeLocks,
 }
 
-/// Holds the length of a file during a write.
+/// Keeps the length of a file stable during a write.
 enum Length<'a> {
-    /// It does not change.
+    /// The write does not change it.
     Kept { _guard: RwLockReadGuard<'a, ()> },
-    /// It was this, and the write passes it.
+    /// The length before a write that passes it.
     Passed { _guard: RwLockWriteGuard<'a, ()>, before: u64 },
 }
 
@@ -52,7 +52,7 @@ impl Direct {
         self.ranges.hold(offset..offset.saturating_add(len), false)
     }
 
-    /// Whether a request can go to the device as it is.
+    /// Whether a request is aligned for the device.
     pub fn fits(&self, address: *const u8, offset: u64, len: usize) -> bool {
         is_aligned(address.addr() as u64 | offset | len as u64, self.align)
     }
@@ -62,7 +62,7 @@ impl Direct {
         if self.fits(buf.as_ptr(), offset, buf.len()) {
             return self.read_whole(of, buf, offset);
         }
-        // Whole blocks in front go straight to the caller's memory.
+        // Whole blocks at the front go directly to the caller's memory.
         let mut done = 0;
         if self.fits(buf.as_ptr(), offset, 0) {
             let front = align_down(buf.len() as u64, self.align) as usize;
@@ -95,7 +95,7 @@ impl Direct {
     /// Reads whole blocks until `buf` is full or the file ends.
     fn read_whole(&self, of: &FileStorage, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
         let mut done = 0;
-        // Whole blocks: the highest offset of all lies in a block that no file can have.
+        // Whole blocks: the highest possible offset lies in a block that no file can have.
         let there = within_offsets(buf, offset).len();
         let buf = &mut buf[..align_down(there as u64, self.align) as usize];
         while done < buf.len() {
@@ -108,7 +108,7 @@ impl Direct {
             if is_aligned(done as u64, self.align) {
                 continue;
             }
-            // Within a block: the end of the file, or a short read that goes on from the block.
+            // Within a block: the end of the file, or a short read to resume at the block.
             if offset + done as u64 >= of.raw_len()? {
                 break;
             }
@@ -139,8 +139,7 @@ impl Direct {
         Ok(())
     }
 
-    /// Writes one piece through a bounce buffer; with its edges it is at most
-    /// [`BOUNCE_BYTES_MAX`].
+    /// Writes one piece through a bounce buffer; with its edges it is at most [`BOUNCE_BYTES_MAX`].
     fn write_bounced(&self, of: &FileStorage, buf: &[u8], offset: u64) -> Result<(), Errno> {
         let end = offset + buf.len() as u64;
         let start = align_down(offset, self.align);
@@ -165,7 +164,7 @@ impl Direct {
         Ok(())
     }
 
-    /// Reads the first and last block where the request does not cover them whole.
+    /// Reads the first and last block if the request covers them only partly.
     fn read_edges(
         &self,
         of: &FileStorage,
@@ -189,7 +188,7 @@ impl Direct {
         Ok(())
     }
 
-    /// Holds the length for a write that ends at `padded`, alone where it passes the end.
+    /// Locks the length for a write that ends at `padded`, exclusively if the write passes the end.
     fn hold_length_for<'a>(&self, of: &'a FileStorage, padded: u64) -> Result<Length<'a>, Errno> {
         let guard = of.hold_length();
         if of.kind() == FileKind::BlockDevice || padded <= of.raw_len()? {
@@ -201,8 +200,8 @@ impl Direct {
     }
 }
 
-/// What offsets, lengths and memory must be multiples of; nothing where the file has no direct
-/// I/O at all.
+/// Required alignment of offsets, lengths and memory; `None` if the file does not support direct
+/// I/O.
 pub fn alignment(file: &File, kind: FileKind) -> Option<u32> {
     let stat = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
     if let Some(stat) = stat.filter(|s| s.stx_mask & StatxFlags::DIOALIGN.bits() != 0) {

@@ -28,29 +28,29 @@ use crate::skim;
 use crate::space::Lacks;
 use crate::sys;
 
-/// The highest offset of a file plus one.
+/// One more than the highest offset of a file.
 const OFFSET_MAX: u64 = i64::MAX as u64;
 
 /// A regular file or a block device.
 ///
-/// Requests use offsets, never the file's own position, so any number of threads may share it.
-/// ([`Storage::extent_at`] moves that position, as `SEEK_DATA` does; nothing here reads it.)
+/// Requests use offsets, never the file position, so any number of threads may share it.
+/// ([`Storage::extent_at`] moves the position, as `SEEK_DATA` does; nothing here reads it.)
 ///
 /// # Cache modes
 /// | mode | reads and writes | a write is durable | `sync` |
 /// |---|---|---|---|
 /// | writeback, writethrough | page cache | after `sync` | fdatasync |
 /// | none, directsync | O_DIRECT | after `sync` | fdatasync |
-/// | unsafe | page cache | whenever the kernel pleases | nothing |
+/// | unsafe | page cache | at the kernel's discretion | nothing |
 ///
-/// What writethrough and directsync promise is the disk's to keep (`vdkit_chain::Disk`): it flushes
+/// `vdkit_chain::Disk` implements the durable writes of writethrough and directsync: it flushes
 /// after each change, and one sync serves all changes that wait for one.
 ///
 /// # Direct I/O
-/// Requests of any offset, length and memory work. Those that are not aligned to
-/// [`StorageCaps::alignment`] go through a bounce buffer; the file's length stays exact to the
-/// byte. (A crash in the middle of an unaligned write that makes the file longer may leave it up
-/// to a block longer still; the bytes are zero.)
+/// Requests may have any offset, length and memory. Those not aligned to [`StorageCaps::alignment`]
+/// go through a bounce buffer; the file's length stays exact to the byte. (A crash during an
+/// unaligned write that extends the file may leave it up to a block too long; the extra bytes are
+/// zero.)
 pub struct FileStorage {
     name: String,
     file: File,
@@ -59,19 +59,19 @@ pub struct FileStorage {
     caps: StorageCaps,
     pub(crate) lacks: Lacks,
     direct: Option<Direct>,
-    /// Growing by `ftruncate` asks for the length first; a write in between that goes further
-    /// would be cut off. So that pair holds this for writing, and everything that may make the
-    /// file longer in one call holds it for reading.
+    /// Growing by `ftruncate` first queries the length; a concurrent write that extends the file
+    /// further would be cut off. So that pair holds this lock for writing, and every single call
+    /// that may extend the file holds it for reading.
     growth: RwLock<()>,
-    /// One fdatasync for all who asked before it began.
+    /// One fdatasync for all callers that asked before it began.
     syncs: Syncs<Errno>,
-    /// Descriptions of the same file for syncs beside the first one; opened when two meet.
+    /// Further descriptions of the same file for concurrent syncs; opened when two syncs meet.
     sync_lanes: OnceLock<Vec<File>>,
     lock: Option<Mutex<ImageLock>>,
     in_memory: bool,
-    /// Where data begins, as far as the last question about a hole told; see `find_extent`.
+    /// Where data begins, from the last hole lookup; see `find_extent`.
     pub(crate) data_at: AtomicU64,
-    /// The file system cannot say whether bytes are at hand.
+    /// The file system does not support non-blocking reads.
     never_ready: AtomicBool,
     bulk: Bulk,
     past: Option<PastCache>,
@@ -92,21 +92,21 @@ impl FileStorage {
     /// Opens a file or block device.
     ///
     /// # Errors
-    /// [`Error::Locked`] or [`Error::Busy`] where another process uses it;
-    /// [`Error::Unsupported`] for what is no file, and for direct I/O on a file system without;
-    /// [`Error::File`] for what the system refuses.
+    /// [`Error::Locked`] or [`Error::Busy`] if another process uses it; [`Error::Unsupported`] for
+    /// other file types, and for direct I/O if the file system lacks it; [`Error::File`] for system
+    /// errors.
     pub fn open(path: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
         let path = path.as_ref();
         let (file, kind) = open::open_file(path, options)?;
         let opened = Self::build(file, kind, path.display().to_string(), options);
         if opened.is_err() && options.create.makes() {
-            // It was made a moment ago and nobody wants it.
+            // It was just created and is not needed.
             let _ = std::fs::remove_file(path);
         }
         opened
     }
 
-    /// Makes a new file, for writing. It must not exist yet.
+    /// Creates a new file, for writing. It must not exist yet.
     ///
     /// # Errors
     /// As [`FileStorage::open`].
@@ -115,11 +115,11 @@ impl FileStorage {
         Self::open(path, &FileOptions { writable: true, create, ..*options })
     }
 
-    /// Takes over an open file; `name` is for messages. Status flags (O_APPEND, O_NONBLOCK,
-    /// O_DIRECT) are set to what the cache mode needs, also for duplicates of the descriptor.
+    /// Takes over an open file; `name` is for messages. Sets the status flags (O_APPEND,
+    /// O_NONBLOCK, O_DIRECT) to what the cache mode needs, also for duplicates of the descriptor.
     ///
     /// # Errors
-    /// As [`FileStorage::open`]; [`Error::Invalid`] where it is not open for what is asked.
+    /// As [`FileStorage::open`]; [`Error::Invalid`] if its access mode does not suffice.
     pub fn from_file(file: File, name: impl Into<String>, options: &FileOptions) -> Result<Self> {
         let name = name.into();
         let kind = open::kind_of_file(&name, &file)?;
@@ -140,7 +140,7 @@ impl FileStorage {
         Self::build(file, kind, name, options)
     }
 
-    /// The same file under another name, for messages.
+    /// Renames the storage, for messages.
     pub(crate) fn named(mut self, name: String) -> Self {
         self.name = name;
         self
@@ -195,14 +195,13 @@ impl FileStorage {
         })
     }
 
-    /// The very file that this one is, whatever its name leads to by now, open for writing and
-    /// without locks.
+    /// Reopens the same inode, independent of its name, for writing and without locks.
     fn open_again(&self) -> Result<Self> {
         let fail = |errno: Errno| file_error(&self.name, IoAction::Open, errno);
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
         if self.kind == FileKind::BlockDevice && self.lock.is_some() {
-            // Not while it is mounted or part of a volume.
+            // Fails while the device is mounted or part of a volume.
             flags |= OFlags::EXCL;
         }
         let file = retry(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(fail)?;
@@ -210,8 +209,8 @@ impl FileStorage {
         Self::from_file(File::from(file), self.name.clone(), &options)
     }
 
-    /// The same file again, for syncs alone; as often as it can be had. The kernel tells a description
-    /// that is opened now of errors that no other has been told of.
+    /// Reopens the file for syncs alone, as often as possible. The kernel reports to a newly opened
+    /// description the errors that no other description has reported.
     fn open_lanes(&self) -> Vec<File> {
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
@@ -224,7 +223,7 @@ impl FileStorage {
         self.kind
     }
 
-    /// The cache mode it was opened with.
+    /// The cache mode.
     pub fn cache(&self) -> CacheMode {
         self.cache
     }
@@ -233,7 +232,7 @@ impl FileStorage {
         &self.file
     }
 
-    /// Holds the length against `ftruncate` pairs; see [`FileStorage::growth`].
+    /// Locks the length against `ftruncate` pairs; see [`FileStorage::growth`].
     pub(crate) fn hold_length(&self) -> RwLockReadGuard<'_, ()> {
         self.growth.read()
     }
@@ -242,7 +241,7 @@ impl FileStorage {
         &self.growth
     }
 
-    /// Holds a range against read-modify-writes of direct I/O.
+    /// Locks a range against read-modify-writes of direct I/O.
     pub(crate) fn hold_range(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
         self.direct.as_ref().map(|direct| direct.hold_shared(offset, len))
     }
@@ -256,7 +255,7 @@ impl FileStorage {
         self.past.as_ref()
     }
 
-    /// The way past the page cache for a large write of new bytes, where that has its share.
+    /// The direct lane for a large first write, once the page cache has its share.
     pub(crate) fn past_cache(&self, len: usize) -> Option<&Lane> {
         self.past.as_ref()?.lane_for(len, &self.file)
     }
@@ -265,17 +264,17 @@ impl FileStorage {
         self.direct.is_some()
     }
 
-    /// Whether it lies in memory, so that a read has nothing to wait for.
+    /// Whether the file is in memory, so that reads never wait.
     pub(crate) fn reads_never_wait(&self) -> bool {
         self.in_memory
     }
 
-    /// Whether a request can go to the kernel as it is.
+    /// Whether a request is aligned for the kernel.
     pub(crate) fn fits_device(&self, address: *const u8, offset: u64, len: usize) -> bool {
         self.direct.as_ref().is_none_or(|direct| direct.fits(address, offset, len))
     }
 
-    /// The length without waiting for a resize under way.
+    /// The length, without waiting for a concurrent resize.
     pub(crate) fn raw_len(&self) -> Result<u64, Errno> {
         match self.kind {
             FileKind::Regular => Ok(rustix::fs::fstat(&self.file)?.st_size as u64),
@@ -294,7 +293,7 @@ impl FileStorage {
         Err(Error::ReadOnly { file: self.name.clone() })
     }
 
-    /// The end of a range, where a file can have one there.
+    /// The end of a range; fails beyond the maximum file offset.
     pub(crate) fn end_of(&self, action: IoAction, offset: HostOffset, len: u64) -> Result<u64> {
         match offset.checked_add(len) {
             Some(end) if end.0 <= OFFSET_MAX => Ok(end.0),
@@ -313,12 +312,12 @@ impl FileStorage {
         }
     }
 
-    /// Writes all of `buf`, which fits the alignment where that matters.
+    /// Writes all of `buf`, which is aligned if needed.
     pub(crate) fn write_raw(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
         self.write_in_pieces(buf, offset, self.bulk.piece_bytes())
     }
 
-    /// [`Self::write_raw`] with at most so many bytes a system call.
+    /// [`Self::write_raw`] with at most `piece` bytes per system call.
     pub(crate) fn write_in_pieces(
         &self,
         buf: &[u8],
@@ -338,11 +337,11 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Makes all that was written durable, also in cache mode unsafe, for a file that nobody can see
-    /// before that: one sync then serves all of its writes.
+    /// Syncs, also in cache mode unsafe, for a file that is not visible yet: one sync serves all of
+    /// its writes.
     ///
     /// # Errors
-    /// [`Error::File`], also for a sync before this one that failed.
+    /// [`Error::File`], also for an earlier failed sync.
     pub fn sync_always(&self) -> Result<()> {
         let lanes = || 1 + self.sync_lanes.get_or_init(|| self.open_lanes()).len();
         let fdatasync = |lane: usize| {
@@ -362,8 +361,8 @@ impl FileStorage {
     }
 }
 
-/// The part of `buf` that lies at offsets that a file can have. The kernel refuses requests that
-/// go beyond, instead of answering that nothing is there.
+/// The part of `buf` at valid file offsets. The kernel refuses requests beyond them instead of
+/// returning a short read.
 pub(crate) fn within_offsets(buf: &mut [u8], offset: u64) -> &mut [u8] {
     let most = OFFSET_MAX.saturating_sub(offset).min(buf.len() as u64);
     &mut buf[..most as usize]
@@ -385,7 +384,7 @@ pub(crate) fn read_raw(file: &File, buf: &mut [u8], offset: u64) -> Result<usize
     Ok(done)
 }
 
-/// The granularity of holes and shared blocks.
+/// Block size of holes and shared blocks.
 fn block_bytes(file: &File, kind: FileKind) -> u32 {
     const USUAL: u32 = 4096;
     let bytes = match kind {
@@ -395,7 +394,7 @@ fn block_bytes(file: &File, kind: FileKind) -> u32 {
             .and_then(|stat| u32::try_from(stat.f_frsize).ok())
             .unwrap_or(USUAL),
     };
-    // Network file systems answer with transfer sizes, some with nothing.
+    // Network file systems report transfer sizes, or nothing.
     if bytes.is_power_of_two() && (512..=1 << 20).contains(&bytes) { bytes } else { USUAL }
 }
 
@@ -408,8 +407,8 @@ impl Storage for FileStorage {
         self.caps
     }
 
-    /// Asked of the kernel each time: a file that is not locked may change under us, and a wrong
-    /// length costs more than a system call.
+    /// Queried each time: an unlocked file may change, and a wrong length costs more than a system
+    /// call.
     fn len(&self) -> Result<u64> {
         // An unaligned direct write may pass the end for a moment; see `direct`.
         let _exact = self.direct.is_some().then(|| self.hold_length());
@@ -452,7 +451,7 @@ impl Storage for FileStorage {
         let len = len.min(self.len()?.saturating_sub(offset.0));
         match skim::skim(&self.file, offset.0, len) {
             Ok(done) if done >= len => Ok(()),
-            // No splice from here: the bytes go through this process.
+            // Splice does not work here: read through this process.
             Ok(done) => skim::read_away(self, offset + done, len - done),
             Err(errno) => Err(self.error(IoAction::Read, offset.0, len, errno)),
         }
@@ -527,8 +526,8 @@ impl Storage for FileStorage {
         if used >= len {
             return Ok(false);
         }
-        // tmpfs looks at each page to find the next hole, which costs half of reading it: few
-        // holes are not worth that.
+        // tmpfs examines each page to find the next hole, at half the cost of reading it: few holes
+        // are not worth that.
         Ok(!self.in_memory || len - used >= len / 4)
     }
 
@@ -571,7 +570,7 @@ impl Storage for FileStorage {
             Ok(again)
         });
         if opened.is_err() {
-            // The first error is the one that tells.
+            // Report the first error.
             let _ = lock.become_reader(&self.name, &self.file);
         }
         Ok(Arc::new(opened?))
@@ -584,7 +583,7 @@ impl Storage for FileStorage {
 
 impl Drop for FileStorage {
     fn drop(&mut self) {
-        // A duplicate of the descriptor elsewhere would keep the locks alive.
+        // A duplicate of the descriptor elsewhere would keep the locks.
         if let Some(lock) = self.lock.take().map(Mutex::into_inner) {
             lock.release(&self.file);
         }

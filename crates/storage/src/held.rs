@@ -1,8 +1,8 @@
-//! What holds a block device, and files that are block devices themselves: those behind loop devices.
+//! Detects what uses a block device, or a file behind a loop device.
 //!
-//! Image locks do not tell of these: the kernel takes none. Who writes to the file behind a mounted loop
-//! device changes a file system under its driver, and who replaces the file leaves that driver on one without a
-//! name.
+//! Image locks do not cover these: the kernel takes none. A write to the file behind a mounted loop
+//! device changes a file system under its driver. Replacing the file leaves the loop device on an
+//! unlinked file.
 //!
 //! Sources: the kernel's Documentation/ABI (`/sys/block/<disk>/holders`), drivers/block/loop.c
 //! (`loop/backing_file`), proc(5) (`mountinfo`, `swaps`).
@@ -15,17 +15,17 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use vdkit_block::{Error, Result};
 
-/// What is going to happen to a file.
+/// Planned change of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// Its bytes are written to.
+    /// Writing to it.
     Write,
-    /// Another file takes its name, or it is removed.
+    /// Replacing or removing it.
     Replace,
 }
 
-/// Refuses a change of a file that a loop device makes a disk of. Bytes may change as long as nothing holds
-/// that disk.
+/// Refuses a change of a file behind a loop device. Writing is allowed if nothing uses the loop
+/// device.
 ///
 /// # Errors
 /// [`Error::Busy`], naming the device.
@@ -57,7 +57,7 @@ pub(crate) fn refuse_attached(name: &str, file: &File, change: Change) -> Result
     Ok(())
 }
 
-/// What holds a loop device or one of its partitions.
+/// The user of a loop device or one of its partitions.
 fn holder(folder: &Path, device: &str) -> Option<String> {
     let parts = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
     let parts = parts.filter(|part| {
@@ -70,7 +70,7 @@ fn holder(folder: &Path, device: &str) -> Option<String> {
         by_whom(number)
     });
     named.or_else(|| {
-        // As the kernel knows it: others may hold it than those that leave a trace.
+        // Ask the kernel: not every user is visible in /proc or /sys.
         let opened = File::options()
             .read(true)
             .custom_flags(OFlags::EXCL.bits() as i32)
@@ -80,7 +80,7 @@ fn holder(folder: &Path, device: &str) -> Option<String> {
     })
 }
 
-/// What a block device is in use for, for messages.
+/// The user of a block device, for messages.
 pub(crate) fn by_whom(device: u64) -> Option<String> {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -102,8 +102,8 @@ fn is_device(path: &Path, device: u64) -> bool {
     path.metadata().is_ok_and(|found| found.file_type().is_block_device() && found.rdev() == device)
 }
 
-/// Where a device is mounted. File systems of several devices (btrfs) have numbers of their own, and name
-/// one of their devices as the source.
+/// Mount point of a device. File systems on several devices (btrfs) have device numbers of their
+/// own, and name one of their devices as the source.
 fn mounted_at(table: &str, device: u64, number: &str) -> Option<String> {
     table.lines().find_map(|line| {
         let (before, behind) = line.split_once(" - ")?;

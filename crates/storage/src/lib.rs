@@ -1,13 +1,13 @@
-//! Where the host bytes of vdkit live.
+//! Storages of vdkit: host files, devices and memory.
 //!
 //! Everything here implements [`vdkit_block::Storage`]:
 //!
-//! - [`FileStorage`]: regular files and block devices, through the page cache or past it, with
-//!   the cache modes of [`vdkit_block::CacheMode`] and QEMU's image locks ([`LockMode`]).
+//! - [`FileStorage`]: regular files and block devices, buffered or direct, with the cache modes
+//!   of [`vdkit_block::CacheMode`] and QEMU's image locks ([`LockMode`]).
 //! - [`MemoryStorage`]: sparse memory.
-//! - [`NullStorage`]: reads zeroes and swallows writes.
+//! - [`NullStorage`]: reads zeroes and discards writes.
 //!
-//! [`PendingFile`] is a file that takes its name only when it is finished.
+//! [`PendingFile`] is a file that gets its name only when it is finished.
 //!
 //! # The life of a write to a file
 //!
@@ -16,20 +16,21 @@
 //!                   │ no (O_DIRECT)
 //!                   ├─ offset, length and memory aligned ──► pwrite
 //!                   └─ else: range lock ─► read the blocks at the edges into a bounce buffer
-//!                            ─► lay the bytes over them ─► pwrite ─► cut the file back to
-//!                            the exact length where the last block passed its end
+//!                            ─► overlay the bytes ─► pwrite ─► truncate the file to
+//!                            the exact length if the last block passed its end
 //! ```
 //!
-//! # Where a limit is kept
+//! # Invariants
 //!
 //! | what | where |
 //! |---|---|
-//! | no process writes under another's feet | `lock` |
+//! | no two processes write one image | `lock` |
 //! | two unaligned direct writes to one block both survive | `range_lock` |
 //! | growing by `ftruncate` never cuts off a write that grew the file further | `FileStorage::growth` |
-//! | a failed `fdatasync` stays failed, for all who wait for one | `FileStorage::syncs` |
+//! | a failed `fdatasync` stays failed, for all its waiters | `FileStorage::syncs` |
 //!
-//! `unsafe` is confined to `sys` (ioctls, locks and mappings without a safe wrapper) and `ring` (io_uring).
+//! `unsafe` is confined to `sys` (ioctls, locks and mappings without a safe wrapper) and `ring`
+//! (io_uring).
 
 mod access;
 mod batch;

@@ -1,11 +1,10 @@
-//! Following a symbolic link to a file that is to be replaced, without being led astray.
+//! Safe resolution of a symbolic link to a file that will be replaced.
 //!
-//! In a folder that everybody may write to and whose files only their owners may remove (`/tmp`),
-//! anybody can put a link under the name that somebody else is about to write to. The kernel refuses
-//! to follow such a link where `fs.protected_symlinks` is set, and to write to a stranger's file there
-//! where `fs.protected_regular` is. A program that reads a link by itself goes round the first, and one
-//! that renames a new file over an old one goes round the second. So both rules are kept here, whatever
-//! the kernel is set to.
+//! In a sticky world-writable folder (`/tmp`), any user can put a link under a name that another
+//! user is about to write to. The kernel refuses to follow such a link if `fs.protected_symlinks`
+//! is set, and to write to another user's file there if `fs.protected_regular` is set. A program
+//! that resolves a link itself bypasses the first rule; one that renames a new file over an old one
+//! bypasses the second. So this module enforces both rules, whatever the kernel's settings.
 
 use std::ffi::OsStr;
 use std::io;
@@ -19,10 +18,10 @@ use vdkit_block::{Error, IoAction, Result};
 
 use crate::open::{file_error, retry};
 
-/// Links that lead to links, at most: as many as the kernel follows.
+/// Maximum links followed, as in the kernel.
 const LINKS_MAX: usize = 40;
 
-/// A name, and the folder that it is looked up in.
+/// A name, and the folder to resolve it in.
 struct Place<'a> {
     folder: &'a Path,
     name: &'a OsStr,
@@ -43,14 +42,14 @@ impl<'a> Place<'a> {
     }
 }
 
-/// Whether a folder is one where everybody may make files and only owners may remove them.
+/// Whether a folder is world-writable and sticky.
 fn is_shared(folder: &Stat) -> bool {
     let mode = Mode::from_raw_mode(folder.st_mode);
     mode.contains(Mode::SVTX | Mode::WOTH)
 }
 
-/// Whether what lies in a shared folder was put there by somebody who is neither the folder's owner nor
-/// this process's user.
+/// Whether a file in a shared folder belongs neither to the folder's owner nor to this process's
+/// user.
 fn is_strangers(folder: &Stat, found: &Stat) -> bool {
     let own = rustix::process::geteuid().as_raw();
     is_shared(folder) && found.st_uid != folder.st_uid && found.st_uid != own
@@ -68,12 +67,10 @@ fn refused(path: &Path, what: &str, owner: u32) -> Error {
     )
 }
 
-/// The name that a path leads to, which is no symbolic link: the path itself, or what it points to.
-/// Nothing need be there.
+/// Resolves a path to one that is no symbolic link. The target need not exist.
 ///
 /// # Errors
-/// [`Error::File`] for a link that a stranger put into a folder that everybody may write to, and for
-/// links that go in circles.
+/// [`Error::File`] for another user's link in a world-writable sticky folder, and for link loops.
 pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
     let fail = |errno: Errno| file_error(&path.display().to_string(), IoAction::Open, errno);
     let mut at = path.to_owned();
@@ -81,11 +78,11 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
         let Some(place) = Place::of(&at) else { return Ok(at) };
         let folder = match place.open_folder() {
             Ok(folder) => folder,
-            // What is there or not is said by who opens the file.
+            // Opening the file reports whether it exists.
             Err(Errno::NOENT | Errno::NOTDIR) => return Ok(at),
             Err(errno) => return Err(fail(errno)),
         };
-        // Opened once, so that its owner and where it points are those of one and the same link.
+        // Opened once, so that owner and target are read from the same link.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let link = match retry(|| rustix::fs::openat(&folder, place.name, flags, Mode::empty())) {
             Ok(link) => link,
@@ -105,8 +102,8 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
     Err(fail(Errno::LOOP))
 }
 
-/// Refuses to take the place of a file that a stranger put into a folder that everybody may write to:
-/// the new file would be the stranger's, and its bytes with it.
+/// Refuses to replace another user's file in a world-writable sticky folder: the new file, with its
+/// data, would belong to that user.
 ///
 /// # Errors
 /// [`Error::File`].

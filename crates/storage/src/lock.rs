@@ -1,22 +1,22 @@
-//! QEMU's image locks, so that no two programs use an image in ways that do not go together.
+//! QEMU's image locks, which exclude incompatible uses of an image.
 //!
-//! Each opener has permissions that it *uses* and permissions that it *grants* to others. A
+//! Each opener has permissions that it *uses* and permissions that it *shares* with others. A
 //! permission is a byte of the file: the opener holds a shared lock on byte 100 + p for each
-//! permission p that it uses, and on byte 200 + p for each that it does not grant. Shared locks
-//! never collide, so taking them always succeeds; the conflict is found by *testing* whether an
-//! exclusive lock could be had on 200 + p (does anyone deny what we use?) and on 100 + p (does
-//! anyone use what we deny?). Take first, then test: two openers at the same moment both see
-//! each other, and at worst both are refused.
+//! permission p that it uses, and on byte 200 + p for each that it does not share. Shared locks
+//! never collide, so taking them always succeeds. Conflicts are found by *testing* whether an
+//! exclusive lock is possible on 200 + p (does anyone deny what we use?) and on 100 + p (does
+//! anyone use what we deny?). Locks are taken before the test: two simultaneous openers see each
+//! other, and at worst both are refused.
 //!
 //! | byte | permission | reader | writer |
 //! |---|---|---|---|
-//! | 0 | consistent read | uses, grants | uses, grants |
+//! | 0 | consistent read | uses, shares | uses, shares |
 //! | 1 | write | denies | uses, denies |
-//! | 2 | write unchanged | grants | grants |
+//! | 2 | write unchanged | shares | shares |
 //! | 3 | resize | denies | uses, denies |
 //!
-//! That is what QEMU takes for the file beneath a qcow2 image. The locks belong to the open file
-//! (OFD locks), so they end with it, also when the process is killed.
+//! QEMU takes the same locks on the file of a qcow2 image. They are OFD locks: they belong to the
+//! open file and end with it, also when the process is killed.
 
 use std::fs::File;
 use std::io;
@@ -40,14 +40,13 @@ const RESIZE: u64 = 3;
 /// Characters of a command line in a message.
 const COMMAND_CHARS_MAX: usize = 80;
 
-/// Whether other processes are kept from using an image in ways that do not go together.
+/// Whether to lock an image against incompatible uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LockMode {
-    /// Readers keep writers away, a writer keeps everyone away; as QEMU does.
+    /// Readers exclude writers, a writer excludes everyone; as in QEMU.
     #[default]
     Auto,
-    /// No locks are taken or looked at: for looking at an image that a guest is using. What is
-    /// read may change meanwhile.
+    /// No locks, for inspecting an image that a guest is using. The image may change meanwhile.
     Off,
 }
 
@@ -73,8 +72,8 @@ impl ImageLock {
         taken.map(|()| lock)
     }
 
-    /// Takes a writer's locks without a look at others': for a file that this process holds
-    /// locked as a writer by another descriptor, which would stand in the way.
+    /// Takes a writer's locks without testing for conflicts: for a file that this process holds
+    /// locked as a writer through another descriptor, which the test would report.
     pub fn take_beside(name: &str, file: &File) -> Result<Self> {
         let lock = Self { used: WRITER, denied: DENIED };
         lock.set(file, OfdLock::Shared).map_err(|source| {
@@ -84,19 +83,19 @@ impl ImageLock {
         Ok(lock)
     }
 
-    /// Makes a reader's locks a writer's; they are as before where that fails. Nobody can become a
-    /// writer meanwhile, as what is held already stays.
+    /// Upgrades a reader's locks to a writer's; on failure they are unchanged. No other process can
+    /// become a writer meanwhile, since the reader's locks stay.
     pub fn become_writer(&mut self, name: &str, file: &File) -> Result<()> {
         let writer = Self { used: WRITER, denied: DENIED };
         writer.take_and_test(name, file).inspect_err(|_| {
-            // The first error is the one that tells.
+            // Report the first error.
             let _ = self.become_reader(name, file);
         })?;
         *self = writer;
         Ok(())
     }
 
-    /// Makes a writer's locks a reader's.
+    /// Downgrades a writer's locks to a reader's.
     pub fn become_reader(&mut self, name: &str, file: &File) -> Result<()> {
         for permission in WRITER.iter().filter(|p| !READER.contains(p)) {
             sys::ofd_set(file.as_fd(), OfdLock::None, USED_BASE + permission, 1)
@@ -132,9 +131,9 @@ impl ImageLock {
         Err(error)
     }
 
-    /// Gives the locks back.
+    /// Releases the locks.
     pub fn release(&self, file: &File) {
-        // Unlocking fails only where the file is gone, and then so are its locks.
+        // Unlocking fails only if the file is gone, and its locks with it.
         let _ = self.set(file, OfdLock::None);
     }
 
@@ -150,7 +149,7 @@ impl ImageLock {
         used.chain(self.denied.iter().map(|p| DENIED_BASE + p))
     }
 
-    /// The first byte on which somebody else stands in the way.
+    /// The first byte with a conflict.
     fn test(&self, file: &File) -> io::Result<Option<(u64, Conflict)>> {
         let denied_by_others = self.used.iter().map(|p| DENIED_BASE + p);
         let used_by_others = self.denied.iter().map(|p| USED_BASE + p);
@@ -163,7 +162,7 @@ impl ImageLock {
     }
 }
 
-/// Who holds a lock on a byte of this file, as far as /proc lets us see.
+/// The process that holds a lock on a byte of this file, as far as /proc shows it.
 fn find_holder(file: &File, byte: u64, conflict: Conflict) -> Option<LockHolder> {
     let pid = match conflict.pid {
         Some(pid) => pid,
@@ -172,8 +171,8 @@ fn find_holder(file: &File, byte: u64, conflict: Conflict) -> Option<LockHolder>
     Some(LockHolder { pid, command: command_of(pid) })
 }
 
-/// The kernel does not say whose an OFD lock is, but each process lists the locks of its open
-/// files.
+/// The kernel does not report the owner of an OFD lock, but each process lists the locks of its
+/// open files.
 fn search_processes(file: &File, byte: u64) -> Option<u32> {
     let ours = rustix::fs::fstat(file).ok()?;
     let own_pid = std::process::id();
@@ -186,8 +185,8 @@ fn search_processes(file: &File, byte: u64) -> Option<u32> {
             if pid == own_pid && info.file_name().to_str() == Some(&file.as_raw_fd().to_string()) {
                 continue;
             }
-            // The descriptor's file is compared, not the device in the lock's line: on btrfs that
-            // is not the device that stat knows.
+            // Compare the descriptor's file, not the device in the lock's line: on btrfs the two
+            // differ.
             let descriptor = process.path().join("fd").join(info.file_name());
             let same = rustix::fs::stat(&descriptor)
                 .is_ok_and(|s| (s.st_dev, s.st_ino) == (ours.st_dev, ours.st_ino));
@@ -223,11 +222,11 @@ fn command_of(pid: u32) -> String {
             command.push('…');
             break;
         }
-        // A process chooses its own command line: keep it from writing to our terminal.
+        // A process chooses its own command line: remove control characters.
         command.push(if c == '\0' || c.is_control() { ' ' } else { c });
     }
     if command.is_empty() {
-        // Kernel threads, and processes that are on their way out.
+        // Kernel threads and exiting processes have no command line.
         command = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
         command.truncate(command.trim_end().len());
     }

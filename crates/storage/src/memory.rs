@@ -1,4 +1,4 @@
-//! Sparse memory as a storage.
+//! A storage in sparse memory.
 
 use std::collections::BTreeMap;
 
@@ -10,18 +10,17 @@ use vdkit_block::{
 /// Bytes of a page.
 const PAGE: u64 = 4096;
 
-/// The longest length, as for files.
+/// The maximum length, as for files.
 const LEN_MAX: u64 = i64::MAX as u64;
 
 #[derive(Clone, Debug, Default)]
 struct Inner {
     len: u64,
-    /// Pages that were written, by index. What lies past `len` in the last one is zero.
+    /// Written pages, by index. Bytes past `len` in the last page are zero.
     pages: BTreeMap<u64, Box<[u8; PAGE as usize]>>,
 }
 
-/// Memory that grows as it is written. Only pages that were written cost memory, so a length of
-/// 2^60 bytes is free.
+/// Growable memory. Only written pages use memory, so a length of 2^60 bytes is free.
 #[derive(Debug)]
 pub struct MemoryStorage {
     name: String,
@@ -31,7 +30,7 @@ pub struct MemoryStorage {
 }
 
 impl Clone for MemoryStorage {
-    /// A copy of its own.
+    /// An independent copy.
     fn clone(&self) -> Self {
         Self {
             name: self.name.clone(),
@@ -43,7 +42,7 @@ impl Clone for MemoryStorage {
 }
 
 impl MemoryStorage {
-    /// An empty storage that may be written and grow.
+    /// An empty, writable and growable storage.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -67,19 +66,19 @@ impl MemoryStorage {
         storage
     }
 
-    /// The same bytes, with writes refused.
+    /// Makes it read-only.
     pub fn read_only(mut self) -> Self {
         self.writable = false;
         self
     }
 
-    /// The same bytes, with a fixed length as on a device.
+    /// Fixes the length, as on a device.
     pub fn fixed_len(mut self) -> Self {
         self.growable = false;
         self
     }
 
-    /// All bytes, in memory of their own. For small storages.
+    /// A copy of all bytes. For small storages.
     pub fn to_vec(&self) -> Vec<u8> {
         let inner = self.inner.read();
         let mut bytes = vec![0; inner.len as usize];
@@ -87,7 +86,7 @@ impl MemoryStorage {
         bytes
     }
 
-    /// Checks a change of `len` bytes at `offset`, and gives its end.
+    /// Checks a change of `len` bytes at `offset` and returns its end.
     fn check(&self, action: IoAction, offset: HostOffset, len: u64, inner: &Inner) -> Result<u64> {
         if !self.writable {
             return Err(Error::ReadOnly { file: self.name.clone() });
@@ -104,7 +103,7 @@ impl MemoryStorage {
 }
 
 impl Inner {
-    /// Copies what is there, up to the end; gives how many bytes.
+    /// Copies bytes up to the end and returns their number.
     fn read(&self, buf: &mut [u8], offset: u64) -> usize {
         let there = self.len.saturating_sub(offset).min(buf.len() as u64) as usize;
         let buf = &mut buf[..there];
@@ -138,7 +137,7 @@ impl Inner {
         }
     }
 
-    /// Drops whole pages within `start..end` and clears the parts at the edges.
+    /// Drops whole pages within `start..end` and clears the partial pages.
     fn clear(&mut self, start: u64, end: u64) {
         if start >= end {
             return;
@@ -159,7 +158,7 @@ impl Inner {
 
     fn set_len(&mut self, len: u64) {
         if len < self.len {
-            // Bytes past the end are zero, should it grow again.
+            // Clear bytes past the end, in case it grows again.
             let end = self.len;
             self.clear(len, end.next_multiple_of(PAGE));
         }
@@ -214,7 +213,7 @@ impl Storage for MemoryStorage {
         }
         match mode {
             ZeroMode::MayUnmap => inner.clear(offset.0, end),
-            // Pages that are there stay there; memory knows no reservation for the others.
+            // Existing pages stay; memory has no reservation for others.
             ZeroMode::KeepAllocated => {
                 for (index, page) in inner.pages.range_mut(offset.0 / PAGE..=(end - 1) / PAGE) {
                     let from = offset.0.max(index * PAGE) - index * PAGE;

@@ -1,4 +1,4 @@
-//! A storage that holds nothing.
+//! A storage without content.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,7 +6,7 @@ use vdkit_block::{
     Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
 };
 
-/// Reads zeroes, swallows writes and counts the bytes of both. Its length is fixed: requests past
+/// Reads zeroes, discards writes and counts the bytes of both. Its length is fixed: requests past
 /// the end fail as on a device.
 #[derive(Debug)]
 pub struct NullStorage {

@@ -1,4 +1,4 @@
-//! Opening host files, and refusing what cannot hold a disk.
+//! Opening host files, and rejecting those that cannot hold a disk.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +12,7 @@ use crate::held;
 use crate::lock::LockMode;
 use crate::sys;
 
-/// What kind of host file can hold a disk.
+/// Type of a host file that can hold a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// A regular file.
@@ -21,20 +21,20 @@ pub enum FileKind {
     BlockDevice,
 }
 
-/// Whether a file is made.
+/// Whether to create a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CreateMode {
-    /// It must be there.
+    /// Open an existing file.
     #[default]
     None,
-    /// It must not be there yet, and is made.
+    /// Create a file that must not exist yet.
     New,
-    /// As [`CreateMode::New`], for its owner alone (mode 0600), whatever the umask lets.
+    /// As [`CreateMode::New`], with mode 0600, whatever the umask.
     Private,
 }
 
 impl CreateMode {
-    /// Whether the file is made.
+    /// Whether it creates the file.
     pub(crate) fn makes(self) -> bool {
         self != Self::None
     }
@@ -44,58 +44,58 @@ impl CreateMode {
     }
 }
 
-/// How many bytes of large writes to new places the page cache is given. What comes after them goes
-/// past it, where the file system is known to be good at that (ext4, XFS).
+/// Bytes of large first writes that may use the page cache. Later ones bypass it, on file systems
+/// known to do that well (ext4, XFS).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheShare {
-    /// All of them.
+    /// All.
     #[default]
     All,
-    /// What the kernel keeps before it begins to write by itself (`vm.dirty_background_ratio` of the
-    /// memory that is available, less what waits to be written already), and at least 256 MiB.
+    /// What the kernel caches before it begins writeback (`vm.dirty_background_ratio` of the
+    /// available memory, less the current dirty pages), and at least 256 MiB.
     Background,
-    /// So many.
+    /// This many.
     Bytes(u64),
 }
 
-/// How a file is opened.
+/// Options for opening a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileOptions {
-    /// For writing too.
+    /// Open for writing too.
     pub writable: bool,
-    /// What is promised about its bytes.
+    /// The cache mode.
     pub cache: CacheMode,
-    /// Whether it is made.
+    /// Whether to create the file.
     pub create: CreateMode,
-    /// Whether other processes are kept away.
+    /// Whether to lock it.
     pub lock: LockMode,
-    /// For a job that fills a file and does not read it again; it matters in the cache modes writeback
-    /// and unsafe.
+    /// For jobs that fill a file and do not read it again; applies to the cache modes writeback and
+    /// unsafe.
     pub share: CacheShare,
 }
 
 impl FileOptions {
-    /// For reading, through the page cache, locked.
+    /// Read-only, through the page cache, locked.
     pub fn read_only() -> Self {
         Self::default()
     }
 
-    /// For reading and writing, through the page cache, locked.
+    /// Read-write, through the page cache, locked.
     pub fn read_write() -> Self {
         Self { writable: true, ..Self::default() }
     }
 
-    /// These options with another cache mode.
+    /// Sets the cache mode.
     pub fn cache(self, cache: CacheMode) -> Self {
         Self { cache, ..self }
     }
 
-    /// These options with another lock mode.
+    /// Sets the lock mode.
     pub fn lock(self, lock: LockMode) -> Self {
         Self { lock, ..self }
     }
 
-    /// These options with another share of the page cache.
+    /// Sets the share of the page cache.
     pub fn share(self, share: CacheShare) -> Self {
         Self { share, ..self }
     }
@@ -106,18 +106,17 @@ pub(crate) fn file_error(file: &str, action: IoAction, source: impl Into<io::Err
     Error::File { file: file.to_owned(), action, source: source.into() }
 }
 
-/// What kind of file a path names, following symbolic links.
+/// The type of the file at a path, following symbolic links.
 ///
 /// # Errors
-/// [`Error::File`] where there is none; [`Error::Unsupported`], saying what it is, for
-/// directories, pipes, sockets and character devices.
+/// [`Error::File`] if there is none; [`Error::Unsupported`], naming the type, for directories,
+/// pipes, sockets and character devices.
 pub fn classify(path: &Path) -> Result<FileKind> {
     let name = path.display().to_string();
     let stat = rustix::fs::stat(path).map_err(|e| file_error(&name, IoAction::Open, e))?;
     kind_of(&name, stat.st_mode)
 }
 
-/// The kind of an open file.
 pub(crate) fn kind_of_file(name: &str, file: &File) -> Result<FileKind> {
     let stat = rustix::fs::fstat(file).map_err(|e| file_error(name, IoAction::Open, e))?;
     kind_of(name, stat.st_mode)
@@ -139,19 +138,19 @@ fn kind_of(name: &str, mode: u32) -> Result<FileKind> {
     Err(Error::unsupported(name, what, hint))
 }
 
-/// Opens a path, without side effects on what is refused.
+/// Opens a path, without side effects on rejected files.
 pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, FileKind)> {
     let name = path.display().to_string();
     let mut flags = OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
     flags |= if options.writable { OFlags::RDWR } else { OFlags::RDONLY };
     match options.create {
-        // Asked before opening: opening a tape rewinds it, opening a pipe waits.
+        // Checked before opening: opening a tape rewinds it, opening a pipe blocks.
         CreateMode::None => {
             if classify(path)? == FileKind::BlockDevice
                 && options.writable
                 && options.lock == LockMode::Auto
             {
-                // On a block device O_EXCL means: not while it is mounted or part of a volume.
+                // On a block device O_EXCL fails while the device is mounted or part of a volume.
                 flags |= OFlags::EXCL;
             }
         }
@@ -171,7 +170,7 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         file_error(&name, IoAction::Open, errno)
     })?;
     let file = File::from(file);
-    // Again on what was opened: the name may have changed hands.
+    // Check the opened file again: the name may lead to another file by now.
     let kind = kind_of_file(&name, &file)?;
     if kind == FileKind::BlockDevice
         && options.writable
@@ -192,8 +191,8 @@ pub(crate) fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rusti
     }
 }
 
-/// Sets the status flags that the rest of the crate counts on: blocking, offsets obeyed
-/// (O_APPEND would send every write to the end), and O_DIRECT as the cache mode says.
+/// Sets the status flags that this crate relies on: blocking, no O_APPEND (it would send every
+/// write to the end), and O_DIRECT as the cache mode says.
 pub(crate) fn set_flags(name: &str, file: &File, cache: CacheMode) -> Result<()> {
     let fail = |errno| file_error(name, IoAction::Open, errno);
     let before = rustix::fs::fcntl_getfl(file).map_err(fail)?;
@@ -212,7 +211,7 @@ pub(crate) fn set_flags(name: &str, file: &File, cache: CacheMode) -> Result<()>
     })
 }
 
-/// The file system knows no O_DIRECT.
+/// The error for a file system without O_DIRECT.
 pub(crate) fn no_direct(name: &str, cache: CacheMode) -> Error {
     let instead = if cache.write_durable() { "writethrough" } else { "writeback" };
     Error::unsupported(
@@ -241,7 +240,7 @@ mod tests {
             (socket.as_path(), "is a socket"),
             (Path::new("/dev/null"), "is a character device"),
         ] {
-            // Opening the pipe must not wait for a writer either.
+            // Opening the pipe must not wait for a writer.
             let error = open_file(path, &FileOptions::read_only()).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
         }

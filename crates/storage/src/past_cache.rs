@@ -1,34 +1,17 @@
-//! Large jobs past the page cache.
+//! Direct writes of large jobs, beyond a share of the page cache.
 //!
-//! A conversion ends when its last byte is in the page cache, not on the disk: as long as the kernel
-//! takes the bytes without writing them, that is the fastest way there is. It takes
-//! `vm.dirty_background_ratio` of the memory that is available (10 %) before it begins to write, and from
-//! half-way to `vm.dirty_ratio` on (15 %) the writer waits for the disk. By then each page is work for nothing: it is
-//! found, accounted, filled, written and thrown out again, along with pages that others wanted. So the
-//! first bytes of a file go through the page cache and the others past it (`O_DIRECT`), where the disk has
-//! nothing else to do yet. What others have left there to be written, such as the conversion before this one,
-//! counts too.
+//! A conversion ends when its last byte is in the page cache, not on the disk. While the kernel
+//! takes bytes without writing them back, that is the fastest path. The kernel begins writeback at
+//! `vm.dirty_background_ratio` of the available memory; from half-way to `vm.dirty_ratio` on, the
+//! writer waits for the disk. From then on the page cache only costs time: each page is allocated,
+//! filled, written and evicted again, and other processes' pages with it. So the first bytes of a
+//! file go through the page cache and the others directly to the disk (`O_DIRECT`). The dirty pages
+//! of other writers, such as an earlier conversion, count towards the limit.
 //!
-//! Half-way to where the writer waits would be a later limit (13.75 %). 6 GiB from raw to qcow2, six and eight runs
-//! of each in turn, medians: 5.7 s against 6.0 s where the kernel had memory at hand, 8.6 s against 4.8 s in a
-//! guest whose host had taken the free memory back, where a page that is new costs 3 to 10 µs.
-//!
-//! Measured on Linux 6.18 with 2 cores and 24 GiB, ext4, 6 GiB of program files, three runs of each (before, after, in
-//! turn; seconds and seconds of processor time):
-//!
-//! | job | all through the page cache | this way |
-//! |---|---|---|
-//! | zlib to raw | 13.0–20.6 s, 24–39 s | 7.3–8.0 s, 11–12 s |
-//! | raw to qcow2 | 3.2–14.0 s, 5–24 s | 2.9–4.6 s, 2–5 s |
-//!
-//! Four times 2 GiB from raw to qcow2, one after the other, where each fits by itself: 17.6–20.3 s, 32–34 s when each file
-//! was given the whole limit; 7.4–9.5 s, 4–8 s with what the others have left waiting taken off (four runs of each in turn;
-//! `qemu-img` 15.9–22.9 s, 2–22 s, with and without `-C` and `-t none -T none`).
-//!
-//! # Two ways into one file
-//! Only whole pages go past the cache, so that no page has bytes that came one way and bytes that came
-//! the other: the kernel would have to write it out before the direct write and read it again after it. Where it has a
-//! page of the range nonetheless (somebody reads ahead), it drops it with the write.
+//! # Two paths into one file
+//! Only whole pages are written directly, so that no page gets bytes on both paths: the kernel
+//! would have to write it out before the direct write and read it again after it. If the kernel
+//! nevertheless has a page of the range (readahead), the direct write drops it.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -45,36 +28,36 @@ use crate::direct;
 use crate::file::FileStorage;
 use crate::open::{CacheShare, FileKind, retry};
 
-/// What the page cache is given in any case, before anybody asks the kernel what else there is.
+/// Minimum share of the page cache, available without querying the kernel.
 const CACHED_BYTES_MIN: u64 = 256 << 20;
 
-/// Counts the bulk writes of a file, and leads those past the page cache that come after its share.
+/// Counts the large writes of a file, and directs those beyond its share past the page cache.
 #[derive(Debug)]
 pub struct PastCache {
     share: CacheShare,
     given: AtomicU64,
-    /// What `share` comes to.
+    /// The resolved `share` in bytes.
     limit: OnceLock<u64>,
-    /// Nothing where the file cannot be opened that way.
+    /// `None` inside if the file does not support it.
     lane: OnceLock<Option<Lane>>,
 }
 
-/// A second way into the same file.
+/// A second, direct open of the same file.
 #[derive(Debug)]
 pub struct Lane {
     file: File,
-    /// Of memory.
+    /// Memory alignment.
     align: u64,
-    /// Of offsets: a page, or more.
+    /// Offset alignment: a page, or more.
     unit: u64,
     pool: BufferPool,
     works: AtomicBool,
-    /// Bytes that went this way.
+    /// Bytes written directly.
     written: AtomicU64,
 }
 
 impl PastCache {
-    /// Nothing where all goes through the page cache.
+    /// `None` if everything goes through the page cache.
     pub fn new(share: CacheShare, file_system: FileSystem) -> Option<Self> {
         let able = matches!(file_system, FileSystem::Ext | FileSystem::Xfs);
         (able && share != CacheShare::All).then(|| Self {
@@ -85,13 +68,13 @@ impl PastCache {
         })
     }
 
-    /// The way for a write of `len` bytes; nothing while the page cache takes it.
+    /// The direct lane for a write of `len` bytes; `None` while the page cache takes it.
     pub fn lane_for(&self, len: usize, file: &File) -> Option<&Lane> {
         let given = self.given.load(Ordering::Relaxed) + len as u64;
         let due = match self.share {
             CacheShare::All => false,
             CacheShare::Bytes(most) => given > most,
-            // What the kernel's limit is costs some system calls, which a short job need not make.
+            // Querying the kernel's limit takes some system calls, which a short job avoids.
             CacheShare::Background if given <= CACHED_BYTES_MIN => false,
             CacheShare::Background => {
                 given > *self.limit.get_or_init(|| background_bytes().saturating_add(given))
@@ -108,7 +91,7 @@ impl PastCache {
         lane
     }
 
-    /// Bytes that went past the page cache.
+    /// Bytes written past the page cache.
     #[cfg(test)]
     pub fn passed(&self) -> u64 {
         let lane = self.lane.get().and_then(Option::as_ref);
@@ -118,7 +101,7 @@ impl PastCache {
 
 impl Lane {
     fn open(file: &File) -> Option<Self> {
-        // The very file, whatever its name leads to by now.
+        // The same inode, independent of its name.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC;
         let file = File::from(retry(|| rustix::fs::open(&path, flags, Mode::empty())).ok()?);
@@ -128,7 +111,7 @@ impl Lane {
         Some(Self { file, align, unit, pool: BufferPool::new(unit as usize), works, written })
     }
 
-    /// Writes all of `buf`, its whole pages past the page cache.
+    /// Writes all of `buf`, its whole pages directly.
     pub fn write(&self, of: &FileStorage, buf: &[u8], offset: u64) -> Result<(), Errno> {
         let end = offset + buf.len() as u64;
         let (from, to) = match align_up(offset, self.unit) {
@@ -147,14 +130,14 @@ impl Lane {
         cached(tail, to)
     }
 
-    /// Returns how many bytes were written; fewer than all of them, in whole pages, where the file turns out
-    /// not to take them this way.
+    /// Returns the bytes written. That is fewer than all, in whole pages, if the file turns out not
+    /// to support direct writes.
     fn write_pages(&self, of: &FileStorage, pages: &[u8], offset: u64) -> Result<usize, Errno> {
         if pages.is_empty() {
             return Ok(0);
         }
         let _length = of.hold_length();
-        // ext4 writes in parallel only within the file's length, and where there are blocks.
+        // ext4 writes in parallel only within the file's length, and only to allocated blocks.
         of.allocate_bulk(offset, pages.len() as u64);
         let mut done = 0;
         let fits = is_aligned(pages.as_ptr().addr() as u64, self.align);
@@ -171,7 +154,7 @@ impl Lane {
             match n {
                 Ok(0) => return Err(Errno::IO),
                 Ok(n) => done += n,
-                // Not this file after all, whatever it said when it was opened.
+                // The file does not support direct writes, contrary to what open reported.
                 Err(Errno::INVAL | Errno::OPNOTSUPP) => {
                     self.works.store(false, Ordering::Relaxed);
                     break;
@@ -179,8 +162,8 @@ impl Lane {
                 Err(errno) => return Err(errno),
             }
             if !is_aligned(done as u64, self.unit) {
-                // A short write, as before the last block of a full disk: what is left of its page goes
-                // where the rest of it goes.
+                // A short write, as before the last block of a full disk: the rest of this page
+                // takes the same path as the rest of the buffer.
                 done = align_down(done as u64, self.unit) as usize;
                 break;
             }
@@ -190,8 +173,7 @@ impl Lane {
     }
 }
 
-/// The dirty bytes that the kernel still takes before it begins to write by itself; all there are where it does not
-/// say.
+/// Dirty bytes until the kernel begins writeback; unlimited if unknown.
 fn background_bytes() -> u64 {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let number = |path: &str| read(path).trim().parse().ok();
@@ -200,7 +182,7 @@ fn background_bytes() -> u64 {
     background(bytes, ratio, &read("/proc/meminfo")).unwrap_or(u64::MAX)
 }
 
-/// From the two settings, of which one is 0, and the text of `/proc/meminfo`.
+/// Computes it from the two settings, one of which is 0, and the text of `/proc/meminfo`.
 fn background(bytes: Option<u64>, ratio: Option<u64>, memory: &str) -> Option<u64> {
     let field = |name: &str| {
         let mut lines = memory.lines();
@@ -233,7 +215,7 @@ mod tests {
         FileStorage::create(folder.join("past"), &options).unwrap()
     }
 
-    /// The file systems that have a way past the page cache; none where they cannot be made here.
+    /// Mounted file systems that support direct writes; empty if they cannot be made here.
     fn able(bytes: u64) -> impl Iterator<Item = Mounted> {
         ["ext4", "xfs"].into_iter().filter_map(move |kind| mounted(kind, bytes))
     }
@@ -253,7 +235,7 @@ mod tests {
                 for index in 0..4 {
                     file.write_new(&buf, HostOffset(index * MIB)).unwrap();
                 }
-                // A small one, and one of what may be there, are nothing to lead anywhere.
+                // Small writes and overwrites do not use the direct lane.
                 file.write_new(&buf[..8192], HostOffset(0)).unwrap();
                 file.write_at(&buf, HostOffset(0)).unwrap();
                 let found = file.past().map_or(0, PastCache::passed);
@@ -282,7 +264,8 @@ mod tests {
         for folder in able(512 * MIB) {
             let file = create(folder.path(), CacheShare::Bytes(0));
             let mut lane = Lane::open(file.file()).unwrap();
-            // It promises what the file cannot keep: at the first byte, or behind the first piece.
+            // The lane reports a wrong alignment, or fails at the first byte or behind the first
+            // piece.
             let aligned = lane.align;
             for (align, len, from) in [(1, 200_000, 5), (aligned, MIB as usize + 5, 8192)] {
                 (lane.align, lane.unit) = (align, 1);
@@ -300,8 +283,8 @@ mod tests {
         }
     }
 
-    /// Four threads write pieces that share pages, aligned pieces from aligned and other memory, and
-    /// metadata in between.
+    /// Four threads write pieces that share pages, aligned pieces from aligned and unaligned
+    /// memory, and metadata in between.
     #[test]
     fn both_ways_into_one_file_leave_each_other_alone() {
         const ODD: usize = 140_001;
@@ -375,7 +358,7 @@ mod tests {
         assert_eq!(background(Some(0), Some(10), memory), Some(2_048_000_000 - 3 * MIB));
         assert_eq!(background(None, Some(10), memory), Some(2_048_000_000 - 3 * MIB));
         assert_eq!(background(Some(3 << 30), Some(0), memory), Some((3 << 30) - 3 * MIB));
-        // More waits than may: nothing more.
+        // More is dirty than allowed: the share is 0.
         assert_eq!(background(Some(MIB), Some(0), memory), Some(0));
         assert_eq!(background(Some(0), Some(0), memory), Some(0));
         for unknown in ["", "MemAvailable: many", "MemAvailable: 5 pages", &memory[..60]] {

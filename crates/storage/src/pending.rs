@@ -1,4 +1,4 @@
-//! A file that takes its name only when it is finished.
+//! A file that gets its name only when it is finished.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -18,26 +18,26 @@ use crate::links;
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{CreateMode, FileKind, FileOptions, file_error, kind_of_file, retry};
 
-/// The longest file name that all file systems take.
+/// The maximum file name on all file systems.
 const NAME_BYTES_MAX: usize = 255;
 
-/// What [`PendingFile::commit`] makes durable.
+/// Durability of [`PendingFile::commit`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommitOptions {
-    /// The file's bytes, before it takes its name, in cache mode unsafe too. In the other modes always
-    /// done where it replaces another file: a crash must leave the old one or the new one, never an
-    /// empty one.
+    /// Sync the file's bytes before the rename, also in cache mode unsafe. In other modes this is
+    /// always done if another file is replaced: a crash must leave the old file or the new one,
+    /// never an empty one.
     pub sync_file: bool,
-    /// The name itself, by syncing the folder afterwards.
+    /// Make the name durable by syncing the folder after the rename.
     pub sync_folder: bool,
 }
 
-/// A new file under a hidden name beside its target. [`PendingFile::commit`] renames it into
-/// place; dropping it removes it, and whatever had the name before stays as it was.
+/// A new file under a hidden name beside its target. [`PendingFile::commit`] renames it into place.
+/// Dropping it removes it and leaves an existing target unchanged.
 ///
-/// A file that is replaced is held locked meanwhile, as a writer would, so that a running guest
-/// does not lose its disk; its owner, its mode, its access control list and its extended attributes pass
-/// to the new file, which is its maker's alone until it has them.
+/// A file to be replaced is locked meanwhile as by a writer, so that a running guest does not lose
+/// its disk. The new file gets its owner, mode, access control list and extended attributes, and is
+/// private until then.
 #[derive(Debug)]
 pub struct PendingFile {
     target: PathBuf,
@@ -47,7 +47,7 @@ pub struct PendingFile {
     committed: bool,
 }
 
-/// The file that is there already.
+/// The existing file.
 #[derive(Debug)]
 pub(crate) struct Replaced {
     pub(crate) file: File,
@@ -63,16 +63,16 @@ impl Drop for Replaced {
 }
 
 impl PendingFile {
-    /// Makes the hidden file. `options` say how it is opened; it is always new and writable.
+    /// Creates the hidden file. `options` say how to open it; it is always new and writable.
     ///
     /// # Errors
-    /// [`Error::Locked`] where the file to be replaced is in use; [`Error::Unsupported`] where
-    /// the target is there and no regular file; [`Error::File`] for what the system refuses.
+    /// [`Error::Locked`] if the file to be replaced is in use; [`Error::Unsupported`] if the target
+    /// is no regular file; [`Error::File`] for system errors.
     pub fn create(target: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
         let target = real_target(target.as_ref())?;
         let replaced = Replaced::open(&target, options.lock)?;
-        // Whoever opens a file once keeps it: one that takes a private file's place is private from its
-        // first moment on.
+        // A descriptor opened once stays valid, so the replacement of a private file must be
+        // private from the start.
         let create = if replaced.is_some() { CreateMode::Private } else { CreateMode::New };
         let options = FileOptions { writable: true, create, ..*options };
         let (temporary, storage) = create_beside(&target, &options)?;
@@ -86,31 +86,31 @@ impl PendingFile {
         Ok(pending)
     }
 
-    /// The bytes. Clones may outlive the commit: they then write to the finished file.
+    /// The storage. Clones may outlive the commit and then write to the finished file.
     pub fn storage(&self) -> &Arc<FileStorage> {
         &self.storage
     }
 
-    /// Where the file will be.
+    /// The final path.
     pub fn target(&self) -> &Path {
         &self.target
     }
 
-    /// Where it is now.
+    /// The current path.
     pub fn temporary(&self) -> &Path {
         &self.temporary
     }
 
-    /// Whether a file has the name already.
+    /// Whether the target exists already.
     pub fn replaces(&self) -> bool {
         self.replaced.is_some()
     }
 
-    /// Gives the file its name, replacing what has it.
+    /// Renames the file to its target, replacing an existing file.
     ///
     /// # Errors
-    /// [`Error::File`]; the name is then as it was, and the new file is removed. Where only
-    /// syncing the folder fails, the file has its name, but a crash may undo that.
+    /// [`Error::File`]; the target is then unchanged, and the new file is removed. If only syncing
+    /// the folder fails, the rename is done but a crash may undo it.
     pub fn commit(mut self, options: CommitOptions) -> Result<()> {
         let replaces = self.replaced.is_some() && self.storage.cache() != CacheMode::Unsafe;
         if options.sync_file || replaces {
@@ -138,10 +138,10 @@ impl Drop for PendingFile {
 }
 
 impl Replaced {
-    /// Locks a file as a writer does; nothing where there is none.
+    /// Locks a file as a writer does; `None` if there is no file.
     pub(crate) fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
         let name = target.display().to_string();
-        // Links were followed before: one that is there now was not.
+        // Links were resolved before: refuse one that appeared since.
         let flags =
             OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW;
         let file = match retry(|| rustix::fs::open(target, flags, Mode::empty())) {
@@ -170,7 +170,7 @@ impl Replaced {
     }
 }
 
-/// The file that a name leads to: a symbolic link stays, and what it points to is replaced.
+/// The file that a name leads to: a symbolic link stays, and its target is replaced.
 fn real_target(target: &Path) -> Result<PathBuf> {
     if target.file_name().is_none() {
         return Err(Error::Invalid(format!("'{}' does not name a file", target.display())));
@@ -185,7 +185,7 @@ fn real_target(target: &Path) -> Result<PathBuf> {
     Ok(real)
 }
 
-/// Makes a file with an unused hidden name in the target's folder.
+/// Creates a file with an unused hidden name in the target's folder.
 fn create_beside(target: &Path, options: &FileOptions) -> Result<(PathBuf, FileStorage)> {
     static COUNTER: AtomicU32 = AtomicU32::new(0);
     let base = target.file_name().unwrap_or_default().as_bytes();
@@ -197,7 +197,7 @@ fn create_beside(target: &Path, options: &FileOptions) -> Result<(PathBuf, FileS
         name.extend(suffix.as_bytes());
         let path = target.with_file_name(OsString::from_vec(name));
         match FileStorage::open(&path, options) {
-            // What a killed process with our number left behind.
+            // Left behind by a killed process with our process id.
             Err(Error::File { source, .. })
                 if source.kind() == std::io::ErrorKind::AlreadyExists => {}
             // The user knows the target's name, not this one.
@@ -210,7 +210,7 @@ fn create_beside(target: &Path, options: &FileOptions) -> Result<(PathBuf, FileS
     }
 }
 
-/// The name that an unfinished file was to take, by its own (shortened where that is very long); none of
+/// The target name of an unfinished file, from its hidden name (shortened if very long); `None` for
 /// other files.
 pub fn unfinished_name(path: &Path) -> Option<OsString> {
     let name = path.file_name()?.as_bytes();
@@ -222,17 +222,17 @@ pub fn unfinished_name(path: &Path) -> Option<OsString> {
     (number(process) && number(count)).then(|| OsString::from_vec(stem[..at].to_vec()))
 }
 
-/// Whether nobody is making this unfinished file any more: its maker holds it locked for as long as it
-/// lives, on whatever machine.
+/// Whether an unfinished file is abandoned: its creator holds it locked while alive, on whatever
+/// machine.
 pub fn is_abandoned(path: &Path) -> bool {
     unfinished_name(path).is_some() && FileStorage::open(path, &FileOptions::read_only()).is_ok()
 }
 
-/// Renames, but not over a file that appeared meanwhile.
+/// Renames without replacing a file that appeared meanwhile.
 fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // Some file systems (NFS, older FUSE) cannot promise that.
+        // Some file systems (NFS, older FUSE) do not support that.
         Err(Errno::INVAL | Errno::NOSYS) if !to.exists() => rustix::fs::rename(from, to),
         other => other,
     }

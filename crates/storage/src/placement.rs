@@ -1,4 +1,4 @@
-//! Where a file's bytes lie on its device: how many pieces, and how many jumps between them.
+//! Placement of a file on its device: extents and jumps between them.
 
 use std::fs::File;
 use std::io;
@@ -11,32 +11,33 @@ use crate::sys::{self, FiemapExtent};
 /// Flags of an extent. Source: linux/fiemap.h.
 mod flag {
     pub(super) const LAST: u32 = 0x1;
-    /// Nobody can say where it is: unknown, not allocated yet, compressed, or within metadata.
+    /// No known location: unknown, not allocated yet, compressed, or within metadata.
     pub(super) const NOWHERE: u32 = 0x2 | 0x4 | 0x8 | 0x200;
     pub(super) const SHARED: u32 = 0x2000;
 }
 
-/// How a file lies on its device.
+/// Placement of a file on its device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
-    /// Extents, as the file system keeps them.
+    /// Extents as the file system keeps them.
     pub extents: u64,
-    /// Extents that follow the one before them in the file and lie elsewhere on the device: what
-    /// reading in order has to jump. A hole between the two is no jump.
+    /// Extents that directly follow their predecessor in the file but not on the device: seeks of a
+    /// sequential read. A hole in between is no jump.
     pub jumps: u64,
     /// Bytes of all extents.
     pub bytes: u64,
-    /// Bytes of extents that other files (or snapshots) share.
+    /// Bytes of extents shared with other files (or snapshots).
     pub shared_bytes: u64,
-    /// The file has more extents than were looked at.
+    /// The file has more extents than were read.
     pub partial: bool,
 }
 
 impl Placement {
-    /// Asks the file system, for `extents_max` extents at most. None where it does not tell.
+    /// Queries the file system, for at most `extents_max` extents. `None` if it does not support
+    /// the query.
     ///
     /// # Errors
-    /// What the kernel answers, but for file systems that know no such question.
+    /// Other errors of the kernel.
     pub fn of(file: &File, extents_max: u64) -> io::Result<Option<Self>> {
         let mut placement = Self::default();
         let mut before: Option<FiemapExtent> = None;
@@ -105,22 +106,22 @@ mod tests {
         let straight = count(&[extent(0, 100, 10, 0), extent(10, 110, 10, 0)]);
         assert_eq!((straight.extents, straight.jumps, straight.bytes), (2, 0, 20));
         assert_eq!(count(&[extent(0, 100, 10, 0), extent(10, 90, 10, 0)]).jumps, 1);
-        // Behind a hole the next extent may lie anywhere.
+        // The extent after a hole may lie anywhere.
         assert_eq!(count(&[extent(0, 100, 10, 0), extent(20, 900, 10, 0)]).jumps, 0);
-        // Compressed extents have no place that could be compared.
+        // Compressed extents have no comparable location.
         assert_eq!(count(&[extent(0, 100, 10, 0x8), extent(10, 500, 10, 0x8)]).jumps, 0);
         assert_eq!(count(&[extent(0, 100, 10, flag::SHARED)]).shared_bytes, 10);
         let far = count(&[extent(u64::MAX - 5, u64::MAX - 5, 10, 0), extent(4, 4, u64::MAX, 0)]);
         assert_eq!((far.jumps, far.bytes), (0, u64::MAX));
     }
 
-    /// filefrag asks the same question.
+    /// filefrag makes the same query.
     #[test]
     fn extents_are_those_that_filefrag_counts() {
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let path = dir.path().join("file");
         let file = File::create_new(&path).unwrap();
-        // More holes than extents fit into one answer.
+        // More extents than fit into one call.
         for i in 0..700u64 {
             file.write_all_at(&[1; 4096], i * 16384).unwrap();
         }

@@ -1,8 +1,8 @@
-//! Byte ranges of a file that requests hold while they work.
+//! Locks on byte ranges of a file.
 //!
 //! An unaligned direct write reads whole blocks, changes some bytes and writes the blocks back. A
-//! second write to the same blocks in between would be undone. So each read-modify-write holds its
-//! blocks alone, and every other change holds its blocks shared.
+//! second write to the same blocks in between would be undone. So each read-modify-write locks its
+//! blocks exclusively, and every other change locks its blocks shared.
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ struct Table {
     waiting: usize,
 }
 
-/// The ranges of one file that are held. A handful at a time, so a plain list is searched.
+/// The locked ranges of one file. There are few at a time, so a plain list is searched.
 #[derive(Debug, Default)]
 pub struct RangeLocks {
     table: Mutex<Table>,
@@ -30,7 +30,7 @@ pub struct RangeLocks {
 }
 
 impl RangeLocks {
-    /// Holds `range`, shared with other shared holders or alone. Waits for those in the way.
+    /// Locks `range`, shared or exclusively (`alone`). Waits for conflicting locks.
     pub fn hold(&self, range: Range<u64>, alone: bool) -> RangeGuard<'_> {
         let mut table = self.table.lock();
         while table.held.iter().any(|held| {

@@ -1,4 +1,4 @@
-//! A file that is going to be removed.
+//! Deferred removal of a file.
 
 use std::path::{Path, PathBuf};
 
@@ -7,8 +7,8 @@ use vdkit_block::Result;
 use crate::lock::LockMode;
 use crate::pending::Replaced;
 
-/// A file that is removed once something else is done. It is locked until then, as a writer
-/// locks it: nobody else uses it, and neither does this process.
+/// A file to be removed once another step is done. Until then it is locked as by a writer: neither
+/// other processes nor this one can use it.
 #[derive(Debug)]
 pub struct PendingRemoval {
     path: PathBuf,
@@ -16,10 +16,10 @@ pub struct PendingRemoval {
 }
 
 impl PendingRemoval {
-    /// Locks a file. Nothing where there is no regular file; a symbolic link is none.
+    /// Locks a file. `None` if there is no regular file (a symbolic link is none).
     ///
     /// # Errors
-    /// [`vdkit_block::Error::Locked`] where somebody uses it; [`vdkit_block::Error::File`].
+    /// [`vdkit_block::Error::Locked`] if it is in use; [`vdkit_block::Error::File`].
     pub fn prepare(path: &Path, lock: LockMode) -> Result<Option<Self>> {
         if !path.symlink_metadata().is_ok_and(|found| found.is_file()) {
             return Ok(None);
@@ -28,10 +28,10 @@ impl PendingRemoval {
         Ok(held.map(|held| Self { path: path.to_owned(), held }))
     }
 
-    /// Removes the file, unless its name leads to another one by now.
+    /// Removes the file, unless its name leads to another file by now.
     ///
     /// # Errors
-    /// What the system says.
+    /// Errors of the system.
     pub fn remove(self) -> std::io::Result<()> {
         let ours = rustix::fs::fstat(&self.held.file)?;
         let named = rustix::fs::lstat(&self.path)?;

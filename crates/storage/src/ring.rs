@@ -1,7 +1,7 @@
 //! Several reads in flight at once, through io_uring.
 //!
-//! Each thread keeps a ring of its own, so that no lock is held while it waits. Where io_uring is
-//! not permitted (containers often forbid it) or not there, this is found out once.
+//! Each thread has its own ring, so that no lock is held while it waits. If io_uring is unavailable
+//! or not permitted (as in many containers), the first attempt detects it for the whole process.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -11,36 +11,35 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use io_uring::{IoUring, opcode, types};
 use rustix::io::Errno;
 
-/// Reads in flight at once.
+/// Maximum reads in flight.
 pub const DEPTH: usize = 64;
 
-/// The longest single read; anything longer gains nothing from company.
+/// Maximum single read; longer reads gain nothing from batching.
 pub const READ_BYTES_MAX: usize = 8 << 20;
 
-/// io_uring was refused to this process.
+/// io_uring is not available to this process.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     static RING: RefCell<Option<IoUring>> = const { RefCell::new(None) };
 }
 
-/// A read, and what came of it.
+/// A read and its outcome.
 pub struct Read<'a> {
     pub offset: u64,
     pub buf: &'a mut [u8],
-    /// Bytes that were read from the front, or why not; `Ok(0)` before. Short reads happen, and
-    /// so do refusals of requests that a plain read serves: the caller goes on from here.
+    /// Bytes read from the front, or an error; `Ok(0)` before. Reads may be short or refused
+    /// although a plain read works: the caller reads the rest.
     pub outcome: Result<usize, Errno>,
 }
 
-/// Issues all reads, and waits for all. Where io_uring is not to be had, the outcomes stay as
-/// they are.
+/// Submits all reads and waits for all. If io_uring is unavailable, the outcomes stay unchanged.
 pub fn read_all(file: &File, reads: &mut [Read<'_>]) {
     if REFUSED.load(Ordering::Relaxed) {
         return;
     }
     RING.with(|cell| {
-        // Nothing below calls back into this function, but a busy ring is no reason to fail.
+        // Nothing below calls back into this function, but a busy ring must not cause an error.
         let Ok(mut slot) = cell.try_borrow_mut() else { return };
         if slot.is_none() {
             match IoUring::new(DEPTH as u32) {
@@ -54,8 +53,7 @@ pub fn read_all(file: &File, reads: &mut [Read<'_>]) {
         let Some(ring) = slot.as_mut() else { return };
         for group in reads.chunks_mut(DEPTH) {
             if !read_group(ring, file, group) {
-                // The ring is in a state that we do not know. What it did not serve keeps its
-                // outcome.
+                // The ring's state is unknown. Unserved reads keep their outcome.
                 *slot = None;
                 REFUSED.store(true, Ordering::Relaxed);
                 break;
@@ -64,7 +62,7 @@ pub fn read_all(file: &File, reads: &mut [Read<'_>]) {
     });
 }
 
-/// Serves up to [`DEPTH`] reads. When this returns, the kernel has let go of all buffers.
+/// Serves up to [`DEPTH`] reads. On return, the kernel uses no buffer any more.
 fn read_group(ring: &mut IoUring, file: &File, reads: &mut [Read<'_>]) -> bool {
     let fd = types::Fd(file.as_raw_fd());
     let mut queued = 0;
@@ -96,7 +94,7 @@ fn read_group(ring: &mut IoUring, file: &File, reads: &mut [Read<'_>]) -> bool {
     true
 }
 
-/// Takes the completions that are there.
+/// Takes the available completions.
 fn reap(ring: &mut IoUring, reads: &mut [Read<'_>]) -> usize {
     let mut count = 0;
     for entry in ring.completion() {
@@ -111,7 +109,7 @@ fn reap(ring: &mut IoUring, reads: &mut [Read<'_>]) -> usize {
     count
 }
 
-/// After a refusal of the kernel to take or wait: waits for what it took already.
+/// After a failed submission or wait: waits for the reads that the kernel already took.
 fn drain(ring: &mut IoUring, reads: &mut [Read<'_>], outstanding: usize) {
     let never_taken = ring.submission().len();
     let mut taken = outstanding.saturating_sub(never_taken);

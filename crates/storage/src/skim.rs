@@ -1,4 +1,4 @@
-//! Reading bytes that nobody looks at: from the file's pages to `/dev/null` inside the kernel.
+//! Reads and discards bytes: splices the file's pages to `/dev/null` in the kernel.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -12,10 +12,10 @@ use vdkit_block::{HostOffset, Result, Storage};
 const SPLICE_BYTES_MIN: u64 = 128 << 10;
 const PIPE_BYTES: usize = 1 << 20;
 const READ_BYTES: u64 = 256 << 10;
-/// A buffer up to this size lies on the stack, whose pages others have touched already.
+/// Buffers up to this size are on the stack, whose pages are already mapped.
 const STACK_BYTES: u64 = 64 << 10;
 
-/// A thread's way to `/dev/null`.
+/// A thread's pipe to `/dev/null`.
 struct Drain {
     read: OwnedFd,
     write: OwnedFd,
@@ -36,8 +36,8 @@ thread_local! {
     static DRAIN: RefCell<Option<Drain>> = const { RefCell::new(None) };
 }
 
-/// Moves pages of the file to nowhere. Returns how many bytes were read: fewer than `len` where
-/// splice does not work here.
+/// Splices file pages to `/dev/null`. Returns the bytes read: fewer than `len` if splice does not
+/// work here.
 pub fn skim(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
     if len < SPLICE_BYTES_MIN {
         return Ok(0);
@@ -62,7 +62,7 @@ pub fn skim(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
                 match splice(&drain.read, None, &drain.null, None, got, flags) {
                     Ok(out) if out > 0 => got -= out,
                     Err(Errno::INTR) => {}
-                    // The pipe holds bytes that will not go: a new one next time.
+                    // The pipe holds bytes that cannot be removed: make a new one next time.
                     _ => {
                         *slot = None;
                         return Ok(at - offset - got as u64);
@@ -74,7 +74,7 @@ pub fn skim(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
     })
 }
 
-/// Reads `len` bytes into a small buffer, again and again.
+/// Reads `len` bytes repeatedly into a small buffer.
 pub fn read_away(storage: &dyn Storage, offset: HostOffset, len: u64) -> Result<()> {
     if len <= STACK_BYTES {
         let mut buf = [0; STACK_BYTES as usize];
@@ -102,13 +102,13 @@ mod tests {
         std::fs::write(path.path(), vec![7; 3 << 20]).unwrap();
         let file = File::open(path.path()).unwrap();
         assert_eq!(skim(&file, 0, 3 << 20), Ok(3 << 20));
-        // The file ends within the range: what there is.
+        // The file ends within the range.
         assert_eq!(skim(&file, 1 << 20, 5 << 20), Ok(2 << 20));
-        // Too little for splice to pay.
+        // Too short for splice.
         assert_eq!(skim(&file, 0, 4096), Ok(0));
         let unreadable = File::options().write(true).open(path.path()).unwrap();
         assert!(skim(&unreadable, 0, 1 << 20).is_err());
-        // A failure leaves nothing in the pipe for the next one.
+        // A failure leaves nothing in the pipe for the next call.
         assert_eq!(skim(&file, 0, 1 << 20), Ok(1 << 20));
     }
 }

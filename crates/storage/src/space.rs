@@ -1,4 +1,4 @@
-//! Zeroing, giving back, allocating, resizing, and where data and holes are.
+//! Zeroing, discarding, allocating, resizing, and finding data and holes.
 
 use std::io::IoSlice;
 use std::os::fd::AsFd;
@@ -15,21 +15,21 @@ use crate::file::FileStorage;
 use crate::open::{FileKind, file_error, retry};
 use crate::sys;
 
-/// Zeroes to write, at an address that suits direct I/O.
+/// Zeroes to write, aligned for direct I/O.
 #[repr(align(4096))]
 struct Zeroes([u8; 64 << 10]);
 static ZEROES: Zeroes = Zeroes([0; 64 << 10]);
 
-/// Pieces of [`ZEROES`] in one system call: 2 MiB a call, from memory that stays in the cache.
+/// [`ZEROES`] pieces per system call: 2 MiB from memory that stays in the cache.
 const ZERO_PIECES: usize = 32;
 
-/// In a file in memory, the end of data is not looked for on behalf of fewer bytes than this.
+/// For files in memory, shorter requests do not search for the end of data.
 const HOLE_SEARCH_MIN: u64 = 1 << 20;
 
-/// How far an edge is written in one step where the alignment is smaller.
+/// Step for unaligned edges if the alignment is smaller.
 const ZERO_EDGE: u64 = 4096;
 
-/// What a file turned out not to be able to do, so that it is asked once.
+/// Operations that the file turned out not to support; each is tried once.
 #[derive(Debug, Default)]
 pub struct Lacks {
     pub punch: AtomicBool,
@@ -38,12 +38,12 @@ pub struct Lacks {
     pub discard: AtomicBool,
 }
 
-/// Whether an errno means that the file system or device cannot do this at all.
+/// Whether an errno means that the file system or device does not support the operation.
 fn unsupported(errno: Errno) -> bool {
     matches!(errno, Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOTTY | Errno::PERM)
 }
 
-/// Runs `call` unless the file is known to lack it. `false`: it lacks it.
+/// Runs `call` unless it is known to be unsupported. Returns `false` if unsupported.
 fn try_once(lack: &AtomicBool, mut call: impl FnMut() -> Result<(), Errno>) -> Result<bool, Errno> {
     if lack.load(Ordering::Relaxed) {
         return Ok(false);
@@ -76,7 +76,7 @@ impl FileStorage {
         let len = end - start;
         match mode {
             ZeroMode::MayUnmap => {
-                // The part within the file becomes a hole, what lies beyond is one by growing.
+                // Punch the part within the file; growing makes the part beyond it a hole.
                 let there = self.raw_len()?.min(end).saturating_sub(start);
                 if there == 0 || self.punch(start, there)? {
                     return self.grow_to(end);
@@ -89,7 +89,7 @@ impl FileStorage {
                 if self.zero_allocated(start, len)? {
                     return Ok(());
                 }
-                // tmpfs can make holes and fill them, but not both in one step.
+                // tmpfs can punch and allocate, but not zero a range in one step.
                 if !self.lacks.fallocate.load(Ordering::Relaxed) && self.punch(start, len)? {
                     return match self.allocate_blocks(start, len)? {
                         true => Ok(()),
@@ -147,12 +147,12 @@ impl FileStorage {
         self.write_zero_bytes(to, end)
     }
 
-    /// What direct I/O is aligned to; 1 without it.
+    /// Alignment of direct I/O; 1 without it.
     fn alignment(&self) -> u64 {
         u64::from(self.caps().alignment)
     }
 
-    /// The way that always works.
+    /// The fallback: writes zeroes.
     fn write_zero_bytes(&self, start: u64, end: u64) -> Result<(), Errno> {
         let align = self.alignment();
         let memory_fits = is_aligned(ZEROES.0.as_ptr().addr() as u64, align);
@@ -172,7 +172,7 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Writes up to [`ZERO_PIECES`] pieces with one call; gives how many bytes were written.
+    /// Writes up to [`ZERO_PIECES`] pieces with one call and returns the bytes written.
     fn write_zero_pieces(&self, at: u64, len: u64) -> Result<u64, Errno> {
         let mut pieces = [IoSlice::new(&[]); ZERO_PIECES];
         let mut count = 0;
@@ -191,7 +191,7 @@ impl FileStorage {
         }
     }
 
-    /// Gives space back; with `undefined` also where the bytes may read as anything afterwards.
+    /// Discards a range; with `undefined`, also by means that leave the bytes undefined.
     pub(crate) fn discard_range(
         &self,
         offset: HostOffset,
@@ -201,7 +201,7 @@ impl FileStorage {
         self.check_writable()?;
         let fail = |errno| self.error(IoAction::Discard, offset.0, len, errno);
         let end_of_file = self.raw_len().map_err(fail)?;
-        // Whole blocks only: giving back a part of one would mean to read and write it.
+        // Whole blocks only: punching a part of one means to read and write it.
         let block = u64::from(self.caps().block_bytes);
         let end = offset.0.saturating_add(len).min(end_of_file);
         let Some(start) = align_up(offset.0, block) else { return Ok(()) };
@@ -215,7 +215,7 @@ impl FileStorage {
         if self.punch(start, end - start).map_err(fail)? {
             return Ok(());
         }
-        // No device promises what it reads as after this request, and some that know no other one.
+        // BLKDISCARD leaves the content undefined, but some devices support nothing else.
         if undefined && self.kind() == FileKind::BlockDevice {
             let _range = self.hold_range(start, end - start);
             try_once(&self.lacks.discard, || {
@@ -245,7 +245,7 @@ impl FileStorage {
         allocated.map_err(|errno| self.error(IoAction::Allocate, offset.0, len, errno))
     }
 
-    /// Writes zeroes wherever there is no data. Nobody else writes meanwhile: their bytes could
+    /// Writes zeroes wherever there is no data. Other writes must be excluded, or their data could
     /// be taken for a hole.
     fn fill_holes(&self, start: u64, end: u64) -> Result<(), Errno> {
         let _alone = self.growth().write();
@@ -259,16 +259,16 @@ impl FileStorage {
             at += extent.len;
         }
         if end > file_end {
-            // The block with the old end has its space, or was a hole and got it above.
+            // The block with the old end is allocated, or was a hole that was filled above.
             let from = align_up(file_end, self.alignment()).unwrap_or(end);
             self.fill_hole(from.max(start), end, file_end)?;
         }
-        // Whole blocks were written; bring the length back, or up where nothing was left to write.
+        // Whole blocks were written: restore the length, or extend it if nothing was left to write.
         retry(|| rustix::fs::ftruncate(self.file(), end.max(file_end)))
     }
 
-    /// Fills a hole, for a caller that holds the length alone. In direct mode in whole blocks:
-    /// those at the edges too where they are nothing but hole.
+    /// Fills a hole; the caller holds the length lock exclusively. In direct mode it fills whole
+    /// blocks, including edge blocks that are entirely hole.
     fn fill_hole(&self, start: u64, end: u64, file_end: u64) -> Result<(), Errno> {
         let align = self.alignment();
         let hole = |from: u64, to: u64| {
@@ -322,8 +322,8 @@ impl FileStorage {
         retry(|| rustix::fs::ftruncate(self.file(), len)).map_err(fail)
     }
 
-    /// Data or hole, and how far. Whatever the kernel cannot or will not say is data: that costs
-    /// a read, while a wrong hole costs the user's bytes.
+    /// Data or hole, and its length. Anything uncertain is data: that costs a read, while a wrong
+    /// hole costs the user's data.
     pub(crate) fn find_extent(&self, offset: HostOffset, len: u64) -> StorageExtent {
         let len = len.max(1);
         let all_data = StorageExtent { data: true, len };
@@ -334,8 +334,8 @@ impl FileStorage {
         if i64::try_from(start).is_err() {
             return StorageExtent { data: false, len };
         }
-        // Whoever walks a file asks next for the data that ends a hole. That it is data needs no
-        // question: should it have gone meanwhile, it ends where it begins.
+        // A walk asks next for the data that ends a hole, so the start of data is cached. If that
+        // data was removed meanwhile, SEEK_HOLE returns its start.
         if start > 0 && start == self.data_at.load(Ordering::Relaxed) && !self.reads_never_wait() {
             match rustix::fs::seek(self.file(), SeekFrom::Hole(start)) {
                 Ok(hole) if hole > start => {
@@ -351,7 +351,7 @@ impl FileStorage {
                 self.data_at.store(data, Ordering::Relaxed);
                 StorageExtent { data: false, len: len.min(data - start) }
             }
-            // The end of the data would be looked for page by page, up to the end of the file.
+            // SEEK_HOLE would examine the file page by page up to its end.
             Ok(data) if data == start && self.reads_never_wait() && len <= HOLE_SEARCH_MIN => {
                 all_data
             }

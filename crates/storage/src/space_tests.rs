@@ -1,4 +1,4 @@
-//! What happens on files that cannot punch, zero or allocate.
+//! Files that cannot punch, zero or allocate.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,7 +9,7 @@ use vdkit_testkit::Rng;
 use super::try_once;
 use crate::{CreateMode, FileOptions, FileStorage, MemoryStorage};
 
-/// A file that lacks what the bits say, as if the kernel had answered so already.
+/// A file without the operations in `bits`, as if the kernel had refused them.
 fn lacking(folder: &std::path::Path, mode: CacheMode, bits: u32) -> FileStorage {
     let path = folder.join(format!("{mode}-{bits}"));
     let file = FileStorage::create(path, &FileOptions::read_write().cache(mode)).unwrap();
@@ -58,7 +58,7 @@ fn allocating_without_fallocate_fills_holes_and_keeps_data() {
         file.set_len(1 << 20).unwrap();
         file.write_at(&[7; 5000], HostOffset(100_000)).unwrap();
         assert!(file.may_have_holes().unwrap());
-        // From and to the middle of blocks, and past the end.
+        // Unaligned start and end, past the end of the file.
         file.allocate(HostOffset(10), (1 << 20) + 1234).unwrap();
         assert_eq!(file.len().unwrap(), (1 << 20) + 1244);
         file.sync().unwrap();
@@ -90,7 +90,7 @@ fn what_a_file_system_cannot_do_is_asked_once() {
 
 #[test]
 fn zeroes_on_tmpfs_keep_or_give_back_their_space() {
-    // tmpfs makes and fills holes, but (as of Linux 6.18) not both in one step.
+    // tmpfs punches and allocates, but (as of Linux 6.18) cannot zero a range in one step.
     let Some(fs) = vdkit_testkit::fs::mounted("tmpfs", 8 << 20) else { return };
     let path = fs.path().join("f");
     let file = FileStorage::create(path, &FileOptions::read_write()).unwrap();
@@ -104,7 +104,7 @@ fn zeroes_on_tmpfs_keep_or_give_back_their_space() {
     assert_eq!(bytes, [0; 8192]);
 }
 
-/// Runs `work` while the length is held alone; it must not get ahead of that.
+/// Runs `work` while the length is locked; it must wait for the lock.
 fn waits_for_the_length(file: &FileStorage, work: impl Fn() + Sync) {
     let before = file.raw_len().unwrap();
     std::thread::scope(|scope| {
@@ -135,7 +135,7 @@ fn whatever_grows_a_file_waits_for_a_resize_under_way() {
     }
 }
 
-/// What is remembered of a walk must never hide a change: data may be too much, a hole never.
+/// Cached hole positions must never hide a change: extra data is allowed, an extra hole never.
 #[test]
 fn a_walk_over_holes_sees_what_changed_meanwhile() {
     let dir = tempfile::tempdir().unwrap();
@@ -156,18 +156,18 @@ fn a_walk_over_holes_sees_what_changed_meanwhile() {
         assert_eq!(run(4 * step), (true, 64 << 10));
         assert_eq!(run(4 * step + (64 << 10)), (false, 4 * step - (64 << 10)));
     }
-    // The data where the last hole ended is gone before it is asked for.
+    // The data that ended the last hole is removed before it is looked up.
     file.write_zeroes(HostOffset(8 * step), 64 << 10, ZeroMode::MayUnmap).unwrap();
     assert_eq!(run(8 * step), (false, 8 * step));
-    // A hole that was seen is written to.
+    // A known hole is written to.
     assert_eq!(run(0), (false, 4 * step));
     file.write_at(&block, HostOffset(2 * step)).unwrap();
     assert_eq!(run(0), (false, 2 * step));
     assert_eq!(run(2 * step), (true, 64 << 10));
 }
 
-/// After BLKDISCARD the bytes may read as anything, old ones of other places too. Whoever gives zeroes
-/// back counts on zeroes.
+/// After BLKDISCARD the bytes are undefined, possibly old data. Callers of discard rely on zeroes
+/// or unchanged data.
 #[test]
 fn a_device_that_cannot_punch_is_not_asked_for_a_discard_with_an_undefined_result() {
     let Some(device) = vdkit_testkit::fs::loop_device(4 << 20, 512) else { return };
@@ -185,7 +185,7 @@ fn a_device_that_cannot_punch_is_not_asked_for_a_discard_with_an_undefined_resul
     file.read_at(&mut bytes, HostOffset(0)).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 7), "the device was asked all the same");
     assert_eq!(used(), before);
-    // A guest that needs the bytes no more gets what the device can do.
+    // A guest discard may use what the device supports.
     file.forget(HostOffset(0), 1 << 20).unwrap();
     assert!(used() < before);
 }

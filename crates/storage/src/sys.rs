@@ -1,4 +1,4 @@
-//! The system calls that no safe wrapper offers. All `unsafe` of this crate's plain I/O is here.
+//! System calls without a safe wrapper. All `unsafe` of this crate's plain I/O is here.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -45,7 +45,7 @@ pub fn device_bytes(device: BorrowedFd<'_>) -> Result<u64, Errno> {
     unsafe { ioctl::ioctl(device, Getter::<BLKGETSIZE64, u64>::new()) }
 }
 
-/// Whether a block device is switched to read-only; opening it for writing succeeds all the same.
+/// Whether a block device is set read-only; opening it for writing succeeds nevertheless.
 pub fn device_read_only(device: BorrowedFd<'_>) -> Result<bool, Errno> {
     const BLKROGET: ioctl::Opcode = opcode::none(0x12, 94);
     // SAFETY: BLKROGET writes one int, which is what `Getter` provides room for.
@@ -53,19 +53,19 @@ pub fn device_read_only(device: BorrowedFd<'_>) -> Result<bool, Errno> {
     Ok(flag != 0)
 }
 
-/// Gives a block device's bytes back. Offset and length are whole logical blocks.
+/// Discards bytes of a block device. Offset and length are whole logical blocks.
 pub fn device_discard(device: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Errno> {
     const BLKDISCARD: ioctl::Opcode = opcode::none(0x12, 119);
     // SAFETY: BLKDISCARD reads two u64 (start and length) from the address that `Setter` passes.
     unsafe { ioctl::ioctl(device, Setter::<BLKDISCARD, [u64; 2]>::new([offset, len])) }
 }
 
-/// What a byte of a file shall be locked for; see [`ofd_set`].
+/// Lock state of a byte; see [`ofd_set`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OfdLock {
-    /// Shared with other shared locks.
+    /// Shared lock.
     Shared,
-    /// Not at all.
+    /// No lock.
     None,
 }
 
@@ -100,15 +100,14 @@ pub fn ofd_set(file: BorrowedFd<'_>, lock: OfdLock, start: u64, len: u64) -> io:
     }
 }
 
-/// A lock of someone else that stands in the way.
+/// A conflicting lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conflict {
-    /// The process, where the kernel says it: a lock that belongs to an open file and not to a
-    /// process has none.
+    /// The process, if known: OFD locks belong to an open file and have none.
     pub pid: Option<u32>,
 }
 
-/// Whether an exclusive lock on these bytes would meet a lock of another open file. Takes none.
+/// Whether an exclusive lock on these bytes would conflict with another open file. Takes none.
 pub fn ofd_test(file: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<Option<Conflict>> {
     let mut lock = flock(libc::F_WRLCK, start, len);
     // SAFETY: F_OFD_GETLK reads and writes one `struct flock`, which lives across the call; the
@@ -123,11 +122,11 @@ pub fn ofd_test(file: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<Option
     Ok(Some(Conflict { pid: u32::try_from(lock.l_pid).ok().filter(|pid| *pid > 0) }))
 }
 
-/// Copies `buf` into the file's pages at `offset` by way of a mapping, without the inode's lock.
-/// The range lies within the file.
+/// Copies `buf` into the file's pages at `offset` through a mapping, without the inode lock. The
+/// range must lie within the file.
 ///
-/// The kernel copies, as between two processes, and answers `EFAULT` where a page cannot be had
-/// (no space, or the file was cut meanwhile). A copy by this process would be killed (SIGBUS).
+/// The kernel copies, as between two processes, and returns `EFAULT` if a page is unavailable (no
+/// space, or a concurrent truncation). A copy by this process would be killed (SIGBUS).
 pub fn copy_to_mapping(file: BorrowedFd<'_>, offset: u64, buf: &[u8]) -> Result<(), Errno> {
     let before = (offset % rustix::param::page_size() as u64) as usize;
     let len = before + buf.len();
@@ -161,7 +160,7 @@ fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Extents that one call of [`fiemap`] has room for.
+/// Maximum extents per call of [`fiemap`].
 pub const FIEMAP_EXTENTS: usize = 256;
 
 /// `struct fiemap_extent` of linux/fiemap.h.
@@ -174,15 +173,15 @@ pub struct FiemapExtent {
     pub physical: u64,
     /// Bytes.
     pub length: u64,
-    /// Nothing yet.
+    /// Reserved.
     pub reserved: [u64; 2],
     /// `FIEMAP_EXTENT_*`.
     pub flags: u32,
-    /// Nothing yet.
+    /// Reserved.
     pub reserved_too: [u32; 3],
 }
 
-/// `struct fiemap` of linux/fiemap.h, with room for extents behind it.
+/// `struct fiemap` of linux/fiemap.h, followed by room for extents.
 #[repr(C)]
 pub struct Fiemap {
     start: u64,
@@ -195,13 +194,13 @@ pub struct Fiemap {
 }
 
 impl Fiemap {
-    /// The extents that the last call found, in the order of the file.
+    /// The extents of the last call, in file order.
     pub fn found(&self) -> &[FiemapExtent] {
         &self.extents[..(self.mapped as usize).min(FIEMAP_EXTENTS)]
     }
 }
 
-/// Asks where the file's bytes from `start` on are; nothing is written back first.
+/// Queries the extents from `start`; nothing is written back first.
 pub fn fiemap(file: BorrowedFd<'_>, start: u64) -> Result<Fiemap, Errno> {
     // The number is encoded with the size of the structure without its extents: 32 bytes.
     const FS_IOC_FIEMAP: ioctl::Opcode = opcode::read_write::<[u64; 4]>(b'f', 11);

@@ -107,7 +107,7 @@ fn holes_are_found_and_made() {
         let data = file.allocated_bytes().unwrap();
         assert!((1 << 20..2 << 20).contains(&data), "{kind}: {data}");
 
-        // Allocating fills the holes, zeroing keeps them filled, discarding empties them.
+        // Allocating fills the holes, zeroing keeps them allocated, discarding punches them.
         file.allocate(HostOffset(0), 4 << 20).unwrap();
         assert!(!file.may_have_holes().unwrap(), "{kind}");
         file.write_zeroes(HostOffset(1 << 20), 1 << 20, ZeroMode::KeepAllocated).unwrap();
@@ -131,7 +131,7 @@ fn a_discard_touches_whole_blocks_only() {
         let block = u64::from(file.caps().block_bytes) as usize;
         file.write_at(&vec![7; 4 * block + 100], HostOffset(0)).unwrap();
         file.discard(HostOffset(1), 2 * block as u64).unwrap();
-        // The last block ends with the file, so it goes too.
+        // The last block ends with the file, so it is punched too.
         file.discard(HostOffset(3 * block as u64 + 1), u64::MAX).unwrap();
         let mut bytes = vec![1; 4 * block + 100];
         file.read_at(&mut bytes, HostOffset(0)).unwrap();
@@ -161,7 +161,7 @@ fn blocks_are_shared_where_the_file_system_can() {
         // With the unaligned end of the source.
         assert_eq!(clone(0, 0, len).unwrap(), expect(len), "{kind}");
         assert_eq!(target.len().unwrap(), expect(len));
-        // Only the whole blocks of a part; nothing where offsets are not aligned.
+        // Only whole blocks are shared; nothing if offsets are unaligned.
         assert_eq!(clone(4 << 20, 4096, 10_000).unwrap(), expect(8192), "{kind}");
         assert_eq!(clone(100, 0, 8192).unwrap(), 0);
         assert_eq!(clone(0, 100, 8192).unwrap(), 0);
@@ -172,8 +172,8 @@ fn blocks_are_shared_where_the_file_system_can() {
             assert!(copy == bytes);
             target.read_at(&mut copy[..8192], HostOffset(4 << 20)).unwrap();
             assert!(copy[..8192] == bytes[4096..4096 + 8192]);
-            // The end of the source cannot be shared into the middle of the target: what is
-            // left over is the caller's.
+            // The unaligned end of the source cannot be shared into the middle of the target: the
+            // caller copies the rest.
             target.set_len(8 << 20).unwrap();
             assert_eq!(clone(0, 0, len).unwrap(), 1 << 20, "{kind}");
         }
@@ -196,11 +196,10 @@ fn the_kernel_copies_what_it_can() {
         let mut got = vec![0; 299_994];
         target.read_at(&mut got, HostOffset(11)).unwrap();
         assert!(got == bytes[7..]);
-        // It stops at the end of the source, and storages without a descriptor are for the
-        // caller.
+        // It stops at the end of the source; storages without a descriptor are left to the caller.
         assert_eq!(copy(0, 300_000, 100, &source), 1);
         assert_eq!(copy(0, 0, 100, &MemoryStorage::from_bytes("m", &bytes)), 0);
-        // Overlapping ranges of one file are refused by the kernel.
+        // The kernel refuses overlapping ranges of one file.
         assert_eq!(copy(0, 10, 1000, &target), 0);
     }
 }
@@ -292,8 +291,8 @@ fn an_open_descriptor_is_taken_over() {
 
 #[test]
 fn a_new_file_that_cannot_be_used_does_not_stay() {
-    // procfs and sysfs have no direct I/O, but no new files either; overlay or FUSE would do.
-    // So the lock is what fails here: somebody has it before us.
+    // Overlay or FUSE would be needed for a new file without direct I/O (procfs and sysfs take no
+    // new files). So a lock conflict causes the failure here.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("f");
     let file = FileStorage::create(&path, &FileOptions::default()).unwrap();
@@ -305,7 +304,7 @@ fn a_new_file_that_cannot_be_used_does_not_stay() {
     assert!(FileStorage::open(&path, &none).is_ok());
 }
 
-/// Runs a test of this file again under strace with more arguments; gives the system calls.
+/// Runs a test of this file under strace with more arguments and returns the system calls.
 fn trace(test: &str, calls: &str, more: &[&str]) -> Option<Vec<String>> {
     if !require_peer("strace") {
         return None;
@@ -327,8 +326,8 @@ fn trace(test: &str, calls: &str, more: &[&str]) -> Option<Vec<String>> {
     Some(text.lines().map(str::to_owned).collect())
 }
 
-/// Whether this is a system call of that name, or its beginning: one that another thread's call came
-/// into is told in two lines.
+/// Whether this line is that system call or its start: strace splits a call that is interrupted by
+/// another thread's in two lines.
 fn begins(line: &str, word: &str) -> bool {
     line.contains(word) && !line.contains("resumed>")
 }
@@ -358,7 +357,7 @@ fn a_write_takes_one_call_and_what_makes_it_durable_is_a_sync() {
         let own = &calls[begin + 1..end.map_or(calls.len(), |end| begin + 1 + end)];
         let count = |word: &str| own.iter().filter(|c| begins(c, word)).count();
         assert_eq!(count("pwrite"), 3, "{mode}: {own:#?}");
-        // Each durable write waiting for itself could share its wait with nobody.
+        // A write that waits for itself could not share its sync.
         assert_eq!(count("RWF_DSYNC"), 0, "{mode}: {own:#?}");
         assert_eq!(count("sync("), syncs, "{mode}: {own:#?}");
     }
@@ -389,23 +388,23 @@ fn batches_go_through_io_uring() {
     let syscalls = "io_uring_setup,io_uring_enter,pread64";
     let Some(calls) = trace("traced_batch", syscalls, &[]) else { return };
     let count = |calls: &[String], word: &str| calls.iter().filter(|c| begins(c, word)).count();
-    // The loader reads a little of the libraries with the same call.
+    // The loader reads parts of the libraries with the same call.
     let reads = |calls: &[String]| {
         calls.iter().filter(|c| c.contains("pread64") && c.contains(", 4096, ")).count()
     };
     if calls.iter().any(|c| c.contains("io_uring_setup") && c.contains("= -1")) {
         eprintln!("*** SKIPPED: io_uring is not permitted here");
     } else {
-        // One, and some more where the wait is interrupted.
+        // One, and some more if the wait is interrupted.
         assert!(count(&calls, "io_uring_enter") <= 16, "{calls:#?}");
         assert_eq!(reads(&calls), 0);
     }
-    // Where it is not permitted, it is asked for once and everything works.
+    // If io_uring is not permitted, it is tried once and everything works.
     let refused = ["-e", "inject=io_uring_setup:error=EPERM"];
     let calls = trace("traced_batch", syscalls, &refused).unwrap_or_default();
     assert_eq!(count(&calls, "io_uring_setup"), 1);
     assert_eq!(reads(&calls), 64);
-    // Nor does a ring that fails half-way lose anything.
+    // A ring that fails half-way loses nothing.
     let broken = ["-e", "inject=io_uring_enter:error=EFAULT"];
     let calls = trace("traced_batch", syscalls, &broken).unwrap_or_default();
     assert_eq!(reads(&calls), 64);
@@ -421,8 +420,8 @@ fn a_batch_reads_what_single_reads_read() {
         rng.fill(&mut bytes);
         file.write_at(&bytes, HostOffset(0)).unwrap();
         for round in 0..20 {
-            // More than the ring holds, of all lengths and alignments, some past the end; some
-            // from the disk in the buffered mode too.
+            // More reads than the ring holds, of all lengths and alignments, some past the end;
+            // some from the disk in buffered mode too.
             if round % 4 == 0 {
                 file.sync().unwrap();
                 let fd = file.as_fd().unwrap();
@@ -459,8 +458,8 @@ fn a_batch_reads_what_single_reads_read() {
 
 #[test]
 fn a_failed_sync_stays_failed() {
-    // A device that takes writes into the page cache and loses them: a loop device whose file's
-    // file system is full.
+    // A device that takes writes into the page cache and loses them: a loop device on a full file
+    // system.
     let Some(fs) = fs::mounted("tmpfs", 8 << 20) else { return };
     let image = fs.path().join("image");
     File::create(&image).unwrap().set_len(4 << 20).unwrap();
@@ -474,7 +473,7 @@ fn a_failed_sync_stays_failed() {
     })();
     std::fs::remove_file(fs.path().join("filler")).unwrap();
     let first = outcome.unwrap_err();
-    // There is room now, and the kernel would say that all is well.
+    // There is space now, so the kernel would report success.
     let second = storage.sync().unwrap_err();
     drop(storage);
     Command::new("losetup").args(["--detach", &device]).status().unwrap();
@@ -484,7 +483,7 @@ fn a_failed_sync_stays_failed() {
 
 #[test]
 fn direct_io_that_is_not_to_be_had_names_another_mode() {
-    // Where file data goes through ext4's journal, there is no direct I/O.
+    // ext4 with data journaling has no direct I/O.
     let Some(fs) = fs::mounted_with("ext4", 64 << 20, "data=journal") else { return };
     let path = fs.path().join("f");
     File::create(&path).unwrap();
@@ -561,7 +560,7 @@ fn a_device_keeps_its_length() {
     }
     assert!(!storage.may_have_holes().unwrap());
     assert!(storage.extent_at(HostOffset(0), 4096).unwrap().data);
-    // Giving space back goes through to the file beneath.
+    // Discards reach the underlying file.
     storage.write_at(&vec![1; 1 << 20], HostOffset(0)).unwrap();
     storage.sync().unwrap();
     let used = || std::fs::metadata(device.file()).unwrap().blocks() * 512;

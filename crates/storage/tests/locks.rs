@@ -1,4 +1,4 @@
-//! Locks against real QEMU processes, both ways round.
+//! Locks against real QEMU processes, in both directions.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -9,7 +9,7 @@ use vdkit_block::{Error, ErrorKind, LockHolder, Storage};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 use vdkit_testkit::{qemu, require_peer};
 
-/// A qemu-io that has an image open until it is dropped.
+/// A qemu-io that holds an image open until it is dropped.
 struct QemuIo {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -25,7 +25,7 @@ impl QemuIo {
             .spawn()
             .unwrap();
         let mut stdin = child.stdin.take().unwrap();
-        // It answers a command only once it has opened the image.
+        // It answers a command only after it has opened the image.
         writeln!(stdin, "length").unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let opened = lines.any(|line| line.is_ok_and(|l| l.contains("MiB")));
@@ -36,7 +36,7 @@ impl QemuIo {
 
 impl Drop for QemuIo {
     fn drop(&mut self) {
-        // The end of its input ends it.
+        // Closing its input ends it.
         drop(self.stdin.take());
         let _ = self.child.wait();
     }
@@ -79,7 +79,7 @@ fn a_writing_qemu_keeps_us_out_and_is_named() {
         assert_eq!(found.pid, writer.child.id());
         assert!(found.command.starts_with("qemu-io -f qcow2"), "{}", found.command);
     }
-    // Whoever asks for no locks may look.
+    // Opening without locks succeeds.
     let off = FileOptions::read_only().lock(LockMode::Off);
     assert!(FileStorage::open(&path, &off).is_ok());
     drop(writer);
@@ -97,7 +97,7 @@ fn a_reading_qemu_keeps_our_writers_out_only() {
     assert_eq!(holder(open(&path, true)).pid, reader.child.id());
     let _ours = open(&path, false).unwrap();
     drop(reader);
-    // A QEMU that shares everything keeps nobody out.
+    // A QEMU that shares all permissions excludes nobody.
     drop(_ours);
     let _sharing = QemuIo::open(&path, &["-r", "-U", "-f", "qcow2"]);
     open(&path, true).unwrap();
@@ -116,7 +116,7 @@ fn a_writing_raw_qemu_keeps_our_readers_out_too() {
     assert_eq!(holder(open(&path, true)).pid, writer.child.id());
 }
 
-/// Whether a qemu program is kept out, for the reason that the image is locked.
+/// Whether a qemu program was refused because the image is locked.
 #[track_caller]
 fn refused(answer: qemu::Answer) -> bool {
     let text = format!("{}{}", answer.stdout, answer.stderr);
@@ -164,7 +164,7 @@ fn the_bytes_are_those_of_two_qemus() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = image(dir.path());
-    // Which bytes each process locks, from its own table of open files.
+    // The bytes that each process locks, from its own fdinfo.
     let locks = |pid: u32| {
         let mut bytes: Vec<u64> = Vec::new();
         for info in std::fs::read_dir(format!("/proc/{pid}/fdinfo")).unwrap().flatten() {
@@ -221,7 +221,7 @@ fn a_refused_opener_leaves_no_lock_behind() {
     let reader = FileStorage::create(&path, &FileOptions::default()).map(drop);
     reader.unwrap();
     let reader = open(&path, false).unwrap();
-    // The descriptor outlives the refusal here, so that only unlocking can free the bytes.
+    // The descriptor outlives the refusal, so only unlocking can free the bytes.
     let file = File::options().read(true).write(true).open(&path).unwrap();
     let kept = file.try_clone().unwrap();
     assert!(FileStorage::from_file(file, "f", &FileOptions::read_write()).is_err());

@@ -1,5 +1,5 @@
-//! Random requests against a file and against plain memory must leave the same bytes, in each
-//! cache mode, on each file system, and on devices.
+//! Random requests to a file and to plain memory must leave the same bytes, in each cache mode, on
+//! each file system, and on devices.
 
 use std::path::Path;
 
@@ -32,7 +32,7 @@ fn change(rng: &mut Rng, a: &dyn Storage, b: &dyn Storage, most: u64, grow: bool
     let offset = HostOffset(number(rng, most - len));
     let mode = if rng.chance(1, 2) { ZeroMode::MayUnmap } else { ZeroMode::KeepAllocated };
     let what = rng.below(10);
-    // Memory at any address, and now and then at a good one.
+    // Memory at any address, sometimes aligned.
     let shift = if rng.chance(1, 2) { 0 } else { rng.below(4096) as usize };
     let mut memory = AlignedBuf::new(len as usize + shift, 4096);
     rng.fill(&mut memory);
@@ -59,7 +59,7 @@ fn compare(rng: &mut Rng, a: &dyn Storage, b: &dyn Storage) {
     let mut bytes = vec![1; len as usize + 5];
     assert_eq!(a.read_up_to(&mut bytes, HostOffset(0)).unwrap() as u64, len);
     assert!(bytes[..len as usize] == expected, "the bytes differ");
-    // A part, into memory at any address.
+    // A partial read into memory at any address.
     let (from, n) = (number(rng, len + 5000), number(rng, 9000) as usize);
     let shift = rng.below(600) as usize;
     let mut part = AlignedBuf::new(n + shift, 4096);
@@ -97,7 +97,7 @@ fn run(folder: &Path, rounds: u64, modes: &[CacheMode]) {
             compare(&mut rng, &file, &memory);
         }
         drop(file);
-        // What another program sees: the length to the byte, and the bytes.
+        // Other programs see the exact length, and the bytes.
         assert!(std::fs::read(&path).unwrap() == memory.to_vec());
         std::fs::remove_file(&path).unwrap();
     }

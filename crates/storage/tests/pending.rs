@@ -1,4 +1,4 @@
-//! Files that take their name only when they are finished.
+//! Files that get their name only when they are finished.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
 use std::path::Path;
@@ -12,7 +12,7 @@ use vdkit_testkit::{require_peer, require_root};
 
 const ACCESS_LIST: &str = "system.posix_acl_access";
 const DEFAULT_LIST: &str = "system.posix_acl_default";
-/// A user who is nobody in particular.
+/// An arbitrary unprivileged user.
 const STRANGER: u32 = 1234;
 
 fn names(folder: &Path) -> Vec<String> {
@@ -41,7 +41,7 @@ fn a_new_file_appears_when_it_is_committed() {
     file.commit(CommitOptions { sync_file: true, sync_folder: true }).unwrap();
     assert_eq!(std::fs::read(&target).unwrap(), b"new");
     assert_eq!(names(dir.path()), ["image"]);
-    // A clone still writes to it, and holds it.
+    // A clone still writes to it, and keeps it locked.
     storage.write_at(b"!", HostOffset(3)).unwrap();
     assert_eq!(std::fs::read(&target).unwrap(), b"new!");
     assert!(FileStorage::open(&target, &FileOptions::read_only()).is_err());
@@ -98,7 +98,7 @@ fn a_file_in_use_is_not_replaced() {
     let off = FileOptions::default().lock(LockMode::Off);
     drop(PendingFile::create(&target, &off).unwrap());
     drop(reader);
-    // And nobody begins to use it meanwhile.
+    // The target cannot be opened meanwhile.
     let file = pending(&target);
     assert!(FileStorage::open(&target, &FileOptions::read_only()).is_err());
     drop(file);
@@ -146,7 +146,7 @@ fn links_to_links_are_followed_and_circles_are_not() {
     PendingFile::create(at("circle"), &FileOptions::default()).unwrap_err();
 }
 
-/// A folder like `/tmp`.
+/// A sticky world-writable folder like `/tmp`.
 fn shared_folder() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o1777)).unwrap();
@@ -163,20 +163,20 @@ fn a_strangers_link_in_a_shared_folder_is_not_followed() {
     std::fs::write(&precious, "old").unwrap();
     let link = shared.path().join("disk");
     symlink(&precious, &link).unwrap();
-    // The user's own link is the user's business.
+    // The user's own link is followed.
     drop(PendingFile::create(&link, &FileOptions::default()).unwrap());
     lchown(&link, Some(STRANGER), None).unwrap();
     let refused = PendingFile::create(&link, &FileOptions::default()).unwrap_err().to_string();
     assert!(refused.contains("disk") && refused.contains("user 1234"), "{refused}");
-    // Nor is one that an own link leads to.
+    // Nor is another user's link behind the user's own.
     let second = own.path().join("second");
     symlink(&link, &second).unwrap();
     PendingFile::create(&second, &FileOptions::default()).unwrap_err();
-    // To a name that nobody has yet, neither.
+    // Nor is a link to a missing file.
     std::fs::remove_file(&precious).unwrap();
     PendingFile::create(&link, &FileOptions::default()).unwrap_err();
     assert_eq!(names(own.path()), ["second"]);
-    // The folder's owner may.
+    // The folder owner's link is followed.
     chown(shared.path(), Some(STRANGER), None).unwrap();
     std::fs::write(&precious, "old").unwrap();
     drop(PendingFile::create(&link, &FileOptions::default()).unwrap());
@@ -194,13 +194,13 @@ fn a_strangers_file_in_a_shared_folder_is_not_replaced_and_given_to_the_stranger
     chown(&target, Some(STRANGER), None).unwrap();
     let refused = PendingFile::create(&target, &FileOptions::default()).unwrap_err().to_string();
     assert!(refused.contains("user 1234"), "{refused}");
-    // Where only the owner of the folder writes, what lies there is as it should be.
+    // In a folder that only its owner can write to, every file is accepted.
     std::fs::set_permissions(shared.path(), PermissionsExt::from_mode(0o755)).unwrap();
     drop(PendingFile::create(&target, &FileOptions::default()).unwrap());
 }
 
-/// An access control list as the kernel keeps it: the owner reads and writes, the group may nothing,
-/// user 1234 reads, the mask lets read and write, others may nothing.
+/// An access control list in the kernel's format: owner rw, group none, user 1234 r, mask rw,
+/// others none.
 fn list() -> Vec<u8> {
     let entry = |tag: u16, may: u16, id: u32| {
         [&tag.to_le_bytes()[..], &may.to_le_bytes(), &id.to_le_bytes()].concat()
@@ -226,7 +226,7 @@ fn attribute(path: &Path, name: &str) -> Option<Vec<u8>> {
     }
 }
 
-/// Sets an attribute; `false`, and a word, where the file system has none.
+/// Sets an attribute; prints a note and returns `false` if the file system has none.
 fn set(path: &Path, name: &str, value: &[u8]) -> bool {
     match rustix::fs::setxattr(path, name, value, XattrFlags::empty()) {
         Ok(()) => true,
@@ -320,7 +320,7 @@ fn names_of_any_length_and_left_overs_do_not_hinder() {
     let dir = tempfile::tempdir().unwrap();
     let target = dir.path().join("x".repeat(255));
     let first = pending(&target);
-    // A left-over of a killed process with our number: the names that come next.
+    // A left-over of a killed process with our process id: the next names are taken.
     let taken = first.temporary().file_name().unwrap().to_str().unwrap().to_owned();
     let count: u32 = taken.rsplit('.').nth(1).unwrap().split('-').nth(1).unwrap().parse().unwrap();
     for next in count + 1..count + 200 {

@@ -1,4 +1,4 @@
-//! Bytes that must have a known hash.
+//! Verification of bytes against a known hash.
 
 use std::fmt;
 use std::io::{self, Read};
@@ -8,17 +8,17 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256, Sha512};
 use vdkit_block::{Error, Result};
 
-/// A hash that bytes must have, written `sha256:HEX`.
+/// An expected hash, written `sha256:HEX`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checksum {
     method: HashMethod,
     digest: Vec<u8>,
 }
 
-/// How bytes are hashed.
+/// Hash methods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HashMethod {
-    /// FIPS 180: 160 bits. Tells damage, and no intent.
+    /// FIPS 180: 160 bits. Detects accidental damage, not tampering.
     Sha1,
     /// FIPS 180: 256 bits.
     Sha256,
@@ -27,7 +27,7 @@ pub enum HashMethod {
 }
 
 impl HashMethod {
-    /// What users type.
+    /// The name that users type.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sha1 => "sha1",
@@ -36,7 +36,7 @@ impl HashMethod {
         }
     }
 
-    /// The method of this name, in whatever case.
+    /// Finds a method by name, case-insensitively.
     pub fn of_name(name: &str) -> Option<Self> {
         let known = [Self::Sha1, Self::Sha256, Self::Sha512];
         known.into_iter().find(|method| method.name().eq_ignore_ascii_case(name))
@@ -51,7 +51,7 @@ impl HashMethod {
         }
     }
 
-    /// A hash from its hexadecimal digits; nothing where these are others or not as many.
+    /// Parses a hexadecimal hash; `None` for other characters or a wrong length.
     pub fn parse_digest(self, hex: &str) -> Option<Vec<u8>> {
         let digit = |byte: u8| (byte as char).to_digit(16).map(|digit| digit as u8);
         let pairs = hex.as_bytes().chunks_exact(2);
@@ -96,7 +96,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A hash that is being made.
+/// An incremental hash.
 #[derive(Clone)]
 pub struct Hasher(State);
 
@@ -114,7 +114,7 @@ impl fmt::Debug for Hasher {
 }
 
 impl Hasher {
-    /// Of no bytes yet.
+    /// A hash of no bytes yet.
     pub fn new(method: HashMethod) -> Self {
         Self(match method {
             HashMethod::Sha1 => State::Sha1(Sha1::new()),
@@ -123,7 +123,7 @@ impl Hasher {
         })
     }
 
-    /// Takes bytes that follow.
+    /// Adds bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         match &mut self.0 {
             State::Sha1(hasher) => hasher.update(bytes),
@@ -132,7 +132,7 @@ impl Hasher {
         }
     }
 
-    /// The hash.
+    /// Returns the hash.
     pub fn finish(self) -> Vec<u8> {
         match self.0 {
             State::Sha1(hasher) => hasher.finalize().to_vec(),
@@ -142,7 +142,7 @@ impl Hasher {
     }
 }
 
-/// Passes bytes on; where they end, their hash must be the expected one, or reading the end fails.
+/// Passes bytes through. Reading the end fails if their hash is not the expected one.
 pub struct Checked<R> {
     inner: R,
     expected: Checksum,
@@ -150,7 +150,7 @@ pub struct Checked<R> {
 }
 
 impl<R> Checked<R> {
-    /// These bytes, which must have this hash.
+    /// Checks `inner` against a hash.
     pub fn new(inner: R, expected: Checksum) -> Self {
         let hasher = Some(Hasher::new(expected.method));
         Self { inner, expected, hasher }

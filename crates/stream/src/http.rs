@@ -4,8 +4,8 @@
 //!   read_up_to ─► block in the cache? ──────────────────────────────► bytes
 //!                   │ no: being fetched? ─► wait
 //!                   └─ no: fetch it here     GET Range: bytes=FROM-TO
-//!                                            broken off ─► again from where it broke off
-//!   reads that go on where others ended ─► the next blocks are asked for by other threads
+//!                                            broken off ─► resumed
+//!   sequential reads ─► other threads fetch the next blocks
 //! ```
 //!
 //! Source: RFC 9110, sections 8.8 (validators), 13.1 (preconditions), 14 (range requests).
@@ -26,43 +26,43 @@ use vdkit_block::{
 
 use crate::unpack::ByteStream;
 
-/// Bytes of one range request.
+/// Bytes per range request.
 const BLOCK_BYTES: u64 = 4 << 20;
-/// Blocks that are asked for before somebody reads them.
+/// Blocks of readahead.
 const AHEAD: u64 = 6;
-/// Blocks in memory: those ahead, those that several threads are reading, and some behind.
+/// Cached blocks: readahead, those read by several threads, and some behind.
 const BLOCKS_MAX: usize = 16;
-/// A server that sends nothing for so long is taken for gone.
+/// A server that sends nothing for this long is considered dead.
 const SILENCE: Duration = Duration::from_secs(30);
-/// How long is tried again, while less than [`PACE_BYTES`] come in, before giving up.
+/// Retries end when less than [`PACE_BYTES`] arrive in this time.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// A server that sends less in [`PATIENCE`], a little now and then, is as good as gone.
+/// Minimum bytes per [`PATIENCE`]; a slower server counts as dead.
 const PACE_BYTES: u64 = 64 << 10;
-/// The same before anything was heard of the server: the name may be wrong.
+/// The same before the first answer: the name may be wrong.
 const PATIENCE_AT_FIRST: Duration = Duration::from_secs(3);
-/// The first pause between two attempts; each is twice as long as the one before.
+/// The first pause between two attempts; each doubles the one before.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// Whether a name that the user gave is an URL of a kind that can be opened.
+/// Whether a name is an URL with a supported scheme.
 pub fn is_url(name: &str) -> bool {
     let scheme = name.split_once("://").map_or("", |(scheme, _)| scheme);
     scheme.eq_ignore_ascii_case("http") || scheme.eq_ignore_ascii_case("https")
 }
 
-/// What is behind an URL.
+/// How an URL can be read.
 #[derive(Debug)]
 pub enum Remote {
-    /// The server gives any part of it.
+    /// The server supports ranges.
     Ranges(Arc<HttpStorage>),
-    /// The server sends it as a whole only.
+    /// The server sends only the whole resource.
     Whole(ByteStream),
 }
 
-/// Opens an URL that the user named. (One that an image's metadata names is never opened.)
+/// Opens an URL given by the user. (URLs in image metadata are never opened.)
 ///
 /// # Errors
-/// [`Error::File`] where the server cannot be reached, or answers that it has no such thing.
+/// [`Error::File`] if the server is unreachable, or has no such resource.
 pub fn open_url(url: &str, cancel: &CancelToken) -> Result<Remote> {
     open_patiently(url, cancel, PATIENCE_AT_FIRST, PATIENCE)
 }
@@ -102,11 +102,11 @@ fn open_patiently(
     }
 }
 
-/// What goes wrong with a request.
+/// Failure of a request.
 enum Failure {
-    /// Another attempt may go well.
+    /// Transient: worth a retry.
     Passing(String),
-    /// None will.
+    /// Permanent.
     Lasting(String),
     Cancelled,
 }
@@ -137,7 +137,7 @@ impl Client {
         let config = Agent::config_builder()
             .tls_config(tls)
             .user_agent(concat!("vdkit/", env!("CARGO_PKG_VERSION")))
-            // A packed answer would have other offsets.
+            // A compressed response would have other offsets.
             .accept_encoding("identity")
             .http_status_as_error(false)
             .timeout_connect(Some(SILENCE))
@@ -156,7 +156,7 @@ impl Client {
         }
     }
 
-    /// An answer that carries what was asked for, or all of it.
+    /// A response with the requested range, or with the whole resource.
     fn get(
         &self,
         range: Option<(u64, u64)>,
@@ -195,7 +195,7 @@ fn failure_of(error: ureq::Error) -> Failure {
         | ureq::Error::TooManyRedirects
         | ureq::Error::Rustls(_)
         | ureq::Error::Tls(_) => Failure::Lasting(format!("cannot be asked: {error}")),
-        // A certificate that is not trusted is not trusted the next time either.
+        // An untrusted certificate does not become trusted by a retry.
         ureq::Error::Io(error)
             if error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) =>
         {
@@ -205,7 +205,7 @@ fn failure_of(error: ureq::Error) -> Failure {
     }
 }
 
-/// Whether bytes come in as fast as can be asked for: [`PACE_BYTES`] in some time.
+/// Tracks whether [`PACE_BYTES`] arrive in time.
 #[derive(Clone, Copy, Debug)]
 struct Pace {
     patience: Duration,
@@ -220,7 +220,7 @@ impl Pace {
         Self { patience, since: Instant::now(), bytes: 0 }
     }
 
-    /// So many bytes came in.
+    /// Counts received bytes.
     fn count(&mut self, bytes: u64) {
         self.bytes += bytes;
         if self.bytes >= PACE_BYTES {
@@ -228,13 +228,13 @@ impl Pace {
         }
     }
 
-    /// Whether too few will have come in after this pause.
+    /// Whether too few bytes will have arrived after this pause.
     fn too_slow(&self, pause: Duration) -> bool {
         self.since.elapsed() + pause > self.patience
     }
 }
 
-/// Attempts at one thing, with pauses.
+/// Retries of one operation, with pauses.
 struct Tries<'a> {
     client: &'a Client,
     pause: Duration,
@@ -246,13 +246,13 @@ impl<'a> Tries<'a> {
         Self { client, pause: PAUSE_MIN, pace: Pace::new(patience) }
     }
 
-    /// Bytes came in.
+    /// Notes received bytes.
     fn progress(&mut self, bytes: u64) {
         self.pause = PAUSE_MIN;
         self.pace.count(bytes);
     }
 
-    /// Waits before another attempt, where there is one.
+    /// Pauses before another attempt, or returns the final error.
     fn again(&mut self, failure: Failure) -> Result<()> {
         let why = match failure {
             Failure::Cancelled => return Err(Error::Interrupted),
@@ -272,7 +272,7 @@ impl<'a> Tries<'a> {
     }
 }
 
-/// What tells a file from a later one under the same name.
+/// Identifies a version of the resource.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Version {
     tag: Option<String>,
@@ -285,7 +285,7 @@ impl Version {
         Self { tag: text("etag"), modified: text("last-modified") }
     }
 
-    /// A tag that promises the same bytes.
+    /// A strong validator, which guarantees the same bytes.
     fn strong_tag(&self) -> Option<&str> {
         self.tag.as_deref().filter(|tag| !tag.starts_with("W/"))
     }
@@ -295,7 +295,7 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
     headers.get("content-length")?.to_str().ok()?.trim().parse().ok()
 }
 
-/// First byte, last byte and length of the whole, of `bytes 0-99/1000`.
+/// First byte, last byte and total length, of `bytes 0-99/1000`.
 fn content_range(headers: &HeaderMap) -> Option<(u64, u64, Option<u64>)> {
     let text = headers.get("content-range")?.to_str().ok()?;
     let (range, len) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
@@ -303,7 +303,7 @@ fn content_range(headers: &HeaderMap) -> Option<(u64, u64, Option<u64>)> {
     Some((first.trim().parse().ok()?, last.trim().parse().ok()?, len.trim().parse().ok()))
 }
 
-/// An answer's body, with an error where it ends before it should.
+/// A response body; ending too early is an error.
 struct WholeBody<R> {
     inner: R,
     left: Option<u64>,
@@ -326,7 +326,7 @@ impl<R: Read> Read for WholeBody<R> {
         };
         let got = match self.inner.read(buf) {
             Ok(got) => got,
-            // What was cancelled is no fault of the server.
+            // Cancellation is no fault of the server.
             Err(error) if error.get_ref().is_some_and(|inner| inner.is::<Error>()) => {
                 return Err(error);
             }
@@ -362,24 +362,24 @@ impl Read for CancellableBody {
     }
 }
 
-/// What is known of a block.
+/// State of a block.
 #[derive(Clone, Debug)]
 enum Block {
-    /// A thread is at it.
+    /// Being fetched by a thread.
     Fetching,
     Ready(Arc<Vec<u8>>),
-    /// For whoever asks first; then it is tried anew.
+    /// Reported to the next reader; then the fetch is retried.
     Failed(String),
 }
 
 #[derive(Debug, Default)]
 struct Cache {
     blocks: HashMap<u64, Block>,
-    /// Those that are ready, the one used last at the end.
+    /// Ready blocks, least recently used first.
     used: VecDeque<u64>,
-    /// To be fetched by helpers.
+    /// Blocks for helper threads to fetch.
     wanted: VecDeque<u64>,
-    /// The block read last, and how many reads before went on from block to block.
+    /// The block read last, and the number of consecutive sequential reads.
     last: u64,
     streak: u32,
     helpers: u64,
@@ -395,7 +395,7 @@ struct Shared {
     changed: Condvar,
 }
 
-/// A file on a server that gives any part of it, for reading.
+/// A read-only file on a server with range support.
 #[derive(Debug)]
 pub struct HttpStorage {
     shared: Arc<Shared>,
@@ -420,7 +420,7 @@ impl Shared {
         BLOCK_BYTES.min(self.len - block * BLOCK_BYTES)
     }
 
-    /// The bytes of a block, fetched here unless somebody is at it.
+    /// The bytes of a block, fetched here unless another thread is fetching it.
     fn block(self: &Arc<Self>, block: u64) -> Result<Arc<Vec<u8>>> {
         let mut cache = self.cache.lock();
         self.look_ahead(&mut cache, block);
@@ -450,7 +450,7 @@ impl Shared {
         }
     }
 
-    /// Has the next blocks fetched where reads go on from block to block.
+    /// Requests readahead if reads are sequential.
     fn look_ahead(self: &Arc<Self>, cache: &mut Cache, block: u64) {
         if block == cache.last {
             return;
@@ -475,7 +475,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Fetches what is wanted, until nothing is read any more.
+    /// A helper thread: fetches wanted blocks until the storage is dropped.
     fn help(&self) {
         let mut cache = self.cache.lock();
         while !cache.closed {
@@ -514,7 +514,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// A block from the server, however often the connection breaks off.
+    /// Fetches a block, resuming broken connections.
     fn fetch(&self, block: u64) -> Result<Vec<u8>> {
         let (start, len) = (block * BLOCK_BYTES, self.block_bytes(block));
         let mut bytes = Vec::with_capacity(len as usize);
@@ -532,7 +532,7 @@ impl Shared {
         Ok(bytes)
     }
 
-    /// One request for what is missing of a block.
+    /// Requests the missing rest of a block.
     fn fetch_rest(&self, start: u64, len: u64, bytes: &mut Vec<u8>) -> Result<(), Failure> {
         let (first, last) = (start + bytes.len() as u64, start + len - 1);
         let mut response = self.client.get(Some((first, last)), Some(&self.version))?;

@@ -7,21 +7,21 @@ use vdkit_block::{Error, HostOffset, IoAction, Result, Storage, StorageCaps, Sto
 
 use crate::unpack::ByteStream;
 
-/// Bytes at the end that are kept: a format may tell itself by them.
+/// Bytes of the end that are kept for format probing.
 const TAIL_BYTES: usize = 512;
 
 #[derive(Debug)]
 struct State {
     stream: ByteStream,
     position: u64,
-    /// The stream's end was reached at `position`.
+    /// The stream ended at `position`.
     ended: bool,
     failed: bool,
     tail: Vec<u8>,
 }
 
 impl State {
-    /// Keeps the last bytes of what was read.
+    /// Keeps the last bytes read.
     fn keep_tail(&mut self, read: &[u8]) {
         if read.len() >= TAIL_BYTES {
             self.tail.clear();
@@ -34,9 +34,9 @@ impl State {
     }
 }
 
-/// A stream of which every byte is read once. A read waits until all bytes before it are read;
-/// asking for a byte a second time is an error. It is as long as it was said to be, whatever comes:
-/// bytes behind the stream's end are not there.
+/// A stream whose bytes are each read once. A read waits until all earlier bytes are read; reading
+/// a byte again is an error. Its length is the declared one: bytes beyond the stream's end do not
+/// exist.
 #[derive(Debug)]
 pub struct InPipe {
     name: String,
@@ -45,23 +45,23 @@ pub struct InPipe {
 }
 
 impl InPipe {
-    /// This stream.
+    /// Wraps a stream.
     pub fn new(stream: ByteStream) -> Self {
         let name = stream.name().to_owned();
         let state = State { stream, position: 0, ended: false, failed: false, tail: Vec::new() };
         Self { name, state: Mutex::new(state), moved: Condvar::new() }
     }
 
-    /// How many bytes there are, where the stream has ended.
+    /// The stream's length, once it has ended.
     pub fn end(&self) -> Option<u64> {
         let state = self.state.lock();
         state.ended.then_some(state.position)
     }
 
-    /// Whether the stream ends where it was read up to.
+    /// Whether the stream ends at the current position.
     ///
     /// # Errors
-    /// What reading returns.
+    /// Errors of reading.
     pub fn at_end(&self) -> Result<bool> {
         let mut state = self.state.lock();
         if state.ended {
@@ -71,13 +71,13 @@ impl InPipe {
         let ended = state.stream.read_full(&mut byte)? == 0;
         state.ended = ended;
         if !ended {
-            // It is lost, and must not be missed by whoever goes on.
+            // This byte is lost, so later reads must fail.
             state.failed = true;
         }
         Ok(ended)
     }
 
-    /// The last bytes that were read, up to 512.
+    /// The last bytes read, up to 512.
     pub fn tail(&self) -> Vec<u8> {
         self.state.lock().tail.clone()
     }
@@ -211,7 +211,7 @@ mod tests {
         assert!(error.contains("only once"), "{error}");
     }
 
-    /// Who waits for bytes that never come is told.
+    /// Readers waiting for bytes after a failure get an error.
     #[test]
     fn a_failure_wakes_who_waits() {
         struct Broken;

@@ -1,4 +1,4 @@
-//! Bytes that come or go in order: pipes, compressed files, HTTP.
+//! Sequential byte streams: pipes, compressed files, HTTP.
 //!
 //! ```text
 //!   stdin ───────────────────────────────┐
@@ -9,9 +9,9 @@
 //!   raw, formats written in one pass ─► OutPipe ─► stdout
 //! ```
 //!
-//! A [`ByteStream`] is read once. [`InPipe`] makes it a storage for readers that come in any order
-//! of threads but ask for every byte once: each waits until those before it have theirs. Only
-//! formats that must be read here and there need a [`spool`].
+//! A [`ByteStream`] is read once. [`InPipe`] makes it a storage for threads that together read
+//! every byte once, in any order: each waits for the bytes before its own. Only formats that need
+//! random access need a [`spool`].
 
 mod checksum;
 mod http;

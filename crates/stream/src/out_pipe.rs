@@ -1,4 +1,4 @@
-//! A storage whose bytes leave in order: standard output, or a part of a file that is hashed.
+//! A storage written in order: standard output, or a part of a file that is hashed.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -8,14 +8,14 @@ use vdkit_block::{
     Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
 };
 
-/// Zeroes that are written at once.
+/// Zeroes for one write.
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
 struct State {
     to: Box<dyn Write + Send>,
-    /// Bytes that have left.
+    /// Bytes written.
     position: u64,
-    /// Bytes that there shall be.
+    /// Total length.
     len: u64,
 }
 
@@ -26,8 +26,8 @@ impl fmt::Debug for State {
     }
 }
 
-/// A pipe, or something else that takes bytes in their order. Writes come in ascending order; what is left out
-/// between two of them becomes zeroes. [`OutPipe::finish`] writes the zeroes at the end.
+/// A pipe or another sequential output. Writes must be in ascending order; gaps become zeroes.
+/// [`OutPipe::finish`] writes the zeroes at the end.
 #[derive(Debug)]
 pub struct OutPipe {
     name: String,
@@ -35,13 +35,13 @@ pub struct OutPipe {
 }
 
 impl OutPipe {
-    /// Writes there; `name` is for messages.
+    /// Writes to `to`; `name` is for messages.
     pub fn new(name: impl Into<String>, to: impl Write + Send + 'static) -> Self {
         let state = State { to: Box::new(to), position: 0, len: 0 };
         Self { name: name.into(), state: Mutex::new(state) }
     }
 
-    /// Writes what is missing at the end, and says how many bytes have left.
+    /// Writes the missing zeroes at the end, and returns the total bytes written.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -131,7 +131,7 @@ impl Storage for OutPipe {
         Ok(())
     }
 
-    /// A pipe has nothing that could be durable.
+    /// A pipe has nothing to make durable.
     fn sync(&self) -> Result<()> {
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! A stream put into a file without a name, for formats that are read here and there.
+//! Spools a stream to an unnamed file, for formats that need random access.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,16 +11,16 @@ use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
 use crate::unpack::ByteStream;
 
-/// Bytes that are read at once.
+/// Bytes per read.
 const STEP: usize = 1 << 20;
-/// Pieces of zeroes that are left out: most file systems' block, and a little more.
+/// Aligned runs of zeroes of this size become holes.
 const HOLE_BYTES: usize = 64 << 10;
 
-/// Reads a stream to its end into a file in `folder` that has no name: it is gone when the storage
-/// is dropped, also when the process is killed.
+/// Reads a stream to its end into an unnamed file in `folder`. The file disappears when the storage
+/// is dropped or the process is killed.
 ///
 /// # Errors
-/// What reading the stream and writing the file return; [`Error::Interrupted`].
+/// Errors of reading the stream and writing the file; [`Error::Interrupted`].
 pub fn spool(
     mut stream: ByteStream,
     folder: &Path,
@@ -55,7 +55,7 @@ fn put(storage: &FileStorage, bytes: &[u8], at: u64) -> Result<()> {
     Ok(())
 }
 
-/// A file that only this process can reach.
+/// A file without a name.
 fn unnamed(folder: &Path) -> Result<File> {
     let fail = |errno: Errno| Error::File {
         file: folder.display().to_string(),
@@ -68,7 +68,7 @@ fn unnamed(folder: &Path) -> Result<File> {
     let (flags, mode) = (OFlags::RDWR | OFlags::CLOEXEC, Mode::from_raw_mode(0o600));
     match rustix::fs::open(folder, flags | OFlags::TMPFILE, mode) {
         Ok(fd) => return Ok(File::from(fd)),
-        // Some file systems (NFS, older FUSE) have no files without names.
+        // Some file systems (NFS, older FUSE) do not support unnamed files.
         Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {}
         Err(errno) => return Err(fail(errno)),
     }

@@ -1,4 +1,4 @@
-//! Standard input, or another pipe, in a way that can be cancelled.
+//! Cancellable reads from standard input or another pipe.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -8,10 +8,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use vdkit_block::{CancelToken, Error};
 
-/// Time between two looks at the cancel token.
+/// Interval between checks of the cancel token.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
-/// A pipe that is read.
+/// A pipe to read.
 #[derive(Debug)]
 pub struct Stdin {
     file: File,
@@ -22,7 +22,7 @@ impl Stdin {
     /// Reads this process's standard input.
     ///
     /// # Errors
-    /// Where it is closed.
+    /// If it is closed.
     pub fn open(cancel: CancelToken) -> io::Result<Self> {
         Ok(Self { file: File::from(io::stdin().as_fd().try_clone_to_owned()?), cancel })
     }

@@ -1,4 +1,4 @@
-//! Streams that are unpacked as they are read, told by their content.
+//! Streams that are decompressed while read, detected by their content.
 
 use std::fmt;
 use std::io::{self, BufReader, Cursor, Read};
@@ -11,15 +11,15 @@ use vdkit_block::{Error, HostOffset, IoAction, Result, Storage};
 
 use crate::checksum::{Checked, Checksum};
 
-/// Bytes that are read at once from what is packed.
+/// Bytes per read of compressed input.
 const BUFFER_BYTES: usize = 256 << 10;
-/// Memory that an xz stream may ask for: `xz -9` takes 65 MiB.
+/// Memory limit of an xz stream; `xz -9` takes 65 MiB.
 const XZ_MEMORY_MAX: u64 = 1 << 30;
-/// The largest window of a zstd frame, as a power of two: what `zstd -d` takes without being asked
-/// for more, and `zstd --long` makes.
+/// Maximum window of a zstd frame, as a power of two: the default limit of `zstd -d`, and the
+/// window of `zstd --long`.
 const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 
-/// How a file is packed as a whole.
+/// Compression of a whole file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Packing {
     /// RFC 1952.
@@ -31,13 +31,13 @@ pub enum Packing {
 }
 
 impl Packing {
-    /// Bytes that [`Packing::of`] wants to see.
+    /// Bytes that [`Packing::of`] needs.
     pub const HEAD_BYTES: usize = 6;
 
-    /// What the first bytes of a file say.
+    /// Detects the compression by a file's first bytes.
     pub fn of(head: &[u8]) -> Option<Self> {
         match head {
-            // The method is 8 always, and the flags' upper three bits are 0.
+            // The method is always 8, and the flags' upper three bits are 0.
             [0x1f, 0x8b, 8, flags, ..] if flags & 0xe0 == 0 => Some(Self::Gzip),
             [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => Some(Self::Xz),
             [0x28, 0xb5, 0x2f, 0xfd, ..] => Some(Self::Zstd),
@@ -56,11 +56,11 @@ impl fmt::Display for Packing {
     }
 }
 
-/// Bytes that are read once, from the first to the last.
+/// A stream that is read once, in order.
 pub struct ByteStream {
     name: String,
     reader: Box<dyn Read + Send>,
-    /// How many there are, where that is known before.
+    /// Total bytes, if known.
     len: Option<u64>,
     at: u64,
 }
@@ -72,17 +72,17 @@ impl fmt::Debug for ByteStream {
 }
 
 impl ByteStream {
-    /// These bytes; `name` is for messages.
+    /// A stream; `name` is for messages.
     pub fn new(name: impl Into<String>, reader: impl Read + Send + 'static) -> Self {
         Self { name: name.into(), reader: Box::new(reader), len: None, at: 0 }
     }
 
-    /// These bytes, of which there are `len`.
+    /// Sets the length.
     pub fn with_len(self, len: u64) -> Self {
         Self { len: Some(len), ..self }
     }
 
-    /// These bytes, which must have this hash: else their end cannot be read.
+    /// Checks the stream's hash: with a mismatch its end cannot be read.
     pub fn checked(self, checksum: Checksum) -> Self {
         Self { reader: Box::new(Checked::new(self.reader, checksum)), ..self }
     }
@@ -92,15 +92,15 @@ impl ByteStream {
         &self.name
     }
 
-    /// How many bytes there are, where that is known.
+    /// Total bytes, if known.
     pub fn known_len(&self) -> Option<u64> {
         self.len
     }
 
-    /// Looks at the first bytes (fewer where the stream ends): they are still to be read.
+    /// Peeks at the first bytes (fewer if the stream ends); they can still be read.
     ///
     /// # Errors
-    /// What reading returns.
+    /// Errors of reading.
     pub fn peek(&mut self, bytes: usize) -> Result<Vec<u8>> {
         debug_assert_eq!(self.at, 0);
         let mut head = vec![0; bytes];
@@ -115,7 +115,7 @@ impl ByteStream {
     /// Reads until `buf` is full or the stream ends.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Corrupt`] for what cannot be unpacked.
+    /// [`Error::Io`]; [`Error::Corrupt`] if it cannot be decompressed.
     pub fn read_full(&mut self, buf: &mut [u8]) -> Result<usize> {
         let mut done = 0;
         while done < buf.len() {
@@ -123,7 +123,7 @@ impl ByteStream {
                 Ok(0) => break,
                 Ok(got) => done += got,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // What was cancelled beneath.
+                // Cancellation of the inner stream.
                 Err(error)
                     if error
                         .get_ref()
@@ -142,10 +142,11 @@ impl ByteStream {
         Ok(done)
     }
 
-    /// This stream unpacked, once, where its first bytes say that it is packed; and how it was.
+    /// Decompresses the stream, once, if its first bytes say that it is compressed; also returns
+    /// how.
     ///
     /// # Errors
-    /// What reading returns.
+    /// Errors of reading.
     pub fn unpack(mut self) -> Result<(Self, Option<Packing>)> {
         let head = self.peek(Packing::HEAD_BYTES)?;
         let Some(packing) = Packing::of(&head) else { return Ok((self, None)) };
@@ -168,7 +169,7 @@ impl ByteStream {
     }
 }
 
-/// A storage's bytes in their order.
+/// Reads a storage sequentially.
 #[derive(Debug)]
 pub struct StorageReader {
     storage: Arc<dyn Storage>,
@@ -235,7 +236,7 @@ mod tests {
         for packing in [Packing::Gzip, Packing::Xz, Packing::Zstd] {
             let one = packed(packing, &soft);
             assert_eq!(unpacked(one.clone()).unwrap(), (soft.clone(), Some(packing)));
-            // What several runs of a packer made, one behind the other, is one file.
+            // The concatenated output of several compressor runs is one file.
             let two = [one.clone(), packed(packing, b"end")].concat();
             let both = [&soft[..], b"end"].concat();
             assert_eq!(unpacked(two).unwrap(), (both, Some(packing)));

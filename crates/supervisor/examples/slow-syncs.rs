@@ -1,5 +1,5 @@
-//! Runs a program whose syncs take as long as one says:
-//! `cargo run -p vdkit-supervisor --example slow-syncs -- 3000 vdkit serve …` (microseconds).
+//! Runs a program with slow syncs: `cargo run -p vdkit-supervisor --example slow-syncs -- 3000
+//! vdkit serve …` (microseconds).
 
 use std::process::{Command, ExitCode};
 use std::time::Duration;

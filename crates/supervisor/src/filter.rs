@@ -1,4 +1,4 @@
-//! Which system calls are passed on: a BPF program for seccomp.
+//! Selects the system calls to pass to the supervisor: a BPF program for seccomp.
 
 use libc::{c_long, sock_filter};
 
@@ -15,8 +15,7 @@ const ARGUMENTS_AT: u32 = 16;
 /// Flags of `pwritev2` that make a write durable when it returns: RWF_DSYNC and RWF_SYNC.
 pub const SYNC_FLAGS: u32 = 0x2 | 0x4;
 
-/// What happens to system calls; those without a rule run as always. The first rule for a call
-/// decides.
+/// Rules for system calls; calls without a rule run normally. The first rule for a call decides.
 #[derive(Clone, Debug, Default)]
 pub struct Filter {
     program: Vec<sock_filter>,
@@ -26,7 +25,7 @@ fn statement(code: u32, k: u32) -> sock_filter {
     sock_filter { code: code as u16, jt: 0, jf: 0, k }
 }
 
-/// Compares what was loaded; skips so many statements where it fits, or does not.
+/// Compares the loaded value, and skips `if_so` or `if_not` statements.
 fn jump(code: u32, k: u32, if_so: u8, if_not: u8) -> sock_filter {
     sock_filter { code: code as u16, jt: if_so, jf: if_not, k }
 }
@@ -54,7 +53,7 @@ impl Filter {
             program: vec![
                 load(ARCHITECTURE_AT),
                 equals(ARCHITECTURE, 1),
-                // The number of a call, for all rules.
+                // Load the call's number, for all rules.
                 jump(libc::BPF_JMP | libc::BPF_JA, 1, 0, 0),
                 verdict(libc::SECCOMP_RET_ALLOW),
                 load(NUMBER_AT),
@@ -62,8 +61,8 @@ impl Filter {
         }
     }
 
-    /// All that makes bytes durable is passed on. `io_uring` is refused, by which syncs would go
-    /// unseen; programs then do without.
+    /// Passes on everything that makes bytes durable. Refuses `io_uring`, through which syncs would
+    /// be invisible; programs work without it.
     pub fn syncs() -> Self {
         Self::new()
             .pass(libc::SYS_fsync)
@@ -73,16 +72,16 @@ impl Filter {
             .refuse(libc::SYS_io_setup, libc::ENOSYS)
     }
 
-    /// The call is passed on.
+    /// Passes the call on.
     pub fn pass(self, call: c_long) -> Self {
         self.rule(call, libc::SECCOMP_RET_USER_NOTIF)
     }
 
-    /// The call is passed on where one of these bits is set in its argument, counted from 0.
+    /// Passes the call on if one of these bits is set in an argument, counted from 0.
     pub fn pass_if(mut self, call: c_long, argument: u32, bits: u32) -> Self {
         self.program.extend([
             equals(number(call), 4),
-            // The lower half; the machines above are little-endian.
+            // The lower half; the supported machines are little-endian.
             load(ARGUMENTS_AT + 8 * argument),
             jump(libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K, bits, 0, 1),
             verdict(libc::SECCOMP_RET_USER_NOTIF),
@@ -91,7 +90,7 @@ impl Filter {
         self
     }
 
-    /// The call fails with this error.
+    /// Fails the call with this error.
     pub fn refuse(self, call: c_long, errno: i32) -> Self {
         self.rule(call, libc::SECCOMP_RET_ERRNO | errno as u32)
     }
@@ -101,7 +100,7 @@ impl Filter {
         self
     }
 
-    /// The program as the kernel takes it.
+    /// The program in the kernel's format.
     pub(crate) fn program(&self) -> Vec<sock_filter> {
         let mut program = self.program.clone();
         program.push(verdict(libc::SECCOMP_RET_ALLOW));

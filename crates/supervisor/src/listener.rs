@@ -1,4 +1,4 @@
-//! The supervisor's end: calls in, answers out.
+//! The supervisor's end: receives calls and answers them.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -8,39 +8,39 @@ use libc::{Ioctl, c_long};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-/// A system call that waits for an answer.
+/// A system call waiting for an answer.
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
-    /// The kernel's number of this call.
+    /// The kernel's id of this call.
     pub id: u64,
-    /// The thread that waits.
+    /// The calling thread.
     pub thread: u32,
-    /// Which call it is, such as `SYS_fdatasync`.
+    /// The system call number, such as `SYS_fdatasync`.
     pub number: c_long,
     /// Its arguments.
     pub arguments: [u64; 6],
 }
 
-/// What a supervisor has to do.
+/// Result of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ready {
-    /// A call waits.
+    /// A call is waiting.
     Call,
     /// No call came in time.
     TimedOut,
-    /// Nobody is left who could call.
+    /// No supervised thread is left.
     Ended,
 }
 
-/// Where calls come from.
+/// Receives calls.
 #[derive(Debug)]
 pub struct Listener(pub(crate) OwnedFd);
 
 impl Listener {
-    /// Waits for a call, or for the end of the program; without a timeout as long as it takes.
+    /// Waits for a call or for the end of the program; `None` waits indefinitely.
     ///
     /// # Errors
-    /// What poll(2) returns.
+    /// Errors of poll(2).
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<Ready> {
         let timeout = timeout.map(|time| Timespec {
             tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
@@ -55,10 +55,10 @@ impl Listener {
         }
     }
 
-    /// The next call; nothing where its thread was killed meanwhile.
+    /// The next call; `None` if its thread was killed meanwhile.
     ///
     /// # Errors
-    /// What the system returns.
+    /// Errors of the system.
     pub fn receive(&self) -> io::Result<Option<Call>> {
         // SAFETY: plain old data, for which all zeroes is a valid value, and which the kernel wants
         // to be zero.
@@ -75,15 +75,15 @@ impl Listener {
         }
     }
 
-    /// The kernel does what the call asks for.
+    /// Lets the kernel execute the call.
     ///
     /// # Errors
-    /// What the system returns. That the caller was killed meanwhile is no error.
+    /// Errors of the system, except that the caller was killed meanwhile.
     pub fn proceed(&self, id: u64) -> io::Result<()> {
         self.send(id, 0, 0, libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32)
     }
 
-    /// The call returns this, and the kernel does nothing.
+    /// Returns `result` from the call without executing it.
     ///
     /// # Errors
     /// As [`Listener::proceed`].

@@ -1,4 +1,4 @@
-//! Syncs that take as long as on a slow device.
+//! Makes syncs as slow as on a slow device.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,43 +12,42 @@ use crate::filter::Filter;
 use crate::listener::{Listener, Ready};
 use crate::spawn::{install, spawn};
 
-/// Syncs of which a trial takes the median.
+/// Syncs per calibration; the median counts.
 const TRIAL_SYNCS: usize = 40;
 
-/// Programs under which each sync takes a given time at least.
+/// Runs programs whose syncs take at least a given time.
 ///
 /// A sync is a call of fsync or fdatasync, or a write with RWF_DSYNC or RWF_SYNC. (Writes to a file
-/// that was opened with O_DSYNC or O_SYNC are none.) It waits so long and is then done as always.
-/// Any number of syncs wait side by side, whether of one file or of several, as on a device with a
-/// queue; nothing else waits for them. One thread of this process keeps the time, with a timer whose
-/// slack is a nanosecond.
+/// opened with O_DSYNC or O_SYNC do not count.) It is delayed and then executed normally. Any
+/// number of syncs wait concurrently, of one file or several, as on a device with a queue; other
+/// calls are not delayed. One thread of this process keeps the time, with a timer slack of a
+/// nanosecond.
 #[derive(Clone, Copy, Debug)]
 pub struct SlowSyncs {
     takes: Duration,
-    /// Each waits for those before it.
+    /// Each sync waits for earlier ones.
     one_at_a_time: bool,
-    /// What passing a call on and waking up costs: each wait is shorter by so much.
+    /// Cost of the interception and wake-up, subtracted from each delay.
     overhead: Duration,
 }
 
 impl SlowSyncs {
-    /// Finds out, by trial in a thread of this process, what supervision itself costs.
+    /// Calibrates the cost of interception, in a thread of this process.
     ///
     /// # Errors
-    /// Where the kernel has no user notification.
+    /// If the kernel has no user notification.
     pub fn new(takes: Duration) -> io::Result<Self> {
         let plain = Self { takes, one_at_a_time: false, overhead: Duration::ZERO };
         let overhead = plain.measure()?.saturating_sub(takes);
         Ok(Self { overhead, ..plain })
     }
 
-    /// The same on a device that does one sync after the other, each for itself: there the number
-    /// of syncs is what counts.
+    /// Simulates a device that runs one sync after the other, so that the number of syncs matters.
     pub fn one_at_a_time(self) -> Self {
         Self { one_at_a_time: true, ..self }
     }
 
-    /// The median time of a sync that runs alone: how exact this is.
+    /// The median time of a single sync, which shows the precision.
     ///
     /// # Errors
     /// As [`SlowSyncs::new`].
@@ -68,7 +67,7 @@ impl SlowSyncs {
             Ok(times)
         });
         if let Ok(listener) = listener.recv() {
-            // A timer's slack belongs to the thread, which therefore is one of its own.
+            // Timer slack is per thread, so use a separate thread.
             std::thread::scope(|scope| {
                 scope
                     .spawn(|| self.serve(&listener, &AtomicU64::new(0)))
@@ -80,7 +79,7 @@ impl SlowSyncs {
         Ok(times[times.len() / 2])
     }
 
-    /// Starts a program under these conditions.
+    /// Starts a program with slow syncs.
     ///
     /// # Errors
     /// As [`spawn`].
@@ -94,12 +93,12 @@ impl SlowSyncs {
         Ok(Supervised { child, syncs, supervisor: Some(supervisor) })
     }
 
-    /// Lets syncs wait until nobody is left who could call.
+    /// Delays syncs until no supervised thread is left.
     fn serve(self, listener: &Listener, count: &AtomicU64) -> io::Result<()> {
-        // Otherwise timers ring up to 50 µs late, so that they ring together.
+        // By default timers expire up to 50 µs late, to be grouped.
         rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1))?;
         let waits = self.takes.saturating_sub(self.overhead);
-        // The first that came is due first.
+        // The first to arrive is due first.
         let mut waiting: VecDeque<(Instant, u64)> = VecDeque::new();
         loop {
             let timeout =
@@ -109,7 +108,7 @@ impl SlowSyncs {
                     if let Some(call) = listener.receive()? {
                         count.fetch_add(1, Ordering::Relaxed);
                         let last = waiting.back().filter(|_| self.one_at_a_time);
-                        // One that comes to a device at work is there before its turn.
+                        // A sync that arrives at a busy device is queued before its turn.
                         let due = match last {
                             Some((before, _)) => *before + self.takes,
                             None => Instant::now() + waits,
@@ -128,7 +127,7 @@ impl SlowSyncs {
     }
 }
 
-/// A program under supervision; killed when this is dropped.
+/// A supervised program; killed on drop.
 #[derive(Debug)]
 pub struct Supervised {
     /// The program.

@@ -11,11 +11,11 @@ use crate::listener::Listener;
 
 /// Starts a program whose calls are passed to the listener from its first instruction on.
 ///
-/// The filter is put on a thread that does nothing but start the program, which inherits it. Where
-/// the listener is dropped, calls that were to be passed on fail with ENOSYS.
+/// A separate thread installs the filter and starts the program, which inherits it. If the listener
+/// is dropped, intercepted calls fail with ENOSYS.
 ///
 /// # Errors
-/// Where the program cannot be started, or the kernel has no user notification.
+/// If the program cannot be started, or the kernel has no user notification.
 pub fn spawn(mut command: Command, filter: &Filter) -> io::Result<(Child, Listener)> {
     let program = filter.program();
     within(move || {
@@ -24,7 +24,7 @@ pub fn spawn(mut command: Command, filter: &Filter) -> io::Result<(Child, Listen
     })
 }
 
-/// Runs something in a thread of its own.
+/// Runs `work` in a separate thread.
 fn within<T: Send + 'static>(
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
@@ -32,16 +32,16 @@ fn within<T: Send + 'static>(
     thread.join().unwrap_or_else(|_| Err(io::Error::other("the starting thread panicked")))
 }
 
-/// Puts a filter on this thread, for good.
+/// Installs a filter on this thread permanently.
 pub(crate) fn install(mut program: Vec<sock_filter>) -> io::Result<Listener> {
     let program = libc::sock_fprog {
         len: u16::try_from(program.len()).map_err(io::Error::other)?,
         filter: program.as_mut_ptr(),
     };
-    // A user without rights may do this only where the program cannot gain any.
+    // Unprivileged users may do this only if the program cannot gain privileges.
     rustix::thread::set_no_new_privs(true)?;
-    // Signals other than a kill wait until a call that was received is answered. Otherwise such a
-    // call would start again, and a supervisor that performed it would perform it twice.
+    // Non-fatal signals wait until a received call is answered. Otherwise the call would be
+    // restarted, and a supervisor that executed it would do so twice.
     let flags: c_ulong = libc::SECCOMP_FILTER_FLAG_NEW_LISTENER
         | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV
         | libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW;
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
     use crate::listener::Ready;
 
-    /// A listener's calls, in order, until the program has ended.
+    /// The listener's next call.
     fn next(listener: &Listener) -> crate::Call {
         loop {
             assert_eq!(listener.wait(None).unwrap(), Ready::Call);
@@ -86,7 +86,7 @@ mod tests {
         command.args(["-c", "sync -d \"$0\" & sync -d \"$0\"; echo $?; wait $!; echo $?"]);
         command.arg(file.path()).stdout(Stdio::piped()).stderr(Stdio::null());
         let (child, listener) = spawn(command, &Filter::syncs()).unwrap();
-        // Both are under way before either returns.
+        // Both calls are pending before either returns.
         let calls = [next(&listener), next(&listener)];
         assert!(calls.iter().all(|call| call.number == libc::SYS_fdatasync), "{calls:?}");
         assert_ne!(calls[0].thread, calls[1].thread);

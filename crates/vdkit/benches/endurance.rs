@@ -1,5 +1,5 @@
-//! A long run of many clients on one disk, with power cuts, faults, snapshots, bitmaps and other
-//! sizes, each image for thousands of requests.
+//! A long run of many clients on one disk, with power cuts, faults, snapshots, bitmaps and resizes;
+//! each image serves thousands of requests.
 //!
 //! ```text
 //! cargo bench -p vdkit --bench endurance

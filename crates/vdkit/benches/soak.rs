@@ -1,5 +1,5 @@
-//! A long run of random operations on images of all kinds against a flat buffer, each image for
-//! thousands of operations, with openings anew and checks here and by QEMU.
+//! A long run of random operations on images of all kinds against a flat buffer. Each image is used
+//! for thousands of operations, reopened, and checked by vdkit and QEMU.
 //!
 //! ```text
 //! cargo bench -p vdkit --bench soak -- --seconds 300
@@ -7,7 +7,7 @@
 //! cargo bench -p vdkit --bench soak -- --seed 7 --images 1     the image of that seed again
 //! ```
 //!
-//! Each image has a seed of its own, which is printed. The first failure ends the run.
+//! Each image has its own seed, which is printed. The first failure ends the run.
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -21,7 +21,7 @@ use support::shape::Shape;
 use vdkit_chain::Disk;
 use vdkit_testkit::Rng;
 
-/// How long the run is: it ends when one of these is reached.
+/// Limits of the run; the first one reached ends it.
 struct Limits {
     seed: u64,
     seconds: u64,
@@ -59,7 +59,7 @@ impl Limits {
     }
 }
 
-/// What was done so far.
+/// Counts so far.
 #[derive(Default)]
 struct Done {
     images: u64,
@@ -68,7 +68,7 @@ struct Done {
     comparisons: u64,
 }
 
-/// One image and its life.
+/// An image under test.
 struct Life<'a> {
     rig: Rig,
     guest: Guest,
@@ -86,7 +86,7 @@ impl Life<'_> {
         self.rig.compare(self.disk(), &self.guest, what);
     }
 
-    /// Closes, has both programs look at it, and opens again.
+    /// Closes the image, checks it (also by QEMU if `ask_qemu`), and reopens it.
     fn reopen(&mut self, ask_qemu: bool, what: &str) {
         if let Some(disk) = self.disk.take() {
             disk.close().expect("closing");
@@ -107,7 +107,7 @@ impl Life<'_> {
     }
 }
 
-/// The whole life of the image of a seed, or of as much as the limits allow.
+/// Runs the image of a seed to its end, or as far as the limits allow.
 fn live(seed: u64, most: u64, until: Option<Instant>, done: &mut Done) {
     let mut rng = Rng::new(seed);
     let shape = Shape::random(&mut rng);
@@ -117,7 +117,7 @@ fn live(seed: u64, most: u64, until: Option<Instant>, done: &mut Done) {
     life.reopen(false, "new");
     for id in 1..=most {
         let op = ops::random_step(&mut rng).on(&shape, life.guest.len());
-        // An image is opened anew every few hundred operations.
+        // Images are reopened every few hundred operations.
         if op != Op::Reopen {
             life.operate(op, id);
         } else if rng.chance(1, 16) {

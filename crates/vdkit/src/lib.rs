@@ -1,25 +1,25 @@
 //! vdkit, a virtual-disk engine: reads, writes, converts, checks and compares disk images.
 //!
-//! This crate is what programs import; it gathers the parts of the house under one name.
+//! Programs import this crate; it re-exports vdkit's other crates.
 //!
 //! | what | where |
 //! |---|---|
 //! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`] |
-//! | what an image says of itself | [`describe_chain`], [`ImageInfo`] |
-//! | long work: convert, compare, check, create, resize, measure | [`jobs`] |
-//! | a disk for a running guest: what all servers share, NBD, and vhost-user | [`export`], [`nbd`], [`vhost_user`] |
+//! | an image's metadata | [`describe_chain`], [`ImageInfo`] |
+//! | jobs: convert, compare, check, create, resize, measure | [`jobs`] |
+//! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | [`export`], [`nbd`], [`vhost_user`] |
 //! | ways to store a disk, measured on this host | [`lab`] |
 //! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
-//! | files, devices and memory beneath images | [`storage`], [`Storage`] |
+//! | storages of images: files, devices and memory | [`storage`], [`Storage`] |
 //! | appliances (OVA): disks in one tar file | [`ova`], [`jobs::extract`], [`jobs::pack`] |
-//! | errors, and the classes that exit codes are made of | [`Error`], [`ErrorKind`] |
+//! | errors, and their classes, from which exit codes derive | [`Error`], [`ErrorKind`] |
 //!
-//! # An image is input from a stranger
-//! Opening one reads no more than its header and top table, follows references to other files only
-//! as far as [`OpenOptions::refs`] allows, locks files as QEMU does, and answers a hostile image
-//! with an error that says where it is damaged.
+//! # Images are untrusted
+//! Opening an image reads only its header and top table, follows references only as far as
+//! [`OpenOptions::refs`] allows, and locks files as QEMU does. A damaged or hostile image causes an
+//! error with the location of the damage.
 //!
-//! # Making, writing and reading an image
+//! # Creating, writing and reading an image
 //! ```
 //! use vdkit::jobs::{CreateOptions, create};
 //! use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy};
@@ -56,7 +56,7 @@
 //! # }
 //! ```
 //!
-//! # Describing, without opening anything else
+//! # Describing, without opening other files
 //! ```
 //! use vdkit::{BackingChoice, OpenOptions};
 //!
@@ -100,7 +100,7 @@
 //! # }
 //! ```
 //!
-//! A [`Monitor`] carries progress out of a job and a cancel token into it.
+//! A [`Monitor`] holds a job's progress sink and cancel token.
 
 pub use vdkit_block::*;
 pub use vdkit_chain::*;

@@ -1,4 +1,4 @@
-//! The one list of formats.
+//! The list of all formats.
 
 use vdkit_block::{FormatDriver, Result};
 use vdkit_chain::{Registry, Stranger};
@@ -12,7 +12,7 @@ use vdkit_vhd::VhdDriver;
 use vdkit_vhdx::VhdxDriver;
 use vdkit_vmdk::VmdkDriver;
 
-/// Every format that this build knows.
+/// All supported formats.
 pub static FORMATS: &[&dyn FormatDriver] = &[
     &RawDriver,
     &Qcow2Driver,
@@ -29,7 +29,7 @@ pub static FORMATS: &[&dyn FormatDriver] = &[
     &BochsDriver,
 ];
 
-/// An appliance: a guest that had it for a raw disk would see a tar file.
+/// An appliance: a guest that got it as a raw disk would see a tar file.
 const APPLIANCE: Stranger = Stranger {
     is_one: Package::looks_like,
     what: "is an appliance (OVA), a tar file with disk images in it, and no disk itself",
@@ -37,8 +37,8 @@ const APPLIANCE: Stranger = Stranger {
            them: --disk N); '-f raw' takes the tar file itself for a disk",
 };
 
-/// A file whose name ends in a format's ending, and whose content is no image of any known format: a
-/// damaged or an empty image, more often than a raw disk.
+/// A file with a format's extension but no known content: more often a damaged or empty image than
+/// a raw disk.
 macro_rules! misnamed {
     ($format:literal: $($ending:literal)|+) => {
         Stranger {
@@ -66,7 +66,7 @@ const MISNAMED: [Stranger; 8] = [
     misnamed!("dmg": "dmg"),
 ];
 
-/// The format that a file's name says, by its ending. Raw disks are called anything.
+/// The format for a file extension. Raw disks have no fixed extension.
 pub fn format_of_name(name: &str) -> Option<&'static str> {
     const ENDINGS: [(&str, &str); 7] = [
         ("qcow2", "qcow2"),
@@ -80,8 +80,8 @@ pub fn format_of_name(name: &str) -> Option<&'static str> {
     ENDINGS.iter().find(|(ending, _)| named(name, &[ending])).map(|(_, format)| *format)
 }
 
-/// Whether a file's name ends in one of these endings. The extents of a flat VMDK are called after
-/// it, and are raw.
+/// Whether a file has one of these extensions. Extents of a flat VMDK are excluded: they have its
+/// extension and are raw.
 fn named(name: &str, endings: &[&str]) -> bool {
     let path = std::path::Path::new(name);
     let stem = path.file_stem().and_then(|part| part.to_str()).unwrap_or_default();
@@ -93,13 +93,13 @@ fn named(name: &str, endings: &[&str]) -> bool {
     endings.iter().any(|known| known.eq_ignore_ascii_case(ending)) && !extent
 }
 
-/// A registry of every format. Refused unless the format is named: appliances (OVA), and files that
-/// are not what their names say.
+/// A registry of all formats. Without an explicit format it rejects appliances (OVA), and files
+/// whose content does not match their extension.
 pub fn registry() -> Registry {
     Registry::new(FORMATS.iter().copied()).refusing([APPLIANCE]).refusing(MISNAMED)
 }
 
-/// The driver of a format that a user named.
+/// The driver of a user-supplied format name.
 ///
 /// # Errors
 /// [`vdkit_block::Error::Invalid`] for an unknown name, listing the known ones.

@@ -1,7 +1,7 @@
-//! Fault A: a write was acknowledged as durable while the map entry that shows it was not.
+//! Fault A: a write was acknowledged as durable before its map entry was.
 //!
-//! Write 1 allocates and is inside its flush. Write 2 goes in place, to the space that write 1 found. A
-//! power cut at the moment at which write 2 is acknowledged must leave both.
+//! Write 1 allocates and is inside its flush. Write 2 goes in place, to the space of write 1. A
+//! power cut when write 2 is acknowledged must preserve both.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -36,7 +36,7 @@ fn write_beside_a_flush(format: &'static str, options: &str, cache: CacheMode) {
     crash.sync().unwrap();
     let gated = GatedStorage::new(crash.clone());
     let disk = Arc::new(open(format, gated.clone(), cache));
-    // A session has begun, and space is reserved.
+    // The image is open for writing, and space is reserved.
     disk.write_at(&[7; 4096], GuestOffset(6 << 20)).unwrap();
     gated.hold(|call| call.kind == FaultKind::Sync && !call.done);
     let first = disk.clone();
@@ -46,7 +46,7 @@ fn write_beside_a_flush(format: &'static str, options: &str, cache: CacheMode) {
     let (second, here) = (disk.clone(), crash.clone());
     let second = std::thread::spawn(move || {
         second.write_at(&[2; 512], GuestOffset(512)).unwrap();
-        // The power fails at this moment.
+        // The power fails now.
         sender.send(here.crash_now().only_durable()).unwrap();
     });
     let survivor = match acknowledged.recv_timeout(Duration::from_millis(150)) {

@@ -1,4 +1,4 @@
-//! Dirty bitmaps: what a flush costs, and what they mark after faults, power cuts and races.
+//! Dirty bitmaps: the cost of a flush, and marks after faults, power cuts and races.
 
 #![allow(clippy::single_range_in_vec_init)] // lists of runs, of which there may be one
 
@@ -23,7 +23,7 @@ use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, Rng};
 
 const CLUSTER: u64 = 4096;
 
-/// An image with two bitmaps that record: "dirt" in steps of a cluster, "fine" in steps of 512.
+/// An image with two recording bitmaps: "dirt" with cluster granularity, "fine" with 512 bytes.
 fn shape(content: Content) -> Shape {
     Shape { cluster: CLUSTER, bitmap: true, content, ..Shape::default() }
 }
@@ -76,7 +76,7 @@ fn a_flush_costs_one_barrier_more_at_most_and_only_for_new_marks() {
         assert_eq!(syncs(&|| fill(64, 8)), 1, "in place, marked");
         let behind = || write(&disk, 64 * CLUSTER + 512, 512).expect("writing");
         assert_eq!(syncs(&behind), 1, "in place, new");
-        // The pool's refcounts are durable by now.
+        // The reserved space's refcounts are durable now.
         zero(96);
         zero(128);
         disk.flush().expect("flushing");
@@ -108,7 +108,7 @@ fn nothing_is_marked_that_was_not_written() {
         50 * CLUSTER..51 * CLUSTER,
         size - 512..size,
     ];
-    // Before anything is flushed, after that, and in the file.
+    // Before a flush, after it, and in the file.
     assert_eq!(dirty(all, "fine"), fine);
     disk.flush().expect("flushing");
     assert_eq!(dirty(all, "fine"), fine);
@@ -145,7 +145,7 @@ fn everything_can_be_marked_at_once() {
     rig.ask_qemu(None, false, "closed");
 }
 
-/// Changes of bitmaps, one after the other.
+/// Bitmap changes, in sequence.
 const EDITS: [fn(&dyn Bitmaps) -> Result<()>; 8] = [
     |all| all.add(&NewBitmap { name: "new", granularity: Some(1024), enabled: false }),
     |all| all.merge("new", all, "fine"),
@@ -157,7 +157,7 @@ const EDITS: [fn(&dyn Bitmaps) -> Result<()>; 8] = [
     |all| all.remove("fine"),
 ];
 
-/// A write before each of them.
+/// A write before each change.
 fn edit(disk: &Disk, step: usize) -> Result<()> {
     write(disk, step as u64 * 3 * CLUSTER, 600)?;
     EDITS[step](bitmaps(disk))
@@ -175,7 +175,7 @@ fn a_power_cut_leaves_the_old_or_the_new_bitmaps() {
     let disk = rig.open(true).expect("opening");
     let mut states = vec![(0, bitmaps(&disk).list().expect("a list"))];
     for (step, edit) in EDITS.iter().enumerate() {
-        // What is written before an edit is flushed, so that each state is one of bitmaps alone.
+        // The write is flushed before the change, so that states differ only in bitmaps.
         write(&disk, step as u64 * 3 * CLUSTER, 600).expect("writing");
         disk.flush().expect("flushing");
         states.push((timeline.len(), bitmaps(&disk).list().expect("a list")));
@@ -198,7 +198,7 @@ fn a_power_cut_leaves_the_old_or_the_new_bitmaps() {
                 allowed.iter().any(fits),
                 "{moment} {survival:?}: {found:#?}, none of {allowed:#?}"
             );
-            // Of marks that are being set some may be there.
+            // Only some of the bits being set may be present.
             for bitmap in &found {
                 let bytes = allowed.iter().flat_map(|(_, state)| state);
                 let bytes = bytes.filter(|b| b.info.name == bitmap.info.name);
@@ -226,7 +226,7 @@ fn a_fault_at_any_call_leaves_bitmaps_that_can_be_trusted() {
         faulty.arm(FaultPlan::nth(&kinds, nth));
         let mut flushed = Vec::new();
         for (step, again) in EDITS.iter().enumerate().take(5) {
-            // What failed is done again. The failed attempt may not have changed anything, or an
+            // Repeat a failed change. The failed attempt may not have changed anything, or an
             // addition or a removal would fail now.
             if edit(&disk, step).is_err() {
                 let again = again(bitmaps(&disk));
@@ -262,8 +262,8 @@ fn a_fault_at_any_call_leaves_bitmaps_that_can_be_trusted() {
     }
 }
 
-/// The table of "fine" becomes longer, so all bitmaps are invalid meanwhile. The next change of the
-/// directory must not declare them valid where the resize has left them behind.
+/// The table of "fine" grows, so all bitmaps are invalid meanwhile. If the resize fails, the next
+/// change of the directory must not declare them valid.
 #[test]
 fn a_resize_that_failed_leaves_no_bitmap_that_lies() {
     let kinds = [FaultKind::Read, FaultKind::Write, FaultKind::Zero, FaultKind::Sync];
@@ -309,7 +309,7 @@ fn a_resize_that_failed_leaves_no_bitmap_that_lies() {
 
 #[test]
 fn without_space_for_marks_everything_counts_as_marked() {
-    // Every cluster of the disk is there, so that only the bitmaps need new ones.
+    // The disk is fully allocated, so that only the bitmaps need new clusters.
     let shape = Shape { preallocation: "full", ..shape(Content::Filled) };
     let (rig, _) = Rig::new(&shape);
     let disk = rig.open(true).expect("opening");
@@ -330,7 +330,6 @@ fn without_space_for_marks_everything_counts_as_marked() {
     rig.ask_qemu(None, true, "closed");
 }
 
-/// Opens an image on a storage.
 fn open(storage: Arc<dyn Storage>, writable: bool) -> Arc<Qcow2> {
     let limits = Limits::default();
     Qcow2::open(OpenRequest { storage, files: Vec::new(), writable, limits }).expect("opening")
@@ -350,7 +349,7 @@ fn each_threads_flush_makes_its_own_marks_durable() {
                 scope.spawn(move || {
                     let mut rng = Rng::new(thread);
                     for _ in 0..40 {
-                        // Threads meet in pages and words, and at times in bits.
+                        // Threads share pages and words, and sometimes bits.
                         let at = rng.below(disk.guest_bytes() / 512) * 512;
                         write(disk, at, 512).expect("writing");
                         disk.flush().expect("flushing");
@@ -435,7 +434,7 @@ fn a_bitmap_is_added_once_older_writes_have_ended() {
     let disk = rig.open(true).expect("opening");
     let added = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // One write has its space, one is about to write in place.
+        // One write has reserved space, one is about to write in place.
         let space = disk.top().reserve(0.into_guest(), 512).expect("reserving").expect("space");
         let guard = disk.top().in_flight().enter();
         let adder = scope.spawn(|| {
@@ -463,7 +462,7 @@ fn bitmaps_without_sense_are_not_trusted_and_do_no_harm() {
     let mut table = [0; 8];
     prepared.image.read_at(&mut table, directory).expect("memory");
     let table = u64::from_be_bytes(table);
-    // Tables at the L1 table, at the header, nowhere; entries that point at the L1 table.
+    // Tables at the L1 table, at the header, outside the file; entries that point at the L1 table.
     let l1 = header.l1_offset.0;
     for (at, value) in
         [(directory.0, l1), (directory.0, 0), (directory.0, 1 << 50), (table, l1), (table, 0x300)]

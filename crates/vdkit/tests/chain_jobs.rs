@@ -1,7 +1,6 @@
-//! Jobs that change two images at once, the chain, or all of an image's metadata: commit, rebase and
-//! amend. The power fails, or
-//! an operation does, at each moment, on all files at once; what the overlay shows never changes,
-//! and the job run again comes to its end.
+//! Jobs that change two images, the chain, or all of an image's metadata: commit, rebase and amend.
+//! The power fails, or an operation does, at each moment, on all files at once. The overlay's
+//! content never changes, and repeating the job completes it.
 
 mod support;
 
@@ -18,15 +17,15 @@ use vdkit::{
 };
 use vdkit_testkit::{FaultKind, FaultPlan, Rng};
 
-/// One image of a chain: its format, its options and the size of its disk.
+/// One image of a chain: format, options and disk size.
 #[derive(Clone, Copy, Debug)]
 struct Kind {
     format: &'static str,
     options: &'static str,
     bytes: u64,
-    /// It stands on nothing.
+    /// It has no backing image.
     bottom: bool,
-    /// Snapshots are taken between the writes. Those of version 2 do not say how large their disk is.
+    /// Takes snapshots between the writes. Those of version 2 do not record the disk size.
     snapshots: bool,
 }
 
@@ -44,7 +43,7 @@ const fn bottom(options: &'static str, bytes: u64) -> Kind {
     Kind { format: "qcow2", options, bytes, bottom: true, snapshots: false }
 }
 
-/// An encrypted image that stands on the next.
+/// An encrypted image with a backing image.
 const fn sealed(bytes: u64) -> Kind {
     Kind { format: "qcow2", options: SEALED, bytes, bottom: false, snapshots: false }
 }
@@ -58,7 +57,7 @@ const SEALED_V2: &str = "compat=0.10,cluster_size=512,encrypt.format=luks,encryp
 const SEALED: &str =
     "cluster_size=4096,encrypt.format=luks,encrypt.iter-time=0,encrypt.cipher-alg=aes-128";
 
-/// A raw LUKS container: what nobody wrote is noise.
+/// A raw LUKS container: unwritten space is noise.
 const fn luks(bytes: u64) -> Kind {
     Kind {
         format: "luks",
@@ -73,7 +72,7 @@ const fn raw(bytes: u64) -> Kind {
     Kind { format: "raw", options: "", bytes, bottom: true, snapshots: false }
 }
 
-/// What opens the encrypted ones.
+/// The key of the encrypted images.
 fn key() -> Secret {
     Secret::new(b"a key of the tests".to_vec())
 }
@@ -91,15 +90,15 @@ fn open_one(kind: &Kind, storage: Arc<dyn Storage>, writable: bool) -> Result<Di
     Ok(Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() }))
 }
 
-/// Images on simulated disks, the top one first. Each stands on the next, but for bottoms.
+/// Images on simulated disks, top first. Each is the overlay of the next, except bottoms.
 struct Stack {
     kinds: Vec<Kind>,
     disks: Vec<SimDisk>,
 }
 
 impl Stack {
-    /// Makes the images in memory, the lowest one first, writes to each, and puts them on disks
-    /// that record.
+    /// Creates the images in memory, lowest first, writes to each, and moves them to recording
+    /// disks.
     fn record(kinds: &[Kind], timeline: &Timeline, rng: &mut Rng) -> Self {
         let images = make(kinds, rng);
         let disk = |(number, image)| SimDisk::recording(image, number, timeline);
@@ -110,7 +109,7 @@ impl Stack {
         Self { kinds: self.kinds.clone(), disks: content.into_iter().map(SimDisk::new).collect() }
     }
 
-    /// An image and what it stands on.
+    /// An image with its backing chain.
     fn open(&self, at: usize, writable: bool) -> Result<Disk> {
         let disk = self.open_alone(at, writable)?;
         if self.kinds[at].bottom { Ok(disk) } else { Ok(disk.over(self.open(at + 1, false)?)) }
@@ -120,7 +119,7 @@ impl Stack {
         open_one(&self.kinds[at], self.disks[at].storage(), writable)
     }
 
-    /// What the top image shows, and behind that what each of its snapshots does.
+    /// The content of the top image, followed by that of each of its snapshots.
     fn guest(&self) -> Guest {
         let guest = as_its_header_says(self);
         if self.kinds[0].snapshots {
@@ -142,7 +141,7 @@ impl Stack {
         guest
     }
 
-    /// The images must be sound but for leaks.
+    /// The images must be consistent, except for leaks.
     fn audit(&self, what: &str) {
         for (kind, disk) in self.kinds.iter().zip(&self.disks) {
             if kind.format == "qcow2" && !is_dirty(disk) {
@@ -167,7 +166,7 @@ impl Stack {
     }
 }
 
-/// A rebase of the top image from the second onto the third, or onto nothing.
+/// Rebases the top image from the second onto the third, or onto none.
 fn rebase(stack: &Stack, onto: bool) -> Result<()> {
     let top = open_one(&stack.kinds[0], stack.disks[0].storage(), true)?;
     let named = top.layers()[0].info().backing_file.clone();
@@ -195,12 +194,12 @@ fn rebase(stack: &Stack, onto: bool) -> Result<()> {
     Ok(())
 }
 
-/// Which image of the stack a name in the top image's header means.
+/// The image of the stack that a name in the top image's header refers to.
 fn old_base(name: Option<&str>) -> Option<usize> {
     name.map(|name| if name == "onto/another" { 2 } else { 1 })
 }
 
-/// What the top image shows on whatever its header says that it stands on.
+/// The content of the top image over the backing image in its header.
 fn as_its_header_says(stack: &Stack) -> Guest {
     let top = stack.open_alone(0, false).expect("opening");
     let info = top.layers()[0].info().clone();
@@ -209,7 +208,7 @@ fn as_its_header_says(stack: &Stack) -> Guest {
     guest_of(&top.over(stack.open(base, false).expect("opening")))
 }
 
-/// Refcounts of an image that is open for writing with lazy refcounts may be behind.
+/// Refcounts of an image that is open with lazy refcounts may be stale.
 fn is_dirty(disk: &SimDisk) -> bool {
     let mut version = [0; 4];
     let mut bits = [0; 8];
@@ -284,7 +283,7 @@ fn make(kinds: &[Kind], rng: &mut Rng) -> Vec<MemoryStorage> {
     images.iter().map(|image| MemoryStorage::clone(image)).collect()
 }
 
-/// Makes the entries of snapshots short, as they were before version 3.
+/// Shortens the snapshot entries to those before version 3.
 fn forget_sizes(image: &MemoryStorage) {
     let read = |at: u64, bytes: usize| {
         let mut buf = vec![0; bytes];
@@ -308,7 +307,7 @@ fn forget_sizes(image: &MemoryStorage) {
     image.write_at(&short, HostOffset(table)).expect("memory");
 }
 
-/// Overlay and base, and sometimes what the base stands on.
+/// Overlay and base, and sometimes the base's backing image.
 fn stacks() -> Vec<Vec<Kind>> {
     const M: u64 = 256 << 10;
     vec![
@@ -324,15 +323,15 @@ fn stacks() -> Vec<Vec<Kind>> {
         ],
         vec![sealed(M), sealed_bottom(M / 2)],
         vec![sealed(M), luks(M)],
-        // It grows by what would be noise.
+        // The base grows by noise.
         vec![qcow2("cluster_size=4096", M), luks(M / 2 + 512)],
-        // It grows over what is beneath, without zero flags.
+        // The base grows over its backing image, without zero flags.
         vec![qcow2("cluster_size=4096", M), qcow2("compat=0.10,cluster_size=512", M / 2), raw(M)],
         vec![qcow2("cluster_size=4096", M), qcow2(SEALED_V2, M / 2 + 512), sealed_bottom(2 * M)],
     ]
 }
 
-/// An image, what it stands on, and what it shall stand on.
+/// An image, its backing image, and its new backing image.
 fn families() -> Vec<Vec<Kind>> {
     const M: u64 = 256 << 10;
     vec![
@@ -357,7 +356,7 @@ fn same(what: &str, found: &Guest, wanted: &Guest) {
     support::guest::assert_same(what, 0, &a, &b);
 }
 
-/// Moments of a timeline, not all where there are many.
+/// Moments of a timeline, sampled if there are many.
 fn moments(len: usize, most: usize, rng: &mut Rng) -> Vec<usize> {
     if len <= most {
         return (0..=len).collect();
@@ -365,8 +364,8 @@ fn moments(len: usize, most: usize, rng: &mut Rng) -> Vec<usize> {
     (0..most).map(|_| rng.below(len as u64 + 1) as usize).collect()
 }
 
-/// Records a job; then the power fails at many of its moments. After each the guest is the same,
-/// the images are sound, and `job` run again makes what `done` looks at.
+/// Records a job; then the power fails at many moments. After each, the content is the same, the
+/// images are consistent, and repeating `job` gives what `done` checks.
 fn power_cuts(
     kinds: &[Kind],
     rng: &mut Rng,
@@ -398,8 +397,8 @@ fn power_cuts(
     }
 }
 
-/// Fails each operation on each disk in turn. The guest stays the same, and `job` run again makes
-/// what `done` looks at.
+/// Fails each operation on each disk in turn. The content stays the same, and repeating `job` gives
+/// what `done` checks.
 fn faults(
     kinds: &[Kind],
     rng: &mut Rng,
@@ -434,7 +433,7 @@ fn faults(
     }
 }
 
-/// Overlay and base show the same; the base without the overlay too.
+/// The overlay and the base alone have the same content.
 fn committed(stack: &Stack, guest: &Guest, what: &str) {
     same(what, &stack.guest(), guest);
     let base = guest_of(&stack.open(1, false).expect("opening"));
@@ -449,7 +448,7 @@ fn committed(stack: &Stack, guest: &Guest, what: &str) {
     stack.audit(what);
 }
 
-/// The image shows the same, on what it shall stand on.
+/// The image has the same content on its new backing image.
 fn rebased(onto: bool) -> impl Fn(&Stack, &Guest, &str) {
     move |stack, guest, what| {
         same(what, &stack.guest(), guest);
@@ -480,8 +479,8 @@ fn an_operation_fails_during_a_commit() {
     });
 }
 
-/// An image that is made larger, over one that is longer: version 2 has no zero flags, and shows what
-/// is beneath unless zeroes are there first.
+/// An image that grows over a longer backing image. Version 2 has no zero flags, so zeroes must be
+/// written first to hide it.
 #[test]
 fn an_image_that_grows_over_a_longer_one_never_shows_it() {
     const M: u64 = 256 << 10;
@@ -502,7 +501,7 @@ fn an_image_that_grows_over_a_longer_one_never_shows_it() {
             };
             let mut wanted = on(&images).guest();
             wanted.resize(M);
-            // As large as before or as large as wanted, and zero behind the old end.
+            // The old or new size, and zeroes beyond the old end.
             let whole = |stack: &Stack, what: &str| {
                 let mut found = stack.guest();
                 assert!([before, M].contains(&found.len()), "{what}: {}", found.len());
@@ -546,8 +545,8 @@ fn an_image_that_grows_over_a_longer_one_never_shows_it() {
     }
 }
 
-/// A cut between the base's last sync and the emptying is the one that matters: the bytes that the
-/// overlay gives up must be durable in the base. Here the base loses all that was not.
+/// A power cut between the base's last sync and the emptying is the critical one: the bytes that
+/// the overlay drops must be durable in the base. Here the base loses everything unsynced.
 #[test]
 fn nothing_is_given_up_before_it_is_durable_beneath() {
     let kinds = [qcow2("cluster_size=4096", 64 << 10), bottom("cluster_size=4096", 64 << 10)];
@@ -601,7 +600,7 @@ fn amend(stack: &Stack, options: &str) -> Result<()> {
     Ok(())
 }
 
-/// Images and what they are amended to.
+/// Images and amendments.
 fn amendments() -> Vec<(Vec<Kind>, &'static str)> {
     const M: u64 = 256 << 10;
     vec![
@@ -620,7 +619,7 @@ fn amendments() -> Vec<(Vec<Kind>, &'static str)> {
     ]
 }
 
-/// The same disk, and nothing left to amend.
+/// The same content, and nothing left to amend.
 fn amended(options: &str) -> impl Fn(&Stack, &Guest, &str) {
     move |stack, guest, what| {
         same(what, &stack.guest(), guest);

@@ -1,7 +1,7 @@
 //! EIO and ENOSPC at each storage call in turn, on every kind of image, in every operation.
 //!
-//! After each fault: a clear error, an image that a crash could leave, no byte that is neither old
-//! nor new; and once the fault is gone the same call works and all is as it should be.
+//! After each fault: a clear error, an image as after a crash, no byte that is neither old nor new.
+//! Without the fault the same call works and the result is complete.
 
 mod support;
 
@@ -13,7 +13,7 @@ use vdkit_block::{ErrorKind, Result};
 use vdkit_chain::Disk;
 use vdkit_testkit::{FaultKind, FaultPlan, Rng};
 
-/// Calls that fail together.
+/// Kinds of calls that fail together.
 const KINDS: [&[FaultKind]; 4] = [
     &[FaultKind::Write],
     &[FaultKind::Read],
@@ -24,20 +24,20 @@ const KINDS: [&[FaultKind]; 4] = [
 /// What one fault is.
 #[derive(Clone, Debug)]
 struct Fault {
-    /// Which file: the image, or its data file.
+    /// The faulty file: the image, or its data file.
     disk: usize,
     kinds: &'static [FaultKind],
     nth: u64,
     /// ENOSPC, else EIO.
     no_space: bool,
-    /// Until it is healed, else once.
+    /// Lasting until healed, else once.
     lasting: bool,
 }
 
-/// Every operation, in places where they meet.
+/// Every operation, at overlapping offsets.
 fn script(shape: &Shape) -> Vec<Op> {
     let (cluster, size) = (shape.cluster, shape.guest_bytes());
-    // Small clusters come in numbers, so that refcounts fill their blocks.
+    // Small clusters are written in numbers, so that refcounts fill their blocks.
     let unit = cluster.max(8192);
     let whole = size / unit / 2 * unit;
     let mut script = vec![
@@ -56,7 +56,7 @@ fn script(shape: &Shape) -> Vec<Op> {
         Op::Reopen,
         Op::Resize { to: whole + 1024 },
         Op::Write { at: whole - 512, len: 1024 },
-        // A larger L1 table too, where clusters are small.
+        // With small clusters the L1 table grows too.
         Op::Resize { to: size + (1 << 20) },
         Op::Write { at: size + (1 << 19) - 100, len: 3000 },
         Op::Zero { at: whole, len: size / 4, may_unmap: true },
@@ -93,7 +93,7 @@ impl Run<'_> {
         self.rig.disks[self.disk_with_fault].faulty()
     }
 
-    /// Calls until it works: at first with the fault, then without.
+    /// Repeats a call until it works: first with the fault, then without.
     fn insist<T>(&mut self, op: &str, mut call: impl FnMut(&mut Self) -> Result<T>) -> T {
         let error = match call(self) {
             Ok(value) => return value,
@@ -108,7 +108,7 @@ impl Run<'_> {
         let wanted = if no_space { ErrorKind::NoSpace } else { ErrorKind::Failed };
         assert_eq!(kind, wanted, "{what}: {text}");
         self.faulty().heal();
-        // As it stands now, a crash would leave an image that is consistent.
+        // A crash now must leave a consistent image.
         self.rig.audit(true, &format!("{what}, failed"));
         call(self).unwrap_or_else(|error| panic!("{what}, healed: {error}"))
     }
@@ -141,8 +141,8 @@ impl Run<'_> {
         }
     }
 
-    /// A part of another cluster that reads as zero: what failed has left nothing in the space that
-    /// this gets.
+    /// Writes part of another cluster that reads as zero: its space must not contain data of the
+    /// failed operation.
     fn write_elsewhere(&mut self, disk: &Disk, op: Op, id: u64) {
         let cluster = self.shape.cluster;
         let range = range_of(op, self.shape, &self.guest);
@@ -188,8 +188,7 @@ fn run(shape: &Shape, fault: &Fault) -> bool {
     fired
 }
 
-/// Fails each call in turn: all of the first ones, then samples, since small clusters make
-/// thousands.
+/// Fails each call in turn: all of the first, then samples, since small clusters cause thousands.
 fn each_call_fails(shape: &Shape) {
     support::for_seeds(1, |seed| {
         let mut rng = Rng::new(seed);

@@ -1,4 +1,4 @@
-//! Random operations against a flat buffer, on each kind of image, with re-opening.
+//! Random operations against a flat buffer, on each kind of image, with reopening.
 
 mod support;
 

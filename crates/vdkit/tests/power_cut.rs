@@ -1,5 +1,5 @@
 //! The power fails at any storage operation of a random run. Whatever subset of the unsynced
-//! sectors and lengths survives: the image opens, is consistent, and holds all that was flushed.
+//! sectors and lengths survives: the image opens, is consistent, and holds all flushed data.
 
 mod support;
 
@@ -16,19 +16,19 @@ use vdkit_testkit::Rng;
 
 type Sector = [u8; SECTOR as usize];
 
-/// An operation that was done, and what it made of the guest.
+/// A finished operation, and its effect on the guest's content.
 struct Done {
     op: Op,
-    /// Storage operations before it began and after it had returned.
+    /// Storage operations before its start and after its end.
     begin: usize,
     end: usize,
-    /// Bytes of the disk before and after.
+    /// Disk size before and after.
     size: (u64, u64),
     touched: Vec<(u64, Sector)>,
 }
 
 impl Done {
-    /// Everything before is durable once it has returned.
+    /// Whether it makes everything before it durable.
     fn flushes(&self) -> bool {
         matches!(self.op, Op::Flush | Op::Reopen)
     }
@@ -46,7 +46,7 @@ fn sector_of(guest: &Guest, sector: u64) -> Sector {
     guest.read(sector * SECTOR, SECTOR).try_into().expect("a whole sector")
 }
 
-/// The range of bytes whose content an operation may change.
+/// The range of bytes that an operation may change.
 fn range_of(op: Op, shape: &Shape, size: (u64, u64)) -> std::ops::Range<u64> {
     match op {
         Op::Write { at, len } | Op::Zero { at, len, .. } | Op::Discard { at, len } => at..at + len,
@@ -67,14 +67,14 @@ impl Run {
             let size = guest.len();
             let mut op = next(rng).on(shape, size);
             if shape.version == 2 && shape.base == Base::Longer && matches!(op, Op::Resize { .. }) {
-                // Without zero flags what is beneath cannot be hidden in advance: documented.
+                // Without zero flags the backing data cannot be hidden in advance, as documented.
                 op = Op::Flush;
             }
             let begin = timeline.len();
             if op == Op::Reopen {
                 disk.close().expect("closing");
                 drop(disk);
-                // Before it is opened again: closing is what is looked at.
+                // Before reopening: the close is tested.
                 let (end, touched) = (timeline.len(), Vec::new());
                 done.push(Done { op, begin, end, size: (size, size), touched });
                 disk = rig.open(true).expect("re-opening");
@@ -92,7 +92,7 @@ impl Run {
         Self { rig, timeline, first, done }
     }
 
-    /// What may be found after a power cut at a moment.
+    /// Expected content after a power cut at a moment.
     fn expect(&self, moment: usize) -> Expected<'_> {
         let mut expected = Expected {
             first: &self.first,
@@ -111,7 +111,7 @@ impl Run {
             }
             let returned = done.end <= moment;
             written.push(range_of(done.op, &self.rig.shape, done.size));
-            // Tables of bitmaps change their length together with the disk, or go.
+            // Bitmap tables are resized with the disk, or removed.
             expected.bitmaps_may_go = !returned && matches!(done.op, Op::Resize { .. });
             if returned && (done.flushes() || matches!(done.op, Op::Resize { .. })) {
                 expected.marked.append(&mut written);
@@ -126,7 +126,7 @@ impl Run {
                 expected.since.clear();
             }
             if returned && matches!(done.op, Op::Resize { .. }) {
-                // A new size is durable, and with it that nothing old comes back.
+                // A new size is durable, and hides old data durably.
                 for (sector, bytes) in &done.touched {
                     expected.durable.insert(*sector, *bytes);
                     expected.since.remove(sector);
@@ -137,19 +137,19 @@ impl Run {
     }
 }
 
-/// What a survivor may hold.
+/// Expected content of a survivor.
 struct Expected<'a> {
     first: &'a Guest,
     durable: HashMap<u64, Sector>,
     since: HashMap<u64, Vec<Sector>>,
     sizes: Vec<u64>,
-    /// What bitmaps must mark, where it lies on the disk.
+    /// Ranges that bitmaps must mark, within the disk.
     marked: Vec<std::ops::Range<u64>>,
     bitmaps_may_go: bool,
 }
 
 impl Expected<'_> {
-    /// Bitmaps that record can be trusted, and mark everything that was flushed.
+    /// Recording bitmaps are consistent, and mark everything flushed.
     fn check_bitmaps(&self, rig: &Rig) {
         if !rig.shape.bitmap {
             return;
@@ -192,7 +192,7 @@ impl Expected<'_> {
         durable || self.since.get(&sector).is_some_and(|all| all.iter().any(|bytes| found == bytes))
     }
 
-    /// Reads all of a survivor and returns it as the guest sees it.
+    /// Reads a whole survivor and returns its guest content.
     fn check(&self, rig: &Rig) -> Guest {
         let disk = rig.open(false).expect("a survivor opens");
         let size = disk.guest_bytes();
@@ -223,7 +223,7 @@ impl Expected<'_> {
     }
 }
 
-/// A survivor must be as good as any image: read, consistent, and writable.
+/// A survivor must be usable: readable, consistent, and writable.
 fn try_survivor(run: &Run, expected: &Expected<'_>, content: Vec<MemoryStorage>, rng: &mut Rng) {
     let rig = run.rig.with_content(content);
     let mut guest = expected.check(&rig);
@@ -261,7 +261,7 @@ fn dirty_bit(rig: &Rig) -> bool {
     rig.shape.version == 3 && bits[7] & 1 != 0
 }
 
-/// Moments to look at: those within flushes, closing and resizing first, where the order matters.
+/// Moments to test: first those within flushes, closing and resizing, where the order matters.
 fn moments(run: &Run, most: usize, rng: &mut Rng) -> Vec<usize> {
     let all = run.timeline.len();
     if all <= most {
@@ -281,7 +281,7 @@ fn moments(run: &Run, most: usize, rng: &mut Rng) -> Vec<usize> {
     chosen
 }
 
-/// What one run does, and at how many moments the power fails.
+/// Operations of a run, and the number of power cuts.
 #[derive(Clone, Copy)]
 struct Plan {
     next: fn(&mut Rng) -> Step,
@@ -291,12 +291,12 @@ struct Plan {
 
 const ANYTHING: Plan = Plan { next: ops::random_step, ops: 20, moments: 40 };
 
-/// Compressed clusters over plain ones and the other way round, in one place, and small writes in
-/// many others: so that space with old bytes in it is used again, in parts.
+/// Compressed clusters over plain ones and the reverse, at one offset, and small writes at many
+/// others, so that space with old bytes is partly reused.
 fn packing_step(rng: &mut Rng) -> Step {
     let bits = rng.next_u64();
     let (at, inside, len) = (bits as u16, (bits >> 16) as u16, (bits >> 32) as u16);
-    // Lengths by their last bits: 0 is small, 3 a cluster, 5 up to six of them.
+    // Lengths by their last bits: 0 is small, 3 a cluster, 5 up to six clusters.
     let here = |kind: u16| Span { at: at % 6, inside, len: len & !7 | kind, kind: 0 };
     match rng.below(10) {
         0 | 1 => Step::Packed(here(3)),
@@ -338,7 +338,7 @@ fn case(shape: &Shape, plan: Plan, seed: u64) {
     }
 }
 
-/// Shapes without those whose clusters are so large that a survivor takes long to make.
+/// Shapes without large clusters, whose survivors take long to make.
 fn shapes() -> Vec<Shape> {
     Shape::all().into_iter().filter(|shape| shape.cluster <= 65536 && !shape.wide).collect()
 }

@@ -1,4 +1,4 @@
-//! One test for each fault that other programs have shipped, or that this one had.
+//! One test per fault that other programs have shipped, or that vdkit had.
 
 mod support;
 
@@ -65,7 +65,7 @@ fn zeroes_never_show_the_backing_image() {
 
 #[test]
 fn a_refcount_table_that_moves_takes_its_spare_blocks_along() {
-    // A table of one cluster describes 2 MiB here.
+    // A table of one cluster covers 2 MiB here.
     let shape = Shape { cluster: 512, refcount_bits: 64, wide: true, ..Shape::default() };
     let (rig, _) = Rig::new(&shape);
     let disk = rig.open(true).expect("opening");
@@ -87,17 +87,17 @@ fn a_refcount_table_that_moves_takes_its_spare_blocks_along() {
     rig.ask_qemu(Some(&guest), false, "large for its clusters");
 }
 
-/// Writes to a disk of 16 MiB while a flush has copied what is dirty and has not written it yet:
-/// first `before` bytes and then, beside the flush, what `write` does.
+/// Writes to a disk of 16 MiB while a flush has copied dirty entries but not written them yet:
+/// first `before` bytes and then, during the flush, what `write` does.
 fn beside_a_flush(shape: &Shape, before: usize, write: impl Fn(&Disk, &[u8]) + Sync) {
     let (mut rig, mut guest) = Rig::new(shape);
-    // No flush because the cache is full.
+    // No flush because of a full cache.
     rig.limits = Limits::default();
     let disk = rig.open(true).expect("opening");
     disk.resize(16 << 20).expect("enlarging");
     guest.resize(16 << 20);
     let bytes = pattern(1, 0, 12 << 20);
-    // More than was reserved for the larger disk: refcounts that are not durable yet.
+    // More than is reserved for the larger disk: refcounts that are not durable yet.
     disk.write_at(&bytes[..before], 0.into_guest()).expect("writing");
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -108,7 +108,7 @@ fn beside_a_flush(shape: &Shape, before: usize, write: impl Fn(&Disk, &[u8]) + S
             std::thread::yield_now();
         }
         let writer = scope.spawn(|| write(&disk, &bytes));
-        // It may wait for the flush, or go past it.
+        // It may wait for the flush, or not.
         let patience = Instant::now();
         while !writer.is_finished() && patience.elapsed() < Duration::from_millis(300) {
             std::thread::yield_now();
@@ -179,8 +179,8 @@ fn qemu_enlarges_a_disk_that_ends_in_reused_space() {
     let (rig, mut guest) = Rig::new(&Shape::default());
     let disk = rig.open(true).expect("opening");
     let last = guest.len() / 65536 * 65536;
-    // Space full of something, given up without a hole (compressed data takes its place), and
-    // used again for the last cluster.
+    // Space with old data, freed without a hole (compressed data replaces it), and reused for the
+    // last cluster.
     for at in (0..8 << 16).step_by(65536) {
         let bytes = pattern(1, at, 65536);
         disk.write_at(&bytes, at.into_guest()).expect("writing");
@@ -216,7 +216,7 @@ fn data_on_the_images_own_metadata_is_not_written() {
     let l1 = word(40);
     let l2 = word(l1) & 0x00ff_ffff_ffff_fe00;
     for target in [0, l1, l2, word(48)] {
-        // The guest's first cluster lies where the image keeps its own house.
+        // The guest's first cluster points at the image's metadata.
         let entry = (target | 1 << 63).to_be_bytes();
         storage.write_at(&entry, HostOffset(l2)).expect("memory");
         let before = rig.image().content().to_vec();
@@ -225,7 +225,7 @@ fn data_on_the_images_own_metadata_is_not_written() {
             let error = disk.write_at(&[1; 512], 0.into_guest()).expect_err("a dangerous write");
             assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
         }
-        // Nor is it given away.
+        // Nor is it freed.
         disk.discard(0.into_guest(), 65536).expect("discarding");
         disk.flush().expect("flushing");
         let mut kept = vec![0; 512];
@@ -275,7 +275,7 @@ fn a_resize_that_failed_changes_no_size_on_disk() {
                 break;
             }
             if disk.guest_bytes() != guest.len() {
-                continue; // the header is durable, what lies behind the end was not cleared
+                continue; // the header is durable, but bytes beyond the end were not cleared
             }
             let at = guest.len() - 3000;
             let bytes = pattern(1, at, 3000);
@@ -300,7 +300,7 @@ fn refcount_blocks_made_before_a_fault_stay_in_the_file() {
             let bytes = pattern(1, 0, 30_000);
             let written = disk.write_at(&bytes, 0.into_guest());
             rig.image().faulty().heal();
-            // It is not tried again: what was made for it is all that the close sees.
+            // It is not repeated: the close sees only what the failed attempt left.
             disk.close().expect("closing once the fault is gone");
             rig.audit(true, &format!("{kind:?} {nth} failed"));
             if written.is_ok() {

@@ -1,6 +1,6 @@
-//! A format whose map lives in memory. It does everything that the contract allows a format to
-//! do, on purpose awkwardly: short extents, short reservations, space reused as soon as the grace
-//! period ends, and freed space that is overwritten with rubbish at that moment.
+//! A format whose map lives in memory. It uses the freedoms of the contract in the most awkward
+//! way: short extents, short reservations, reuse of space as soon as the grace period ends, and
+//! overwriting freed space with garbage at that moment.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,9 +17,9 @@ use vdkit_block::{
 use super::memory::STEP;
 
 pub const CLUSTER: u64 = 4096;
-/// Host space of a packed unit.
+/// Host space of a compressed unit.
 const PACKED_SLOT: u64 = 2 * CLUSTER;
-/// Where packed units live, away from plain clusters.
+/// Area of compressed units, apart from plain clusters.
 const PACKED_AREA: u64 = 1 << 24;
 const HEADER: u64 = CLUSTER;
 const MAGIC: &[u8; 8] = b"TESTMAP1";
@@ -54,7 +54,7 @@ struct Held {
 
 type HookFn = Box<dyn FnOnce() + Send>;
 
-/// Something to be done once, at a certain point within the format.
+/// A callback that runs once, at a certain point within the format.
 #[derive(Default)]
 pub struct Hook(Mutex<Option<HookFn>>);
 
@@ -96,7 +96,7 @@ pub struct MapFormat {
     pub reused_packed: AtomicUsize,
 }
 
-/// The payload of a packed unit.
+/// The payload of a compressed unit.
 pub fn pack(cluster: &[u8]) -> Vec<u8> {
     let mut payload = vec![0xC5];
     payload.extend(cluster.iter().map(|byte| byte ^ 0x5A));
@@ -125,9 +125,8 @@ impl MapFormat {
         }
     }
 
-    /// As an internal snapshot does: no cluster is this map's own any more. Requests that found a
-    /// cluster to be their own before may still write to it, so nobody may copy it until they
-    /// have ended.
+    /// As an internal snapshot does: no cluster is exclusive any more. Earlier requests that found
+    /// a cluster exclusive may still write to it, so it must not be copied until they have ended.
     pub fn share_all(&self) {
         let mut state = self.state.lock().unwrap();
         state.sharing += 1;
@@ -149,7 +148,7 @@ impl MapFormat {
         self.state.lock().unwrap().reserved.len()
     }
 
-    /// Clusters in use and free, to see that nothing leaks.
+    /// Leaked clusters, from those in use and free.
     pub fn leaked_clusters(&self) -> u64 {
         let state = self.state.lock().unwrap();
         let all = (state.fresh - HEADER) / CLUSTER;
@@ -181,7 +180,7 @@ impl MapFormat {
     fn free_cell(&self, state: &mut State, cell: Option<Cell>) {
         let stamp = self.in_flight.stamp();
         match cell {
-            // A shared cluster is still the snapshot's.
+            // The snapshot still uses a shared cluster.
             Some(Cell::Data { host, shared: false }) | Some(Cell::Zero { host: Some(host) }) => {
                 state.pending.push((stamp, host, false));
             }
@@ -190,7 +189,7 @@ impl MapFormat {
         }
     }
 
-    /// Moves what no request can see any more to the free lists, and spoils it.
+    /// Moves clusters that no request can see any more to the free lists, and overwrites them.
     fn reclaim(&self, state: &mut State) {
         let (over, still): (Vec<_>, Vec<_>) = std::mem::take(&mut state.pending)
             .into_iter()
@@ -207,7 +206,7 @@ impl MapFormat {
         at / CLUSTER..(at + len).div_ceil(CLUSTER)
     }
 
-    /// Whole clusters in a range, also the cut one at the end of the disk.
+    /// Whole clusters in a range, including the partial one at the end of the disk.
     fn whole(&self, at: u64, len: u64) -> Range<u64> {
         let end = at + len;
         let last = if end == self.guest_bytes() { end.div_ceil(CLUSTER) } else { end / CLUSTER };
@@ -314,7 +313,7 @@ impl Format for MapFormat {
         };
         let mut cluster = at.0 / CLUSTER;
         let mut run = one(cluster, within);
-        // At most 5 clusters at once, so that the disk has to put runs together.
+        // At most 5 clusters at once, so that the disk has to merge runs.
         for _ in 0..4 {
             cluster += 1;
             match run.merge(one(cluster, 0)) {
@@ -366,7 +365,7 @@ impl Format for MapFormat {
             }
         };
         let side = |cell: Option<Cell>| match Self::fill_of(cell) {
-            // Never used host space reads as zero.
+            // Fresh host space reads as zero.
             Fill::Zero if fresh => Fill::Ready,
             fill => fill,
         };
@@ -443,7 +442,7 @@ impl Format for MapFormat {
             let old = guard.cells.remove(&cluster);
             self.free_cell(&mut guard, old);
         }
-        // What is cut off within the last cluster must not come back.
+        // Bytes cut off within the last cluster must not come back.
         let tail = guest_bytes % CLUSTER;
         if let Some(Cell::Data { host, .. }) = guard.cells.get(&(guest_bytes / CLUSTER))
             && tail != 0
@@ -455,7 +454,7 @@ impl Format for MapFormat {
     }
 }
 
-/// What an image of the test format says of itself.
+/// Metadata of an image of the test format.
 pub fn info(
     virtual_size: u64,
     backing: Option<BackingRef>,
@@ -470,13 +469,13 @@ pub fn info(
     }
 }
 
-/// The bytes of a file of the test format: its header, and no clusters. Several data files are
-/// parted by line breaks.
+/// A file of the test format: its header, without clusters. Line breaks separate several data
+/// files.
 pub fn header(guest_bytes: u64, backing: &str, backing_format: &str, data_file: &str) -> Vec<u8> {
     header_of([backing, backing_format, data_file, "", ""], guest_bytes)
 }
 
-/// As [`header`], with the image's identity and that of what it stands on at the end of the texts.
+/// As [`header`], with the image's identity and its backing image's identity as the last texts.
 pub fn header_of(texts: [&str; 5], guest_bytes: u64) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend(guest_bytes.to_le_bytes());

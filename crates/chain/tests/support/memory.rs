@@ -1,4 +1,4 @@
-//! Memory that counts its requests and fails on demand.
+//! Memory storage that counts requests and injects failures.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ pub struct Memory {
     pub writes: AtomicUsize,
     pub syncs: AtomicUsize,
     pub maps: AtomicUsize,
-    /// So many writes succeed before one fails; negative: none fails.
+    /// Number of writes that succeed before one fails; negative: none fails.
     fail_in: AtomicI64,
     sparse: bool,
     slow: bool,
@@ -41,9 +41,8 @@ impl Memory {
         Self { sparse: true, ..self }
     }
 
-    /// Requests take a while before they touch the bytes, as a disk's do, so that those of several
-    /// threads overlap. They sleep: who yields instead gives a processor that others want as well
-    /// away for a whole turn of theirs, each time.
+    /// Requests sleep before they access the bytes, so that those of several threads overlap. They
+    /// do not yield: yielding could cost a whole time slice each time.
     pub fn slow(self) -> Self {
         Self { slow: true, ..self }
     }

@@ -29,7 +29,7 @@ pub fn map_disk(format: &Arc<MapFormat>, options: &OpenOptions) -> Disk {
     Disk::from_format(format.clone(), info, options)
 }
 
-/// A small generator of pseudo-random numbers (splitmix64); threads need one each, from a seed.
+/// A small pseudo-random generator (splitmix64); each thread needs its own, with its own seed.
 pub struct Random(pub u64);
 
 impl Random {

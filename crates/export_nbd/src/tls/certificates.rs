@@ -37,8 +37,8 @@ pub(super) fn load(folder: &Path) -> io::Result<Arc<ServerConfig>> {
     Ok(Arc::new(config))
 }
 
-/// Who judges the certificates of clients, where they must show one: of the folder's authority, and not
-/// revoked by it.
+/// The verifier of client certificates, if clients must present one: signed by the folder's
+/// authority, and not revoked.
 fn clients(
     folder: &Path,
     certificates: &dyn Fn(&str) -> io::Result<Vec<CertificateDer<'static>>>,
@@ -62,8 +62,8 @@ fn clients(
     }
     let mut builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
     if revokes {
-        // As with GnuTLS: a list that has run out lets nobody in, and authorities without a list of their
-        // own are trusted as before.
+        // As in GnuTLS: an expired list rejects all clients, and authorities without a list are
+        // trusted.
         builder = builder
             .with_crls(revoked(&crl)?)
             .allow_unknown_revocation_status()
@@ -73,7 +73,7 @@ fn clients(
     builder.build().map(Some).map_err(|error| bad(file, error))
 }
 
-/// The lists of revoked certificates in a file.
+/// The revocation lists in a file.
 fn revoked(path: &Path) -> io::Result<Vec<CertificateRevocationListDer<'static>>> {
     let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_file_iter(path)
         .map_err(|error| bad(path, error))?
@@ -86,7 +86,7 @@ fn revoked(path: &Path) -> io::Result<Vec<CertificateRevocationListDer<'static>>
     }
 }
 
-/// A connection that begins.
+/// A new connection.
 pub(super) fn session(config: &Arc<ServerConfig>) -> io::Result<ServerConnection> {
     let mut session = ServerConnection::new(config.clone()).map_err(invalid)?;
     session.set_buffer_limit(None);
@@ -102,7 +102,7 @@ impl Session for ServerConnection {
         (**self).is_handshaking()
     }
 
-    /// Takes no more while there is plaintext that nobody has read.
+    /// Takes nothing more while there is unread plaintext.
     fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
         let mut rest = ciphertext;
         self.read_tls(&mut rest)?;

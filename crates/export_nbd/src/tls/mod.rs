@@ -1,8 +1,8 @@
-//! TLS around a connection: with certificates, or with keys that both sides know already.
+//! TLS around a connection: with certificates, or with pre-shared keys.
 //!
-//! The files are named as QEMU names them, in one folder: `server-cert.pem`, `server-key.pem`, and
-//! `ca-cert.pem`, whose presence means that clients must show a certificate of that authority, with
-//! `ca-crl.pem`, the certificates that it has revoked; or `keys.psk` alone.
+//! The files have QEMU's names, in one folder: `server-cert.pem` and `server-key.pem`; or
+//! `keys.psk` alone. If `ca-cert.pem` exists, clients must present a certificate of that authority;
+//! `ca-crl.pem` lists the ones that it has revoked.
 
 mod certificates;
 mod psk;
@@ -20,9 +20,9 @@ use rustls::ServerConfig;
 
 use crate::channel::Channel;
 
-/// Ciphertext received at once: a record and a bit.
+/// Ciphertext received at once: somewhat more than a record.
 const RECEIVE_BYTES: usize = 32 << 10;
-/// Plaintext that is encrypted in one go, so that sending takes bounded memory.
+/// Maximum plaintext per encryption step, which bounds memory.
 const SEND_BYTES: usize = 256 << 10;
 
 const CERTIFICATE: &str = "server-cert.pem";
@@ -31,7 +31,7 @@ const CA_CERTIFICATE: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 const KEYS: &str = "keys.psk";
 
-/// What a server needs to speak TLS.
+/// TLS configuration of a server.
 #[derive(Clone, Debug)]
 pub struct Tls(Kind);
 
@@ -45,8 +45,8 @@ fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
 }
 
-/// Whether a file has this name. A name that leads nowhere (a link to a file that was moved, say) is a
-/// mistake and never a file that nobody wanted: whoever reads the file finds out.
+/// Whether a file exists. A dangling link counts as existing: it is a mistake, and reading the file
+/// reports it.
 fn is_named(path: &Path) -> io::Result<bool> {
     match std::fs::symlink_metadata(path) {
         Ok(_) => Ok(true),
@@ -56,11 +56,10 @@ fn is_named(path: &Path) -> io::Result<bool> {
 }
 
 impl Tls {
-    /// Reads the folder's certificates and key, or its keys.
+    /// Reads the folder's certificates and key, or its pre-shared keys.
     ///
     /// # Errors
-    /// `InvalidInput` for what is missing or ill-formed, naming the file, and for a folder with
-    /// both.
+    /// `InvalidInput` for missing or ill-formed files, naming the file, and for a folder with both.
     pub fn from_folder(folder: &Path) -> io::Result<Self> {
         let keys = folder.join(KEYS);
         if !is_named(&keys)? {
@@ -85,10 +84,10 @@ impl Tls {
         })
     }
 
-    /// Speaks TLS on a connection from now on; the peer has until `until`.
+    /// Starts TLS on a connection; the peer has until `until`.
     ///
     /// # Errors
-    /// What the socket says; `InvalidData` where the peer's TLS is not acceptable; `TimedOut`.
+    /// Errors of the socket; `InvalidData` if the peer's TLS is not acceptable; `TimedOut`.
     pub fn accept(&self, socket: Arc<dyn Channel>, until: Instant) -> io::Result<TlsChannel> {
         let channel = TlsChannel {
             socket,
@@ -111,7 +110,7 @@ impl Tls {
                 Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    // The peer is told why.
+                    // Send the peer a TLS alert.
                     let _ = channel.push();
                     return Err(error);
                 }
@@ -122,44 +121,44 @@ impl Tls {
     }
 }
 
-/// The state of one side of a connection, between plaintext and ciphertext. No method waits.
+/// The TLS state of a connection, between plaintext and ciphertext. No method blocks.
 trait Session: Send {
-    /// Nothing can be read or written yet.
+    /// Still in the handshake: no data can be read or written.
     fn is_handshaking(&self) -> bool;
 
-    /// Takes ciphertext of the peer; returns how much of it, which may be none while there is
-    /// plaintext to be read.
+    /// Takes ciphertext from the peer and returns how much was taken; possibly 0 while there is
+    /// unread plaintext.
     ///
     /// # Errors
-    /// `InvalidData` where it is not acceptable.
+    /// `InvalidData` if it is not acceptable.
     fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize>;
 
-    /// Whether there is ciphertext for the peer.
+    /// Whether there is ciphertext to send.
     fn has_output(&self) -> bool;
 
-    /// Adds that to `out`.
+    /// Appends that ciphertext to `out`.
     ///
     /// # Errors
-    /// None that is known.
+    /// None known.
     fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()>;
 
-    /// Plaintext; none at its end.
+    /// Reads plaintext; 0 at its end.
     ///
     /// # Errors
-    /// `WouldBlock` where there is none yet; `UnexpectedEof` where the peer ended without a word.
+    /// `WouldBlock` if there is none yet; `UnexpectedEof` if the peer ended without close_notify.
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize>;
 
-    /// Encrypts all of the bytes.
+    /// Encrypts all bytes.
     ///
     /// # Errors
-    /// A session that has failed.
+    /// If the session has failed.
     fn write(&mut self, bytes: &[u8]) -> io::Result<()>;
 
-    /// Encrypts the word that nothing more will be sent.
+    /// Encrypts a close_notify.
     fn say_goodbye(&mut self);
 }
 
-/// Ciphertext that the session has not taken yet: `buf[start..end]`.
+/// Ciphertext not yet taken by the session: `buf[start..end]`.
 struct Received {
     buf: Vec<u8>,
     start: usize,
@@ -169,15 +168,15 @@ struct Received {
 /// A connection inside TLS.
 pub struct TlsChannel {
     socket: Arc<dyn Channel>,
-    /// Never held while waiting for the socket to give.
+    /// Never locked while waiting to receive from the socket.
     session: Mutex<Box<dyn Session>>,
-    /// Ciphertext, of whoever receives.
+    /// Received ciphertext, for the receiving thread.
     received: Mutex<Received>,
-    /// Ciphertext, of whoever sends: records go out in the order in which they were made.
+    /// Ciphertext to send; records must be sent in the order of their encryption.
     sending: Mutex<Sending>,
 }
 
-/// Ciphertext that is on its way out: `buf[sent..]` has not been sent.
+/// Ciphertext to send: `buf[sent..]` is unsent.
 #[derive(Default)]
 struct Sending {
     buf: Vec<u8>,
@@ -191,8 +190,8 @@ impl fmt::Debug for TlsChannel {
 }
 
 impl TlsChannel {
-    /// Takes in some ciphertext, a new lot only where none is left; `false` at the end. (The session
-    /// takes no more while it holds plaintext that nobody has read.)
+    /// Feeds ciphertext to the session, receiving more only if none is left; `false` at the end.
+    /// (The session takes nothing while it holds unread plaintext.)
     fn pull(&self) -> io::Result<bool> {
         let mut received = self.received.lock();
         let Received { buf, start, end } = &mut *received;
@@ -206,13 +205,13 @@ impl TlsChannel {
         Ok(true)
     }
 
-    /// Sends what the session has to say.
+    /// Sends the session's output.
     fn push(&self) -> io::Result<()> {
         let mut out = self.sending.lock();
         self.push_held(&mut out)
     }
 
-    /// Adds what the session has to say to what is on its way out.
+    /// Appends the session's output to the ciphertext to send.
     fn gather(&self, out: &mut Sending) -> io::Result<()> {
         if out.sent == out.buf.len() {
             out.buf.clear();
@@ -227,7 +226,7 @@ impl TlsChannel {
         if rest.is_empty() { Ok(()) } else { self.socket.send(rest) }
     }
 
-    /// As [`TlsChannel::push`], without waiting for long; says whether all has gone out.
+    /// As [`TlsChannel::push`], without waiting for long; returns whether everything was sent.
     fn push_ready(&self, out: &mut Sending) -> io::Result<bool> {
         self.gather(out)?;
         let (sent, _) = self.socket.send_ready(&out.buf[out.sent..])?;
@@ -244,8 +243,8 @@ impl Channel for TlsChannel {
                 match session.read(buf) {
                     Ok(got) => return Ok(got),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    // The peer closed without saying so: no request was cut, as requests have
-                    // lengths.
+                    // The peer closed without close_notify. Requests have lengths, so none was
+                    // truncated unnoticed.
                     Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
                     Err(error) => return Err(error),
                 }
@@ -291,7 +290,7 @@ impl Channel for TlsChannel {
     fn shutdown(&self, how: Shutdown) {
         if how != Shutdown::Read {
             self.session.lock().say_goodbye();
-            // Without waiting for whoever is sending, or for the peer: the socket ends all the same.
+            // Without waiting for a sending thread or the peer: the socket closes anyway.
             if let Some(mut out) = self.sending.try_lock() {
                 let _ = self.push_ready(&mut out);
             }

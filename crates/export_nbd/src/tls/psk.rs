@@ -1,7 +1,7 @@
-//! TLS 1.3 with keys that both sides know already, by s2n-tls (RFC 8446 section 4.2.11, RFC 9257).
+//! TLS 1.3 with pre-shared keys, by s2n-tls (RFC 8446 section 4.2.11, RFC 9257).
 //!
-//! The file of keys is GnuTLS's, which QEMU, nbdkit and libnbd use too: a line a client, its name
-//! and its key in hexadecimal with a colon between them, as `psktool` writes them.
+//! The key file is in GnuTLS's format, which QEMU, nbdkit and libnbd use too: one line per client,
+//! `NAME:HEXKEY`, as `psktool` writes it.
 
 use std::fmt;
 use std::io;
@@ -19,16 +19,16 @@ use zeroize::Zeroizing;
 use super::wires::Wired;
 use super::{Session, bad};
 
-/// Bytes of a file of keys, at most.
+/// Maximum bytes of a key file.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// Keys in it, at most: each handshake looks at all of them.
+/// Maximum keys in it: each handshake searches all of them.
 const KEYS_MAX: usize = 256;
-/// Bytes of a key, at least (RFC 9257 section 6).
+/// Minimum bytes of a key (RFC 9257 section 6).
 const KEY_BYTES_MIN: usize = 16;
-/// Bytes of a client's name, at most: far more than any client offers.
+/// Maximum bytes of a client's name.
 const NAME_BYTES_MAX: usize = 1024;
 
-/// A line of a file of keys.
+/// A line of a key file.
 struct Line<'a> {
     name: &'a str,
     key: Zeroizing<Vec<u8>>,
@@ -46,7 +46,7 @@ impl fmt::Debug for Keys {
     }
 }
 
-/// Reads a file of keys.
+/// Reads a key file.
 pub(super) fn load(path: &Path) -> io::Result<Arc<Keys>> {
     let len = std::fs::metadata(path).map_err(|error| bad(path, error))?.len();
     if len > FILE_BYTES_MAX {
@@ -64,11 +64,11 @@ pub(super) fn load(path: &Path) -> io::Result<Arc<Keys>> {
     Ok(Arc::new(Keys { config, keys }))
 }
 
-/// The names and keys of a file.
+/// Parses the names and keys of a file.
 fn parse<'a>(path: &Path, text: &'a str) -> io::Result<Vec<Line<'a>>> {
     let mut found: Vec<Line<'_>> = Vec::new();
     for (number, line) in text.lines().enumerate() {
-        // Whatever is wrong, the message must not hold a key.
+        // Messages must not contain a key.
         let wrong = |why: &str| bad(path, format!("line {}: {why}", number + 1));
         let line = line.trim();
         if line.is_empty() || line.starts_with('#') {
@@ -108,7 +108,7 @@ fn hexadecimal(text: &str) -> Option<Zeroizing<Vec<u8>>> {
 
 fn psk(name: &str, key: &[u8]) -> Result<Psk, s2n_tls::error::Error> {
     let mut psk = Psk::builder()?;
-    // The hash that GnuTLS ties its keys to.
+    // The hash that GnuTLS uses with its keys.
     psk.set_identity(name.as_bytes())?.set_secret(key)?.set_hmac(PskHmac::SHA256)?;
     psk.build()
 }
@@ -123,8 +123,8 @@ pub(super) struct PskSession {
 impl PskSession {
     pub(super) fn new(keys: &Keys) -> io::Result<Self> {
         let mut connection = Connection::new_server();
-        // Whoever fails is cut off at once, so there is nothing to learn from how long that takes;
-        // a sleep here would hold a thread of the server.
+        // A failed connection is closed at once, so its timing reveals nothing; a sleep here would
+        // block a server thread.
         connection.set_blinding(Blinding::SelfService).map_err(invalid)?;
         connection.set_config(keys.config.clone()).map_err(invalid)?;
         for key in &keys.keys {
@@ -184,7 +184,7 @@ impl Session for PskSession {
             match self.wired.send(bytes) {
                 Poll::Ready(Ok(sent)) if sent > 0 => bytes = &bytes[sent..],
                 Poll::Ready(Err(error)) => return Err(invalid(error)),
-                // The wires take everything.
+                // The in-memory transport takes everything.
                 Poll::Ready(Ok(_)) | Poll::Pending => {
                     return Err(io::Error::other("TLS took none of the bytes to send"));
                 }
@@ -194,7 +194,7 @@ impl Session for PskSession {
     }
 
     fn say_goodbye(&mut self) {
-        // It was begun or it cannot be said any more: the socket ends either way.
+        // The alert was queued or cannot be sent any more: the socket closes either way.
         let _ = self.wired.shutdown_send();
     }
 }

@@ -1,7 +1,7 @@
-//! s2n-tls between buffers in memory, so that no call of it waits for a socket.
+//! In-memory transport for s2n-tls, so that its calls never wait for a socket.
 //!
-//! The library takes its transport as two C functions with a pointer: the only `unsafe` code of
-//! this crate is here, to hand the pointer over and to look at what it points to.
+//! The library takes its transport as two C functions with a pointer. The `unsafe` code of this
+//! crate is only here: it passes and dereferences that pointer.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use s2n_tls::connection::Connection;
 use s2n_tls::error::Error;
 
-/// Ciphertext that waits for the session, at most: several records.
+/// Maximum buffered incoming ciphertext: several records.
 const INCOMING_BYTES_MAX: usize = 128 << 10;
 
 /// Ciphertext in both directions.
@@ -25,8 +25,8 @@ struct Buffers {
     outgoing: Vec<u8>,
 }
 
-/// A connection and its buffers. The connection is never handed out, since it knows the buffers by
-/// their address.
+/// A connection and its buffers. The connection is never exposed, since it holds the buffers'
+/// address.
 pub(super) struct Wired {
     /// Dropped before the buffers.
     connection: Connection,
@@ -40,7 +40,7 @@ impl fmt::Debug for Wired {
 }
 
 impl Wired {
-    /// Gives a connection its buffers.
+    /// Attaches buffers to a connection.
     pub(super) fn new(mut connection: Connection) -> Result<Self, Error> {
         let buffers = Arc::new(Mutex::new(Buffers::default()));
         let context = Arc::as_ptr(&buffers).cast_mut().cast::<c_void>();
@@ -55,7 +55,7 @@ impl Wired {
         Ok(Self { connection, buffers })
     }
 
-    /// Hands ciphertext to the session. Returns how much it had room for.
+    /// Passes ciphertext to the session. Returns how much fitted.
     pub(super) fn take_in(&mut self, ciphertext: &[u8]) -> usize {
         let incoming = &mut self.buffers.lock().incoming;
         let room = INCOMING_BYTES_MAX.saturating_sub(incoming.len()).min(ciphertext.len());
@@ -67,12 +67,11 @@ impl Wired {
         !self.buffers.lock().outgoing.is_empty()
     }
 
-    /// Takes the ciphertext that is to be sent.
+    /// Takes the ciphertext to send.
     pub(super) fn give_out(&mut self, out: &mut Vec<u8>) {
         out.append(&mut self.buffers.lock().outgoing);
     }
 
-    /// Goes on with the handshake.
     pub(super) fn negotiate(&mut self) -> Poll<Result<(), Error>> {
         self.connection.poll_negotiate().map_ok(|_| ())
     }
@@ -85,19 +84,19 @@ impl Wired {
         self.connection.poll_send(bytes)
     }
 
-    /// Tells the peer that nothing more is sent.
+    /// Sends a close_notify.
     pub(super) fn shutdown_send(&mut self) -> Poll<Result<(), Error>> {
         self.connection.poll_shutdown_send().map_ok(|_| ())
     }
 }
 
-/// What recv(2) and send(2) answer where they would wait.
+/// Return value of recv(2) and send(2) that would block.
 const WOULD_BLOCK: c_int = -1;
 
-/// The library's `recv`: whatever has come in.
+/// The library's `recv`: returns buffered input.
 ///
 /// # Safety
-/// `context` points to a `Mutex<Buffers>`, `buf` to `len` bytes that may be written.
+/// `context` points to a `Mutex<Buffers>`, `buf` to `len` writable bytes.
 unsafe extern "C" fn receive(context: *mut c_void, buf: *mut u8, len: u32) -> c_int {
     // SAFETY: `Wired::new` gave this pointer, and the connection that calls has not been dropped.
     let buffers = unsafe { &*context.cast::<Mutex<Buffers>>() };
@@ -113,10 +112,10 @@ unsafe extern "C" fn receive(context: *mut c_void, buf: *mut u8, len: u32) -> c_
     incoming.read(buf).map_or(0, |got| got as c_int)
 }
 
-/// The library's `send`: takes everything.
+/// The library's `send`: buffers everything.
 ///
 /// # Safety
-/// `context` points to a `Mutex<Buffers>`, `buf` to `len` bytes that may be read.
+/// `context` points to a `Mutex<Buffers>`, `buf` to `len` readable bytes.
 unsafe extern "C" fn send(context: *mut c_void, buf: *const u8, len: u32) -> c_int {
     // SAFETY: as in `receive`.
     let buffers = unsafe { &*context.cast::<Mutex<Buffers>>() };

@@ -6,20 +6,20 @@ use vdkit_testkit::loom_sync::{AtomicUsize, Mutex, Ordering, check, thread};
 
 use crate::gathered::Gathered;
 
-/// What a faulty server does.
+/// Injected server faults.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,
-    /// It flushes before it takes the requests that it answers.
+    /// Flushes before taking the requests that it answers.
     FlushesTooEarly,
-    /// It leaves what was gathered during its flush.
+    /// Ignores requests gathered during its flush.
     NeverLooksAgain,
 }
 
 struct Server {
     gathered: Gathered<usize>,
     full: usize,
-    /// Writes that have returned.
+    /// Number of returned writes.
     written: AtomicUsize,
     answered: Mutex<Vec<usize>>,
     fault: Fault,
@@ -36,7 +36,7 @@ impl Server {
         })
     }
 
-    /// Says how many writes are durable from now on.
+    /// Returns how many writes are durable from now on.
     fn flush(&self) -> usize {
         self.written.load(Ordering::SeqCst)
     }
@@ -61,7 +61,7 @@ impl Server {
         }
     }
 
-    /// The leader does writes, and commits after each group of so many.
+    /// The leader writes, and commits after each group.
     fn lead(self: &Arc<Self>, groups: &[usize]) {
         let mut committing = Vec::new();
         for group in groups {

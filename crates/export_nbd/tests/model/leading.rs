@@ -1,4 +1,4 @@
-//! The lead: while a thread blocks, another one takes requests, and all threads end.
+//! The lead: while a thread blocks, another one receives requests, and all threads end.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,9 +11,9 @@ use crate::lead::Lead;
 
 #[derive(Clone, Copy)]
 enum Request {
-    /// The leader does it.
+    /// Run by the leader.
     Quick,
-    /// Blocks until so many requests were taken, this one included.
+    /// Blocks until this many requests were taken, including this one.
     Slow(usize),
     /// The client is gone when it is answered.
     Fails,
@@ -28,7 +28,7 @@ struct Wire {
     shut: bool,
 }
 
-/// What only the leader sees.
+/// Data of the leader alone.
 #[derive(Default)]
 struct Leader {
     ended: bool,
@@ -41,9 +41,9 @@ struct Connection {
     leaders: AtomicUsize,
     spawned: AtomicUsize,
     handles: Mutex<Vec<JoinHandle<()>>>,
-    /// A faulty server: the lead is given back and nobody is told.
+    /// A faulty server passes the lead without waking a thread.
     passes: bool,
-    /// So many threads cannot be started.
+    /// Number of thread starts that fail.
     failures: Mutex<usize>,
 }
 
@@ -121,7 +121,7 @@ impl Connection {
         }
     }
 
-    /// Serves to the end, and returns how many threads that took.
+    /// Serves to the end, and returns the number of threads used.
     fn run(self) -> usize {
         let connection = Arc::new(self);
         connection.work();
@@ -138,7 +138,7 @@ const PREEMPTIONS: usize = 2;
 #[test]
 fn while_some_block_another_thread_leads() {
     check(PREEMPTIONS, || {
-        // Two block until the third request is taken: that needs the third thread.
+        // Two block until the third request is taken, which needs the third thread.
         let requests = [Slow(2), Slow(3), Slow(0), Quick, End];
         assert!(Connection::new(3, &requests).run() <= 3);
     });
@@ -160,7 +160,7 @@ fn without_another_thread_the_only_one_does_everything() {
         assert_eq!(connection.run(), 1);
     });
     check(PREEMPTIONS, || {
-        // The thread that could not be started does not count.
+        // The thread that failed to start does not count.
         let mut connection = Connection::new(2, &[Slow(0), Slow(3), Quick, End]);
         connection.failures = Mutex::new(1);
         assert_eq!(connection.run(), 2);
@@ -178,7 +178,7 @@ fn a_client_that_is_gone_ends_every_thread() {
     });
 }
 
-/// A thread that waits for the lead gets it, and no further thread is started.
+/// A waiting thread gets the lead, and no further thread is started.
 #[test]
 fn a_thread_that_waits_is_seen() {
     static FEWEST: Plain = Plain::new(usize::MAX);

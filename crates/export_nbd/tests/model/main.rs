@@ -1,5 +1,5 @@
-//! Models of what the threads of one connection agree on: the server's own source files, run by loom
-//! in every order of their steps that a bound on preemptions allows. See `vdkit_testkit::loom_sync`.
+//! Models of a connection's thread protocols: loom runs the server's own source files in every
+//! order of their steps, within a bound on preemptions. See `vdkit_testkit::loom_sync`.
 
 mod sync {
     pub use vdkit_testkit::loom_sync::{

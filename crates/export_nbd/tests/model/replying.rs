@@ -1,4 +1,4 @@
-//! Late replies: each is sent once, and whoever ends the connection waits for all of them.
+//! Late replies: each is sent once, and closing the connection waits for all of them.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use crate::late::Late;
 struct Client {
     late: Late<usize>,
     received: Mutex<Vec<usize>>,
-    /// A faulty thread sends what it finds, and does not look again.
+    /// A faulty thread sends what it finds and does not check again.
     looks_again: bool,
 }
 
 impl Client {
-    /// The thread that sends.
+    /// The sending thread.
     fn send(&self) {
         let mut batch = Vec::new();
         while self.late.take(&mut batch) {
@@ -25,7 +25,7 @@ impl Client {
         }
     }
 
-    /// Adds replies, as the thread does that makes kept changes.
+    /// Adds replies, as the retry thread does.
     fn answer(self: &Arc<Self>, replies: [usize; 2]) {
         if self.late.add(replies) {
             let client = self.clone();

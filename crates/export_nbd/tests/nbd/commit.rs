@@ -1,4 +1,5 @@
-//! One flush for many replies: durable writes and flushes of a client with many requests under way.
+//! One flush for many replies: durable writes and flushes of a client with many outstanding
+//! requests.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
@@ -14,7 +15,7 @@ use vdkit_testkit::{
     CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, GatedStorage,
 };
 
-/// Serves a disk of 4 MiB whose first half is there.
+/// Serves a disk of 4 MiB whose first half is allocated.
 fn rig(cache: CacheMode, storage: Arc<dyn Storage>) -> Rig {
     let disk = qcow2(storage.clone(), 4 * MIB, "");
     disk.write_at(&vec![0xee; 2 * MIB as usize], GuestOffset(0)).unwrap();
@@ -23,12 +24,12 @@ fn rig(cache: CacheMode, storage: Arc<dyn Storage>) -> Rig {
     Rig::over(storage, disk, |_| {}, |_| {})
 }
 
-/// Holds all syncs.
+/// Blocks all syncs.
 fn shut(gate: &GatedStorage) {
     gate.hold(|call| call.kind == FaultKind::Sync && !call.done);
 }
 
-/// A gate before a memory that counts and fails, and a server in mode writethrough.
+/// A gate over memory that counts and fails, and a server in mode writethrough.
 fn gated() -> (Arc<GatedStorage>, Arc<CountingStorage>, Arc<FaultyStorage>, Rig) {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let counting = CountingStorage::new(faulty.clone());
@@ -37,14 +38,14 @@ fn gated() -> (Arc<GatedStorage>, Arc<CountingStorage>, Arc<FaultyStorage>, Rig)
     (gate, counting, faulty, rig)
 }
 
-/// Requests that go out in one send.
+/// Requests sent in one call.
 #[derive(Default)]
 struct Burst {
     bytes: Vec<u8>,
     count: u64,
 }
 
-/// Cookies of a burst begin here.
+/// First cookie of a burst.
 const FIRST: u64 = 1 << 32;
 
 impl Burst {
@@ -60,14 +61,14 @@ impl Burst {
         self
     }
 
-    /// So many writes of 4 KiB from the beginning of the disk on.
+    /// Writes of 4 KiB from the start of the disk.
     fn writes(self, count: u8, byte: u8) -> Self {
         (0..count)
             .fold(self, |burst, i| burst.add(WRITE, 0, u64::from(i) * 4096, 4096, &[byte; 4096]))
     }
 }
 
-/// The cookies and errors of the next `count` answers, in the order of the cookies.
+/// Cookies and errors of the next `count` answers, ordered by cookie.
 fn answers(client: &mut Client, count: u64) -> BTreeMap<u64, Option<u32>> {
     let mut answers = BTreeMap::new();
     for _ in 0..count {
@@ -87,7 +88,7 @@ fn waiting(gate: &GatedStorage, rig: &Rig, burst: &Burst) -> Client {
     client.request(WRITE, 0, MIB, 4096, &[1; 4096]);
     gate.reached();
     client.put(&burst.bytes);
-    // A leader goes on while the other thread syncs, and takes requests in order.
+    // A leader continues while the other thread syncs, and takes requests in order.
     let read = client.request(READ, 0, MIB, 1, b"");
     let answer = client.chunk(|_| 1);
     assert_eq!((answer.cookie, answer.kind), (read, 1));
@@ -107,8 +108,8 @@ fn writes_of_one_send_cost_few_syncs() {
     let (_gate, counting, _, rig) = gated();
     let mut client = rig.client(Style::Structured);
     let mut fewest = u64::MAX;
-    // On a busy machine the server may take a write for one that waits for the disk, or get the
-    // burst in many pieces; not each time.
+    // On a busy machine the server may classify a write as waiting for the disk, or receive the
+    // burst in many pieces; but not every time.
     for _ in 0..10 {
         let before = counting.counts().syncs;
         client.put(&Burst::default().writes(32, 5).bytes);
@@ -124,7 +125,7 @@ fn writes_of_one_send_cost_few_syncs() {
 fn what_comes_during_a_sync_shares_the_next_ones() {
     let (gate, counting, _, rig) = gated();
     let before = counting.counts().syncs;
-    // So few writes that each could have a thread, as on a busy machine it may.
+    // So few writes that each could get a thread, as may happen on a busy machine.
     let burst =
         (0..24).fold(Burst::default().writes(8, 5), |burst, _| burst.add(FLUSH, 0, 0, 0, b""));
     let mut client = waiting(&gate, &rig, &burst);
@@ -160,7 +161,7 @@ fn each_answer_is_durable_at_that_moment() {
                 scope.spawn(move || {
                     let mut open = BTreeMap::new();
                     let places = (0..48u64).map(|i| match i % 4 {
-                        // In place, and where space has to be found.
+                        // In place, and with an allocation.
                         0 => 2 * MIB + (i * 3 + number) * 8192,
                         _ => (i * 3 + number) * 4096,
                     });
@@ -178,7 +179,7 @@ fn each_answer_is_durable_at_that_moment() {
                             return;
                         }
                         let chunk = client.chunk(|_| 0);
-                        // At once: what another thread flushes later shall not help.
+                        // At once: a later flush by another thread must not help.
                         let image = crash.crash_now();
                         assert_eq!(chunk.kind, 0);
                         let (at, byte) = open.remove(&chunk.cookie).unwrap();
@@ -221,7 +222,7 @@ fn a_flush_among_other_requests_covers_what_was_answered_before() {
 fn a_failed_sync_answers_all_of_its_writes_with_the_error() {
     for (plan, errno) in [
         (FaultPlan::nth(&[FaultKind::Sync], 0).lasting(), 5),
-        // Bytes are lost: nothing is gained by waiting for space.
+        // Bytes are lost: waiting for space gains nothing.
         (FaultPlan::nth(&[FaultKind::Sync], 0).lasting().no_space(), 28),
     ] {
         let (gate, _, faulty, rig) = gated();
@@ -238,14 +239,14 @@ fn a_failed_sync_answers_all_of_its_writes_with_the_error() {
     }
 }
 
-/// A disk whose flush finds no space for the map, and the client whose `count` requests wait.
+/// A disk whose flush finds no space for the map, and a client whose `count` requests wait.
 fn full_at_flush(flags: u16) -> (Arc<CrashStorage>, Arc<FaultyStorage>, Rig, Client, u64) {
     let crash = CrashStorage::new();
     let faulty = FaultyStorage::new(crash.clone());
     let rig = rig(CacheMode::Writeback, faulty.clone());
     let mut client = rig.client(Style::Structured);
     client.run(WRITE, FUA, 2 * MIB, 65536, &[1; 65536]).unwrap();
-    // The data are written; what the flush writes finds no space.
+    // The data is written; the flush finds no space.
     faulty.arm(FaultPlan::nth(&[FaultKind::Write], 1).no_space().lasting());
     let cookie = client.request(WRITE, flags, 3 * MIB, 65536, &[2; 65536]);
     if flags & FUA == 0 {
@@ -262,7 +263,7 @@ fn full_at_flush(flags: u16) -> (Arc<CrashStorage>, Arc<FaultyStorage>, Rig, Cli
 fn a_flush_that_finds_no_space_waits_for_some() {
     for flags in [0, FUA] {
         let (crash, faulty, rig, mut client, count) = full_at_flush(flags);
-        // Nothing is answered, and reads go on.
+        // No request is answered, and reads continue.
         assert_eq!(client.read(3 * MIB, 1).unwrap(), [2]);
         faulty.heal();
         rig.export.resume();
@@ -276,7 +277,7 @@ fn a_flush_that_finds_no_space_waits_for_some() {
     }
 }
 
-/// A full disk of which something is to be trimmed, and its client.
+/// A full disk to be trimmed, and its client.
 fn full_at_trim(cache: CacheMode) -> (Arc<CrashStorage>, Arc<FaultyStorage>, Rig, Client) {
     let crash = CrashStorage::new();
     let faulty = FaultyStorage::new(crash.clone());
@@ -325,7 +326,7 @@ fn neither_a_client_that_leaves_nor_the_end_waits_for_space() {
 
     let (_, faulty, rig, mut client, count) = full_at_flush(0);
     rig.export.end_waiting();
-    // That of the service's end, or of an attempt that was under way.
+    // The error of the service's end, or of an attempt in progress.
     assert!(answers(&mut client, count).values().all(|error| matches!(error, Some(28 | 108))));
     faulty.heal();
     rig.end();

@@ -1,4 +1,4 @@
-//! The kept inputs of the fuzz target for sessions, and some fresh random ones.
+//! The stored inputs of the fuzz target for sessions, and some random ones.
 
 use std::panic::catch_unwind;
 use std::path::Path;
@@ -22,14 +22,14 @@ fn kept_inputs_break_nothing() {
     assert!(failed.is_empty(), "failed: {failed:?}");
 }
 
-/// `VDKIT_FUZZ_SEEDS` asks for more.
+/// `VDKIT_FUZZ_SEEDS` sets the number.
 #[test]
 fn requests_at_random_are_answered_as_they_must_be() {
     let seeds = std::env::var("VDKIT_FUZZ_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(60);
     for seed in 0..seeds {
         let mut rng = Rng::new(seed);
         let mut input: Vec<u8> = (0..400).map(|_| rng.below(256) as u8).collect();
-        // Requests, in each style in turn.
+        // Requests, cycling through the styles.
         input[0] = (seed % 3 * 2) as u8;
         let done = catch_unwind(|| fuzz::nbd_session(&input));
         assert!(done.is_ok(), "seed {seed}");

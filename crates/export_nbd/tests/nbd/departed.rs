@@ -1,4 +1,4 @@
-//! Clients that leave, and what they have asked for.
+//! Clients that leave, and their pending requests.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
 
 const GROWING: [FaultKind; 4] =
     [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
-/// What is kept for want of space at most, of all clients.
+/// Maximum bytes kept for lack of space, of all clients.
 const KEPT_BYTES_MAX: usize = 256 << 20;
 
 fn served() -> (Arc<FaultyStorage>, Rig) {
@@ -24,18 +24,18 @@ fn served() -> (Arc<FaultyStorage>, Rig) {
     (faulty, rig)
 }
 
-/// Fills the disk, and has so much kept that whoever has more to keep waits on a thread.
+/// Fills the disk and the kept bytes, so that the next change to keep blocks its thread.
 fn brim(faulty: &FaultyStorage, rig: &Rig) {
     faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
     let error = Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() };
-    // Pages that nothing has touched.
+    // Untouched pages.
     let kept = Change::Write(vec![0; KEPT_BYTES_MAX]);
     rig.export.keep(kept, 512 * MIB, false, error, Box::new(|_| {}));
 }
 
 #[test]
 fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
-    // So many that they have all threads of the connection, and nobody receives.
+    // Enough to block all threads of the connection, so that none receives.
     for writes in [1, 40] {
         let (faulty, rig) = served();
         brim(&faulty, &rig);
@@ -62,12 +62,12 @@ fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
     }
 }
 
-/// Other requests of the connection go on meanwhile, and so do replies that wait for a flush.
+/// Other requests of the connection continue meanwhile, and so do replies that wait for a flush.
 #[test]
 fn a_leader_does_not_wait_for_room_to_keep_a_write() {
     let (faulty, rig) = served();
     let mut client = rig.client(Style::Structured);
-    // All of them brief, so that the leader itself does the next one.
+    // All are brief, so the leader itself runs the next one.
     for at in 2..50 {
         client.write(at * MIB, &[3; 4096]).unwrap();
     }
@@ -116,8 +116,8 @@ fn a_block_status_reply_walks_a_bounded_part_of_the_map() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let options = "cluster_size=512";
     let disk = vdkit_testkit::disks::qcow2(storage.clone(), CLUSTERS * 512, options);
-    // From the end to the beginning: each cluster is a piece of the map of its own, and all of them
-    // are one run.
+    // In descending order, so that each cluster is a separate map extent, and all of them merge
+    // into one run.
     for cluster in (0..CLUSTERS).rev() {
         disk.write_at(&[1; 512], vdkit_block::GuestOffset(cluster * 512)).unwrap();
     }

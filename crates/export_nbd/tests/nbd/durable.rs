@@ -1,5 +1,5 @@
-//! What survives a power cut in each cache mode: what was answered to FUA and to a flush, and in the
-//! modes that say so each write.
+//! Power cuts in each cache mode: answered FUA writes and flushed writes survive, and in modes with
+//! durable writes each answered write.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use vdkit_testkit::disks::{MIB, qcow2, reopen, reopen_in};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::{Client, FLUSH, FUA, Style, TRIM, WRITE, WRITE_ZEROES};
 
-/// An image of 4 MiB whose first half is there.
+/// An image of 4 MiB whose first half is allocated.
 fn rig(cache: CacheMode) -> (Arc<CrashStorage>, Rig) {
     let crash = CrashStorage::in_mode(cache);
     let storage: Arc<dyn Storage> = crash.clone();
@@ -21,7 +21,7 @@ fn rig(cache: CacheMode) -> (Arc<CrashStorage>, Rig) {
     (crash, Rig::over(storage, disk, |_| {}, |_| {}))
 }
 
-/// What a power cut now leaves of one byte, in the worst case and in some others.
+/// Checks one byte after a power cut now, in the worst case and some others.
 fn expect(crash: &CrashStorage, rng: &mut Rng, at: u64, byte: u8, what: &str) {
     let image = crash.crash_now();
     let survivors = std::iter::once(image.only_durable())
@@ -34,7 +34,7 @@ fn expect(crash: &CrashStorage, rng: &mut Rng, at: u64, byte: u8, what: &str) {
     }
 }
 
-/// Where round `round` writes: in place, and where space has to be found.
+/// Offsets of round `round`: one in place, one with an allocation.
 fn places(round: u8) -> [u64; 2] {
     [u64::from(round) * 4096, 2 * MIB + u64::from(round) * 65536]
 }
@@ -61,7 +61,7 @@ fn what_was_answered_with_fua_or_a_flush_survives() {
         }
         client.run(TRIM, FUA, MIB, 65536, b"").unwrap();
         expect(&crash, &mut rng, MIB + 65535, 0, &what);
-        // A flush covers what other connections were answered before.
+        // A flush covers answered writes of other connections.
         let mut other = rig.client(Style::Simple);
         for at in places(20) {
             write(&mut other, 0, at, 9);
@@ -92,7 +92,7 @@ fn each_write_survives_where_the_mode_says_so() {
     }
 }
 
-/// The tests above would see a promise that is not kept: here is one that is not made.
+/// Shows that the tests above can fail: an unflushed write may be lost.
 #[test]
 fn without_fua_and_flush_a_write_may_be_lost() {
     for cache in [CacheMode::Writeback, CacheMode::Unsafe] {

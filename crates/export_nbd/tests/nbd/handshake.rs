@@ -1,4 +1,4 @@
-//! The negotiation, with clients that are wrong, slow or hostile.
+//! The negotiation, with wrong, slow or hostile clients.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -82,7 +82,7 @@ fn contexts_are_listed_and_set() {
     assert!(client.contexts(set, "disk", &[]).unwrap().is_empty());
     assert_eq!(client.contexts(set, "disk", &["x:y", all[0], all[0]]).unwrap(), all[..1]);
     assert_eq!(client.contexts(set, "none", &all), Err(ERROR + 6));
-    // That failure took the choice back.
+    // The failure cleared the choice.
     client.go("disk");
     assert_eq!(client.status(0, 0, 512), Err(EINVAL));
     rig.end();
@@ -119,7 +119,7 @@ fn a_slow_client_is_sent_away() {
     };
     let mut silent = Client::dial(rig.path());
     let mut dripping = slow();
-    // A byte from time to time does not buy more time.
+    // Sending a byte from time to time does not extend the deadline.
     let drip = std::thread::spawn(move || {
         for byte in IHAVEOPT.to_be_bytes().into_iter().cycle() {
             if dripping.socket.write_all(&[byte]).is_err() {
@@ -131,7 +131,7 @@ fn a_slow_client_is_sent_away() {
     assert!(silent.is_ended());
     drip.join().unwrap();
     rig.settles_at(0);
-    // One that never reads what it asks for, and never ends asking.
+    // A client that never reads and never stops sending options.
     let mut deaf = slow();
     deaf.socket.set_write_timeout(Some(Duration::from_secs(60))).unwrap();
     let mut option = IHAVEOPT.to_be_bytes().to_vec();
@@ -150,7 +150,7 @@ fn too_many_connections_are_turned_away() {
         |server| server.connections_max = 2,
     );
     let [mut a, mut b] = [(); 2].map(|()| rig.client(Style::Simple));
-    // Their requests are answered only after the server has noted that they reached an export.
+    // A request is answered only after the server has recorded that the client reached an export.
     assert_eq!([a.read(0, 1).unwrap(), b.read(0, 1).unwrap()], [[0], [0]]);
     let mut third = UnixStream::connect(rig.path()).unwrap();
     let mut byte = [0];
@@ -174,13 +174,13 @@ fn peers_that_say_nothing_keep_no_client_out() {
     );
     let mut first = rig.client(Style::Simple);
     let mut silent: Vec<Client> = (0..3).map(|_| Client::dial(rig.path())).collect();
-    // The one that has said nothing for longest makes room; who has reached the export stays.
+    // The longest negotiating client is replaced; one that reached the export stays.
     let second = rig.client(Style::Simple);
     assert!(silent.remove(0).is_ended());
     let clients: Vec<Client> = (0..2).map(|_| rig.client(Style::Simple)).collect();
     assert!(silent.iter_mut().all(Client::is_ended));
     assert_eq!(first.read(0, 1).unwrap(), [0]);
-    // All of them have: now there is no room.
+    // All have reached the export: a further client is rejected.
     let mut late = UnixStream::connect(rig.path()).unwrap();
     assert_eq!(std::io::Read::read(&mut late, &mut [0]).unwrap(), 0);
     drop((first, second, clients));
@@ -200,7 +200,7 @@ fn noise_harms_nobody_else() {
         };
         let mut noise: Vec<u8> = (0..rng.below(300)).map(|_| rng.next_u64() as u8).collect();
         if round % 3 == 2 {
-            // Well-formed in its first half, so that it gets somewhere.
+            // The first half is well-formed, to get past the first checks.
             let extended = client.style == Style::Extended;
             let magic: u32 = if extended { 0x21e4_1c71 } else { 0x2560_9513 };
             for piece in noise.chunks_mut(if extended { 32 } else { 28 }) {
@@ -208,7 +208,7 @@ fn noise_harms_nobody_else() {
                 piece[..len].copy_from_slice(&magic.to_be_bytes()[..len]);
                 if piece.len() > 8 {
                     (piece[4], piece[6], piece[7]) = (0, 0, piece[7] % 10);
-                    // Most of them near the disk.
+                    // Mostly offsets near the disk.
                     let from = piece.len().min(16);
                     let to = piece.len().min(22);
                     piece[from..to].fill(0);
@@ -243,7 +243,7 @@ fn ten_thousand_connections_leave_nothing_behind() {
         }
     }
     rig.settles_at(0);
-    // Other tests of this process come and go.
+    // Other tests of this process open and close files.
     let mut now = files();
     for _ in 0..200 {
         if now <= before + 40 {

@@ -1,4 +1,4 @@
-//! Requests with many bytes: they come and go in pieces.
+//! Large requests, sent and received in pieces.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ fn faulty() -> (Arc<FaultyStorage>, Rig) {
     (faulty, Rig::with(storage, 64 * MIB, |_| {}, |_| {}))
 }
 
-/// Bytes that differ from place to place, none of them zero.
+/// Position-dependent nonzero bytes.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 1000 % 251) as u8 + 1).collect()
 }
@@ -53,7 +53,7 @@ fn reads_of_all_lengths_are_right() {
         for len in edges.into_iter().flat_map(|edge| edge - 1..=edge + 1) {
             assert!(client.read(12_346, len).unwrap() == data[1..=len], "{style:?} {len}");
         }
-        // Of none, which a chunk of data cannot have.
+        // A read of 0 bytes, which a data chunk cannot have.
         assert_eq!(client.read_with(0, 12_345, 0).unwrap(), (vec![], 0));
     }
     rig.end();
@@ -67,7 +67,7 @@ fn an_error_within_a_large_read_says_where_and_ends_the_request_alone() {
         let data = pattern(4 * PIECE);
         client.write(MIB, &data).unwrap();
         let fail_once = |nth| faulty.arm(FaultPlan::nth(&[FaultKind::Read], nth));
-        // In one piece: nothing of it is sent.
+        // In one piece: none of it is sent.
         fail_once(0);
         let flags = if style == Style::Simple { 0 } else { DF };
         assert_eq!(client.read_with(flags, MIB, data.len()), Err(5));
@@ -95,14 +95,14 @@ fn an_error_within_a_large_read_says_where_and_ends_the_request_alone() {
     }
 }
 
-/// Payloads small and large, and requests without, in one stream that arrives as it pleases.
+/// Small and large payloads, and requests without, in one stream with arbitrary boundaries.
 #[test]
 fn payloads_end_where_the_next_request_begins() {
     for style in STYLES {
         let rig = Rig::new(64 * MIB);
         let mut client = rig.client(style);
         let flags = if style == Style::Extended { PAYLOAD_LEN } else { 0 };
-        // On both sides of what is used where it was received, and of what is received at once.
+        // Around the limits of in-buffer payloads and of one receive.
         let lens =
             [65_537, 65_536, 1, 300_000, 65_537, 262_117, 262_116, 40, 2_000_000, 9, 262_145];
         let mut at = 0;
@@ -110,7 +110,7 @@ fn payloads_end_where_the_next_request_begins() {
         for (index, len) in lens.into_iter().enumerate() {
             let data = vec![index as u8 + 1; len];
             client.request(WRITE, flags, at, len as u64, &data);
-            // Without waiting for the answer to the one before.
+            // Without waiting for the previous answer.
             client.request(READ, 0, 63 * MIB, 16, b"");
             places.push((at, len));
             at += len as u64;
@@ -154,7 +154,7 @@ fn a_large_write_that_finds_no_space_is_done_whole_later() {
     let mut client = rig.client(Style::Structured);
     let data = pattern(3 * MIB as usize + 5);
     let growing = [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
-    // At its first change, and when some of it is done.
+    // At its first change, and after some of it is done.
     for nth in 0..2 {
         faulty.arm(FaultPlan::nth(&growing, nth).no_space().lasting());
         let at = 8 * MIB * (nth + 1) + 777;

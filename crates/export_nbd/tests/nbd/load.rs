@@ -11,13 +11,13 @@ use vdkit_testkit::disks::{MIB, reopen};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
 
-/// Bytes that belong to one client; the next ones belong to the next client, and so on, so that
-/// clients share clusters and never bytes.
+/// Bytes per stripe; stripes belong to the clients in turn, so that clients share clusters but
+/// never bytes.
 const STRIPE: u64 = 1536;
 const CLIENTS: u64 = 4;
 const DISK: u64 = 8 * MIB;
 
-/// A client's own stripes: what they hold.
+/// The content of a client's own stripes.
 struct Lane {
     client: Client,
     number: u64,
@@ -80,7 +80,7 @@ fn clients_that_share_clusters_keep_their_bytes() {
                 })
             })
             .collect();
-        // Snapshots under load, and clients that come, ask something large, and go.
+        // Snapshots under load, and clients that connect, send a large request and disconnect.
         scope.spawn(|| {
             let mut rng = Rng::from_env(0x57a2);
             let mut number = 0;
@@ -161,7 +161,7 @@ fn what_was_begun_is_done_when_the_service_ends() {
     for i in 0..100u64 {
         client.request(WRITE, 0, i * 65536, 65536, &vec![i as u8 + 1; 65536]);
     }
-    // The server has begun all of them once the last one is answered.
+    // The server has started all of them once the last one is answered.
     for _ in 0..100 {
         assert_eq!(client.chunk(|_| 0).kind, 0);
     }
@@ -175,8 +175,8 @@ fn what_was_begun_is_done_when_the_service_ends() {
     }
 }
 
-/// A client may send large payloads faster than they are written; what is read of them meanwhile
-/// is bounded.
+/// A client may send large payloads faster than they are written; buffered payload bytes are
+/// bounded.
 #[test]
 fn one_large_payload_is_in_memory_at_a_time() {
     const PAYLOAD: usize = 8 << 20;
@@ -202,8 +202,8 @@ fn one_large_payload_is_in_memory_at_a_time() {
     rig.end();
 }
 
-/// A client may send all of its requests before it reads a reply, where they are no more than a
-/// server has under way at a time: QEMU's takes 16.
+/// A client may send all of its requests before it reads a reply, up to the server's limit of
+/// concurrent requests: QEMU's takes 16.
 #[test]
 fn a_client_that_sends_before_it_reads_is_served() {
     const KIB: u64 = 1 << 10;

@@ -1,4 +1,4 @@
-//! The server against a client of our own: every style of reply, every request, right and wrong.
+//! The server against our own client: every style of reply, every request, valid and invalid.
 
 mod commit;
 mod corpus;

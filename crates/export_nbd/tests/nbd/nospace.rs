@@ -1,4 +1,4 @@
-//! A full disk pauses writes, and nothing else.
+//! A full disk blocks writes and nothing else.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ fn writes_wait_and_go_on_when_there_is_space() {
         client.write(0, &[1; 4096]).unwrap();
         client.run(FLUSH, 0, 0, 0, b"").unwrap();
         fill(&faulty);
-        // More than there are threads to a connection.
+        // More than a connection's threads.
         let cookies: Vec<u64> = (0..40)
             .map(|i| client.request(WRITE, 0, (2 + i) * MIB, 4096, &[i as u8 + 1; 4096]))
             .collect();
@@ -43,7 +43,7 @@ fn writes_wait_and_go_on_when_there_is_space() {
             assert!(began.elapsed() < Duration::from_secs(120), "{:?}", rig.export.parked());
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Nobody was answered; reads go on, here and elsewhere.
+        // No write was answered; reads continue, here and elsewhere.
         let read = client.request(READ, 0, 0, 100, b"");
         let answer = client.chunk(|_| 100);
         assert_eq!((answer.cookie, answer.kind), (read, 1));
@@ -109,7 +109,7 @@ fn wait_for(rig: &Rig, requests: u64) {
     }
 }
 
-/// A full disk, and a client with a write that waits for space, which does not read its replies.
+/// A full disk, and a client that waits for space and does not read its replies.
 fn stalled() -> (Arc<FaultyStorage>, Rig, Client) {
     let (faulty, rig) = full(OnNoSpace::Pause);
     rig.client(Style::Simple).write(0, &vec![7; 16 << 20]).unwrap();
@@ -152,12 +152,12 @@ fn the_end_of_the_service_does_not_wait_for_a_client_that_does_not_read() {
     });
     told.recv_timeout(Duration::from_secs(60)).unwrap();
     faulty.heal();
-    // And then the client is cut off.
+    // Then the client is disconnected.
     rig.end_within(Duration::from_millis(100));
     drop(stalled);
 }
 
-/// Replies that come late are whole, and between those of other requests, not within them.
+/// Late replies are whole, and not interleaved within other replies.
 #[test]
 fn late_replies_come_among_others() {
     let (faulty, rig, mut client) = stalled();
@@ -203,7 +203,7 @@ fn what_a_client_left_behind_is_never_done() {
         assert!(began.elapsed() < Duration::from_secs(120));
         std::thread::sleep(Duration::from_millis(5));
     }
-    // It could lie over what the client wrote when it came again.
+    // It could overwrite what the client wrote after reconnecting.
     assert_eq!(rig.client(Style::Simple).read(MIB, 1).unwrap(), [0]);
     rig.end();
 }

@@ -13,13 +13,13 @@ fn what_is_written_is_read() {
         client.write(1000, &[7; 5000]).unwrap();
         assert_eq!(client.read(999, 2).unwrap(), [0, 7]);
         assert_eq!(client.read(5999, 2).unwrap(), [7, 0]);
-        // Larger than what is taken where it stands, and than one piece.
+        // Larger than an in-buffer payload, and than one piece.
         let large: Vec<u8> = (0..3_000_000u32).map(|i| (i / 1000) as u8 | 1).collect();
         client.write(10 * MIB + 77, &large).unwrap();
         assert_eq!(client.read(10 * MIB + 77, large.len()).unwrap(), large);
         client.run(FLUSH, 0, 0, 0, b"").unwrap();
         client.run(CACHE, 0, 10 * MIB, 4 * MIB, b"").unwrap();
-        // Zeroes with and without a hole, and given back.
+        // Zeroes with and without a hole, and trim.
         client.run(WRITE_ZEROES, 0, 2000, 1000, b"").unwrap();
         client.run(WRITE_ZEROES, NO_HOLE, 11 * MIB, MIB, b"").unwrap();
         client.run(TRIM, 0, 12 * MIB, MIB / 2, b"").unwrap();
@@ -62,7 +62,7 @@ fn a_payload_beyond_all_bounds_ends_the_connection() {
     let mut client = rig.client(Style::Extended);
     client.request(BLOCK_STATUS, PAYLOAD_LEN, 0, u64::MAX, b"");
     assert!(client.is_ended());
-    // The server is there for others.
+    // The server still serves others.
     assert_eq!(rig.client(Style::Simple).read(0, 1).unwrap(), [0]);
     rig.end();
 }
@@ -99,7 +99,7 @@ fn fast_zeroes_are_refused_where_bytes_would_be_written() {
     rig.end();
 }
 
-/// Adds up neighbouring runs; a reply may end before the range does.
+/// Merges neighbouring runs; a reply may end before the range does.
 fn statuses(client: &mut Client, len: u64) -> Vec<(u64, u64)> {
     let mut runs: Vec<(u64, u64)> = Vec::new();
     let mut at = 0;
@@ -127,7 +127,7 @@ fn block_status_tells_allocation_and_depth() {
         let both = client.status(0, 0, 64 * MIB).unwrap();
         assert_eq!(both.len(), 2);
         let rest = 62 * MIB;
-        // The zeroed cluster may keep its space (2) or give it back (3).
+        // The zeroed cluster may keep its space (2) or free it (3).
         let zero = both[0][2].1;
         assert!([2, 3].contains(&zero));
         assert_eq!(both[0], [(MIB, 3), (65536, 0), (65536, zero), (MIB - 131_072, 0), (rest, 3)]);
@@ -138,7 +138,7 @@ fn block_status_tells_allocation_and_depth() {
         assert_eq!(client.status(0, 64 * MIB, 1), Err(EINVAL));
         assert_eq!(client.status(0, 0, 0), Err(EINVAL));
         if style == Style::Extended {
-            // One context only, over more than 4 GiB of effect.
+            // A single context, over an effect of more than 4 GiB.
             let mut wanted = (64 * MIB).to_be_bytes().to_vec();
             wanted.extend(1u32.to_be_bytes());
             let len = wanted.len() as u64;
@@ -192,8 +192,8 @@ fn a_dirty_bitmap_is_told() {
     rig.end();
 }
 
-/// After a commit or a snapshot another image is served. It has no bitmap, or another one of the same
-/// name: in neither case is it known what changed, and nothing would be backed up.
+/// After a commit or a snapshot another image is served. It has no such bitmap, or another of the
+/// same name. Reporting it as clean would leave changes out of the backup.
 #[test]
 fn a_bitmap_of_an_image_that_is_not_served_any_more_is_not_told_as_clean() {
     let with_bitmap = |name: &str| {
@@ -219,7 +219,7 @@ fn a_bitmap_of_an_image_that_is_not_served_any_more_is_not_told_as_clean() {
     };
     exchange();
     assert!(client.status(0, 0, 64 * MIB).is_err());
-    // Whoever has seen it goes on with what it was then.
+    // A client that has queried it keeps its state of then.
     assert_eq!(statuses(&mut early, 64 * MIB)[1], (65536, 1));
     exchange();
     assert_eq!(statuses(&mut client, 64 * MIB)[1], (65536, 1));

@@ -1,5 +1,5 @@
-//! A monitor and a virtio driver in one: what QEMU and its guest do, as plainly as can be. It
-//! shares no code with the server, so that both cannot be wrong in the same way.
+//! A monitor and a virtio driver in one, as a minimal QEMU with its guest. It shares no code with
+//! the server, so that both cannot have the same bug.
 #![allow(dead_code, missing_docs)]
 
 use std::fs::File;
@@ -15,15 +15,15 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
-/// Where the guest's memory begins for itself, and for the monitor.
+/// Start of guest memory, as guest and as monitor address.
 pub const GUEST: u64 = 0x1000_0000;
 const USER: u64 = 0x7000_0000_0000;
 const MEMORY: u64 = 96 << 20;
 
-/// Requests at a time in one queue, and descriptors for them.
+/// Concurrent requests per queue, and descriptors for them.
 pub const SLOTS: u16 = 64;
 pub const QUEUE_SIZE: u16 = 256;
-/// Bytes of data of one request.
+/// Data bytes per request.
 pub const DATA: u64 = 256 << 10;
 const QUEUE_BYTES: u64 = 1 << 20;
 const AVAILABLE: u64 = 0x8000;
@@ -49,21 +49,21 @@ pub const F_CONFIG_WCE: u64 = 1 << 11;
 pub const F_INDIRECT: u64 = 1 << 28;
 pub const F_EVENT_IDX: u64 = 1 << 29;
 pub const F_PROTOCOL: u64 = 1 << 30;
-/// A feature of the protocol: whether a message was taken is told.
+/// Protocol feature: acknowledged messages.
 const REPLY_ACK: u64 = 1 << 3;
-/// A feature of the protocol: notes of what is in flight.
+/// Protocol feature: in-flight records.
 const INFLIGHT: u64 = 1 << 12;
 
-/// How long anything may take.
+/// Timeout of all waits.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What goes with a request.
+/// Data of a request.
 #[derive(Clone, Copy)]
 pub enum Data<'a> {
     None,
     /// To the device.
     Out(&'a [u8]),
-    /// So many bytes from it.
+    /// Read this many bytes from the device.
     In(u32),
 }
 
@@ -74,7 +74,7 @@ pub struct Queue {
     available: u16,
     seen: u16,
     free: Vec<u16>,
-    /// What came back, by slot.
+    /// Finished requests, by slot.
     back: Vec<Option<u32>>,
     lens: Vec<u32>,
 }
@@ -87,11 +87,11 @@ pub struct Guest {
     pub indirect: bool,
     socket: Option<UnixStream>,
     backend: Option<UnixStream>,
-    /// What the monitor keeps for the next server.
+    /// In-flight records that the monitor keeps for the next server.
     pub inflight: Option<(Vec<u8>, OwnedFd)>,
-    /// Features that are left out.
+    /// Features not to accept.
     without: u64,
-    /// Features of the protocol that this driver knows, and those that the server knows too.
+    /// Protocol features of this driver, and those shared with the server.
     protocol: u64,
     agreed: u64,
 }
@@ -149,13 +149,13 @@ impl Guest {
         self
     }
 
-    /// As a monitor that keeps no notes of what is in flight.
+    /// A monitor without in-flight records.
     pub fn without_notes(mut self) -> Self {
         self.protocol &= !INFLIGHT;
         self
     }
 
-    /// A guest with its device running.
+    /// A guest with a running device.
     pub fn boot(path: &Path, queues: u16) -> Self {
         let mut guest = Self::new(queues);
         guest.connect(path);
@@ -214,7 +214,7 @@ impl Guest {
         u64::from_ne_bytes(self.reply(request).0.try_into().unwrap())
     }
 
-    /// Sets something; says whether the server took it.
+    /// Sets something; returns whether the server accepted it.
     pub fn try_set(&self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
         if self.agreed & REPLY_ACK == 0 {
             self.send(request, 0, body, fds);
@@ -251,7 +251,7 @@ impl Guest {
         self.try_set(25, &body, &[])
     }
 
-    /// Agrees on features and shares the memory.
+    /// Negotiates features and shares the memory.
     pub fn connect(&mut self, path: &Path) {
         let began = Instant::now();
         let socket = loop {
@@ -295,14 +295,14 @@ impl Guest {
         self.set(5, &table, &[self.file.as_fd()]);
     }
 
-    /// As a monitor does that begins to migrate its guest, or whose guest starts the device anew.
+    /// Renegotiates, as when a migration begins or the guest resets the device.
     pub fn agree_again(&self) {
         self.send(2, 0, &numbers(&[self.features]), &[]);
-        // Answered when that is done.
+        // The reply comes after the negotiation.
         self.get(1);
     }
 
-    /// Starts all queues, from where they are.
+    /// Starts all queues at their positions.
     pub fn start(&mut self) {
         for index in 0..self.queues.len() as u32 {
             let queue = &self.queues[index as usize];
@@ -326,14 +326,14 @@ impl Guest {
         }
     }
 
-    /// Takes a queue away; where it would go on.
+    /// Stops a queue and returns its position.
     pub fn stop_queue(&self, index: u32) -> u16 {
         self.send(11, 0, &pair(index, 0), &[]);
         let (body, _) = self.reply(11);
         u32::from_ne_bytes(body[4..8].try_into().unwrap()) as u16
     }
 
-    /// The monitor goes away at once.
+    /// Closes the connection abruptly.
     pub fn disconnect(&mut self) {
         self.socket = None;
         self.backend = None;
@@ -399,14 +399,14 @@ impl Guest {
         rustix::io::write(&self.queues[queue].kick, &1_u64.to_ne_bytes()).unwrap();
     }
 
-    /// Begins a request.
+    /// Submits a request.
     pub fn submit(&mut self, queue: usize, kind: u32, sector: u64, data: Data<'_>) -> u16 {
         let slot = self.prepare(queue, kind, sector, data);
         self.offer(queue, slot * (QUEUE_SIZE / SLOTS));
         slot
     }
 
-    /// Writes a request into memory, not yet available.
+    /// Writes a request into memory without making it available.
     pub fn prepare(&mut self, queue: usize, kind: u32, sector: u64, data: Data<'_>) -> u16 {
         let slot = self.queues[queue].free.pop().expect("too many requests at once");
         let header = self.queues[queue].base + HEADERS + u64::from(slot) * 64;
@@ -433,7 +433,7 @@ impl Guest {
         slot
     }
 
-    /// Takes what came back. Whatever comes later is notified.
+    /// Collects finished requests, and enables notifications for later ones.
     pub fn collect(&mut self, queue: usize) -> usize {
         let it = &mut self.queues[queue];
         let at = |offset: u64| GuestAddress(it.base + USED + offset);
@@ -453,7 +453,7 @@ impl Guest {
             }
             self.mem.store(it.seen.to_le(), event, Ordering::SeqCst).unwrap();
             std::sync::atomic::fence(Ordering::SeqCst);
-            // What came before the device saw this is not notified.
+            // Requests finished before the device saw this are not notified.
             let now: u16 = self.mem.load(at(2), Ordering::Acquire).unwrap();
             if now == it.seen {
                 return count;
@@ -461,7 +461,7 @@ impl Guest {
         }
     }
 
-    /// Waits until the device notifies us, at most so long.
+    /// Waits for a notification, at most `most`.
     pub fn wait_call(&self, queue: usize, most: Duration) {
         let call = &self.queues[queue].call;
         let mut fds = [PollFd::new(call, PollFlags::IN)];
@@ -470,13 +470,13 @@ impl Guest {
         let _ = rustix::io::read(call, &mut [0_u8; 8]);
     }
 
-    /// Whether a request has come back.
+    /// Whether a request has finished.
     pub fn is_back(&mut self, queue: usize, slot: u16) -> bool {
         self.collect(queue);
         self.queues[queue].back[usize::from(slot)].is_some()
     }
 
-    /// Waits for a request: status, and what was read.
+    /// Waits for a request: status and data.
     pub fn finish(&mut self, queue: usize, slot: u16) -> (u8, Vec<u8>) {
         let began = Instant::now();
         while !self.is_back(queue, slot) {
@@ -489,7 +489,7 @@ impl Guest {
         (status, data)
     }
 
-    /// Frees the slot of a request that came back: status, and bytes that were asked for.
+    /// Frees the slot of a finished request: status, and requested bytes.
     pub fn release(&mut self, queue: usize, slot: u16) -> (u8, u32) {
         let it = &mut self.queues[queue];
         let used = it.back[usize::from(slot)].take().expect("not back");
@@ -504,7 +504,7 @@ impl Guest {
         (status, len)
     }
 
-    /// Slots that came back and are not released.
+    /// Finished slots that are not released.
     pub fn returned(&self, queue: usize) -> Vec<u16> {
         let back = &self.queues[queue].back;
         (0..SLOTS).filter(|slot| back[usize::from(*slot)].is_some()).collect()
@@ -531,7 +531,7 @@ impl Guest {
     }
 }
 
-/// A range to discard or to write zeroes to.
+/// A discard or write-zeroes range.
 pub fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
     let mut bytes = sector.to_le_bytes().to_vec();
     bytes.extend(sectors.to_le_bytes());

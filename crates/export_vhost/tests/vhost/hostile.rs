@@ -1,5 +1,5 @@
-//! Guests that put anything into memory. A queue that makes no sense is stopped; everybody else,
-//! and the server, goes on.
+//! Guests that write anything into memory. An invalid queue is stopped; the other queues and the
+//! server continue.
 
 use std::time::Duration;
 
@@ -14,8 +14,7 @@ const WRITE_ONLY: u16 = 2;
 /// Descriptors: address, length, flags.
 type Parts = Vec<(u64, u32, u16)>;
 
-/// A guest whose first queue has been given nonsense: nothing comes back there, and the second
-/// works as before.
+/// Makes the first queue of a guest invalid: it returns nothing, and the second works as before.
 fn stopped(nonsense: impl FnOnce(&mut Guest)) {
     let rig = Rig::new(MIB);
     let mut guest = rig.boot(2);
@@ -25,7 +24,7 @@ fn stopped(nonsense: impl FnOnce(&mut Guest)) {
     assert_eq!(guest.read(1, 0, 512), [1; 512]);
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(guest.collect(0), 0, "something came back");
-    // The monitor stops and starts it: it works again.
+    // It works again after the monitor restarts it.
     guest.stop_queue(0);
     let mut guest = {
         drop(guest);
@@ -35,7 +34,7 @@ fn stopped(nonsense: impl FnOnce(&mut Guest)) {
     rig.end();
 }
 
-/// The place of a good header.
+/// Address of a valid header.
 fn header(guest: &Guest) -> u64 {
     let at = GUEST + 0x8_0000;
     guest.put(at, READ.to_le());
@@ -50,16 +49,16 @@ fn status(guest: &Guest) -> u64 {
 #[test]
 fn chains_that_make_no_sense() {
     let chains: [fn(&mut Guest) -> Parts; 8] = [
-        // No status; no header; a short header; nowhere.
+        // No status; no header; a short header; empty.
         |g| vec![(header(g), 16, 0)],
         |g| vec![(status(g), 1, WRITE_ONLY)],
         |g| vec![(header(g), 15, 0), (status(g), 1, WRITE_ONLY)],
         |_| vec![(0, 16, 0), (0, 1, WRITE_ONLY)],
-        // A status outside; at the end of all addresses; without a byte.
+        // A status outside; at the end of the address space; of length 0.
         |g| vec![(header(g), 16, 0), (8, 1, WRITE_ONLY)],
         |g| vec![(header(g), 16, 0), (u64::MAX, 1, WRITE_ONLY)],
         |g| vec![(header(g), 16, 0), (status(g), 0, WRITE_ONLY)],
-        // Something to read behind something to write.
+        // A readable descriptor after a writable one.
         |g| vec![(header(g), 16, 0), (status(g), 1, WRITE_ONLY), (header(g), 16, 0)],
     ];
     for chain in chains {
@@ -76,7 +75,7 @@ fn chains_without_an_end() {
     stopped(|guest| {
         let at = header(guest);
         guest.chain(0, 5, &[(at, 16, 0), (at, 16, 0)]);
-        // The second leads back to the first.
+        // The second points back to the first.
         let second = GUEST + 21 * 16;
         guest.put(second + 12, 1_u16);
         guest.put(second + 14, 20_u16);
@@ -100,14 +99,14 @@ fn descriptors_beyond_their_table() {
 fn indirect_tables_that_make_no_sense() {
     const INDIRECT: u16 = 4;
     let table = GUEST + 0x9_0000;
-    // Nowhere; not whole; empty; too large.
+    // Outside; partial; empty; too large.
     for (address, len) in [(8, 48), (table, 47), (table, 0), (table, !15), (u64::MAX - 7, 32)] {
         stopped(|guest| {
             guest.chain(0, 5, &[(address, len, INDIRECT)]);
             guest.offer(0, 20);
         });
     }
-    // A table within a table.
+    // Nested tables.
     stopped(|guest| {
         guest.put(table, table);
         guest.put(table + 8, 16_u32);
@@ -123,7 +122,7 @@ fn available_indices_that_make_no_sense() {
         guest.set_available(0, 1 + QUEUE_SIZE + 1);
         guest.kick(0);
     });
-    // A head that is in flight is offered again and again.
+    // A head in flight is offered repeatedly.
     let rig = Rig::new(MIB);
     let mut guest = rig.boot(2);
     rig.export.pause();
@@ -159,7 +158,7 @@ fn data_outside_of_memory_is_an_error() {
     rig.end();
 }
 
-/// Headers and statuses in pieces, as drivers of old and of odd systems do.
+/// Split headers and statuses, as old and unusual drivers use.
 #[test]
 fn any_layout_of_the_pieces_works() {
     let rig = Rig::new(MIB);
@@ -179,7 +178,7 @@ fn any_layout_of_the_pieces_works() {
             (head + 3, 13, 0),
             (data, 100, WRITE_ONLY),
             (data + 100, 923, WRITE_ONLY),
-            // The last byte of the data and the status in one.
+            // The last data byte and the status in one descriptor.
             (data + 1023, 2, WRITE_ONLY),
         ],
     );
@@ -195,7 +194,7 @@ fn any_layout_of_the_pieces_works() {
     rig.end();
 }
 
-/// Random bytes everywhere the device looks.
+/// Random bytes everywhere the device reads.
 #[test]
 fn random_rings() {
     let rig = Rig::new(64 * MIB);
@@ -228,8 +227,7 @@ fn random_rings() {
     rig.end();
 }
 
-/// Messages that no monitor sends: the connection ends or the message is refused, and the next
-/// monitor is served.
+/// Invalid messages: the connection ends or the message is refused, and the next monitor is served.
 #[test]
 fn random_messages() {
     let rig = Rig::new(MIB);
@@ -250,7 +248,7 @@ fn random_messages() {
         guest.connect(&rig.socket);
         guest
     };
-    // Another version; a body without end; half a header.
+    // Another version; an endless body; half a header.
     guest.send_bytes(&[1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0], &[]);
     drop(guest);
     for bytes in [&[1, 0, 0, 0, 1, 0, 0, 0, 255, 255, 255, 255][..], &[1, 0, 0]] {

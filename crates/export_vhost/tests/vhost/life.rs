@@ -1,4 +1,4 @@
-//! Monitors that come and go, and a disk that grows under them.
+//! Monitors that connect and disconnect, and a disk that grows meanwhile.
 
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ fn queues_stop_and_go_on_where_they_were() {
         for i in 0..40 {
             guest.submit(0, WRITE, i * 128, Data::Out(&[round as u8 + 1; 65536]));
         }
-        // What was taken comes back before the queue stops; the rest stays for later.
+        // Taken requests are put back before the queue stops; the rest stays.
         let base = guest.stop_queue(0);
         let back = guest.collect(0) as u16;
         assert_eq!(base, round * 40 + back);
@@ -96,7 +96,7 @@ fn the_guest_learns_of_a_new_size() {
     rig.end();
 }
 
-/// A monitor that asks about the disk is not kept waiting while its requests are.
+/// A monitor's queries about the disk are answered while its requests are blocked.
 #[test]
 fn a_disk_that_is_paused_can_be_connected_to() {
     let rig = Rig::new(MIB);
@@ -128,7 +128,7 @@ fn sockets_are_not_taken_from_others() {
     rig.end();
 }
 
-/// The server ends while requests are under way: none is lost, none is answered twice.
+/// The server ends with requests in flight: none is lost, none is answered twice.
 #[test]
 fn another_server_takes_over() {
     let mut rig = Rig::new(64 * MIB);

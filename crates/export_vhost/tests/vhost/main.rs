@@ -1,5 +1,5 @@
-//! The server against a driver of our own: what guests do, what hostile guests do, and what is
-//! left when either side goes away.
+//! The server against our own driver: normal guests, hostile guests, and disconnects of either
+//! side.
 
 mod guest;
 mod hostile;

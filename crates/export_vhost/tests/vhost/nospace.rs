@@ -39,7 +39,7 @@ fn writes_wait_and_go_on_when_there_is_space() {
     guest.write(0, 0, &[1; 4096]);
     guest.flush(0);
     fill(&faulty);
-    // More than there are threads, and one of several pieces.
+    // More than the threads, and one of several pieces.
     let slots: Vec<u16> = (0..40)
         .map(|i| guest.submit(0, WRITE, (2 + i) * 2048, Data::Out(&[i as u8 + 1; 4096])))
         .collect();
@@ -47,7 +47,7 @@ fn writes_wait_and_go_on_when_there_is_space() {
     let zeroes = guest.submit(1, WRITE_ZEROES, 0, Data::Out(&zeroes));
     wait_for(&rig, 41);
     assert_eq!(guest.collect(0), 0, "a write that found no space was answered");
-    // Reads go on, here and elsewhere.
+    // Reads continue, here and elsewhere.
     assert_eq!(guest.read(0, 0, 512), [1; 512]);
     assert_eq!(guest.read(1, 1, 512), [1; 512]);
     faulty.heal();
@@ -60,7 +60,7 @@ fn writes_wait_and_go_on_when_there_is_space() {
     rig.end();
 }
 
-/// A flush finds no space for what the image has to note.
+/// A flush that finds no space for metadata.
 fn waiting_flush() -> (Arc<FaultyStorage>, Rig, Guest, u16) {
     let (faulty, rig) = full(OnNoSpace::Pause);
     let mut guest = rig.boot(1);
@@ -83,7 +83,7 @@ fn a_flush_waits_for_space() {
     rig.end();
 }
 
-/// A flush that the monitor takes back is done again when the queue goes on.
+/// A withdrawn flush is repeated when the queue resumes.
 #[test]
 fn stopping_does_not_wait_for_a_flush() {
     let (faulty, rig, mut guest, slot) = waiting_flush();
@@ -105,9 +105,8 @@ fn a_report_is_an_error() {
     rig.end();
 }
 
-/// The monitor stops the queue while a write waits: that must not take for ever. The write stays
-/// in flight and is done when the queue goes on; the older attempt is never made again, or it
-/// would undo what the guest wrote since.
+/// The monitor stops the queue while a write waits, which must not block. The write stays in flight
+/// and runs when the queue resumes. The older attempt never runs, or it would overwrite newer data.
 #[test]
 fn stopping_does_not_wait_for_space() {
     let (faulty, rig) = full(OnNoSpace::Pause);
@@ -115,14 +114,14 @@ fn stopping_does_not_wait_for_space() {
     fill(&faulty);
     let slot = guest.submit(0, WRITE, 2048, Data::Out(&[1; 4096]));
     wait_for(&rig, 1);
-    // (A guest that is not answered gives up after a while.)
+    // (A guest without an answer times out after a while.)
     let base = guest.stop_queue(0);
     assert_eq!((base, guest.collect(0)), (1, 0));
     faulty.heal();
     guest.start_queue(0, 0);
     assert_eq!(guest.finish(0, slot).0, 0);
     guest.write(0, 2048, &[2; 4096]);
-    // Time for the first attempt to be made, were it still there.
+    // Time for the first attempt to run, if it still existed.
     rig.export.resume();
     wait_for(&rig, 0);
     std::thread::sleep(Duration::from_millis(50));
@@ -130,7 +129,7 @@ fn stopping_does_not_wait_for_space() {
     rig.end();
 }
 
-/// Where nobody keeps notes of what is in flight, a write that waits has to fail.
+/// Without in-flight records, a waiting write must fail.
 #[test]
 fn a_monitor_without_notes_is_told() {
     let (faulty, rig) = full(OnNoSpace::Pause);

@@ -1,4 +1,4 @@
-//! What a server that died has left is done by the next one.
+//! Requests left by a dead server are done by the next one.
 
 use vm_memory::{Bytes, GuestAddress};
 
@@ -6,7 +6,7 @@ use crate::guest::*;
 use crate::rig::Rig;
 use vdkit_testkit::disks::MIB;
 
-/// The notes of queue 0, as a server that dies leaves them.
+/// The records of queue 0 as left by a dead server.
 struct Notes {
     file: std::fs::File,
 }
@@ -28,8 +28,7 @@ impl Notes {
     }
 }
 
-/// Requests that were taken and not answered are done in the order in which they were taken, and
-/// those behind them that were not taken too.
+/// Taken but unanswered requests are repeated in the order of taking, followed by those not taken.
 #[test]
 fn requests_in_flight_are_done_again() {
     let rig = Rig::new(64 * MIB);
@@ -39,7 +38,7 @@ fn requests_in_flight_are_done_again() {
     guest.write(0, 0, &[1; 512]);
     guest.disconnect();
     guest.connect(&rig.socket);
-    // The server before took three and died.
+    // The previous server took three and died.
     let slots: Vec<u16> =
         (0..5).map(|i| guest.submit(0, WRITE, 8 * i, Data::Out(&[i as u8 + 10; 512]))).collect();
     let notes = Notes::of(&guest);
@@ -56,7 +55,7 @@ fn requests_in_flight_are_done_again() {
     rig.end();
 }
 
-/// It died after the answer, before its notes said so: the request is not done again.
+/// It died after the answer, before updating its records: the request is not repeated.
 #[test]
 fn answered_requests_are_not_done_again() {
     let rig = Rig::new(64 * MIB);
@@ -69,16 +68,16 @@ fn answered_requests_are_not_done_again() {
     guest.connect(&rig.socket);
     let notes = Notes::of(&guest);
     notes.take(slot * 4, 0);
-    // The used index as it was before.
+    // The old used index.
     notes.put(14, &0_u16.to_le_bytes());
     guest.start();
-    // It would be answered a second time, which the driver would notice.
+    // The driver would notice a second answer.
     guest.write(0, 8, &[2; 512]);
     assert_eq!(guest.collect(0), 0);
     rig.end();
 }
 
-/// Notes that say anything.
+/// Arbitrary records.
 #[test]
 fn notes_from_a_hostile_monitor() {
     let rig = Rig::new(MIB);
@@ -92,7 +91,7 @@ fn notes_from_a_hostile_monitor() {
             bytes[8..12].copy_from_slice(&[1, 0, 0, 1]);
         }
         notes.put(0, &bytes);
-        // Where the notes say that all is taken, heads without requests are found.
+        // If all heads are recorded as taken, heads without requests are found.
         guest.mem.write_slice(&[0; 4096], GuestAddress(GUEST)).unwrap();
         guest.start();
         guest.kick(0);

@@ -1,4 +1,4 @@
-//! Every request, right and wrong.
+//! Every request, valid and invalid.
 
 use vdkit_testkit::Rng;
 
@@ -17,7 +17,7 @@ fn requests_do_what_they_say() {
         assert_eq!(guest.read(0, 0, 4096), [0; 4096]);
         guest.write(0, 3, &[7; 512]);
         assert_eq!(guest.read(0, 2, 1536), [[0; 512], [7; 512], [0; 512]].concat());
-        // Longer than any lane does at once.
+        // Longer than the limit of the non-blocking path, and than one piece.
         let long: Vec<u8> = (0..DATA).map(|i| (i % 251) as u8).collect();
         guest.write(0, 2048, &long);
         guest.flush(0);
@@ -43,12 +43,12 @@ fn what_the_guest_is_told_of_the_disk() {
     assert_eq!(guest.config_u64(0), 64 * MIB / 512);
     assert_eq!(guest.config_u32(12), 126);
     assert_eq!(guest.config_u32(20), 512);
-    // The unit in which the image gives space back.
+    // The image's unit of allocation.
     assert_eq!(guest.config_u32(44), 128);
     assert_eq!(guest.config_u32(36), 1 << 21);
     assert_eq!(guest.get(17), 64, "queues");
     assert_eq!(guest.features & F_RO, 0);
-    // Nothing but zeroes where later devices tell more, and nothing beyond.
+    // Zeroes for fields of later devices, and nothing beyond.
     assert_eq!(guest.config(60, 100), [0; 100]);
     assert_eq!(guest.config(200, 100), [0; 0]);
     rig.end();
@@ -97,7 +97,7 @@ fn wrong_requests_are_answered_with_an_error() {
     rig.end();
 }
 
-/// Each queue has its part of the disk, and reads everywhere.
+/// Each queue writes its own part of the disk, and reads everywhere.
 #[test]
 fn several_queues_and_a_model() {
     const QUEUES: usize = 4;
@@ -109,7 +109,7 @@ fn several_queues_and_a_model() {
     for round in 0..60_u64 {
         let mut slots = Vec::new();
         for queue in 0..QUEUES {
-            // Within a round the ranges of one queue do not touch.
+            // Within a round the ranges of one queue do not overlap.
             for part in 0..8 {
                 let sector = queue as u64 * SECTORS + part * 256 + rng.below(128);
                 let sectors = 1 + rng.below(128);
@@ -158,7 +158,7 @@ fn several_queues_and_a_model() {
 fn a_driver_without_flush_gets_durable_writes() {
     use std::sync::Arc;
     use vdkit_testkit::CountingStorage;
-    // Without flush; with it; with it, and the cache switched off.
+    // Without flush; with flush; with flush, and the cache disabled.
     for (without, switch, durable) in [
         (F_FLUSH | F_CONFIG_WCE, None, true),
         (0, None, false),
@@ -184,8 +184,8 @@ fn a_driver_without_flush_gets_durable_writes() {
     }
 }
 
-/// The monitor tells of the switch once: it stays when features are agreed on again, when the monitor
-/// comes back, and when another server takes over what the monitor keeps for it.
+/// The monitor reports the switch once. It persists when features are renegotiated, when the
+/// monitor reconnects, and when another server takes over the monitor's records.
 #[test]
 fn a_write_cache_that_was_switched_off_stays_off() {
     use std::sync::Arc;
@@ -218,7 +218,7 @@ fn a_write_cache_that_was_switched_off_stays_off() {
     guest.start();
     assert_eq!(guest.config(32, 1), [0]);
     assert!(is_durable(&mut guest, 6), "of another server");
-    // It is switched on again in the same way.
+    // It is enabled again in the same way.
     assert!(guest.set_config(32, &[1]));
     assert!(!is_durable(&mut guest, 7));
     guest.disconnect();
@@ -227,7 +227,7 @@ fn a_write_cache_that_was_switched_off_stays_off() {
     guest.start();
     assert_eq!(guest.config(32, 1), [1]);
     assert!(!is_durable(&mut guest, 8));
-    // Switched while the monitor has no memory of notes at hand: what it brings later is older.
+    // Switched while the monitor has no records: those it brings later are older.
     guest.disconnect();
     let kept = guest.inflight.take();
     guest.connect(&rig.socket);
@@ -239,7 +239,7 @@ fn a_write_cache_that_was_switched_off_stays_off() {
     rig.end();
 }
 
-/// It cannot flush, whatever it says of a cache.
+/// It cannot flush, whatever its cache setting.
 #[test]
 fn a_driver_that_switches_a_cache_and_cannot_flush_gets_durable_writes() {
     use std::sync::Arc;

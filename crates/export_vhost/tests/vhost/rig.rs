@@ -47,7 +47,7 @@ impl Rig {
         self.server = Some(Server::start(self.export.clone(), listener).unwrap());
     }
 
-    /// The server ends and another takes its place.
+    /// Replaces the server by another one.
     pub fn restart(&mut self) {
         assert!(self.server.take().unwrap().stop(Duration::from_secs(120)));
         self.serve();

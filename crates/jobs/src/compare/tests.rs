@@ -19,7 +19,7 @@ fn run(a: &Disk, b: &Disk, strict: bool) -> CompareReport {
 fn equal_disks_are_equal_and_holes_are_not_read() {
     let data = noise(1, 300_000);
     let a = raw_disk(40 * MIB, &[(MIB, &data), (30 * MIB, &data)]);
-    // The same bytes, some of the zeroes written out.
+    // The same bytes, with some zeroes written.
     let b = raw_disk(40 * MIB, &[(MIB, &data), (30 * MIB, &data), (5 * MIB, &[0; 8192])]);
     let report = run(&a, &b, true);
     assert!(report.identical && report.first_difference.is_none());
@@ -35,7 +35,7 @@ fn the_first_difference_is_found_wherever_it_is() {
     {
         let mut other = data.clone();
         other.resize(10 * MIB as usize, 0);
-        // A second difference behind it changes nothing.
+        // A second difference after it changes nothing.
         for byte in [at, at + 3 * MIB] {
             if let Some(byte) = other.get_mut(byte as usize) {
                 *byte ^= 0x40;

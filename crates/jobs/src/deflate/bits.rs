@@ -1,4 +1,4 @@
-//! Bits into bytes, lowest first.
+//! Bit writer, least significant bit first.
 
 /// Collects bits and appends them to a vector, eight bytes at a time.
 #[derive(Debug, Default)]
@@ -12,8 +12,8 @@ impl BitWriter {
         *self = Self::default();
     }
 
-    /// Adds the low `count` bits of `bits`, whose other bits are zero. At most 56 bits may be added
-    /// between two flushes, which leave up to seven.
+    /// Adds the low `count` bits of `bits`; the other bits must be zero. At most 56 bits may be
+    /// added between two flushes, which leave up to seven.
     #[inline(always)]
     pub(super) fn add(&mut self, bits: u64, count: u32) {
         debug_assert!(count < 64 && bits >> count == 0 && self.count + count <= 64);
@@ -21,7 +21,7 @@ impl BitWriter {
         self.count += count;
     }
 
-    /// Moves whole bytes to `out[*at..]`, which must have eight bytes of room.
+    /// Writes whole bytes to `out[*at..]`, which must have eight bytes of space.
     #[inline(always)]
     pub(super) fn flush_to(&mut self, out: &mut [u8], at: &mut usize) {
         if let Some(place) = out.get_mut(*at..).and_then(|o| o.first_chunk_mut::<8>()) {
@@ -29,7 +29,7 @@ impl BitWriter {
         }
         let bytes = self.count >> 3;
         *at += bytes as usize;
-        // A shift by 64 would be undefined; two steps make it zero.
+        // A shift by 64 is not allowed; two shifts give zero.
         self.bits = (self.bits >> (bytes * 4)) >> (bytes * 4);
         self.count &= 7;
     }
@@ -43,13 +43,13 @@ impl BitWriter {
         }
     }
 
-    /// Appends everything, filling the last byte with zero bits.
+    /// Appends everything, padding the last byte with zero bits.
     pub(super) fn align(&mut self, out: &mut Vec<u8>) {
         self.count = self.count.next_multiple_of(8);
         self.flush(out);
     }
 
-    /// Bits that wait for a byte to be full.
+    /// Bits not yet in a whole byte.
     pub(super) fn pending(&self) -> u32 {
         self.count
     }

@@ -1,4 +1,4 @@
-//! Blocks: which neighbouring pieces share one, and how each is written.
+//! Blocks: merging of neighbouring pieces, and encoding.
 
 use super::bits::BitWriter;
 use super::huffman::{CODE_BITS_MAX, assign, code_lengths};
@@ -7,9 +7,9 @@ use super::matcher::Sequence;
 /// Literals, end of block and lengths.
 const LITLEN_SYMBOLS: usize = 286;
 const END: usize = 256;
-/// Distances below 4096 need no more than the first 24 of 30 symbols.
+/// Distances below 4096 need only the first 24 of 30 symbols.
 const DISTANCE_SYMBOLS: usize = 24;
-/// One bit shorter than allowed, so that four literals fit between two flushes of the bits.
+/// One bit below the limit, so that four literals fit between two flushes.
 const LITLEN_BITS_MAX: u32 = 14;
 const PRECODE_SYMBOLS: usize = 19;
 const PRECODE_BITS_MAX: u32 = 7;
@@ -78,14 +78,14 @@ fn distance_slot(distance: usize) -> (usize, u32, u32) {
     ((2 * top + ((d >> extra) & 1)) as usize, extra, d & ((1 << extra) - 1))
 }
 
-/// Symbols of some input bytes.
+/// Symbol statistics of some input bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
     litlen: [u32; LITLEN_SYMBOLS],
     distance: [u32; DISTANCE_SYMBOLS],
     /// Input bytes.
     pub(super) bytes: usize,
-    /// Index after its last sequence.
+    /// Index of the end of its sequences.
     pub(super) sequences: usize,
 }
 
@@ -114,7 +114,7 @@ impl Piece {
         self.distance[distance_slot(distance).0] += 1;
     }
 
-    /// This piece and `next`, which follows it.
+    /// The sum of this piece and `next`, which follows it.
     fn with(&self, next: &Self) -> Self {
         let mut sum = self.clone();
         for (a, b) in sum.litlen.iter_mut().zip(&next.litlen) {
@@ -128,17 +128,17 @@ impl Piece {
         sum
     }
 
-    /// About how many bits a block of its own would take, times 16; extra bits are left out,
-    /// being the same however blocks are cut.
+    /// Approximate bits of a separate block, times 16. Extra bits are left out, since they do not
+    /// depend on the block boundaries.
     fn cost(&self) -> u64 {
-        // Each symbol in use costs about this much of the header.
+        // Approximate header cost per symbol in use.
         const SYMBOL: u64 = 3 * 16;
         const HEADER: u64 = 80 * 16;
         HEADER + entropy(&self.litlen, SYMBOL) + entropy(&self.distance, SYMBOL)
     }
 }
 
-/// Sum of f·log2(total/f) in sixteenths of a bit, and `per_symbol` for each symbol in use.
+/// Sum of f·log2(total/f) in sixteenths of a bit, plus `per_symbol` for each symbol in use.
 fn entropy(freqs: &[u32], per_symbol: u64) -> u64 {
     let mut total = 0;
     let mut sum = 0;
@@ -157,7 +157,7 @@ fn log2_x16(value: u32) -> u32 {
     /// 16·log2(1 + i/64), rounded.
     static FRACTION: [u8; 64] = {
         let mut table = [0u8; 64];
-        // log2 of 1+x by repeated squaring: five binary digits, the last one for rounding.
+        // log2 of 1+x by repeated squaring: five binary digits, the last for rounding.
         let mut i = 0;
         while i < 64 {
             let mut mantissa: u64 = ((64 + i as u64) << 24) / 64;
@@ -204,7 +204,7 @@ impl Codes {
         }
     }
 
-    /// The codes that RFC 1951 fixes.
+    /// The fixed codes of RFC 1951.
     fn fixed() -> Self {
         let mut codes = Self::new();
         let mut lens = [8u8; 288];
@@ -228,7 +228,7 @@ impl Codes {
         assign(&self.distance_lens, &mut self.distance);
     }
 
-    /// Bits of the symbols of `piece` with their extra bits.
+    /// Bits of the symbols of `piece`, including extra bits.
     fn data_bits(&self, piece: &Piece) -> u64 {
         let mut bits = 0;
         for (&f, &len) in piece.litlen.iter().zip(&self.litlen_lens) {
@@ -245,7 +245,7 @@ impl Codes {
     }
 }
 
-/// The description of a block's codes, run-length coded (RFC 1951, section 3.2.7).
+/// The run-length coded description of a block's codes (RFC 1951, section 3.2.7).
 #[derive(Debug)]
 struct Header {
     litlen_count: usize,
@@ -341,7 +341,7 @@ impl Header {
     }
 }
 
-/// Writes blocks; holds the bits that do not fill a byte yet.
+/// Writes blocks; keeps the bits of an incomplete byte.
 #[derive(Debug)]
 pub(super) struct BlockWriter {
     bits: BitWriter,
@@ -427,7 +427,7 @@ impl BlockWriter {
         let dynamic = self.header.bits() + self.codes.data_bits(&piece);
         let fixed = self.fixed.data_bits(&piece);
         let stored_blocks = data.len().div_ceil(STORED_MAX).max(1) as u64;
-        // The three bits of the block type, and at most seven to a full byte.
+        // The three bits of the block type, and at most seven of padding.
         let stored = data.len() as u64 * 8 + stored_blocks * (7 + 35);
         if stored <= dynamic.min(fixed) {
             self.write_stored(data, last, out);
@@ -467,7 +467,8 @@ impl BlockWriter {
 /// Longest stored block.
 const STORED_MAX: usize = 0xffff;
 
-/// Writes the symbols of a block and its end. `out[*at..]` has room for all of it and eight bytes.
+/// Writes the symbols of a block and the end symbol. `out[*at..]` has space for all of it and eight
+/// bytes.
 fn write_symbols(
     codes: &Codes,
     writer: &mut BitWriter,
@@ -485,7 +486,7 @@ fn write_symbols(
     let mut rest = data;
     for sequence in sequences {
         let (literals, after) = rest.split_at(usize::from(sequence.literals));
-        // Four codes of at most 14 bits beside the seven bits that a flush may leave.
+        // Four codes of at most 14 bits, and up to seven bits left by a flush.
         for group in literals.chunks(4) {
             bits.flush_to(out, at);
             for &byte in group {

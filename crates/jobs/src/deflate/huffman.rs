@@ -1,10 +1,10 @@
 //! Length-limited Huffman codes.
 
-/// Longest code of literals, lengths and distances.
+/// Maximum code length of literals, lengths and distances.
 pub(super) const CODE_BITS_MAX: u32 = 15;
 
-/// Finds code lengths of at most `max_bits` for `freqs`; symbols that never occur get 0. At
-/// least two symbols get a code, because some readers refuse a code that is not complete.
+/// Computes code lengths of at most `max_bits` for `freqs`; unused symbols get 0. At least two
+/// symbols get a code, because some readers refuse an incomplete code.
 pub(super) fn code_lengths(freqs: &[u32], max_bits: u32, lens: &mut [u8]) {
     debug_assert!(freqs.len() == lens.len() && freqs.len() <= 288 && freqs.len() >= 2);
     lens.fill(0);
@@ -30,13 +30,13 @@ pub(super) fn code_lengths(freqs: &[u32], max_bits: u32, lens: &mut [u8]) {
     }
     depths(&mut weights[..used]);
 
-    // How many codes of each length, the too long ones cut off.
+    // Number of codes of each length, clamped to the maximum.
     let mut counts = [0u32; CODE_BITS_MAX as usize + 1];
     for &depth in &weights[..used] {
         counts[depth.min(max_bits) as usize] += 1;
     }
     limit(&mut counts, max_bits);
-    // The rarest symbols take the longest codes.
+    // The rarest symbols get the longest codes.
     let mut keys = keys.iter();
     for bits in (1..=max_bits).rev() {
         for key in keys.by_ref().take(counts[bits as usize] as usize) {
@@ -45,7 +45,7 @@ pub(super) fn code_lengths(freqs: &[u32], max_bits: u32, lens: &mut [u8]) {
     }
 }
 
-/// Turns ascending weights into the depths of an optimal tree, in place (Moffat and Katajainen,
+/// Converts ascending weights into the depths of an optimal tree, in place (Moffat and Katajainen,
 /// "In-place calculation of minimum-redundancy codes", 1995).
 fn depths(a: &mut [u32]) {
     let n = a.len();
@@ -92,13 +92,13 @@ fn depths(a: &mut [u32]) {
     }
 }
 
-/// Mends the counts after cutting so that the code is complete again (Kraft's sum is 1).
+/// Adjusts the clamped counts so that the code is complete again (Kraft sum 1).
 fn limit(counts: &mut [u32], max_bits: u32) {
     let max = max_bits as usize;
     let mut sum: u32 = (1..=max).map(|bits| counts[bits] << (max - bits)).sum();
     while sum > 1 << max {
-        // Two codes of the longest length become one a bit shorter than some other code, which
-        // moves down a level with it: the sum shrinks by one.
+        // Two codes of the maximum length become one that is a sibling of a shorter code, which
+        // gets one bit longer: the Kraft sum shrinks by one unit.
         let Some(bits) = (1..max).rev().find(|&bits| counts[bits] > 0) else { break };
         counts[bits] -= 1;
         counts[bits + 1] += 2;
@@ -107,8 +107,8 @@ fn limit(counts: &mut [u32], max_bits: u32) {
     }
 }
 
-/// Assigns the codes of RFC 1951, section 3.2.2, bit-reversed for a writer that starts with the
-/// lowest bit.
+/// Assigns the codes of RFC 1951, section 3.2.2, bit-reversed for a writer with the lowest bit
+/// first.
 pub(super) fn assign(lens: &[u8], codes: &mut [u16]) {
     let mut counts = [0u16; CODE_BITS_MAX as usize + 2];
     for &len in lens {
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn codes_are_complete_and_short_enough() {
-        // Fibonacci weights make the deepest tree there is.
+        // Fibonacci weights make the deepest tree.
         let mut fibonacci = vec![1u32, 1];
         for i in 2..30 {
             fibonacci.push(fibonacci[i - 1] + fibonacci[i - 2]);
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn unlimited_codes_are_optimal() {
-        // A textbook case: the weighted length of the optimal code is 224.
+        // A textbook example: the weighted length of the optimal code is 224.
         let freqs = [45, 13, 12, 16, 9, 5];
         let mut lens = [0u8; 6];
         code_lengths(&freqs, 15, &mut lens);

@@ -1,32 +1,30 @@
-//! Finding repeats within 4 KiB.
+//! Match finder with a window of 4 KiB.
 
 use std::ops::Range;
 
 use super::block::Piece;
 
-/// Distances stay below this.
+/// Distances are less than this.
 const WINDOW: usize = 4096;
-/// Buckets of positions by the hash of four bytes: 16 KiB of table, so that it shares the
-/// first-level cache with the input.
+/// Buckets by the hash of four bytes: a table of 16 KiB shares the L1 cache with the input.
 const BUCKET_BITS: u32 = 11;
 /// Latest positions by the hash of three bytes.
 const SHORT_BITS: u32 = 11;
 /// Longest match of RFC 1951.
 const MATCH_MAX: usize = 258;
-/// Bytes that must follow a position for a match to be looked for there: one load.
+/// Bytes that must follow a position to search for a match there: one load.
 const MARGIN: usize = 8;
-/// A match of three bytes pays only when it is this near: its distance costs too many bits
-/// otherwise.
+/// Maximum distance of a three-byte match: beyond it, the distance costs too many bits.
 const SHORT_DISTANCE_MAX: usize = 512;
-/// A match of so many bytes is taken without a look at the next byte.
+/// A match of this length is taken without trying the next byte.
 const NICE: usize = 48;
-/// In a run of so short a period, all positions but the last few say the same.
+/// In a run with a period up to this, only the last few positions are recorded.
 const RUN_PERIOD_MAX: usize = 8;
 
-/// Bytes of input that a 16-bit position can name.
+/// Range of a 16-bit position.
 pub(super) const RING: usize = 64 << 10;
 
-/// Some literals, then a match; `len` is 0 where only literals remained in a piece.
+/// Some literals, then a match; `len` is 0 if only literals remain in a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sequence {
     pub(super) literals: u16,
@@ -34,12 +32,12 @@ pub(super) struct Sequence {
     pub(super) distance: u16,
 }
 
-/// The latest positions of what the last 4 KiB held.
+/// Latest positions within the last 4 KiB.
 ///
-/// Positions are kept modulo 2^16, which is the ring's size. A bucket holds the four latest in one
-/// word, newest lowest: one load finds all candidates, and their comparisons do not wait for one
-/// another as those along a chain would. A position that is stale is harmless: its distance is
-/// bounded by the bytes behind, and its bytes are compared.
+/// Positions are modulo 2^16, the ring's size. A bucket holds the four latest in one word, newest
+/// lowest: one load returns all candidates, and their comparisons are independent, unlike those of
+/// a hash chain. A stale position is harmless: its distance is bounded by the bytes behind, and its
+/// bytes are compared.
 #[derive(Debug)]
 pub(super) struct Matcher {
     level: i32,
@@ -50,8 +48,8 @@ pub(super) struct Matcher {
 struct Tables {
     buckets: [u64; 1 << BUCKET_BITS],
     short: [u16; 1 << SHORT_BITS],
-    /// The latest input; the eight bytes behind its end repeat its beginning, so that a load may
-    /// pass the end.
+    /// The latest input. The eight bytes after its end repeat its start, so that a load may pass
+    /// the end.
     ring: [u8; RING + 8],
 }
 
@@ -79,7 +77,7 @@ impl Tables {
         self.ring[at..at + 8].first_chunk().map_or(0, |c| u64::from_le_bytes(*c))
     }
 
-    /// How many bytes are equal at two places, at most `max`.
+    /// Number of equal bytes at two positions, at most `max`.
     #[inline(always)]
     fn equal_bytes(&self, a: u16, b: u16, max: usize) -> usize {
         let mut len = 0;
@@ -94,7 +92,7 @@ impl Tables {
         max
     }
 
-    /// Notes a position in its bucket and returns what was there.
+    /// Adds a position to its bucket and returns the previous content.
     #[inline(always)]
     fn push(&mut self, at: usize, word: u32) -> u64 {
         let bucket = &mut self.buckets[hash(word, BUCKET_BITS)];
@@ -103,7 +101,7 @@ impl Tables {
         before
     }
 
-    /// Notes a position among the three-byte ones and returns what was there.
+    /// Adds a position by three bytes and returns the previous one.
     #[inline(always)]
     fn push_short(&mut self, at: usize, word: u32) -> u16 {
         std::mem::replace(&mut self.short[hash(word << 8, SHORT_BITS)], at as u16)
@@ -120,8 +118,8 @@ impl Tables {
         }
     }
 
-    /// Notes `at` and finds the longest match there that is longer than `beat` (at least 2) and
-    /// at most `max`.
+    /// Adds `at` and finds the longest match there that is longer than `beat` (at least 2) and at
+    /// most `max`.
     #[inline(always)]
     fn find<const WAYS: usize, const SHORT: bool>(
         &mut self,
@@ -179,15 +177,15 @@ impl Matcher {
         }
     }
 
-    /// Forgets everything, so that the output depends on the unit alone.
+    /// Resets the state, so that the output depends only on the unit.
     pub(super) fn reset(&mut self) {
         // Out of reach of the first positions.
         self.tables.buckets.fill(0x8000_8000_8000_8000);
         self.tables.short.fill(0x8000);
     }
 
-    /// Cuts a segment of the unit into sequences and counts their symbols by piece. The segment is
-    /// at most a ring, or half a ring where another comes before or after it.
+    /// Splits a segment of the unit into sequences and counts their symbols per piece. The segment
+    /// is at most a ring, or half a ring if the unit has several segments.
     pub(super) fn scan(
         &mut self,
         unit: &[u8],

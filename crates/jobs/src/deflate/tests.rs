@@ -1,7 +1,7 @@
 use super::*;
 
-/// Inflates with a window of 4 KiB. The output is taken in small pieces, so that the reader has
-/// nothing but its window to copy from.
+/// Inflates with a window of 4 KiB. The output is read in small pieces, so that the reader can copy
+/// only from its window.
 fn inflate(stream: &[u8], len: usize) -> Vec<u8> {
     let mut reader = flate2::Decompress::new_with_window_bits(false, 12);
     let mut out = Vec::new();
@@ -39,7 +39,7 @@ impl Random {
         (0..len).map(|_| self.next() as u8).collect()
     }
 
-    /// Literals from alphabets of changing size, runs, and copies from near and far.
+    /// Literals from alphabets of varying size, runs, and copies from near and far.
     fn mixture(&mut self, len: usize) -> Vec<u8> {
         let mut out = Vec::with_capacity(len + 70_000);
         while out.len() < len {
@@ -105,7 +105,7 @@ fn extremes_come_back() {
         }
     }
     assert!(round_trip(&mut deflater, &no_match).is_some());
-    // A part that cannot be compressed lies stored between parts that can.
+    // An incompressible part is stored between compressed ones.
     let mut mixed = vec![b'a'; 20_000];
     mixed.extend(random.bytes(30_000));
     mixed.extend(vec![b'b'; 20_000]);
@@ -139,7 +139,7 @@ fn the_window_reaches_across_segments() {
     let mut deflater = Deflater::new(DEFAULT_LEVEL);
     let unit = Random(3).bytes(1000).repeat(1000);
     let len = round_trip(&mut deflater, &unit).unwrap();
-    // 1000 bytes of literals, and about four matches for each further thousand.
+    // 1000 bytes of literals, and about four matches per further thousand.
     assert!(len < 20_000, "{len}");
 }
 

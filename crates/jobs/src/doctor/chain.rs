@@ -1,4 +1,4 @@
-//! What an image stands on.
+//! Findings on the backing chain.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,7 @@ use vdkit_chain::ChainLink;
 use super::{DoctorCode, Patient, command, word_of};
 use crate::tree::target_of;
 
-/// Images in a chain from which on it is remarkable.
+/// Chain length from which on a finding is reported.
 const DEPTH_REMARKABLE: usize = 16;
 
 impl Patient<'_> {
@@ -33,7 +33,7 @@ impl Patient<'_> {
         }
     }
 
-    /// The command that changes what the header says of the backing image, and nothing else.
+    /// The command that changes only the backing reference in the header.
     fn rename(&self, name: &str, format: &str) -> Option<Vec<String>> {
         let words = ["vdkit", "rebase", "--unsafe", "--backing", name, "--backing-format", format];
         command(&[&words[..], &[self.word.as_str()]].concat())
@@ -56,7 +56,7 @@ impl Patient<'_> {
         self.add(DoctorCode::BackingFormat, message, mend);
     }
 
-    /// The chain ends where it should not. The image that names what is wrong is the last one.
+    /// Reports a broken chain. The last link holds the broken reference.
     fn look_at_break(&mut self, backing: &BackingRef, error: &Error) {
         let own = self.links.len() == 1;
         let format = backing.format.as_deref().unwrap_or("FORMAT");
@@ -73,14 +73,14 @@ impl Patient<'_> {
         }
     }
 
-    /// The command that looks further, for a file in another folder.
+    /// The command that allows a file in another folder.
     fn allow(&self, backing: &BackingRef) -> Option<Vec<String>> {
         let target = target_of(&absolute(self.path)?, &backing.name)?;
         let folder = target.parent()?.display().to_string();
         command(&["vdkit", "doctor", "--allow-ref", &folder, self.word.as_str()])
     }
 
-    /// The image right beneath.
+    /// Examines the direct backing image.
     fn look_at_base(&mut self, backing: &BackingRef) {
         let Some(base) = self.links.get(1).cloned() else { return };
         let word = word_of(&base.path);
@@ -97,7 +97,7 @@ impl Patient<'_> {
             let mend = command(&["chmod", "a-w", &word]);
             self.add(DoctorCode::BackingWritable, format!("{word} may be written"), mend);
         }
-        // Not every file system tells when a file was made.
+        // Not every file system records creation times.
         if let (Ok(written), Ok(made)) = (below.modified(), own.created())
             && let Ok(later) = written.duration_since(made)
             && !later.is_zero()
@@ -111,12 +111,12 @@ impl Patient<'_> {
         }
     }
 
-    /// An image's name as the header of this one should have it.
+    /// A path to store in this image's header for another image.
     fn name_of(&self, other: &ChainLink) -> Option<String> {
         self.relative(other).or_else(|| absolute(&other.path)?.to_str().map(str::to_owned))
     }
 
-    /// The base's name for one who stands in the image's folder, where it is in there.
+    /// The base's path relative to the image's folder, if it is beneath it.
     fn relative(&self, base: &ChainLink) -> Option<String> {
         let image = absolute(self.path)?;
         let base = absolute(&base.path)?;

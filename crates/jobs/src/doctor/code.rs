@@ -1,26 +1,26 @@
-//! What can be found, each with a stable code.
+//! Finding codes of doctor, with stable names.
 
 use serde::Serialize;
 
 use crate::codes::codes;
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
-    /// Something could be better.
+    /// A possible improvement.
     Advice,
-    /// Something is wrong, and no data is lost by it today.
+    /// A defect that loses no data today.
     Warning,
-    /// The image is damaged or cannot be read as it is.
+    /// The image is damaged or unreadable.
     Error,
 }
 
 codes! {
-    /// What a finding is. The names are a contract with scripts.
+    /// Code of a finding. Scripts rely on the names.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
     Code;
-    /// How bad it is.
+    /// Its severity.
     severity: Severity;
 
     Unreadable "unreadable" Error "The image cannot be described: its header is damaged, or asks for what is not supported.";

@@ -1,52 +1,52 @@
-//! What was measured of an image and of where it lies: the figures behind the findings.
+//! Measurements of an image and its location, on which the findings are based.
 
 use serde::Serialize;
 use vdkit_storage::Placement;
 
-/// How much of the disk has space of its own on the host.
+/// Allocation state of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Allocation {
-    /// Space is found when it is written to.
+    /// Space is allocated on write.
     Sparse,
-    /// The map is complete, the data's space is not there yet.
+    /// The map is complete, the data is not allocated yet.
     Metadata,
-    /// All of it is there.
+    /// Fully allocated.
     Full,
 }
 
-/// The figures.
+/// The measurements.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DoctorEvidence {
-    /// The kind of file system; none for a device.
+    /// File system type; `None` for a device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file_system: Option<String>,
-    /// Bytes in which the file system or the device would be written.
+    /// Block size of the file system or the device in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub block_bytes: Option<u64>,
-    /// Bytes that are free where the file is.
+    /// Free bytes on the file's file system.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub free_bytes: Option<u64>,
-    /// Bytes of a cluster (grain, block) of the image.
+    /// Cluster (grain, block) size of the image in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster_bytes: Option<u64>,
-    /// Bytes that the file takes.
+    /// Allocated bytes of the file.
     pub allocated_bytes: u64,
-    /// Bytes that it may yet grow by, snapshots kept.
+    /// Bytes by which it may still grow, keeping snapshots.
     pub growth_bytes: u64,
-    /// How much of the disk has its space.
+    /// Allocation state.
     pub allocation: Allocation,
-    /// Pieces of the file on its device, where the file system tells.
+    /// Extents of the file, if the file system reports them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub extents: Option<u64>,
-    /// How often reading the file in order jumps on the device.
+    /// Seeks of a sequential read on the device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub jumps: Option<u64>,
-    /// Clusters whose place in the file does not follow the one before, where the map was read.
+    /// Clusters that do not follow their predecessor in the file, if the map was read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fragmented_clusters: Option<u64>,
-    /// Clusters of the disk with space in the file, where the map was read.
+    /// Allocated clusters of the disk, if the map was read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allocated_clusters: Option<u64>,
     /// Bytes of the map (L2 tables) of the whole disk.
@@ -54,13 +54,13 @@ pub struct DoctorEvidence {
     pub map_bytes: Option<u64>,
     /// Internal snapshots.
     pub snapshots: u64,
-    /// Images of the chain, this one included.
+    /// Images of the chain, including this one.
     pub chain_images: u64,
-    /// The cache mode for a guest here.
+    /// The recommended cache mode here.
     pub cache: &'static str,
-    /// Why that one.
+    /// The reason for it.
     pub cache_reason: &'static str,
-    /// The file system's device number, to add up what shares its space.
+    /// The file system's device number, to add up images that share its space.
     #[serde(skip)]
     pub(super) space: Option<u64>,
 }
@@ -89,11 +89,11 @@ impl DoctorEvidence {
     }
 }
 
-/// A part of the disk that may be without space for the disk to count as allocated: partitions end
-/// before the disk, and files are rounded.
+/// An unallocated part of 1/N still counts as fully allocated: partitions end before the disk, and
+/// files are rounded.
 const UNALLOCATED_PART: u64 = 50;
 
-/// How much of a disk has its space: `mapped` says that the map has a place for every cluster.
+/// The allocation state: `mapped` means that every cluster is mapped.
 pub(super) fn allocation(virtual_size: u64, allocated: u64, mapped: bool) -> Allocation {
     if allocated >= virtual_size - virtual_size / UNALLOCATED_PART {
         Allocation::Full
@@ -104,28 +104,28 @@ pub(super) fn allocation(virtual_size: u64, allocated: u64, mapped: bool) -> All
     }
 }
 
-/// What an image may yet grow by. Snapshots keep what they hold, so that all of the disk may be
-/// written anew beside them.
+/// Remaining growth of an image. Snapshots keep their data, so the whole disk may be written again
+/// beside them.
 pub(super) fn growth(virtual_size: u64, map: u64, allocated: u64, snapshots: u64) -> u64 {
     let whole = virtual_size.saturating_add(map);
     if snapshots > 0 { whole } else { whole.saturating_sub(allocated) }
 }
 
-/// Jumps from which on a file counts as fragmented, and the bytes between two of them.
+/// A file counts as fragmented from this many jumps, if they are this dense.
 const JUMPS_MIN: u64 = 256;
 const BYTES_BETWEEN_JUMPS: u64 = 1 << 20;
 
-/// Whether reading the file in order jumps more often than once a MiB. (A disk with heads takes as
-/// long for a jump as for reading 1 to 2 MiB; a flash drive takes more, shorter requests.)
+/// Whether a sequential read jumps more often than once per MiB. (A seek of a hard disk takes as
+/// long as reading 1 to 2 MiB; on flash it means more and shorter requests.)
 pub(super) fn scattered(placement: &Placement) -> bool {
     placement.jumps >= JUMPS_MIN && placement.bytes / placement.jumps.max(1) < BYTES_BETWEEN_JUMPS
 }
 
-/// Clusters from which on their order matters, and the part of them out of order.
+/// Minimum clusters for a finding, and the fraction out of order.
 const CLUSTERS_MIN: u64 = 1024;
 const OUT_OF_ORDER_PART: u64 = 4;
 
-/// Whether the guest's bytes lie out of order in the file.
+/// Whether the clusters are out of guest order in the file.
 pub(super) fn shuffled(fragmented: u64, allocated: u64) -> bool {
     allocated >= CLUSTERS_MIN && fragmented >= allocated / OUT_OF_ORDER_PART
 }

@@ -1,4 +1,4 @@
-//! The file system that the image's file is on.
+//! Findings on the image's file system.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -14,7 +14,7 @@ use super::unflushed::unflushed;
 use super::{DoctorCode, Patient, command};
 use crate::libvirt::{CachePlace, cache_for};
 
-/// Extents of a file that are looked at.
+/// Maximum extents examined.
 const EXTENTS_MAX: u64 = 200_000;
 
 /// `f_type` of file systems. Source: statfs(2).
@@ -60,7 +60,7 @@ impl Patient<'_> {
         self.evidence.file_system = mounted.as_ref().map(|mounted| mounted.kind.clone());
         if let Ok(found) = file.metadata() {
             self.evidence.space = Some(found.dev());
-            // (What a network file system likes to transfer is not what it has to read first.)
+            // (On a network file system this is a transfer size, not a block size.)
             self.evidence.block_bytes = network(kind).is_none().then_some(found.blksize());
         }
         self.look_at_space(free);
@@ -98,7 +98,7 @@ impl Patient<'_> {
         (self.evidence.cache, self.evidence.cache_reason) = cache_for(place);
     }
 
-    /// What the header says, as figures.
+    /// Records the sizes in the header.
     fn note_sizes(&mut self) {
         let link = self.link().clone();
         let evidence = &mut self.evidence;
@@ -120,7 +120,7 @@ impl Patient<'_> {
         evidence.chain_images = self.links.len() as u64;
     }
 
-    /// What the image may still grow by, beside what is free.
+    /// Compares the possible growth with the free space.
     fn look_at_space(&mut self, free: u64) {
         let growth = self.evidence.growth_bytes;
         if free >= growth {
@@ -137,7 +137,8 @@ impl Patient<'_> {
         self.add(DoctorCode::LittleSpace, message, command(&mend));
     }
 
-    /// A cluster that is a part of a block of the file system: writing it reads the rest first.
+    /// Reports clusters smaller than a file system block: writing one first reads the rest of the
+    /// block.
     fn look_at_blocks(&mut self) {
         let (Some(cluster), Some(block)) = (self.evidence.cluster_bytes, self.evidence.block_bytes)
         else {
@@ -177,7 +178,7 @@ impl Patient<'_> {
         }
     }
 
-    /// How the file lies on its device.
+    /// Examines the file's placement on its device.
     fn look_at_placement(&mut self, file: &File, mounted: Option<&Mounted>) {
         let Ok(Some(placement)) = Placement::of(file, EXTENTS_MAX) else { return };
         self.evidence.extents = Some(placement.extents);
@@ -193,7 +194,7 @@ impl Patient<'_> {
         );
         let kind = mounted.map_or("", |mounted| mounted.kind.as_str());
         let (word, format) = (self.word.clone(), self.link().info.format);
-        // (btrfs's own tool would undo the sharing with snapshots.)
+        // (btrfs's own tool would unshare snapshots.)
         let mend = match kind {
             "ext4" => command(&["e4defrag", &word]),
             "xfs" => command(&["xfs_fsr", &word]),
@@ -213,12 +214,12 @@ impl Patient<'_> {
     }
 }
 
-/// Whether btrfs writes changed blocks of this file to a new place.
+/// Whether btrfs writes changed blocks of this file to new locations.
 fn copies_on_write(file: &File) -> bool {
     rustix::fs::ioctl_getflags(file.as_fd()).is_ok_and(|flags| !flags.contains(IFlags::NOCOW))
 }
 
-/// The physical block of a device, or of the one that it is a partition of. Source: the kernel's
+/// The physical block size of a device, or of its partition's disk. Source: the kernel's
 /// Documentation/ABI, `/sys/block/<disk>/queue/physical_block_size`.
 fn device_block(path: &Path) -> Option<u64> {
     let number = std::fs::metadata(path).ok()?.rdev();

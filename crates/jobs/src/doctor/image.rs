@@ -1,4 +1,4 @@
-//! What the header says, and the format's own check.
+//! Findings from the header and the format's own check.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,16 +10,16 @@ use super::evidence::{allocation, shuffled};
 use super::{DoctorCode, METADATA_BYTES_MAX, Patient, command};
 use crate::inspect::budget::BudgetStorage;
 
-/// Reads for the check of one image, and the time for them.
+/// Maximum reads and time for the check of one image.
 const READS_MAX: u64 = 100_000;
 const TIME_MAX: Duration = Duration::from_secs(10);
-/// The check's own table: 2 bytes a host cluster.
+/// Memory of the check's reference table: 2 bytes per host cluster.
 const MEMORY_MAX: u64 = 64 << 20;
-/// Bytes that a file may take beyond its clusters in use without a word.
+/// Unused bytes that are not reported.
 const UNUSED_MIN: u64 = 16 << 20;
-/// What qemu-img and vdkit make unless they are told otherwise.
+/// The default of qemu-img and vdkit.
 const CLUSTER_BYTES_USUAL: u64 = 64 << 10;
-/// Internal snapshots from which on they are remarkable.
+/// Number of internal snapshots that is reported.
 const SNAPSHOTS_REMARKABLE: usize = 8;
 const REFCOUNT_BITS_USUAL: u64 = 16;
 
@@ -52,7 +52,7 @@ impl Patient<'_> {
         }
     }
 
-    /// A raw disk is as large as its file, filled up to whole sectors.
+    /// A raw disk has its file's size, rounded up to whole sectors.
     fn look_at_size(&mut self, info: &ImageInfo) {
         let host = self.link().host;
         let as_its_file = info.format == "raw" && !host.device;
@@ -112,7 +112,7 @@ impl Patient<'_> {
         self.add(DoctorCode::ManySnapshots, message, mend);
     }
 
-    /// What the whole map takes beside the cache that it gets.
+    /// Compares the size of the whole map with its cache.
     fn look_at_map(&mut self, info: &ImageInfo, extended: bool) {
         let Some(cluster) = info.cluster_size.filter(|bytes| *bytes > 0) else { return };
         let entry = if extended { 16 } else { 8 };
@@ -136,7 +136,7 @@ impl Patient<'_> {
         let size = format!("{mib}M");
         let mend = ["vdkit", "serve", &word, "--nbd", "unix:SOCKET", "--l2-cache", &size];
         self.add(DoctorCode::MapCache, message, command(&mend));
-        // The smallest that does, as larger ones cost a first write more.
+        // The smallest sufficient size, as larger clusters make first writes slower.
         let mut better = cluster;
         while map_bytes(info.virtual_size, better, entry) > default && better < 2 << 20 {
             better *= 2;
@@ -151,12 +151,12 @@ impl Patient<'_> {
         }
     }
 
-    /// Runs the format's check, as far as the budget goes.
+    /// Runs the format's check within the budget.
     pub(super) fn check(&mut self, open: &OpenOptions, monitor: &Monitor<'_>) -> Result<()> {
         let opened = match open_image(self.registry, self.path, open) {
             Ok(opened) => opened,
             Err(error) => {
-                // The image itself was described, so it is the data file.
+                // The image itself was described, so the data file is missing.
                 self.add(DoctorCode::DataFileMissing, error.to_string(), None);
                 return Ok(());
             }
@@ -169,7 +169,7 @@ impl Patient<'_> {
         let budget = BudgetStorage::new(storage, READS_MAX, METADATA_BYTES_MAX, deadline);
         let limited: Arc<dyn Storage> = budget.clone();
         let limits = Limits { check_bytes_max: MEMORY_MAX, ..Limits::default() };
-        // It is over soon, so its own progress would say little.
+        // It ends soon, so its own progress would be misleading.
         let quiet = Monitor { cancel: monitor.cancel.clone(), ..Monitor::default() };
         let checked = driver.check(&limited, &files, Repair::Nothing, &limits, &quiet);
         match checked {
@@ -201,7 +201,7 @@ impl Patient<'_> {
 
     fn tell(&mut self, report: &CheckReport) {
         let word = self.word.clone();
-        // The mark is one of them, and told already.
+        // The corrupt flag counts as one, and is reported already.
         let marked = u64::from(self.link().info.corrupt);
         if report.corruptions > marked {
             let first = report.findings.iter();
@@ -239,7 +239,7 @@ impl Patient<'_> {
         self.look_at_unused(report, cluster);
     }
 
-    /// Whether the guest's bytes lie in the file as they lie on the disk.
+    /// Whether clusters are in guest order in the file.
     fn look_at_order(&mut self, report: &CheckReport) {
         if report.total_clusters == 0 {
             return;
@@ -249,7 +249,7 @@ impl Patient<'_> {
         self.evidence.allocated_clusters = Some(allocated);
         let link = self.link();
         let (size, format, host) = (link.info.virtual_size, link.info.format, link.host);
-        // (Data in a file of its own is not what was counted here.)
+        // (This count does not cover a separate data file.)
         if link.info.files.is_empty() && !host.device {
             let mapped = allocated >= report.total_clusters;
             self.evidence.allocation = allocation(size, host.allocated_bytes, mapped);
@@ -265,7 +265,7 @@ impl Patient<'_> {
         self.add(DoctorCode::FragmentedMap, message, mend);
     }
 
-    /// Space that no cluster in use can account for, where that can be told.
+    /// Reports space that no cluster in use accounts for.
     fn look_at_unused(&mut self, report: &CheckReport, cluster: u64) {
         let link = self.link();
         let info = &link.info;
@@ -297,17 +297,15 @@ fn map_bytes(virtual_size: u64, cluster: u64, entry: u64) -> u64 {
     virtual_size.div_ceil(cluster).saturating_mul(entry)
 }
 
-/// Bytes that clusters in use can take: data, leaks (told elsewhere), and metadata, more of it
-/// rather than less.
+/// Upper bound of bytes in use: data, leaks (reported separately), and metadata.
 fn used_at_most(report: &CheckReport, info: &ImageInfo, cluster: u64) -> u64 {
     let clusters = report.allocated_clusters.saturating_add(report.leaks);
     let data = clusters.saturating_mul(cluster);
-    // All L2 tables may be there, where nothing is allocated too. An entry takes 16 bytes at most, a
-    // refcount 8.
+    // All L2 tables may exist, even unallocated. An entry takes at most 16 bytes, a refcount 8.
     let map = map_bytes(info.virtual_size, cluster, 16).saturating_add(cluster);
     let refcounts = report.image_end_offset.div_ceil(cluster).saturating_mul(8);
     let tables = map.saturating_add(refcounts);
-    // Header, L1 table, refcount table, bitmaps (a bit for 512 bytes at the least), encryption.
+    // Header, L1 table, refcount table, bitmaps (at most a bit per 512 bytes), encryption.
     let bitmap = (info.virtual_size / 512 / 8).saturating_mul(info.bitmaps.len() as u64);
     let small = (4 << 20) + 16 * cluster;
     data.saturating_add(tables).saturating_add(bitmap).saturating_add(small)

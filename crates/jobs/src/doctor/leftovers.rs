@@ -1,4 +1,4 @@
-//! Unfinished files whose makers were killed.
+//! Unfinished files of killed commands.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -8,16 +8,16 @@ use vdkit_storage::{is_abandoned, unfinished_name};
 
 use super::{DoctorCode, DoctorFinding, Findings, command, word_of};
 
-/// Folders within folders that are looked into, at most.
+/// Maximum folder depth.
 const FOLDERS_DEEP_MAX: usize = 16;
-/// Files that are looked at, at most.
+/// Maximum files examined.
 const FILES_MAX: usize = 100_000;
 
-/// The files that commands left behind in a folder, and where `deep`, in those within it. With `image`,
-/// those that were to become it.
+/// Unfinished files in a folder, and in its subfolders if `deep`. With `image`, only those with
+/// that target.
 ///
 /// # Errors
-/// [`vdkit_block::Error::Interrupted`]. A folder that cannot be read holds none.
+/// [`vdkit_block::Error::Interrupted`]. Unreadable folders are skipped.
 pub(super) fn leftovers(
     folder: &Path,
     image: Option<&Path>,

@@ -1,4 +1,4 @@
-//! The element by which libvirt gives the image to a guest.
+//! The libvirt `<disk>` element of an image.
 
 use std::path::{Path, PathBuf};
 
@@ -8,15 +8,15 @@ use super::Patient;
 use super::evidence::Allocation;
 use crate::libvirt::{self, DiskBacking, DiskSource, LibvirtDisk};
 
-/// Bytes of the map that QEMU keeps unless it is told otherwise. Source: QEMU, docs/qcow2-cache.txt.
+/// QEMU's default size of the L2 cache. Source: QEMU, docs/qcow2-cache.txt.
 const QEMU_MAP_CACHE: u64 = 32 << 20;
 
-/// Where `vdkit serve` is thought to listen.
+/// Assumed socket of `vdkit serve`.
 const SOCKET: &str = "/run/vdkit-disk.sock";
 
 impl Patient<'_> {
-    /// For the whole chain, as far as it could be followed. An image of a format that libvirt does
-    /// not know is a disk that `vdkit serve` hands out.
+    /// For the whole chain, as far as it can be followed. A format that libvirt does not support
+    /// becomes a disk served by `vdkit serve`.
     pub(super) fn libvirt(&self) -> String {
         let link = self.link();
         let cache = self.evidence.cache.to_owned();

@@ -1,16 +1,15 @@
-//! What is wrong or slow about an image, and the command that mends it.
+//! Reports what is wrong or slow about an image, and the command that fixes it.
 //!
 //! ```text
 //!   header ─► image     flags, version, sizes, the map against its cache
-//!          ─► chain     what it stands on: headers, names, times
-//!          ─► host      the file system: space, blocks, mount options, how the file lies on it
+//!          ─► chain     backing chain: headers, names, times
+//!          ─► host      the file system: space, blocks, mount options, placement of the file
 //!          ─► check     the format's own check, within a budget
-//!          ─► evidence  the figures that the findings stand on
+//!          ─► evidence  the measurements behind the findings
 //! ```
 //!
-//! Everything is opened for reading, and only metadata is read, of an image from a stranger no more
-//! than [`METADATA_BYTES_MAX`]. An image that another process writes is looked at without its
-//! lock; what such a process has not written yet is left out.
+//! Everything is opened read-only, and only metadata is read, at most [`METADATA_BYTES_MAX`] per
+//! image. An image that another process writes is read without its lock and checked only in part.
 
 mod chain;
 mod code;
@@ -34,20 +33,20 @@ use crate::tree::{TreeOptions, tree};
 pub use code::{Code as DoctorCode, Severity as DoctorSeverity};
 pub use evidence::{Allocation, DoctorEvidence};
 
-/// Bytes of metadata that are read for the check of one image. In clusters of 64 KiB that is the
-/// metadata of about 400 GiB of data.
+/// Maximum metadata bytes read for the check of one image: in 64 KiB clusters, the metadata of
+/// about 400 GiB of data.
 pub const METADATA_BYTES_MAX: u64 = 64 << 20;
 
-/// How images are looked at.
+/// Options of doctor.
 #[derive(Clone, Debug, Default)]
 pub struct DoctorOptions {
-    /// The image's format; none probes. Not for folders.
+    /// The image's format; `None` probes. Not for folders.
     pub format: Option<String>,
-    /// Which files the metadata may make us open.
+    /// Policy for references in metadata.
     pub refs: RefPolicy,
-    /// Look into folders within a folder.
+    /// Examine subfolders too.
     pub recursive: bool,
-    /// Also make the element by which libvirt gives each image to a guest.
+    /// Also produce the libvirt element of each image.
     pub libvirt: bool,
 }
 
@@ -55,42 +54,42 @@ pub struct DoctorOptions {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DoctorFinding {
-    /// What it is.
+    /// Its code.
     pub code: DoctorCode,
-    /// How bad.
+    /// Its severity.
     pub severity: DoctorSeverity,
-    /// What was found, with figures.
+    /// Description with figures.
     pub message: String,
-    /// The command that mends it, as words. Words in capitals are for the user to choose.
+    /// The command that fixes it, as words. The user replaces words in capitals.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mend: Option<Vec<String>>,
 }
 
-/// What was found about one image.
+/// Findings on one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DoctorImage {
     /// The file.
     pub path: PathBuf,
-    /// Its format, where it could be told.
+    /// Its format, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format: Option<&'static str>,
     /// Bytes of the guest disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub virtual_size: Option<u64>,
-    /// All of its metadata was checked.
+    /// All metadata was checked.
     pub checked: bool,
-    /// The figures; none where the image cannot be described.
+    /// The measurements; `None` if the image cannot be described.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evidence: Option<DoctorEvidence>,
-    /// The findings, the worst first.
+    /// The findings, most severe first.
     pub findings: Vec<DoctorFinding>,
-    /// libvirt's `<disk>` element, where it was asked for.
+    /// The libvirt `<disk>` element, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub libvirt: Option<String>,
 }
 
-/// What was found.
+/// Result of doctor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DoctorReport {
@@ -98,9 +97,9 @@ pub struct DoctorReport {
     pub images: Vec<DoctorImage>,
     /// Images whose backing image is missing.
     pub orphans: Vec<PathBuf>,
-    /// What is found of several images together, and what killed commands left beside them.
+    /// Findings on several images together, and unfinished files of killed commands.
     pub findings: Vec<DoctorFinding>,
-    /// Findings of each severity, all images together.
+    /// Number of findings per severity, over all images.
     pub errors: u64,
     /// See `errors`.
     pub warnings: u64,
@@ -121,11 +120,11 @@ impl DoctorReport {
     }
 }
 
-/// Looks at an image, or at every image of a folder.
+/// Examines an image, or every image of a folder.
 ///
 /// # Errors
-/// [`Error::File`] where the path cannot be read; [`Error::Limit`] for a folder with too many
-/// files; [`Error::Interrupted`]. What is wrong with an image is a result.
+/// [`Error::File`] if the path is unreadable; [`Error::Limit`] for a folder with too many files;
+/// [`Error::Interrupted`]. Defects of an image are a result.
 pub fn doctor(
     registry: &Registry,
     path: &Path,
@@ -157,13 +156,13 @@ fn folder(
     report: &mut DoctorReport,
 ) -> Result<()> {
     let tree_options = TreeOptions { refs: options.refs.clone(), recursive: options.recursive };
-    // (Its progress is of another kind.)
+    // (Its progress has other units.)
     let quiet = Monitor { cancel: monitor.cancel.clone(), ..Monitor::default() };
     let found = tree(registry, path, &tree_options, &quiet)?;
     for (number, image) in found.images.iter().enumerate() {
         monitor.cancel.check()?;
         monitor.progress.update(number as u64, found.images.len() as u64);
-        // A file without a header is here because another image stands on it.
+        // A file without a header is listed here because it is a backing image.
         let format = (image.format == "raw").then(|| image.format.to_owned());
         let options = DoctorOptions { format, ..options.clone() };
         report.images.push(examine(registry, &image.path, &options, monitor)?);
@@ -178,9 +177,9 @@ fn folder(
     Ok(())
 }
 
-/// File systems on which several images together may grow by more than is left.
+/// Reports file systems with less free space than several images may grow by together.
 fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
-    /// Of one file system: bytes of growth, bytes free, images that may grow.
+    /// Per file system: possible growth, free bytes, growable images.
     type Pool<'a> = (u64, u64, Vec<&'a DoctorImage>);
     let mut pools: BTreeMap<u64, Pool<'_>> = BTreeMap::new();
     for image in images {
@@ -195,7 +194,7 @@ fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
     }
     let mut findings = Findings::default();
     for (growth, free, images) in pools.into_values() {
-        // What one image alone may do is told of that image.
+        // A single image has its own finding.
         if growth <= free || images.len() < 2 {
             continue;
         }
@@ -218,7 +217,7 @@ fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
     findings.0
 }
 
-/// An image of which there is no more to say.
+/// The result for an unreadable image.
 fn unreadable(path: &Path, message: String) -> DoctorImage {
     let mut findings = Findings::default();
     findings.add(DoctorCode::Unreadable, message, None);
@@ -233,7 +232,7 @@ fn unreadable(path: &Path, message: String) -> DoctorImage {
     }
 }
 
-/// The findings on one image so far.
+/// The findings on one image.
 #[derive(Debug, Default)]
 struct Findings(Vec<DoctorFinding>);
 
@@ -248,19 +247,19 @@ fn command(words: &[&str]) -> Option<Vec<String>> {
     Some(words.iter().map(|word| (*word).to_owned()).collect())
 }
 
-/// A path as a word of a command, never taken for an option.
+/// A path as a command word that is never parsed as an option.
 fn word_of(path: &Path) -> String {
     let word = path.display().to_string();
     if word.starts_with('-') { format!("./{word}") } else { word }
 }
 
-/// One image being looked at.
+/// The image being examined.
 struct Patient<'a> {
     registry: &'a Registry,
     path: &'a Path,
-    /// The path as a word of a command.
+    /// The path as a command word.
     word: String,
-    /// What it and those beneath it say of themselves, the image first.
+    /// Descriptions of the image and its backing chain, the image first.
     links: Vec<ChainLink>,
     /// Why the chain ends early.
     broken: Option<Error>,
@@ -285,7 +284,7 @@ fn examine(
     let described = describe_chain(registry, path, &open);
     let chain = match described {
         Ok(chain) => chain,
-        // Not there, or not to be read: nothing is wrong with an image.
+        // Missing or unreadable: not a defect of an image.
         Err(error @ (Error::File { .. } | Error::Interrupted | Error::Invalid(_))) => {
             return Err(error);
         }
@@ -323,7 +322,7 @@ fn examine(
 }
 
 impl Patient<'_> {
-    /// The image itself. (A chain that was described is never empty.)
+    /// The image itself. (A described chain is never empty.)
     fn link(&self) -> &ChainLink {
         &self.links[0]
     }
@@ -332,7 +331,7 @@ impl Patient<'_> {
         self.findings.add(code, message.into(), mend);
     }
 
-    /// Opens the image's file as a reader that excludes writers, and lets it go again.
+    /// Tests the image's lock as a reader that excludes writers.
     fn look_at_use(&mut self, open: &OpenOptions) {
         let open = OpenOptions { lock: true, ..open.clone() }.backing(BackingChoice::Ignore);
         if let Err(error @ Error::Locked { .. }) = describe_chain(self.registry, self.path, &open) {

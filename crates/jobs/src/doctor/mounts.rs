@@ -1,4 +1,4 @@
-//! Which file system a path is on, as the kernel lists it. Source: proc(5), "mountinfo".
+//! The file system of a path, from the kernel's mount table. Source: proc(5), "mountinfo".
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -7,38 +7,39 @@ use std::path::{Path, PathBuf};
 /// One mounted file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Mounted {
-    /// Where it is mounted.
+    /// Mount point.
     pub(super) point: PathBuf,
-    /// Its kind: ext4, xfs.
+    /// Type: ext4, xfs.
     pub(super) kind: String,
-    /// What is mounted: a device, a data set.
+    /// Source: a device, a data set.
     pub(super) source: String,
-    /// The options of the mount and of the file system.
+    /// Options of the mount and of the file system.
     pub(super) options: Vec<String>,
 }
 
 impl Mounted {
-    /// The file system of a path, which is absolute and without links.
+    /// The file system of an absolute path without links.
     pub(super) fn of(path: &Path) -> Option<Self> {
         let list = std::fs::read("/proc/self/mountinfo").ok()?;
         within(&list, path)
     }
 
-    /// The option under which flushes do not reach the device.
+    /// A mount option that disables flushes to the device.
     ///
-    /// Sources: ext4(5) `barrier`, `nobarrier`; xfs(5) `nobarrier` (until Linux 4.18); btrfs(5) `nobarrier`.
+    /// Sources: ext4(5) `barrier`, `nobarrier`; xfs(5) `nobarrier` (until Linux 4.18); btrfs(5)
+    /// `nobarrier`.
     pub(super) fn without_flushes(&self) -> Option<&str> {
         let known = ["nobarrier", "barrier=0", "barrier=none"];
         self.options.iter().map(String::as_str).find(|option| known.contains(option))
     }
 
-    /// What is in it is gone with the power.
+    /// Whether its content is lost on power loss.
     pub(super) fn volatile(&self) -> bool {
         ["tmpfs", "ramfs"].contains(&self.kind.as_str())
     }
 }
 
-/// The last mount (the one on top) with the longest path that leads to `path`.
+/// The last (topmost) mount with the longest mount point above `path`.
 fn within(list: &[u8], path: &Path) -> Option<Mounted> {
     let lines = list.split(|byte| *byte == b'\n').filter_map(parse);
     lines.filter(|mount| path.starts_with(&mount.point)).fold(
@@ -59,7 +60,7 @@ fn parse(line: &[u8]) -> Option<Mounted> {
     let mut words = line.split(|byte| *byte == b' ');
     let point = words.nth(4)?;
     let own = words.next()?;
-    // Optional fields, as many as there are, up to a hyphen.
+    // Any number of optional fields, up to a hyphen.
     words.find(|word| *word == b"-")?;
     let [kind, source, system] = [words.next()?, words.next()?, words.next()?];
     let text = |word: &[u8]| String::from_utf8_lossy(&unescaped(word)).into_owned();
@@ -72,7 +73,7 @@ fn parse(line: &[u8]) -> Option<Mounted> {
     })
 }
 
-/// Blanks and backslashes are written as three octal digits.
+/// Blanks and backslashes are escaped as three octal digits.
 fn unescaped(word: &[u8]) -> Vec<u8> {
     let mut plain = Vec::with_capacity(word.len());
     let mut rest = word;

@@ -1,11 +1,11 @@
-//! Who has the image open with its flushes switched off.
+//! Detects processes that use the image with flushes disabled.
 
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// A process, and what on its command line says that flushes go nowhere.
+/// A process, and the command-line option that disables flushes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Unflushed {
     pub(super) pid: u32,
@@ -13,8 +13,7 @@ pub(super) struct Unflushed {
     pub(super) word: String,
 }
 
-/// Looks at the processes that have the file open and may be looked at: all for root, else the
-/// user's own.
+/// Searches the visible processes that have the file open: all for root, else the user's own.
 pub(super) fn unflushed(image: &Path) -> Option<Unflushed> {
     let image = image.canonicalize().ok()?;
     fs::read_dir("/proc").ok()?.flatten().find_map(|entry| {
@@ -30,11 +29,11 @@ pub(super) fn unflushed(image: &Path) -> Option<Unflushed> {
     })
 }
 
-/// What a command line says of a file's cache. An option for one disk of several names the file in
-/// the same word; vdkit's own is for the only image that there is.
+/// The option that disables flushes for a file. An option for one disk of several has the file name
+/// in the same word; vdkit's own option is for its only image.
 ///
-/// Sources: QEMU's manual: `-drive cache=unsafe`, `-blockdev cache.no-flush=on` and its form in
-/// JSON, which libvirt writes.
+/// Sources: QEMU's manual: `-drive cache=unsafe`, `-blockdev cache.no-flush=on` and its JSON form,
+/// which libvirt writes.
 fn marker(words: &[&[u8]], file: &OsStr) -> Option<String> {
     const WITHIN: [&str; 4] =
         ["cache=unsafe", "cache.no-flush=on", "\"no-flush\":true", "\"no-flush\": true"];

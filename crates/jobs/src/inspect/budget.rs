@@ -1,4 +1,4 @@
-//! A storage that lets an image cost only so much.
+//! A storage with a read budget.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -6,21 +6,21 @@ use std::time::Instant;
 
 use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent};
 
-/// What was spent.
+/// Reads and bytes used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Spent {
     pub(crate) reads: u64,
     pub(crate) bytes: u64,
 }
 
-/// Which limit was passed first.
+/// The first limit that was exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exceeded {
     Reads,
     Time,
 }
 
-/// Reads of another storage up to a number, a sum of bytes and a deadline; never writes.
+/// Limits reads of another storage by number, bytes and a deadline; never writes.
 #[derive(Debug)]
 pub(crate) struct BudgetStorage {
     inner: Arc<dyn Storage>,
@@ -109,7 +109,7 @@ impl Storage for BudgetStorage {
         Err(Error::ReadOnly { file: self.name().to_owned() })
     }
 
-    /// Holes are not asked for: it would be a system call more for the sandbox to allow.
+    /// Holes are not queried, since the sandbox would have to allow another system call.
     fn may_have_holes(&self) -> Result<bool> {
         Ok(false)
     }

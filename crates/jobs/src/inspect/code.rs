@@ -1,26 +1,26 @@
-//! The reasons, each with a stable code.
+//! Finding codes of inspect, with stable names.
 
 use serde::{Deserialize, Serialize};
 
 use crate::codes::codes;
 
-/// How much a finding weighs.
+/// Weight of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Weight {
-    /// Good to know.
+    /// Information.
     Note,
-    /// Unusual; worth a look before the image is used.
+    /// Unusual; to be examined before the image is used.
     Warn,
-    /// A reason not to accept the image.
+    /// A reason to refuse the image.
     Refuse,
 }
 
 codes! {
-    /// Why an image is refused or remarkable. The names are a contract with scripts.
+    /// Code of a finding. Scripts rely on the names.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
     Code;
-    /// How much it weighs unless the policy says otherwise.
+    /// Its default weight; the policy may change it.
     weight: Weight;
 
     BackingFile "backing-file" Refuse "The image stands on another file, whose bytes it would show to the guest.";
@@ -81,33 +81,33 @@ codes! {
     SandboxPartial "sandbox-partial" Warn "This system lacks a part of the sandbox in which images are looked at.";
 }
 
-/// One thing that was found.
+/// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InspectFinding {
-    /// Which reason.
+    /// Its code.
     pub code: Code,
-    /// How much it weighs under the policy.
+    /// Its weight under the policy.
     pub severity: Weight,
-    /// What is remarkable, in a sentence.
+    /// The problem, as a sentence.
     pub what: String,
-    /// Byte offset in the file, where it has a place there.
+    /// Byte offset in the file, if any.
     #[serde(rename = "where", skip_serializing_if = "Option::is_none", default)]
     pub offset: Option<u64>,
-    /// What is there.
+    /// The value found.
     pub found: String,
-    /// What would be acceptable.
+    /// Acceptable values.
     pub expected: String,
-    /// What the user may do about it.
+    /// What the user can do about it.
     pub mend: String,
 }
 
-/// Characters of one text of an answer at most: an image can hold names of any length.
+/// Maximum characters per text: names in an image may be arbitrarily long.
 const TEXT_CHARS_MAX: usize = 400;
-/// Findings of one answer at most.
+/// Maximum findings of a report.
 pub(super) const FINDINGS_MAX: usize = 100;
 
-/// A text that a stranger had a hand in, shortened.
+/// Shortens an untrusted text.
 pub(super) fn clip(text: impl Into<String>) -> String {
     let mut text = text.into();
     if let Some((at, _)) = text.char_indices().nth(TEXT_CHARS_MAX) {
@@ -118,7 +118,7 @@ pub(super) fn clip(text: impl Into<String>) -> String {
 }
 
 impl InspectFinding {
-    /// A finding with the weight and the words of its code; the rest is added by the methods below.
+    /// A finding with the weight and text of its code; the methods below add the rest.
     pub fn new(code: Code) -> Self {
         Self {
             code,
@@ -131,31 +131,31 @@ impl InspectFinding {
         }
     }
 
-    /// Where it is, in bytes from the start of the file.
+    /// Sets the byte offset in the file.
     pub fn at(mut self, offset: u64) -> Self {
         self.offset = Some(offset);
         self
     }
 
-    /// What is there.
+    /// Sets the value found.
     pub fn found(mut self, found: impl Into<String>) -> Self {
         self.found = clip(found);
         self
     }
 
-    /// What would be acceptable.
+    /// Sets the acceptable values.
     pub fn expected(mut self, expected: impl Into<String>) -> Self {
         self.expected = clip(expected);
         self
     }
 
-    /// What the user may do about it.
+    /// Sets what the user can do about it.
     pub fn mend(mut self, mend: impl Into<String>) -> Self {
         self.mend = clip(mend);
         self
     }
 
-    /// Only worth a note where the policy allows it.
+    /// Reduces the weight to a note if the policy allows it.
     pub fn allowed(mut self, allowed: bool) -> Self {
         if allowed {
             self.severity = Weight::Note;

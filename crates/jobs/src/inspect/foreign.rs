@@ -1,4 +1,4 @@
-//! VDI, VHD and VHDX: sizes, tables and parents, from their headers alone.
+//! VDI, VHD and VHDX: checks of sizes, tables and parents by the headers alone.
 //!
 //! Sources: VirtualBox's VDI header as QEMU reads it; Microsoft, "Virtual Hard Disk Image Format
 //! Specification"; Microsoft, [MS-VHDX].
@@ -9,27 +9,25 @@ use super::code::{Code, InspectFinding};
 use super::{Depth, Inspection};
 use vdkit_block::bytes::{be32, be64, le16, le32, le64};
 
-/// Largest block map that is accepted.
+/// Maximum accepted size of a block map.
 const TABLE_BYTES_MAX: u64 = 1 << 30;
 
-/// VHD disk types.
 mod vhd_type {
     pub(super) const FIXED: u32 = 2;
     pub(super) const DYNAMIC: u32 = 3;
     pub(super) const DIFFERENCING: u32 = 4;
 }
 
-/// Fields of a VHD's footer that decide which disk is seen: where the dynamic header is, the size, the
-/// type.
+/// Fields of a VHD footer that determine the disk: offset of the dynamic header, size, type.
 const VHD_DECISIVE: [std::ops::Range<usize>; 3] = [16..24, 48..56, 60..64];
 
-/// The sum that a VHD's footer has at offset 64: the complement of the sum of all other bytes.
+/// The checksum at offset 64 of a VHD footer: the complement of the sum of all other bytes.
 fn vhd_checksum(footer: &[u8]) -> u32 {
     let others = footer.iter().enumerate().filter(|(at, _)| !(64..68).contains(at));
     !others.fold(0u32, |sum, (_, byte)| sum.wrapping_add((*byte).into()))
 }
 
-/// VHDX: the metadata region, and two items in it, as their GUIDs stand in the file.
+/// VHDX: GUIDs of the metadata region and of two items in it, in file byte order.
 const METADATA_REGION: [u8; 16] = [
     0x06, 0xa2, 0x7c, 0x8b, 0x90, 0x47, 0x9a, 0x4b, 0xb8, 0xfe, 0x57, 0x5f, 0x05, 0x0f, 0x88, 0x6e,
 ];
@@ -41,7 +39,7 @@ const VIRTUAL_DISK_SIZE: [u8; 16] = [
 ];
 const REGION_TABLE: u64 = 192 << 10;
 const REGION_BYTES: usize = 64 << 10;
-/// Entries of a region or metadata table at most.
+/// Maximum entries of a region or metadata table.
 const VHDX_ENTRIES_MAX: usize = 2047;
 
 impl Inspection<'_> {
@@ -109,8 +107,8 @@ impl Inspection<'_> {
         Ok(())
     }
 
-    /// A dynamic image begins with a copy of its footer, by which many programs know it; a fixed one
-    /// begins with the guest's disk.
+    /// A dynamic image begins with a copy of its footer, by which many programs recognise it; a
+    /// fixed one begins with the guest's disk.
     fn vhd_footer_copy(&mut self, head: &[u8], footer: &[u8]) {
         let copy = head.get(..512).unwrap_or(head);
         let is_footer = copy.starts_with(b"conectix");

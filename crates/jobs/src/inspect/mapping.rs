@@ -1,7 +1,7 @@
-//! The L1 and L2 tables of a qcow2 image: what lies outside the file, and how much data comes out.
+//! The L1 and L2 tables of a qcow2 image: references outside the file, and the amount of data.
 //!
-//! Each L2 table is read once, however many L1 entries name it: that is how a small file can hold
-//! a large disk.
+//! Each L2 table is read once, even if many L1 entries refer to it (which lets a small file hold a
+//! large disk).
 
 use std::collections::HashMap;
 
@@ -10,19 +10,19 @@ use vdkit_qcow2::entry::L2Entry;
 use vdkit_qcow2::header::Header;
 use vdkit_qcow2::layout::{COMPRESSED, OFFSET_MASK};
 
-/// Bytes of the L1 table that are read at once.
+/// Bytes per read of the L1 table.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// Places outside the file that are told one by one.
+/// Maximum references outside the file that are reported individually.
 const OUTSIDE_TOLD: usize = 4;
 
-/// What the mapping holds.
+/// Result of reading the mapping.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Mapping {
-    /// Guest clusters with data, compressed ones among them; aliases count each time.
+    /// Guest clusters with data, including compressed ones; aliases count each time.
     pub(super) clusters: u64,
-    /// Entries that lead outside the file.
+    /// Entries that refer outside the file.
     pub(super) outside: u64,
-    /// The first of them: where the entry is, where it leads.
+    /// The first of them: offset of the entry, and its target.
     pub(super) first_outside: Vec<(u64, u64)>,
 }
 
@@ -70,7 +70,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// The clusters with data of one L2 table.
+    /// Counts the data clusters of one L2 table.
     fn table(
         &mut self,
         storage: &dyn Storage,

@@ -1,20 +1,20 @@
-//! Is an image from a stranger safe to accept?
+//! Judges whether an untrusted image is safe to accept.
 //!
 //! ```text
-//!   head, tail ─► signature   what can this file be taken for? (two reads)
+//!   head, tail ─► signature   all matching formats (two reads)
 //!                    │
 //!        ┌───────────┼──────────────┬──────────────┐
 //!      qcow2        vmdk         foreign        partitions      header facts
 //!        │       (descriptor)  (vdi vhd vhdx)   (raw disks)
-//!     mapping ─► the format's own check ─► what the guest's disk begins with
+//!     mapping ─► the format's own check ─► start of the guest's disk
 //! ```
 //!
-//! Nothing is opened but the image itself; every read goes through a budget (number, bytes,
-//! deadline). There are no process things here: the command runs this in a sandbox, programs may
-//! call it as it is.
+//! Only the image itself is opened; every read is limited by a budget (number, bytes, deadline).
+//! This module does no sandboxing: the command runs it in a sandbox, and programs may call it
+//! directly.
 //!
-//! It covers what OpenStack's format inspector (oslo.utils, `imageutils.format_inspector`)
-//! refuses, and names each reason by a stable [`Code`].
+//! It covers what OpenStack's format inspector (oslo.utils, `imageutils.format_inspector`) refuses,
+//! and gives each reason a stable [`Code`].
 
 pub(crate) mod budget;
 mod code;
@@ -39,7 +39,7 @@ use signature::{Kind, Signature};
 pub use code::{Code, InspectFinding, Weight};
 pub use signature::FORMAT_NAMES;
 
-/// What a policy may allow.
+/// Exceptions of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Allow {
@@ -51,45 +51,44 @@ pub enum Allow {
     Encryption,
     /// Extended L2 entries.
     ExtendedL2,
-    /// A disk that begins as a disk image.
+    /// A disk that begins with a disk image.
     Nested,
     /// Internal snapshots: only a note.
     Snapshots,
 }
 
-/// What is accepted, and what judging may cost.
+/// Policy and limits of an inspection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct InspectOptions {
-    /// What is let pass.
+    /// Exceptions.
     pub allow: Vec<Allow>,
-    /// The format that it must have; see [`FORMAT_NAMES`].
+    /// The required format; see [`FORMAT_NAMES`].
     pub format: Option<String>,
-    /// Bytes of the guest's disk at most.
+    /// Maximum bytes of the guest disk.
     pub size_max: u64,
-    /// Guest data at most, in times the file's length; below [`InspectOptions::EXPANSION_FREE`]
-    /// bytes it does not matter.
+    /// Maximum ratio of guest data to file length, above [`InspectOptions::EXPANSION_FREE`] bytes.
     pub ratio_max: u64,
-    /// Warnings refuse.
+    /// Warnings refuse the image.
     pub strict: bool,
-    /// Reads at most.
+    /// Maximum reads.
     pub reads_max: u64,
-    /// Bytes read at most.
+    /// Maximum bytes read.
     pub read_bytes_max: u64,
-    /// Bytes of memory at most, for tables.
+    /// Maximum bytes of memory for tables.
     pub memory_max: u64,
-    /// Time at most.
+    /// Maximum time.
     pub time_max: Duration,
 }
 
 impl InspectOptions {
-    /// So much guest data is never a bomb.
+    /// Guest data up to this size is never a decompression bomb.
     pub const EXPANSION_FREE: u64 = 64 << 20;
 }
 
 impl Default for InspectOptions {
-    /// Nothing let pass; disks up to 64 TiB, data up to 100 times the file; 100,000 reads of
-    /// 512 MiB together, 256 MiB of memory, 10 seconds.
+    /// No exceptions; disks up to 64 TiB, data up to 100 times the file; 100,000 reads, 512 MiB in
+    /// all, 256 MiB of memory, 10 seconds.
     fn default() -> Self {
         Self {
             allow: Vec::new(),
@@ -111,23 +110,23 @@ impl InspectOptions {
     }
 }
 
-/// The answer.
+/// The verdict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// Nothing speaks against it under this policy.
+    /// Acceptable under this policy.
     Accept,
-    /// At least one finding refuses it.
+    /// Refused by at least one finding.
     Refuse,
-    /// It could not be judged, which is no acceptance.
+    /// It could not be judged, so do not accept it.
     Unknown,
 }
 
-/// How far an image was looked at.
+/// Depth of the inspection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Depth {
-    /// Nothing but what its first and last bytes are.
+    /// Only its first and last bytes.
     Signature,
     /// Its header.
     Header,
@@ -135,36 +134,36 @@ pub enum Depth {
     Metadata,
 }
 
-/// What was found, and the verdict.
+/// Result of an inspection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct InspectReport {
-    /// The format that a reader should open it as.
+    /// The format to open it as.
     pub format: String,
-    /// Everything that it can be taken for, `raw` where that is nothing.
+    /// All formats that it matches; `raw` if none.
     pub formats: Vec<String>,
-    /// The answer.
+    /// The verdict.
     pub verdict: Verdict,
-    /// How far it was looked at.
+    /// Depth of the inspection.
     pub depth: Depth,
-    /// Bytes of the guest's disk, where the header says.
+    /// Bytes of the guest disk, if known from the header.
     pub virtual_size: Option<u64>,
     /// Bytes of the file.
     pub file_length: u64,
-    /// Guest bytes that hold data, where the metadata was read.
+    /// Guest bytes with data, if the metadata was read.
     pub data_bytes: Option<u64>,
-    /// The reasons, the first ones.
+    /// The first findings.
     pub findings: Vec<InspectFinding>,
-    /// Further findings that are not listed.
+    /// Number of findings not listed.
     pub findings_omitted: u64,
-    /// Reads that it took.
+    /// Reads done.
     pub reads: u64,
-    /// Bytes that were read.
+    /// Bytes read.
     pub read_bytes: u64,
 }
 
 impl InspectReport {
-    /// A report on an image of which nothing is known but this finding.
+    /// A report with a single finding on an otherwise unknown image.
     pub fn of_nothing(file_length: u64, finding: InspectFinding) -> Self {
         Self {
             format: "unknown".to_owned(),
@@ -185,7 +184,7 @@ impl InspectReport {
         }
     }
 
-    /// The verdict that the findings make under a policy.
+    /// The verdict of findings under a policy.
     pub fn verdict_of(findings: &[InspectFinding], strict: bool) -> Verdict {
         let least = if strict { Weight::Warn } else { Weight::Refuse };
         match findings {
@@ -196,7 +195,7 @@ impl InspectReport {
     }
 }
 
-/// The findings so far, the heaviest kept.
+/// The findings; the heaviest are kept.
 #[derive(Debug, Default)]
 struct Findings {
     list: Vec<InspectFinding>,
@@ -204,7 +203,7 @@ struct Findings {
 }
 
 impl Findings {
-    /// Adds one. Where there are too many, one that weighs less gives way.
+    /// Adds a finding. If there are too many, drops one of less weight.
     fn add(&mut self, finding: InspectFinding) {
         if self.list.len() < code::FINDINGS_MAX {
             return self.list.push(finding);
@@ -220,7 +219,7 @@ impl Findings {
     }
 }
 
-/// One inspection under way.
+/// A running inspection.
 struct Inspection<'a> {
     storage: Arc<dyn Storage>,
     options: &'a InspectOptions,
@@ -231,11 +230,11 @@ struct Inspection<'a> {
     data_bytes: Option<u64>,
 }
 
-/// Judges an image. Reads two small pieces of any file, of a qcow2 image all metadata besides.
+/// Judges an image. Makes two small reads of any file, and reads all metadata of a qcow2 image.
 ///
 /// # Errors
-/// What reading returns; [`Error::Invalid`] for an expected format that has no name. What is wrong
-/// with the image, also that it costs too much, is a result.
+/// Errors of reading; [`Error::Invalid`] for an unknown expected format. Defects of the image,
+/// including exceeded limits, are a result.
 pub fn inspect(storage: Arc<dyn Storage>, options: &InspectOptions) -> Result<InspectReport> {
     if let Some(format) = &options.format
         && !FORMAT_NAMES.contains(&format.as_str())
@@ -313,16 +312,16 @@ impl Inspection<'_> {
                 self.raw(&head, found);
                 Ok(())
             }
-            _ => Ok(()), // banned: nothing of it is read
+            _ => Ok(()), // banned: not read any further
         }
     }
 
-    /// What it is to be opened as.
+    /// The format to open it as.
     fn format(&self, found: &[Signature]) -> &'static str {
         found.iter().find(|s| s.kind == Kind::Disk).map_or("raw", |s| s.name)
     }
 
-    /// As many bytes as there are, up to `len`.
+    /// Up to `len` bytes; fewer at the end of the file.
     fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; len];
         let got = self.storage.read_up_to(&mut bytes, HostOffset(offset))?;
@@ -330,12 +329,12 @@ impl Inspection<'_> {
         Ok(bytes)
     }
 
-    /// One file, one format, the expected one.
+    /// Checks that the file matches one format, the expected one.
     fn judge_identity(&mut self, found: &[Signature]) {
         let disks = signature::names(found, Kind::Disk);
         let contents = signature::names(found, Kind::Contents);
         let others = signature::names(found, Kind::Other);
-        // A fixed VHD is a raw disk with a footer, so it holds what raw disks hold.
+        // A fixed VHD is a raw disk with a footer, so it has the contents of a raw disk.
         let fixed_vhd = disks.len() == 1 && found.iter().all(|s| s.name != "vhd" || s.offset != 0);
         let holds_contents = disks.is_empty() || (disks.contains("vhd") && fixed_vhd);
         let mut all: Vec<_> = disks.iter().chain(&others).copied().collect();
@@ -378,13 +377,13 @@ impl Inspection<'_> {
         self.judge_format(found, holds_contents.then_some(&contents));
     }
 
-    /// The format that was asked for. `contents` is what a raw disk (or a fixed VHD) holds.
+    /// Checks the expected format. `contents` describes a raw disk (or a fixed VHD).
     fn judge_format(&mut self, found: &[Signature], contents: Option<&BTreeSet<&'static str>>) {
         let Some(wanted) = &self.options.format else { return };
         let format = self.format(found);
         let holds = |name: &str| contents.is_some_and(|contents| contents.contains(name));
-        // Whoever asks for a disk gets none: services attach an ISO image as an optical medium, and
-        // OpenStack's refuse one that is called raw.
+        // A request for a disk does not accept an ISO image: services attach it as an optical
+        // medium, and OpenStack refuses one declared as raw.
         let optical = wanted == "raw" && format == "raw" && holds("iso");
         if !optical && (wanted == format || holds(wanted)) {
             return;
@@ -400,7 +399,7 @@ impl Inspection<'_> {
         );
     }
 
-    /// A guest disk of this size, as a field at `offset` says.
+    /// Checks the guest disk size, stored in the field at `offset`.
     fn judge_size(&mut self, bytes: u64, offset: u64) {
         self.virtual_size = Some(bytes);
         if bytes > self.options.size_max {
@@ -414,7 +413,8 @@ impl Inspection<'_> {
         }
     }
 
-    /// A table that a field at `offset` names: within the file and not larger than `most`.
+    /// Checks a table, referred to by the field at `offset`: within the file and at most `most`
+    /// bytes.
     fn judge_table(&mut self, what: &str, offset: u64, start: u64, bytes: u64, most: u64) {
         if bytes > most {
             self.findings.add(
@@ -477,7 +477,7 @@ impl Inspection<'_> {
         );
     }
 
-    /// Only the header was looked at.
+    /// Notes that only the header was examined.
     fn contents_not_checked(&mut self, format: &str) {
         self.depth = self.depth.max(Depth::Header);
         self.findings.add(
@@ -488,7 +488,7 @@ impl Inspection<'_> {
         );
     }
 
-    /// An inspection that ended early: the image's fault, or a failure of reading.
+    /// Handles an early end: caused by the image, or by an error of reading.
     fn note_end(&mut self, error: Error, exceeded: Option<Exceeded>) -> Result<()> {
         let limits = match exceeded {
             Some(Exceeded::Reads) => InspectFinding::new(Code::LimitReads)
@@ -506,7 +506,7 @@ impl Inspection<'_> {
         Ok(())
     }
 
-    /// An error of a format as a finding; an error of reading stays one.
+    /// Turns an error of the format into a finding; an error of reading stays an error.
     fn note_error(&mut self, error: Error) -> Result<()> {
         match error {
             Error::Corrupt(fault) => {

@@ -1,4 +1,4 @@
-//! Raw disks: what their first sectors say.
+//! Raw disks: checks of the first sectors.
 //!
 //! Sources: the UEFI specification, section "GUID Partition Table (GPT) Disk Layout".
 
@@ -7,7 +7,7 @@ use super::signature::{Kind, Signature, names};
 use super::{Depth, Inspection};
 use vdkit_block::bytes::{le32, le64};
 
-/// Where the four entries of an MBR begin, and their length.
+/// Offset of the four MBR entries, and their size.
 const ENTRIES: usize = 446;
 const ENTRY_BYTES: usize = 16;
 /// The partition type of a protective entry.
@@ -15,9 +15,8 @@ const PROTECTIVE: u8 = 0xee;
 const SECTOR: u64 = 512;
 
 impl Inspection<'_> {
-    /// A raw disk.
     pub(super) fn raw(&mut self, head: &[u8], found: &[Signature]) {
-        // There is no metadata beyond what was read.
+        // There is no further metadata.
         self.depth = Depth::Metadata;
         self.judge_size(self.len, 0);
         let contents = names(found, Kind::Contents);
@@ -82,7 +81,7 @@ impl Inspection<'_> {
                     .mend("refuse it, or clear the last two bytes of its first sector"),
             );
         }
-        // Hybrid MBRs beside a GPT exist, but their protective entry is the first.
+        // Hybrid MBRs beside a GPT exist, but there the protective entry is the first.
         if protective.len() > 1 || protective.first().is_some_and(|&first| first != 0) {
             self.protective(&format!("protective entries {protective:?}"));
         }

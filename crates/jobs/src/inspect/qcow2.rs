@@ -1,7 +1,7 @@
-//! qcow2: every field of the header, then the tables, then what the guest's disk begins with.
+//! qcow2: checks of every header field, of the tables, and of the start of the guest's disk.
 //!
-//! Source: the qcow2 specification. Fields are looked at one by one, so that an image is told all
-//! that speaks against it; the format's own parser then has the last word.
+//! Source: the qcow2 specification. Fields are checked one by one, so that all problems are
+//! reported; the format's own parser then decides.
 
 use std::sync::Arc;
 
@@ -24,12 +24,12 @@ use super::signature::{self, Kind};
 use super::{Allow, Depth, InspectOptions, Inspection, reference};
 use vdkit_block::bytes::{be32, be64};
 
-/// Kinds of damage that are told one by one.
+/// Maximum kinds of damage reported individually.
 const DAMAGE_TOLD: usize = 8;
-/// Header extensions that are looked at.
+/// Maximum header extensions examined.
 const EXTENSIONS_MAX: usize = 1000;
 
-/// A run of the header cluster that means something.
+/// A used range of the header cluster.
 type Used = std::ops::Range<u64>;
 
 impl Inspection<'_> {
@@ -53,7 +53,7 @@ impl Inspection<'_> {
         }
         let cluster_bits = be32(head, 20);
         let cluster: u64 = if CLUSTER_BITS.contains(&cluster_bits) { 1 << cluster_bits } else { 0 };
-        // Header extensions may go on to the end of a cluster larger than the first read.
+        // Header extensions may continue beyond the first read, to the end of a larger cluster.
         let more = if cluster > head.len() as u64 && self.len > head.len() as u64 {
             Some(self.read(0, cluster as usize)?)
         } else {
@@ -82,7 +82,7 @@ impl Inspection<'_> {
         };
         let header = match Header::read(&*self.storage, &limits) {
             Ok(header) => header,
-            // What was told already need not be told in other words.
+            // Problems already reported need no second report.
             Err(_) if self.findings.refused() => return Ok(()),
             Err(error) => return Err(error),
         };
@@ -142,7 +142,7 @@ impl Inspection<'_> {
         }
     }
 
-    /// The disk, and the tables that the header names.
+    /// Checks the disk size, and the tables that the header refers to.
     fn sizes(&mut self, head: &[u8], cluster_bits: u32) {
         self.judge_size(be64(head, 24), 24);
         let refcounts = if CLUSTER_BITS.contains(&cluster_bits) {
@@ -190,16 +190,16 @@ impl Inspection<'_> {
         reference::judge(&mut self.findings, "backing file", &name, offset);
     }
 
-    /// Walks the list of extensions, and looks for bytes that belong to nothing.
+    /// Walks the list of extensions, and searches for unreferenced bytes.
     fn extensions(&mut self, head: &[u8], version: u32, cluster: u64) {
         let fixed = if version == 3 { be32(head, 100) } else { V2_HEADER_BYTES };
         if cluster == 0 || u64::from(fixed) > cluster || (version == 3 && fixed < 104) {
-            return; // the parser says so
+            return; // the parser reports it
         }
         let backing = be64(head, 8);
         let list_end = if backing == 0 { cluster } else { backing.min(cluster) };
         let known_fields = if version == 3 { fixed.min(V3_HEADER_BYTES) } else { fixed };
-        // Byte 104 is the compression type; up to byte 112 there is padding.
+        // Byte 104 is the compression type; padding follows up to byte 112.
         let fields: Used = 0..u64::from(known_fields.min(105));
         let mut used = vec![fields];
         let mut kinds: Vec<u32> = Vec::new();
@@ -287,7 +287,7 @@ impl Inspection<'_> {
         );
     }
 
-    /// Bytes of the header cluster that belong to nothing must be zero.
+    /// Unreferenced bytes of the header cluster must be zero.
     fn padding(&mut self, head: &[u8], mut used: Vec<Used>, cluster: u64) {
         used.sort_by_key(|range| range.start);
         let end = cluster.min(head.len() as u64);
@@ -313,7 +313,7 @@ impl Inspection<'_> {
         }
     }
 
-    /// All that the header leads to.
+    /// Everything that the header refers to.
     fn tables(&mut self, header: &Header, limits: &Limits) -> Result<()> {
         match SnapshotTable::read(&*self.storage, TablePlace::of(header), limits) {
             Ok(table) => self.snapshots(header, &table),
@@ -329,7 +329,7 @@ impl Inspection<'_> {
             f.severity == Weight::Refuse
                 && matches!(f.code, Code::TableTooLarge | Code::HeaderInvalid)
         }) {
-            return Ok(()); // a map of lies is not worth the walk
+            return Ok(()); // the map is known to be invalid
         }
         let mapping = Mapping::read(&*self.storage, header, self.len)?;
         self.mapping(header, &mapping);
@@ -341,7 +341,7 @@ impl Inspection<'_> {
         Ok(())
     }
 
-    /// As [`Inspection::note_error`], unless the budget is spent.
+    /// As [`Inspection::note_error`], unless the budget is used up.
     fn note_error_within(&mut self, error: vdkit_block::Error) -> Result<()> {
         match error {
             vdkit_block::Error::Limit { .. } => Err(error),
@@ -422,7 +422,7 @@ impl Inspection<'_> {
     fn check(&mut self, header: &Header, limits: &Limits) -> Result<()> {
         let report =
             Qcow2Driver.check(&self.storage, &[], Repair::Nothing, limits, &Monitor::default())?;
-        // Refcounts of an image that was not closed may be behind, in both directions.
+        // Refcounts of an image that was not closed may be too low or too high.
         let dirty = header.has(incompatible::DIRTY);
         let damage = report.findings.iter().filter(|f| f.severity == Severity::Corruption);
         for (index, finding) in damage.take(DAMAGE_TOLD).enumerate() {
@@ -450,7 +450,7 @@ impl Inspection<'_> {
         Ok(())
     }
 
-    /// A disk that begins as a disk image is one after conversion to raw, for whoever guesses.
+    /// A disk that begins with a disk image could be probed as that image after conversion to raw.
     fn nested(&mut self, header: &Header, limits: &Limits) -> Result<()> {
         if header.has_data_file() || header.encryption != Encryption::None {
             return Ok(());
@@ -474,7 +474,7 @@ impl Inspection<'_> {
         }
         let found = signature::recognise(&head, &[], header.guest_bytes);
         let names = signature::names(&found, Kind::Disk);
-        // LUKS on a whole disk is what its owner put there, and no reader follows it anywhere.
+        // LUKS on a whole disk was put there by its owner, and causes no other file to be opened.
         if let Some(name) = names.iter().find(|&&name| name != "luks") {
             self.findings.add(
                 InspectFinding::new(Code::NestedFormat)

@@ -1,14 +1,14 @@
-//! What the name of another file asks for.
+//! Checks of references to other files.
 
 use super::Findings;
 use super::code::{Code, InspectFinding};
 
-/// The shape of a name that no policy allows, if it has one.
+/// The code of a name that no policy allows.
 fn shape(name: &str) -> Option<Code> {
     if name.starts_with("json:") {
         return Some(Code::ReferenceJson);
     }
-    // As QEMU reads names: a colon before the first slash ends a protocol's name.
+    // As QEMU parses names: a colon before the first slash ends a protocol name.
     if name.split('/').next().is_some_and(|first| first.contains(':')) {
         return Some(Code::ReferenceProtocol);
     }
@@ -18,7 +18,7 @@ fn shape(name: &str) -> Option<Code> {
     name.split(['/', '\\']).any(|part| part == "..").then_some(Code::ReferenceParent)
 }
 
-/// Judges a name that stands at `offset`.
+/// Judges a name stored at `offset`.
 pub(super) fn judge(findings: &mut Findings, what: &str, name: &str, offset: u64) {
     let Some(code) = shape(name) else { return };
     findings.add(

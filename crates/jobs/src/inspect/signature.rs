@@ -1,26 +1,26 @@
-//! What a file can be taken for, by its first and last bytes.
+//! Signatures in the first and last bytes of a file.
 //!
-//! Sources: the formats' specifications, and what QEMU's probes and file(1) look at.
+//! Sources: the formats' specifications, QEMU's probes and file(1).
 
 use std::collections::BTreeSet;
 
-/// Bytes of the first read: more than ISO 9660's first descriptors (at 32 KiB) need.
+/// Bytes of the first read: includes ISO 9660's first descriptors (at 32 KiB).
 pub(super) const HEAD_BYTES: usize = 64 << 10;
-/// Bytes of the last read: VHD's footer, VMDK's footer with its end mark, a zip's directory.
+/// Bytes of the last read: VHD's footer, VMDK's footer with its end marker, a zip's directory.
 pub(super) const TAIL_BYTES: usize = 1536;
 
-/// What kind of thing a signature stands for.
+/// Category of a signature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     /// A format of disk images.
     Disk,
-    /// What a raw disk begins with: a partition table, a file system.
+    /// Start of a raw disk: a partition table, a file system.
     Contents,
     /// An archive, a compressed file, a program.
     Other,
 }
 
-/// One signature that is there.
+/// A matching signature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Signature {
     /// Name of the format.
@@ -30,11 +30,11 @@ pub(super) struct Signature {
     pub(super) offset: u64,
 }
 
-/// Formats of disk images that have no safe reader, or none at all that is kept.
+/// Disk image formats without a safe or maintained reader.
 pub(super) const BANNED: &[&str] =
     &["qcow", "qed", "parallels", "bochs", "cloop", "dmg", "vmdk-cowd"];
 
-/// The names under which users may expect a format.
+/// Format names that users may require.
 pub const FORMAT_NAMES: &[&str] =
     &["raw", "qcow2", "vmdk", "vdi", "vhd", "vhdx", "luks", "iso", "gpt", "mbr"];
 
@@ -74,8 +74,8 @@ fn find(bytes: &[u8], needle: &[u8]) -> Option<usize> {
     bytes.windows(needle.len()).position(|window| window == needle)
 }
 
-/// Everything that a file of `len` bytes can be taken for. `head` are its first bytes, `tail` its
-/// last ones; they may overlap.
+/// All signatures of a file of `len` bytes. `head` are its first bytes, `tail` its last; they may
+/// overlap.
 pub(super) fn recognise(head: &[u8], tail: &[u8], len: u64) -> Vec<Signature> {
     let mut found = Vec::new();
     let mut add = |name, kind, offset: u64| found.push(Signature { name, kind, offset });
@@ -99,7 +99,7 @@ pub(super) fn recognise(head: &[u8], tail: &[u8], len: u64) -> Vec<Signature> {
     let tail_start = len - tail.len() as u64;
     let footer = tail.len().checked_sub(512);
     if let Some(footer) = footer {
-        // A footer of 511 bytes was written by old versions of Virtual PC.
+        // Old versions of Virtual PC wrote a footer of 511 bytes.
         for start in [footer, footer + 1] {
             if at(tail, start, 8) == b"conectix" && tail_start + start as u64 != 0 {
                 add("vhd", Kind::Disk, tail_start + start as u64);
@@ -126,7 +126,7 @@ fn contents(head: &[u8], add: &mut impl FnMut(&'static str, Kind, u64)) {
             add("gpt", Kind::Contents, sector as u64);
         }
     }
-    // Volume descriptors follow each other in sectors of 2 KiB from 32 KiB on.
+    // Volume descriptors are in consecutive sectors of 2 KiB, from 32 KiB on.
     for sector in 16..24usize {
         let offset = sector * 2048;
         if matches!(at(head, offset + 1, 5), b"CD001" | b"NSR02" | b"NSR03" | b"BEA01") {
@@ -141,8 +141,8 @@ fn is_fat(head: &[u8]) -> bool {
     matches!(at(head, 16, 1), [1 | 2]) && matches!(at(head, 21, 1), [0xf0 | 0xf8..=0xff])
 }
 
-/// The text of a VMDK descriptor: at the start, after comments, as QEMU looks for it; or with its
-/// usual first line anywhere in the head.
+/// Offset of a VMDK descriptor: at the start, after comments, as in QEMU; or its usual first line
+/// anywhere in the head.
 fn vmdk_descriptor(head: &[u8]) -> Option<u64> {
     if let Some(offset) = find(head, DESCRIPTOR) {
         return Some(offset as u64);
@@ -162,7 +162,7 @@ fn vmdk_descriptor(head: &[u8]) -> Option<u64> {
     None
 }
 
-/// The end of a zip's central directory, with a comment that reaches to the end of the file.
+/// The end record of a zip's central directory, with a comment up to the end of the file.
 fn zip_directory(tail: &[u8]) -> Option<usize> {
     (0..tail.len().saturating_sub(21)).rev().find(|&start| {
         at(tail, start, 4) == b"PK\x05\x06"
@@ -171,7 +171,7 @@ fn zip_directory(tail: &[u8]) -> Option<usize> {
     })
 }
 
-/// The names that are there, of a kind, without repetition.
+/// The distinct names of a category.
 pub(super) fn names(found: &[Signature], kind: Kind) -> BTreeSet<&'static str> {
     found.iter().filter(|s| s.kind == kind).map(|s| s.name).collect()
 }

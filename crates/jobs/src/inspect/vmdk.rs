@@ -1,6 +1,6 @@
-//! VMDK: the header, and every line of the descriptor.
+//! VMDK: checks of the header, and of every line of the descriptor.
 //!
-//! Source: VMware, "Virtual Disk Format 1.1"; what QEMU's driver does with each field.
+//! Source: VMware, "Virtual Disk Format 1.1"; QEMU's driver for the use of each field.
 
 use vdkit_block::Result;
 
@@ -9,11 +9,11 @@ use super::{Depth, Inspection, reference};
 use vdkit_block::bytes::{le32, le64};
 
 const SECTOR: u64 = 512;
-/// Largest descriptor that is looked at; QEMU's bound is 1 MiB.
+/// Maximum descriptor examined; QEMU's limit is 1 MiB.
 const DESCRIPTOR_BYTES_MAX: u64 = 64 << 10;
-/// Kinds that keep all data in the one file.
+/// Create types with all data in one file.
 const CREATE_TYPES: [&str; 2] = ["monolithicsparse", "streamoptimized"];
-/// The grain directory is at the end; the footer says where.
+/// The grain directory is at the end; the footer holds its offset.
 const AT_END: u64 = u64::MAX;
 /// The content id of a disk without a parent.
 const NO_PARENT: &str = "ffffffff";
@@ -22,7 +22,7 @@ impl Inspection<'_> {
     pub(super) fn vmdk(&mut self, head: &[u8], tail: &[u8]) -> Result<()> {
         self.depth = Depth::Header;
         if !head.starts_with(b"KDMV") {
-            // Text alone: all its data is elsewhere.
+            // A text descriptor: all data is in other files.
             let text = &head[..head.len().min(DESCRIPTOR_BYTES_MAX as usize)];
             self.descriptor(text, 0);
             if !self.findings.list.iter().any(|f| f.code == Code::VmdkCreateType) {
@@ -47,7 +47,7 @@ impl Inspection<'_> {
         let capacity = le64(head, 12);
         self.judge_size(capacity.saturating_mul(SECTOR), 12);
         if capacity == 0 {
-            // Readers then take the extents that the descriptor names.
+            // Readers then use the descriptor's extents.
             self.vmdk_descriptor(12, "a capacity of 0", "the disk's sectors");
         }
         if le64(head, 56) == AT_END {
@@ -67,7 +67,8 @@ impl Inspection<'_> {
         Ok(())
     }
 
-    /// A stream's true header is at its end, before an end mark; it must say what the first says.
+    /// The effective header of a stream is at its end, before an end marker; it must match the
+    /// first header.
     fn vmdk_footer(&mut self, head: &[u8], tail: &[u8]) {
         let footer = tail.len().checked_sub(1024).and_then(|at| tail.get(at..at + 512));
         // Magic, version, flags, capacity, grain, descriptor: bytes 0 to 44.
@@ -104,7 +105,7 @@ impl Inspection<'_> {
         );
     }
 
-    /// Each line must be one that is understood.
+    /// Every line must be known.
     fn descriptor(&mut self, text: &[u8], base: u64) {
         let end = text.iter().position(|&b| b == 0).unwrap_or(text.len());
         if let Some(hidden) = text[end..].iter().position(|&b| b != 0) {
@@ -173,8 +174,8 @@ impl Inspection<'_> {
             let name = line.split('"').nth(1).unwrap_or_default();
             reference::judge(&mut self.findings, "extent", name, *at);
             let kind = line.split_ascii_whitespace().nth(2).unwrap_or_default();
-            // Behind a header, one sparse extent without a folder is the file itself, under the
-            // name that it was made with.
+            // In an embedded descriptor, one sparse extent without a folder is the file itself,
+            // under its original name.
             let itself = index == 0
                 && base != 0
                 && kind.eq_ignore_ascii_case("sparse")

@@ -1,4 +1,4 @@
-//! Bytes that nobody looks at, copied by the kernel from file to file.
+//! Copies between files in the kernel, for bytes that need no examination.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -10,8 +10,8 @@ use super::{Buffers, Mover, Placed, add};
 use crate::share::copy_in_kernel;
 
 impl Mover<'_> {
-    /// Has the kernel copy a chunk to its place, which is found in turn. What it does not copy is
-    /// read and written.
+    /// Copies a chunk in the kernel, after reserving its space in turn. The rest is read and
+    /// written.
     pub(super) fn copy_in_kernel(
         &self,
         buffers: &mut Buffers,
@@ -25,7 +25,7 @@ impl Mover<'_> {
             Some(target) if !self.kernel_refuses.load(Ordering::Relaxed) => target,
             _ => return self.copy(buffers, number, at, len),
         };
-        // Where every byte has its place already, or perhaps has, nothing is reserved.
+        // If every byte is or may be allocated, nothing is reserved.
         if self.options.write_zeroes || target.top().caps().fill_bytes == 1 {
             self.in_turn(number, || Ok(()))?;
             let copied = copy_in_kernel(target, guest, from, offset)?;
@@ -50,7 +50,7 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// Fills target space with the bytes of `from` from `offset` on, and publishes it.
+    /// Copies the bytes of `from` at `offset` into reserved space, and publishes it.
     fn fill_in_kernel(
         &self,
         target: &Disk,

@@ -1,4 +1,4 @@
-//! Target space for a chunk, compressed or plain, and what goes there.
+//! Reserves target space for a chunk, compressed or not, and writes it.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::{Buffers, Mover, add};
 use crate::compress::Compressor;
 use crate::zero::is_zero;
 
-/// In the list of compressed lengths: the cluster is zero.
+/// Marks a zero cluster in the list of compressed lengths.
 const ZERO_CLUSTER: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub(super) enum Placed<'a> {
         space: PackedReservation<'a>,
         bytes: Range<usize>,
     },
-    /// Has its space already.
+    /// Already allocated.
     Mapped {
         from: usize,
         to: usize,
@@ -37,8 +37,8 @@ pub(super) enum Placed<'a> {
 }
 
 impl Mover<'_> {
-    /// Writes what was read compressed, over what the target holds. One reservation at a time: other
-    /// threads may be writing zeroes, which wait for reservations.
+    /// Writes compressed data over the target's content. One reservation at a time: other threads
+    /// may be writing zeroes, which waits for reservations.
     pub(super) fn write_packed(
         &self,
         target: &Disk,
@@ -49,7 +49,8 @@ impl Mover<'_> {
         let cluster = target.top().caps().cluster_bytes as usize;
         let len = buffers.bytes.len();
         self.pack(target, buffers, spec, at)?;
-        // Behind the source's end the target keeps what it has, which one unit cannot hold too.
+        // The target keeps its content after the source's end, which a compressed unit cannot
+        // include.
         let keeps = target.guest_bytes() > at + len as u64;
         let kind = |index: usize| match buffers.lens[index] {
             ZERO_CLUSTER => PlaceKind::Zero,
@@ -87,8 +88,8 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// Compresses each cluster of the chunk at `at` and puts it into its frame; `lens` says 0 for
-    /// one that stays plain and [`ZERO_CLUSTER`] for one that is zero.
+    /// Compresses and frames each cluster of the chunk at `at`. In `lens`, 0 marks an uncompressed
+    /// cluster and [`ZERO_CLUSTER`] a zero one.
     pub(super) fn pack(
         &self,
         target: &Disk,
@@ -105,7 +106,7 @@ impl Mover<'_> {
             Some(compressor) => compressor,
             None => compressor.insert(Compressor::new(spec)?),
         };
-        // A short last cluster is compressed whole, with zeroes behind the end of the disk.
+        // A short last cluster is padded with zeroes and compressed whole.
         bytes.resize(bytes.len().next_multiple_of(cluster));
         for (index, unit) in bytes.chunks_exact(cluster).enumerate() {
             if is_zero(unit) {
@@ -135,7 +136,7 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// Reserves target space for a chunk, in the order of the disk.
+    /// Reserves target space for a chunk, in guest order.
     pub(super) fn place<'t>(
         &self,
         target: &'t Disk,
@@ -155,7 +156,7 @@ impl Mover<'_> {
             },
             None => {
                 let (from, to) = (index * cluster, (index + 1) * cluster);
-                // Runs are sorted: the first one that ends behind the cluster's start decides.
+                // Runs are sorted: the first that ends after the cluster's start decides.
                 let run = buffers.runs.partition_point(|r| r.end <= from);
                 match buffers.runs.get(run) {
                     Some(run) if run.start < to => PlaceKind::Plain,
@@ -189,7 +190,7 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// The chunk's length without the zeroes that fill up the last cluster of the disk.
+    /// The chunk's length without the zero padding of the last cluster.
     fn chunk_end(&self, at: u64, len: usize) -> usize {
         len.min((self.source.bytes() - at) as usize)
     }
@@ -210,7 +211,7 @@ impl Mover<'_> {
                     placed.push(Placed::Plain { space, from });
                     from = next;
                 }
-                // Preallocated, or wants filling: the ordinary write path does it.
+                // Preallocated, or needs a fill: use the ordinary write path.
                 _ => {
                     placed.push(Placed::Mapped { from, to });
                     from = to;
@@ -220,7 +221,7 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// Returns where the payload of the next unit begins.
+    /// Returns the start of the next unit's payload.
     fn place_packed<'t>(
         &self,
         target: &'t Disk,
@@ -239,8 +240,8 @@ impl Mover<'_> {
         Ok(payload)
     }
 
-    /// Reserves space for the first units of `lens`, as many as the format takes at once, and
-    /// returns their number. `payload` is where they begin in what was compressed, and moves on.
+    /// Reserves space for the first units of `lens`, as many as fit at once, and returns their
+    /// number. `payload` is their start in the compressed data, and is advanced.
     fn place_some<'t>(
         &self,
         target: &'t Disk,

@@ -1,4 +1,4 @@
-//! How many requests sharing takes, and what is left where it does not work.
+//! Number of share requests, and fallback if sharing fails.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::source::Source;
 use crate::testing::{disk_on, noise};
 
 const CLUSTER: u64 = 64 << 10;
-/// Pieces of the disk, and how far they lie from one another.
+/// Number of pieces, and their distance.
 const PIECES: u64 = 64;
 const STEP: u64 = 4 * CLUSTER;
 const GUEST_BYTES: u64 = PIECES * STEP;
@@ -36,7 +36,7 @@ fn qcow2(storage: Arc<dyn Storage>) -> Disk {
     disk_on(&Qcow2Driver, storage)
 }
 
-/// A disk that is full but for a cluster before each piece.
+/// A full disk, except for a cluster before each piece.
 fn source() -> Source {
     let disk = qcow2(Arc::new(MemoryStorage::new("source")));
     for piece in 0..PIECES {
@@ -96,7 +96,8 @@ fn pieces_side_by_side_in_both_files_are_shared_at_once() {
     let target = qcow2(sharing.clone());
     let moved = move_all(&source, &target, CLUSTER).unwrap();
     let requests = sharing.requests();
-    // Whether it works is found out with the first piece; then as far as both files go on.
+    // The first piece finds out whether it works; then requests are as long as both files are
+    // contiguous.
     assert!(requests.len() <= 3, "{requests:x?}");
     let bytes = PIECES * (STEP - CLUSTER);
     assert_eq!(requests.iter().map(|(_, len)| len).sum::<u64>(), bytes);
@@ -141,7 +142,7 @@ fn a_request_that_fails_leaves_nothing_reserved() {
         let target = qcow2(sharing.clone());
         sharing.limit(number, NoShare::Fail);
         move_all(&source, &target, CLUSTER).unwrap_err();
-        // Only what was shared is there; the rest reads as zero.
+        // Only shared data is present; the rest reads as zero.
         let first = if number == 0 { 0 } else { STEP };
         let mut found = vec![0; (GUEST_BYTES - first) as usize];
         target.read_at(&mut found, GuestOffset(first)).unwrap();

@@ -1,4 +1,4 @@
-//! Small images of every format, sound ones and others, made byte by byte.
+//! Small images of every format, valid and invalid, made byte by byte.
 
 use std::sync::Arc;
 
@@ -11,17 +11,17 @@ use vdkit_storage::MemoryStorage;
 
 const CLUSTER: usize = 64 << 10;
 
-/// A sound image of 1 MiB with a little data.
+/// A valid image of 1 MiB with a little data.
 pub fn qcow2() -> Vec<u8> {
     qcow2_with("compat=1.1", 1 << 20, &[7; 9000])
 }
 
-/// A sound image whose disk begins with these bytes.
+/// A valid image whose disk begins with these bytes.
 pub fn qcow2_holding(data: &[u8]) -> Vec<u8> {
     qcow2_with("compat=1.1", 1 << 20, data)
 }
 
-/// A sound image with these options and these bytes at the start of its disk.
+/// A valid image with these options and these bytes at the start of its disk.
 pub fn qcow2_with(options: &str, guest_bytes: u64, data: &[u8]) -> Vec<u8> {
     let memory = Arc::new(MemoryStorage::new("image"));
     let storage: Arc<dyn Storage> = memory.clone();
@@ -53,18 +53,18 @@ pub fn qcow2_with(options: &str, guest_bytes: u64, data: &[u8]) -> Vec<u8> {
     memory.to_vec()
 }
 
-/// These bytes laid over an image.
+/// Overwrites bytes of an image.
 pub fn with(mut image: Vec<u8>, at: usize, bytes: &[u8]) -> Vec<u8> {
     image[at..at + bytes.len()].copy_from_slice(bytes);
     image
 }
 
-/// A sound qcow2 image with these bytes laid over it.
+/// A valid qcow2 image with some bytes overwritten.
 pub fn patched(at: usize, bytes: &[u8]) -> Vec<u8> {
     with(qcow2(), at, bytes)
 }
 
-/// A file that begins so.
+/// A file that begins with these bytes.
 pub fn start(magic: &[u8], len: usize) -> Vec<u8> {
     with(vec![0; len], 0, magic)
 }
@@ -77,14 +77,14 @@ fn be64(image: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(image[at..at + 8].try_into().unwrap())
 }
 
-/// A qcow2 image that stands on this name.
+/// A qcow2 image with this backing file name.
 pub fn backed(name: &str) -> Vec<u8> {
     let image = patched(8, &0x8000u64.to_be_bytes());
     let image = with(image, 16, &(name.len() as u32).to_be_bytes());
     with(image, 0x8000, name.as_bytes())
 }
 
-/// Where the list of header extensions ends.
+/// The end of the header extensions.
 fn extensions_end(image: &[u8]) -> usize {
     let mut at = be32(image, 100) as usize;
     while be32(image, at) != 0 {
@@ -93,7 +93,7 @@ fn extensions_end(image: &[u8]) -> usize {
     at
 }
 
-/// An image with one header extension more.
+/// Adds a header extension.
 fn extended(image: Vec<u8>, kind: u32, data: &[u8]) -> Vec<u8> {
     let at = extensions_end(&image);
     let image = with(image, at, &kind.to_be_bytes());
@@ -109,7 +109,7 @@ pub fn with_backing_format(image: Vec<u8>) -> Vec<u8> {
     extended(image, 0xe279_2aca, b"qcow2")
 }
 
-/// A bitmaps extension that no autoclear bit vouches for.
+/// A bitmaps extension without its autoclear bit.
 pub fn bitmaps_extension() -> [u8; 24] {
     let mut data = [0; 24];
     data[3] = 1;
@@ -121,7 +121,7 @@ fn l2(image: &[u8]) -> usize {
     (be64(image, be64(image, 40) as usize) & 0x00ff_ffff_ffff_fe00) as usize
 }
 
-/// An image whose one L2 table names one cluster for half a gibibyte.
+/// An image whose one L2 table maps half a GiB to one cluster.
 pub fn bomb() -> Vec<u8> {
     let mut image = qcow2_with("compat=1.1", 1 << 30, &[7; 9000]);
     let table = l2(&image);
@@ -146,7 +146,7 @@ pub fn aliased() -> Vec<u8> {
     with(image, at + 8, &entry)
 }
 
-/// A cluster at the end that is counted and not referred to.
+/// A counted but unreferenced cluster at the end.
 pub fn leaking() -> Vec<u8> {
     let mut image = qcow2();
     let clusters = image.len().div_ceil(CLUSTER);
@@ -156,7 +156,7 @@ pub fn leaking() -> Vec<u8> {
     with(image, block + clusters * 2 + 1, &[1])
 }
 
-/// One snapshot in a cluster at the end, which nobody counted.
+/// A snapshot in a cluster at the end with refcount 0.
 pub fn with_snapshot(state_bytes: u32) -> Vec<u8> {
     let mut image = qcow2();
     let at = image.len().next_multiple_of(CLUSTER);
@@ -188,7 +188,7 @@ pub fn sound_text() -> String {
     text("RW 10 SPARSE \"disk.vmdk\"", "monolithicSparse", "ffffffff")
 }
 
-/// A descriptor that is a file of its own.
+/// A standalone descriptor.
 pub fn descriptor(extents: &str, create_type: &str) -> Vec<u8> {
     text(extents, create_type, "ffffffff").into_bytes()
 }
@@ -205,7 +205,7 @@ pub fn vmdk(descriptor: &str) -> Vec<u8> {
     with(image, 512, descriptor.as_bytes())
 }
 
-/// A VMDK whose grain directory is at its end, with a footer that says so or something else.
+/// A VMDK with its grain directory at the end, and a footer that matches (`honest`) or not.
 pub fn vmdk_at_end(honest: bool) -> Vec<u8> {
     let image = vmdk(&sound_text());
     let header = image[..512].to_vec();
@@ -215,7 +215,7 @@ pub fn vmdk_at_end(honest: bool) -> Vec<u8> {
     if honest { image } else { with(image, at + 12, &99u64.to_le_bytes()) }
 }
 
-/// A VDI of 1 MiB and this type.
+/// A VDI of 1 MiB with this type.
 pub fn vdi(kind: u32) -> Vec<u8> {
     let mut image = vec![0; 8192];
     image[0x40..0x44].copy_from_slice(&0xbeda_107f_u32.to_le_bytes());
@@ -238,7 +238,7 @@ pub fn vhd_footer(kind: u32, size: u64, header: u64) -> Vec<u8> {
     footer
 }
 
-/// Gives a VHD's footer the checksum of what is in it.
+/// Updates a VHD footer's checksum.
 pub fn sum_up_vhd(footer: &mut [u8]) {
     footer[64..68].fill(0);
     let sum = !footer[..512].iter().fold(0u32, |sum, byte| sum.wrapping_add((*byte).into()));

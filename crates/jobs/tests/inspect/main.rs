@@ -1,4 +1,4 @@
-//! Each reason to refuse an image, by an image that has it.
+//! Each reason to refuse an image, with an example image.
 
 mod images;
 
@@ -26,7 +26,7 @@ fn codes(report: &InspectReport) -> Vec<Code> {
     report.findings.iter().map(|finding| finding.code).collect()
 }
 
-/// What the tests of the command show, because it takes a process.
+/// Codes tested with the command, because they need a process.
 const OF_PROCESSES: &[Code] = &[
     Code::NotJudged,
     Code::LimitMemory,
@@ -36,7 +36,7 @@ const OF_PROCESSES: &[Code] = &[
     Code::SandboxPartial,
 ];
 
-/// An image for each code, with the options that bring it about.
+/// An image for each code, with the options for it.
 fn cases() -> Vec<(Code, Vec<u8>, InspectOptions)> {
     let usual = InspectOptions::default;
     let plain: Vec<(Code, Vec<u8>)> = vec![
@@ -120,7 +120,7 @@ fn each_code_is_found_in_an_image_that_has_it() {
 
 #[test]
 fn what_is_alone_in_an_image_is_found_alone() {
-    // Nothing speaks against these, and nothing is said of them.
+    // These are accepted without findings.
     for (name, bytes) in [
         ("qcow2", qcow2()),
         ("version 2", qcow2_with("compat=0.10", 1 << 20, &[7; 9000])),
@@ -213,7 +213,7 @@ fn headers_of_other_formats_are_read_as_far_as_it_is_safe() {
     ] {
         assert!(codes(&judge(&image)).contains(&Code::VirtualSize), "{name}");
     }
-    // Tables that are elsewhere, descriptors that hide something.
+    // Tables outside the file, descriptors with hidden content.
     let outside = judge(&with(vdi(1), 0x180, &u32::MAX.to_le_bytes()));
     assert!(codes(&outside).contains(&Code::OutsideFile), "{outside:#?}");
     for (at, bytes) in [(12, [0; 8]), (28, [9; 8]), (36, [0; 8])] {
@@ -294,7 +294,7 @@ fn the_expected_format_is_the_one_that_it_must_have() {
     assert!(inspect(storage, &expecting("no-such")).is_err());
 }
 
-/// Programs that look for the footer at offset 0 see a raw disk where it is not there.
+/// Programs that expect the footer copy at offset 0 see a raw disk without it.
 #[test]
 fn a_dynamic_vhd_without_its_footer_at_the_start_is_refused() {
     let sound = vhd_dynamic(3);

@@ -1,4 +1,4 @@
-//! Images of formats that nobody here writes.
+//! Makes images of the read-only formats.
 
 // Each test uses some of it.
 #![allow(dead_code)]
@@ -24,11 +24,11 @@ pub fn registry() -> Registry {
     Registry::new(ALL.into_iter().chain([raw]))
 }
 
-/// What we read from an image and what it stands on, its format probed.
+/// Content of an image with its backing chain, read by vdkit with a probed format.
 pub fn dump(path: &Path) -> Vec<u8> {
     let disk = Disk::open(&registry(), path, &OpenOptions::read_only()).expect("opening");
     let mut bytes = vec![0xee; disk.guest_bytes() as usize];
-    // In odd pieces, so that units are cut.
+    // In odd pieces, so that units are split.
     let mut at = 0;
     for len in [700, 3, 65_000, 4096, 1 << 20].into_iter().cycle() {
         if at == bytes.len() {
@@ -41,7 +41,7 @@ pub fn dump(path: &Path) -> Vec<u8> {
     bytes
 }
 
-/// What QEMU reads from an image.
+/// Content of an image read by QEMU.
 pub fn theirs(path: &Path, format: &str) -> Vec<u8> {
     let raw = path.with_extension("theirs");
     vdkit_testkit::qemu::convert((path, format), (&raw, "raw"), &[]);
@@ -60,7 +60,7 @@ pub fn found(driver: &dyn FormatDriver, bytes: &[u8]) -> (u64, u64) {
     (report.corruptions, report.leaks)
 }
 
-/// Everything that can be done to an image, without a panic and in time.
+/// Runs every operation on an image: none may panic or take long.
 pub fn survive(driver: &dyn FormatDriver, bytes: &[u8], what: &str) {
     let start = vdkit_testkit::processor_time();
     let storage = memory(bytes);
@@ -151,7 +151,7 @@ pub fn bochs(disk: &[u8], version: u32) -> Vec<u8> {
     let size_at = if version == 0x1_0000 { 84 } else { 88 };
     put(size_at, disk.len() as u32);
     let (mut catalog, mut data) = (Vec::new(), Vec::new());
-    // The last extent comes first, so that the catalog matters.
+    // The last extent comes first, so that the catalog's order matters.
     let mut place = extents.len() as u32;
     for piece in &extents {
         if piece.iter().all(|byte| *byte == 0) {
@@ -187,7 +187,7 @@ pub enum Fork {
     Resources,
 }
 
-/// A DMG in chunks of 32 KiB of all kinds in turn, in two tables.
+/// A DMG with chunks of 32 KiB of all kinds in turn, in two tables.
 pub fn dmg(disk: &[u8], fork: Fork) -> Vec<u8> {
     dmg_with(disk, fork, 0x8000_0006, bzip2)
 }

@@ -88,7 +88,7 @@ fn what_is_written_is_read() {
         assert_eq!(written[index].file_bytes, content.len() as u64);
         assert_eq!(&bytes_of(&package, index), content);
     }
-    // Each byte of the disks counts.
+    // Each byte of the disks is verified.
     for (index, content) in contents.iter().enumerate().filter(|(_, content)| !content.is_empty()) {
         let member = &package.disks()[index].members[0];
         for at in [0, content.len() as u64 - 1] {
@@ -133,18 +133,18 @@ fn hashes_are_checked_of_everything_that_is_used() {
     fails(&pack(&(line("a.ovf", &bad) + &line("d.vmdk", &disk))), "a.ova:a.ovf: file");
     fails(&pack(&line("d.vmdk", &disk)), "a.ova:a.ovf: manifest");
     fails(&pack(&(both.clone() + &line("gone.iso", &bad))), "no file 'gone.iso'");
-    // Of two lines for one file both must hold.
+    // If a file has two lines, both must match.
     let twice = both.clone() + &line("d.vmdk", &bad);
     assert!(check(&open(&pack(&twice)).unwrap()).is_err());
-    // The disk's hash counts when it is read.
+    // The disk's hash is checked when it is read.
     let unlisted = open(&pack(&line("a.ovf", &good))).unwrap();
     let error = check(&unlisted).unwrap_err().to_string();
     assert!(error.contains("a.ova:d.vmdk: manifest"), "{error}");
-    // A stop is honoured.
+    // Cancellation works.
     let stopped = CancelToken::default();
     stopped.cancel();
     assert!(matches!(package.verify(0, &stopped, &mut |_| {}), Err(Error::Interrupted)));
-    // Without a manifest there is nothing to hold it against.
+    // Without a manifest nothing can be verified.
     let without = open(&tar(&[("a.ovf", &text), ("d.vmdk", b"disk"), ("a.cert", b"x")])).unwrap();
     assert!(without.manifest().is_none());
     assert_eq!(without.certificate(), Some("a.cert"));

@@ -7,7 +7,7 @@ fn bytes(len: usize) -> Vec<u8> {
 }
 
 fn ranges(server: &HttpServer) -> Arc<HttpStorage> {
-    // However long this machine lets a server wait that is busy at first.
+    // A long timeout, for busy machines.
     match open_patiently(server.url(), &CancelToken::default(), PATIENCE, PATIENCE).unwrap() {
         Remote::Ranges(storage) => storage,
         Remote::Whole(_) => panic!("the server knows ranges"),
@@ -104,7 +104,7 @@ fn a_server_that_is_not_there_is_said_soon() {
     assert!(matches!(open_url("http://127.0.0.1:1/", &cancel), Err(Error::Interrupted)));
 }
 
-/// A byte now and then, in one answer or in many: neither is waited for without an end.
+/// A server that trickles bytes, in one response or in many, is given up.
 #[test]
 fn a_server_that_trickles_is_given_up() {
     let patience = Duration::from_millis(800);
@@ -114,7 +114,7 @@ fn a_server_that_trickles_is_given_up() {
     let open = |server: &HttpServer| {
         open_patiently(server.url(), &CancelToken::default(), PATIENCE, patience).unwrap()
     };
-    // (Where this machine is slow, one answer that breaks off takes too long by itself.)
+    // (On a slow machine, one broken response alone takes too long.)
     let slow = "less than 64 KiB";
     for (faults, words) in [(trickling.clone(), [slow; 2]), (breaking, ["broke off", slow])] {
         let server = HttpServer::start(bytes(1 << 20), faults);
@@ -135,7 +135,7 @@ fn what_comes_in_fast_enough_is_waited_for() {
     let (patience, short) = (Duration::from_secs(6000), Duration::from_secs(3600));
     let mut pace = Pace::new(patience);
     for _ in 0..4 {
-        // As if it were so late.
+        // As if that time had passed.
         pace.since -= short;
         assert!(!pace.too_slow(Duration::ZERO));
         pace.count(PACE_BYTES);

@@ -1,25 +1,25 @@
-//! Commit under a guest: the top image's content goes into the one beneath it while the guest
-//! writes, and the service goes on with that one.
+//! Live commit: moves the top image's data into its backing image while the guest writes, and
+//! continues with the backing image.
 //!
 //! ```text
-//!   clients are served │ the base is opened for writing, locked against everyone, read and written
-//!                      │ through one map from then on
-//!                      │ what the overlay holds is copied, and what changes meanwhile again,
+//!   clients are served │ the base is opened for writing and locked exclusively; reads and writes
+//!                      │ share one map from then on
+//!                      │ the overlay's data is copied, and changed data again,
 //!                      │ until little is left
 //!   clients wait       │ the rest is copied ─► the base is made durable ─► the overlay is emptied
 //!                      │ and closed ─► the base takes its place
 //!   clients are served │ from the base
 //! ```
 //!
-//! The disk may grow meanwhile. The base follows before the first byte that lies past its end is copied:
-//! as it is shorter until then, what is new reads as zero where the overlay holds nothing.
+//! The disk may grow meanwhile. The base grows before the first byte beyond its end is copied. It
+//! is shorter until then, so new bytes that the overlay does not hold read as zero.
 //!
 //! # Why nothing is lost
-//! The base changes only where the overlay holds something, and what the overlay once holds it keeps
-//! until it is emptied: so nobody sees what was copied so far, and a commit that stops half-way, or
-//! is killed, leaves the disk that it found. The overlay is emptied when the base is durable and
-//! equal, before the first write that only the base gets: whoever opens the overlay later, after a
-//! crash too, reads what the base holds.
+//! The base changes only where the overlay holds data, and the overlay keeps its data until it is
+//! emptied. So the copied data is invisible meanwhile, and an interrupted or killed commit leaves
+//! the disk unchanged. The overlay is emptied when the base is durable and equal, before the first
+//! write that only the base gets: opening the overlay later, also after a crash, shows the base's
+//! data.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -33,14 +33,14 @@ use vdkit_jobs::refuse_dependents;
 
 use super::{LiveImages, check_writable, is_encrypted};
 
-/// Bytes that are copied while an exchange of images is kept waiting.
+/// Bytes copied per lock of the disk.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Bytes of the disk whose map is walked at a time.
+/// Bytes of the disk per map scan.
 const MAP_BYTES: u64 = 1 << 30;
-/// Bytes that may be left to be copied while clients wait.
+/// Maximum bytes left to copy while clients wait.
 const REST_BYTES: u64 = 8 << 20;
-/// So many times all that changed is copied beside clients that write. Who still writes faster than
-/// that gets less of the disk: from then on each piece is copied while clients wait.
+/// Maximum rounds of copying while clients write. If clients still write faster, each piece is then
+/// copied with the disk locked, which slows them down.
 const ROUNDS_MAX: u32 = 8;
 
 /// See [`vdkit_export::Images::commit`].
@@ -72,7 +72,7 @@ pub(super) fn commit(images: &LiveImages, export: &Export, force: bool) -> Resul
     }
 }
 
-/// Refuses what would damage something, or could not be ended. Says which image is committed.
+/// Fails if the commit would damage other images or could not finish. Returns the image to commit.
 fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Result<PathBuf> {
     let disk = export.disk();
     let [top, base, ..] = disk.layers() else {
@@ -107,7 +107,7 @@ fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Re
     Ok(overlay)
 }
 
-/// Refuses to leave behind what is in the overlay alone.
+/// Fails if the overlay has contents that would be lost.
 fn refuse_losses(top: &Layer) -> Result<()> {
     let mut losses: Vec<String> = Vec::new();
     if let Some(side) = top.format().snapshots() {
@@ -130,7 +130,7 @@ fn refuse_losses(top: &Layer) -> Result<()> {
     })
 }
 
-/// A commit under way.
+/// A running commit.
 struct Commit<'a> {
     export: &'a Export,
     job: &'a Job<'a>,
@@ -141,7 +141,7 @@ struct Commit<'a> {
 }
 
 impl<'a> Commit<'a> {
-    /// Lets clients read the base through the map by which it is written, and watches them.
+    /// Lets clients read the base through the map by which it is written, and tracks changes.
     fn begin(export: &'a Export, job: &'a Job<'a>, base: &Disk) -> Result<Self> {
         let changes = export.exchange(|served| {
             served.disk.share_beneath(base);
@@ -163,11 +163,11 @@ impl<'a> Commit<'a> {
             self.round(base, rounds >= ROUNDS_MAX)?;
             rounds += 1;
         }
-        // Most of the base's bytes become durable before anybody has to wait for them.
+        // Makes most of the base durable before clients wait for it.
         base.flush()
     }
 
-    /// Marks what the overlay holds.
+    /// Marks the overlay's data.
     fn mark_what_is_there(&self) -> Result<()> {
         let mut at = 0;
         let mut missing = Missing::default();
@@ -189,8 +189,8 @@ impl<'a> Commit<'a> {
 }
 
 impl Commit<'_> {
-    /// Copies what is marked, once from the beginning to the end of the disk; `alone` keeps clients
-    /// waiting while a piece is copied.
+    /// Copies all marked ranges, once from start to end of the disk. `alone` locks the disk
+    /// exclusively for each piece.
     fn round(&mut self, base: &Disk, alone: bool) -> Result<()> {
         let export = self.export;
         let mut at = Some(0);
@@ -202,7 +202,7 @@ impl Commit<'_> {
                     self.piece(&served.disk, base, from)
                 })?
             } else {
-                // While it is held the disk does not grow.
+                // The disk cannot grow while it is locked.
                 let disk = export.disk();
                 if base.guest_bytes() < disk.guest_bytes() {
                     drop(disk);
@@ -216,17 +216,17 @@ impl Commit<'_> {
         Ok(())
     }
 
-    /// Copies the next marked piece from `from` on; says where it ends.
+    /// Copies the next marked piece at or after `from`; returns its end.
     fn piece(&mut self, disk: &Disk, base: &Disk, from: u64) -> Result<Option<u64>> {
-        // The marks are taken off before anything is read.
+        // Clear the marks before reading.
         let Some(run) = self.changes.take(from, PIECE_BYTES) else { return Ok(None) };
         let end = run.end;
         self.moved += copy(disk, base, run, &mut self.buffer)?;
         Ok(Some(end))
     }
 
-    /// Copies the rest while clients wait, and goes on with the base, which is taken then. Says for
-    /// how many seconds they waited, and how many bytes were moved in all.
+    /// Copies the rest while clients wait, and continues with the base. Returns how many seconds
+    /// they waited, and the total bytes moved.
     fn finish(mut self, base: &mut Option<Disk>) -> Result<(f64, u64)> {
         let export = self.export;
         let pause_seconds = export.exchange(|served| {
@@ -239,8 +239,8 @@ impl Commit<'_> {
                 at = self.piece(&served.disk, lower, from)?;
             }
             lower.flush()?;
-            // The base is durable and equal: from here on both ways lead to the same bytes, and
-            // no client writes before the overlay is empty for good.
+            // The base is durable and equal: both images now show the same data, and no client
+            // writes before the overlay is durably empty.
             served.disk.empty()?;
             served.changes = None;
             if let Some(lower) = base.take() {
@@ -258,14 +258,14 @@ impl Commit<'_> {
     }
 }
 
-/// Makes the base as large as the disk. New bytes read as zero, as they did behind the end of a shorter
-/// image.
+/// Grows the base to the disk's size. New bytes read as zero, as before beyond the end of the
+/// shorter image.
 fn follow(disk: &Disk, base: &Disk) -> Result<()> {
     let bytes = disk.guest_bytes();
     if base.guest_bytes() < bytes { base.resize(bytes) } else { Ok(()) }
 }
 
-/// Copies what the top image holds of a range into the base. Says how many bytes.
+/// Copies the top image's data of a range into the base. Returns the bytes copied.
 fn copy(disk: &Disk, base: &Disk, range: Range<u64>, buffer: &mut Vec<u8>) -> Result<u64> {
     let mut moved = 0;
     for extent in disk.extents_of(1, GuestOffset(range.start), range.end - range.start)? {
@@ -294,7 +294,7 @@ fn copy(disk: &Disk, base: &Disk, range: Range<u64>, buffer: &mut Vec<u8>) -> Re
     Ok(moved)
 }
 
-/// Goes on with the overlay over the base, which is closed and only read again.
+/// Continues with the overlay over the base, which is closed and read-only again.
 fn give_up(export: &Export, base: &Disk, error: Error) -> Error {
     let closed = export.exchange(|served| {
         served.changes = None;

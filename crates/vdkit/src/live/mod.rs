@@ -1,8 +1,8 @@
-//! Other images for a disk that is being served: a new overlay on top, or the top image's content
-//! in the image beneath.
+//! Changes the image chain of a served disk: adds an overlay, or commits the top image to its
+//! backing image.
 //!
-//! Both do everything that can fail before they keep clients waiting, and change nothing that the
-//! guest reads: a client sees a short wait. What fails leaves the disk as it was.
+//! Both do everything that can fail before they block clients, and keep the guest's data the same:
+//! a client sees a short wait. On failure the disk is unchanged.
 
 mod commit;
 mod snapshot;
@@ -13,7 +13,7 @@ use vdkit_block::{Error, Result};
 use vdkit_chain::{Layer, OpenOptions, Registry};
 use vdkit_export::{Committed, Export, ImageChain, Images};
 
-/// Exchanges the images of a disk that was opened with these options.
+/// Changes the images of a disk that was opened with these options.
 #[derive(Clone, Debug)]
 pub struct LiveImages {
     registry: Registry,
@@ -21,7 +21,7 @@ pub struct LiveImages {
 }
 
 impl LiveImages {
-    /// For a disk that was opened so.
+    /// For a disk opened with `options`.
     pub fn new(registry: Registry, options: OpenOptions) -> Self {
         Self { registry, options }
     }
@@ -37,12 +37,11 @@ impl Images for LiveImages {
     }
 }
 
-/// Whether the data of an image are encrypted.
 fn is_encrypted(layer: &Layer) -> bool {
     layer.format().encryption().is_some()
 }
 
-/// Refuses changes to a disk that cannot take them.
+/// Fails if the disk is read-only.
 fn check_writable(export: &Export) -> Result<()> {
     export.check_writable()?;
     if export.disk().writable() {

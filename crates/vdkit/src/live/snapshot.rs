@@ -1,9 +1,9 @@
-//! A new overlay under a guest: from one request to the next, writes go there.
+//! External snapshot: from one request to the next, writes go to a new overlay.
 //!
 //! ```text
-//!   clients are served │ the overlay is made: durable, complete, under its name; and opened alone
+//!   clients are served │ the overlay is created, made durable, renamed into place, and opened alone
 //!   clients wait       │ the old top image is flushed and closed ─► the overlay goes on top
-//!   clients are served │ the old top image is only read; its lock lets other readers in
+//!   clients are served │ the old top image is read-only; its lock admits other readers
 //! ```
 
 use std::os::unix::fs::MetadataExt;
@@ -16,7 +16,7 @@ use vdkit_jobs::{CreateOptions, NewBacking, create};
 
 use super::{LiveImages, check_writable, is_encrypted};
 
-/// The format of the overlay: the one that can stand on another image.
+/// The overlay's format: the one that supports backing files here.
 const FORMAT: &str = "qcow2";
 
 /// See [`vdkit_export::Images::snapshot_external`].
@@ -34,13 +34,13 @@ pub(super) fn snapshot_external(
     make(images, path, backing, guest_bytes)?;
     let done = go_on_with(images, export, path);
     if done.is_err() {
-        // It was made a moment ago and nobody wants it.
+        // It was just created and is not needed.
         let _ = std::fs::remove_file(path);
     }
     done
 }
 
-/// What the overlay says of the image that is served.
+/// The overlay's backing reference to the served image.
 fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
     let top = &disk.layers()[0];
     if is_encrypted(top) {
@@ -66,12 +66,12 @@ fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
         let name = name.display();
         return Err(Error::Invalid(format!("{name}: an overlay can name UTF-8 names only")));
     };
-    // The user said what it is, or its header did: an image served for writing is never guessed.
+    // The format was given or detected: an image served for writing is never guessed.
     Ok(NewBacking { name, format: Some(top.info().format.to_owned()), open: false })
 }
 
-/// How an overlay names an image: from its own folder on where the image lies in or beneath it, so
-/// that both can be moved together; else absolutely.
+/// The name by which an overlay refers to an image: relative if the image is in or beneath its
+/// folder, so that both can be moved together; else absolute.
 fn name_beside(overlay: &Path, image: &Path) -> Result<PathBuf> {
     let real = |path: &Path| {
         let folder = match path.parent() {
@@ -89,13 +89,13 @@ fn name_beside(overlay: &Path, image: &Path) -> Result<PathBuf> {
     };
     let (folder, target) = (real(overlay)?, real(image)?.join(file));
     let name = target.strip_prefix(&folder).unwrap_or(&target).to_owned();
-    // A colon before any slash would be a protocol's.
+    // A colon before any slash would be parsed as a protocol.
     let plain = matches!(name.components().next(), Some(Component::Normal(first))
         if !first.as_encoded_bytes().contains(&b':'));
     Ok(if plain || name.is_absolute() { name } else { Path::new(".").join(name) })
 }
 
-/// Whether a name leads to the file that a storage is.
+/// Whether a path leads to the file of a storage.
 fn is_file(storage: &dyn Storage, name: &Path) -> bool {
     let Some(own) = storage.as_fd().and_then(|fd| fd.try_clone_to_owned().ok()) else {
         return false;
@@ -106,7 +106,7 @@ fn is_file(storage: &dyn Storage, name: &Path) -> bool {
     }
 }
 
-/// Makes the overlay: it has its name once it is complete and durable.
+/// Creates the overlay. It gets its name when it is complete and durable.
 fn make(images: &LiveImages, path: &Path, backing: NewBacking, guest_bytes: u64) -> Result<()> {
     let wanted = CreateOptions {
         path,

@@ -1,6 +1,6 @@
-//! An overlay is committed under many clients, in each cache mode, and the power fails at any moment:
-//! the overlay on its base holds what was acknowledged as durable; once the commit was answered, so
-//! does the base alone.
+//! Commits an overlay under many clients, in each cache mode, with a power cut at any moment. The
+//! overlay on its base holds everything acknowledged as durable; after the commit, so does the base
+//! alone.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use vdkit_testkit::concurrent::{CACHES, Recording, Survival};
 use super::cases;
 
 const SECTORS: u64 = 640;
-/// Moments that are looked at, beside those around the end of the commit.
+/// Number of power cuts, besides those around the end of the commit.
 const CUTS: u64 = 10;
 
 struct Served<'a>(&'a Export);
@@ -50,7 +50,7 @@ impl Front for Served<'_> {
     }
 }
 
-/// Formats and options of a base and of its overlay.
+/// Formats and options of a base and its overlay.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     base: (&'static str, &'static str),
@@ -89,7 +89,7 @@ impl Case {
         for (number, first) in (0..SECTORS).step_by(40).enumerate() {
             let at = GuestOffset(first * SECTOR);
             match number % 4 {
-                // Zeroes of the overlay hide what the base has.
+                // Zeroes of the overlay hide data of the base.
                 3 => disk.write_zeroes(at, 16 * SECTOR, true).expect("zeroing"),
                 _ => disk.write_at(&stamps(first, 18, 1 << 41), at).expect("writing"),
             }
@@ -143,8 +143,8 @@ fn read_all(disk: &Disk) -> Vec<u8> {
     bytes
 }
 
-/// Clients work until the commit is over, and a little longer. Says how many changes of the storages
-/// there were when it was over.
+/// Clients work until a little after the commit. Returns the number of storage changes at the end
+/// of the commit.
 fn work(case: &Case, seed: u64, recording: &Recording, first: &MemoryStorage) -> (Vec<Log>, usize) {
     let files: Vec<Arc<dyn Storage>> =
         recording.crash.iter().map(|file| file.clone() as Arc<dyn Storage>).collect();

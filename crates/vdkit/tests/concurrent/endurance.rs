@@ -1,4 +1,4 @@
-//! The beginning of what `cargo bench -p vdkit --bench endurance` does for long.
+//! A short version of `cargo bench -p vdkit --bench endurance`.
 
 use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::endurance::Endurance;

@@ -1,6 +1,5 @@
-//! Calls of the storages fail while many clients use the disk. A request that failed may have
-//! happened or not; what was acknowledged as durable stays; and when nothing fails any more,
-//! everything works.
+//! Storage calls fail while many clients use the disk. A failed request may have happened or not;
+//! acknowledged durable data stays; without further faults everything works.
 
 use std::collections::BTreeSet;
 
@@ -14,10 +13,10 @@ use vdkit_testkit::{FaultKind, FaultPlan, Rng};
 
 use super::{cases, plan};
 
-/// Moments of a run at which the power fails too.
+/// Number of power cuts in a run.
 const CUTS: u64 = 3;
 
-/// Calls that fail together.
+/// Kinds of calls that fail together.
 const KINDS: [&[FaultKind]; 4] = [
     &[FaultKind::Write],
     &[FaultKind::Zero, FaultKind::Discard, FaultKind::Allocate, FaultKind::SetLen],
@@ -25,7 +24,7 @@ const KINDS: [&[FaultKind]; 4] = [
     &[FaultKind::Read],
 ];
 
-/// A fault that follows from the seed, which is to come among the first calls of its kinds.
+/// A seeded fault among the first calls of its kinds.
 pub fn fault(kinds: &[FaultKind], lasting: bool, rng: &mut Rng) -> FaultPlan {
     let nth = match kinds {
         [FaultKind::Write | FaultKind::Read] => rng.below(60),
@@ -37,7 +36,7 @@ pub fn fault(kinds: &[FaultKind], lasting: bool, rng: &mut Rng) -> FaultPlan {
     if rng.chance(1, 2) { plan.no_space() } else { plan }
 }
 
-/// Runs with a fault; says whether it came.
+/// Runs with a fault; returns whether it occurred.
 fn stands(plan: &Plan, fault: &FaultPlan, rng: &mut Rng) -> bool {
     let recording = Recording::new(&plan.shape.make(plan.seed / 2 % 2 == 1));
     let file = rng.below(recording.faulty.len() as u64) as usize;
@@ -80,7 +79,7 @@ fn each(lasting: bool, default_cases: u64) {
         for shape in SHAPES {
             let mut rng = Rng::new(seed);
             let chores = Chores {
-                // A resize that failed leaves noise in some formats.
+                // In some formats a failed resize leaves noise.
                 sizes: shape.resizes && !shape.noisy && rng.chance(1, 3),
                 snapshots: shape.keeps && rng.chance(1, 3),
                 bitmaps: false,
@@ -105,7 +104,7 @@ fn calls_that_fail_until_they_are_healed_lose_nothing() {
     each(true, 8);
 }
 
-/// After a failed sync nothing is acknowledged as durable, to any client.
+/// After a failed sync no client gets an acknowledgement of durability.
 #[test]
 fn a_failed_sync_is_final_for_every_client() {
     let seed = Rng::from_env(11).seed();
@@ -123,7 +122,7 @@ fn a_failed_sync_is_final_for_every_client() {
             let what = format!("{}, {fault:?} of file {file}", plan.what());
             let cut = run.cut(&recording, CUTS, &mut rng).first;
             assert!(cut.is_none(), "{what}: {}", cut.unwrap_or_default());
-            // Of several files, a flush may need none but those that are well.
+            // With several files, a flush may need only the intact ones.
             if lost && recording.faulty.len() == 1 {
                 nothing_is_acknowledged(&disk, shape, plan.cache, &what);
             }

@@ -1,8 +1,7 @@
-//! Many clients on one disk, while the power fails or calls of the storages do.
+//! Many clients on one disk, with power cuts and failing storage calls.
 //!
-//! Each run prints its seed when it fails; `VDKIT_SEED` replays it and `VDKIT_CASES` asks for more.
-//! Threads meet in another order each time, so a seed that failed may have to be tried several
-//! times.
+//! Each run prints its seed on failure; `VDKIT_SEED` replays it and `VDKIT_CASES` sets the number
+//! of cases. Thread timing varies, so a failing seed may need several attempts.
 
 mod commit;
 mod endurance;
@@ -15,13 +14,13 @@ use vdkit_testkit::concurrent::history::WRITES;
 use vdkit_testkit::concurrent::shape::{SHAPES, Shape};
 use vdkit_testkit::concurrent::{CACHES, Plan};
 
-/// How many cases a test runs.
+/// Number of cases of a test.
 fn cases(default: u64) -> u64 {
     std::env::var("VDKIT_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(default)
 }
 
-/// A plan of so many calls of all clients together, with clients, cache mode and mix that follow
-/// from the seed and the shape.
+/// A plan with `calls` calls of all clients together; clients, cache mode and mix follow from the
+/// seed and the shape.
 fn plan(shape: Shape, calls: u64, seed: u64) -> Plan {
     let place = SHAPES.iter().position(|other| other.name == shape.name).unwrap_or(0);
     let lot = seed as usize + place;

@@ -1,5 +1,5 @@
-//! The power fails at any storage call. What was acknowledged as durable is there, and the image is
-//! sound, whichever of the other changes survive.
+//! The power fails at any storage call. Acknowledged durable data survives and the image is
+//! consistent, whichever other changes survive.
 
 use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::admin::Chores;
@@ -8,7 +8,7 @@ use vdkit_testkit::concurrent::{CACHES, Plan, Recording, Verdict};
 
 use super::{cases, plan};
 
-/// Moments of a run that are looked at.
+/// Number of power cuts per run.
 const CUTS: u64 = 8;
 
 fn cut(plan: &Plan) -> Verdict {
@@ -55,7 +55,7 @@ fn acknowledged_writes_survive_beside_snapshots_and_bitmaps() {
 
 const NOTHING: Chores = Chores { snapshots: false, bitmaps: false, sizes: false };
 
-/// How many power cuts lose something, of each kind of image in each cache mode.
+/// Prints how many power cuts lose data, per kind of image and cache mode.
 #[test]
 #[ignore = "figures, no verdict"]
 fn figures() {

@@ -1,5 +1,5 @@
-//! Storages whose syncs do nothing, as new targets of a conversion have them: the format keeps no
-//! order there. A call that fails loses nothing all the same, and the closed image is sound.
+//! Storages without syncs, as for new targets of a conversion: the format keeps no order of writes.
+//! A failing call still loses nothing, and the closed image is consistent.
 
 use vdkit_block::CacheMode;
 use vdkit_testkit::concurrent::shape::SHAPES;

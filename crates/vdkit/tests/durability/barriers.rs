@@ -1,4 +1,4 @@
-//! How many syncs, reads and writes things cost.
+//! Syncs, reads and writes per operation.
 
 use std::sync::Arc;
 
@@ -94,6 +94,6 @@ fn copying_from_a_backing_image_costs_two_syncs() {
         disk.write_at(&[1; 4096], GuestOffset(i << 16)).unwrap();
     }
     disk.flush().unwrap();
-    // The copied data must be durable before the entries that show it.
+    // The copied data must be durable before the entries that expose it.
     assert_eq!(counting.counts().syncs, 2);
 }

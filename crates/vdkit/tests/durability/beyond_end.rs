@@ -1,5 +1,5 @@
-//! Refcounts of clusters behind the end of an image that holds nothing yet: they are not read, and
-//! what a crash left in them harms nobody.
+//! Refcounts of clusters beyond the end of an empty image: they are not read, and stale values from
+//! a crash are harmless.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use vdkit_testkit::{CountingStorage, Rng};
 
 use super::{Shape, audit, cases, read_all};
 
-/// So few clusters that all refcounts of a disk take more slices than are kept in memory.
+/// Small clusters, so that the refcounts of a disk take more slices than the cache holds.
 const SMALL: &str = "cluster_size=512,refcount_bits=64";
 
-/// A new image; a crash kept the refcounts of a disk that was written in part, where the new image
-/// has blocks for them, and nothing else.
+/// A new image with stale refcounts. They are those of a partly written disk, kept by a crash, in
+/// blocks that the new image has.
 fn leaking(shape: &Shape, guest_bytes: u64, written: u64) -> Arc<MemoryStorage> {
     let new = || {
         let memory = Arc::new(MemoryStorage::new("image"));
@@ -37,7 +37,8 @@ fn leaking(shape: &Shape, guest_bytes: u64, written: u64) -> Arc<MemoryStorage> 
         if block != 0 {
             assert_eq!(block, word(&full, word(&full, 48) + entry), "the block did not move");
             for at in (block..block + cluster).step_by(8) {
-                // The full one may have given up what the new one uses, such as its refcount table.
+                // The full image may have freed clusters that the new one uses, such as its
+                // refcount table.
                 let (own, leaked) = (word(&image, at), word(&full, at));
                 image.write_at(&(own | leaked).to_be_bytes(), HostOffset(at)).unwrap();
                 kept += (leaked & !own).count_ones();
@@ -48,7 +49,7 @@ fn leaking(shape: &Shape, guest_bytes: u64, written: u64) -> Arc<MemoryStorage> 
     image
 }
 
-/// Writes and discards at random, in runs of all lengths.
+/// Random writes and discards of all lengths.
 fn exercise(disk: &Disk, want: &mut [u8], rng: &mut Rng, steps: usize) {
     for step in 0..steps {
         let end = want.len() as u64;
@@ -96,7 +97,7 @@ fn leaks_behind_the_end_of_an_empty_image_harm_nothing() {
     }
 }
 
-/// More slices are changed than are kept: those that were dropped count as they were written.
+/// More slices change than the cache holds: evicted ones keep their counts.
 #[test]
 fn a_new_image_forgets_no_refcount_of_many() {
     let shape = Shape { options: SMALL, backing: None };
@@ -118,7 +119,7 @@ fn a_new_image_forgets_no_refcount_of_many() {
     audit(&storage, true, "many slices");
 }
 
-/// The new image's refcounts are read where its own clusters are described, once, and nowhere else.
+/// The refcounts of the image's own clusters are read once, and no others.
 #[test]
 fn a_new_image_is_written_without_reading_its_refcounts() {
     for (options, guest) in [

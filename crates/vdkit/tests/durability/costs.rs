@@ -1,4 +1,4 @@
-//! What does not grow with the image: reads to open and to describe it, syncs of a long run.
+//! Costs that do not grow with the image: reads to open and describe it, syncs of a long run.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ fn open(storage: Arc<dyn Storage>, writable: bool) -> Disk {
     Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
 }
 
-/// What it costs to describe an image and to open it.
+/// Counts the cost of `what` on an image.
 fn counted(image: &Arc<dyn Storage>, what: impl FnOnce(Arc<dyn Storage>)) -> Counts {
     let counting = CountingStorage::new(image.clone());
     what(counting.clone());
@@ -72,14 +72,14 @@ fn opening_reads_as_often_whatever_the_size() {
             // The header; then the L1 table; then the refcount table.
             assert_eq!((described.reads, reading.reads, writing.reads), (1, 2, 3), "{what}");
             assert_eq!((writing.writes, writing.syncs, writing.set_lens), (0, 0, 0), "{what}");
-            // An L1 entry maps 32 KiB at least, and the refcount table is one cluster.
+            // An L1 entry maps at least 32 KiB, and the refcount table is one cluster.
             let most = (64 << 10) + size / 4096 + (2 << 20);
             assert!(writing.bytes_read <= most, "{what}: {} bytes read", writing.bytes_read);
         }
     }
 }
 
-/// Syncs of so many writes, each to a cluster of its own, and one flush.
+/// Syncs of writes to separate clusters, and one flush.
 fn syncs_of(
     disk: &Disk,
     counting: &CountingStorage,
@@ -94,7 +94,7 @@ fn syncs_of(
     counting.counts().syncs
 }
 
-/// All cluster sizes with narrow, ordinary and wide refcounts: options, and bytes of a cluster.
+/// All cluster sizes with narrow, ordinary and wide refcounts: options, and cluster size in bytes.
 fn geometries() -> Vec<(String, u64)> {
     let mut all = vec![
         ("compat=0.10".to_owned(), 65536),
@@ -119,7 +119,7 @@ fn thousands_of_allocating_writes_and_one_flush_cost_two_syncs() {
             let syncs = syncs_of(&disk, &counting, cluster, run.clone());
             assert!(syncs <= 2, "'{options}', writes {run:?}: {syncs} syncs");
             if run.start == 6000 {
-                // What is ready for the growth to come is so for whoever opens the image next.
+                // Preallocated refcount blocks stay usable after reopening.
                 disk.close().unwrap();
                 disk = open(counting.clone(), true);
             }
@@ -127,7 +127,7 @@ fn thousands_of_allocating_writes_and_one_flush_cost_two_syncs() {
     }
 }
 
-/// A quarter of what the file has is ready too, whatever the size of its clusters.
+/// A quarter of the file's size is preallocated, whatever the cluster size.
 #[test]
 fn a_large_file_may_grow_by_a_quarter_at_the_cost_of_two_syncs() {
     for options in ["cluster_size=512", "cluster_size=2K,refcount_bits=64", "cluster_size=4K"] {
@@ -145,7 +145,8 @@ fn a_large_file_may_grow_by_a_quarter_at_the_cost_of_two_syncs() {
             disk.flush().unwrap();
             counting.counts().syncs
         };
-        // Sixteen times what a new file has ready for 512 bytes costs a barrier now and then.
+        // Sixteen times what a new file with 512-byte clusters has preallocated costs a barrier now
+        // and then.
         let first = write(200 << 20);
         assert!(first <= 8, "'{options}': {first} syncs");
         let second = write(50 << 20);
@@ -153,8 +154,8 @@ fn a_large_file_may_grow_by_a_quarter_at_the_cost_of_two_syncs() {
     }
 }
 
-/// An image with no more refcounts than it needs, as other programs make them: one barrier for
-/// blocks, and one more for a larger refcount table.
+/// An image with minimal refcount blocks, as made by other programs: one barrier for blocks, and
+/// one more for a larger refcount table.
 #[test]
 fn growing_the_image_of_another_program_costs_two_syncs_more_once() {
     for (options, cluster) in geometries() {
@@ -168,8 +169,8 @@ fn growing_the_image_of_another_program_costs_two_syncs_more_once() {
     }
 }
 
-/// Refcounts ready for a growth to come take no room where one block is plenty, little elsewhere,
-/// and are nowhere more than the wholly allocated disk needs.
+/// Preallocated refcounts take no space if one block suffices, little otherwise, and never more
+/// than the fully allocated disk needs.
 #[test]
 fn a_new_image_is_small() {
     for (options, cluster) in geometries() {

@@ -9,7 +9,7 @@ use vdkit_testkit::{CountingStorage, FaultKind, FaultPlan, FaultyStorage, Logged
 
 use super::{SHAPES, Shape, audit, read_all};
 
-/// One step of the script, and what the guest then has.
+/// Script steps with the expected content.
 fn steps() -> Vec<(u64, Step)> {
     let mut steps = Vec::new();
     for i in 0..6u64 {
@@ -47,8 +47,8 @@ fn apply(model: &mut [u8], at: u64, step: &Step) {
     }
 }
 
-/// Runs the script with a fault at the `nth` operation; each failed step is tried again once the
-/// fault is gone. Returns whether the fault fired.
+/// Runs the script with a fault at the `nth` operation; each failed step is repeated without the
+/// fault. Returns whether the fault fired.
 fn run(shape: &Shape, kinds: &[FaultKind], nth: u64, no_space: bool) -> bool {
     let what = format!("{shape:?}: {kinds:?} {nth}, no space: {no_space}");
     let memory: Arc<MemoryStorage> = shape.image();
@@ -61,7 +61,7 @@ fn run(shape: &Shape, kinds: &[FaultKind], nth: u64, no_space: bool) -> bool {
         if let Err(error) = perform(&disk, at, &step) {
             assert!(faulty.fired() > 0, "{what}: {error}");
             assert!(error.to_string().contains("image"), "{what}: {error} names no file");
-            // As it stands now, a crash would leave a consistent image.
+            // A crash now must leave a consistent image.
             audit(&(memory.clone() as Arc<dyn Storage>), false, &format!("{what}, failed"));
             faulty.heal();
             perform(&disk, at, &step).unwrap_or_else(|error| panic!("{what}, healed: {error}"));
@@ -92,19 +92,19 @@ fn each_operation_may_fail_and_work_later() {
         ] {
             let mut nth = 0;
             while run(shape, kinds, nth, no_space) {
-                // Small clusters make thousands of operations: all of the first, then samples.
+                // Small clusters cause thousands of operations: test all of the first, then
+                // samples.
                 nth += 1 + nth / 24;
             }
         }
     }
 }
 
-/// Fault D: closing gives back what is reserved ahead. Where the refcounts of a part of it could not be
-/// read, the clusters whose refcounts were 0 already went back to the allocator too, which handed
-/// them out without counting them.
+/// Fault D: closing frees reserved clusters. If refcounts of a part could not be read, clusters
+/// with refcount 0 were also returned to the allocator, which reused them without counting.
 #[test]
 fn a_close_that_cannot_read_refcounts_gives_no_cluster_away_uncounted() {
-    // Refcounts of 64 clusters a slice: more slices than are kept.
+    // Refcounts of 64 clusters per slice: more slices than the cache holds.
     let shape = Shape { options: "cluster_size=512,refcount_bits=64", backing: None };
     let guest: u64 = 96 << 20;
     let mut fired = 0;
@@ -123,7 +123,7 @@ fn a_close_that_cannot_read_refcounts_gives_no_cluster_away_uncounted() {
             write(&disk, piece << 20, 1, 1 << 20);
             disk.flush().unwrap();
         }
-        // Holes in what is reserved, and refcounts from all over the file in the cache.
+        // Holes in the reserved range, and cached refcounts from all over the file.
         for piece in 0..24 {
             disk.write_zeroes(GuestOffset(piece * (2 << 20)), 4096, true).unwrap();
         }
@@ -153,8 +153,8 @@ fn a_close_that_cannot_read_refcounts_gives_no_cluster_away_uncounted() {
     assert!(fired > 0, "closing reads refcounts");
 }
 
-/// A compressed cluster goes behind another one, and on into a cluster that was set aside. The first
-/// one's refcount cannot be read, as it has left the cache: the second one goes back.
+/// A compressed cluster continues from another one into a reserved cluster. The first one's
+/// refcount was evicted and cannot be read: the second cluster is freed.
 #[test]
 fn space_of_a_compressed_cluster_that_cannot_be_counted_is_not_lost() {
     let shape = Shape { options: "cluster_size=512,refcount_bits=64", backing: None };
@@ -189,8 +189,8 @@ fn space_of_a_compressed_cluster_that_cannot_be_counted_is_not_lost() {
     }
 }
 
-/// A snapshot's header could be neither written nor taken back. It may name tables in space that is
-/// free in memory; whoever changes anything takes the header back first.
+/// A snapshot's header could be neither written nor reverted. It may refer to tables in space that
+/// is free in memory, so any later change must revert the header first.
 #[test]
 fn a_resize_writes_nothing_before_a_header_in_doubt_is_taken_back() {
     let shape = Shape { options: "cluster_size=4K", backing: None };

@@ -1,6 +1,7 @@
-//! What qcow2 promises about crashes, failures, threads and the cost of a flush.
+//! qcow2 guarantees under crashes, failures and threads, and the cost of a flush.
 //!
-//! Each run prints its seed when it fails; `VDKIT_SEED` replays it and `VDKIT_CASES` asks for more.
+//! Each run prints its seed on failure; `VDKIT_SEED` replays it and `VDKIT_CASES` sets the number
+//! of cases.
 
 mod barriers;
 mod beyond_end;
@@ -25,11 +26,11 @@ pub const GUEST_BYTES: u64 = 3 << 20;
 pub struct Shape {
     /// Options of `create`.
     pub options: &'static str,
-    /// Bytes of the image that it stands on.
+    /// Bytes of the backing image.
     pub backing: Option<u64>,
 }
 
-/// What is tried.
+/// The tested shapes.
 pub const SHAPES: &[Shape] = &[
     Shape { options: "", backing: None },
     Shape { options: "cluster_size=512", backing: None },
@@ -41,7 +42,7 @@ pub const SHAPES: &[Shape] = &[
 ];
 
 impl Shape {
-    /// Makes a fresh image on `storage`.
+    /// Creates an image on `storage`.
     pub fn create(&self, storage: &Arc<dyn Storage>) {
         self.create_of(storage, GUEST_BYTES);
     }
@@ -68,8 +69,8 @@ impl Shape {
         memory
     }
 
-    /// An image that was made for a disk of so many bytes and became larger: it has refcount blocks
-    /// for no more than that.
+    /// An image created for a disk of `guest_bytes` and then grown: its refcount blocks cover only
+    /// the original size.
     pub fn grown_image(&self, guest_bytes: u64) -> Arc<MemoryStorage> {
         let memory = Arc::new(MemoryStorage::new("image"));
         let storage: Arc<dyn Storage> = memory.clone();
@@ -80,7 +81,7 @@ impl Shape {
         memory
     }
 
-    /// An image with no more refcount blocks than it needs now.
+    /// An image with minimal refcount blocks.
     pub fn small_image(&self) -> Arc<MemoryStorage> {
         let memory = self.image();
         let storage: Arc<dyn Storage> = memory.clone();
@@ -88,13 +89,13 @@ impl Shape {
         memory
     }
 
-    /// What the image stands on: no sector of it is zero.
+    /// The backing image, without a zero sector.
     pub fn base(&self) -> Option<Arc<dyn Storage>> {
         let bytes: Vec<u8> = (0..self.backing?).map(|i| (i / 512 % 255 + 1) as u8).collect();
         Some(Arc::new(MemoryStorage::from_bytes("base", &bytes).read_only()))
     }
 
-    /// What the guest reads at first.
+    /// The initial guest content.
     pub fn first_content(&self) -> Vec<u8> {
         let mut bytes = vec![0; GUEST_BYTES as usize];
         if let Some(base) = self.base() {
@@ -122,7 +123,7 @@ impl Shape {
     }
 }
 
-/// Gives back what an image does not need: refcount blocks of nothing too.
+/// Compacts an image, including unused refcount blocks.
 pub fn compact(storage: &Arc<dyn Storage>) {
     let driver = vdkit::format("qcow2").unwrap();
     let how = CompactOptions { zero_scan: false };
@@ -136,7 +137,7 @@ pub fn read_all(disk: &Disk) -> Vec<u8> {
     bytes
 }
 
-/// Checks an image: it must not be corrupt, and without leaks where `clean`.
+/// Checks an image: it must not be corrupt, and must have no leaks if `clean`.
 pub fn audit(storage: &Arc<dyn Storage>, clean: bool, what: &str) {
     let driver = vdkit::format("qcow2").unwrap();
     let report = driver
@@ -146,7 +147,7 @@ pub fn audit(storage: &Arc<dyn Storage>, clean: bool, what: &str) {
     assert!(!clean || report.leaks == 0, "{what}: {:#?}", report.findings);
 }
 
-/// How many cases a test runs.
+/// Number of cases of a test.
 pub fn cases(default: u64) -> u64 {
     std::env::var("VDKIT_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(default)
 }

@@ -1,5 +1,5 @@
 //! After a crash at any moment, with any subset of unsynced sectors: the image opens, is
-//! consistent, and each guest sector holds its flushed content or one written since.
+//! consistent, and each guest sector holds its flushed content or a later one.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,12 +12,11 @@ use super::{GUEST_BYTES, SHAPES, Shape, audit, cases, read_all};
 
 const SECTOR: usize = 512;
 
-/// What the guest knows: each sector's flushed content, and what was written to it since.
+/// Expected content: each sector's flushed content, and what was written since.
 struct Guest {
     flushed: Vec<u8>,
     now: Vec<u8>,
-    /// Contents that a sector may have had since the flush, by sector; the flushed one not among
-    /// them.
+    /// Possible contents of a sector since the flush, without the flushed one.
     since: HashMap<usize, Vec<[u8; SECTOR]>>,
 }
 
@@ -61,7 +60,7 @@ fn examine(shape: &Shape, guest: &Guest, survivor: MemoryStorage, what: &str) {
     let disk = shape.open(storage.clone()).unwrap_or_else(|error| panic!("{what}: {error}"));
     audit(&storage, false, &format!("{what}, opened"));
     guest.holds(&read_all(&disk), what);
-    // It can be used: a write, a clean close, no damage.
+    // It is usable: a write, a clean close, no damage.
     disk.write_at(&[0x77; 9000], GuestOffset(70_000)).unwrap();
     disk.close().unwrap();
     audit(&storage, false, &format!("{what}, used"));
@@ -70,7 +69,7 @@ fn examine(shape: &Shape, guest: &Guest, survivor: MemoryStorage, what: &str) {
 fn step(disk: &vdkit::Disk, guest: &mut Guest, rng: &mut Rng) {
     let len = [512, 1024, 4096, 16384, 70_144][rng.below(5) as usize];
     let at = rng.below((GUEST_BYTES - len) / 512) * 512;
-    // Most of the time near one another, so that clusters are shared.
+    // Mostly near one another, so that clusters are shared.
     let at = if rng.chance(3, 4) { at % (512 << 10) } else { at };
     match rng.below(10) {
         0..=5 => {
@@ -85,7 +84,7 @@ fn step(disk: &vdkit::Disk, guest: &mut Guest, rng: &mut Rng) {
         }
         8 => {
             disk.discard(GuestOffset(at), len).unwrap();
-            // Zero or as before, cluster by cluster: what it reads as now is what counts.
+            // Zero or as before, cluster by cluster: take what it reads as now.
             let mut bytes = vec![0; len as usize];
             disk.read_at(&mut bytes, GuestOffset(at)).unwrap();
             for (i, sector) in bytes.chunks(SECTOR).enumerate() {
@@ -115,8 +114,8 @@ fn run(shape: &Shape, image: &MemoryStorage, seed: u64) {
     };
     for _ in 0..40 {
         let before = storage.ops();
-        // What was flushed before the step must survive a crash in the middle of it too; a flush
-        // that has not returned promises nothing.
+        // Data flushed before the step must also survive a crash during it; an unfinished flush
+        // guarantees nothing.
         let flushed = guest.flushed.clone();
         let since = guest.since.clone();
         step(&disk, &mut guest, &mut rng);
@@ -159,8 +158,8 @@ fn any_subset_of_unsynced_sectors_may_survive() {
     }
 }
 
-/// Refcount blocks: made behind a barrier, in an image that has none to spare; and in spares, in one
-/// whose blocks end where its disk once did.
+/// Refcount blocks made behind a barrier, in an image without preallocated ones, and preallocated,
+/// in an image whose blocks end at its original size.
 #[test]
 fn a_file_that_grows_beyond_its_refcount_blocks_survives() {
     const SMALL: &[Shape] = &[

@@ -11,10 +11,10 @@ use super::{SHAPES, audit};
 
 const SECTOR: u64 = 512;
 const WRITERS: u64 = 4;
-/// Small, so that clusters are shared by all writers.
+/// A small area, so that writers share clusters.
 const AREA_SECTORS: u64 = 1024;
 
-/// A sector's content: who wrote it and which of their writes it was, all over.
+/// A sector's content: its writer and write number, repeated.
 fn stamp(sector: u64, version: u64) -> [u8; SECTOR as usize] {
     let mut bytes = [0; SECTOR as usize];
     for chunk in bytes.chunks_exact_mut(16) {
@@ -24,8 +24,8 @@ fn stamp(sector: u64, version: u64) -> [u8; SECTOR as usize] {
     bytes
 }
 
-/// Each writer owns the sectors that are its number modulo the writers, so it knows what they
-/// hold, while their clusters are everybody's.
+/// Each writer owns the sectors equal to its number modulo the writers, so it knows their content,
+/// while clusters are shared.
 fn write(disk: &Disk, me: u64, seed: u64, rounds: u64, stop: &AtomicBool) {
     let mut rng = Rng::new(seed + me);
     let mut mine = vec![None::<u64>; AREA_SECTORS as usize];
@@ -66,7 +66,7 @@ fn writers_of_neighbouring_sectors_never_lose_a_byte() {
                 let (disk, stop) = (&disk, &stop);
                 scope.spawn(move || write(disk, me, seed, 1500, stop));
             }
-            // Beside them: space far away comes and goes, and is used again.
+            // Meanwhile distant space is allocated, freed and reused.
             scope.spawn(|| {
                 let mut rng = Rng::new(seed + 99);
                 while !stop.load(Ordering::Relaxed) {
@@ -95,7 +95,7 @@ fn a_freed_cluster_is_not_used_again_under_a_reader() {
     let extent = disk.top().resolve(GuestOffset(0), 65_536).unwrap();
     let Place::Data { offset, .. } = extent.place else { panic!("{extent:?}") };
     disk.discard(GuestOffset(0), 65_536).unwrap();
-    // Everything that could use the cluster again: flushes, and more writes than are reserved.
+    // Everything that could reuse the cluster: flushes, and more writes than are reserved.
     for i in 1..47u64 {
         disk.write_at(&[0x22; 65_536], GuestOffset(i << 16)).unwrap();
         disk.flush().unwrap();

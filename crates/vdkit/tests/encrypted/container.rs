@@ -1,4 +1,4 @@
-//! Raw LUKS containers under a power cut, with faults at each I/O, and made larger.
+//! Raw LUKS containers under power cuts, with faults at each I/O, and growing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -49,7 +49,7 @@ fn read(disk: &Disk) -> Vec<u8> {
 const CIPHERS: [&str; 2] =
     ["cipher-alg=aes-128", "cipher-alg=aes-256,cipher-mode=cbc,ivgen-alg=essiv"];
 
-/// One write of any bytes at any place, or a zeroing; what it makes of the model.
+/// A random write or zeroing, applied to disk and model.
 fn change(disk: &Disk, model: &mut [u8], rng: &mut Rng) -> Result<()> {
     let at = rng.below(BYTES - 1) as usize;
     let most = [30, 700, 20_000][rng.below(3) as usize];
@@ -74,7 +74,7 @@ fn after_a_power_cut_each_sector_is_old_or_new() {
         let disk = open(crash.clone(), true).unwrap();
         let mut model = read(&disk);
         assert!(model.iter().all(|b| *b == 0));
-        // The guest after each change: what began it, whether all of it is durable from then on.
+        // The guest's content after each change: start, end, whether it is durable from then on.
         let mut done = vec![(0, 0, true, model.clone())];
         for _ in 0..40 {
             let begin = crash.ops();
@@ -152,7 +152,7 @@ fn a_failed_request_changes_nothing_but_its_range_and_works_later() {
     }
 }
 
-/// Cancels a job when it has told of so many bytes.
+/// Cancels a job after this progress.
 struct CancelAt {
     bytes: u64,
     cancel: CancelToken,
@@ -197,7 +197,7 @@ fn growing_tells_how_far_it_is_and_can_be_cancelled() {
     assert!(found[BYTES as usize..].iter().all(|b| *b == 0));
 }
 
-/// What was there stays there, whatever becomes of the new part.
+/// Existing data stays, whatever happens to the new part.
 #[test]
 fn a_failure_while_growing_leaves_the_old_size() {
     for nth in 0.. {

@@ -1,5 +1,5 @@
-//! The power fails while an encrypted image is written: each sector of the guest is an old one or a
-//! newer one, never noise, and what was flushed is there.
+//! Power cuts while an encrypted image is written: each guest sector is old or new, never noise,
+//! and flushed data survives.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ fn made(driver: &dyn FormatDriver, options: &str) -> Arc<dyn Storage> {
     storage
 }
 
-/// The guest after an operation that took the storage from `begin` to `end` steps.
+/// The guest's content after an operation, and the storage steps of its begin and end.
 struct Done {
     begin: usize,
     end: usize,

@@ -9,12 +9,12 @@ use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy, Repair,
 /// Bytes of a new disk.
 pub const BYTES: u64 = (1 << 20) + 3 * 512;
 
-/// What an image is like.
+/// Properties of an image.
 pub struct Kind {
     pub name: &'static str,
     pub format: &'static str,
     pub options: &'static str,
-    /// The options of what it stands on, which has the same key; or raw.
+    /// Options of the backing image, which has the same key; or raw.
     pub base: Option<&'static str>,
 }
 

@@ -1,4 +1,5 @@
-//! Encrypted images: against a flat buffer, against QEMU both ways, and through power cuts.
+//! Encrypted images: against a flat buffer, against QEMU in both directions, and through power
+//! cuts.
 
 mod container;
 mod crash;
@@ -55,7 +56,7 @@ impl Model {
                 let sectors = self.rng.within(300..4000);
                 disk.resize(sectors * 512).unwrap();
                 self.bytes.resize(sectors as usize * 512, 0);
-                // What a shrinking cut off does not come back.
+                // Data cut off by a shrink does not come back.
             }
             15 => disk.flush().unwrap(),
             _ => {
@@ -120,7 +121,7 @@ fn threads_share_sectors() {
     let disk = image.open(true);
     let len = 64 * 1024;
     disk.write_zeroes(GuestOffset(0), len, false).unwrap();
-    // Each thread has every fourth piece of 100 bytes: all sectors are shared.
+    // Each thread has every fourth piece of 100 bytes, so all sectors are shared.
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
             let disk = &disk;

@@ -8,7 +8,7 @@ use vdkit_testkit::require_peer;
 
 use crate::kinds::{Image, KINDS, key};
 
-/// Runs a program in a folder with the key in its file `key` as the secret `s`.
+/// Runs a program in a folder, with its file `key` as the secret `s`.
 pub fn run(folder: &Path, program: &str, arguments: &[&str]) -> String {
     let mut command = Command::new(program);
     let (first, rest) = match program {
@@ -19,14 +19,14 @@ pub fn run(folder: &Path, program: &str, arguments: &[&str]) -> String {
     let output = command.current_dir(folder).output().expect(program);
     let printed = String::from_utf8_lossy(&output.stdout).into_owned()
         + &String::from_utf8_lossy(&output.stderr);
-    // qemu-io prints what failed and says that all went well.
+    // qemu-io prints errors but exits successfully.
     let failed = ["Pattern verification failed", "failed:", "error", "Could not open"];
     let silent = program == "qemu-io" && failed.iter().any(|word| printed.contains(word));
     assert!(output.status.success() && !silent, "{program} {arguments:?}: {printed}");
     printed
 }
 
-/// How QEMU opens an encrypted image.
+/// QEMU's arguments to open an encrypted image.
 fn opening(format: &str, file: &str) -> String {
     match format {
         "luks" => format!("driver=luks,key-secret=s,file.filename={file}"),
@@ -44,7 +44,7 @@ impl Image {
         opening
     }
 
-    /// All of the disk; QEMU checks the image before.
+    /// The whole disk; QEMU checks the image first.
     pub fn read_by_qemu(&self) -> Vec<u8> {
         if self.kind.format == "qcow2" {
             run(self.dir.path(), "qemu-img", &["check", "--image-opts", &self.opening()]);
@@ -74,8 +74,9 @@ fn what_qemu_writes_into_our_images_is_read() {
     }
 }
 
-/// Every cipher, mode and vector of AES that QEMU makes, and every hash that both know: images that
-/// we make and QEMU writes, and some that QEMU makes (it takes a second for each) and we write.
+/// Every AES cipher, mode and IV generator that QEMU supports, and every common hash: images made
+/// by vdkit and written by QEMU, and some made by QEMU (which takes a second each) and written by
+/// vdkit.
 #[test]
 fn ciphers_and_hashes_both_ways() {
     if !require_peer("qemu-io") {
@@ -120,7 +121,7 @@ fn ciphers_and_hashes_both_ways() {
     }
 }
 
-/// A new image of ours with these options.
+/// Creates an image with these options.
 fn make(folder: &Path, format: &str, options: &str) {
     let driver = vdkit::format(format).unwrap();
     let mut options = vdkit::Options::parse(format, driver.options(), [options]).unwrap();
@@ -137,7 +138,7 @@ fn make(folder: &Path, format: &str, options: &str) {
     vdkit::jobs::create(&vdkit::registry(), &new, &vdkit::Monitor::default()).unwrap();
 }
 
-/// QEMU writes and we read, then the other way round.
+/// QEMU writes and vdkit reads, then the reverse.
 fn both_write_and_read(folder: &Path, format: &str, what: &str) {
     let image = opening(format, "image");
     run(folder, "qemu-io", &["--image-opts", &image, "-c", "write -P 9 3k 40k"]);

@@ -1,4 +1,4 @@
-//! Threads that use a disk as guests do, and know at each moment what it must hold.
+//! Threads that use a disk like guests and always know its expected content.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vdkit::export::Export;
 use vdkit_testkit::Rng;
 
-/// The disk is dealt out in stripes of so many bytes, across clusters of every size.
+/// Stripe size in bytes; stripes cross clusters of every size.
 const STRIPE: u64 = 7 * 1024;
 
-/// One thread: only it changes its stripes.
+/// One thread; only it changes its stripes.
 pub struct Guest {
     index: u64,
     count: u64,
     rng: Rng,
-    /// What its stripes hold; other bytes mean nothing.
+    /// Expected content of its stripes; other bytes are unused.
     known: Vec<u8>,
     scratch: Vec<u8>,
 }
@@ -98,7 +98,7 @@ pub struct Guests {
 }
 
 impl Guests {
-    /// So many on a disk that holds `known`.
+    /// `count` guests on a disk with content `known`.
     pub fn new(count: u64, known: &[u8], rng: &mut Rng) -> Self {
         let guest = |index| Guest {
             index,
@@ -110,7 +110,7 @@ impl Guests {
         Self { guests: (0..count).map(guest).collect(), bytes: known.len() as u64 }
     }
 
-    /// Lets them work while `act` runs; says how much they did.
+    /// Lets the guests work while `act` runs; returns their number of steps.
     pub fn work_while<T>(&mut self, export: &Export, act: impl FnOnce(&AtomicU64) -> T) -> T {
         let (over, steps) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
@@ -124,13 +124,13 @@ impl Guests {
                     }
                 });
             }
-            // Also where `act` panics: else the test would hang instead of failing.
+            // Even if `act` panics, or the test would hang instead of failing.
             let _over = Over(&over);
             act(&steps)
         })
     }
 
-    /// What the disk must hold.
+    /// The expected content.
     pub fn content(&self) -> Vec<u8> {
         let mut all = vec![0; self.bytes as usize];
         for (number, stripe) in all.chunks_mut(STRIPE as usize).enumerate() {
@@ -142,10 +142,10 @@ impl Guests {
     }
 }
 
-/// A number of steps that says that a guest has failed.
+/// Step count that marks a failed guest.
 const FAILED: u64 = 1 << 62;
 
-/// Tells those who wait for a guest that there is nothing to wait for.
+/// Tells waiting threads that a guest has failed.
 struct Fate<'a>(&'a AtomicU64);
 
 impl Drop for Fate<'_> {
@@ -164,7 +164,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Waits until guests did so many steps more. (The end of patience is an end of the test.)
+/// Waits until guests did `more` steps. A timeout fails the test.
 pub fn let_work(steps: &AtomicU64, more: u64) {
     let until = steps.load(Ordering::Relaxed).saturating_add(more);
     let began = std::time::Instant::now();

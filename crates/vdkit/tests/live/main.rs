@@ -1,4 +1,4 @@
-//! Images exchanged under guests that write all the time, held against what the guests know.
+//! Image chain changes under writing guests, compared with the guests' expected content.
 
 mod guests;
 mod power_cut;
@@ -86,7 +86,7 @@ fn assert_sound(path: &Path) {
     assert!(checked.report.findings.is_empty(), "{}: {:?}", path.display(), checked.report);
 }
 
-/// Images that guests may stand on: format, options of their making.
+/// Base images: format and options.
 const BASES: [(&str, &str); 5] = [
     ("qcow2", "cluster_size=4K"),
     ("qcow2", ""),
@@ -113,7 +113,7 @@ fn overlays_are_put_under_writing_guests() {
                 let chain = stage.live.snapshot_external(&export, &path).unwrap();
                 assert_eq!(chain.chain.len(), layer + 1);
                 assert_eq!(chain.filename, path.display().to_string());
-                // Others may read it now, and find a closed image.
+                // Other readers find a closed image.
                 let format = if layer == 1 { format } else { "qcow2" };
                 frozen.push((beneath.clone(), content_of(&beneath, format)));
                 if format == "qcow2" {
@@ -149,7 +149,7 @@ fn an_overlay_that_cannot_be_made_changes_nothing() {
         stage.folder.path().read_dir().unwrap().map(|e| e.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["a", "dangling", "empty"]);
-    // Nor where the image was moved away under the service.
+    // Nor if the served image was moved away.
     std::fs::rename(stage.path("a"), stage.path("moved")).unwrap();
     let error = stage.live.snapshot_external(&export, &stage.path("b")).unwrap_err();
     assert!(matches!(error, vdkit::Error::File { .. } | vdkit::Error::Invalid(_)), "{error}");
@@ -180,7 +180,7 @@ fn a_frozen_image_can_be_read_by_others_and_written_by_none() {
     open(true).unwrap();
 }
 
-/// What the overlay shows with what it stands on.
+/// The content of the overlay with its chain.
 fn content_of_chain(path: &Path) -> Vec<u8> {
     content_of(path, "qcow2")
 }
@@ -201,7 +201,7 @@ fn overlays_are_committed_under_writing_guests() {
                 let path = stage.path(&round.to_string());
                 stage.live.snapshot_external(&export, &path).unwrap();
                 let_work(steps, 150);
-                // Forced, as the empty overlays of former rounds stand on the base too.
+                // Forced, since the empty overlays of earlier rounds depend on the base too.
                 let done = stage.live.commit(&export, true).unwrap();
                 assert_eq!(done.now.chain, [base.display().to_string()]);
                 assert_eq!(done.overlay, path.display().to_string());
@@ -249,7 +249,7 @@ fn a_commit_that_is_cancelled_changes_nothing_and_can_be_run_again() {
                         Err(vdkit::Error::Interrupted) => {
                             cancelled += 1;
                             assert_eq!(export.chain().chain.len(), 2);
-                            // Closed, and there for readers.
+                            // Closed, and readable.
                             content_of(&base, format);
                         }
                         Err(error) => panic!("{error}"),
@@ -280,7 +280,7 @@ fn a_commit_that_would_damage_something_is_refused() {
     stage.live.snapshot_external(&export, &stage.path("a")).unwrap();
     export.write(&[1; 4096], 4096, false).unwrap();
 
-    // Somebody reads the base.
+    // Another process reads the base.
     let options = OpenOptions::read_only().format("qcow2");
     let reader = Disk::open(&vdkit::registry(), &base, &options).unwrap();
     refused("is in use", true);
@@ -290,7 +290,7 @@ fn a_commit_that_would_damage_something_is_refused() {
     refused("a test is running", true);
     assert!(export.grow(DISK_BYTES * 2).unwrap_err().to_string().contains("a test is running"));
     drop(job);
-    // Another overlay stands on the base.
+    // Another overlay depends on the base.
     let backing = Some(vdkit::jobs::NewBacking {
         name: "base".to_owned(),
         format: Some("qcow2".to_owned()),
@@ -310,7 +310,7 @@ fn a_commit_that_would_damage_something_is_refused() {
     create(&vdkit::registry(), &other, &Monitor::default()).unwrap();
     refused("other", false);
     std::fs::remove_file(&path).unwrap();
-    // A bitmap would be left behind.
+    // A bitmap would be lost.
     let new = vdkit::NewBitmap { name: "b0", granularity: None, enabled: true };
     export.alone(|disk| disk.top().bitmaps().unwrap().add(&new)).unwrap();
     refused("b0", false);
@@ -319,7 +319,7 @@ fn a_commit_that_would_damage_something_is_refused() {
     stage.live.commit(&export, true).unwrap();
     assert_eq!(export.chain().chain, [base.display().to_string()]);
     std::fs::remove_file(stage.path("a")).unwrap();
-    // A larger overlay makes its base larger.
+    // A larger overlay grows its base.
     stage.live.snapshot_external(&export, &stage.path("b")).unwrap();
     export.grow(DISK_BYTES * 2).unwrap();
     export.write(&[2; 512], DISK_BYTES * 2 - 512, false).unwrap();
@@ -332,7 +332,7 @@ fn a_commit_that_would_damage_something_is_refused() {
     assert_eq!(bytes.iter().filter(|b| **b != 0).count(), 4096 + 512);
 }
 
-/// What the overlay has lost is not made zero in the base.
+/// Data missing from a truncated overlay must not be zeroed in the base.
 #[test]
 fn an_overlay_that_was_cut_is_not_committed() {
     let stage = Stage::new("writeback");
@@ -375,7 +375,7 @@ fn a_commit_that_finds_no_space_leaves_the_disk_and_can_be_run_again() {
         stage.live.snapshot_external(&export, &overlay).unwrap();
         let ballast = small.path().join("ballast");
         std::fs::write(&ballast, vec![1; 13 << 20]).unwrap();
-        // More than there is room for, whichever guest gets to write.
+        // More than there is space for, whichever guest writes.
         let mut known = vec![0; DISK_BYTES as usize];
         rng.fill(&mut known);
         export.write(&known, 0, false).unwrap();
@@ -407,7 +407,7 @@ fn a_commit_that_finds_no_space_leaves_the_disk_and_can_be_run_again() {
     }
 }
 
-/// Who reads through the overlay while the base is written keeps the space that it found.
+/// A reader through the overlay keeps the space that it resolved while the base is written.
 #[test]
 fn a_cluster_freed_in_the_base_is_not_used_again_under_a_reader() {
     const CLUSTER: u64 = 65_536;
@@ -428,7 +428,7 @@ fn a_cluster_freed_in_the_base_is_not_used_again_under_a_reader() {
     let extent = disk.layers()[1].format().resolve(GuestOffset(0), CLUSTER).unwrap();
     let Place::Data { offset, .. } = extent.place else { panic!("{extent:?}") };
     base.discard(GuestOffset(0), CLUSTER).unwrap();
-    // Everything that could use the cluster again: flushes, and more writes than are reserved.
+    // Everything that could reuse the cluster: flushes, and more writes than are reserved.
     for i in 1..60 {
         base.write_at(&[0x22; CLUSTER as usize], GuestOffset(i * CLUSTER)).unwrap();
         base.flush().unwrap();
@@ -442,8 +442,8 @@ fn a_cluster_freed_in_the_base_is_not_used_again_under_a_reader() {
     base.close().unwrap();
 }
 
-/// A disk that grows while it is committed, as by appending to its file: at any moment, and with bytes
-/// written to where it was not before.
+/// A disk grows during a commit, as by appending to its file: at any moment, and with writes to the
+/// new part.
 #[test]
 fn a_disk_grows_while_a_commit_runs() {
     for (number, (format, options)) in BASES.into_iter().enumerate() {

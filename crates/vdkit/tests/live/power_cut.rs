@@ -1,6 +1,6 @@
-//! A commit under a guest that writes, and a power cut at any moment of it: whichever of the unsynced
-//! sectors of both files survive, the overlay on its base holds all that was flushed; and once the
-//! commit was answered, so does the base alone.
+//! A commit under a writing guest, with a power cut at any moment. Whichever unsynced sectors of
+//! both files survive, the overlay on its base holds all flushed data; after the commit, so does
+//! the base alone.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,19 +16,19 @@ const SECTOR: usize = 512;
 const BLOCKS: u64 = 160;
 /// Not a multiple of any cluster size.
 const DISK_BYTES: u64 = BLOCKS * BLOCK;
-/// Moments that are looked at, and survivors of each.
+/// Number of power cuts, and survivors of each.
 const MOMENTS: usize = 60;
 const SURVIVORS: usize = 3;
 
-/// What the guest did, and when by the clock of both files.
+/// Guest actions with their time on the clock of both files.
 enum Event {
-    /// A block filled with a version, begun at this moment.
+    /// A block filled with a version, started at this moment.
     Write { block: u64, version: u32, begun: usize },
-    /// A flush was answered at this moment; it began after so many events.
+    /// A flush answered at this moment; it covers this many events.
     Flush { answered: usize, covers: usize },
 }
 
-/// The bytes of a version of a block: each sector tells which it is of.
+/// The bytes of a version of a block; each sector identifies both.
 fn bytes_of(block: u64, version: u32) -> Vec<u8> {
     let mut word = [0; 16];
     if version > 0 {
@@ -83,7 +83,7 @@ fn open(format: &str, storage: Arc<dyn Storage>, writable: bool) -> Disk {
 }
 
 impl Stage {
-    /// A base and an overlay, both with something in them.
+    /// A base and an overlay, both with data.
     fn new(case: Case, rng: &mut Rng) -> Self {
         let clock = CrashClock::new();
         let (base, overlay) = (CrashStorage::on(&clock), CrashStorage::on(&clock));
@@ -98,7 +98,7 @@ impl Stage {
         let disk = stage.chain(true);
         stage.fill(&disk, BLOCKS, rng);
         for _ in 0..6 {
-            // Zeroes of the overlay hide what the base has.
+            // Zeroes of the overlay hide data of the base.
             let block = rng.below(BLOCKS);
             disk.write_zeroes(GuestOffset(block * BLOCK), BLOCK, true).unwrap();
             stage.versions[block as usize] = 0;
@@ -121,7 +121,7 @@ impl Stage {
         open("qcow2", self.overlay.clone(), writable).over(base)
     }
 
-    /// One write of the guest, and perhaps a flush.
+    /// One guest write, sometimes with a flush.
     fn step(&mut self, export: &Export, rng: &mut Rng) {
         let (block, version) = (rng.below(BLOCKS), self.next);
         self.next += 1;
@@ -134,7 +134,7 @@ impl Stage {
         }
     }
 
-    /// The versions that a block may have after a crash at a moment: what was flushed, and later.
+    /// Possible versions of each block after a crash: the flushed one, and later ones.
     fn allowed(&self, moment: usize) -> Vec<Vec<u32>> {
         let mut allowed: Vec<Vec<u32>> = self.versions.iter().map(|v| vec![*v]).collect();
         let flushed = self.events.iter().filter_map(|event| match event {
@@ -155,7 +155,7 @@ impl Stage {
     }
 }
 
-/// Every sector is one of a version that its block may have.
+/// Every sector has a possible version of its block.
 fn assert_holds(disk: &Disk, allowed: &[Vec<u32>], what: &str) {
     let mut found = vec![0xee; BLOCK as usize];
     for (block, versions) in allowed.iter().enumerate() {
@@ -199,7 +199,7 @@ fn what_was_flushed_survives_a_cut_in_a_commit() {
                 while !over.load(Ordering::Relaxed) {
                     stage.step(export, rng);
                     under_way.store(true, Ordering::Relaxed);
-                    // The commit is to come to its end.
+                    // Let the commit finish.
                     std::thread::yield_now();
                 }
                 for _ in 0..40 {
@@ -216,7 +216,7 @@ fn what_was_flushed_survives_a_cut_in_a_commit() {
         });
         let committed = committed.unwrap();
         let end = stage.clock.now();
-        // Around the moment when the images are exchanged more than elsewhere.
+        // More often around the moment of the exchange than elsewhere.
         let mut moments: Vec<usize> =
             (0..MOMENTS).map(|_| rng.within(began as u64..end as u64) as usize).collect();
         moments.extend((committed.saturating_sub(15)..=(committed + 5)).filter(|at| *at <= end));

@@ -1,4 +1,4 @@
-//! Which chains are tried: axes, what goes together, and a chain made of one value of each.
+//! The tested chains: axes, compatible values, and a chain of one value per axis.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use super::support::guest::{Guest, assert_same};
 use super::support::qemu::scratch;
 
 /// Axes of one layer: kind, cluster size, extended L2, refcount width, data file, compression, lazy
-/// refcounts, and what is particular to its place (preallocation of the base, size of the others).
+/// refcounts, and a property of its position (preallocation of the base, size of the others).
 const AXES: usize = 8;
 const KIND: usize = 0;
 const CLUSTER: usize = 1;
@@ -30,7 +30,7 @@ pub const SIZES: [usize; 3 * AXES] =
 const PREALLOCATION: [&str; 4] = ["off", "metadata", "falloc", "full"];
 const OVERLAY_SIZES: [Overlay; 3] = [Overlay::Equal, Overlay::Shorter, Overlay::Longer];
 
-/// An overlay's size beside that of the disk beneath.
+/// Size of an overlay relative to its backing disk.
 #[derive(Clone, Copy, Debug)]
 enum Overlay {
     Equal,
@@ -38,7 +38,7 @@ enum Overlay {
     Longer,
 }
 
-/// Whether two values go together; for values of different layers, they do.
+/// Whether two values are compatible; values of different layers always are.
 pub fn allowed(a: Choice, b: Choice) -> bool {
     let whole_layer = |(axis, value): Choice| !(axis == 2 * AXES + KIND && value == 0);
     if !whole_layer(a) || !whole_layer(b) {
@@ -49,16 +49,16 @@ pub fn allowed(a: Choice, b: Choice) -> bool {
     }
     let base = a.0 / AXES == 0;
     match ((a.0 % AXES, a.1), (b.0 % AXES, b.1)) {
-        // A raw image, or no image, has no options.
+        // A raw or absent image has no options.
         ((KIND, 0), (_, value)) => value == 0,
-        // Version 2 knows neither of these, nor zstd.
+        // Version 2 supports neither these nor zstd.
         ((KIND, 1), (EXTENDED | BITS | DATA | LAZY, value)) => value == 0,
         ((KIND, 1), (PACKED, codec)) => codec < 2,
         // Subclusters have at least a sector.
         ((CLUSTER, cluster), (EXTENDED, 1)) => CLUSTERS[cluster] >= 16 << 10,
         // A data file holds no compressed clusters.
         ((DATA, 1..), (PACKED, codec)) => codec == 0,
-        // QEMU compresses into clusters only that have no space yet.
+        // QEMU compresses only into unallocated clusters.
         ((PACKED, 1..), (PLACE, preallocation)) if base => preallocation == 0,
         _ => true,
     }
@@ -74,7 +74,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// The chain of one value of each axis.
+    /// The chain with one value per axis.
     pub fn new(values: &[usize]) -> Self {
         let mut case = Self { layers: Vec::new(), sizes: Vec::new() };
         for (place, name) in ["base", "middle", "top"].into_iter().enumerate() {
@@ -103,14 +103,14 @@ impl Case {
         case
     }
 
-    /// What layer `index` stands on, as it names it.
+    /// The backing reference of layer `index`.
     pub fn backing(&self, index: usize) -> Option<(String, &'static str)> {
         let base = &self.layers[index.checked_sub(1)?];
         Some((base.file(), base.format()))
     }
 }
 
-/// Never a multiple of a cluster size, but of a sector: QEMU rounds raw images to that.
+/// Never a multiple of a cluster size, but of a sector: QEMU rounds raw images to sectors.
 fn size(beneath: Option<u64>, overlay: Option<Overlay>) -> u64 {
     let beneath = beneath.unwrap_or((4 << 20) + 3 * 512);
     match overlay {
@@ -136,21 +136,21 @@ impl Folder {
         self.path().join(layer.file())
     }
 
-    /// Opens an image with what it stands on.
+    /// Opens an image with its backing chain.
     pub fn open(&self, layer: &Layer, writable: bool) -> Disk {
         let options = OpenOptions { writable, ..OpenOptions::default() }.format(layer.format());
         Disk::open(&vdkit::registry(), self.file(layer), &options)
             .unwrap_or_else(|error| panic!("opening {}: {error}", layer.name))
     }
 
-    /// The guest's view of an image through QEMU.
+    /// The content of an image read by QEMU.
     pub fn qemu_view(&self, layer: &Layer) -> Guest {
         let view = self.path().join("view.raw");
         qemu::convert((&self.file(layer), layer.format()), (&view, "raw"), &[]);
         Guest(load(&view))
     }
 
-    /// An image must show this guest: as a whole, and in small pieces anywhere.
+    /// An image must have this content: as a whole, and in small pieces anywhere.
     pub fn reads_as(&self, layer: &Layer, guest: &Guest, rng: &mut Rng, what: &str) {
         let disk = self.open(layer, false);
         let size = guest.len();
@@ -168,7 +168,7 @@ impl Folder {
         }
     }
 
-    /// Both programs find nothing wrong with an image.
+    /// Both programs find the image consistent.
     pub fn is_sound(&self, layer: &Layer, what: &str) {
         if layer.kind == Kind::Raw {
             return;

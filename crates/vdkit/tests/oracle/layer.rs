@@ -10,7 +10,7 @@ pub enum Kind {
     V3,
 }
 
-/// Where guest data lies.
+/// Location of guest data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Data {
     Inside,
@@ -24,14 +24,14 @@ pub const REFCOUNT_BITS: [u32; 3] = [16, 1, 64];
 /// The options of one image.
 #[derive(Clone, Debug)]
 pub struct Layer {
-    /// What it is called in its folder, without a suffix.
+    /// Its file name without extension.
     pub name: &'static str,
     pub kind: Kind,
     pub cluster: u64,
     pub extended: bool,
     pub refcount_bits: u32,
     pub data: Data,
-    /// Some of its clusters are compressed, by this method.
+    /// Compression method of some of its clusters.
     pub packed: Option<Codec>,
     pub lazy: bool,
     pub preallocation: &'static str,
@@ -46,7 +46,7 @@ impl Layer {
         if self.kind == Kind::Raw { "raw" } else { "qcow2" }
     }
 
-    /// Options as for `-o`, in words that both programs know.
+    /// Options for `-o` that both programs accept.
     pub fn options(&self) -> String {
         if self.kind == Kind::Raw {
             return String::new();

@@ -1,8 +1,8 @@
-//! Chains of images, made and written by QEMU's programs and read here, and the other way round.
+//! Chains made and written by QEMU and read by vdkit, and the reverse.
 //!
-//! Cases hold every pair of options, within one image and between the images of a chain: format and
-//! version, cluster size, refcount width, extended L2, data file, compression, lazy refcounts,
-//! preallocation, and sizes. Which cases those are is drawn by lot; `VDKIT_SEED` replays a failure.
+//! The cases cover every pair of options, within one image and between the images of a chain:
+//! format and version, cluster size, refcount width, extended L2, data file, compression, lazy
+//! refcounts, preallocation, and sizes. The selection is random; `VDKIT_SEED` replays a failure.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -22,10 +22,10 @@ use vdkit::GuestOffset;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{Rng, pairwise, qemu, require_peer};
 
-/// How many tests share the cases, so that they run at once.
+/// Number of tests that share the cases, to run in parallel.
 const SHARDS: usize = 4;
 
-/// The cases of this process, with the seed that made them.
+/// The cases of this process, and their seed.
 static CASES: LazyLock<(u64, Vec<Case>)> = LazyLock::new(|| {
     let seed = support::seed();
     let mut rng = Rng::new(seed);
@@ -101,7 +101,7 @@ fn lazy_layers() -> [Layer; 4] {
     )
 }
 
-/// With lazy refcounts, a writer that is killed leaves refcounts behind, and the dirty bit.
+/// With lazy refcounts, a killed writer leaves stale refcounts and the dirty bit.
 #[test]
 fn what_a_killed_qemu_leaves_dirty_is_mended_here() {
     if !require_peer("qemu-img") || !require_peer("qemu-io") {
@@ -138,7 +138,7 @@ fn what_was_not_closed_here_is_mended_by_qemu() {
         disk.write_at(&[7; 300_000], GuestOffset(12_345)).expect("writing");
         disk.write_zeroes(GuestOffset(100_000), 50_000, true).expect("zeroing");
         disk.flush().expect("flushing");
-        // No close: what a crash leaves.
+        // No close: the state of a crash.
         drop(disk);
         let info = qemu::info(&path, "qcow2");
         assert_eq!(info["dirty-flag"], true, "{info}");

@@ -1,4 +1,4 @@
-//! vdkit makes a chain and writes to each image of it.
+//! vdkit makes a chain and writes to each image.
 
 use vdkit::jobs::{CreateOptions, NewBacking, create};
 use vdkit::{Disk, GuestOffset, Monitor, Options, RefPolicy};
@@ -11,7 +11,7 @@ use super::support::disks::save;
 use super::support::guest::{Guest, pattern, soft_pattern};
 use super::support::ops::{pack, settle_discard};
 
-/// Every layer is checked and read by QEMU, which then writes to the top one.
+/// QEMU checks and reads every layer, then writes to the top one.
 pub fn run(case: &Case, rng: &mut Rng) {
     let folder = Folder::new();
     let mut guests: Vec<Guest> = Vec::new();
@@ -41,7 +41,7 @@ pub fn run(case: &Case, rng: &mut Rng) {
     folder.is_sound(top, "written here, then by QEMU");
 }
 
-/// QEMU finds nothing wrong with an image, and reads from it what the guest wants.
+/// QEMU finds the image consistent, with the expected content.
 pub fn qemu_agrees(folder: &Folder, layer: &Layer, guest: &Guest, what: &str) {
     folder.is_sound(layer, what);
     let flat = folder.path().join("flat.raw");
@@ -80,8 +80,8 @@ fn make(folder: &Folder, case: &Case, index: usize) {
         .unwrap_or_else(|error| panic!("making {}: {error}", layer.name));
 }
 
-/// A dozen operations of all kinds, with an opening anew in between; `id` tells the writes of
-/// different calls apart.
+/// A dozen operations of all kinds, with a reopen in between; `id` distinguishes the writes of
+/// different calls.
 pub fn write(folder: &Folder, layer: &Layer, guest: &mut Guest, id: u64, rng: &mut Rng) {
     let mut disk = folder.open(layer, true);
     for step in 0..14 {

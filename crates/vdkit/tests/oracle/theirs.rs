@@ -1,4 +1,4 @@
-//! QEMU makes a chain and writes to each image of it.
+//! QEMU makes a chain and writes to each image.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use super::chain::{Case, Folder};
 use super::layer::{Kind, Layer};
 use super::ours;
 
-/// Every layer is read here, then the top one is written here and read by QEMU.
+/// vdkit reads every layer, then writes to the top one, which QEMU reads.
 pub fn run(case: &Case, rng: &mut Rng) {
     let folder = Folder::new();
     for (index, layer) in case.layers.iter().enumerate() {
@@ -50,8 +50,8 @@ fn create(folder: &Folder, case: &Case, index: usize) {
     super::support::qemu::img(folder.path(), &args);
 }
 
-/// Commands for qemu-io, one list a call. Patterns come from files, so that bytes tell where they
-/// were written.
+/// Commands for qemu-io, one list per call. Patterns come from files, so that bytes identify their
+/// offset.
 fn commands(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<Vec<String>> {
     let mut calls = Vec::new();
     if layer.packed.is_some() {
@@ -62,7 +62,7 @@ fn commands(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<Vec<Stri
         let at = rng.below(size);
         let most = (size - at).min(layer.cluster.clamp(8 << 10, 512 << 10) * 3);
         let len = 1 + rng.below(most);
-        // Zeroes and discards are asked for in sectors.
+        // Zeroes and discards are in whole sectors.
         let (sector, sectors) = (at / 512 * 512, len.div_ceil(512) * 512);
         let sectors = sectors.min(size - sector);
         commands.push(match rng.below(10) {
@@ -77,7 +77,7 @@ fn commands(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<Vec<Stri
     calls
 }
 
-/// Compressed writes of whole clusters that have no space yet: QEMU refuses others.
+/// Compressed writes of whole unallocated clusters: QEMU refuses others.
 fn packed_writes(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<String> {
     let clusters = size.div_ceil(layer.cluster);
     let mut commands = Vec::new();
@@ -95,7 +95,7 @@ fn packed_writes(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<Str
     commands
 }
 
-/// A file with so many random bytes; qemu-io repeats it.
+/// A file with random bytes; qemu-io repeats it.
 fn pattern(dir: &Path, len: usize, rng: &mut Rng) -> String {
     let mut bytes = vec![0; len];
     rng.fill(&mut bytes);

@@ -1,4 +1,4 @@
-//! What deeds cost: metadata, whatever the amount of data.
+//! Cost of snapshot operations: metadata only, whatever the amount of data.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use vdkit_testkit::{CountingStorage, LoggedOp};
 const CLUSTER: u64 = 64 << 10;
 const GUEST_BYTES: u64 = 8 << 30;
 
-/// An image in memory, all of whose clusters are allocated.
+/// A fully allocated image in memory.
 fn full(options: &str) -> Arc<dyn Storage> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let driver = vdkit::format("qcow2").unwrap();
@@ -46,7 +46,7 @@ fn new(name: &str) -> NewSnapshot {
 fn creating_reads_and_writes_no_data() {
     let counted = CountingStorage::new(full("preallocation=metadata"));
     let image = open(counted.clone() as Arc<dyn Storage>);
-    // Metadata of 8 GiB in clusters of 64 KiB: 16 L2 tables, and 4 refcount blocks.
+    // Metadata of 8 GiB in 64 KiB clusters: 16 L2 tables, and 4 refcount blocks.
     let clusters = GUEST_BYTES / CLUSTER;
     let (l2, refcounts) = (clusters * 8, clusters * 2);
     let monitor = Monitor::default();
@@ -56,7 +56,7 @@ fn creating_reads_and_writes_no_data() {
         Snapshots::create(&*image, &new(name), &monitor).unwrap();
         counted.log_calls(false);
         let counts = counted.counts();
-        // The tables twice where flags change, the refcounts twice, and a few single clusters.
+        // The tables twice if flags change, the refcounts twice, and a few single clusters.
         let few = 16 * CLUSTER;
         assert!(counts.bytes_read <= l2 + tables + 2 * refcounts + few, "{name}: {counts:?}");
         assert!(counts.bytes_written <= tables + refcounts + few, "{name}: {counts:?}");
@@ -85,7 +85,7 @@ fn creating_reads_and_writes_no_data() {
 
 /// Whether a range of the file overlaps the guest's data.
 fn holds_data(image: &Qcow2, at: u64, len: u64) -> bool {
-    // Preallocated data lies in one piece, or in a few.
+    // Preallocated data is contiguous, or nearly so.
     let mut guest = 0;
     while guest < GUEST_BYTES {
         let extent = image.resolve(GuestOffset(guest), GUEST_BYTES - guest).unwrap();
@@ -102,7 +102,7 @@ fn holds_data(image: &Qcow2, at: u64, len: u64) -> bool {
 
 #[test]
 fn as_many_snapshots_as_there_may_be() {
-    // In clusters of 512 bytes the table of snapshots and the refcount table take many.
+    // With 512-byte clusters the snapshot table and the refcount table take many clusters.
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let driver = vdkit::format("qcow2").unwrap();
     let options = vdkit::Options::parse("qcow2", driver.options(), ["cluster_size=512"]).unwrap();

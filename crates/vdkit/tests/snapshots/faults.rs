@@ -1,4 +1,5 @@
-//! EIO and ENOSPC at each storage operation in turn: the deed is done or not, and works later.
+//! EIO and ENOSPC at each storage operation in turn: the snapshot operation is done or not, and
+//! works later.
 
 use std::sync::Arc;
 
@@ -117,7 +118,7 @@ fn audit(storage: &Arc<dyn Storage>, what: &str) {
     assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
 }
 
-/// Runs the script with a fault at the `nth` operation of these kinds. Whether it fired.
+/// Runs the script with a fault at the `nth` operation of these kinds. Returns whether it fired.
 fn run(options: &str, states: &[State], plan: FaultPlan, what: &str) -> bool {
     let memory = image(options);
     let storage: Arc<dyn Storage> = memory.clone();
@@ -131,8 +132,8 @@ fn run(options: &str, states: &[State], plan: FaultPlan, what: &str) -> bool {
             faulty.heal();
             audit(&storage, &format!("{what}, failed"));
             if error.to_string().contains("taking it back") || perform(&disk, step).is_err() {
-                // The header's write failed, and so did taking it back: the image says no more
-                // until it is opened again, and is then the old one or the new one.
+                // Both the header's write and its revert failed: the image refuses requests until
+                // it is reopened, and then shows the old or the new state.
                 drop(disk);
                 disk = open(faulty.clone() as Arc<dyn Storage>).unwrap();
                 let now = state(&disk);
@@ -143,7 +144,7 @@ fn run(options: &str, states: &[State], plan: FaultPlan, what: &str) -> bool {
             }
         }
         let now = try_state(&disk).unwrap_or_else(|_| {
-            // The fault was of this reading.
+            // This read hit the fault.
             faulty.heal();
             state(&disk)
         });
@@ -180,7 +181,8 @@ fn each_operation_may_fail_and_work_later() {
                 if !run(options, &states, plan, &what) {
                     break;
                 }
-                // Small clusters make thousands of operations: all of the first, then samples.
+                // Small clusters cause thousands of operations: test all of the first, then
+                // samples.
                 nth += 1 + nth / 24;
             }
         }

@@ -1,5 +1,5 @@
-//! What vdkit makes, QEMU lists, applies and deletes; and the other way round. After each step
-//! both programs find the image clean, without leaks.
+//! QEMU lists, applies and deletes snapshots made by vdkit, and the reverse. After each step both
+//! programs find the image clean, without leaks.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub fn open(path: &Path, writable: bool) -> Disk {
     rig::disk(format, writable)
 }
 
-/// What a snapshot must hold.
+/// Expected content of a snapshot.
 #[derive(Clone)]
 struct Held {
     id: String,
@@ -106,7 +106,7 @@ impl Image<'_> {
         }
     }
 
-    /// Both programs must see the same, and nothing wrong.
+    /// Both programs must agree and find no errors.
     fn verify(&self, what: &str) {
         let checked = qemu::check(self.path, "qcow2", None);
         assert!(checked.clean(), "{what}: {}", checked.text);
@@ -134,7 +134,7 @@ impl Image<'_> {
         assert!(read_all(&disk) == self.bytes, "{what}: the disk");
     }
 
-    /// QEMU reads from the disk and from each snapshot what they must hold.
+    /// QEMU reads the expected content from the disk and each snapshot.
     fn ask_qemu(&self, dir: &Path) {
         let raw = dir.join("view.raw");
         let (path, view) = (self.path.to_str().unwrap(), raw.to_str().unwrap());
@@ -218,7 +218,7 @@ fn sizes_differ_between_snapshots() {
     let text = path.to_str().unwrap();
     qemu::img(["snapshot", "-c", "small", text]).ok();
     let disk = open(&path, true);
-    // More than the old L1 table maps.
+    // Beyond the old L1 table.
     disk.resize(9 << 20).unwrap();
     disk.write_at(&[2; 4096], GuestOffset(8 << 20)).unwrap();
     let new = NewSnapshot { name: "large".into(), ..NewSnapshot::default() };
@@ -243,7 +243,7 @@ fn sizes_differ_between_snapshots() {
     assert_clean(&path);
 }
 
-/// Host offset of an L1 entry's L2 table, as the header of the file says.
+/// Host offset of an L1 entry's L2 table, by the header in the file.
 fn l2_table_of(path: &Path, index: u64) -> u64 {
     let bytes = std::fs::read(path).unwrap();
     let word =
@@ -258,7 +258,7 @@ fn patch(path: &Path, at: u64, new: &[u8]) {
     file.write_all_at(new, at).unwrap();
 }
 
-/// A machine's state lies behind the end of the disk, as `savevm` puts it there.
+/// VM state is stored beyond the end of the disk, as by `savevm`.
 #[test]
 fn saved_machine_state_is_carried_and_removed() {
     if !require_peer("qemu-img") {
@@ -267,7 +267,7 @@ fn saved_machine_state_is_carried_and_removed() {
     let scratch = support::qemu::scratch();
     let path = scratch.path().join("image.qcow2");
     let text = path.to_str().unwrap();
-    // With clusters of 4096 bytes, an L2 table maps 2 MiB.
+    // With 4096-byte clusters, an L2 table maps 2 MiB.
     const DISK: u64 = 2 << 20;
     qemu::create(&path, "qcow2", 2 * DISK, &["cluster_size=4096"], None);
     qemu::io(&path, "qcow2", &["write -P 1 0 1M", "write -P 7 2M 40k"]);
@@ -318,7 +318,7 @@ fn saved_machine_state_is_carried_and_removed() {
     assert!(!file.chunks(4096).any(|c| c.iter().all(|b| *b == 7)), "the state is gone");
 }
 
-/// Entries of other writers are kept byte for byte: extra data that nobody knows, odd ids.
+/// Entries of other writers are kept byte for byte: unknown extra data, unusual ids.
 #[test]
 fn other_entries_are_kept_as_they_are() {
     if !require_peer("qemu-img") {
@@ -354,7 +354,7 @@ fn other_entries_are_kept_as_they_are() {
     assert_eq!(qemu::info(&path, "qcow2")["snapshots"].as_array().unwrap().len(), 2);
 }
 
-/// The check knows what snapshots share: COPIED flags that are wrong are mended, and nothing else.
+/// The check accounts for shared clusters: it repairs wrong COPIED flags and nothing else.
 #[test]
 fn wrong_copied_flags_are_mended() {
     if !require_peer("qemu-img") {
@@ -371,7 +371,7 @@ fn wrong_copied_flags_are_mended() {
     disk.close().unwrap();
     drop(disk);
     assert_clean(&path);
-    // The first clusters are the disk's own, the later ones shared.
+    // The first clusters are exclusive, the later ones shared.
     let table = l2_table_of(&path, 0);
     for index in [0, 5] {
         let mut byte = [0];

@@ -1,5 +1,5 @@
-//! Machines that QEMU saved with `savevm`: kept, listed, carried along and let go, and QEMU goes on
-//! with them after whatever vdkit did.
+//! VM state saved by QEMU's `savevm`: kept, listed, preserved and deleted; QEMU resumes from it
+//! after vdkit's changes.
 
 use std::path::{Path, PathBuf};
 
@@ -13,15 +13,15 @@ use super::support;
 use super::world::snapshots;
 
 const GUEST_BYTES: u64 = 4 << 20;
-/// The state of a machine of 64 MiB that has nothing to do takes more than this.
+/// Minimum state of an idle VM with 64 MiB of memory.
 const STATE_BYTES_MIN: u64 = 128 << 10;
 
 struct Saved {
     scratch: TempDir,
     path: PathBuf,
-    /// Registers and memory of the machine.
+    /// Registers and memory of the VM.
     state: String,
-    /// The disk's bytes when it was saved.
+    /// The disk's content when it was saved.
     bytes: Vec<u8>,
 }
 
@@ -42,7 +42,7 @@ fn create(all: &dyn Snapshots, name: &str) {
     all.create(&new, &Monitor::default()).unwrap();
 }
 
-/// An image with a snapshot 'plain' of vdkit's and 'machine' of QEMU's.
+/// An image with a snapshot 'plain' by vdkit and 'machine' by QEMU.
 fn save(options: &str) -> Saved {
     let scratch = support::qemu::scratch();
     let path = scratch.path().join("image.qcow2");
@@ -61,7 +61,7 @@ fn save(options: &str) -> Saved {
 }
 
 impl Saved {
-    /// The snapshot as vdkit lists it, which must be as QEMU does.
+    /// The snapshot as listed by vdkit, which must match QEMU's listing.
     fn listed(&self) -> SnapshotInfo {
         let disk = open(&self.path, false);
         let list = snapshots(&disk).list().unwrap();
@@ -79,7 +79,7 @@ impl Saved {
         found
     }
 
-    /// QEMU goes on with the machine, on a copy of the image.
+    /// QEMU resumes the VM, on a copy of the image.
     fn goes_on(&self) {
         let copy = self.scratch.path().join("copy.qcow2");
         std::fs::copy(&self.path, &copy).unwrap();
@@ -110,7 +110,7 @@ fn life(options: &str) {
     at_work(&saved.path, |disk, all| {
         all.apply("machine", &monitor).unwrap();
         assert!(read_all(disk) == saved.bytes);
-        // What the machine's disk is has no machine in it.
+        // A snapshot of a VM's disk alone has no VM state.
         create(all, "disk alone");
         disk.write_at(&[5; 300_000], GuestOffset(1 << 20)).unwrap();
     });
@@ -121,7 +121,7 @@ fn life(options: &str) {
     drop(disk);
     saved.goes_on();
 
-    // QEMU saves another beside it, and vdkit makes one of them the disk and deletes the other.
+    // QEMU saves a second one; vdkit applies one of them and deletes the other.
     let mut machine = Machine::start(&saved.path, &["-S", "-loadvm", "machine"]);
     machine.tell("savevm second");
     machine.quit();
@@ -141,7 +141,7 @@ fn life(options: &str) {
         snapshots(&open(path, false)).list().unwrap().into_iter().map(|info| info.name).collect()
     };
     assert_eq!(names(&saved.path), ["simple", "disk alone"]);
-    // Its space serves again: what is written now needs none at the file's end.
+    // Its space is reused: new writes need none at the file's end.
     let size = first.vm_state_bytes.min(1 << 20);
     at_work(&saved.path, |disk, _| {
         disk.write_at(&vec![6; size as usize], GuestOffset(2 << 20)).unwrap();
@@ -166,7 +166,7 @@ fn a_machine_lives_through_all_that_is_done() {
 #[test]
 fn a_machine_in_small_clusters_lives_through_all_that_is_done() {
     if peers() {
-        // An L2 table of 4 KiB maps 2 MiB: disk and machine take several.
+        // An L2 table of 4 KiB maps 2 MiB: disk and VM state take several.
         life("cluster_size=4096,refcount_bits=32");
     }
 }

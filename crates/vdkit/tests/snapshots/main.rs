@@ -1,4 +1,4 @@
-//! Internal snapshots: against flat buffers, against QEMU, and whatever may go wrong.
+//! Internal snapshots: against flat buffers, against QEMU, and under faults.
 
 #[path = "../support/mod.rs"]
 mod support;

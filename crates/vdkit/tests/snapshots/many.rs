@@ -1,4 +1,4 @@
-//! As many snapshots as QEMU opens, and tables as large.
+//! As many snapshots as QEMU opens, and tables of the maximum size.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn be64(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap())
 }
 
-/// The entry of a snapshot, made after the one of snapshot 1.
+/// A snapshot entry, derived from the first one.
 fn entry(first: &[u8], l1: usize, number: u32, more: usize) -> Vec<u8> {
     let (id, name) = (number.to_string(), format!("name {number}"));
     let mut entry = first[..40 + 24].to_vec();
@@ -34,8 +34,8 @@ fn entry(first: &[u8], l1: usize, number: u32, more: usize) -> Vec<u8> {
     entry
 }
 
-/// An image with so many snapshots, all of them of the same disk, with `more` bytes of extra data
-/// that nobody knows. The repair counts the references.
+/// An image with `count` snapshots of the same disk, with `more` bytes of unknown extra data. A
+/// repair counts the references.
 fn craft(path: &Path, count: u32, more: usize) {
     qemu::create(path, "qcow2", GUEST_BYTES, &["cluster_size=512,refcount_bits=32"], None);
     let disk = open(path, true);
@@ -70,7 +70,7 @@ fn craft(path: &Path, count: u32, more: usize) {
     assert_eq!((report.corruptions_left(), report.leaks_left()), (0, 0), "{report:?}");
 }
 
-/// QEMU takes ten seconds for each look at so many: most of them are ours.
+/// QEMU takes ten seconds to check so many, so most checks are ours.
 fn assert_sound(path: &Path) {
     let storage: Arc<dyn Storage> =
         Arc::new(FileStorage::open(path, &FileOptions::read_only()).unwrap());
@@ -133,7 +133,7 @@ fn tables_as_large_as_qemu_reads_are_read_and_written() {
     }
     let scratch = support::qemu::scratch();
     let path = scratch.path().join("image.qcow2");
-    // Entries of nearly 1 KiB: the table has more than 32 MiB. QEMU's bound is 64 MiB.
+    // Entries of nearly 1 KiB: the table exceeds 32 MiB. QEMU's limit is 64 MiB.
     let count = 34_000;
     craft(&path, count, 940);
     let disk = open(&path, true);

@@ -1,4 +1,4 @@
-//! Random operations with snapshots against flat buffers, on each kind of image, with re-opening.
+//! Random operations with snapshots against flat buffers, on each kind of image, with reopening.
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
@@ -22,7 +22,7 @@ fn run(shape: &Shape, moves: &[Move]) {
             Move::Deed(deed) => {
                 let done = world.perform(shape, &disk, deed);
                 done.unwrap_or_else(|error| panic!("{what}: {error}"));
-                // What it says of itself must be true at each moment.
+                // The metadata must be consistent at every moment.
                 rig.audit(true, &what);
                 world.compare_snapshots(&rig, &**disk.top(), &what);
             }

@@ -1,5 +1,5 @@
-//! Operations of one open image after one another: each goes by what the earlier ones left, and none
-//! by what the file said when it was opened.
+//! Consecutive operations on one open image: each uses the result of earlier ones, not the file's
+//! state when it was opened.
 
 use std::sync::Arc;
 
@@ -106,6 +106,6 @@ fn a_view_has_no_snapshots_of_its_own() {
     }
     let view = image.view("one").unwrap();
     Snapshots::delete(&*image, "two", &Monitor::default()).unwrap();
-    // The table that there was when the view was made may hold anything by now.
+    // The table that existed when the view was made may be overwritten now.
     assert_eq!(view.snapshots().unwrap().list().unwrap().len(), 0);
 }

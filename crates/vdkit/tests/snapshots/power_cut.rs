@@ -1,5 +1,5 @@
-//! The power fails at any storage operation. Whatever survives: the list of snapshots and the disk
-//! are the old ones or the new ones, each snapshot holds what it held, and nothing is damaged.
+//! The power fails at any storage operation. Whatever survives: the snapshot list and the disk are
+//! both old or both new, each snapshot keeps its content, and nothing is damaged.
 
 use vdkit_qcow2::header::Header;
 use vdkit_storage::MemoryStorage;
@@ -12,7 +12,7 @@ use super::support::shape::Shape;
 use super::support::{self};
 use super::world::{self, Deed, World};
 
-/// A deed that was done, with the world before and after. All before it is durable.
+/// A finished operation, with the expected state before and after. Everything before it is durable.
 struct Done {
     deed: Deed,
     begin: usize,
@@ -65,7 +65,7 @@ fn record(shape: &Shape, deeds: usize, rng: &mut Rng) -> Run {
     Run { rig, timeline, done }
 }
 
-/// Looks at what survived a cut at `moment`, during a deed or right after it.
+/// Checks a survivor of a cut at `moment`, during an operation or right after it.
 fn try_survivor(run: &Run, done: &Done, moment: usize, content: Vec<MemoryStorage>, rng: &mut Rng) {
     let rig = run.rig.with_content(content);
     let format = rig.format(false).expect("a survivor opens");
@@ -76,7 +76,7 @@ fn try_survivor(run: &Run, done: &Done, moment: usize, content: Vec<MemoryStorag
     let new = done.after.listed(&*format);
     assert!(old || new, "neither the old list nor the new one");
     let disk = rig.open(false).expect("a survivor opens");
-    // Where the lists are the same, the disk tells which world it is.
+    // If the lists are equal, the disk's content decides.
     let is_old = old && (!new || world::reads_as(&disk, &done.before.guest));
     let world = if is_old { &done.before } else { &done.after };
     world.compare(&rig, &disk, if is_old { "the old world" } else { "the new world" });
@@ -91,7 +91,7 @@ fn try_survivor(run: &Run, done: &Done, moment: usize, content: Vec<MemoryStorag
     }
 }
 
-/// A survivor must be as good as any image.
+/// A survivor must be usable.
 fn go_on(rig: &Rig, mut world: World, rng: &mut Rng) {
     let disk = rig.open(true).expect("a survivor opens for writing");
     for id in 0..4 {
@@ -111,7 +111,7 @@ fn case(shape: &Shape, seed: u64) {
     let mut rng = Rng::new(seed);
     let run = record(shape, 5, &mut rng);
     for done in &run.done {
-        // Each moment within a deed of few, samples of many.
+        // Each moment within a short operation, samples of a long one.
         let step = ((done.end - done.begin) / 25).max(1);
         let moments = (done.begin..done.end).step_by(step).chain([done.end]);
         for moment in moments {

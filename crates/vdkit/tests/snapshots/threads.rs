@@ -13,7 +13,7 @@ use super::world::snapshots;
 const GUEST_BYTES: u64 = 4 << 20;
 const WRITERS: u64 = 3;
 
-/// Tells the writers to stop when it goes.
+/// Stops the writers when dropped.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -28,8 +28,8 @@ fn number_at(disk: &vdkit_chain::Disk, at: u64) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// Each writer counts up in two places, one after the other, now in place and now in new space:
-/// all snapshots must show the places in that order, and nothing that was written is lost.
+/// Each writer increments numbers at two offsets, one after the other, sometimes in place and
+/// sometimes allocating. All snapshots must show the numbers in that order, and no write is lost.
 #[test]
 fn a_snapshot_beside_writers_is_one_moment() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
@@ -65,7 +65,8 @@ fn a_snapshot_beside_writers_is_one_moment() {
                 let mut n = 0u64;
                 while !stop.load(Ordering::Relaxed) {
                     n += 1;
-                    // Writers share both clusters: a copy of one must not lose another's bytes.
+                    // Writers share both clusters: copying one must not lose another writer's
+                    // bytes.
                     disk.write_at(&n.to_le_bytes(), GuestOffset(first)).unwrap();
                     assert_eq!(number_at(disk, first), n);
                     disk.write_at(&n.to_le_bytes(), GuestOffset(second)).unwrap();
@@ -77,7 +78,7 @@ fn a_snapshot_beside_writers_is_one_moment() {
                 }
             });
         }
-        // And one that gives space up and takes it again.
+        // And one that frees space and allocates it again.
         let (disk_of, stop_of) = (&disk, &stop);
         scope.spawn(move || {
             let (at, len) = (GuestOffset(1 << 20), 64 << 10);
@@ -89,7 +90,7 @@ fn a_snapshot_beside_writers_is_one_moment() {
                 assert_eq!(number_at(disk_of, at.0), 0);
             }
         });
-        // Also where an assertion fails: the writers would go on for ever.
+        // Even if an assertion fails: the writers would run for ever.
         let _end = Ends(&stop);
         for round in 0..60u64 {
             let name = format!("round {round}");

@@ -1,4 +1,4 @@
-//! A disk with snapshots, and what each of them must hold.
+//! A disk with snapshots, and their expected content.
 
 use std::rc::Rc;
 
@@ -11,7 +11,7 @@ use super::support::ops::{self, Op, Step};
 use super::support::rig::Rig;
 use super::support::shape::{DataFile, Shape};
 
-/// What is done with snapshots, in numbers that fit any list.
+/// Snapshot operations, with numbers that fit any list.
 #[derive(Clone, Copy, Debug)]
 pub enum Deed {
     Create(u8),
@@ -20,7 +20,7 @@ pub enum Deed {
     Rename(u8),
 }
 
-/// A step on the disk or on its snapshots.
+/// A step on the disk or its snapshots.
 #[derive(Clone, Copy, Debug)]
 pub enum Move {
     Disk(Step),
@@ -44,7 +44,7 @@ pub struct Taken {
     pub guest: Rc<Guest>,
 }
 
-/// What an image must hold.
+/// Expected content of an image.
 #[derive(Clone, Debug)]
 pub struct World {
     pub guest: Guest,
@@ -55,13 +55,13 @@ pub fn snapshots(disk: &Disk) -> &dyn Snapshots {
     disk.top().snapshots().expect("qcow2 has snapshots")
 }
 
-/// Whether snapshots can be taken of such an image.
+/// Whether such an image supports snapshots.
 pub fn fits(shape: &Shape) -> bool {
     shape.data_file == DataFile::Inside && !shape.wide
 }
 
 impl World {
-    /// What a fresh rig's image holds; the snapshots that QEMU made are read once.
+    /// Initial state of a fresh rig; QEMU's snapshots are read once.
     pub fn of(rig: &Rig, guest: Guest) -> Self {
         let format = rig.format(false).expect("opening a good image");
         let list = Snapshots::list(&*format).expect("a list");
@@ -75,12 +75,12 @@ impl World {
         Self { taken: taken.collect(), guest }
     }
 
-    /// Does a deed; `false` where refcounts are too narrow for it, which must change nothing.
+    /// Runs an operation; `false` if refcounts are too narrow, which must change nothing.
     pub fn perform(&mut self, shape: &Shape, disk: &Disk, deed: Deed) -> Result<bool> {
         let before = self.clone();
         match self.try_deed(disk, deed) {
             Err(error)
-                // Each snapshot counts a cluster once for each compressed piece in it.
+                // Each snapshot counts a cluster once per compressed unit in it.
                 if error.to_string().contains("refcounts of") && shape.refcount_bits <= 8 =>
             {
                 *self = before;
@@ -115,7 +115,7 @@ impl World {
             }
             Deed::Delete(n) => {
                 let index = pick(n);
-                // By name the first one of that name goes.
+                // By name, the first snapshot with that name is deleted.
                 let name = self.taken[index].name.clone();
                 let first = self.taken.iter().position(|t| t.name == name).unwrap_or(index);
                 let info = all.delete(&name, &monitor)?;
@@ -132,14 +132,14 @@ impl World {
         Ok(())
     }
 
-    /// The list must be this one.
+    /// The list must match.
     pub fn listed(&self, format: &dyn Format) -> bool {
         let list = format.snapshots().and_then(|all| all.list().ok()).expect("a list");
         list.len() == self.taken.len()
             && list.iter().zip(&self.taken).all(|(a, b)| a.id == b.id && a.name == b.name)
     }
 
-    /// The disk and each snapshot must read as they should.
+    /// The disk and each snapshot must have the expected content.
     pub fn compare(&self, rig: &Rig, disk: &Disk, what: &str) {
         rig.compare(disk, &self.guest, what);
         self.compare_snapshots(rig, &**disk.top(), what);
@@ -159,7 +159,7 @@ impl World {
     }
 }
 
-/// Whether a disk holds what a guest should see.
+/// Whether a disk has the expected content.
 pub fn reads_as(disk: &Disk, guest: &Guest) -> bool {
     if disk.guest_bytes() != guest.len() {
         return false;
@@ -169,7 +169,7 @@ pub fn reads_as(disk: &Disk, guest: &Guest) -> bool {
     buf == guest.read(0, guest.len())
 }
 
-/// The operation on the disk that a step means, where snapshots are about.
+/// The disk operation of a step, in the presence of snapshots.
 pub fn on_disk(step: Step, shape: &Shape, guest_bytes: u64) -> Op {
     match step.on(shape, guest_bytes) {
         // Refused: version 2 need not record a snapshot's size.
@@ -178,7 +178,7 @@ pub fn on_disk(step: Step, shape: &Shape, guest_bytes: u64) -> Op {
     }
 }
 
-/// A step that is not a re-opening.
+/// Runs a step other than reopening.
 pub fn step_on(shape: &Shape, disk: &Disk, world: &mut World, op: Op, id: u64) -> Result<()> {
     ops::apply(shape, disk, &mut world.guest, op, id)
 }

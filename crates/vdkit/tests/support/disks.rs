@@ -1,4 +1,4 @@
-//! The disks under an image: counted, made to fail, made to stumble, and recorded for power cuts.
+//! Simulated disks: they count, fail on demand, delay, and record changes for power cuts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,12 +10,12 @@ use vdkit_block::{HostOffset, ReadOp, Result, Storage, StorageCaps, StorageExten
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CountingStorage, CrashImage, CrashStorage, FaultyStorage, Rng};
 
-/// The changes of several recording disks in one order: the number of the disk for each.
+/// The order of changes over several recording disks, as disk numbers.
 #[derive(Clone, Debug, Default)]
 pub struct Timeline(Arc<Mutex<Vec<usize>>>);
 
 impl Timeline {
-    /// How many changes and syncs there were on all disks together.
+    /// Number of changes and syncs on all disks.
     pub fn len(&self) -> usize {
         self.0.lock().len()
     }
@@ -28,8 +28,8 @@ enum Bytes {
     Recording { crash: Arc<CrashStorage>, number: usize, timeline: Timeline },
 }
 
-/// Passes everything on, after a little wait now and then, so that threads meet in unusual
-/// orders; holds changes of one thread up; and notes changes in the timeline.
+/// Passes requests on with random short delays, so that threads interleave in unusual orders.
+/// Blocks changes of one thread on request, and records changes in the timeline.
 #[derive(Debug)]
 struct Bottom {
     bytes: Bytes,
@@ -39,7 +39,7 @@ struct Bottom {
     opened: Condvar,
 }
 
-/// Which thread may not change the disk now, and whether it has come that far.
+/// The thread whose changes are blocked, and whether it is waiting.
 #[derive(Debug, Default)]
 struct Gate {
     closed_to: Option<ThreadId>,
@@ -80,7 +80,7 @@ impl Bottom {
         let Bytes::Recording { crash, number, timeline } = &self.bytes else {
             return change(self.inner());
         };
-        // Threads change a recording disk one after the other: the order is the record.
+        // Changes of a recording disk are serialised to record their order.
         let mut order = timeline.0.lock();
         let before = crash.ops();
         let result = change(&**crash);
@@ -158,12 +158,12 @@ pub struct SimDisk {
 }
 
 impl SimDisk {
-    /// A disk in memory that holds this.
+    /// An in-memory disk with this content.
     pub fn new(content: MemoryStorage) -> Self {
         Self::over(Bytes::Memory(Arc::new(content)))
     }
 
-    /// A disk that holds this, durably, and records its changes as disk `number`.
+    /// A disk with this durable content that records its changes as disk `number`.
     pub fn recording(content: &MemoryStorage, number: usize, timeline: &Timeline) -> Self {
         let crash = CrashStorage::holding(content);
         Self::over(Bytes::Recording { crash, number, timeline: timeline.clone() })
@@ -178,44 +178,44 @@ impl SimDisk {
         Self { bottom, faulty, counting }
     }
 
-    /// The disk, for use.
+    /// The disk's storage.
     pub fn storage(&self) -> Arc<dyn Storage> {
         self.counting.clone()
     }
 
-    /// Fails on demand.
+    /// The fault injector.
     pub fn faulty(&self) -> &FaultyStorage {
         &self.faulty
     }
 
-    /// Counts.
+    /// The counters.
     pub fn counting(&self) -> &CountingStorage {
         &self.counting
     }
 
-    /// Lets it wait now and then.
+    /// Enables random delays.
     pub fn stumble(&self, on: bool) {
         self.bottom.stumbles.store(on, Ordering::Relaxed);
     }
 
-    /// Changes that this thread makes wait from now on.
+    /// Blocks further changes of this thread.
     pub fn close_gate_to_me(&self) {
         let closed_to = Some(std::thread::current().id());
         *self.bottom.gate.lock() = Gate { closed_to, waiting: false };
     }
 
-    /// Whether a thread waits at the gate.
+    /// Whether a thread is blocked.
     pub fn held_up(&self) -> bool {
         self.bottom.gate.lock().waiting
     }
 
-    /// Lets the thread at the gate go on.
+    /// Unblocks the thread.
     pub fn open_gate(&self) {
         *self.bottom.gate.lock() = Gate::default();
         self.bottom.opened.notify_all();
     }
 
-    /// The bytes as they are now.
+    /// The current content.
     pub fn content(&self) -> MemoryStorage {
         match &self.bottom.bytes {
             Bytes::Memory(memory) => MemoryStorage::clone(memory),
@@ -223,7 +223,7 @@ impl SimDisk {
         }
     }
 
-    /// The disk after so many of its changes.
+    /// The disk after its first `ops` changes.
     fn crash_at(&self, ops: usize) -> CrashImage {
         match &self.bottom.bytes {
             Bytes::Recording { crash, .. } => crash.crash_at(ops),
@@ -239,18 +239,18 @@ pub fn power_cut(disks: &[SimDisk], timeline: &Timeline, moment: usize) -> Vec<C
     disks.iter().enumerate().map(|(number, disk)| disk.crash_at(ops(number))).collect()
 }
 
-/// Which of the unsynced changes survive.
+/// Which unsynced changes survive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Survival {
     Nothing,
     Everything,
     /// One change alone, or all but one.
     Extreme,
-    /// Each sector by lot.
+    /// Each sector at random.
     Lot,
 }
 
-/// One possible rest of each disk.
+/// One possible survivor of each disk.
 pub fn survivors(cuts: &[CrashImage], survival: Survival, rng: &mut Rng) -> Vec<MemoryStorage> {
     let one = |cut: &CrashImage, rng: &mut Rng| match survival {
         Survival::Nothing => cut.only_durable(),
@@ -264,7 +264,7 @@ pub fn survivors(cuts: &[CrashImage], survival: Survival, rng: &mut Rng) -> Vec<
     cuts.iter().map(|cut| one(cut, rng)).collect()
 }
 
-/// A file's content as a disk's.
+/// Loads a file as a disk's content.
 pub fn load(path: &std::path::Path) -> MemoryStorage {
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let bytes = std::fs::read(path).expect("a file that was made");
@@ -277,7 +277,7 @@ pub fn load(path: &std::path::Path) -> MemoryStorage {
     memory
 }
 
-/// A disk's content as a sparse file.
+/// Saves a disk's content as a sparse file.
 pub fn save(content: &MemoryStorage, path: &std::path::Path) {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::create(path).expect("a scratch file");

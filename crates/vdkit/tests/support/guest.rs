@@ -1,4 +1,4 @@
-//! What the guest should see.
+//! Expected guest content.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use vdkit_storage::MemoryStorage;
 
 pub const SECTOR: u64 = 512;
 
-/// Bytes that tell who wrote them where: no two operations write the same, none writes zeroes.
+/// Bytes that identify their operation and offset, never zero.
 pub fn pattern(op: u64, at: u64, len: u64) -> Vec<u8> {
     let mut out = Vec::with_capacity(len as usize + 8);
     let mut word_at = at & !7;
@@ -22,7 +22,7 @@ pub fn pattern(op: u64, at: u64, len: u64) -> Vec<u8> {
     out[skip..skip + len as usize].to_vec()
 }
 
-/// As [`pattern`], but easy to compress: each block of `unit` bytes repeats 32 of them.
+/// As [`pattern`], but compressible: each block of `unit` bytes repeats 32 of them.
 pub fn soft_pattern(op: u64, at: u64, len: u64, unit: u64) -> Vec<u8> {
     let mut out = Vec::with_capacity(len as usize);
     while (out.len() as u64) < len {
@@ -67,7 +67,7 @@ impl Guest {
     }
 }
 
-/// Says where two buffers differ first, for messages.
+/// Reports the first difference of two buffers.
 pub fn assert_same(what: &str, at: u64, found: &[u8], wanted: &[u8]) {
     assert_eq!(found.len(), wanted.len(), "{what}: lengths");
     if found == wanted {

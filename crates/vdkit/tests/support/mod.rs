@@ -1,4 +1,4 @@
-//! What the proof tests share. See DESIGN.md, "Proof".
+//! Common code of the proof tests. See DESIGN.md, "Proof".
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub mod disks;
@@ -10,12 +10,12 @@ pub mod shape;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// How many cases a test runs: `VDKIT_CASES` times as many as by default.
+/// Number of cases of a test: `VDKIT_CASES` times the default.
 pub fn cases(default: u64) -> u64 {
     number("VDKIT_CASES").map_or(default, |times| default.saturating_mul(times))
 }
 
-/// The seed of this run: `VDKIT_SEED`, or a new one each time.
+/// The seed of this run: `VDKIT_SEED`, or a random one.
 pub fn seed() -> u64 {
     number("VDKIT_SEED").unwrap_or_else(|| {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -28,7 +28,7 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a number, it is '{text}'")))
 }
 
-/// Runs `case` for seeds that follow from [`seed`]; a failure says how to replay that one case.
+/// Runs `case` for seeds derived from [`seed`]; a failure reports how to replay that case.
 pub fn for_seeds(default_cases: u64, case: impl Fn(u64)) {
     let replay = number("VDKIT_SEED");
     let first = seed();

@@ -1,4 +1,4 @@
-//! Operations on a disk and their effect on the guest that it must equal.
+//! Operations on a disk and on the expected guest content.
 
 use proptest::prelude::*;
 use vdkit_block::{Codec, Result};
@@ -22,7 +22,7 @@ pub enum Step {
     Resize(u16),
 }
 
-/// A place and a length, in parts of the disk and of a cluster.
+/// An offset and a length, relative to disk and cluster.
 #[derive(Clone, Copy, Debug)]
 pub struct Span {
     pub at: u16,
@@ -44,7 +44,7 @@ pub enum Op {
     Resize { to: u64 },
 }
 
-/// Spans that meet often: few clusters, all alignments.
+/// Spans that often overlap: few clusters, all alignments.
 pub fn span() -> impl Strategy<Value = Span> {
     (any::<u16>(), any::<u16>(), any::<u16>(), any::<u8>())
         .prop_map(|(at, inside, len, kind)| Span { at, inside, len, kind })
@@ -87,7 +87,7 @@ pub fn random_step(rng: &mut Rng) -> Step {
 }
 
 impl Step {
-    /// The operation on a disk of this shape that has so many bytes now.
+    /// The operation on a disk of this shape and current size.
     pub fn on(self, shape: &Shape, guest_bytes: u64) -> Op {
         let range = |span: Span| place(span, shape, guest_bytes);
         match self {
@@ -125,7 +125,7 @@ impl Step {
     }
 }
 
-/// New sizes are around the first one, in sectors.
+/// New sizes are around the first one, in whole sectors.
 fn resized(shape: &Shape, to: u16) -> u64 {
     let size = shape.guest_bytes();
     let least = if shape.wide { shape.span() } else { size / 2 / SECTOR * SECTOR };
@@ -165,7 +165,7 @@ fn place(span: Span, shape: &Shape, guest_bytes: u64) -> (u64, u64) {
     (at, len.min(window.end - at).max(1))
 }
 
-/// Compressed forms of whole clusters, or nothing where one does not shrink.
+/// Compresses whole clusters; `None` if one does not shrink.
 pub fn pack(codec: Codec, cluster: u64, bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     bytes
         .chunks(cluster as usize)
@@ -190,7 +190,7 @@ fn deflate(bytes: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Bytes that a write or packed write number `id` puts there.
+/// The data of write or compressed write number `id`.
 pub fn payload(shape: &Shape, op: Op, id: u64, guest_bytes: u64) -> (u64, Vec<u8>) {
     match op {
         Op::Write { at, len } => (at, pattern(id, at, len)),
@@ -202,7 +202,7 @@ pub fn payload(shape: &Shape, op: Op, id: u64, guest_bytes: u64) -> (u64, Vec<u8
     }
 }
 
-/// Does an operation number `id` on the disk and on the guest. Not for [`Op::Reopen`].
+/// Runs operation number `id` on the disk and the guest. Not for [`Op::Reopen`].
 pub fn apply(shape: &Shape, disk: &Disk, guest: &mut Guest, op: Op, id: u64) -> Result<()> {
     let (start, bytes) = payload(shape, op, id, guest.len());
     match op {
@@ -240,7 +240,7 @@ pub fn apply(shape: &Shape, disk: &Disk, guest: &mut Guest, op: Op, id: u64) -> 
     Ok(())
 }
 
-/// After a discard each sector reads as zero or as before; the guest takes what it is.
+/// After a discard each sector reads as zero or as before; updates the guest to match.
 pub fn settle_discard(disk: &Disk, guest: &mut Guest, at: u64, len: u64) -> Result<()> {
     let mut buf = vec![0; len as usize];
     disk.read_at(&mut buf, at.into_guest())?;

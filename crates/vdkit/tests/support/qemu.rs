@@ -1,4 +1,4 @@
-//! QEMU's programs in a directory of their own, so that images name their neighbours.
+//! Runs QEMU's programs in a separate directory, so that images refer to their neighbours by name.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -8,7 +8,7 @@ use vdkit_storage::MemoryStorage;
 
 use super::disks::load;
 
-/// A scratch directory, in memory where that is possible.
+/// A scratch directory, in memory if possible.
 pub fn scratch() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() {
@@ -33,7 +33,7 @@ fn text(out: &Output) -> String {
     format!("{}\n{stdout}{stderr}", out.status)
 }
 
-/// How QEMU's programs open the image of a rig: arguments behind the subcommand.
+/// QEMU's arguments to open the image of a rig, after the subcommand.
 pub fn opening(encrypted: bool) -> &'static [&'static str] {
     if encrypted {
         &[
@@ -47,8 +47,8 @@ pub fn opening(encrypted: bool) -> &'static [&'static str] {
     }
 }
 
-/// Runs a subcommand of qemu-img on the image of a rig, with what comes before its name and what
-/// comes behind; it must succeed.
+/// Runs a qemu-img subcommand on the image of a rig, with the arguments before and after its name;
+/// it must succeed.
 pub fn on_image(dir: &Path, encrypted: bool, before: &[&str], behind: &[&str]) {
     img(dir, &[before, opening(encrypted), behind].concat());
 }
@@ -59,8 +59,8 @@ pub fn img(dir: &Path, args: &[&str]) {
     assert!(out.status.success(), "qemu-img {args:?}: {}", text(&out));
 }
 
-/// Runs qemu-io commands on the image of a rig. QEMU refuses to compress over a cluster that has data, and
-/// that is no fault; nothing else may fail.
+/// Runs qemu-io commands on the image of a rig. QEMU refuses to compress over allocated clusters,
+/// which is no failure; nothing else may fail.
 pub fn io(dir: &Path, encrypted: bool, commands: &[String]) {
     let (packing, others): (Vec<_>, Vec<_>) =
         commands.iter().partition(|command| command.contains("write -c"));
@@ -79,7 +79,7 @@ pub fn io(dir: &Path, encrypted: bool, commands: &[String]) {
     }
 }
 
-/// How qemu-img judges an image.
+/// The verdict of `qemu-img check`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Clean,
@@ -87,7 +87,7 @@ pub enum Verdict {
     Corrupt,
 }
 
-/// `qemu-img check` of the image of a rig.
+/// Runs `qemu-img check` on the image of a rig.
 pub fn check(dir: &Path, encrypted: bool) -> (Verdict, String) {
     let out = run(dir, "qemu-img", &[&["check"], opening(encrypted)].concat());
     let verdict = match out.status.code() {
@@ -98,7 +98,7 @@ pub fn check(dir: &Path, encrypted: bool) -> (Verdict, String) {
     (verdict, text(&out))
 }
 
-/// The guest's view of the image of a rig through QEMU.
+/// The content of a rig's image read by QEMU.
 pub fn guest_view(dir: &Path, encrypted: bool) -> MemoryStorage {
     on_image(dir, encrypted, &["convert", "-O", "raw"], &["qemu-view.raw"]);
     let view = load(&dir.join("qemu-view.raw"));

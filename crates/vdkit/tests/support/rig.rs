@@ -1,4 +1,4 @@
-//! An image on simulated disks, opened by vdkit, with the guest it must equal.
+//! An image on simulated disks, opened by vdkit, with its expected content.
 
 use std::sync::Arc;
 
@@ -15,11 +15,11 @@ use super::guest::{Guest, assert_same};
 use super::qemu::{self, Verdict};
 use super::shape::{KEY, Prepared, Shape};
 
-/// An image with all files that belong to it.
+/// An image with all its files.
 #[derive(Debug)]
 pub struct Rig {
     pub shape: Shape,
-    /// The image, and the data file where there is one.
+    /// The image, and its data file, if any.
     pub disks: Vec<SimDisk>,
     pub base: Option<MemoryStorage>,
     pub limits: Limits,
@@ -32,7 +32,7 @@ pub fn disk(format: Arc<dyn Format>, writable: bool) -> Disk {
 }
 
 impl Rig {
-    /// A fresh image of this shape on disks of its own.
+    /// A fresh image of this shape on its own disks.
     pub fn new(shape: &Shape) -> (Self, Guest) {
         Self::make(shape, SimDisk::new)
     }
@@ -50,7 +50,7 @@ impl Rig {
         let prepared = shape.prepare();
         let Prepared { image, data, base, guest } = &*prepared;
         let disks = std::iter::once(image).chain(data).cloned().map(disk).collect();
-        // Small, so that eviction happens.
+        // Small, to cause eviction.
         let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
         let (shape, base) = (shape.clone(), base.clone());
         (Self { shape, disks, base, limits }, guest.clone())
@@ -66,12 +66,12 @@ impl Rig {
         }
     }
 
-    /// The image's own disk.
+    /// The image's disk.
     pub fn image(&self) -> &SimDisk {
         &self.disks[0]
     }
 
-    /// The disk with the guest's bytes.
+    /// The disk with the guest's data.
     pub fn data(&self) -> &SimDisk {
         &self.disks[self.disks.len() - 1]
     }
@@ -87,12 +87,12 @@ impl Rig {
         Qcow2::open_with_keys(request, &self.shape.keys())
     }
 
-    /// Opens the disk, base and all.
+    /// Opens the disk with its base.
     pub fn open(&self, writable: bool) -> Result<Disk> {
         Ok(self.over_base(self.format(writable)?, writable))
     }
 
-    /// A format of this image (a snapshot, say) as a disk, base and all.
+    /// A format of this image (such as a snapshot) as a disk with its base.
     pub fn over_base(&self, format: Arc<dyn Format>, writable: bool) -> Disk {
         let top = disk(format, writable);
         match self.base() {
@@ -117,7 +117,7 @@ impl Rig {
         Some(disk(format, false))
     }
 
-    /// The disk must read as the guest wants, in all windows.
+    /// The disk must have the expected content in all windows.
     pub fn compare(&self, disk: &Disk, guest: &Guest, what: &str) {
         assert_eq!(disk.guest_bytes(), guest.len(), "{what}: size");
         for window in self.shape.windows(guest.len()) {
@@ -132,7 +132,7 @@ impl Rig {
         }
     }
 
-    /// What vdkit's check says.
+    /// Result of vdkit's check.
     pub fn check(&self) -> CheckReport {
         let monitor = Monitor::default();
         let storage = self.image().storage();
@@ -140,14 +140,14 @@ impl Rig {
             .expect("checking a readable image")
     }
 
-    /// The image must be consistent; leaks are a fault unless `leaks_allowed`.
+    /// The image must be consistent, without leaks unless `leaks_allowed`.
     pub fn audit(&self, leaks_allowed: bool, what: &str) {
         let report = self.check();
         assert!(report.corruptions == 0, "{what}: {:#?}", report.findings);
         assert!(leaks_allowed || report.leaks == 0, "{what}: {:#?}", report.findings);
     }
 
-    /// Writes all files where QEMU finds them.
+    /// Writes all files to a directory for QEMU.
     pub fn save(&self, dir: &std::path::Path) {
         for (disk, name) in self.disks.iter().zip(["image.qcow2", "data.raw"]) {
             save(&disk.content(), &dir.join(name));
@@ -160,7 +160,7 @@ impl Rig {
         }
     }
 
-    /// QEMU must find the image consistent and read from it what the guest wants.
+    /// QEMU must find the image consistent, with the expected content.
     pub fn ask_qemu(&self, guest: Option<&Guest>, leaks_allowed: bool, what: &str) {
         let scratch = qemu::scratch();
         let dir = scratch.path();
@@ -180,7 +180,7 @@ impl Rig {
     }
 }
 
-/// A guest offset from a number, for tests that count in bytes.
+/// Converts a number to a guest offset, for tests that count in bytes.
 pub trait IntoGuest {
     fn into_guest(self) -> vdkit_block::GuestOffset;
 }

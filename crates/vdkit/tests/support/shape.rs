@@ -1,4 +1,4 @@
-//! Which images the tests run on: options, and how such an image is made by QEMU.
+//! Shapes of test images: options, and how QEMU makes the image.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,16 +15,16 @@ use super::disks::{load, save};
 use super::guest::{Guest, pattern};
 use super::qemu;
 
-/// What opens the encrypted ones.
+/// The key of encrypted images.
 pub const KEY: &[u8] = b"a key of the tests";
 
-/// Ciphers of encrypted images. The key derivation is as quick as it can be: images are opened
+/// Ciphers of encrypted images. Key derivation is as fast as possible, since images are opened
 /// thousands of times.
 pub const XTS: Option<&str> = Some("encrypt.cipher-alg=aes-128");
 pub const CBC: Option<&str> =
     Some("encrypt.cipher-alg=aes-256,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv");
 
-/// What stands beneath the image.
+/// The backing image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Base {
     None,
@@ -33,7 +33,7 @@ pub enum Base {
     Longer,
 }
 
-/// Where guest data lives.
+/// Location of guest data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DataFile {
     Inside,
@@ -41,7 +41,7 @@ pub enum DataFile {
     OutsideRaw,
 }
 
-/// What is in the image when the test begins.
+/// Initial content of the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Content {
     Empty,
@@ -102,7 +102,7 @@ fn pick<T: Copy>(rng: &mut Rng, from: &[T]) -> T {
     from[rng.below(from.len() as u64) as usize]
 }
 
-/// An image that is ready to be opened.
+/// An image ready to be opened.
 #[derive(Debug)]
 pub struct Prepared {
     pub image: MemoryStorage,
@@ -112,8 +112,7 @@ pub struct Prepared {
 }
 
 impl Shape {
-    /// The shapes that each proof runs on: every option by itself, and those pairs that meet in
-    /// the code.
+    /// The shapes of each proof: every option alone, and pairs that interact in the code.
     pub fn all() -> Vec<Self> {
         let base = Self::default();
         let mut shapes = vec![base.clone()];
@@ -184,7 +183,7 @@ impl Shape {
         shapes
     }
 
-    /// Encrypted images of each kind whose data comes or goes another way.
+    /// Encrypted images of each kind with other data paths.
     pub fn encrypted() -> Vec<Self> {
         let xts = Self { encryption: XTS, ..Self::default() };
         let cbc = Self { encryption: CBC, cluster: 4096, ..Self::default() };
@@ -209,7 +208,7 @@ impl Shape {
         ]
     }
 
-    /// A shape with options drawn by lot.
+    /// A shape with random options.
     pub fn random(rng: &mut Rng) -> Self {
         let extended = one_in(rng, 4);
         let version = if extended { 3 } else { pick(rng, &[2, 3, 3, 3]) };
@@ -260,7 +259,7 @@ impl Shape {
             wide: cluster == 4096 && base == Base::None && one_in(rng, 4),
             encryption: None,
         };
-        // (Drawn last, so that seeds of before mean what they meant.)
+        // (Drawn last, so that earlier seeds keep their meaning.)
         let possible =
             data_file != DataFile::OutsideRaw && (version == 3 || shape.preallocation == "off");
         if possible && one_in(rng, 4) {
@@ -288,7 +287,7 @@ impl Shape {
         }
     }
 
-    /// The parts of a disk of so many bytes that the test touches.
+    /// The parts of a disk that the test uses.
     pub fn windows(&self, guest_bytes: u64) -> Vec<Range<u64>> {
         if !self.wide {
             return std::iter::once(0..guest_bytes).collect();
@@ -299,7 +298,7 @@ impl Shape {
         windows.into_iter().map(cut).filter(|w| !w.is_empty()).collect()
     }
 
-    /// Bytes of the disk beneath.
+    /// Bytes of the backing disk.
     pub fn base_bytes(&self) -> u64 {
         let unit = self.cluster.max(4096);
         let whole = self.guest_bytes() / unit;
@@ -316,7 +315,7 @@ impl Shape {
         self.data_file == DataFile::Inside && self.encryption.is_none()
     }
 
-    /// What opens it.
+    /// Its keys.
     pub fn keys(&self) -> Vec<Secret> {
         self.encryption.map(|_| Secret::new(KEY.to_vec())).into_iter().collect()
     }
@@ -345,8 +344,8 @@ impl Shape {
         options.join(",")
     }
 
-    /// Makes such an image with QEMU's programs; made once in each test process. (QEMU would
-    /// measure for seconds how long an encrypted one shall take to open: those it only fills.)
+    /// Makes such an image with QEMU's programs, once per test process. (For an encrypted image
+    /// QEMU would benchmark the key derivation for seconds: it only fills those.)
     pub fn prepare(&self) -> Arc<Prepared> {
         static MADE: LazyLock<Mutex<HashMap<Shape, Arc<Prepared>>>> = LazyLock::new(Mutex::default);
         if let Some(made) = MADE.lock().get(self) {
@@ -376,7 +375,7 @@ impl Shape {
         }
         if self.bitmap {
             qemu::on_image(dir, encrypted, &["bitmap", "--add"], &["dirt"]);
-            // Its table changes its length where the disk changes its size.
+            // Its table is resized with the disk.
             qemu::on_image(dir, encrypted, &["bitmap", "--add", "-g", "512"], &["fine"]);
         }
         let guest = Guest(qemu::guest_view(dir, encrypted));
@@ -451,7 +450,7 @@ impl Shape {
         load(&dir.join("base.qcow2"))
     }
 
-    /// Some of everything that qemu-io can write.
+    /// Writes everything that qemu-io supports.
     fn fill(&self, dir: &Path, round: u64) {
         let (cluster, all) = (self.cluster, self.guest_bytes() / self.cluster);
         let at = |k: u64| (k * 7 + round * 3) % all.max(1) * cluster;

@@ -1,8 +1,8 @@
-//! Many threads on one disk that stumbles now and then, so that they meet in unusual orders.
+//! Many threads on one disk with random delays, so that they interleave in unusual orders.
 //!
-//! Afterwards all that any of them saw is held against all that they did
-//! (`vdkit_testkit::concurrent::history`), the image
-//! is checked here and by QEMU, and power cuts are tried at moments of the run.
+//! Afterwards the reads of all threads are checked against their writes
+//! (`vdkit_testkit::concurrent::history`), vdkit and QEMU check the image, and power cuts are tried
+//! at moments of the run.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -21,22 +21,22 @@ use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::history::{Clock, History, Log, Moment, SECTOR, Seen, content_of};
 use worker::{Mix, Stage};
 
-/// What is tried in one test.
+/// Parameters of a test.
 struct Plan {
-    /// One entry a thread.
+    /// One entry per thread.
     workers: Vec<Mix>,
-    /// Calls of each.
+    /// Calls per thread.
     calls: u64,
-    /// Clusters that they work on, from the beginning of the disk.
+    /// Clusters used, from the start of the disk.
     clusters: u64,
-    /// Clusters that one call may change.
+    /// Maximum clusters per call.
     longest: u64,
 }
 
 const WRITES: Mix = Mix { write: 8, read: 3, flush: 1, ..Mix::NOTHING };
 const EVERYTHING: Mix = Mix { write: 6, packed: 2, zero: 2, discard: 2, read: 3, flush: 1 };
 
-/// Runs the plan on a fresh image and judges what came of it.
+/// Runs the plan on a fresh image and checks the result.
 fn run(shape: &Shape, plan: &Plan, seed: u64) {
     let (rig, guest) = Rig::new(shape);
     let disk = rig.open(true).expect("opening a good image");
@@ -90,7 +90,7 @@ fn work(
     })
 }
 
-/// Reads all when everybody is done, judges it, and returns it.
+/// After all threads have ended, reads everything, checks it, and returns it.
 fn settle(history: &History, disk: &Disk, first: &Guest, what: &str) -> Guest {
     let mut last = first.clone();
     let mut bytes = vec![0xee; first.len() as usize];
@@ -113,7 +113,7 @@ fn shape(cluster: u64) -> Shape {
 fn flushes_while_the_file_grows_over_refcount_blocks() {
     for refcount_bits in [16, 64] {
         support::for_seeds(2, |seed| {
-            // A refcount block of 64 bits a cluster describes 32 KiB here.
+            // A refcount block with 64-bit refcounts covers 32 KiB here.
             let (mut rig, mut guest) = Rig::new(&Shape { refcount_bits, ..shape(512) });
             rig.limits = Limits::default();
             let disk = rig.open(true).expect("opening a good image");
@@ -200,7 +200,7 @@ fn everything_at_once_on_any_mixture_of_options() {
     });
 }
 
-/// Power cuts at moments of a run of several threads: what a flush returned for stays.
+/// Power cuts during a run of several threads: flushed data survives.
 #[test]
 fn a_power_cut_while_threads_write_keeps_what_was_flushed() {
     support::for_seeds(3, |seed| {
@@ -242,7 +242,7 @@ fn judge_survivor(rig: &Rig, moment: &Moment<'_>, first: &Guest, what: &str) {
     rig.audit(true, what);
 }
 
-/// One thread makes the disk smaller and larger, while others write before and behind its end.
+/// One thread shrinks and grows the disk, while others write before and beyond its end.
 #[test]
 fn a_resize_beside_writes() {
     support::for_seeds(4, |seed| {
@@ -289,7 +289,7 @@ fn a_resize_beside_writes() {
             disk.read_at(&mut last, 0.into_guest()).unwrap();
             let behind = &last[half as usize..];
             assert!(behind.iter().all(|b| matches!(*b, 0 | 0xbb)), "{what}: behind the end");
-            // What was cut off does not come back.
+            // Data cut off by the shrink does not come back.
             disk.resize(half).unwrap();
             disk.resize(full).unwrap();
             disk.read_at(&mut last, 0.into_guest()).unwrap();

@@ -1,4 +1,4 @@
-//! One of the threads: random calls, and a log of them.
+//! A test thread: random calls, and their log.
 
 use vdkit_block::Codec;
 use vdkit_chain::Disk;
@@ -12,7 +12,7 @@ use super::support::guest::Guest;
 use super::support::ops::pack;
 use super::support::rig::IntoGuest;
 
-/// How often a thread does what, in parts of all.
+/// Relative frequency of each call.
 #[derive(Clone, Copy, Debug)]
 pub struct Mix {
     pub write: u64,
@@ -27,23 +27,23 @@ impl Mix {
     pub const NOTHING: Self = Self { write: 0, packed: 0, zero: 0, discard: 0, read: 0, flush: 0 };
 }
 
-/// Where the threads meet.
+/// State shared by the threads.
 pub struct Stage<'a> {
     pub disk: &'a Disk,
-    /// What the disk held at first.
+    /// The disk's initial content.
     pub first: &'a Guest,
     pub cluster: u64,
-    /// Bytes from the beginning that they touch, a whole number of sectors.
+    /// Bytes from the start that they use, a whole number of sectors.
     pub bytes: u64,
-    /// Sectors that one call may change.
+    /// Maximum sectors per call.
     pub longest: u64,
     pub clock: Clock,
-    /// Changes of the storages, where they are recorded.
+    /// Storage changes, if recorded.
     pub timeline: Option<Timeline>,
 }
 
 impl Stage<'_> {
-    /// Makes so many calls; `me` is the number of the thread.
+    /// Makes `calls` calls; `me` is the thread's number.
     pub fn work(&self, me: u64, mix: Mix, calls: u64, seed: u64) -> Log {
         let mut rng = Rng::new(seed ^ (me + 1) << 56);
         let mut log = Log::default();
@@ -108,7 +108,7 @@ impl Stage<'_> {
         log.changes.push(Change::done(what, first, count, begin, self.clock.now()));
     }
 
-    /// Writes a compressed cluster or two. Sectors behind the end of the disk do not matter.
+    /// Writes one or two compressed clusters. Sectors beyond the end of the disk do not matter.
     fn pack(&self, log: &mut Log, number: u64, near: u64) {
         let in_cluster = self.cluster / SECTOR;
         let first = near / in_cluster * in_cluster;

@@ -1,4 +1,4 @@
-//! What opening, describing, mapping and flushing cost.
+//! Cost of opening, describing, mapping and flushing.
 
 use std::sync::Arc;
 
@@ -41,10 +41,10 @@ fn allocating_writes_and_a_flush_cost_two_syncs_at_most() {
         disk.flush().unwrap();
         let counts = counting.counts();
         assert!(counts.syncs <= 2, "round {round}: {counts:?}");
-        // 50 pieces of data; tables and their copies, each sector once at most.
+        // 50 pieces of data; tables and their copies, each sector at most once.
         assert!(counts.writes <= 50 + 2 * 50 + 4, "round {round}: {counts:?}");
     }
-    // In place, there is nothing but the data.
+    // In place, only data is written.
     counting.reset();
     disk.write_at(&[2; 4096], GuestOffset(0)).unwrap();
     disk.flush().unwrap();
@@ -64,7 +64,7 @@ fn describing_and_opening_read_little_and_a_full_map_is_few_runs() {
     let storage: Arc<dyn Storage> = counting.clone();
     create(&storage, 2 * GIB);
     let disk = open(storage.clone(), true);
-    // Every grain, in order, as a job writes them.
+    // Every grain in order, as in a job.
     for at in (0..2 * GIB).step_by(2 << 20) {
         let mut at = at;
         let end = at + (2 << 20);
@@ -101,12 +101,12 @@ fn describing_and_opening_read_little_and_a_full_map_is_few_runs() {
         .collect::<vdkit::Result<_>>()
         .unwrap();
     assert_eq!(runs, [2 * GIB]);
-    // 64 tables of 2 KiB, 32 KiB at a time; and what describing reads.
+    // 64 tables of 2 KiB, 32 KiB at a time; and the reads of describing.
     let counts = counting.counts();
     assert!(counts.reads <= 4 + 4, "{counts:?}");
 }
 
-/// A disk of 64 TiB: its directory is read, and what has no table costs one step.
+/// A disk of 64 TiB: its directory is read; a range without a table costs one step.
 #[test]
 fn the_largest_disk_opens_in_little_memory() {
     let counting = CountingStorage::new(Arc::new(MemoryStorage::new("image")));

@@ -45,8 +45,8 @@ fn apply(model: &mut [u8], at: u64, step: &Step) {
     }
 }
 
-/// Runs the script with a fault at the `nth` operation; each failed step is tried again once the
-/// fault is gone. Returns whether the fault fired.
+/// Runs the script with a fault at the `nth` operation; each failed step is repeated without the
+/// fault. Returns whether the fault fired.
 fn run(shape: &Shape, kinds: &[FaultKind], nth: u64, no_space: bool) -> bool {
     let what = format!("{shape:?}: {kinds:?} {nth}, no space: {no_space}");
     let memory: Arc<MemoryStorage> = shape.image();
@@ -59,7 +59,7 @@ fn run(shape: &Shape, kinds: &[FaultKind], nth: u64, no_space: bool) -> bool {
         if let Err(error) = perform(&disk, at, &step) {
             assert!(faulty.fired() > 0, "{what}: {error}");
             assert!(error.to_string().contains("image"), "{what}: {error} names no file");
-            // As it stands now, a crash would leave a consistent image.
+            // A crash now must leave a consistent image.
             audit(&(memory.clone() as Arc<dyn Storage>), false, &format!("{what}, failed"));
             faulty.heal();
             perform(&disk, at, &step).unwrap_or_else(|error| panic!("{what}, healed: {error}"));

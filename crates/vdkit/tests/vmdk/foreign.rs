@@ -1,4 +1,4 @@
-//! ESX's own sparse extents, which nothing here writes: made by hand, read as QEMU reads them.
+//! ESX sparse extents, which no program here writes: handmade, and compared with QEMU's reads.
 
 use std::path::Path;
 
@@ -8,18 +8,18 @@ use vdkit_testkit::{qemu, require_peer};
 use super::oracle::open;
 
 const SECTOR: usize = 512;
-/// Bytes of a grain, of both kinds.
+/// Bytes per grain, for both kinds.
 const GRAIN: usize = 4096;
-/// Sectors of the disks: two tables of 4096 grains, of which the second is a part of one.
+/// Sectors of the disks: two tables of 4096 grains, the second only partly used.
 const SECTORS: u64 = 40_008;
-/// Grains that are there, by their place on the disk, in the order of the file.
+/// Allocated grains, by disk position, in file order.
 const GRAINS: [u64; 5] = [0, 1, 6, 4095, 5000];
 
 fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     bytes[at..at + value.len()].copy_from_slice(value);
 }
 
-/// Fills the grains at the end of an extent, none with zeroes alone.
+/// Fills the grains at the end of an extent with nonzero bytes.
 fn fill(bytes: &mut [u8], first: usize) {
     for (index, grain) in bytes[first..].chunks_mut(GRAIN).enumerate() {
         for (at, byte) in grain.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! Headers and descriptors from strangers: whatever stands in them, an answer at once.
+//! Untrusted headers and descriptors: whatever they contain, the result comes at once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use vdkit_testkit::{CountingStorage, processor_time};
 
 use super::{SHAPES, Shape};
 
-/// Describes, opens, maps, reads and checks: all may fail, nothing may panic or take long.
+/// Describes, opens, maps, reads and checks: all may fail, none may panic or take long.
 fn use_all(bytes: &[u8], files: &[Arc<dyn Storage>]) -> Option<Error> {
     let started = processor_time();
     let driver = vdkit::format("vmdk").unwrap();
@@ -123,7 +123,7 @@ fn each_short_file_has_an_answer() {
     }
 }
 
-/// Directories and tables that name each other, the header, or one grain again and again.
+/// Directories and tables that refer to each other, the header, or one grain repeatedly.
 #[test]
 fn entries_that_lead_in_circles_have_an_answer() {
     for shape in SHAPES {
@@ -147,7 +147,7 @@ fn entries_that_lead_in_circles_have_an_answer() {
     }
 }
 
-/// What would be written through a table that names metadata is refused.
+/// Writes through a table that refers to metadata are refused.
 #[test]
 fn nobody_writes_over_metadata() {
     let shape = Shape { grain: 512, ..SHAPES[0] };
@@ -174,7 +174,7 @@ fn files() -> Vec<Arc<dyn Storage>> {
     vec![Arc::new(MemoryStorage::from_bytes("a", &bytes)), SHAPES[0].image()]
 }
 
-/// Extents of several kinds and files make one disk, of which a part can be written.
+/// Extents of several kinds and files form one disk, of which a part is writable.
 #[test]
 fn extents_of_all_kinds_make_one_disk() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", TEXT.as_bytes()));
@@ -196,7 +196,7 @@ fn extents_of_all_kinds_make_one_disk() {
     disk.close().unwrap();
 }
 
-/// Two extents that give out space in one file would overwrite each other.
+/// Two extents that allocate in one file would overwrite each other.
 #[test]
 fn a_sparse_extent_has_its_file_to_itself() {
     for line in ["RW 6144 SPARSE \"b\"", "RW 8 FLAT \"b\" 0"] {

@@ -1,7 +1,8 @@
-//! What VMDK images promise: about crashes, failures, threads, strangers' headers, the cost of a
-//! flush, and other programs.
+//! VMDK guarantees: crashes, failures, threads, untrusted headers, the cost of a flush, and
+//! interoperability.
 //!
-//! Each run prints its seed when it fails; `VDKIT_SEED` replays it and `VDKIT_CASES` asks for more.
+//! Each run prints its seed on failure; `VDKIT_SEED` replays it and `VDKIT_CASES` sets the number
+//! of cases.
 
 mod costs;
 mod faults;
@@ -24,7 +25,7 @@ use vdkit::{
 };
 use vdkit_vmdk::header::{SparseHeader, flag};
 
-/// Bytes of the guest disks: the last grain is a part of one.
+/// Bytes of the guest disks; the last grain is partial.
 pub const GUEST_BYTES: u64 = (3 << 20) + 1536;
 
 /// One kind of hosted sparse image.
@@ -34,17 +35,17 @@ pub struct Shape {
     pub grain: u64,
     /// Entries of a table.
     pub entries: u32,
-    /// Grains of zeroes have entries.
+    /// Zero grains have entries.
     pub zeroed: bool,
     /// There is a redundant directory.
     pub redundant: bool,
-    /// The tables are not there yet.
+    /// The tables are not allocated yet.
     pub bare: bool,
-    /// Bytes of the image that it stands on.
+    /// Bytes of the backing image.
     pub backing: Option<u64>,
 }
 
-/// As VMware and QEMU make them.
+/// As made by VMware and QEMU.
 pub const USUAL: Shape = Shape {
     grain: 64 << 10,
     entries: 512,
@@ -54,7 +55,7 @@ pub const USUAL: Shape = Shape {
     backing: None,
 };
 
-/// What is tried.
+/// The tested shapes.
 pub const SHAPES: &[Shape] = &[
     USUAL,
     Shape { grain: 4096, zeroed: true, ..USUAL },
@@ -77,7 +78,7 @@ impl Shape {
         )
     }
 
-    /// The header; directories lie behind the descriptor, tables behind them.
+    /// The header; directories follow the descriptor, tables follow them.
     pub fn header(&self) -> SparseHeader {
         let on = |wanted, flag| if wanted { flag } else { 0 };
         let mut header = SparseHeader {
@@ -127,13 +128,13 @@ impl Shape {
         Arc::new(memory)
     }
 
-    /// What the image stands on: no sector of it is zero.
+    /// The backing image, without a zero sector.
     pub fn base(&self) -> Option<Arc<dyn Storage>> {
         let bytes: Vec<u8> = (0..self.backing?).map(|i| (i / 512 % 255 + 1) as u8).collect();
         Some(Arc::new(MemoryStorage::from_bytes("base", &bytes).read_only()))
     }
 
-    /// What the guest reads at first.
+    /// The initial guest content.
     pub fn first_content(&self) -> Vec<u8> {
         let mut bytes = vec![0; GUEST_BYTES as usize];
         if let Some(base) = self.base() {
@@ -144,7 +145,7 @@ impl Shape {
 
     /// Opens an image of this shape for writing.
     pub fn open(&self, storage: Arc<dyn Storage>) -> vdkit::Result<Disk> {
-        // Small, so that chunks of tables are dropped.
+        // Small, so that chunks of tables are evicted.
         let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
         let top = open("vmdk", storage, &[], true, limits)?;
         Ok(match self.base() {
@@ -177,20 +178,20 @@ pub fn read_all(disk: &Disk) -> Vec<u8> {
     bytes
 }
 
-/// Checks an image, and mends it as far as `repair` says.
+/// Checks an image, and repairs it as `repair` allows.
 pub fn check(storage: &Arc<dyn Storage>, repair: Repair) -> vdkit::Result<CheckReport> {
     let driver = vdkit::format("vmdk").unwrap();
     driver.check(storage, &[], repair, &Limits::default(), &Monitor::default())
 }
 
-/// Checks an image: it must not be corrupt, and without leaks where `clean`.
+/// Checks an image: it must not be corrupt, and must have no leaks if `clean`.
 pub fn audit(storage: &Arc<dyn Storage>, clean: bool, what: &str) {
     let report = check(storage, Repair::Nothing).unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
     assert!(!clean || report.leaks == 0, "{what}: {:#?}", report.findings);
 }
 
-/// How many cases a test runs.
+/// Number of cases of a test.
 pub fn cases(default: u64) -> u64 {
     std::env::var("VDKIT_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(default)
 }

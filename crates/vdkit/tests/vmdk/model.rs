@@ -1,4 +1,4 @@
-//! Random operations, held against plain memory.
+//! Random operations, compared with a flat buffer.
 
 use std::sync::Arc;
 
@@ -7,11 +7,11 @@ use vdkit_testkit::Rng;
 
 use super::{GUEST_BYTES, SHAPES, Shape, audit, cases, check, read_all};
 
-/// One operation on a disk, and on what it must hold.
+/// One operation on a disk and its model.
 pub fn step(disk: &Disk, model: &mut [u8], rng: &mut Rng) {
     let len = [512, 1024, 4096, 16384, 70_144, 300_032][rng.below(6) as usize];
     let at = rng.below((GUEST_BYTES - len) / 512 + 1) * 512;
-    // Most of the time near one another, so that grains are shared; sometimes at the end.
+    // Mostly near one another, so that grains are shared; sometimes at the end.
     let at = match rng.below(8) {
         0 => GUEST_BYTES - len,
         1..=5 => at % (512 << 10),
@@ -35,7 +35,7 @@ pub fn step(disk: &Disk, model: &mut [u8], rng: &mut Rng) {
         }
         9 => {
             disk.discard(GuestOffset(at), len).unwrap();
-            // Zero or as before, grain by grain: what it reads as now is what counts.
+            // Zero or as before, grain by grain: take what it reads as now.
             let mut bytes = vec![0; len as usize];
             disk.read_at(&mut bytes, GuestOffset(at)).unwrap();
             for (was, is) in model[range].chunks_mut(512).zip(bytes.chunks(512)) {
@@ -68,7 +68,7 @@ fn life(shape: &Shape, seed: u64) {
         if closed {
             disk.close().unwrap();
         } else {
-            // As a crash that loses nothing.
+            // Like a crash that loses nothing.
             disk.flush().unwrap();
         }
         drop(disk);
@@ -93,7 +93,7 @@ fn any_operations_do_what_memory_does() {
     }
 }
 
-/// Emptied, the disk is what it stands on.
+/// An emptied overlay reads as its backing image.
 #[test]
 fn an_emptied_overlay_shows_its_base() {
     for shape in SHAPES {

@@ -1,4 +1,4 @@
-//! Images made here and read by QEMU and libvmdk, and the other way round.
+//! Images made by vdkit and read by QEMU and libvmdk, and the reverse.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +9,7 @@ use vdkit_testkit::{Rng, qemu, require_peer, require_python};
 
 use super::cases;
 
-/// What the disks are made of: subformat and other options, bytes.
+/// The tested disks: subformat and other options, bytes.
 pub const KINDS: &[(&str, u64)] = &[
     ("subformat=monolithicSparse", (70 << 20) + 512),
     ("subformat=monolithicSparse,zeroed_grain=on,adapter_type=lsilogic", 40 << 20),
@@ -38,7 +38,7 @@ pub fn open(path: &Path, writable: bool) -> Disk {
     Disk::open(&vdkit::registry(), path, &options).unwrap_or_else(|e| panic!("{path:?}: {e}"))
 }
 
-/// A few places of the disk, most of them at edges: of grains, tables, extents, and the end.
+/// Some ranges of the disk, mostly at edges: of grains, tables, extents, and the end.
 fn places(bytes: u64, rng: &mut Rng) -> Vec<(u64, u64)> {
     let mut places = Vec::new();
     for edge in [0, 65536, 32 << 20, 2 << 30, 4 << 30, bytes] {
@@ -182,7 +182,7 @@ fn both_write_to_images_of_both() {
     }
 }
 
-/// The fields of the descriptor are what QEMU would have written.
+/// The descriptor's fields match what QEMU would write.
 #[test]
 fn descriptors_say_what_qemu_would_say() {
     if !require_peer("qemu-img") {
@@ -202,7 +202,7 @@ fn descriptors_say_what_qemu_would_say() {
             let text: Vec<u8> = raw[start..].iter().copied().take_while(|&b| b != 0).collect();
             let text = String::from_utf8(text).unwrap();
             let fields = text.lines().filter(|l| !l.is_empty() && !l.starts_with("CID="));
-            // QEMU names the file as it was asked for, and counts cylinders beyond what IDE has.
+            // QEMU stores the file name as given, and more cylinders than IDE supports.
             fields.filter(|l| !l.contains("cylinders")).map(str::to_owned).collect()
         };
         assert_eq!(lines(&ours), lines(&theirs), "{options}");
@@ -267,7 +267,7 @@ fn libvmdk_reads_what_was_written() {
     }
 }
 
-/// A stream of ours, for the same reader.
+/// Reads our stream with the same reader.
 pub fn libvmdk_equals(image: &Path, raw: &Path) {
     if require_python("pyvmdk", "libvmdk-python") {
         assert_eq!(python(READER, image), python(DIGEST, raw), "{image:?}");

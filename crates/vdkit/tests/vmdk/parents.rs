@@ -1,4 +1,4 @@
-//! Disks on parents: content ids, names, and who may change what.
+//! Disks with parents: content ids, names, and permitted changes.
 
 use std::path::Path;
 
@@ -54,7 +54,7 @@ fn an_overlay_stands_on_the_content_that_it_was_put_on() {
         let all = std::fs::read(&flat).unwrap();
         assert!(all[100_000..104_000] == bytes, "QEMU reads the chain");
     }
-    // Changed behind the overlay's back: what it shows would be nobody's disk.
+    // The base changed without the overlay: its content would be inconsistent.
     write(&base, 0, 9);
     let error = Disk::open(&vdkit::registry(), &top, &OpenOptions::read_only()).unwrap_err();
     assert!(matches!(error, Error::Parent { .. }), "{error}");
@@ -64,7 +64,7 @@ fn an_overlay_stands_on_the_content_that_it_was_put_on() {
     }
 }
 
-/// Whatever changes the disk changes the id, once an opening, and durably before the bytes.
+/// Each kind of change updates the content id, once per open, durably before the data.
 #[test]
 fn each_kind_of_change_is_another_content() {
     for options in [
@@ -140,7 +140,7 @@ fn only_sparse_disks_stand_on_vmdks_alone() {
     overlay(&top, "base.vmdk", "subformat=twoGbMaxExtentSparse,zeroed_grain=on").unwrap();
 }
 
-/// Extents elsewhere are opened as far as the policy goes.
+/// Extents elsewhere are opened only within the policy.
 #[test]
 fn extents_lead_nowhere_else() {
     let folder = tempfile::tempdir().unwrap();

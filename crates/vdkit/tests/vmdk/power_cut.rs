@@ -1,5 +1,5 @@
 //! After a crash at any moment, with any subset of unsynced sectors: the image opens, is
-//! consistent, and each guest sector holds its flushed content or one written since.
+//! consistent, and each guest sector holds its flushed content or a later one.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::{SHAPES, Shape, audit, cases, model, read_all};
 
 const SECTOR: usize = 512;
 
-/// What the guest knows: each sector's flushed content, and those that it had since.
+/// Expected content: each sector's flushed content, and later ones.
 #[derive(Clone)]
 struct Guest {
     flushed: Vec<u8>,
@@ -21,7 +21,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// What a step changed.
+    /// Records the changes of a step.
     fn note(&mut self, after: Vec<u8>) {
         for (sector, (old, new)) in self.now.chunks(SECTOR).zip(after.chunks(SECTOR)).enumerate() {
             if old != new {
@@ -35,7 +35,7 @@ impl Guest {
         for (sector, content) in found.chunks(SECTOR).enumerate() {
             let flushed = &self.flushed[sector * SECTOR..(sector + 1) * SECTOR];
             let written = self.since.get(&sector);
-            // A discard or a zeroing may be half done where it is interrupted.
+            // An interrupted discard or zeroing may be half done.
             let known =
                 content == flushed || written.is_some_and(|w| w.iter().any(|w| w == content));
             assert!(
@@ -55,7 +55,7 @@ fn examine(shape: &Shape, guest: &Guest, survivor: MemoryStorage, what: &str) {
     audit(&storage, false, what);
     let disk = shape.open(storage.clone()).unwrap_or_else(|error| panic!("{what}: {error}"));
     guest.holds(&read_all(&disk), what);
-    // It can be used: a write, a clean close, no damage.
+    // It is usable: a write, a clean close, no damage.
     disk.write_at(&[0x77; 9000], GuestOffset(70_000)).unwrap();
     disk.close().unwrap();
     audit(&storage, false, &format!("{what}, used"));

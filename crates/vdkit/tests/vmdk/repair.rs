@@ -1,4 +1,4 @@
-//! Damage that a check finds, and what a repair makes of it.
+//! Damage found by a check, and its repair.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::{GUEST_BYTES, Shape, USUAL, audit, check, read_all};
 
 const SHAPE: Shape = Shape { grain: 4096, ..USUAL };
 
-/// An image with data here and there, what it holds, and where its directories are.
+/// An image with scattered data, its content, and the location of its directories.
 fn filled() -> (Arc<MemoryStorage>, Vec<u8>) {
     let memory = SHAPE.image();
     let disk = SHAPE.open(memory.clone()).unwrap();
@@ -50,7 +50,7 @@ fn places(memory: &MemoryStorage) -> Places {
     Places { directory, redundant, table, copy }
 }
 
-/// Mends damage and holds what came of it.
+/// Repairs damage and checks the result.
 fn mend(memory: &Arc<MemoryStorage>, model: &[u8], corruptions: bool, what: &str) {
     let storage: Arc<dyn Storage> = memory.clone();
     let before = memory.to_vec();
@@ -76,7 +76,7 @@ fn a_damaged_directory_comes_back_from_its_copy() {
         let (memory, model) = filled();
         let p = places(&memory);
         put(&memory, p.directory, value);
-        // A reader takes the other directory; a writer refuses.
+        // A reader uses the other directory; a writer refuses.
         let storage: Arc<dyn Storage> = memory.clone();
         if value > 1 {
             let disk = super::open("vmdk", storage.clone(), &[], false, Limits::default()).unwrap();
@@ -135,7 +135,7 @@ fn bytes_without_an_entry_are_given_back() {
     mend(&memory, &model, false, "a grain without an entry");
 }
 
-/// After a crash the copies may be behind: no damage, and mended with the leaks.
+/// After a crash the copies may be stale: no damage, and repaired with the leaks.
 #[test]
 fn copies_that_are_behind_after_a_crash_are_no_damage() {
     let (memory, model) = filled();
@@ -150,7 +150,7 @@ fn copies_that_are_behind_after_a_crash_are_no_damage() {
     assert!(read_all(&SHAPE.open(storage).unwrap()) == model);
 }
 
-/// Who opens such an image for writing brings the copies in line, and closes it cleanly.
+/// Opening such an image for writing updates the copies, and closing marks it clean.
 #[test]
 fn opening_for_writing_after_a_crash_mends_the_copies() {
     let (memory, mut model) = filled();
@@ -166,7 +166,7 @@ fn opening_for_writing_after_a_crash_mends_the_copies() {
     disk.close().unwrap();
     audit(&storage, true, "closed");
     assert!(read_all(&SHAPE.open(storage.clone()).unwrap()) == model);
-    // What cannot be judged keeps its mark.
+    // Damage that cannot be judged keeps the unclean mark.
     put(&memory, p.table, 0x00ff_ffff);
     memory.write_at(&[1], HostOffset(field::UNCLEAN)).unwrap();
     let disk = SHAPE.open(storage).unwrap();

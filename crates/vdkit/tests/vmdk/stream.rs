@@ -17,7 +17,7 @@ fn options(text: &str) -> Options {
     Options::parse("vmdk", vdkit::format("vmdk").unwrap().options(), [text]).unwrap()
 }
 
-/// A raw disk with data here and there: some that can be compressed, some that cannot.
+/// A raw disk with scattered data, partly compressible.
 fn source(path: &Path, bytes: u64) {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::create(path).unwrap();
@@ -105,7 +105,7 @@ fn random_reads(raw: &Path, image: &Path, bytes: u64) {
     }
 }
 
-/// The parts stand in the order in which VMware's tools expect them.
+/// The parts are in the order that VMware's tools expect.
 #[test]
 fn a_stream_is_laid_out_as_the_specification_says() {
     let folder = tempfile::tempdir().unwrap();
@@ -178,10 +178,10 @@ fn a_stream_goes_forward_only_and_must_be_whole() {
         assert!(matches!(format.reserve_packed(GuestOffset(at), &[len]), Err(Error::Invalid(_))));
     }
     assert!(format.reserve(GuestOffset(196_608), 65536).is_err());
-    // A grain that was promised and given up cannot be left out.
+    // A grain that was reserved and dropped cannot be left out.
     drop(format.reserve_packed(GuestOffset(196_608), &[512]).unwrap());
     assert!(format.close().is_err());
-    // Cut off anywhere, a stream is not taken for a whole one.
+    // A truncated stream is detected at any length.
     let memory = Arc::new(MemoryStorage::new("image"));
     begin(&memory).close().unwrap();
     let whole = memory.to_vec();
@@ -196,7 +196,7 @@ fn a_stream_goes_forward_only_and_must_be_whole() {
     }
 }
 
-/// A marker that names another place, and a stream that cannot be unpacked.
+/// A marker with a wrong position, and a stream that cannot be decompressed.
 #[test]
 fn damaged_grains_are_found() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Many threads at once: each byte is somebody's last write.
+//! Many threads at once: each byte is one thread's last write.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use super::{GUEST_BYTES, SHAPES, audit};
 
 const WORKERS: u64 = 4;
 
-/// Each worker has the sectors whose number is its own, modulo their count, so that grains are
+/// Each worker has the sectors with its own number modulo the worker count, so that grains are
 /// shared and bytes are not.
 #[test]
 fn sectors_of_shared_grains_stay_their_writers() {
@@ -66,7 +66,7 @@ fn sectors_of_shared_grains_stay_their_writers() {
     }
 }
 
-/// Writers, zeroing and discarding over the same grains: nothing hangs, no damage is left.
+/// Writes, zeroing and discards of the same grains: no deadlock, no damage.
 #[test]
 fn overlapping_requests_leave_a_sound_image() {
     for shape in SHAPES {
