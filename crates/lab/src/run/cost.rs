@@ -4,7 +4,7 @@
 use crate::fit::{Fit, fit, images_of, layout_of};
 use crate::layout::More;
 use crate::model::{Axes, Effort, PlaceInfo};
-use crate::profile::{self, Kind, Load, Pattern, SCORE_LOADS};
+use crate::profile::{self, Kind, Load, SCORE_LOADS};
 
 /// What one round takes, counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -15,6 +15,8 @@ pub struct Cost {
     pub servers: f64,
     /// Runs of fio, without their loads.
     pub fios: f64,
+    /// Runs of fio within a guest, without their loads.
+    pub guest_fios: f64,
     /// Guests, from their boot to their end, without their loads.
     pub guests: f64,
     /// Seconds that are waited for, whatever the host.
@@ -59,7 +61,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
             served(&mut cost, front);
             let count = SCORE_LOADS.len() as f64;
             cost.fixed += count * effort.seconds;
-            cost.fios += count;
+            fios(&mut cost, front, count);
         }
         Kind::Convert => {
             cost.commands += 1.0;
@@ -87,7 +89,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
         Kind::NoSpace => {
             served(&mut cost, front);
             cost.file_systems += 1.0;
-            cost.fios += 1.0;
+            fios(&mut cost, front, 1.0);
             cost.fixed += crate::engine::nospace::SECONDS;
         }
     }
@@ -136,20 +138,42 @@ fn served(cost: &mut Cost, front: &str) {
     }
 }
 
+fn fios(cost: &mut Cost, front: &str, count: f64) {
+    if front.starts_with("guest-") {
+        cost.guest_fios += count;
+    } else {
+        cost.fios += count;
+    }
+}
+
+/// Bytes that a load writes or reads until its end.
+fn bytes_of(load: &Load, effort: &Effort, disk: f64) -> f64 {
+    let jobs = f64::from(load.jobs);
+    (effort.bytes as f64).min(disk / jobs) * jobs
+}
+
+/// The same cost where it is known how long a request of this load takes, its part of the sync at the end
+/// too: without what stands for that, and how many requests there are.
+pub fn without_requests(cost: Cost, load: &Load, effort: &Effort, fit: &Fit) -> (Cost, f64) {
+    let bytes = bytes_of(load, effort, fit.disk as f64);
+    let synced = if load.rw.reads() { 0.0 } else { bytes };
+    let cost = Cost { requests: 0.0, written: (cost.written - synced).max(0.0), ..cost };
+    (cost, bytes / load.block as f64)
+}
+
 fn loaded(cost: &mut Cost, load: &Load, effort: &Effort, disk: f64, front: &str) {
     if front != "in-process" {
-        cost.fios += 1.0;
+        fios(cost, front, 1.0);
     }
     if !load.to_the_end {
         cost.fixed += effort.seconds;
         return;
     }
-    let each = (effort.bytes as f64).min(disk / f64::from(load.jobs));
-    let bytes = each * f64::from(load.jobs);
+    let bytes = bytes_of(load, effort, disk);
     // It handles one request after the other, and each of them in several steps.
     let steps = if front == "fuse-qsd" { 6.0 } else { 1.0 };
     cost.requests += steps * bytes / load.block as f64;
-    if load.rw != Pattern::Read && load.rw != Pattern::RandomRead {
+    if !load.rw.reads() {
         // The sync at its end.
         cost.written += bytes;
     }
@@ -194,7 +218,7 @@ mod tests {
     #[test]
     fn each_kind_is_counted() {
         let scores = of(&[("front", "guest-ide"), ("profile", "scores")]);
-        assert_eq!((scores.guests, scores.fios, scores.fixed), (1.0, 8.0, 80.0));
+        assert_eq!((scores.guests, scores.guest_fios, scores.fixed), (1.0, 8.0, 80.0));
         let axes: Axes = vec![("profile".to_owned(), "scores".to_owned())];
         let place = PlaceInfo::default();
         assert_eq!(once([&axes, &axes].into_iter(), &EFFORT, &place).fios, 8.0);
