@@ -5,12 +5,12 @@ use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::compact;
 use crate::image::{BlockImage, Envelope, State};
-use crate::sectors::SectorMaps;
-use crate::table::{Changed, write_pages};
+use crate::table::{Page, write_pages};
 
 /// Changed pages of the table and bitmaps of sectors as they were at one moment.
 pub struct Copies {
-    pages: Changed,
+    /// By number.
+    pages: Vec<(u64, Page)>,
     /// Host offset and bytes.
     bitmaps: Vec<(u64, Vec<u8>)>,
     /// Where the blocks end that these pages name.
@@ -23,8 +23,9 @@ impl<E: Envelope> Metadata for BlockImage<E> {
     type Dirty = Copies;
 
     fn take(&self, state: &mut MutexGuard<'_, State>, _alone: bool) -> Result<Copies> {
-        let bitmaps = self.sectors.as_ref().map(SectorMaps::take_changed).unwrap_or_default();
-        Ok(Copies { pages: self.table.take_changed(), bitmaps, end: state.used_end })
+        let bitmaps = self.sectors.as_ref().map(|sectors| sectors.begin_write(Vec::clone));
+        let (pages, bitmaps) = (self.table.begin_write(Page::clone), bitmaps.unwrap_or_default());
+        Ok(Copies { pages, bitmaps, end: state.used_end })
     }
 
     fn write(&self, copies: &Copies, _order: &mut ()) -> Result<()> {
@@ -43,14 +44,14 @@ impl<E: Envelope> Metadata for BlockImage<E> {
     }
 
     fn settle(&self, _state: &mut State, _copies: Copies, durable: bool) {
-        self.table.written(durable);
+        self.table.end_write(durable);
         if let Some(sectors) = &self.sectors {
-            sectors.written(durable);
+            sectors.end_write(durable);
         }
     }
 
     fn is_dirty(&self, _state: &State) -> bool {
-        self.table.dirty() || self.sectors.as_ref().is_some_and(SectorMaps::dirty)
+        self.table.dirty() > 0 || self.sectors.as_ref().is_some_and(|sectors| sectors.dirty() > 0)
     }
 
     fn recycle(&self) -> Result<()> {

@@ -14,8 +14,8 @@ use vdkit_block::{
 use vdkit_meta::{Engine, MutexGuard, Reclaim, Tickets};
 
 use crate::geometry::{Geometry, Slot};
-use crate::sectors::SectorMaps;
-use crate::table::{Table, walk};
+use crate::sectors::{self, SectorMaps, run_of};
+use crate::table::{PAGE_BYTES, PAGE_ENTRIES, PAGES_MIN, Page, Table, read_page, walk};
 
 /// How many entries one answer of the map looks at.
 const RUN_ENTRIES_MAX: usize = 1 << 16;
@@ -259,10 +259,11 @@ impl<E: Envelope> BlockImage<E> {
             geometry: RwLock::new(geometry),
             guest_bytes: AtomicU64::new(guest_bytes),
             host_bytes: AtomicU64::new(host_bytes),
-            table: Table::new(limits.cache_bytes),
+            table: Table::new(limits.cache_bytes, PAGE_BYTES, PAGES_MIN),
             in_flight: InFlight::default(),
             warnings: opening.warnings,
-            sectors: (opening.has_parent && opening.sector_maps).then(SectorMaps::default),
+            sectors: (opening.has_parent && opening.sector_maps)
+                .then(|| sectors::cache(geometry.skip)),
             state: Engine::new(state, ()),
             telling: Mutex::new(()),
             told: AtomicBool::new(false),
@@ -351,12 +352,12 @@ impl<E: Envelope> BlockImage<E> {
     /// # Errors
     /// Those of the storage.
     pub(crate) fn word(&self, block: u64) -> Result<u32> {
-        loop {
-            if let Some(word) = self.table.look(block, |words| words[0]) {
-                return Ok(word);
-            }
-            self.table.load(block, &self.geometry(), &*self.storage)?;
-        }
+        let (page, index) = (block / PAGE_ENTRIES as u64, block as usize % PAGE_ENTRIES);
+        self.table.with_loaded(page, || self.read_page(page), |words| words[index])
+    }
+
+    pub(crate) fn read_page(&self, number: u64) -> Result<Page> {
+        read_page(&*self.storage, &self.geometry(), number)
     }
 
     /// The answer of the map from what is kept of the table.
@@ -364,7 +365,8 @@ impl<E: Envelope> BlockImage<E> {
         let geometry = self.geometry();
         let block_bytes = geometry.block_bytes;
         let (block, within) = (at.0 / block_bytes, at.0 % block_bytes);
-        self.table.look(block, |words| {
+        self.table.with(block / PAGE_ENTRIES as u64, |page| {
+            let words = &page[block as usize % PAGE_ENTRIES..];
             let first = geometry.slot(words[0]);
             let mut run = block_bytes - within;
             for (n, word) in words.iter().enumerate().skip(1).take(RUN_ENTRIES_MAX) {
@@ -408,7 +410,7 @@ impl<E: Envelope> BlockImage<E> {
         let geometry = self.geometry();
         let within = at.0 % geometry.block_bytes;
         let start = offset.0 - within - geometry.skip;
-        let (present, len) = sectors.run(start, within, run.len)?;
+        let (present, len) = sectors.with(start, |bitmap| run_of(bitmap, within, run.len))?;
         Some(Extent { len, place: if present { run.place } else { Place::Hole } })
     }
 
@@ -417,7 +419,9 @@ impl<E: Envelope> BlockImage<E> {
         let geometry = self.geometry();
         let slot = geometry.slot(self.word(at.0 / geometry.block_bytes)?);
         match (&self.sectors, slot) {
-            (Some(sectors), Slot::At(start)) => sectors.load(&*self.storage, start, geometry.skip),
+            (Some(sectors), Slot::At(start)) => {
+                sectors.load(start, || sectors::read(&*self.storage, start, geometry.skip))
+            }
             _ => Ok(()),
         }
     }
@@ -516,8 +520,8 @@ impl<E: Envelope> Format for BlockImage<E> {
                 }
                 continue;
             }
-            let geometry = self.geometry();
-            self.table.load(at.0 / geometry.block_bytes, &geometry, &*self.storage)?;
+            let page = at.0 / self.geometry().block_bytes / PAGE_ENTRIES as u64;
+            self.table.load(page, || self.read_page(page))?;
         }
     }
 
@@ -528,7 +532,7 @@ impl<E: Envelope> Format for BlockImage<E> {
     }
 
     fn map_cache(&self) -> Option<MapCacheStats> {
-        Some(self.table.stats(&self.geometry()))
+        Some(self.table.stats(self.geometry().table_bytes()))
     }
 
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {

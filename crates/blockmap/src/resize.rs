@@ -61,7 +61,7 @@ impl<E: Envelope> BlockImage<E> {
     /// where blocks end; nothing where a change failed half-way, of which it has to be found how far
     /// it came: the header may have reached the file, or not.
     pub(crate) fn follow_file(&self, state: &mut MutexGuard<'_, State>, end: Option<u64>) {
-        self.table.forget();
+        self.table.clear();
         if end.is_none() {
             match self.envelope.stored(&*self.storage) {
                 Ok((geometry, guest_bytes)) => {

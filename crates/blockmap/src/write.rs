@@ -11,6 +11,8 @@ use vdkit_meta::MutexGuard;
 
 use crate::geometry::Slot;
 use crate::image::{BlockImage, Envelope, NewBlocks, Pending, State};
+use crate::sectors::{self, run_of};
+use crate::table::PAGE_ENTRIES;
 
 const SECTOR: u64 = 512;
 /// A reservation has at most so many bytes.
@@ -26,7 +28,8 @@ impl<E: Envelope> BlockImage<E> {
         at: GuestOffset,
         len: u64,
     ) -> Result<Option<Reservation<'_>>> {
-        if self.table.crowded() {
+        // Dirty pages cannot be dropped.
+        if self.table.dirty() > self.table.capacity() / 2 {
             self.state.flush(self)?;
         }
         let block_bytes = self.geometry().block_bytes;
@@ -77,7 +80,8 @@ impl<E: Envelope> BlockImage<E> {
         let within = at.0 % geometry.block_bytes;
         let most = len.min(geometry.block_bytes - within);
         self.load_sectors(at)?;
-        let run = self.sectors.as_ref().and_then(|sectors| sectors.run(start, within, most));
+        let run = |bitmap: &Vec<u8>| run_of(bitmap, within, most);
+        let run = self.sectors.as_ref().and_then(|sectors| sectors.with(start, run));
         let Some((false, len)) = run else { return Ok(None) };
         let first = align_down(at.0, SECTOR);
         let end = align_up(at.0 + len, SECTOR).unwrap_or(u64::MAX).min(self.guest_len());
@@ -216,10 +220,9 @@ impl<E: Envelope> BlockImage<E> {
     /// Writes what stands before new blocks and changes their entries: of all or of none.
     fn show(&self, blocks: &Range<u64>, pending: &Pending) -> Result<()> {
         if let (Some(patch), Some(sectors)) = (&pending.patch, &self.sectors) {
-            while !sectors.mark(pending.space.start, patch.clone()) {
-                sectors.load(&*self.storage, pending.space.start, self.geometry().skip)?;
-            }
-            return Ok(());
+            let start = pending.space.start;
+            let read = || sectors::read(&*self.storage, start, self.geometry().skip);
+            return sectors.change_loaded(start, read, |bitmap| sectors::mark(bitmap, patch));
         }
         let geometry = self.geometry();
         let stride = geometry.stride();
@@ -232,10 +235,21 @@ impl<E: Envelope> BlockImage<E> {
         }
         // Under the lock, so that a flush knows where blocks end before it sees the entries.
         let mut state = self.state.lock();
-        while !self.table.set(blocks.start, &words) {
-            for block in blocks.clone() {
-                self.table.load(block, &geometry, &*self.storage)?;
-            }
+        let entries = PAGE_ENTRIES as u64;
+        let pages = blocks.start / entries..blocks.end.div_ceil(entries);
+        for page in pages.clone() {
+            // Dirty from now on, so that it stays: from here on nothing fails.
+            self.table.change_loaded(page, || self.read_page(page), |_| ())?;
+        }
+        for page in pages {
+            let first = blocks.start.max(page * entries);
+            let last = blocks.end.min((page + 1) * entries);
+            let new = &words[(first - blocks.start) as usize..(last - blocks.start) as usize];
+            let _ = self.table.change(page, |page| {
+                let at = (first % entries) as usize;
+                page[at..at + new.len()].copy_from_slice(new);
+                true
+            });
         }
         let end = pending.space.start + pending.space.count * stride;
         state.used_end = state.used_end.max(end);

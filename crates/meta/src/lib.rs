@@ -19,12 +19,13 @@
 //! ```
 //!
 //! A [`Metadata`] format supplies its dirty pages and their barriers. [`Engine`] does the rest, once
-//! for all formats. [`Syncs`] groups the syncs of a file in the same way (`vdkit-storage`).
+//! for all formats. [`PageCache`] keeps the pages of a map, dirty ones until a flush has ended. [`Syncs`] groups the syncs of a file in the same way (`vdkit-storage`).
 //!
 //! The protocols are model-checked: see `tests/models`.
 
 mod commit;
 mod engine;
+mod pages;
 mod reclaim;
 mod sync;
 mod syncs;
@@ -32,6 +33,7 @@ mod tickets;
 
 pub use commit::{Commit, Lead};
 pub use engine::{Engine, Metadata, State};
+pub use pages::PageCache;
 pub use reclaim::{Freed, Reclaim, Stamped};
 pub use sync::MutexGuard;
 pub use syncs::{LANES_MAX, SyncError, Syncs};

@@ -44,7 +44,7 @@ impl Metadata for Vhdx {
     fn take(&self, meta: &mut MutexGuard<'_, Meta>, _alone: bool) -> Result<Copies> {
         self.check_spoiled(meta)?;
         Ok(Copies {
-            pages: self.pages.begin_write(),
+            pages: self.pages.begin_write(Clone::clone),
             data_first: std::mem::take(&mut meta.data_first),
             file_bytes: self.file_bytes.load(Ordering::Acquire),
         })
@@ -55,12 +55,8 @@ impl Metadata for Vhdx {
     }
 
     fn settle(&self, meta: &mut Meta, _copies: Copies, durable: bool) {
-        if durable {
-            self.pages.written();
-        } else {
-            self.pages.failed();
-            meta.data_first = true;
-        }
+        self.pages.end_write(durable);
+        meta.data_first |= !durable;
     }
 
     fn is_dirty(&self, _meta: &Meta) -> bool {

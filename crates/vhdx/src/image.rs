@@ -10,14 +10,13 @@ use vdkit_block::{
     BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, IoAction,
     Limits, MapCacheStats, OpenRequest, Reservation, Reserver, Result, Storage, Ticket,
 };
-use vdkit_meta::{Engine, Reclaim, State, Tickets};
+use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
 use crate::header::{Header, Headers};
-use crate::layout::{FILE_BYTES_MAX, Geometry};
+use crate::layout::{FILE_BYTES_MAX, Geometry, PAGE_BYTES, Page};
 use crate::log::entry::LoggedPage;
 use crate::log::{self, LogWriter, Replayed};
 use crate::metadata::{self, Metadata};
-use crate::pages::Pages;
 use crate::regions::{Region, Regions};
 use crate::space::Space;
 use crate::write::{Pending, PendingBlock};
@@ -26,6 +25,8 @@ use uuid::Uuid;
 /// Guest bytes that the caller may take for a unit: any power of two up to 1 MiB would do, since
 /// blocks lie at multiples of 1 MiB. Sharing works in such units.
 const UNIT_BYTES: u64 = 64 << 10;
+/// So few pages would make each request read.
+const PAGES_MIN: usize = 64;
 
 /// What the structures before the block allocation table say, with the log taken into account.
 #[derive(Debug)]
@@ -114,7 +115,8 @@ pub struct Vhdx {
     pub(crate) guest_bytes: AtomicU64,
     pub(crate) metadata: Metadata,
     backing: Option<BackingRef>,
-    pub(crate) pages: Pages,
+    /// The block allocation table and sector bitmaps, by their offset in the file.
+    pub(crate) pages: PageCache<u64, Page>,
     /// Where the block allocation table is; moved by resizing alone.
     pub(crate) bat_offset: AtomicU64,
     /// What no payload block may lie in: start and end. The first 1 MiB, the log, regions.
@@ -214,7 +216,7 @@ impl Vhdx {
             guest_bytes: AtomicU64::new(metadata.guest_bytes),
             metadata,
             backing,
-            pages: Pages::new(limits.cache_bytes),
+            pages: PageCache::new(limits.cache_bytes, PAGE_BYTES, PAGES_MIN),
             bat_offset: AtomicU64::new(bat_offset),
             taken: RwLock::new(taken),
             file_bytes: AtomicU64::new(file_bytes),

@@ -6,6 +6,8 @@ use uuid::Uuid;
 pub(crate) const MIB: u64 = 1 << 20;
 /// Sectors of the log, pages of tables and bitmaps.
 pub(crate) const PAGE_BYTES: u64 = 4096;
+pub(crate) const PAGE: usize = PAGE_BYTES as usize;
+pub(crate) type Page = Box<[u8; PAGE]>;
 /// Behind the last byte that any structure may have: room for the largest disk twice.
 pub(crate) const FILE_BYTES_MAX: u64 = 1 << 47;
 /// The largest disk [2.6.2.2].

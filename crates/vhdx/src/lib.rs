@@ -10,7 +10,7 @@
 //! # The life of an allocating write
 //! [`reserve`](vdkit_block::Format::reserve) takes space at the file's end, or what was given up
 //! (`space`); it reads as zero. The caller writes its bytes. Publishing changes an entry of the
-//! table in memory (`pages`), and bits of a sector bitmap where there is a parent (`write`). A flush
+//! table in memory (`map`), and bits of a sector bitmap where there is a parent (`write`). A flush
 //! puts all changed pages into one entry of the log, makes that durable, and then writes the pages
 //! where they belong (`flush`). When the log is full, it is emptied by a header with another GUID
 //! for it (`log`).
@@ -37,7 +37,6 @@ mod log;
 mod map;
 mod metadata;
 mod options;
-mod pages;
 mod parent;
 mod regions;
 mod resize;

@@ -6,7 +6,7 @@ use vdkit_block::bytes::le64;
 use vdkit_block::{Error, Extent, FileIndex, HostOffset, Place, Result, align_down};
 
 use crate::image::Vhdx;
-use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PAGE_BYTES, PRESENT, State};
+use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PAGE, PAGE_BYTES, PRESENT, Page, State};
 
 /// Blocks that one answer puts together at most.
 const BLOCKS_MAX: u32 = 4096;
@@ -32,11 +32,26 @@ impl Vhdx {
 
     fn look(&self, index: u64, look: Look) -> Result<Option<BatEntry>> {
         let (page, at) = self.bat_place(index);
-        let entry = |bytes: &[u8; PAGE_BYTES as usize]| BatEntry(le64(&bytes[..], at));
+        self.look_at_page(page, look, |bytes| BatEntry(le64(&bytes[..], at)))
+    }
+
+    /// Looks at a page; nothing where it is not cached.
+    fn look_at_page<R>(&self, at: u64, look: Look, of: impl Fn(&Page) -> R) -> Result<Option<R>> {
         match look {
-            Look::Cached => Ok(self.pages.with(page, entry)),
-            Look::Load => self.pages.with_loaded(page, &*self.storage, entry).map(Some),
+            Look::Cached => Ok(self.pages.with(at, of)),
+            Look::Load => self.pages.with_loaded(at, || self.read_page(at), of).map(Some),
         }
+    }
+
+    fn read_page(&self, at: u64) -> Result<Page> {
+        let mut page = Box::new([0; PAGE]);
+        self.storage.read_padded(&mut page[..], HostOffset(at))?;
+        Ok(page)
+    }
+
+    /// Changes a page, in memory.
+    pub(crate) fn change_page(&self, at: u64, change: impl FnMut(&mut Page)) -> Result<()> {
+        self.pages.change_loaded(at, || self.read_page(at), change)
     }
 
     /// An entry of the table.
@@ -56,10 +71,9 @@ impl Vhdx {
             self.taken.read().iter().any(|(from, to)| *from <= page && page < *to),
             "entry {index} lies outside of the table's region"
         );
-        self.pages.change(page, &*self.storage, |bytes| {
+        self.change_page(page, |bytes| {
             bytes[at..at + 8].copy_from_slice(&entry.0.to_le_bytes());
-        })?;
-        Ok(())
+        })
     }
 
     pub(crate) fn bat_fault(&self, index: u64, entry: BatEntry, expected: &str) -> Error {
@@ -127,11 +141,7 @@ impl Vhdx {
         let page = host + align_down(first / 8, PAGE_BYTES);
         let from = (first % (PAGE_BYTES * 8)) as usize;
         let to = (from as u64 + count).min(PAGE_BYTES * 8) as usize;
-        let run = |bytes: &[u8; PAGE_BYTES as usize]| run_of_bits(bytes, from, to);
-        let found = match look {
-            Look::Cached => self.pages.with(page, run),
-            Look::Load => Some(self.pages.with_loaded(page, &*self.storage, run)?),
-        };
+        let found = self.look_at_page(page, look, |bytes| run_of_bits(&bytes[..], from, to))?;
         Ok(found.map(|(set, run)| {
             let stop = ((at >> bits) + run as u64) << bits;
             (set, stop.min(end) - at)

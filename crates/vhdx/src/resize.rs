@@ -13,13 +13,12 @@ use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::image::{Lead, Log, Meta, Vhdx};
 use crate::layout::{
-    BAT_REGION, BITMAP_BYTES, BatEntry, GUEST_BYTES_MAX, MIB, PAGE_BYTES, PRESENT, REGION_OFFSETS,
-    State,
+    BAT_REGION, BITMAP_BYTES, BatEntry, GUEST_BYTES_MAX, MIB, PAGE, PAGE_BYTES, PRESENT,
+    REGION_OFFSETS, State,
 };
 use crate::log::entry::LoggedPage;
 use crate::regions::{self, Region};
 
-const PAGE: usize = PAGE_BYTES as usize;
 /// Entries that are written between two flushes.
 const STEP_BLOCKS: u64 = 32 << 10;
 
@@ -173,7 +172,7 @@ impl Vhdx {
             let at = offset + done as u64;
             let from = (at % PAGE_BYTES) as usize;
             let part = (PAGE - from).min(bytes.len() - done);
-            self.pages.change(at & !(PAGE_BYTES - 1), &*self.storage, |page| {
+            self.change_page(at & !(PAGE_BYTES - 1), |page| {
                 page[from..from + part].copy_from_slice(&bytes[done..done + part]);
             })?;
             done += part;

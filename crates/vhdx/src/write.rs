@@ -280,8 +280,8 @@ impl Vhdx {
             let next = ((bit / page_bits + 1) * page_bits).min(end);
             let page = host + bit / page_bits * PAGE_BYTES;
             let (from, to) = (bit % page_bits, bit % page_bits + (next - bit));
-            self.pages.change(page, &*self.storage, |bytes| {
-                fill_bits(bytes, from as usize, to as usize, value);
+            self.change_page(page, |bytes| {
+                fill_bits(&mut bytes[..], from as usize, to as usize, value);
             })?;
             bit = next;
         }

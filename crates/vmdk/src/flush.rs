@@ -17,8 +17,8 @@ use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::header::{SECTOR, field};
 use crate::image::{Meta, Vmdk};
+use crate::map::{Chunk, Key};
 use crate::space::Space;
-use crate::tables::Key;
 use crate::write::SECTOR_ENTRIES;
 
 /// Which tables have changed, and what must be durable before they may be written.
@@ -71,6 +71,7 @@ impl Metadata for Vmdk {
     }
 
     fn settle(&self, meta: &mut Meta, copies: Copies, durable: bool) {
+        self.tables.end_write(durable);
         if !durable {
             for (key, bits) in copies.dirty.tables {
                 *meta.dirty.tables.entry(key).or_default() |= bits;
@@ -78,11 +79,6 @@ impl Metadata for Vmdk {
             meta.dirty.directories.extend(copies.dirty.directories);
             (meta.dirty.data_first, meta.dirty.length_first) = (true, true);
             return;
-        }
-        for (key, _) in copies.dirty.tables {
-            if !meta.dirty.tables.contains_key(&key) {
-                self.tables.unpin(key);
-            }
         }
         for index in copies.marks {
             meta.space[index as usize].unclean = true;
@@ -158,6 +154,7 @@ impl Vmdk {
         };
         // Nothing failed: from here on this flush owns them.
         let dirty = std::mem::take(&mut meta.dirty);
+        self.tables.begin_write(|_| ());
         let tables = dirty.tables.keys().map(|key| key.0);
         let changed: BTreeSet<u32> =
             tables.chain(dirty.directories.iter().map(|place| place.0)).collect();
@@ -183,7 +180,7 @@ impl Vmdk {
         let Some(sparse) = self.piece(key.0).sparse() else { return Ok(()) };
         let pieces = sparse.table_entries.div_ceil(SECTOR_ENTRIES);
         let tables = sparse.chunk_tables();
-        let mut copy = |words: &[u64]| {
+        let copy = |words: &Chunk| {
             for bit in (0..64).filter(|bit| bits >> bit & 1 != 0) {
                 let (table, piece) = (bit / pieces, bit % pieces);
                 let first = piece * SECTOR_ENTRIES;
@@ -200,10 +197,7 @@ impl Vmdk {
                 }
             }
         };
-        while self.tables.with(key, &mut copy).is_none() {
-            self.load(key)?;
-        }
-        Ok(())
+        self.tables.with_loaded(key, || self.read_chunk(key), copy)
     }
 
     /// A changed sector of a directory and of its copy.

@@ -9,12 +9,12 @@ use vdkit_block::{
     BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, MapCacheStats,
     Packed, Reservation, Reserver, Result, Storage, Ticket,
 };
-use vdkit_meta::{Engine, Reclaim, State, Tickets};
+use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
 use crate::cid::ContentId;
 use crate::flush::Dirty;
+use crate::map::{Chunk, Key};
 use crate::sparse::Sparse;
-use crate::tables::Tables;
 use crate::write::Pending;
 
 /// A VMDK image: the map over its extents, the grains that it hands out, the order of its writes.
@@ -35,7 +35,7 @@ pub struct Vmdk {
     pub(crate) writable: bool,
     pub(crate) backing: Option<BackingRef>,
     pub(crate) warnings: Vec<String>,
-    pub(crate) tables: Tables,
+    pub(crate) tables: PageCache<Key, Chunk>,
     pub(crate) in_flight: InFlight,
     pub(crate) meta: Engine<Meta, ()>,
     pub(crate) cid: ContentId,
@@ -246,7 +246,7 @@ impl Format for Vmdk {
             piece.sparse().map_or(0, |s| piece.len.div_ceil(s.grain_bytes).saturating_mul(8))
         };
         let map_bytes = self.extents.iter().fold(0u64, |sum, piece| sum.saturating_add(of(piece)));
-        (map_bytes > 0).then(|| MapCacheStats { map_bytes, ..self.tables.stats() })
+        (map_bytes > 0).then(|| self.tables.stats(map_bytes))
     }
 
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {

@@ -36,7 +36,6 @@ mod source;
 mod space;
 mod sparse;
 mod stream;
-mod tables;
 mod unpack;
 mod write;
 mod zero;

@@ -7,13 +7,23 @@ use vdkit_block::{Codec, Error, Extent, GuestOffset, HostOffset, Packed, Place, 
 use crate::header::SECTOR;
 use crate::image::{Flat, Kind, Piece, Vmdk};
 use crate::sparse::{Entry, Flavor, Sparse};
-use crate::tables::{CHUNK_BYTES, Key};
 
+/// Tables are read and cached in *chunks* of several, of so many bytes on disk where a table is not
+/// larger, since they lie side by side as a rule: one read then serves 512 MiB of the disk.
+const CHUNK_BYTES: u64 = 32 << 10;
+/// Chunks that are cached at least, however small the budget.
+pub(crate) const CHUNKS_MIN: usize = 16;
 /// Chunks of tables that one question reads at most: a full disk of any size would otherwise be
 /// walked to its end.
 const LOADS_MAX: u32 = 16;
 /// Tables of a chunk at most.
 const CHUNK_TABLES_MAX: u64 = 16;
+
+/// Names a chunk: the extent and the chunk within it.
+pub(crate) type Key = (u32, u64);
+
+/// The entries of its tables, one behind the other.
+pub(crate) type Chunk = Box<[u64]>;
 
 /// What one look at a chunk gave.
 enum Look {
@@ -86,7 +96,7 @@ impl Vmdk {
                     return Some(Extent { len: run, place: Place::Hole });
                 }
                 let key = (index, inside / sparse.table_span() / sparse.chunk_tables());
-                let look = |words: &[u64]| self.look(piece, sparse, words, inside, rest);
+                let look = |words: &Chunk| self.look(piece, sparse, words, inside, rest);
                 match self.tables.with(key, look)? {
                     Look::Run { extent, .. } => self.guard(piece, sparse, extent).ok(),
                     Look::Fault(_) => None,
@@ -111,7 +121,7 @@ impl Vmdk {
         }
         let key = (index, inside / sparse.table_span() / sparse.chunk_tables());
         let look = loop {
-            let look = |words: &[u64]| self.look(piece, sparse, words, inside, rest);
+            let look = |words: &Chunk| self.look(piece, sparse, words, inside, rest);
             match self.tables.with(key, look) {
                 Some(look) => break look,
                 None => {
@@ -229,7 +239,7 @@ impl Vmdk {
         self.tables.load(key, || self.read_chunk(key))
     }
 
-    fn read_chunk(&self, key: Key) -> Result<Vec<u64>> {
+    pub(crate) fn read_chunk(&self, key: Key) -> Result<Chunk> {
         let piece = self.piece(key.0);
         let Some(sparse) = piece.sparse() else { unreachable!("only sparse extents have tables") };
         let count = sparse.chunk_tables();
@@ -238,7 +248,7 @@ impl Vmdk {
         let mut words = vec![0; sparse.chunk_entries() as usize];
         self.read_tables(sparse, &sectors, &mut words)?;
         if self.writable || sparse.redundant.read().is_empty() {
-            return Ok(words);
+            return Ok(words.into_boxed_slice());
         }
         // A reader takes the copy where a table is damaged.
         let limit = piece.limit.load(Ordering::Acquire);
@@ -256,7 +266,7 @@ impl Vmdk {
                 }
             }
         }
-        Ok(words)
+        Ok(words.into_boxed_slice())
     }
 
     /// Reads tables, those that lie side by side with one request; absent ones stay zero.

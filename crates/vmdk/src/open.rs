@@ -9,17 +9,17 @@ use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Result, Storage,
 };
-use vdkit_meta::Engine;
+use vdkit_meta::{Engine, PageCache};
 
 use crate::cid::ContentId;
 use crate::descriptor::{Access, ExtentLine, ExtentType, NO_PARENT};
 use crate::header::{SECTOR, SparseHeader, flag};
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
+use crate::map::CHUNKS_MIN;
 use crate::mend::mend_copies;
 use crate::source::{AnyHeader, Source, any_header};
 use crate::space::Space;
 use crate::sparse::{Flavor, Sparse, check_directory};
-use crate::tables::Tables;
 
 /// Bytes of all grain directories of one disk.
 const DIRECTORIES_BYTES_MAX: u64 = 16 << 20;
@@ -386,7 +386,7 @@ impl Opening<'_> {
         let meta = Meta::new(space);
         let image = Vmdk {
             touched: files.iter().map(|_| AtomicBool::new(false)).collect(),
-            tables: Tables::new(request.limits.cache_bytes, words.unwrap_or(1)),
+            tables: PageCache::new(request.limits.cache_bytes, words.unwrap_or(1) * 8, CHUNKS_MIN),
             meta: Engine::new(meta, ()),
             storage,
             files,

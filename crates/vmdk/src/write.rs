@@ -7,9 +7,9 @@ use vdkit_block::{Fill, GuestOffset, Reservation, Result, Ticket, align_down};
 use vdkit_meta::{Freed, MutexGuard};
 
 use crate::image::{Kind, Meta, Piece, Vmdk};
+use crate::map::{Chunk, Key};
 use crate::space::{self, Run};
 use crate::sparse::{Entry, Sparse};
-use crate::tables::Key;
 
 /// Entries of one sector of a table, the unit in which tables are written.
 pub(crate) const SECTOR_ENTRIES: u64 = 128;
@@ -129,12 +129,8 @@ impl Vmdk {
             return Ok(Entry::Hole);
         }
         let (key, slot) = self.slot(index, piece, sparse, at);
-        let word = loop {
-            match self.tables.with(key, |words| words[slot]) {
-                Some(word) => break word,
-                None => self.load(key)?,
-            }
-        };
+        let read = || self.read_chunk(key);
+        let word = self.tables.with_loaded(key, read, |words| words[slot])?;
         let limit = piece.limit.load(Ordering::Acquire);
         sparse.entry(word, limit).ok_or_else(|| self.entry_fault(piece, sparse, inside, word))
     }
@@ -191,36 +187,28 @@ impl Vmdk {
                 .min(sparse.chunk_entries() as usize - slot);
             let mut fault = None;
             let mut freed = Vec::new();
-            let bits = loop {
-                let changed = self.tables.change(key, |words| {
-                    let mut bits = 0;
-                    for (n, word) in words[slot..slot + count].iter_mut().enumerate() {
-                        let Some(old) = sparse.entry(*word, limit) else {
-                            fault = Some((at + n as u64 * grain, *word));
-                            break;
-                        };
-                        let Some(next) = new(at + n as u64 * grain, old) else { continue };
-                        if next == *word {
-                            continue;
-                        }
-                        *word = next;
-                        bits |= 1 << piece_of(sparse, slot + n);
-                        if let Entry::At(host) = old {
-                            freed.push(Freed {
-                                file: index,
-                                first: host,
-                                count: grain,
-                                punch: true,
-                            });
-                        }
+            let mut bits = 0;
+            let mut change = |words: &mut Chunk| {
+                for (n, word) in words[slot..slot + count].iter_mut().enumerate() {
+                    let Some(old) = sparse.entry(*word, limit) else {
+                        fault = Some((at + n as u64 * grain, *word));
+                        break;
+                    };
+                    let Some(next) = new(at + n as u64 * grain, old) else { continue };
+                    if next == *word {
+                        continue;
                     }
-                    bits
-                });
-                match changed {
-                    Some(bits) => break bits,
-                    None => self.load(key)?,
+                    *word = next;
+                    bits |= 1 << piece_of(sparse, slot + n);
+                    if let Entry::At(host) = old {
+                        freed.push(Freed { file: index, first: host, count: grain, punch: true });
+                    }
                 }
+                bits != 0
             };
+            while self.tables.change(key, &mut change).is_none() {
+                self.load(key)?;
+            }
             if bits != 0 {
                 *meta.dirty.tables.entry(key).or_default() |= bits;
                 self.touch(sparse.file);
@@ -243,7 +231,7 @@ impl Vmdk {
         let first = table % tables * pieces;
         let bits = (first..first + pieces).fold(0, |bits, bit| bits | 1 << bit);
         *meta.dirty.tables.entry(key).or_default() |= bits;
-        let _ = self.tables.change(key, |_| bits);
+        let _ = self.tables.change(key, |_| true);
     }
 }
 

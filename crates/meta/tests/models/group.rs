@@ -2,7 +2,7 @@
 
 use crate::commit::Commit;
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, check, thread};
-use crate::syncs::Syncs;
+use crate::syncs::{SyncError, Syncs};
 
 /// A memory and a disk of one bit for each writer.
 #[derive(Default)]
@@ -165,6 +165,21 @@ fn an_error_given_to_one_of_two_is_found() {
         let done = kernel.fdatasync(0);
         let told = syncs.sync(|| 1, |_| done).is_ok();
         !failed && told
+    });
+}
+
+/// A page that one sync loses may have been written for a caller whose own sync has begun already and
+/// ends well: it is told of the failure all the same.
+#[test]
+fn a_sync_that_ends_well_beside_a_failed_one_reports_it() {
+    check(2, || {
+        let syncs = Syncs::default();
+        let beside = |_| {
+            let failed = syncs.sync(|| 2, |_| Err(5));
+            assert_eq!(failed, Err(SyncError::Now(5)));
+            Ok(())
+        };
+        assert_eq!(syncs.sync(|| 2, beside), Err(SyncError::Earlier(5)));
     });
 }
 

@@ -1,11 +1,10 @@
 //! Entries of the log [2.3.1], byte by byte.
 
 use crate::fields::{guid_at, put, seal};
-use crate::layout::PAGE_BYTES;
+use crate::layout::{PAGE, PAGE_BYTES, Page};
 use uuid::Uuid;
 use vdkit_block::bytes::{le32, le64};
 
-const PAGE: usize = PAGE_BYTES as usize;
 const SIGNATURE: &[u8; 4] = b"loge";
 const DATA_DESCRIPTOR: &[u8; 4] = b"desc";
 const ZERO_DESCRIPTOR: &[u8; 4] = b"zero";
@@ -16,7 +15,7 @@ const DESCRIPTOR_BYTES: usize = 32;
 const BODY_BYTES: usize = 4084;
 
 /// A page and where it belongs in the file.
-pub(crate) type LoggedPage = (u64, Box<[u8; PAGE]>);
+pub(crate) type LoggedPage = (u64, Page);
 
 /// Sectors for so many descriptors, behind the entry's header.
 fn descriptor_sectors(descriptors: u64) -> u64 {

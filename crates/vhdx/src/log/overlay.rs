@@ -8,9 +8,7 @@ use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
 
 use super::entry::Change;
 use super::search::ActiveSequence;
-use crate::layout::PAGE_BYTES;
-
-const PAGE: usize = PAGE_BYTES as usize;
+use crate::layout::{PAGE, PAGE_BYTES};
 
 /// Pages of an entry, or zeroes, over another storage.
 #[derive(Debug)]

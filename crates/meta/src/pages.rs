@@ -1,0 +1,338 @@
+//! The cache of a map's pages: tables, pieces of tables, bitmaps. What a page is, the format says.
+//!
+//! A page is looked up under the read lock of its shard. It is loaded without a lock; a shard's
+//! generation tells whether what was read may have become stale meanwhile. Changed pages are never
+//! dropped: the image flushes before they fill the cache.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::hash::{BuildHasher, Hash};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::RwLock;
+use rustc_hash::{FxBuildHasher, FxHashMap};
+use vdkit_block::{MapCacheStats, Result};
+
+const SHARDS: usize = 8;
+
+/// The cache, of pages `P` that `K` names; see the module's documentation.
+#[derive(Debug)]
+pub struct PageCache<K, P> {
+    shards: [Shard<K, P>; SHARDS],
+    /// Pages that a shard holds, but for changed ones.
+    pages_max: usize,
+    page_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Shard<K, P> {
+    inner: RwLock<Inner<K, P>>,
+    /// Counts the times that a changed page left.
+    generation: AtomicU64,
+    /// Look-ups that found their page, also those that found it after loading it.
+    found: AtomicU64,
+    loaded: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Inner<K, P> {
+    pages: FxHashMap<K, Page<P>>,
+    /// Keys in the order in which they came, for eviction.
+    order: VecDeque<K>,
+    dirty: BTreeSet<K>,
+    /// Copied for a flush that has not ended: what is in the file may be older.
+    writing: BTreeSet<K>,
+}
+
+#[derive(Debug)]
+struct Page<P> {
+    content: P,
+    used: AtomicBool,
+    /// Differs from what a reader could have found in the file when the page was loaded.
+    changed: bool,
+}
+
+impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
+    /// A cache of at most `budget` bytes for pages of `page_bytes`, and at least for `pages_min` of
+    /// them.
+    pub fn new(budget: u64, page_bytes: u64, pages_min: usize) -> Self {
+        let pages = (budget / page_bytes.max(1)) as usize;
+        let pages_max = (pages / SHARDS).max(pages_min.div_ceil(SHARDS));
+        Self { shards: std::array::from_fn(|_| Shard::new()), pages_max, page_bytes }
+    }
+
+    /// How many pages fit in all.
+    pub fn capacity(&self) -> usize {
+        self.pages_max * SHARDS
+    }
+
+    /// Counts since the image was opened, and what is held now. `map_bytes` is passed on.
+    pub fn stats(&self, map_bytes: u64) -> MapCacheStats {
+        let capacity_bytes = self.capacity() as u64 * self.page_bytes;
+        let mut stats = MapCacheStats { capacity_bytes, map_bytes, ..MapCacheStats::default() };
+        for shard in &self.shards {
+            let loaded = shard.loaded.load(Ordering::Relaxed);
+            // Who loads a page looks again, and finds it.
+            stats.hits += shard.found.load(Ordering::Relaxed).saturating_sub(loaded);
+            stats.misses += loaded;
+            stats.used_bytes += shard.inner.read().pages.len() as u64 * self.page_bytes;
+        }
+        stats
+    }
+
+    fn shard(&self, key: K) -> &Shard<K, P> {
+        // The maps in the shards go by the lowest bits and the highest ones.
+        &self.shards[(FxBuildHasher.hash_one(key) >> 20) as usize % SHARDS]
+    }
+
+    /// Looks at a page, if it is cached.
+    pub fn with<R>(&self, key: K, look: impl FnOnce(&P) -> R) -> Option<R> {
+        let shard = self.shard(key);
+        let inner = shard.inner.read();
+        let page = inner.pages.get(&key)?;
+        shard.found.fetch_add(1, Ordering::Relaxed);
+        // Storing only on change keeps the line shared between readers.
+        if !page.used.load(Ordering::Relaxed) {
+            page.used.store(true, Ordering::Relaxed);
+        }
+        Some(look(&page.content))
+    }
+
+    /// Looks at a page; `read` gives it where it is not cached.
+    ///
+    /// # Errors
+    /// What `read` returns.
+    pub fn with_loaded<R>(
+        &self,
+        key: K,
+        read: impl Fn() -> Result<P>,
+        mut look: impl FnMut(&P) -> R,
+    ) -> Result<R> {
+        loop {
+            if let Some(found) = self.with(key, &mut look) {
+                return Ok(found);
+            }
+            self.load(key, &read)?;
+        }
+    }
+
+    /// Makes sure that a page is cached; `read` gives it.
+    ///
+    /// # Errors
+    /// What `read` returns.
+    pub fn load(&self, key: K, read: impl Fn() -> Result<P>) -> Result<()> {
+        let shard = self.shard(key);
+        loop {
+            let generation = {
+                let inner = shard.inner.read();
+                if inner.pages.contains_key(&key) {
+                    return Ok(());
+                }
+                shard.generation.load(Ordering::Acquire)
+            };
+            let content = read()?;
+            shard.loaded.fetch_add(1, Ordering::Relaxed);
+            let mut inner = shard.inner.write();
+            if inner.pages.contains_key(&key) {
+                return Ok(());
+            }
+            // Somebody may have loaded, changed, written and dropped this very page since.
+            if shard.generation.load(Ordering::Acquire) != generation {
+                continue;
+            }
+            while inner.pages.len() >= self.pages_max
+                && let Some(gone) = inner.evict()
+            {
+                shard.generation.fetch_add(u64::from(gone.changed), Ordering::Release);
+            }
+            inner.pages.insert(key, Page { content, used: AtomicBool::new(false), changed: false });
+            inner.order.push_back(key);
+            return Ok(());
+        }
+    }
+
+    /// Changes a page, if it is cached; where `change` says that it did, the page is dirty.
+    pub fn change(&self, key: K, change: impl FnOnce(&mut P) -> bool) -> Option<()> {
+        let mut inner = self.shard(key).inner.write();
+        let page = inner.pages.get_mut(&key)?;
+        if change(&mut page.content) {
+            page.changed = true;
+            inner.dirty.insert(key);
+        }
+        Some(())
+    }
+
+    /// Changes a page, which is dirty then; `read` gives it where it is not cached.
+    ///
+    /// # Errors
+    /// What `read` returns; nothing is changed then.
+    pub fn change_loaded(
+        &self,
+        key: K,
+        read: impl Fn() -> Result<P>,
+        mut change: impl FnMut(&mut P),
+    ) -> Result<()> {
+        let mut changed = |page: &mut P| {
+            change(page);
+            true
+        };
+        while self.change(key, &mut changed).is_none() {
+            self.load(key, &read)?;
+        }
+        Ok(())
+    }
+
+    /// How many pages are dirty.
+    pub fn dirty(&self) -> usize {
+        self.shards.iter().map(|shard| shard.inner.read().dirty.len()).sum()
+    }
+
+    /// What `copy` makes of the dirty pages, in the order of their keys. They count as clean from now
+    /// on, but stay until [`PageCache::end_write`].
+    pub fn begin_write<T>(&self, mut copy: impl FnMut(&P) -> T) -> Vec<(K, T)> {
+        let mut copies = Vec::new();
+        for shard in &self.shards {
+            let mut inner = shard.inner.write();
+            inner.writing = std::mem::take(&mut inner.dirty);
+            let Inner { pages, writing, .. } = &*inner;
+            let page = |key: &K| Some((*key, copy(&pages.get(key)?.content)));
+            copies.extend(writing.iter().filter_map(page));
+        }
+        copies.sort_unstable_by_key(|(key, _)| *key);
+        copies
+    }
+
+    /// What was copied is in the file, or may not be: then it is dirty again.
+    pub fn end_write(&self, done: bool) {
+        for shard in &self.shards {
+            let mut inner = shard.inner.write();
+            let writing = std::mem::take(&mut inner.writing);
+            if !done {
+                inner.dirty.extend(writing);
+            }
+        }
+    }
+
+    /// Forgets everything; nothing may be dirty.
+    pub fn clear(&self) {
+        for shard in &self.shards {
+            let mut inner = shard.inner.write();
+            debug_assert!(inner.dirty.is_empty() && inner.writing.is_empty());
+            *inner = Inner::new();
+            shard.generation.fetch_add(1, Ordering::Release);
+        }
+    }
+}
+
+impl<K, P> Shard<K, P> {
+    fn new() -> Self {
+        let [generation, found, loaded] = std::array::from_fn(|_| AtomicU64::new(0));
+        Self { inner: RwLock::new(Inner::new()), generation, found, loaded }
+    }
+}
+
+impl<K, P> Inner<K, P> {
+    fn new() -> Self {
+        let (pages, order) = (FxHashMap::default(), VecDeque::new());
+        Self { pages, order, dirty: BTreeSet::new(), writing: BTreeSet::new() }
+    }
+}
+
+impl<K: Copy + Hash + Ord, P> Inner<K, P> {
+    /// Drops the oldest clean page that was not used since it was last passed over.
+    fn evict(&mut self) -> Option<Page<P>> {
+        for _ in 0..2 * self.order.len() {
+            let key = self.order.pop_front()?;
+            let unused = |page: &mut Page<P>| !page.used.swap(false, Ordering::Relaxed);
+            if self.dirty.contains(&key)
+                || self.writing.contains(&key)
+                || !self.pages.get_mut(&key).is_some_and(unused)
+            {
+                self.order.push_back(key);
+                continue;
+            }
+            return self.pages.remove(&key);
+        }
+        // All of it is dirty: beyond the budget rather than lose something.
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cache(pages_min: usize) -> PageCache<u64, Vec<u64>> {
+        PageCache::new(0, 128, pages_min)
+    }
+
+    fn load(cache: &PageCache<u64, Vec<u64>>, key: u64) -> u64 {
+        cache.with_loaded(key, || Ok(vec![key; 16]), |page| page[3]).unwrap()
+    }
+
+    fn held(cache: &PageCache<u64, Vec<u64>>) -> usize {
+        cache.stats(0).used_bytes as usize / 128
+    }
+
+    #[test]
+    fn the_budget_holds_but_for_what_is_changed() {
+        let cache = cache(16);
+        for key in 0..100 {
+            assert_eq!(load(&cache, key), key);
+        }
+        assert!(held(&cache) <= cache.capacity());
+        for key in 0..100 {
+            cache.change_loaded(key, || Ok(vec![key; 16]), |page| page[0] = 7).unwrap();
+        }
+        assert_eq!((held(&cache), cache.dirty()), (100, 100));
+        assert_eq!(cache.begin_write(|_| ()).len(), 100);
+        cache.end_write(true);
+        (200..300).for_each(|key| assert_eq!(load(&cache, key), key));
+        assert!(held(&cache) <= cache.capacity());
+    }
+
+    #[test]
+    fn changed_pages_stay_until_they_are_written_and_come_back_where_they_are_not() {
+        let cache = cache(64);
+        let loaded = |key: u64| load(&cache, key);
+        for key in 0..1000 {
+            loaded(key);
+            let changes = key < 100;
+            let change = |page: &mut Vec<u64>| {
+                page[3] = if changes { 1_000_000 } else { page[3] };
+                changes
+            };
+            cache.change(key, change).unwrap();
+        }
+        let copies = cache.begin_write(|page| page[3]);
+        assert!(
+            copies.iter().map(|(key, word)| (*key, *word)).eq((0..100).map(|n| (n, 1_000_000)))
+        );
+        (0..1000).for_each(|key| _ = loaded(key));
+        // Not written yet: the file would say otherwise.
+        assert_eq!((loaded(5), cache.dirty()), (1_000_000, 0));
+        cache.end_write(false);
+        assert_eq!(cache.begin_write(|_| ()).len(), 100);
+        cache.end_write(true);
+        cache.clear();
+        assert_eq!(loaded(5), 5);
+    }
+
+    #[test]
+    fn a_page_that_was_changed_and_dropped_while_it_was_read_is_read_again() {
+        let cache = cache(1);
+        let (reads, file) = (AtomicU64::new(0), AtomicU64::new(1));
+        let read = || {
+            let old = file.load(Ordering::Relaxed);
+            if reads.fetch_add(1, Ordering::Relaxed) == 0 {
+                cache.change_loaded(5, || Ok(vec![old; 16]), |page| page[3] = 2).unwrap();
+                let copies = cache.begin_write(|page| page[3]);
+                file.store(copies[0].1, Ordering::Relaxed);
+                cache.end_write(true);
+                (100..200).for_each(|key| _ = load(&cache, key));
+            }
+            Ok(vec![old; 16])
+        };
+        assert_eq!(cache.with_loaded(5, read, |page| page[3]).unwrap(), 2);
+        assert_eq!(reads.into_inner(), 2);
+    }
+}
