@@ -119,11 +119,10 @@ pub fn arguments(
     if load.jobs > 1 {
         all.push(format!("--offset_increment={each}"));
     }
+    // Without `--time_based` fio ends at whichever comes first, the size or the time.
+    all.push(format!("--runtime={}ms", (effort.seconds * 1e3) as u64));
     if !load.to_the_end {
-        all.extend([
-            "--time_based".to_owned(),
-            format!("--runtime={}ms", (effort.seconds * 1e3) as u64),
-        ]);
+        all.push("--time_based".to_owned());
     }
     if disk.flushes() {
         match load.sync {
@@ -338,7 +337,7 @@ mod tests {
         {
             assert!(line.contains(word), "{word}: {line}");
         }
-        assert!(line.contains("--time_based --runtime=2000ms"), "{line}");
+        assert!(line.contains("--runtime=2000ms --time_based"), "{line}");
         let line = text("database", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
         assert!(line.contains("--fsync=1") && !line.contains("fdatasync"), "{line}");
         let file = Disk::File { path: "/a".into(), direct: true, through: false, no_flush: false };

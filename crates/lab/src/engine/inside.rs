@@ -62,7 +62,7 @@ struct Worker<'a> {
     /// When the load began, the same for all.
     start: Instant,
     interval_ms: u64,
-    until: Option<Instant>,
+    until: Instant,
     /// Requests, where no time ends it.
     most: u64,
     /// The blocks of the part in order, where each is written once.
@@ -80,7 +80,7 @@ impl Worker<'_> {
         while blocks > 0 && done.reads + done.writes < self.most {
             // One request at least: a thread may begin late, and a load has results.
             let some = done.reads + done.writes > 0;
-            if some && self.until.is_some_and(|until| Instant::now() >= until) {
+            if some && Instant::now() >= self.until {
                 break;
             }
             self.cancel.check()?;
@@ -165,7 +165,7 @@ fn threads(
     let part = bytes / jobs;
     let each = if load.to_the_end { bench.effort.bytes.min(part) } else { part };
     let most = if load.to_the_end { each / load.block / depth } else { u64::MAX };
-    let until = (!load.to_the_end).then(|| began + Duration::from_secs_f64(bench.effort.seconds));
+    let until = began + Duration::from_secs_f64(bench.effort.seconds);
     let total = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         for job in 0..jobs {

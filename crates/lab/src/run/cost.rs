@@ -54,7 +54,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
                 filled(&mut cost);
             }
             served(&mut cost, front);
-            loaded(&mut cost, &load, effort, disk, front);
+            loaded(&mut cost, &load, effort, front);
         }
         Kind::Scores => {
             filled(&mut cost);
@@ -146,36 +146,24 @@ fn fios(cost: &mut Cost, front: &str, count: f64) {
     }
 }
 
-/// Bytes that a load writes or reads until its end.
-fn bytes_of(load: &Load, effort: &Effort, disk: f64) -> f64 {
+/// Requests of a load that ends after so many. How long they take is not in [`cost`], since the load's
+/// time bounds it.
+pub fn requests(load: &Load, effort: &Effort, fit: &Fit) -> f64 {
     let jobs = f64::from(load.jobs);
-    (effort.bytes as f64).min(disk / jobs) * jobs
+    (effort.bytes as f64).min(fit.disk as f64 / jobs) * jobs / load.block as f64
 }
 
-/// The same cost where it is known how long a request of this load takes, its part of the sync at the end
-/// too: without what stands for that, and how many requests there are.
-pub fn without_requests(cost: Cost, load: &Load, effort: &Effort, fit: &Fit) -> (Cost, f64) {
-    let bytes = bytes_of(load, effort, fit.disk as f64);
-    let synced = if load.rw.reads() { 0.0 } else { bytes };
-    let cost = Cost { requests: 0.0, written: (cost.written - synced).max(0.0), ..cost };
-    (cost, bytes / load.block as f64)
+/// Steps of a request through a server, one after the other.
+pub fn steps(front: &str) -> f64 {
+    if front == "fuse-qsd" { 6.0 } else { 1.0 }
 }
 
-fn loaded(cost: &mut Cost, load: &Load, effort: &Effort, disk: f64, front: &str) {
+fn loaded(cost: &mut Cost, load: &Load, effort: &Effort, front: &str) {
     if front != "in-process" {
         fios(cost, front, 1.0);
     }
     if !load.to_the_end {
         cost.fixed += effort.seconds;
-        return;
-    }
-    let bytes = bytes_of(load, effort, disk);
-    // It handles one request after the other, and each of them in several steps.
-    let steps = if front == "fuse-qsd" { 6.0 } else { 1.0 };
-    cost.requests += steps * bytes / load.block as f64;
-    if !load.rw.reads() {
-        // The sync at its end.
-        cost.written += bytes;
     }
 }
 
@@ -209,10 +197,14 @@ mod tests {
     #[test]
     fn a_load_of_a_size_takes_its_requests() {
         let found = of(&[("layout", "qcow2"), ("front", "in-process"), ("profile", "sync16")]);
-        assert_eq!((found.requests, found.written, found.fixed), (8192.0, 32.0 * MIB, 0.0));
-        assert_eq!((found.fios, found.servers), (0.0, 0.0));
+        assert_eq!(found, Cost { commands: 1.0, ..Cost::default() });
         let found = of(&[("preallocation", "full"), ("layout", "raw"), ("profile", "rewrite")]);
-        assert_eq!((found.requests, found.written), (32.0, 130.0 * MIB));
+        assert_eq!(found.written, 128.0 * MIB);
+        let fit = Fit { disk: 64 << 20, wanted: 64 << 20, bytes: 0 };
+        for (name, wanted) in [("sync16", 8192.0), ("rewrite", 32.0)] {
+            let Kind::Load(load) = profile::find(name).unwrap().kind else { panic!("{name}") };
+            assert_eq!(requests(&load, &EFFORT, &fit), wanted, "{name}");
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use rustix::fs::{Mode, OFlags};
 use vdkit_block::CancelToken;
 
-use super::cost::{Cost, cost, without_requests};
+use super::cost::{Cost, cost, requests, steps};
 use super::trial::{Tried, front_and_load};
 use crate::cells::Rng;
 use crate::fit::Fit;
@@ -100,17 +100,18 @@ impl Speed {
 
     /// How long a round of a cell takes, by what was tried where that is the same.
     pub fn of_cell(&self, axes: &Axes, effort: &Effort, fit: &Fit) -> f64 {
-        let cost = cost(axes, effort, fit);
-        let Some((front, load)) = front_and_load(axes) else { return self.seconds(&cost) };
+        let seconds = self.seconds(&cost(axes, effort, fit));
+        let Some((front, load)) = front_and_load(axes) else { return seconds };
         if load.to_the_end {
-            let Some(each) = self.tried.requests.get(&(front.to_owned(), load.block)) else {
-                return self.seconds(&cost);
-            };
-            let (cost, requests) = without_requests(cost, &load, effort, fit);
-            return self.seconds(&cost) + requests * each;
+            let tried = self.tried.requests.get(&(front.to_owned(), load.block));
+            let each = tried.copied().unwrap_or_else(|| {
+                let synced = if load.rw.reads() { 0.0 } else { load.block as f64 };
+                steps(front) * TURNS * self.turn + synced * self.byte
+            });
+            return seconds + (requests(&load, effort, fit) * each).min(effort.seconds);
         }
         let late = self.tried.late.get(front).filter(|_| load.sync != Sync::Never);
-        self.seconds(&cost) + late.copied().unwrap_or(0.0)
+        seconds + late.copied().unwrap_or(0.0)
     }
 
     /// How long something takes.
@@ -211,7 +212,7 @@ mod tests {
 
     #[test]
     fn what_was_tried_counts_for_cells_like_it() {
-        let effort = Effort { rounds: 3, seconds: 1.0, disk: 64 << 20, bytes: 2 << 20 };
+        let effort = Effort { rounds: 3, seconds: 10.0, disk: 64 << 20, bytes: 2 << 20 };
         let fit = Fit { disk: 64 << 20, wanted: 64 << 20, bytes: 0 };
         let mut speed = Speed::default();
         let of = |speed: &Speed, front: &str, profile: &str| {
@@ -225,6 +226,10 @@ mod tests {
         // 8192 requests of a millisecond, beside what starts and ends.
         let found = of(&speed, "fuse", "libaio16");
         assert!((8.2..9.2).contains(&found), "{found}");
+        // A load is over when its time is.
+        speed.tried.requests.insert(("fuse".to_owned(), 4096), 1.0);
+        let found = of(&speed, "fuse", "libaio16");
+        assert!((10.0..11.0).contains(&found), "{found}");
         let found = of(&speed, "fuse", "batch16") - before("fuse", "batch16");
         assert!((found - 5.0).abs() < 1e-9, "{found}");
         // Others are not like it: another front, other blocks, no syncs.
