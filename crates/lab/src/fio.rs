@@ -119,11 +119,10 @@ pub fn arguments(
     if load.jobs > 1 {
         all.push(format!("--offset_increment={each}"));
     }
+    // Without `--time_based` fio ends at whichever comes first, the size or the time.
+    all.push(format!("--runtime={}ms", (effort.seconds * 1e3) as u64));
     if !load.to_the_end {
-        all.extend([
-            "--time_based".to_owned(),
-            format!("--runtime={}ms", (effort.seconds * 1e3) as u64),
-        ]);
+        all.push("--time_based".to_owned());
     }
     if disk.flushes() {
         match load.sync {
@@ -214,6 +213,22 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
     {
         put("sync_mean_ns", sync);
     }
+    let (histogram, mean) = latencies(job);
+    if let Some(mean) = mean {
+        put("latency_mean_ns", mean);
+    }
+    for (key, fraction) in PERCENTILES {
+        if let Some(ns) = histogram.quantile(*fraction) {
+            put(key, ns as f64);
+        }
+    }
+    let latencies = (histogram.count() > 0).then_some(histogram);
+    remove_bins(&mut raw);
+    Ok(Answer { values, latencies, raw })
+}
+
+/// How long a job's requests took, reads and writes together: all of them, and their mean in ns.
+fn latencies(job: &Value) -> (Histogram, Option<f64>) {
     let mut histogram = Histogram::default();
     let (mut sum, mut count) = (0.0, 0.0);
     for side in ["read", "write"] {
@@ -223,15 +238,11 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
         count += n;
         histogram.merge(&bins(&latency["bins"]));
     }
-    if count > 0.0 {
-        put("latency_mean_ns", sum / count);
-    }
-    for (key, fraction) in PERCENTILES {
-        if let Some(ns) = histogram.quantile(*fraction) {
-            put(key, ns as f64);
-        }
-    }
-    // The histogram is kept by itself.
+    (histogram, (count > 0.0).then(|| sum / count))
+}
+
+/// Takes the histograms out of fio's output: they are long, and kept by themselves.
+fn remove_bins(raw: &mut Value) {
     for job in raw["jobs"].as_array_mut().into_iter().flatten() {
         for side in ["read", "write", "trim"] {
             for kind in ["clat_ns", "slat_ns", "lat_ns"] {
@@ -241,8 +252,6 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
             }
         }
     }
-    let latencies = (histogram.count() > 0).then_some(histogram);
-    Ok(Answer { values, latencies, raw })
 }
 
 /// Metrics, and the part of requests that they are of.
@@ -328,7 +337,7 @@ mod tests {
         {
             assert!(line.contains(word), "{word}: {line}");
         }
-        assert!(line.contains("--time_based --runtime=2000ms"), "{line}");
+        assert!(line.contains("--runtime=2000ms --time_based"), "{line}");
         let line = text("database", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
         assert!(line.contains("--fsync=1") && !line.contains("fdatasync"), "{line}");
         let file = Disk::File { path: "/a".into(), direct: true, through: false, no_flush: false };

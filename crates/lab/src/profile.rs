@@ -47,7 +47,7 @@ pub struct Load {
     pub engine: &'static str,
     /// A sync after so many writes.
     pub sync: Sync,
-    /// A fixed number of bytes with a sync at the end, instead of a time.
+    /// A fixed number of bytes with a sync at the end, or as many of them as there is time for.
     pub to_the_end: bool,
     /// Each place is written once.
     pub once: bool,

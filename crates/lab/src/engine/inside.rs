@@ -36,6 +36,23 @@ fn bucket(ns: u64) -> u64 {
     (ns >> shift) << shift
 }
 
+impl Done {
+    /// Counts what another thread has done too.
+    fn add(&mut self, other: Self) {
+        for (ns, count) in other.buckets {
+            *self.buckets.entry(ns).or_default() += count;
+        }
+        self.sum_ns += other.sum_ns;
+        self.reads += other.reads;
+        self.writes += other.writes;
+        self.sync_ns += other.sync_ns;
+        self.syncs += other.syncs;
+        for (interval, count) in other.intervals {
+            *self.intervals.entry(interval).or_default() += count;
+        }
+    }
+}
+
 struct Worker<'a> {
     disk: &'a Disk,
     load: &'a Load,
@@ -45,7 +62,7 @@ struct Worker<'a> {
     /// When the load began, the same for all.
     start: Instant,
     interval_ms: u64,
-    until: Option<Instant>,
+    until: Instant,
     /// Requests, where no time ends it.
     most: u64,
     /// The blocks of the part in order, where each is written once.
@@ -63,7 +80,7 @@ impl Worker<'_> {
         while blocks > 0 && done.reads + done.writes < self.most {
             // One request at least: a thread may begin late, and a load has results.
             let some = done.reads + done.writes > 0;
-            if some && self.until.is_some_and(|until| Instant::now() >= until) {
+            if some && Instant::now() >= self.until {
                 break;
             }
             self.cancel.check()?;
@@ -118,41 +135,55 @@ pub(super) fn run(
         ..OpenOptions::read_write()
     };
     let disk = Disk::open(bench.registry, &image.path, &options)?;
-    let jobs = u64::from(load.jobs);
-    let each = match load.to_the_end {
-        true => bench.effort.bytes.min(image.bytes / jobs),
-        false => image.bytes / jobs,
-    };
-    let until =
-        (!load.to_the_end).then(|| Instant::now() + Duration::from_secs_f64(bench.effort.seconds));
-    let total = Mutex::new(Vec::new());
     let (began, interval_ms) = (Instant::now(), interval_ms(&bench.effort));
+    let all = threads(bench, load, (&disk, image.bytes), began, interval_ms)?;
+    let load_seconds = began.elapsed().as_secs_f64();
+    let began = Instant::now();
+    disk.flush()?;
+    let flush = began.elapsed().as_secs_f64();
+    disk.close()?;
+    bench.commands.push(format!(
+        "# in the lab's process: {} of {} bytes, {} threads, on {}",
+        load.rw.word(),
+        load.block,
+        u64::from(load.jobs) * u64::from(load.depth),
+        image.path.display()
+    ));
+    let series = series(&all.intervals, interval_ms, load_seconds, load.block);
+    Ok((answer(load, all, load_seconds, flush), series))
+}
+
+/// Runs all threads of the load, from `began` on, to their end.
+fn threads(
+    bench: &Bench<'_>,
+    load: &Load,
+    (disk, bytes): (&Disk, u64),
+    began: Instant,
+    interval_ms: u64,
+) -> Result<Done> {
+    let (jobs, depth) = (u64::from(load.jobs), u64::from(load.depth));
+    let part = bytes / jobs;
+    let each = if load.to_the_end { bench.effort.bytes.min(part) } else { part };
+    let most = if load.to_the_end { each / load.block / depth } else { u64::MAX };
+    let until = began + Duration::from_secs_f64(bench.effort.seconds);
+    let total = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         for job in 0..jobs {
             let mut rng = Rng::new(bench.seed ^ job);
             let count = if load.once { (each / load.block) as usize } else { 0 };
             let order = shuffled(count, &mut rng);
-            for lane in 0..u64::from(load.depth) {
-                let share = if load.to_the_end {
-                    each / load.block / u64::from(load.depth)
-                } else {
-                    u64::MAX
-                };
+            for lane in 0..depth {
+                let blocks = order.iter().skip(lane as usize).step_by(load.depth as usize);
                 let worker = Worker {
-                    disk: &disk,
+                    disk,
                     load,
                     cancel: &bench.cancel,
                     part: job * each..(job + 1) * each,
                     start: began,
                     interval_ms,
                     until,
-                    most: share,
-                    blocks: order
-                        .iter()
-                        .skip(lane as usize)
-                        .step_by(load.depth as usize)
-                        .map(|block| *block as u64)
-                        .collect(),
+                    most,
+                    blocks: blocks.map(|block| *block as u64).collect(),
                     rng: Rng::new(bench.seed ^ (job << 32 | lane)),
                 };
                 let total = &total;
@@ -165,35 +196,11 @@ pub(super) fn run(
             }
         }
     });
-    let load_seconds = began.elapsed().as_secs_f64();
-    let began = Instant::now();
-    disk.flush()?;
-    let flush = began.elapsed().as_secs_f64();
-    disk.close()?;
-    bench.commands.push(format!(
-        "# in the lab's process: {} of {} bytes, {} threads, on {}",
-        load.rw.word(),
-        load.block,
-        jobs * u64::from(load.depth),
-        image.path.display()
-    ));
     let mut all = Done::default();
     for done in total.into_inner().ok().context("a thread of the load has failed")? {
-        let done = done?;
-        for (ns, count) in done.buckets {
-            *all.buckets.entry(ns).or_default() += count;
-        }
-        all.sum_ns += done.sum_ns;
-        all.reads += done.reads;
-        all.writes += done.writes;
-        all.sync_ns += done.sync_ns;
-        all.syncs += done.syncs;
-        for (interval, count) in done.intervals {
-            *all.intervals.entry(interval).or_default() += count;
-        }
+        all.add(done?);
     }
-    let series = series(&all.intervals, interval_ms, load_seconds, load.block);
-    Ok((answer(load, all, load_seconds, flush), series))
+    Ok(all)
 }
 
 /// Requests in time. The last interval, which the load did not fill, is left out.

@@ -285,6 +285,63 @@ fn comes_up(
     Ok(ended.status.success() && ended.stdout.contains("Kernel panic"))
 }
 
+/// Arguments of fio for what a load has beside its requests: one job, and one after it.
+pub const FIO_OF_NOTHING: [&str; 10] = [
+    "--output-format=json+",
+    "--thread",
+    "--name=load",
+    "--ioengine=null",
+    "--size=4k",
+    "--name=flush",
+    "--stonewall",
+    "--new_group",
+    "--ioengine=null",
+    "--size=4k",
+];
+
+/// How long guests take here, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GuestSpeed {
+    /// From the making of its initial files to its end, without its loads.
+    pub boot: f64,
+    /// A run of fio whose load takes no time.
+    pub fio: f64,
+}
+
+/// As it is seen where its processor is emulated.
+impl Default for GuestSpeed {
+    fn default() -> Self {
+        Self { boot: 10.0, fio: 2.0 }
+    }
+}
+
+/// Boots a guest that does nothing with its disk.
+///
+/// # Errors
+/// It does not come up.
+pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
+    // Whether KVM works is found out once, and takes long where it does not.
+    accelerator(&initramfs::kernel()?.image, &bench.cancel)?;
+    let path = bench.folder.join("disk.raw");
+    let bytes = 1 << 20;
+    std::fs::File::create(&path)?.set_len(bytes)?;
+    let files = vec![path.clone()];
+    let image = Image { path, format: "raw", bytes, shown_bytes: bytes, files, device: false };
+    let began = Instant::now();
+    let cache = Cache::named("writeback")?;
+    let (guest, _) = prepare(bench, Bus::Virtio, Source::Qemu, &image, cache)?;
+    let fio = FIO_OF_NOTHING.join(" ");
+    let script = format!("cat /proc/uptime > $OUT\nfio {fio} || exit 1\ncat /proc/uptime > $OUT\n");
+    let said = guest.run(bench, &script, 0.0)?;
+    let all = began.elapsed().as_secs_f64();
+    // Seconds since the boot, before and after.
+    let times: Vec<f64> =
+        said.results.lines().filter_map(|line| line.split(' ').next()?.parse().ok()).collect();
+    let [before, after] = times[..] else { bail!("the guest has told no times") };
+    let fio = (after - before).clamp(0.0, all);
+    Ok(GuestSpeed { boot: all - fio, fio })
+}
+
 fn read(path: &Path) -> String {
     let bytes = std::fs::read(path).unwrap_or_default();
     String::from_utf8_lossy(&bytes).replace('\r', "")

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rustix::fs::{Mode, OFlags};
 
-pub use guest::{Booted, Bus, Guest, Said, Source};
+pub use guest::{Booted, Bus, FIO_OF_NOTHING, Guest, GuestSpeed, Said, Source, guest_speed};
 
 use crate::engine::Bench;
 use crate::layout::Image;

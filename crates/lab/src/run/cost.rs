@@ -4,7 +4,7 @@
 use crate::fit::{Fit, fit, images_of, layout_of};
 use crate::layout::More;
 use crate::model::{Axes, Effort, PlaceInfo};
-use crate::profile::{self, Kind, Load, Pattern, SCORE_LOADS};
+use crate::profile::{self, Kind, Load, SCORE_LOADS};
 
 /// What one round takes, counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -15,6 +15,8 @@ pub struct Cost {
     pub servers: f64,
     /// Runs of fio, without their loads.
     pub fios: f64,
+    /// Runs of fio within a guest, without their loads.
+    pub guest_fios: f64,
     /// Guests, from their boot to their end, without their loads.
     pub guests: f64,
     /// Seconds that are waited for, whatever the host.
@@ -52,14 +54,14 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
                 filled(&mut cost);
             }
             served(&mut cost, front);
-            loaded(&mut cost, &load, effort, disk, front);
+            loaded(&mut cost, &load, effort, front);
         }
         Kind::Scores => {
             filled(&mut cost);
             served(&mut cost, front);
             let count = SCORE_LOADS.len() as f64;
             cost.fixed += count * effort.seconds;
-            cost.fios += count;
+            fios(&mut cost, front, count);
         }
         Kind::Convert => {
             cost.commands += 1.0;
@@ -87,7 +89,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
         Kind::NoSpace => {
             served(&mut cost, front);
             cost.file_systems += 1.0;
-            cost.fios += 1.0;
+            fios(&mut cost, front, 1.0);
             cost.fixed += crate::engine::nospace::SECONDS;
         }
     }
@@ -136,22 +138,32 @@ fn served(cost: &mut Cost, front: &str) {
     }
 }
 
-fn loaded(cost: &mut Cost, load: &Load, effort: &Effort, disk: f64, front: &str) {
+fn fios(cost: &mut Cost, front: &str, count: f64) {
+    if front.starts_with("guest-") {
+        cost.guest_fios += count;
+    } else {
+        cost.fios += count;
+    }
+}
+
+/// Requests of a load that ends after so many. How long they take is not in [`cost`], since the load's
+/// time bounds it.
+pub fn requests(load: &Load, effort: &Effort, fit: &Fit) -> f64 {
+    let jobs = f64::from(load.jobs);
+    (effort.bytes as f64).min(fit.disk as f64 / jobs) * jobs / load.block as f64
+}
+
+/// Steps of a request through a server, one after the other.
+pub fn steps(front: &str) -> f64 {
+    if front == "fuse-qsd" { 6.0 } else { 1.0 }
+}
+
+fn loaded(cost: &mut Cost, load: &Load, effort: &Effort, front: &str) {
     if front != "in-process" {
-        cost.fios += 1.0;
+        fios(cost, front, 1.0);
     }
     if !load.to_the_end {
         cost.fixed += effort.seconds;
-        return;
-    }
-    let each = (effort.bytes as f64).min(disk / f64::from(load.jobs));
-    let bytes = each * f64::from(load.jobs);
-    // It handles one request after the other, and each of them in several steps.
-    let steps = if front == "fuse-qsd" { 6.0 } else { 1.0 };
-    cost.requests += steps * bytes / load.block as f64;
-    if load.rw != Pattern::Read && load.rw != Pattern::RandomRead {
-        // The sync at its end.
-        cost.written += bytes;
     }
 }
 
@@ -185,16 +197,20 @@ mod tests {
     #[test]
     fn a_load_of_a_size_takes_its_requests() {
         let found = of(&[("layout", "qcow2"), ("front", "in-process"), ("profile", "sync16")]);
-        assert_eq!((found.requests, found.written, found.fixed), (8192.0, 32.0 * MIB, 0.0));
-        assert_eq!((found.fios, found.servers), (0.0, 0.0));
+        assert_eq!(found, Cost { commands: 1.0, ..Cost::default() });
         let found = of(&[("preallocation", "full"), ("layout", "raw"), ("profile", "rewrite")]);
-        assert_eq!((found.requests, found.written), (32.0, 130.0 * MIB));
+        assert_eq!(found.written, 128.0 * MIB);
+        let fit = Fit { disk: 64 << 20, wanted: 64 << 20, bytes: 0 };
+        for (name, wanted) in [("sync16", 8192.0), ("rewrite", 32.0)] {
+            let Kind::Load(load) = profile::find(name).unwrap().kind else { panic!("{name}") };
+            assert_eq!(requests(&load, &EFFORT, &fit), wanted, "{name}");
+        }
     }
 
     #[test]
     fn each_kind_is_counted() {
         let scores = of(&[("front", "guest-ide"), ("profile", "scores")]);
-        assert_eq!((scores.guests, scores.fios, scores.fixed), (1.0, 8.0, 80.0));
+        assert_eq!((scores.guests, scores.guest_fios, scores.fixed), (1.0, 8.0, 80.0));
         let axes: Axes = vec![("profile".to_owned(), "scores".to_owned())];
         let place = PlaceInfo::default();
         assert_eq!(once([&axes, &axes].into_iter(), &EFFORT, &place).fios, 8.0);

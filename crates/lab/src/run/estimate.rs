@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 
-use super::cost::{cost, once};
+use super::cost::once;
 use super::speed::Speed;
 use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
@@ -44,19 +44,19 @@ impl Estimate {
             let name = cell.axis(BACKEND)?;
             places.iter().find(|place| place.name == name).copied()
         };
+        let unknown = Speed::default();
+        let speed = |name: &str| speeds.get(name).unwrap_or(&unknown);
         let each: Vec<f64> = cells
             .iter()
             .map(|cell| {
                 let Some(place) = place(cell).filter(|_| measures(cell)) else { return 0.0 };
                 let Ok(fit) = fit(&cell.axes, effort, place) else { return 0.0 };
-                let speed = speeds.get(&place.name).copied().unwrap_or_default();
-                speed.seconds(&cost(&cell.axes, effort, &fit))
+                speed(&place.name).of_cell(&cell.axes, effort, &fit)
             })
             .collect();
         let once = |place: &&PlaceInfo| {
             let here = cells.iter().filter(|cell| cell.axis(BACKEND) == Some(&place.name));
-            let speed = speeds.get(&place.name).copied().unwrap_or_default();
-            speed.seconds(&once(here.map(|cell| &cell.axes), effort, place))
+            speed(&place.name).seconds(&once(here.map(|cell| &cell.axes), effort, place))
         };
         let first: f64 = places.iter().map(once).sum();
         Self {
@@ -67,6 +67,12 @@ impl Estimate {
             space: places.iter().map(|place| space(cells, place, effort)).collect(),
             told: told(cells, places, effort),
         }
+    }
+
+    /// Time where so many rounds are measured.
+    pub fn seconds_of(&self, rounds: u32) -> f64 {
+        let more = f64::from(rounds.saturating_sub(self.rounds));
+        self.seconds + more * self.each.iter().sum::<f64>()
     }
 
     /// How long the rest takes, where `done` of what was guessed took `took` seconds.
@@ -185,6 +191,8 @@ mod tests {
         let two = of(&[load.clone(), skipped, load], &place);
         assert!((two.seconds - 2.0 * one.seconds).abs() < 1e-9 && two.cells == 2, "{two:?}");
         assert_eq!(two.told, ["a: 1 cell is left out: no"]);
+        assert!((one.seconds_of(6) - 6.0 * one.each[0]).abs() < 1e-9);
+        assert!((one.seconds_of(3) - one.seconds).abs() < 1e-9);
         // A third of it took twice as long: the rest will too.
         assert!(
             (two.left(two.seconds / 3.0, 2.0 * two.seconds / 3.0) / two.seconds - 4.0 / 3.0).abs()

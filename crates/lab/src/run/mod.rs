@@ -4,6 +4,7 @@ mod cost;
 mod estimate;
 mod rounds;
 mod speed;
+mod trial;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -180,19 +181,26 @@ impl Prepared {
         Ok(())
     }
 
-    /// Guesses anew how long it takes, by how fast this host and the places are: that takes a second.
-    /// In folders nothing is left; devices are written to once they were confirmed.
+    /// Guesses anew how long it takes, by how fast this host and the places are: that takes some seconds, as
+    /// a few requests go through each server of the plan and a guest is booted, where it has any. In folders
+    /// nothing is left; devices are written to once they were confirmed.
     ///
     /// # Errors
     /// The user has had enough.
     pub fn calibrate(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
+        let effort = self.request.effort(&self.plan);
+        let cancel = &monitor.cancel;
+        let guest = trial::guest(&self.cells, &self.places, &effort, tools, cancel)?;
         let mut speeds = BTreeMap::new();
         for place in &self.places {
-            let speed = Speed::of(&tools.command, place, self.confirmed, &monitor.cancel)?;
+            let mut speed = Speed::of(&tools.command, place, self.confirmed, cancel)?;
+            speed.guest = guest.unwrap_or_default();
+            if place.device().is_none() || self.confirmed {
+                speed.tried = trial::tried(&self.cells, place, &effort, &speed, (tools, cancel))?;
+            }
             speeds.insert(place.info.name.clone(), speed);
         }
         let infos: Vec<&PlaceInfo> = self.places.iter().map(|place| &place.info).collect();
-        let effort = self.request.effort(&self.plan);
         self.estimate = Estimate::of(&self.cells, &infos, &effort, &speeds);
         Ok(())
     }
@@ -355,23 +363,21 @@ impl Going {
         let added = self.store.add_scratch(&folder);
         let before = load::Moment::now();
         let (started, began) = (now(), Instant::now());
-        let (measured, commands, notes) = {
-            let mut bench = Bench {
-                command: tools.command.clone(),
-                registry: tools.registry,
-                cancel: monitor.cancel.clone(),
-                effort: self.effort,
-                seed: self.request.seed ^ u64::from(round),
-                place: &place,
-                folder: folder.clone(),
-                axes: &cell.axes,
-                commands: Vec::new(),
-                notes: Vec::new(),
-                references: &mut self.references,
-            };
-            let measured = added.and_then(|()| engine::sample(&mut bench));
-            (measured, bench.commands, bench.notes)
+        let mut bench = Bench {
+            command: tools.command.clone(),
+            registry: tools.registry,
+            cancel: monitor.cancel.clone(),
+            effort: self.effort,
+            seed: self.request.seed ^ u64::from(round),
+            place: &place,
+            folder: folder.clone(),
+            axes: &cell.axes,
+            commands: Vec::new(),
+            notes: Vec::new(),
+            references: &mut self.references,
         };
+        let measured = added.and_then(|()| engine::sample(&mut bench));
+        let (commands, notes) = (bench.commands, bench.notes);
         let disturbed = before.until(&load::Moment::now());
         place::remove_folder(&folder)?;
         self.store.forget_scratch(&folder)?;
@@ -393,16 +399,7 @@ impl Going {
                 self.keep(&mut cell, sample)?;
             }
             Err(error) if monitor.cancel.is_cancelled() => return Err(error),
-            Err(error) => {
-                cell.outcome = match error.downcast_ref::<Skip>() {
-                    Some(Skip(reason)) => Outcome::Skipped(reason.clone()),
-                    None => Outcome::Failed(plain(format!("{error:#}"))),
-                };
-                if let Outcome::Failed(text) = &cell.outcome {
-                    monitor.progress.message(&format!("{}: {text}", cell.key));
-                }
-                self.store.set_outcome(&cell)?;
-            }
+            Err(error) => self.give_up(&mut cell, &error, plain, monitor)?,
         }
         for (kind, text) in disturbed {
             let text = format!("round {}: {text}", round + 1);
@@ -411,6 +408,24 @@ impl Going {
         }
         self.cells[index] = cell;
         Ok(())
+    }
+
+    /// A cell that could not be measured: why. `plain` takes names out that say nothing.
+    fn give_up(
+        &mut self,
+        cell: &mut Cell,
+        error: &anyhow::Error,
+        plain: impl Fn(String) -> String,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        cell.outcome = match error.downcast_ref::<Skip>() {
+            Some(Skip(reason)) => Outcome::Skipped(reason.clone()),
+            None => Outcome::Failed(plain(format!("{error:#}"))),
+        };
+        if let Outcome::Failed(text) = &cell.outcome {
+            monitor.progress.message(&format!("{}: {text}", cell.key));
+        }
+        self.store.set_outcome(cell)
     }
 
     fn keep(&mut self, cell: &mut Cell, sample: Sample) -> Result<()> {

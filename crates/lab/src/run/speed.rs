@@ -11,15 +11,21 @@ use anyhow::{Context, Result};
 use rustix::fs::{Mode, OFlags};
 use vdkit_block::CancelToken;
 
-use super::cost::Cost;
+use super::cost::{Cost, cost, requests, steps};
+use super::trial::{Tried, front_and_load};
 use crate::cells::Rng;
+use crate::fit::Fit;
+use crate::front::{FIO_OF_NOTHING, GuestSpeed};
 use crate::layout::noise;
+use crate::model::Axes;
 use crate::peers::find;
 use crate::place::Place;
+use crate::plan::Effort;
 use crate::process::Line;
+use crate::profile::Sync;
 
 /// How long each thing that [`Cost`] counts takes, in seconds.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Speed {
     /// A short command.
     pub command: f64,
@@ -29,12 +35,23 @@ pub struct Speed {
     pub byte: f64,
     /// Two threads wake one another, once each: what a request through a server is made of.
     pub turn: f64,
+    /// Of guests.
+    pub guest: GuestSpeed,
+    /// What was tried on this place.
+    pub tried: Tried,
 }
 
 /// A host that nobody has looked at.
 impl Default for Speed {
     fn default() -> Self {
-        Self { command: 0.02, fio: 0.5, byte: 1.0 / 400e6, turn: 10e-6 }
+        Self {
+            command: 0.02,
+            fio: 0.5,
+            byte: 1.0 / 400e6,
+            turn: 10e-6,
+            guest: GuestSpeed::default(),
+            tried: Tried::default(),
+        }
     }
 }
 
@@ -45,8 +62,6 @@ const WRITE_BYTES: usize = 32 << 20;
 // What is not measured beforehand, in seconds, as it is seen on machines of today.
 /// A server's start and end, beside that of a command.
 const SERVER: f64 = 0.1;
-/// A guest's boot and end, where its processor is emulated as a rule.
-const GUEST: f64 = 20.0;
 /// Turns of a request through a server.
 const TURNS: f64 = 4.0;
 /// A byte that is copied into a file system on a served disk.
@@ -72,11 +87,7 @@ impl Speed {
         speed.command = version.run_any(cancel)?.elapsed.as_secs_f64();
         if let Some(fio) = find("fio") {
             // As in a load: one job, and one after it.
-            let line = Line::new(fio)
-                .args(["--output-format=json+", "--thread"])
-                .args(["--name=load", "--ioengine=null", "--size=4k"])
-                .args(["--name=flush", "--stonewall", "--new_group"])
-                .args(["--ioengine=null", "--size=4k"]);
+            let line = Line::new(fio).args(FIO_OF_NOTHING);
             speed.fio = line.run_any(cancel)?.elapsed.as_secs_f64();
         }
         speed.turn = turn().unwrap_or(speed.turn);
@@ -87,12 +98,29 @@ impl Speed {
         Ok(speed)
     }
 
+    /// How long a round of a cell takes, by what was tried where that is the same.
+    pub fn of_cell(&self, axes: &Axes, effort: &Effort, fit: &Fit) -> f64 {
+        let seconds = self.seconds(&cost(axes, effort, fit));
+        let Some((front, load)) = front_and_load(axes) else { return seconds };
+        if load.to_the_end {
+            let tried = self.tried.requests.get(&(front.to_owned(), load.block));
+            let each = tried.copied().unwrap_or_else(|| {
+                let synced = if load.rw.reads() { 0.0 } else { load.block as f64 };
+                steps(front) * TURNS * self.turn + synced * self.byte
+            });
+            return seconds + (requests(&load, effort, fit) * each).min(effort.seconds);
+        }
+        let late = self.tried.late.get(front).filter(|_| load.sync != Sync::Never);
+        seconds + late.copied().unwrap_or(0.0)
+    }
+
     /// How long something takes.
     pub fn seconds(&self, cost: &Cost) -> f64 {
         cost.commands * self.command
             + cost.servers * (SERVER + self.command)
             + cost.fios * self.fio
-            + cost.guests * GUEST
+            + cost.guests * self.guest.boot
+            + cost.guest_fios * self.guest.fio
             + cost.fixed
             + cost.written * self.byte
             + cost.requests * TURNS * self.turn
@@ -166,7 +194,9 @@ mod tests {
 
     #[test]
     fn each_count_takes_its_time() {
-        let speed = Speed { command: 0.01, fio: 0.5, byte: 1e-9, turn: 1e-5 };
+        let guest = GuestSpeed { boot: 6.0, fio: 2.0 };
+        let speed =
+            Speed { command: 0.01, fio: 0.5, byte: 1e-9, turn: 1e-5, guest, ..Speed::default() };
         let seconds = |cost: Cost| speed.seconds(&cost);
         let none = Cost::default();
         assert_eq!(seconds(none), 0.0);
@@ -175,9 +205,42 @@ mod tests {
         assert_eq!(seconds(Cost { commands: 3.0, ..none }), 0.03);
         assert_eq!(seconds(Cost { written: 2e9, ..none }), 2.0);
         assert!((seconds(Cost { requests: 1000.0, ..none }) - 0.01 * TURNS).abs() < 1e-9);
-        assert_eq!(seconds(Cost { guests: 2.0, ..none }), 2.0 * GUEST);
+        assert_eq!(seconds(Cost { guests: 2.0, guest_fios: 8.0, ..none }), 28.0);
         let both = Cost { fios: 8.0, fixed: 7.5, written: 2e9, ..none };
         assert_eq!(seconds(both), 13.5);
+    }
+
+    #[test]
+    fn what_was_tried_counts_for_cells_like_it() {
+        let effort = Effort { rounds: 3, seconds: 10.0, disk: 64 << 20, bytes: 2 << 20 };
+        let fit = Fit { disk: 64 << 20, wanted: 64 << 20, bytes: 0 };
+        let mut speed = Speed::default();
+        let of = |speed: &Speed, front: &str, profile: &str| {
+            let axes = [("layout", "qcow2"), ("front", front), ("profile", profile)];
+            let axes = axes.map(|(axis, value)| (axis.to_owned(), value.to_owned()));
+            speed.of_cell(&axes.into(), &effort, &fit)
+        };
+        let before = |front, profile| of(&Speed::default(), front, profile);
+        speed.tried.requests.insert(("fuse".to_owned(), 4096), 1e-3);
+        speed.tried.late.insert("fuse".to_owned(), 5.0);
+        // 8192 requests of a millisecond, beside what starts and ends.
+        let found = of(&speed, "fuse", "libaio16");
+        assert!((8.2..9.2).contains(&found), "{found}");
+        // A load is over when its time is.
+        speed.tried.requests.insert(("fuse".to_owned(), 4096), 1.0);
+        let found = of(&speed, "fuse", "libaio16");
+        assert!((10.0..11.0).contains(&found), "{found}");
+        let found = of(&speed, "fuse", "batch16") - before("fuse", "batch16");
+        assert!((found - 5.0).abs() < 1e-9, "{found}");
+        // Others are not like it: another front, other blocks, no syncs.
+        for (front, profile) in [
+            ("nbd", "libaio16"),
+            ("nbd", "batch16"),
+            ("fuse", "first-write"),
+            ("fuse", "rnd1m-write"),
+        ] {
+            assert_eq!(of(&speed, front, profile), before(front, profile), "{front} {profile}");
+        }
     }
 
     #[test]

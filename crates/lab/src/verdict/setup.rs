@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 
 use vdkit_jobs::libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
 
+use crate::front::Cache;
 use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run};
-use crate::words::quoted;
+use crate::words::{listed, quoted};
 
-/// The cache mode of cells that do not vary it.
+/// The cache mode where a run does not say one: QEMU's default.
 const CACHE: &str = "writeback";
 
 /// What to type, and what to write into a guest's definition.
@@ -144,7 +145,9 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
         (false, true) => folder.into(),
         (false, false) => Path::new(folder).join(format!("disk.{ending}")),
     };
-    let cache = value("cache").unwrap_or(CACHE);
+    // What a server of vdkit's is told: as it was compared, or else as it was measured.
+    let served = cells.iter().find_map(|cell| mode_of(&run.cells[*cell])).unwrap_or(CACHE);
+    let cache = value("cache").unwrap_or(served);
     let front = value("front").unwrap_or("");
     let bus = value("bus").or_else(|| ["ide", "scsi"].into_iter().find(|bus| front.contains(bus)));
 
@@ -189,7 +192,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
         element.bus = bus.to_owned();
     }
     let because = if opened { because } else { "it is what was measured" };
-    let used = used(cells.iter().map(|i| &run.cells[*i]));
+    let used = used(run);
     let cache = (!compared).then(|| {
         format!(
             "Cache mode {mode}: {because}. {used}; which mode is fastest here is what the plan \
@@ -209,13 +212,61 @@ fn cache_place(place: Option<&PlaceInfo>) -> CachePlace {
     }
 }
 
-/// Which cache mode the run used, as it did not compare them.
-fn used<'a>(mut cells: impl Iterator<Item = &'a Cell>) -> String {
-    // (Servers are told it: `--cache writeback`, `cache.direct=off`.)
-    match cells.any(|cell| cell.commands.iter().any(|line| line.contains("cache"))) {
-        true => format!("All of this run was measured with {CACHE}"),
-        false => "This run used no cache mode".to_owned(),
+/// Which cache modes the run used, as it did not compare them, by its own commands.
+fn used(run: &Run) -> String {
+    let mut modes: Vec<(&str, Vec<String>)> = Vec::new();
+    for cell in &run.cells {
+        let Some(mode) = mode_of(cell) else { continue };
+        let front = cell.axis("front").unwrap_or_default().to_owned();
+        match modes.iter_mut().find(|(known, _)| *known == mode) {
+            Some((_, fronts)) if fronts.contains(&front) => {}
+            Some((_, fronts)) => fronts.push(front),
+            None => modes.push((mode, vec![front])),
+        }
     }
+    // The mode of most fronts comes first; of two such, QEMU's default.
+    modes.sort_by_key(|(mode, fronts)| (std::cmp::Reverse(fronts.len()), *mode != CACHE));
+    match &modes[..] {
+        [] => "This run used no cache mode".to_owned(),
+        [(mode, _)] => format!("All of this run was measured with {mode}"),
+        [(most, _), others @ ..] => {
+            let other =
+                |(mode, fronts): &(&str, Vec<String>)| format!("{mode} behind {}", listed(fronts));
+            let others: Vec<String> = others.iter().map(other).collect();
+            format!("This run was measured with {most}, and with {}", others.join(", "))
+        }
+    }
+}
+
+/// The cache mode that what opened the image was told in this cell, by the commands of its rounds.
+fn mode_of(cell: &Cell) -> Option<&'static str> {
+    cell.commands.iter().find_map(|line| mode(line))
+}
+
+/// The cache mode that a command tells the program that it starts: `--cache MODE` of vdkit and qemu-nbd,
+/// or the switches of QEMU's nodes, exports and disks.
+fn mode(line: &str) -> Option<&'static str> {
+    let words = split(line);
+    let word = |i: usize, word: &String| match word.strip_prefix("--cache") {
+        Some("") => words.get(i + 1).cloned(),
+        Some(mode) => mode.strip_prefix('=').map(str::to_owned),
+        None => None,
+    };
+    if let Some(mode) = words.iter().enumerate().find_map(|(i, text)| word(i, text)) {
+        return Cache::named(&mode).ok().map(|cache| cache.name);
+    }
+    let says = |switch: &str| words.iter().any(|word| word.split(',').any(|part| part == switch));
+    if !says("cache.direct=on") && !says("cache.direct=off") {
+        return None;
+    }
+    let through = says("writethrough=on") || says("write-cache=off");
+    Some(match (says("cache.no-flush=on"), says("cache.direct=on"), through) {
+        (true, _, _) => "unsafe",
+        (false, true, true) => "directsync",
+        (false, true, false) => "none",
+        (false, false, true) => "writethrough",
+        (false, false, false) => "writeback",
+    })
 }
 
 #[cfg(test)]
@@ -330,6 +381,66 @@ mod tests {
         assert!(nbd.xml.contains("cache='writeback'"), "{}", nbd.xml);
         let compared = choose(&[], &[("cache", "directsync")]);
         assert!(compared.xml.contains("cache='directsync'") && compared.cache.is_none());
+    }
+
+    /// It said that all was measured with writeback, where QEMU's daemon had been told cache.direct.
+    #[test]
+    fn the_cache_modes_that_a_run_used_are_those_of_its_commands() {
+        let direct = "qemu-storage-daemon --blockdev driver=file,filename=/a,cache.direct=on,\
+                      cache.no-flush=off,aio=native --export type=nbd,writable=on &";
+        let fuse = "qemu-storage-daemon --blockdev driver=file,filename=/a,cache.direct=off,\
+                    cache.no-flush=off --export type=fuse,writable=on &";
+        let cell = |front: &str, command: &str| Cell {
+            axes: axes(&[("layout", "qcow2"), ("front", front)]),
+            commands: vec!["vdkit create -f qcow2 /a 1G".to_owned(), command.to_owned()],
+            ..Cell::default()
+        };
+        let mut cells = vec![
+            cell("nbd-qsd-native", direct),
+            cell("nbd-qsd-uring", &direct.replace("native", "io_uring")),
+            cell("fuse", "vdkit mount -f qcow2 --cache writeback /a /b &"),
+            cell("fuse-qsd", fuse),
+            cell("nbd-qemu-nbd", "qemu-nbd --cache=writeback /a &"),
+            // It has failed before it began.
+            Cell::default(),
+        ];
+        let told = |cells: &[Cell], advised: &[(&str, &str)], at: usize| {
+            let run = Run { cells: cells.to_vec(), ..Run::default() };
+            setup(&run, &axes(advised), &[at])
+        };
+        let advised = told(&cells, &[("layout", "qcow2")], 0).cache.unwrap();
+        assert!(
+            advised.contains(
+                "This run was measured with writeback, and with none behind nbd-qsd-native and \
+                 nbd-qsd-uring;"
+            ),
+            "{advised}"
+        );
+        // A server is told what it was measured with.
+        let native = told(&cells, &[("layout", "qcow2"), ("front", "nbd-qsd-native")], 0);
+        assert!(native.commands[1].ends_with("--cache none"), "{native:?}");
+        assert!(native.cache.unwrap().starts_with("Cache mode none: it is what was measured."));
+        cells.drain(..2);
+        let advised = told(&cells, &[("layout", "qcow2")], 0).cache.unwrap();
+        assert!(advised.contains("All of this run was measured with writeback;"), "{advised}");
+    }
+
+    #[test]
+    fn a_command_says_its_cache_mode() {
+        let node = "qemu-system-x86_64 -blockdev driver=file,cache.direct=D,cache.no-flush=F \
+                    -device ide-hd,drive=disk,write-cache=W &";
+        let of = |direct: &str, no_flush: &str, write_cache: &str| {
+            let direct = node.replace("direct=D", &format!("direct={direct}"));
+            let line = direct.replace("flush=F", &format!("flush={no_flush}"));
+            mode(&line.replace("cache=W", &format!("cache={write_cache}")))
+        };
+        assert_eq!(of("off", "off", "on"), Some("writeback"));
+        assert_eq!(of("on", "off", "on"), Some("none"));
+        assert_eq!(of("off", "off", "off"), Some("writethrough"));
+        assert_eq!(of("on", "off", "off"), Some("directsync"));
+        assert_eq!(of("off", "on", "on"), Some("unsafe"));
+        assert_eq!(mode("vdkit serve --cache unsafe a"), Some("unsafe"));
+        assert_eq!(mode("vdkit convert a /cache/b"), None);
     }
 
     #[test]

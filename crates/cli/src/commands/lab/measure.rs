@@ -122,7 +122,7 @@ impl RunArgs {
         if self.dry_run {
             return self.tell(&prepared, &metric, session);
         }
-        for line in told(&prepared.estimate, prepared.rounds_most()) {
+        for line in told(&prepared.estimate, prepared.rounds_most(), self.time) {
             progress.say(&line);
         }
         let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
@@ -237,7 +237,7 @@ impl RunArgs {
         for cell in &prepared.cells {
             session.out.line(&cell.key)?;
         }
-        for line in told(&prepared.estimate, prepared.rounds_most()) {
+        for line in told(&prepared.estimate, prepared.rounds_most(), self.time) {
             session.out.line(line)?;
         }
         Ok(Exit::Done)
@@ -266,12 +266,27 @@ fn new_name(plan: &str) -> PathBuf {
     format!("vdkit-lab-{plan}-{digits}.sqlite").into()
 }
 
-/// What a run will take, in a line; and what else is known beforehand, a line each.
-fn told(estimate: &Estimate, most: u32) -> Vec<String> {
-    let time = match estimate.seconds {
-        short if short < 90.0 => format!("{} s", (short / 5.0).ceil().max(1.0) * 5.0),
-        long => format!("{} min", (long / 60.0).round()),
-    };
+/// A time for people; of two, the first without its unit where they have the same.
+fn about(seconds: f64) -> (String, &'static str) {
+    match seconds {
+        short if short < 90.0 => (((short / 5.0).ceil().max(1.0) * 5.0).to_string(), "s"),
+        minutes if minutes < 600.0 => (((minutes / 30.0).round() / 2.0).to_string(), "min"),
+        long => ((long / 60.0).round().to_string(), "min"),
+    }
+}
+
+/// How long a run takes, with the rounds that it may add where it has not told.
+fn span(least: f64, most: f64) -> String {
+    match (about(least), about(most)) {
+        (from, to) if from == to => format!("about {} {}", from.0, from.1),
+        ((from, unit), (to, same)) if unit == same => format!("about {from} to {to} {unit}"),
+        ((from, unit), (to, other)) => format!("about {from} {unit} to {to} {other}"),
+    }
+}
+
+/// What a run will take, in a line; and what else is known beforehand, a line each. `most` is how many
+/// rounds may be measured, `given` the time that the user gave for them.
+fn told(estimate: &Estimate, most: u32, given: Option<u64>) -> Vec<String> {
     let space: Vec<String> = estimate
         .space
         .iter()
@@ -281,12 +296,17 @@ fn told(estimate: &Estimate, most: u32) -> Vec<String> {
         .collect();
     let space = if space.is_empty() { "no space".to_owned() } else { space.join(", ") };
     let (cells, rounds) = (estimate.cells, estimate.rounds);
-    let (more, of) = match most > rounds {
-        true => (", more where these do not tell", " for these"),
-        false => ("", ""),
+    let longest = match given {
+        Some(given) => estimate.seconds.max(given as f64),
+        None => estimate.seconds_of(most),
     };
-    let mut lines =
-        vec![format!("{cells} cells, rounds: {rounds}{more}; about {time}{of}; needs {space}")];
+    let time = span(estimate.seconds, longest);
+    let rounds = match (most > rounds, given) {
+        (true, None) => format!("{rounds}, up to {most} where these do not tell"),
+        (true, Some(_)) => format!("{rounds}, more where these do not tell"),
+        (false, _) => rounds.to_string(),
+    };
+    let mut lines = vec![format!("{cells} cells, rounds: {rounds}; {time}; needs {space}")];
     lines.extend(estimate.told.iter().cloned());
     lines
 }
@@ -373,4 +393,30 @@ fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
         out.line(format!("and {more} more warnings, which the results hold"))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounds_that_may_be_added_are_in_the_time() {
+        let estimate = Estimate {
+            cells: 2,
+            rounds: 3,
+            seconds: 66.0,
+            each: vec![10.0, 12.0],
+            ..Estimate::default()
+        };
+        let line = |most, given| told(&estimate, most, given).remove(0);
+        assert_eq!(line(3, None), "2 cells, rounds: 3; about 70 s; needs no space");
+        assert_eq!(
+            line(6, None),
+            "2 cells, rounds: 3, up to 6 where these do not tell; about 70 s to 2 min; needs no space"
+        );
+        let given = line(1000, Some(3600));
+        assert!(given.contains("more where these do not tell; about 70 s to 60 min;"), "{given}");
+        assert_eq!(span(120.0, 240.0), "about 2 to 4 min");
+        assert_eq!(span(150.0, 700.0), "about 2.5 to 12 min");
+    }
 }
