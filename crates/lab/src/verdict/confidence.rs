@@ -79,7 +79,8 @@ impl Confidence {
             words.push_str(&format!("; {}", of_states(&states)));
         }
         if outliers > 0 {
-            words.push_str(&format!("; {outliers} of the samples lie far off"));
+            let lie = if outliers == 1 { "lies" } else { "lie" };
+            words.push_str(&format!("; {outliers} of the samples {lie} far off"));
         }
         Self { level, words }
     }
