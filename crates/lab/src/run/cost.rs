@@ -37,8 +37,8 @@ pub struct Cost {
 
 /// About the mean size of a file of a tree: [`Kind::Install`].
 const FILE_BYTES: f64 = 16e3;
-/// Requests that a new file makes, of its own bytes and of tables.
-const FILE_REQUESTS: f64 = 4.0;
+/// Requests that a new file makes: the kernel writes neighbouring files, and their tables, together.
+const FILE_REQUESTS: f64 = 1.0;
 
 /// What one round of a cell costs.
 pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {

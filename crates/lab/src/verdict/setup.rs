@@ -63,6 +63,14 @@ impl Image {
         (!image.format.is_empty()).then_some(image)
     }
 
+    /// The command that makes such an image at `name`, which is quoted already.
+    fn create_command(&self, name: &str) -> String {
+        let options: String =
+            self.options.iter().map(|option| format!(" -o {}", quoted(option))).collect();
+        let (base, size) = if self.overlay { (" -b BASE -F qcow2", "") } else { ("", " SIZE") };
+        format!("vdkit create -f {}{options}{base} {name}{size}", quoted(&self.format))
+    }
+
     /// By the name of a layout alone.
     fn of_name(layout: &str) -> Self {
         let formats = ["qcow2", "vmdk", "vhdx", "vhd", "vdi"];
@@ -155,12 +163,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let name = quoted(&disk.to_string_lossy());
     // A raw disk on a device is the device.
     if !(device && image.format == "raw") {
-        let options: String =
-            image.options.iter().map(|option| format!(" -o {}", quoted(option))).collect();
-        let rest = if image.overlay { " -b BASE -F qcow2" } else { "" };
-        let size = if image.overlay { "" } else { " SIZE" };
-        typed
-            .push(format!("vdkit create -f {}{options}{rest} {name}{size}", quoted(&image.format)));
+        typed.push(image.create_command(&name));
     }
     let socket = PathBuf::from("/run/vdkit-disk.sock");
     let (source, format) = if front.contains("vhost") {
