@@ -1,0 +1,69 @@
+//! `vdkit lab calibrate`: how often equals are called different.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use vdkit_lab::calibrate::{Tally, calibrate};
+use vdkit_lab::model::Run;
+use vdkit_lab::{stats, words};
+
+use super::compare::load;
+use crate::arguments::Json;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::session::Session;
+
+/// Arguments of `vdkit lab calibrate`.
+#[derive(Args, Debug)]
+pub struct CalibrateArgs {
+    /// Files of runs of one plan with nothing changed between them, in the order of time
+    #[arg(value_name = "RUN", required = true, value_hint = ValueHint::FilePath)]
+    runs: Vec<PathBuf>,
+    #[command(flatten)]
+    json: Json,
+}
+
+impl CalibrateArgs {
+    /// Judges them, and counts. That something was called different is no failure of the command.
+    ///
+    /// # Errors
+    /// A run cannot be read, or it is of another plan.
+    pub fn run(self, session: &mut Session) -> Outcome {
+        let runs: Vec<Run> =
+            self.runs.iter().map(|path| load(path)).collect::<Result<_, Failure>>()?;
+        for (path, run) in self.runs.iter().zip(&runs) {
+            if run.plan.name != runs[0].plan.name {
+                return Err(Failure::usage(format!(
+                    "{}: is of the plan '{}', the first of '{}'; runs of one plan are judged together",
+                    path.display(),
+                    run.plan.name,
+                    runs[0].plan.name
+                )));
+            }
+        }
+        let found = calibrate(&runs);
+        if self.json.json {
+            session.out.json(&found)?;
+            return Ok(Exit::Done);
+        }
+        let out = &mut session.out;
+        out.line(row("verdicts on copies of one way", &found.verdicts))?;
+        out.line(row("one run against another", &found.pairs))?;
+        out.line(row("two or three runs in turns", &found.turns))?;
+        for tally in [&found.verdicts, &found.pairs, &found.turns] {
+            for example in &tally.examples {
+                out.line(format!("called different: {example}"))?;
+            }
+        }
+        out.line(format!("at most {} of each may be wrong", words::percent(stats::ERROR)))?;
+        Ok(Exit::Done)
+    }
+}
+
+fn row(name: &str, tally: &Tally) -> String {
+    format!(
+        "{name:<30}  {} judged, {} wrong ({})",
+        tally.judged,
+        tally.wrong,
+        words::percent(tally.part())
+    )
+}

@@ -1,0 +1,38 @@
+//! `vdkit lab export`: results for other programs.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use vdkit_lab::{export, store::Store};
+
+use super::failure;
+use crate::failure::{Exit, Outcome};
+use crate::session::Session;
+
+/// Arguments of `vdkit lab export`.
+#[derive(Args, Debug)]
+pub struct ExportArgs {
+    /// The run's file
+    #[arg(value_name = "RUN", value_hint = ValueHint::FilePath)]
+    run: PathBuf,
+    /// All of it as one JSON object (the default)
+    #[arg(long)]
+    json: bool,
+    /// The values as a table, a line each
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+}
+
+impl ExportArgs {
+    pub(super) fn run(self, session: &mut Session) -> Outcome {
+        let run = Store::load(&self.run).map_err(|error| failure(&error))?;
+        let mut bytes = Vec::new();
+        if self.csv {
+            export::csv(&run, &mut bytes)?;
+        } else {
+            export::json(&run, &mut bytes)?;
+        }
+        session.out.bytes(&bytes)?;
+        Ok(Exit::Done)
+    }
+}

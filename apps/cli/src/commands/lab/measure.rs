@@ -1,0 +1,423 @@
+//! `vdkit lab run`: measuring a plan.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use clap::{Args, ValueHint};
+use serde::Serialize;
+use vdkit::Monitor;
+use vdkit_lab as lab;
+use vdkit_lab::model::{self, Cell, Metric, Outcome as CellOutcome, Run};
+use vdkit_lab::run::{Estimate, Going, Prepared, Request, Tools, random_seed};
+use vdkit_lab::verdict::{Told, verdict};
+
+use super::failure;
+use super::plans::PlanChoice;
+use crate::arguments::{Json, ProgressOption};
+use crate::failure::{Exit, Failure, Outcome, quoted};
+use crate::output::{Output, Table, bytes_short};
+use crate::session::Session;
+use crate::time;
+
+/// Arguments of `vdkit lab run`.
+#[derive(Args, Debug)]
+pub struct RunArgs {
+    #[command(flatten)]
+    plan: PlanChoice,
+    /// Put images into a new folder beneath each DIR (repeatable)
+    #[arg(long = "on", num_args = 1.., value_name = "DIR", value_hint = ValueHint::DirPath)]
+    on: Vec<PathBuf>,
+    /// Put images on these block devices, whose content is lost (repeatable)
+    #[arg(long, num_args = 1.., value_name = "DEV", value_hint = ValueHint::FilePath)]
+    device: Vec<PathBuf>,
+    /// Confirm that all on DEV is lost, which --device names by the same name (repeatable)
+    #[arg(long, num_args = 1.., value_name = "DEV", value_hint = ValueHint::FilePath)]
+    erase: Vec<PathBuf>,
+    /// A first answer: fewer cells, smaller disks, shorter loads
+    #[arg(long)]
+    quick: bool,
+    /// The file for the results; without it a new one in this folder, named by plan and time
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    out: Option<PathBuf>,
+    /// The order of the cells, and all random bytes, come from this number
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Measure each cell just so often, instead of as often as it takes to tell
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: Option<u32>,
+    /// Measure more rounds until it can be told, for at most about so long (90s, 10m, 2h)
+    #[arg(long, value_name = "TIME", value_parser = duration, conflicts_with = "rounds")]
+    time: Option<u64>,
+    /// Go on with a run that was interrupted
+    #[arg(long, value_name = "RUN", value_hint = ValueHint::FilePath)]
+    #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds", "time"])]
+    resume: Option<PathBuf>,
+    /// Say what would be measured and what it would take, and end
+    #[arg(long, conflicts_with = "resume")]
+    dry_run: bool,
+    #[command(flatten)]
+    progress: ProgressOption,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// The answer, in JSON.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct RunAnswer<'a> {
+    /// Nothing of a dry run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    filename: Option<&'a str>,
+    plan: &'a str,
+    metric: &'a str,
+    rounds: u32,
+    cells: Vec<CellAnswer<'a>>,
+    estimated_seconds: f64,
+    /// What is left out and why, and disks that are smaller than the plan's.
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    beforehand: &'a [String],
+    warnings: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    verdict: Option<Told>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct CellAnswer<'a> {
+    key: &'a str,
+    state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'a str>,
+    /// Of the plan's metric, by round.
+    values: Vec<f64>,
+}
+
+impl RunArgs {
+    pub(super) fn run(self, session: &mut Session) -> Outcome {
+        let cancel = session.cancel_on_signal()?;
+        let progress = self.progress.reporter("lab").counting();
+        let monitor = Monitor { cancel, progress: &progress };
+        let command = std::env::current_exe()
+            .map_err(|error| Failure::failed(format!("where this command is: {error}")))?;
+        let registry = vdkit::registry();
+        let ask = |told: &str, device: &Path| super::ask::for_name(told, device, &monitor.cancel);
+        let tools = Tools {
+            command,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            registry: &registry,
+            erase: self.erase.clone(),
+            ask: super::ask::possible().then_some(&ask),
+            steady: Some(vdkit_lab::stats::steady),
+        };
+        if let Some(file) = &self.resume {
+            let going = Going::resume(file, &tools, &monitor).map_err(|error| failure(&error))?;
+            return self.measure(going, file, &tools, &monitor, session);
+        }
+        let request = self.request()?;
+        let metric = self.plan.read()?.0;
+        let mut prepared = Prepared::new(request).map_err(|error| failure(&error))?;
+        if !self.dry_run {
+            prepared.confirm(&tools, &monitor).map_err(|error| failure(&error))?;
+        }
+        prepared.calibrate(&tools, &monitor).map_err(|error| failure(&error))?;
+        if self.dry_run {
+            return self.tell(&prepared, &metric, session);
+        }
+        for line in told(&prepared.estimate, prepared.rounds_most(), self.time) {
+            progress.say(&line);
+        }
+        let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
+        let going = prepared.begin(&out, &tools, &monitor).map_err(|error| failure(&error))?;
+        self.measure(going, &out, &tools, &monitor, session)
+    }
+
+    fn request(&self) -> Result<Request, Failure> {
+        self.plan_comes_first()?;
+        let (plan, origin) = self.plan.read()?;
+        if self.on.is_empty() && self.device.is_empty() {
+            return Err(Failure::usage("say where images may be put: --on DIR or --device DEV"));
+        }
+        if let Some(lost) = self.erase.iter().find(|path| !self.device.contains(path)) {
+            let lost = lost.display();
+            return Err(Failure::usage(format!(
+                "--erase {lost}: name it with --device {lost} too"
+            )));
+        }
+        Ok(Request {
+            plan: plan.text,
+            origin,
+            quick: self.quick,
+            seed: self.seed.unwrap_or_else(random_seed),
+            rounds: self.rounds,
+            seconds: self.time,
+            // A run may go on from another folder.
+            folders: self.on.iter().map(|path| absolute(path)).collect(),
+            devices: self.device.clone(),
+        })
+    }
+
+    /// `--on` and `--device` take all names that follow, also a plan's.
+    fn plan_comes_first(&self) -> Result<(), Failure> {
+        let places = [("--on", &self.on), ("--device", &self.device), ("--erase", &self.erase)];
+        for (option, places) in places.into_iter().filter(|_| !self.plan.is_named()) {
+            let name = places.last().and_then(|path| path.to_str()).unwrap_or_default();
+            if lab::plan::Plan::named(name).is_ok() {
+                return Err(Failure::usage(format!(
+                    "{option} takes all names that follow it; the plan comes first: \
+                     vdkit lab run {name} {option} …"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn measure(
+        &self,
+        going: Going,
+        file: &Path,
+        tools: &Tools<'_>,
+        monitor: &Monitor<'_>,
+        session: &mut Session,
+    ) -> Outcome {
+        let estimate = going.estimate().clone();
+        let run = going.run(tools, monitor).map_err(|error| {
+            let failure = failure(&error);
+            match monitor.cancel.is_cancelled() {
+                true => Failure::Told(
+                    Exit::Interrupted,
+                    "interrupted; what was measured is kept".to_owned(),
+                    Some(format!("to go on: {}", self.resume_command(file))),
+                ),
+                false => failure,
+            }
+        })?;
+        let name = file.display().to_string();
+        if self.json.json {
+            session.out.json(&answer(
+                &run.plan,
+                &run.cells,
+                &estimate,
+                Some(&name),
+                run.warnings.len(),
+                Some(verdict(&run).told()),
+            ))?;
+        } else {
+            print(&run, &mut session.out)?;
+            session.out.line("")?;
+            for line in verdict(&run).lines() {
+                session.out.line(line)?;
+            }
+            session.out.line("")?;
+            session.out.line(format!("results: {name}"))?;
+        }
+        Ok(Exit::Done)
+    }
+
+    /// What goes on with this run. Devices are confirmed anew.
+    fn resume_command(&self, file: &Path) -> String {
+        let mut line = format!("vdkit lab run --resume {}", quoted(&file.display().to_string()));
+        for device in &self.erase {
+            line.push_str(&format!(" --erase {}", quoted(&device.display().to_string())));
+        }
+        line
+    }
+
+    fn tell(&self, prepared: &Prepared, plan: &lab::plan::Plan, session: &mut Session) -> Outcome {
+        if self.json.json {
+            let summary = plan.summary();
+            session.out.json(&answer(
+                &summary,
+                &prepared.cells,
+                &prepared.estimate,
+                None,
+                0,
+                None,
+            ))?;
+            return Ok(Exit::Done);
+        }
+        for cell in &prepared.cells {
+            session.out.line(&cell.key)?;
+        }
+        for line in told(&prepared.estimate, prepared.rounds_most(), self.time) {
+            session.out.line(line)?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+/// `90s`, `10m`, `2h`, in seconds.
+fn duration(text: &str) -> Result<u64, String> {
+    let units = [("s", 1), ("m", 60), ("h", 3600)];
+    let seconds = units.into_iter().find_map(|(unit, seconds)| {
+        text.strip_suffix(unit)?.parse::<u64>().ok()?.checked_mul(seconds)
+    });
+    seconds
+        .filter(|seconds| *seconds > 0)
+        .ok_or_else(|| "is not a time such as 90s, 10m or 2h".to_owned())
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+fn new_name(plan: &str) -> PathBuf {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
+    let time = time::utc(u32::try_from(now).unwrap_or(u32::MAX));
+    let digits: String = time.replace(' ', "-").replace(':', "");
+    format!("vdkit-lab-{plan}-{digits}.sqlite").into()
+}
+
+/// A time for people; of two, the first without its unit where they have the same.
+fn about(seconds: f64) -> (String, &'static str) {
+    match seconds {
+        short if short < 90.0 => (((short / 5.0).ceil().max(1.0) * 5.0).to_string(), "s"),
+        minutes if minutes < 600.0 => (((minutes / 30.0).round() / 2.0).to_string(), "min"),
+        long => ((long / 60.0).round().to_string(), "min"),
+    }
+}
+
+/// How long a run takes, with the rounds that it may add where it has not told.
+fn span(least: f64, most: f64) -> String {
+    match (about(least), about(most)) {
+        (from, to) if from == to => format!("about {} {}", from.0, from.1),
+        ((from, unit), (to, same)) if unit == same => format!("about {from} to {to} {unit}"),
+        ((from, unit), (to, other)) => format!("about {from} {unit} to {to} {other}"),
+    }
+}
+
+/// What a run will take, in a line; and what else is known beforehand, a line each. `most` is how many
+/// rounds may be measured, `given` the time that the user gave for them.
+fn told(estimate: &Estimate, most: u32, given: Option<u64>) -> Vec<String> {
+    let space: Vec<String> = estimate
+        .space
+        .iter()
+        .map(|(name, needed, free)| {
+            format!("{} of {} free on {name}", bytes_short(*needed), bytes_short(*free))
+        })
+        .collect();
+    let space = if space.is_empty() { "no space".to_owned() } else { space.join(", ") };
+    let (cells, rounds) = (estimate.cells, estimate.rounds);
+    let longest = match given {
+        Some(given) => estimate.seconds.max(given as f64),
+        None => estimate.seconds_of(most),
+    };
+    let time = span(estimate.seconds, longest);
+    let rounds = match (most > rounds, given) {
+        (true, None) => format!("{rounds}, up to {most} where these do not tell"),
+        (true, Some(_)) => format!("{rounds}, more where these do not tell"),
+        (false, _) => rounds.to_string(),
+    };
+    let mut lines = vec![format!("{cells} cells, rounds: {rounds}; {time}; needs {space}")];
+    lines.extend(estimate.told.iter().cloned());
+    lines
+}
+
+fn state(outcome: &CellOutcome) -> (&'static str, Option<&str>) {
+    match outcome {
+        CellOutcome::Pending => ("pending", None),
+        CellOutcome::Measured => ("measured", None),
+        CellOutcome::Skipped(reason) => ("skipped", Some(reason)),
+        CellOutcome::Failed(reason) => ("failed", Some(reason)),
+    }
+}
+
+fn answer<'a>(
+    plan: &'a model::PlanSummary,
+    cells: &'a [Cell],
+    estimate: &'a Estimate,
+    filename: Option<&'a str>,
+    warnings: usize,
+    verdict: Option<Told>,
+) -> RunAnswer<'a> {
+    let cell = |cell: &'a Cell| {
+        let (state, reason) = state(&cell.outcome);
+        CellAnswer { key: &cell.key, state, reason, values: cell.values(&plan.metric) }
+    };
+    RunAnswer {
+        filename,
+        plan: &plan.name,
+        metric: &plan.metric,
+        rounds: estimate.rounds,
+        cells: cells.iter().map(cell).collect(),
+        estimated_seconds: estimate.seconds,
+        beforehand: &estimate.told,
+        warnings,
+        verdict,
+    }
+}
+
+/// The middle of some numbers.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => None,
+        n if n % 2 == 1 => Some(values[middle]),
+        _ => Some((values[middle - 1] + values[middle]) / 2.0),
+    }
+}
+
+/// A number of a metric for people.
+fn shown(value: f64, metric: &Metric) -> String {
+    match metric.unit {
+        "B/s" => format!("{:.1} MB/s", value / 1e6),
+        "ns" => format!("{:.1} µs", value / 1e3),
+        "s" => format!("{value:.3} s"),
+        unit => format!("{value:.1} {unit}").trim_end().to_owned(),
+    }
+}
+
+/// More warnings are not printed.
+const WARNINGS: usize = 5;
+
+/// A table: a line a cell, and why cells were not measured.
+fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
+    let metric = model::metric(&run.plan.metric);
+    let title = format!(">{}", metric.map_or("", |metric| metric.title));
+    let mut heads: Vec<&str> = run.plan.axes.iter().map(String::as_str).collect();
+    heads.extend([title.as_str(), "outcome"]);
+    let mut table = Table::new(&heads);
+    for cell in &run.cells {
+        let axes = run.plan.axes.iter().map(|axis| cell.axis(axis).unwrap_or_default().to_owned());
+        let value = median(cell.values(&run.plan.metric)).zip(metric);
+        let value = value.map_or_else(|| "-".to_owned(), |(value, metric)| shown(value, metric));
+        let (state, reason) = state(&cell.outcome);
+        let reason = reason.and_then(|reason| reason.lines().next()).unwrap_or_default();
+        let told = if reason.is_empty() { state.to_owned() } else { format!("{state}: {reason}") };
+        table.row(axes.chain([value, told]).collect::<Vec<_>>());
+    }
+    table.print(out, 0)?;
+    for warning in run.warnings.iter().take(WARNINGS) {
+        out.line(format!("warning: {}", warning.text))?;
+    }
+    if let Some(more @ 1..) = run.warnings.len().checked_sub(WARNINGS) {
+        out.line(format!("and {more} more warnings, which the results hold"))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounds_that_may_be_added_are_in_the_time() {
+        let estimate = Estimate {
+            cells: 2,
+            rounds: 3,
+            seconds: 66.0,
+            each: vec![10.0, 12.0],
+            ..Estimate::default()
+        };
+        let line = |most, given| told(&estimate, most, given).remove(0);
+        assert_eq!(line(3, None), "2 cells, rounds: 3; about 70 s; needs no space");
+        assert_eq!(
+            line(6, None),
+            "2 cells, rounds: 3, up to 6 where these do not tell; about 70 s to 2 min; needs no space"
+        );
+        let given = line(1000, Some(3600));
+        assert!(given.contains("more where these do not tell; about 70 s to 60 min;"), "{given}");
+        assert_eq!(span(120.0, 240.0), "about 2 to 4 min");
+        assert_eq!(span(150.0, 700.0), "about 2.5 to 12 min");
+    }
+}

@@ -1,0 +1,185 @@
+//! `vdkit lab list` and `vdkit lab show`: plans.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+use serde::Serialize;
+use vdkit_lab::axes;
+use vdkit_lab::plan::{self, Effort, Plan};
+
+use super::failure;
+use crate::arguments::Json;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::output::{Table, bytes_short};
+use crate::session::Session;
+
+/// Arguments of `vdkit lab list`.
+#[derive(Args, Debug)]
+pub struct ListArgs {
+    #[command(flatten)]
+    json: Json,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Listed {
+    name: String,
+    title: String,
+    question: String,
+}
+
+impl ListArgs {
+    pub(super) fn run(self, session: &mut Session) -> Outcome {
+        let plans = plan::built_in().map_err(|error| failure(&error))?;
+        if self.json.json {
+            let list = plans.into_iter().map(|plan| Listed {
+                name: plan.name,
+                title: plan.title,
+                question: plan.question,
+            });
+            session.out.json(&list.collect::<Vec<_>>())?;
+            return Ok(Exit::Done);
+        }
+        let mut table = Table::new(&["plan", "question"]);
+        for plan in plans {
+            table.row([plan.name, plan.question]);
+        }
+        table.print(&mut session.out, 0)?;
+        Ok(Exit::Done)
+    }
+}
+
+/// A plan that comes with vdkit, or one from a file.
+#[derive(Args, Clone, Debug)]
+pub struct PlanChoice {
+    /// A plan that comes with vdkit
+    #[arg(value_name = "PLAN", conflicts_with = "file")]
+    name: Option<String>,
+    /// A plan of your own, in TOML
+    #[arg(long = "plan", value_name = "FILE", id = "file", value_hint = ValueHint::FilePath)]
+    file: Option<PathBuf>,
+}
+
+impl PlanChoice {
+    /// Whether there is a name or a file.
+    pub fn is_named(&self) -> bool {
+        self.name.is_some() || self.file.is_some()
+    }
+
+    /// The plan, and where its text is from.
+    ///
+    /// # Errors
+    /// There is none of that name, or the text is no plan.
+    pub fn read(&self) -> Result<(Plan, String), Failure> {
+        let usage = |error: &vdkit_lab::Error| Failure::usage(format!("{error:#}"));
+        match (&self.file, &self.name) {
+            (Some(path), _) => {
+                let plan = Plan::read(path).map_err(|error| usage(&error))?;
+                Ok((plan, path.display().to_string()))
+            }
+            (None, Some(name)) => {
+                Ok((Plan::named(name).map_err(|error| usage(&error))?, format!("{name}.toml")))
+            }
+            (None, None) => Err(Failure::usage("name a plan; 'vdkit lab list' lists them")),
+        }
+    }
+}
+
+/// Arguments of `vdkit lab show`.
+#[derive(Args, Debug)]
+pub struct ShowArgs {
+    #[command(flatten)]
+    plan: PlanChoice,
+    #[command(flatten)]
+    json: Json,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Shown<'a> {
+    name: &'a str,
+    title: &'a str,
+    question: &'a str,
+    metric: &'a str,
+    axes: Vec<ShownAxis<'a>>,
+    full: ShownEffort,
+    quick: ShownEffort,
+    published: usize,
+    text: &'a str,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct ShownAxis<'a> {
+    name: &'a str,
+    values: &'a [String],
+    quick: &'a [String],
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct ShownEffort {
+    rounds: u32,
+    seconds: f64,
+    disk: u64,
+    bytes: u64,
+}
+
+impl From<Effort> for ShownEffort {
+    fn from(effort: Effort) -> Self {
+        let Effort { rounds, seconds, disk, bytes } = effort;
+        Self { rounds, seconds, disk, bytes }
+    }
+}
+
+impl ShowArgs {
+    pub(super) fn run(self, session: &mut Session) -> Outcome {
+        let (plan, _) = self.plan.read()?;
+        if self.json.json {
+            session.out.json(&Shown {
+                name: &plan.name,
+                title: &plan.title,
+                question: &plan.question,
+                metric: &plan.metric,
+                axes: plan
+                    .axes
+                    .iter()
+                    .map(|axis| ShownAxis {
+                        name: &axis.name,
+                        values: &axis.values,
+                        quick: &axis.quick,
+                    })
+                    .collect(),
+                full: plan.full.into(),
+                quick: plan.quick.into(),
+                published: plan.published.len(),
+                text: &plan.text,
+            })?;
+            return Ok(Exit::Done);
+        }
+        session.out.line(format!("{}: {}", plan.name, plan.title))?;
+        session.out.line(&plan.question)?;
+        session.out.line("")?;
+        let mut table = Table::new(&["axis", "value", "", "meaning"]);
+        for axis in &plan.axes {
+            for (i, value) in axis.values.iter().enumerate() {
+                let quick = if axis.quick.contains(value) { "quick" } else { "" };
+                let about = axes::about_value(&axis.name, value).unwrap_or_default();
+                let name = if i == 0 { axis.name.as_str() } else { "" };
+                table.row([name.to_owned(), value.clone(), quick.to_owned(), about.to_owned()]);
+            }
+        }
+        table.print(&mut session.out, 0)?;
+        session.out.line("")?;
+        for (name, effort) in [("full", plan.full), ("quick", plan.quick)] {
+            session.out.line(format!(
+                "{name}: rounds {}, loads of {} s, disk {}, files and jobs {}",
+                effort.rounds,
+                effort.seconds,
+                bytes_short(effort.disk),
+                bytes_short(effort.bytes)
+            ))?;
+        }
+        Ok(Exit::Done)
+    }
+}

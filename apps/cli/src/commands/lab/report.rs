@@ -1,0 +1,95 @@
+//! `vdkit lab report`: a run as one HTML file.
+
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueHint};
+use vdkit_lab::{report, store::Store, verdict::verdict};
+
+use super::failure;
+use crate::failure::{Exit, Failure, Outcome};
+use crate::session::Session;
+
+/// Arguments of `vdkit lab report`.
+#[derive(Args, Debug)]
+pub struct ReportArgs {
+    /// The run's file
+    #[arg(value_name = "RUN", value_hint = ValueHint::FilePath)]
+    run: PathBuf,
+    /// Where the report goes; `-` is standard output. Without it: RUN's name, ending in .html
+    #[arg(short = 'o', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
+    /// Answer with the verdict as JSON, and make no page
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
+}
+
+/// How a report begins; by that an older one is known, which may be replaced.
+const MARK: &str = "name=\"generator\" content=\"vdkit ";
+/// Where the mark is, at the latest.
+const MARK_WITHIN: u64 = 4096;
+
+impl ReportArgs {
+    /// Makes the report.
+    ///
+    /// # Errors
+    /// The run cannot be read, or the file not written; it exists and is no report.
+    pub fn run(self, session: &mut Session) -> Outcome {
+        let run = Store::load(&self.run).map_err(|error| failure(&error))?;
+        if self.json {
+            session.out.json(&verdict(&run).told())?;
+            return Ok(Exit::Done);
+        }
+        let page = report::html(&run);
+        let target = self.output.unwrap_or_else(|| self.run.with_extension("html"));
+        if target.as_os_str() == "-" {
+            session.out.bytes(page.as_bytes())?;
+            return Ok(Exit::Done);
+        }
+        if !replaceable(&target) {
+            return Err(Failure::failed(format!(
+                "{}: is there and is no report",
+                target.display()
+            ))
+            .hint("name another file with --output"));
+        }
+        write(&target, page.as_bytes()).map_err(|error| failed(&target, &error))?;
+        session.out.line(target.display().to_string())?;
+        Ok(Exit::Done)
+    }
+}
+
+/// Nothing is there, or an older report.
+fn replaceable(target: &Path) -> bool {
+    let file = match File::open(target) {
+        Ok(file) => file,
+        Err(error) => return error.kind() == ErrorKind::NotFound,
+    };
+    let mut begin = Vec::new();
+    let read = file.take(MARK_WITHIN).read_to_end(&mut begin);
+    read.is_ok() && String::from_utf8_lossy(&begin).contains(MARK)
+}
+
+/// Beside the target first, so that no half of a report is ever there.
+fn write(target: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut name = target.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}.part", std::process::id()));
+    let part = target.with_file_name(name);
+    let made = File::create_new(&part)
+        .and_then(|mut file| file.write_all(bytes))
+        .and_then(|()| std::fs::rename(&part, target));
+    if made.is_err() {
+        // Nothing half-made stays.
+        let _ = std::fs::remove_file(&part);
+    }
+    made
+}
+
+fn failed(target: &Path, error: &io::Error) -> Failure {
+    let message = format!("{}: {error}", target.display());
+    match error.kind() {
+        ErrorKind::StorageFull => Failure::Told(Exit::NoSpace, message, None),
+        _ => Failure::failed(message),
+    }
+}

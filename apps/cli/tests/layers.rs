@@ -1,0 +1,179 @@
+//! Imports go downward only, and the folders are the floors.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+/// The floors from the ground up: a crate may import crates of lower floors. On a floor that lists several rows, it may
+/// import those of the rows before its own too.
+const FLOORS: &[(&str, &[&[&str]])] = &[
+    ("engine", &[&["vdkit-block"], &["vdkit-meta"], &["vdkit-storage"], &["vdkit-chain"]]),
+    (
+        "formats",
+        &[
+            &["vdkit-luks", "vdkit-blockmap"],
+            &[
+                "vdkit-raw",
+                "vdkit-qcow2",
+                "vdkit-vdi",
+                "vdkit-vhd",
+                "vdkit-vhdx",
+                "vdkit-vmdk",
+                "vdkit-legacy",
+            ],
+        ],
+    ),
+    ("sources", &[&["vdkit-stream"], &["vdkit-ova"]]),
+    ("jobs", &[&["vdkit-jobs"]]),
+    (
+        "serve",
+        &[&["vdkit-export"], &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"]],
+    ),
+    ("vdkit", &[&["vdkit"]]),
+    ("apps", &[&["vdkit-lab"], &["vdkit-cli"]]),
+];
+
+/// Formats know storages only as the trait that they are handed. A format imports the contract, the engine of metadata,
+/// and what formats share.
+const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-meta", "vdkit-luks", "vdkit-blockmap"];
+
+/// Kept for tests and benchmarks: any crate may have these as dev-dependencies.
+const FOR_TESTS: &[&str] = &["vdkit-testkit", "vdkit-supervisor", "vdkit-bench"];
+
+/// Boots Linux: for tests, and for the lab, which measures guests.
+const GUEST: &str = "vdkit-guest";
+
+/// What `vdkit`, which other programs import, must not bring along.
+const NOT_IN_THE_FACADE: &[&str] =
+    &["vdkit-lab", "rusqlite", "maud", "clap", "anyhow", "vdkit-guest", "vdkit-testkit"];
+
+/// The floor and the row on it.
+fn place(name: &str) -> Option<(usize, usize)> {
+    FLOORS.iter().enumerate().find_map(|(floor, (_, rows))| {
+        rows.iter().position(|row| row.contains(&name)).map(|row| (floor, row))
+    })
+}
+
+/// The folder in which the crate lies.
+fn folder(name: &str) -> Option<&'static str> {
+    if FOR_TESTS.contains(&name) || name == GUEST {
+        return Some("dev");
+    }
+    place(name).map(|(floor, _)| FLOORS[floor].0)
+}
+
+/// Whether `from` may import `to`, and if not why.
+fn judge(from: &str, to: &str, kind: Option<&str>) -> Result<(), String> {
+    if kind == Some("dev") || FOR_TESTS.contains(&from) {
+        // Tests may import downward and sideways, and the tools for tests.
+        return Ok(());
+    }
+    if FOR_TESTS.contains(&to) {
+        return Err(format!("{from} imports {to} outside its tests"));
+    }
+    if to == GUEST {
+        return if from == "vdkit-lab" { Ok(()) } else { Err(format!("{from} imports {to}")) };
+    }
+    let (Some(upper), Some(lower)) = (place(from), place(to)) else {
+        return Err(format!("{from} or {to} has no place on the floors of this test"));
+    };
+    if FLOORS[upper.0].0 == "formats" && !WITHIN_FORMATS.contains(&to) {
+        return Err(format!(
+            "the format {from} imports {to}; a format imports {WITHIN_FORMATS:?} alone"
+        ));
+    }
+    if lower < upper { Ok(()) } else { Err(format!("{from} imports {to}, which is not below it")) }
+}
+
+fn cargo(arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO"))
+        .args(arguments)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn packages() -> Vec<Value> {
+    let metadata = cargo(&["metadata", "--format-version", "1", "--no-deps", "--offline"]);
+    let metadata: Value = serde_json::from_str(&metadata).unwrap();
+    metadata["packages"].as_array().unwrap().clone()
+}
+
+#[test]
+fn imports_go_downward_only() {
+    let packages = packages();
+    let names: Vec<&str> = packages.iter().map(|p| p["name"].as_str().unwrap()).collect();
+    let mut edges = 0;
+    let mut faults = Vec::new();
+    for package in &packages {
+        let from = package["name"].as_str().unwrap();
+        for dependency in package["dependencies"].as_array().unwrap() {
+            let to = dependency["name"].as_str().unwrap();
+            if names.contains(&to) {
+                edges += 1;
+                faults.extend(judge(from, to, dependency["kind"].as_str()).err());
+            }
+        }
+    }
+    assert!(edges >= 100, "only {edges} edges were seen in the house");
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+#[test]
+fn each_crate_lies_in_the_folder_of_its_floor() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+    for package in packages() {
+        let name = package["name"].as_str().unwrap();
+        let manifest = Path::new(package["manifest_path"].as_str().unwrap());
+        let found = manifest.strip_prefix(&root).unwrap().iter().next().unwrap();
+        assert_eq!(Some(found.to_str().unwrap()), folder(name), "{name}");
+    }
+}
+
+/// Who embeds vdkit builds no SQLite, no HTML and no command line.
+#[test]
+fn the_facade_brings_no_lab_along() {
+    let tree = cargo(&[
+        "tree",
+        "--package",
+        "vdkit",
+        "--edges",
+        "normal,build",
+        "--prefix",
+        "none",
+        "--offline",
+    ]);
+    let crates: Vec<&str> = tree.lines().filter_map(|line| line.split(' ').next()).collect();
+    assert!(crates.contains(&"vdkit-qcow2"), "{tree}");
+    for unwanted in NOT_IN_THE_FACADE {
+        assert!(!crates.contains(unwanted), "vdkit imports {unwanted}");
+    }
+}
+
+#[test]
+fn upward_and_sideways_edges_are_seen() {
+    for (from, to, allowed) in [
+        ("vdkit-jobs", "vdkit-block", true),
+        ("vdkit-block", "vdkit-storage", false),
+        ("vdkit-qcow2", "vdkit-storage", false),
+        ("vdkit-qcow2", "vdkit-luks", true),
+        ("vdkit-luks", "vdkit-qcow2", false),
+        ("vdkit-luks", "vdkit-storage", false),
+        ("vdkit-storage", "vdkit-raw", false),
+        ("vdkit-chain", "vdkit-jobs", false),
+        ("vdkit-cli", "vdkit-testkit", false),
+        ("vdkit-jobs", "vdkit-supervisor", false),
+        ("vdkit-bench", "vdkit-supervisor", true),
+        ("vdkit-cli", "vdkit-lab", true),
+        ("vdkit", "vdkit-lab", false),
+        ("vdkit-lab", "vdkit-guest", true),
+        ("vdkit-jobs", "vdkit-guest", false),
+        ("vdkit-cli", "vdkit-unheard-of", false),
+    ] {
+        assert_eq!(judge(from, to, None).is_ok(), allowed, "{from} to {to}");
+    }
+    assert!(judge("vdkit-qcow2", "vdkit-storage", Some("dev")).is_ok());
+}

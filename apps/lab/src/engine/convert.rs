@@ -1,0 +1,42 @@
+//! A whole disk to nothing: what a conversion has to read, without what it would write.
+
+use crate::error::Result;
+
+use super::{Bench, values};
+use crate::layout::{self, Content};
+use crate::model::Sample;
+use crate::peers::{need, skip};
+use crate::process::Line;
+
+pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
+    let (layout, bytes) = (bench.layout()?, bench.disk_bytes()?);
+    let content = bench.content(false);
+    if layout.options.contains("preallocation=") && content == Content::Full {
+        return skip("the disk is all written: how it was allocated before makes no difference");
+    }
+    let image = layout::make(bench, layout, bytes, content)?;
+    if image.shown_bytes != bytes {
+        return skip("a conversion of a raw device reads all of it, which is more than the disk");
+    }
+    let line = match bench.axis("tool") {
+        Some("qemu-img") => Line::new(need("qemu-img")?)
+            .args(["convert", "-n", "-f", image.format])
+            .arg(&image.path)
+            .arg("--target-image-opts")
+            .arg(format!("driver=null-co,size={bytes}")),
+        Some("library") => return skip("'convert' is a command: tool vdkit or qemu-img"),
+        _ => bench.vdkit(&["convert", "-f", image.format]).arg(&image.path).arg("null:"),
+    };
+    // Warm, as in the published table; written back, so that nothing else is going on.
+    super::sync(&image.files)?;
+    let ended = bench.run(&line.timed())?;
+    let seconds = ended.elapsed.as_secs_f64();
+    let mut values = values([
+        ("elapsed_seconds", seconds),
+        ("bytes_per_second", bytes as f64 / seconds.max(1e-9)),
+    ]);
+    if let Some(bytes) = layout::host_bytes(&image) {
+        values.insert("host_bytes".to_owned(), bytes as f64);
+    }
+    Ok(Sample { values, ..Sample::default() })
+}

@@ -1,0 +1,358 @@
+//! The file system beneath the image fills while a client writes, and has room again later.
+//!
+//! A small ext4 file system holds the image and a ballast file. Once it is full, the lab waits, then
+//! removes the ballast. A server that lets its clients wait comes through: all writes are done and the
+//! image is sound. One that reports errors does not; a guest would have remounted its disk read-only.
+//! Fronts `guest-…` have a real guest write, and count what its kernel complains of. QEMU may stop the
+//! whole guest instead of telling it; then it is told to go on once there is room.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::error::{Context, Result, bail};
+use serde_json::Value;
+
+use super::{Bench, values};
+use crate::fio::Disk;
+use crate::front::qmp::{self, Machine};
+use crate::front::{self, Booted, Target};
+use crate::layout::{self, Content, Image};
+use crate::model::Sample;
+use crate::peers::{find, need, need_root, skip};
+use crate::place::attach::{Attached, Mounted};
+use crate::place::{Place, free_bytes};
+use crate::process::{Line, Running};
+
+/// Size of the small file system.
+pub const POOL_BYTES: u64 = 128 << 20;
+/// What the client writes.
+const WRITE_BYTES: u64 = 64 << 20;
+/// Room that is left for the image before the ballast goes.
+const ROOM_BYTES: u64 = 24 << 20;
+/// How long the file system stays full.
+const FULL: Duration = Duration::from_secs(3);
+/// Space that does not become less for so long is what the server can make no use of.
+const STANDS: Duration = Duration::from_secs(2);
+/// So much is surely a client's write, and no file system's own.
+const WRITTEN_BYTES_MIN: u64 = 4 << 20;
+/// How long the client may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a guest may take beside: an emulated processor boots slowly.
+const BOOT: Duration = Duration::from_secs(180);
+/// How often QEMU is asked whether it has stopped the guest.
+const ASK: Duration = Duration::from_millis(500);
+
+/// How long a round takes beside its commands, about: until the pool is seen to be full, until it has
+/// room again, and the rest of the writes.
+pub const SECONDS: f64 = 6.5;
+
+pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
+    need_root("a small file system that fills")?;
+    let fio = need("fio")?;
+    let pool = bench.folder.join("pool.img");
+    std::fs::File::create(&pool)?.set_len(POOL_BYTES)?;
+    let line =
+        Line::new(find("mkfs.ext4").context("mkfs.ext4")?).args(["-q", "-F", "-m", "0"]).arg(&pool);
+    bench.run(&line)?;
+    let attached = Attached::new(bench, &pool)?;
+    let at = bench.folder.join("pool");
+    std::fs::create_dir_all(&at)?;
+    let device = attached.path().to_owned();
+    let mounted = Mounted::new(bench, &device, &at)?;
+    let outcome = within(bench, &fio, &at);
+    mounted.end(bench)?;
+    attached.end(bench)?;
+    outcome
+}
+
+fn within(bench: &mut Bench<'_>, fio: &Path, pool: &std::path::Path) -> Result<Sample> {
+    let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
+    // The image is beside the ballast, sockets and results are not.
+    let place = Place::scratch(pool, &bench.place.info);
+    let image = {
+        let mut inner = Bench {
+            command: bench.command.clone(),
+            registry: bench.registry,
+            cancel: bench.cancel.clone(),
+            effort: bench.effort,
+            seed: bench.seed,
+            place: &place,
+            folder: pool.to_owned(),
+            axes: bench.axes,
+            commands: Vec::new(),
+            notes: Vec::new(),
+            references: &mut *bench.references,
+        };
+        let image = layout::make(&mut inner, layout, 2 * WRITE_BYTES, Content::Nothing)?;
+        let commands = std::mem::take(&mut inner.commands);
+        bench.commands.extend(commands);
+        image
+    };
+    let ballast = pool.join("ballast");
+    let file = std::fs::File::create(&ballast)?;
+    let fill = free_bytes(pool)?.saturating_sub(ROOM_BYTES);
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, fill)
+        .context("ballast")?;
+    drop(file);
+    let served = front::start(bench, front, &image, cache)?;
+    let began = Instant::now();
+    let mut writer = Writer::start(bench, fio, &served.target)?;
+    let (told, waited) = watch(bench, &mut writer, pool, &ballast)?;
+    let heard = match told {
+        true => writer.heard(bench)?,
+        false => Heard { failed: true, elapsed: began.elapsed(), ..Heard::default() },
+    };
+    let _ = std::fs::remove_file(&ballast);
+    served.end();
+    let sound = sound(bench, &image)?;
+    Ok(conclude(bench, heard, waited, sound, front.daemons()))
+}
+
+/// Waits for the client's end. Once the file system has been full for a while the ballast goes, and
+/// who stopped the client is told to go on. Gives whether the client came to its end, and for how long
+/// there was no room.
+fn watch(
+    bench: &mut Bench<'_>,
+    writer: &mut Writer,
+    pool: &Path,
+    ballast: &Path,
+) -> Result<(bool, Duration)> {
+    let (began, room) = (Instant::now(), free_bytes(pool)?);
+    let patience = PATIENCE + writer.boots();
+    let (mut full_since, mut freed): (Option<Instant>, Option<Instant>) = (None, None);
+    let mut last = (room, began);
+    let over = |since: Option<Instant>, freed: Option<Instant>| {
+        since.map(|since| freed.unwrap_or_else(Instant::now) - since).unwrap_or_default()
+    };
+    while !writer.wait(Duration::from_millis(20))? {
+        bench.cancel.check()?;
+        if began.elapsed() > patience {
+            writer.end();
+            bench.note("the client did not come to its end");
+            return Ok((false, over(full_since, freed)));
+        }
+        let free = free_bytes(pool)?;
+        if free != last.0 {
+            last = (free, Instant::now());
+        }
+        // The last blocks may not be enough for what the server wants at once. (A guest writes
+        // nothing until it has booted.)
+        let stands = free + WRITTEN_BYTES_MIN < room && last.1.elapsed() > STANDS;
+        if full_since.is_none() && (free < 1 << 20 || stands) {
+            full_since = Some(last.1);
+        }
+        if freed.is_none() && full_since.is_some_and(|since| since.elapsed() > FULL) {
+            std::fs::remove_file(ballast)?;
+            freed = Some(Instant::now());
+            bench.commands.push("# the ballast is removed: there is room again".to_owned());
+        }
+        if freed.is_some() {
+            writer.go_on(bench)?;
+        }
+    }
+    Ok((true, over(full_since, freed)))
+}
+
+/// Who writes.
+enum Writer {
+    /// fio on this host.
+    Host(Running),
+    /// fio in a guest.
+    Guest { booted: Box<Booted>, stops: u32, asked: Instant },
+}
+
+/// What a client has seen.
+#[derive(Debug, Default)]
+struct Heard {
+    /// What fio says.
+    fio: Value,
+    /// fio has failed.
+    failed: bool,
+    /// Errors that were counted: a guest's kernel tells of each request.
+    errors: u64,
+    /// How often the whole guest was stopped.
+    stops: u32,
+    elapsed: Duration,
+}
+
+/// What stands on the other serial port between fio's answer and the rest.
+const MARK: &str = "=== kernel ===";
+
+impl Writer {
+    fn start(bench: &mut Bench<'_>, fio: &Path, target: &Target) -> Result<Self> {
+        let disk = Disk::of(target);
+        let disk = match disk {
+            Some(disk) => disk,
+            None => return skip("fio cannot open this: fronts nbd…, fuse…, file or guest…"),
+        };
+        let Target::Guest(guest) = target else {
+            let line = arguments(Line::new(fio), &disk).within(&bench.folder);
+            return Ok(Self::Host(bench.start(&line)?));
+        };
+        let line = arguments(Line::new("fio"), &disk).text();
+        // A kernel's word for a request that failed is "I/O error, dev vda" or its like.
+        let script = format!(
+            "{line} > /tmp/out.json 2>/tmp/errors; code=$?\n\
+             (cat /tmp/out.json; echo; echo '{MARK}'; echo $code; \
+             dmesg | grep -c ' error, dev ') > $OUT\nexit 0"
+        );
+        let booted = guest.boot(bench, &script)?;
+        Ok(Self::Guest { booted: Box::new(booted), stops: 0, asked: Instant::now() })
+    }
+
+    fn wait(&mut self, most: Duration) -> Result<bool> {
+        match self {
+            Self::Host(running) => running.wait(most),
+            Self::Guest { booted, .. } => booted.wait(most),
+        }
+    }
+
+    /// How long it may take beside its writes.
+    fn boots(&self) -> Duration {
+        match self {
+            Self::Host(_) => Duration::ZERO,
+            Self::Guest { .. } => BOOT,
+        }
+    }
+
+    fn end(&mut self) {
+        if let Self::Host(running) = self {
+            running.end();
+        }
+    }
+
+    /// Lets a guest go on that QEMU has stopped: what an administrator does, or libvirt for him.
+    fn go_on(&mut self, bench: &mut Bench<'_>) -> Result<()> {
+        let Self::Guest { booted, stops, asked } = self else { return Ok(()) };
+        if asked.elapsed() < ASK {
+            return Ok(());
+        }
+        *asked = Instant::now();
+        // It may end at any moment.
+        let Ok(mut machine) = Machine::connect(&booted.monitor) else { return Ok(()) };
+        if machine.status().is_ok_and(|status| status == qmp::STOPPED) {
+            *stops += 1;
+            bench.commands.push("# to QEMU: {\"execute\": \"cont\"}".to_owned());
+            machine.go_on()?;
+        }
+        Ok(())
+    }
+
+    /// What it has seen. It must have ended.
+    fn heard(self, bench: &mut Bench<'_>) -> Result<Heard> {
+        let (booted, stops) = match self {
+            Self::Host(mut running) => {
+                let ended = running.ended()?;
+                let fio = parsed(&ended.stdout);
+                let failed = !ended.status.success() || told_of_error(&fio);
+                let errors = u64::from(failed);
+                return Ok(Heard { fio, failed, errors, stops: 0, elapsed: ended.elapsed });
+            }
+            Self::Guest { booted, stops, .. } => (booted, stops),
+        };
+        let said = booted.said()?;
+        if said.emulated {
+            bench.note("the guest's processor was emulated (TCG): no KVM here");
+        }
+        let (json, rest) =
+            said.results.split_once(MARK).context("the guest has told no results")?;
+        let mut numbers = rest.split_whitespace().map(str::parse::<u64>);
+        let (Some(Ok(code)), Some(Ok(errors))) = (numbers.next(), numbers.next()) else {
+            bail!("the guest has told no results: {rest}");
+        };
+        let fio = parsed(json);
+        let seconds = fio["jobs"][0]["elapsed"].as_u64().unwrap_or(0);
+        let failed = code != 0 || told_of_error(&fio);
+        Ok(Heard { fio, failed, errors, stops, elapsed: Duration::from_secs(seconds) })
+    }
+}
+
+fn parsed(text: &str) -> Value {
+    let text = text.find('{').map_or("null", |from| &text[from..]);
+    serde_json::from_str(text).unwrap_or_default()
+}
+
+fn told_of_error(fio: &Value) -> bool {
+    fio["jobs"][0]["error"].as_u64() != Some(0)
+}
+
+/// Writes in order, with a sync at the end.
+fn arguments(fio: Line, disk: &Disk) -> Line {
+    let line = fio.args(["--output-format=json", "--name=client"]);
+    let line = match disk {
+        Disk::Nbd(uri) => line.args(["--ioengine=nbd", &format!("--uri={uri}")]),
+        Disk::File { path, direct, .. } => line
+            .arg(format!("--filename={}", path.replace(':', "\\:")))
+            .args(["--ioengine=libaio", &format!("--direct={}", u8::from(*direct))]),
+    };
+    line.args(["--rw=write", "--bs=64k", "--iodepth=4", "--end_fsync=1"])
+        .arg(format!("--size={WRITE_BYTES}"))
+}
+
+/// Whether a check finds the image undamaged: leaks are no damage.
+fn sound(bench: &mut Bench<'_>, image: &Image) -> Result<bool> {
+    if image.format == "raw" {
+        return Ok(true);
+    }
+    let line = bench.vdkit(&["check", "-f", image.format]).arg(&image.path);
+    bench.commands.push(line.text());
+    let ended = line.run_any(&bench.cancel)?;
+    match ended.status.code() {
+        Some(0 | 3) => Ok(true),
+        Some(4) => Ok(false),
+        _ => bail!("{}: {}{}", line.text(), ended.status, ended.complaint()),
+    }
+}
+
+fn conclude(
+    bench: &mut Bench<'_>,
+    heard: Heard,
+    waited: Duration,
+    sound: bool,
+    daemons: u32,
+) -> Sample {
+    let written = heard.fio["jobs"][0]["write"]["io_bytes"].as_u64().unwrap_or(0);
+    let complete = !heard.failed && written == WRITE_BYTES;
+    if waited.is_zero() {
+        bench.note(if heard.failed {
+            "the client was told of an error before the file system was seen to be full"
+        } else {
+            "the file system was never seen to be full"
+        });
+    }
+    let told = match (heard.failed, sound, heard.stops) {
+        (false, true, 0) => "paused, and went on when there was room".to_owned(),
+        (false, true, _) => "the whole guest was stopped; it saw no error, and went on when there \
+                             was room and QEMU was told so (cont)"
+            .to_owned(),
+        (true, true, _) => {
+            format!("broke: the client got errors ({}); the image is sound", heard.errors)
+        }
+        (_, false, _) => "broke: the image is damaged".to_owned(),
+    };
+    bench.note(&told);
+    let all = values([
+        ("survived", f64::from(u8::from(complete && sound))),
+        ("io_errors", heard.errors as f64),
+        ("machine_stops", f64::from(heard.stops)),
+        ("daemons", f64::from(daemons)),
+        ("stalled_seconds", waited.as_secs_f64()),
+        ("elapsed_seconds", heard.elapsed.as_secs_f64()),
+    ]);
+    let raw = (!heard.fio.is_null()).then_some(heard.fio);
+    Sample { values: all, raw, ..Sample::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_without_an_end_is_an_error() {
+        let ok = parsed("fio: hint\n{\"jobs\": [{\"error\": 0}]}");
+        assert!(!told_of_error(&ok));
+        for text in ["", "{\"jobs\": [{\"error\": 28}]}", "{\"jobs\": ["] {
+            assert!(told_of_error(&parsed(text)), "{text}");
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Opening an image nobody has looked at for long, and reading a little from its middle.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crate::error::{Result, bail};
+use vdkit_block::GuestOffset;
+use vdkit_chain::{Disk, OpenOptions};
+
+use super::{Bench, drop_caches, values};
+use crate::environment::block::Counts;
+use crate::layout::{self, Image};
+use crate::model::Sample;
+use crate::peers::need;
+use crate::process::{IoCounts, Line};
+
+/// Bytes of the first read.
+const FIRST: u64 = 4 << 10;
+
+pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
+    let (layout, bytes, count) = (bench.layout()?, bench.disk_bytes()?, bench.images());
+    let content = bench.content(false);
+    let images = (0..count)
+        .map(|i| layout::make_named(bench, layout, bytes, content, &format!("disk{i}")))
+        .collect::<Result<Vec<_>>>()?;
+    let files: Vec<PathBuf> = images.iter().flat_map(|image| image.files.clone()).collect();
+    drop_caches(&files)?;
+    measure(bench, &images, bytes / 2 / FIRST * FIRST, FIRST)
+}
+
+/// Opens all images at once and reads from each.
+pub(super) fn measure(
+    bench: &mut Bench<'_>,
+    images: &[Image],
+    at: u64,
+    len: u64,
+) -> Result<Sample> {
+    let before = Counts::of(&bench.place.info);
+    let (elapsed, io) = match bench.axis("tool") {
+        Some("library") => in_process(bench, images, at, len)?,
+        tool => commands(bench, images, at, len, tool == Some("qemu-img"))?,
+    };
+    let mut all = values([
+        ("elapsed_seconds", elapsed.as_secs_f64()),
+        ("reads", io.read_calls as f64),
+        ("read_bytes", io.read_call_bytes as f64),
+    ]);
+    if let (Some(before), Some(after)) = (before, Counts::of(&bench.place.info)) {
+        all.insert("device_reads".to_owned(), after.reads.saturating_sub(before.reads) as f64);
+    }
+    Ok(Sample { values: all, ..Sample::default() })
+}
+
+fn commands(
+    bench: &mut Bench<'_>,
+    images: &[Image],
+    at: u64,
+    len: u64,
+    qemu: bool,
+) -> Result<(Duration, IoCounts)> {
+    let program = if qemu { need("qemu-io")? } else { bench.command.clone() };
+    // The program and its libraries were dropped from memory too; only the image is to be cold. What
+    // it reads to start is not what it reads of the image.
+    let start = Line::new(&program).arg("--version").timed().run(&bench.cancel)?.io;
+    let mut lines = Vec::new();
+    for image in images {
+        lines.push(if qemu {
+            let command = format!("read {at} {len}");
+            Line::new(&program).args(["-r", "-f", image.format, "-c", &command]).arg(&image.path)
+        } else {
+            bench
+                .vdkit(&["read", "-f", image.format])
+                .arg(&image.path)
+                .args([at.to_string(), len.to_string()])
+        });
+    }
+    let began = Instant::now();
+    let lines = lines.into_iter().map(Line::timed);
+    let mut running = lines.map(|line| bench.start(&line)).collect::<Result<Vec<_>>>()?;
+    let mut io = IoCounts::default();
+    for one in &mut running {
+        while !one.wait(Duration::from_millis(50))? {
+            bench.cancel.check()?;
+        }
+        let ended = one.ended()?;
+        if !ended.status.success() {
+            bail!("{}: {}{}", one.line(), ended.status, ended.complaint());
+        }
+        io.read_calls += ended.io.read_calls.saturating_sub(start.read_calls);
+        io.read_call_bytes += ended.io.read_call_bytes.saturating_sub(start.read_call_bytes);
+        io.read_bytes += ended.io.read_bytes.saturating_sub(start.read_bytes);
+    }
+    bench.note("the time has the command's start in it; its reads are less those of '--version'");
+    Ok((began.elapsed(), io))
+}
+
+fn in_process(
+    bench: &mut Bench<'_>,
+    images: &[Image],
+    at: u64,
+    len: u64,
+) -> Result<(Duration, IoCounts)> {
+    let me = std::process::id();
+    let before = IoCounts::of(me).unwrap_or_default();
+    let began = Instant::now();
+    let one = |image: &Image| -> vdkit_block::Result<()> {
+        let options =
+            OpenOptions { format: Some(image.format.to_owned()), ..OpenOptions::read_only() };
+        let disk = Disk::open(bench.registry, &image.path, &options)?;
+        let mut buffer = vec![0; len as usize];
+        disk.read_at(&mut buffer, GuestOffset(at))
+    };
+    let results: Vec<vdkit_block::Result<()>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = images.iter().map(|image| scope.spawn(|| one(image))).collect();
+        let failed = || vdkit_block::Error::Invalid("a thread has failed".to_owned());
+        threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err(failed()))).collect()
+    });
+    let elapsed = began.elapsed();
+    let after = IoCounts::of(me).unwrap_or_default();
+    for result in results {
+        result?;
+    }
+    bench.commands.push(format!("# in the lab's process: Disk::open, then {len} bytes at {at}"));
+    Ok((
+        elapsed,
+        IoCounts {
+            read_calls: after.read_calls.saturating_sub(before.read_calls),
+            read_call_bytes: after.read_call_bytes.saturating_sub(before.read_call_bytes),
+            read_bytes: after.read_bytes.saturating_sub(before.read_bytes),
+        },
+    ))
+}

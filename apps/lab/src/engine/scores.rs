@@ -1,0 +1,117 @@
+//! One score each for reads, for writes, and for both.
+//!
+//! A score is a mean of throughputs in bytes a second. 4 KiB anywhere is slower by far than 1 MiB in
+//! order, and would hardly show; so it is scaled by what the bare place does (raw, opened by the
+//! load itself, past the page cache where that can be): its throughput in order divided by that of
+//! 4 KiB. What does 4 KiB as well as the bare place then counts as much as what does 1 MiB as well.
+
+use std::collections::BTreeMap;
+
+use crate::error::{Context, Result};
+
+use super::{Bench, load};
+use crate::front::{self, Cache, Front, Target};
+use crate::layout::{self, Content, Layout};
+use crate::model::Sample;
+use crate::profile::{Load, SCORE_LOADS};
+
+pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
+    let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
+    let place = bench.place.info.name.clone();
+    if !bench.references.contains_key(&place) {
+        let reference = bare(bench)?;
+        bench.references.insert(place.clone(), reference);
+    }
+    let found = all(bench, layout, front, cache)?;
+    let reference = bench.references.get(&place).context("the bare place was not measured")?;
+    let read = score(&found, reference, "read");
+    let write = score(&found, reference, "write");
+    let mut values = super::values([
+        ("read_bytes_per_second", read),
+        ("write_bytes_per_second", write),
+        ("score", (read + write) / 2e6),
+    ]);
+    let told: Vec<String> =
+        reference.iter().map(|(key, rate)| format!("{key} {rate:.0}")).collect();
+    bench.note(&format!("the bare place, in bytes a second: {}", told.join(", ")));
+    values.insert("bytes_per_second".to_owned(), (read + write) / 2.0);
+    let raw = serde_json::to_value(&found)?;
+    Ok(Sample { values, raw: Some(raw), ..Sample::default() })
+}
+
+/// What the bare place does.
+fn bare(bench: &mut Bench<'_>) -> Result<BTreeMap<String, f64>> {
+    let (layout, front) = (layout::find("raw"), front::find("file"));
+    let (layout, front) = (layout.context("no layout 'raw'")?, front.context("no front 'file'")?);
+    let direct = all(bench, layout, front, Cache::named("none")?);
+    match direct {
+        Err(error) if error.skipped().is_some() => {
+            all(bench, layout, front, Cache::named("writeback")?)
+        }
+        other => other,
+    }
+}
+
+/// The throughput of each load, on one image.
+fn all(
+    bench: &mut Bench<'_>,
+    layout: &Layout,
+    front: &Front,
+    cache: Cache,
+) -> Result<BTreeMap<String, f64>> {
+    let bytes = bench.disk_bytes()?;
+    let image = layout::make(bench, layout, bytes, Content::All)?;
+    let served = front::start(bench, front, &image, cache)?;
+    let mut found = BTreeMap::new();
+    if let Target::Guest(guest) = &served.target {
+        // A guest boots for much longer than a load takes.
+        let loads: Vec<Load> = SCORE_LOADS.iter().map(|(_, one)| *one).collect();
+        let answers = load::in_guest(bench, &loads, guest, bytes)?;
+        for ((key, _), (answer, _)) in SCORE_LOADS.iter().zip(answers) {
+            found.insert((*key).to_owned(), answer.values["bytes_per_second"]);
+        }
+    } else {
+        for (key, one) in SCORE_LOADS {
+            let sample = load::run(bench, one, &served, bytes)?;
+            found.insert((*key).to_owned(), sample.values["bytes_per_second"]);
+        }
+    }
+    served.end();
+    if !image.device {
+        for path in &image.files {
+            std::fs::remove_file(path).with_context(|| path.display().to_string())?;
+        }
+    }
+    Ok(found)
+}
+
+/// The mean throughput of one side, 4 KiB scaled.
+fn score(found: &BTreeMap<String, f64>, bare: &BTreeMap<String, f64>, side: &str) -> f64 {
+    let of = |all: &BTreeMap<String, f64>, load: &str| {
+        all.get(&format!("{load}-{side}")).copied().unwrap_or(0.0)
+    };
+    let scale = of(bare, "seq") / of(bare, "rnd4k").max(1.0);
+    let parts =
+        [of(found, "seq"), of(found, "rnd4k") * scale, of(found, "rnd64k"), of(found, "rnd1m")];
+    parts.iter().sum::<f64>() / parts.len() as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_requests_count_as_much_as_large_ones() {
+        let rates = |seq, rnd4k, more| -> BTreeMap<String, f64> {
+            [("seq-read", seq), ("rnd4k-read", rnd4k), ("rnd64k-read", more), ("rnd1m-read", more)]
+                .map(|(key, rate)| (key.to_owned(), rate))
+                .into()
+        };
+        let bare = rates(1000.0, 10.0, 500.0);
+        assert_eq!(score(&bare, &bare, "read"), (1000.0 + 1000.0 + 500.0 + 500.0) / 4.0);
+        // Half as fast with 4 KiB is as bad as half as fast with 1 MiB.
+        let slow = score(&rates(1000.0, 5.0, 500.0), &bare, "read");
+        assert_eq!(slow, score(&rates(500.0, 10.0, 500.0), &bare, "read"));
+        assert_eq!(score(&bare, &bare, "write"), 0.0);
+    }
+}

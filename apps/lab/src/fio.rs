@@ -1,0 +1,406 @@
+//! fio: its command line from a load, and its JSON as values.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use crate::error::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::front::{Guest, Target};
+use crate::model::{Histogram, Series};
+use crate::plan::Effort;
+use crate::profile::{Load, Pattern, Sync};
+
+/// Names of the two jobs: the load, and writes with an fsync between them, which says how long it
+/// took to make durable what the load has written. (fio does not sync after the last write.)
+const LOAD: &str = "load";
+const FLUSH: &str = "flush";
+/// The prefix of the logs.
+pub const LOG: &str = "series";
+
+/// The disk as fio sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Disk {
+    /// A file or device.
+    File {
+        /// Its path.
+        path: String,
+        /// O_DIRECT.
+        direct: bool,
+        /// O_DSYNC.
+        through: bool,
+        /// No fsyncs.
+        no_flush: bool,
+    },
+    /// An NBD URI.
+    Nbd(String),
+}
+
+impl Disk {
+    /// What fio opens of a target; nothing where fio cannot.
+    pub fn of(target: &Target) -> Option<Self> {
+        match target {
+            Target::File { path, direct, through, no_flush } => Some(Self::File {
+                path: path.to_str()?.to_owned(),
+                direct: *direct,
+                through: *through,
+                no_flush: *no_flush,
+            }),
+            Target::Nbd { uri } => Some(Self::Nbd(uri.clone())),
+            Target::Guest(guest) => Some(Self::of_guest(guest)),
+            Target::InProcess { .. } => None,
+        }
+    }
+
+    /// What fio opens in a guest.
+    pub fn of_guest(guest: &Guest) -> Self {
+        Self::File { path: guest.disk.to_owned(), direct: true, through: false, no_flush: false }
+    }
+
+    fn arguments(&self, engine: &str) -> Vec<String> {
+        match self {
+            Self::File { path, direct, through, .. } => {
+                let mut all = vec![
+                    // Colons separate names in fio.
+                    format!("--filename={}", path.replace(':', "\\:")),
+                    format!("--ioengine={engine}"),
+                    format!("--direct={}", u8::from(*direct)),
+                ];
+                if *through {
+                    all.push("--sync=dsync".to_owned());
+                }
+                all
+            }
+            Self::Nbd(uri) => vec!["--ioengine=nbd".to_owned(), format!("--uri={uri}")],
+        }
+    }
+
+    fn flushes(&self) -> bool {
+        !matches!(self, Self::File { no_flush: true, .. })
+    }
+}
+
+/// The arguments for a load on a disk of `disk_bytes`; results go to `output`, logs beside it.
+pub fn arguments(
+    load: &Load,
+    disk: &Disk,
+    effort: &Effort,
+    disk_bytes: u64,
+    seed: u64,
+    output: &Path,
+) -> Vec<String> {
+    let mut all = vec![
+        "--output-format=json+".to_owned(),
+        format!("--output={}", output.display()),
+        format!("--randseed={}", seed >> 1),
+        "--group_reporting".to_owned(),
+        "--thread".to_owned(),
+        format!("--name={LOAD}"),
+    ];
+    if !load.once {
+        all.push("--norandommap".to_owned());
+    }
+    all.extend(disk.arguments(load.engine));
+    all.push(format!("--rw={}", load.rw.word()));
+    if let Pattern::RandomMix(reads) = load.rw {
+        all.push(format!("--rwmixread={reads}"));
+    }
+    all.push(format!("--bs={}", load.block));
+    all.push(format!("--iodepth={}", load.depth));
+    if load.jobs > 1 {
+        all.push(format!("--numjobs={}", load.jobs));
+    }
+    let each = match load.to_the_end {
+        true => effort.bytes.min(disk_bytes / u64::from(load.jobs)),
+        false => disk_bytes / u64::from(load.jobs),
+    };
+    let each = each / load.block * load.block;
+    all.push(format!("--size={each}"));
+    if load.jobs > 1 {
+        all.push(format!("--offset_increment={each}"));
+    }
+    // Without `--time_based` fio ends at whichever comes first, the size or the time.
+    all.push(format!("--runtime={}ms", (effort.seconds * 1e3) as u64));
+    if !load.to_the_end {
+        all.push("--time_based".to_owned());
+    }
+    if disk.flushes() {
+        match load.sync {
+            Sync::Never => {}
+            Sync::Fsync(count) => all.push(format!("--fsync={count}")),
+            // NBD has one kind of flush, and fio's engine for it fails on any other.
+            Sync::Fdatasync(count) if matches!(disk, Disk::Nbd(_)) => {
+                all.push(format!("--fsync={count}"));
+            }
+            Sync::Fdatasync(count) => all.push(format!("--fdatasync={count}")),
+        }
+    }
+    let folder = output.parent().unwrap_or(Path::new("."));
+    all.push(format!("--write_iops_log={}", folder.join(LOG).display()));
+    all.extend([format!("--log_avg_msec={}", interval_ms(effort)), "--per_job_logs=0".to_owned()]);
+    if load.rw != Pattern::Read && load.rw != Pattern::RandomRead && disk.flushes() {
+        all.extend([format!("--name={FLUSH}"), "--stonewall".to_owned(), "--new_group".to_owned()]);
+        all.extend(disk.arguments("sync"));
+        all.extend(["--rw=write", "--bs=4096", "--size=8192", "--fsync=1"].map(str::to_owned));
+    }
+    all
+}
+
+/// Length of an interval of the series: at least twenty of them, at most five a second.
+pub fn interval_ms(effort: &Effort) -> u64 {
+    ((effort.seconds * 1000.0 / 20.0) as u64).clamp(100, 1000)
+}
+
+/// What fio has said.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Answer {
+    /// By metric.
+    pub values: BTreeMap<String, f64>,
+    /// Of all requests.
+    pub latencies: Option<Histogram>,
+    /// Its own words, without the histogram's many lines.
+    pub raw: Value,
+}
+
+/// Reads fio's JSON.
+///
+/// # Errors
+/// It is none, or tells of errors.
+pub fn parse(text: &str, load: &Load) -> Result<Answer> {
+    // Warnings may stand before it.
+    let from = text.find('{').context("fio has printed no JSON")?;
+    let mut raw: Value = serde_json::from_str(&text[from..]).context("fio's JSON")?;
+    let jobs = raw["jobs"].as_array().context("fio's JSON has no jobs")?;
+    let named = |name| jobs.iter().find(|job| job["jobname"] == name);
+    let job = named(LOAD).context("fio's JSON does not have the job")?;
+    for job in jobs {
+        if let Some(error @ 1..) = job["error"].as_u64() {
+            bail!(
+                "fio's job '{}' failed with error {error}",
+                job["jobname"].as_str().unwrap_or("")
+            );
+        }
+    }
+    let number = |side: &str, key: &str| job[side][key].as_f64().unwrap_or(0.0);
+    let mut values = BTreeMap::new();
+    let mut put = |key: &str, value: f64| {
+        values.insert(key.to_owned(), value);
+    };
+    let flush = named(FLUSH).and_then(|job| job["sync"]["lat_ns"]["mean"].as_f64());
+    let flush = flush.map(|ns| ns / 1e9);
+    // Writes that ended in the server's memory are done when they are durable.
+    let longer = |side: &str| match (load.to_the_end, flush) {
+        (true, Some(flush)) => {
+            let seconds = number(side, "runtime") / 1e3;
+            seconds / (seconds + flush).max(1e-9)
+        }
+        _ => 1.0,
+    };
+    let of =
+        |key: &str| number("read", key) * longer("read") + number("write", key) * longer("write");
+    put("iops", of("iops"));
+    put("bytes_per_second", of("bw_bytes"));
+    if let Pattern::RandomMix(_) = load.rw {
+        for side in ["read", "write"] {
+            put(&format!("{side}_iops"), number(side, "iops"));
+            put(&format!("{side}_bytes_per_second"), number(side, "bw_bytes"));
+        }
+    }
+    if let Some(flush) = flush {
+        put("final_fsync_seconds", flush);
+    }
+    if let Some(sync) = job["sync"]["lat_ns"]["mean"].as_f64().filter(|_| load.sync != Sync::Never)
+    {
+        put("sync_mean_ns", sync);
+    }
+    let (histogram, mean) = latencies(job);
+    if let Some(mean) = mean {
+        put("latency_mean_ns", mean);
+    }
+    for (key, fraction) in PERCENTILES {
+        if let Some(ns) = histogram.quantile(*fraction) {
+            put(key, ns as f64);
+        }
+    }
+    let latencies = (histogram.count() > 0).then_some(histogram);
+    remove_bins(&mut raw);
+    Ok(Answer { values, latencies, raw })
+}
+
+/// How long a job's requests took, reads and writes together: all of them, and their mean in ns.
+fn latencies(job: &Value) -> (Histogram, Option<f64>) {
+    let mut histogram = Histogram::default();
+    let (mut sum, mut count) = (0.0, 0.0);
+    for side in ["read", "write"] {
+        let latency = &job[side]["clat_ns"];
+        let n = latency["N"].as_f64().unwrap_or(0.0);
+        sum += latency["mean"].as_f64().unwrap_or(0.0) * n;
+        count += n;
+        histogram.merge(&bins(&latency["bins"]));
+    }
+    (histogram, (count > 0.0).then(|| sum / count))
+}
+
+/// Takes the histograms out of fio's output: they are long, and kept by themselves.
+fn remove_bins(raw: &mut Value) {
+    for job in raw["jobs"].as_array_mut().into_iter().flatten() {
+        for side in ["read", "write", "trim"] {
+            for kind in ["clat_ns", "slat_ns", "lat_ns"] {
+                if let Some(latency) = job[side][kind].as_object_mut() {
+                    latency.remove("bins");
+                }
+            }
+        }
+    }
+}
+
+/// Metrics, and the part of requests that they are of.
+pub const PERCENTILES: &[(&str, f64)] = &[
+    ("latency_p50_ns", 0.5),
+    ("latency_p90_ns", 0.9),
+    ("latency_p99_ns", 0.99),
+    ("latency_p999_ns", 0.999),
+    ("latency_p9999_ns", 0.9999),
+];
+
+fn bins(bins: &Value) -> Histogram {
+    let pairs = bins.as_object().into_iter().flatten();
+    let mut buckets: Vec<(u64, u64)> =
+        pairs.filter_map(|(ns, count)| Some((ns.parse().ok()?, count.as_u64()?))).collect();
+    buckets.retain(|(_, count)| *count > 0);
+    buckets.sort_unstable();
+    Histogram { buckets }
+}
+
+/// Reads a log of requests a second, of all jobs: lines of time in ms, value, direction.
+pub fn series(text: &str, load: &Load, effort: &Effort) -> Vec<Series> {
+    let interval = interval_ms(effort);
+    let mut sums: BTreeMap<u64, f64> = BTreeMap::new();
+    for line in text.lines() {
+        let mut fields = line.split(',').map(str::trim);
+        let time = fields.next().and_then(|time| time.parse::<u64>().ok());
+        let value = fields.next().and_then(|value| value.parse::<f64>().ok());
+        if let (Some(time), Some(value)) = (time, value) {
+            // The jobs' clocks differ by some ms: the nearest end of an interval is meant.
+            *sums.entry((time + interval / 2) / interval).or_default() += value;
+        }
+    }
+    let (ends, iops) =
+        sums.into_iter().map(|(n, iops)| ((n * interval) as f64 / 1e3, iops)).unzip();
+    both_series(ends, iops, load.block)
+}
+
+/// Requests a second in time, and bytes a second. `seconds` are the ends of the intervals since the
+/// load began, `block` the bytes of a request. Nothing where there are less than two intervals.
+pub fn both_series(seconds: Vec<f64>, iops: Vec<f64>, block: u64) -> Vec<Series> {
+    if seconds.len() < 2 {
+        return Vec::new();
+    }
+    let bytes = iops.iter().map(|iops| iops * block as f64).collect();
+    vec![
+        Series { metric: "bytes_per_second".to_owned(), seconds: seconds.clone(), values: bytes },
+        Series { metric: "iops".to_owned(), seconds, values: iops },
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::{Kind, find};
+
+    fn load(name: &str) -> Load {
+        let Kind::Load(load) = find(name).unwrap().kind else { panic!("{name}") };
+        load
+    }
+
+    const EFFORT: Effort = Effort { rounds: 1, seconds: 2.0, disk: 1 << 30, bytes: 4 << 20 };
+
+    fn text(name: &str, disk: &Disk) -> String {
+        arguments(&load(name), disk, &EFFORT, 1 << 30, 8, Path::new("/s/out.json")).join(" ")
+    }
+
+    #[test]
+    fn the_command_line_says_what_the_load_is() {
+        let disk = Disk::File { path: "/a:b".into(), direct: true, through: true, no_flush: false };
+        let line = text("libaio16", &disk);
+        for word in [
+            "--filename=/a\\:b --ioengine=libaio --direct=1 --sync=dsync",
+            "--rw=randwrite --bs=4096 --iodepth=16 --numjobs=16",
+            "--size=4194304 --offset_increment=4194304",
+            "--name=flush --stonewall",
+        ] {
+            assert!(line.contains(word), "{word}: {line}");
+        }
+        assert!(!line.contains("time_based"), "{line}");
+        let line = text("mixed-fsync", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
+        for word in ["--ioengine=nbd --uri=nbd+unix:///?socket=/s", "--rwmixread=70", "--fsync=32"]
+        {
+            assert!(line.contains(word), "{word}: {line}");
+        }
+        assert!(line.contains("--runtime=2000ms --time_based"), "{line}");
+        let line = text("database", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
+        assert!(line.contains("--fsync=1") && !line.contains("fdatasync"), "{line}");
+        let file = Disk::File { path: "/a".into(), direct: true, through: false, no_flush: false };
+        for (name, every) in [("durable16", "--fsync=1 "), ("batch16", "--fsync=32 ")] {
+            let line = text(name, &file);
+            assert!(line.contains(every) && line.contains("--numjobs=16"), "{name}: {line}");
+            assert!(line.contains("--time_based") && line.contains("--norandommap"), "{line}");
+        }
+        // Each place once.
+        for name in ["first-write", "rewrite-4k"] {
+            let line = text(name, &file);
+            assert!(!line.contains("--norandommap") && !line.contains("--time_based"), "{line}");
+            assert!(line.contains("--size=4194304"), "{line}");
+        }
+        let unsafe_disk =
+            Disk::File { path: "/a".into(), direct: false, through: false, no_flush: true };
+        let line = text("database", &unsafe_disk);
+        assert!(!line.contains("sync=") && !line.contains("flush"), "{line}");
+    }
+
+    const JSON: &str = r#"fio: a warning
+    {"jobs": [
+      {"jobname": "load", "error": 0,
+       "read": {"iops": 0, "bw_bytes": 0, "runtime": 0, "clat_ns": {"N": 0, "mean": 0}},
+       "write": {"iops": 1000.0, "bw_bytes": 4096000, "runtime": 3000,
+                 "clat_ns": {"N": 10, "mean": 150.0, "bins": {"200": 5, "100": 5, "900": 0}}},
+       "sync": {"lat_ns": {"mean": 7.0}}},
+      {"jobname": "flush", "error": 0, "read": {}, "write": {}, "sync": {"lat_ns": {"mean": 1e9}}}
+    ]}"#;
+
+    #[test]
+    fn its_json_becomes_values() {
+        let answer = parse(JSON, &load("sync16")).unwrap();
+        // 3 s of writes and 1 s until they were durable.
+        assert_eq!(answer.values["iops"], 750.0);
+        assert_eq!(answer.values["bytes_per_second"], 3_072_000.0);
+        assert_eq!(answer.values["final_fsync_seconds"], 1.0);
+        assert_eq!(answer.values["latency_p50_ns"], 100.0);
+        assert_eq!(answer.values["latency_p99_ns"], 200.0);
+        assert_eq!(answer.values["latency_mean_ns"], 150.0);
+        assert_eq!(answer.latencies.unwrap().buckets, [(100, 5), (200, 5)]);
+        assert!(!answer.values.contains_key("sync_mean_ns"));
+        assert!(!answer.raw.to_string().contains("bins"), "{}", answer.raw);
+        // A load of fixed time is as fast as fio says.
+        let answer = parse(JSON, &load("database")).unwrap();
+        assert_eq!((answer.values["iops"], answer.values["sync_mean_ns"]), (1000.0, 7.0));
+    }
+
+    #[test]
+    fn errors_of_fio_are_errors() {
+        let text = JSON.replacen("\"error\": 0", "\"error\": 5", 1);
+        assert!(parse(&text, &load("database")).unwrap_err().to_string().contains("error 5"));
+        assert!(parse("fio: no such file", &load("database")).is_err());
+        assert!(parse("{}", &load("database")).is_err());
+    }
+
+    #[test]
+    fn logs_of_several_jobs_are_added() {
+        let log = "101, 10, 1, 0, 0\n200, 20, 1, 0, 0\n99, 1, 1, 0, 0\n201, 2, 0, 0, 0\nnonsense\n";
+        let all = series(log, &load("sync16"), &EFFORT);
+        assert_eq!(all[1].seconds, [0.1, 0.2]);
+        assert_eq!(all[1].values, [11.0, 22.0]);
+        assert_eq!(all[0].values, [11.0 * 4096.0, 22.0 * 4096.0]);
+        assert_eq!(series("100, 5, 1\n", &load("sync16"), &EFFORT), []);
+    }
+}

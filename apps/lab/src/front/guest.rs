@@ -1,0 +1,378 @@
+//! A guest that makes the load itself: this host's kernel under QEMU, and fio, from memory.
+//!
+//! The guest's initial files are made on the spot (see [`initramfs`]). It runs one script, whose
+//! results come out of a second serial port, and powers off. Where the host lets us, KVM runs it;
+//! else QEMU emulates the processor, which the cell's notes say.
+
+mod initramfs;
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use crate::error::{Result, bail};
+use vdkit_block::CancelToken;
+
+use super::{Aio, Cache, READY, Server, serve};
+use crate::engine::Bench;
+use crate::layout::Image;
+use crate::peers::{need, skip};
+use crate::process::{Line, Running};
+
+/// How a guest's disk is connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bus {
+    /// virtio-blk.
+    Virtio,
+    /// A SCSI disk behind virtio-scsi.
+    Scsi,
+    /// An IDE disk.
+    Ide,
+}
+
+/// Who moves the bytes of a guest's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// QEMU's own block layer, which stops the guest where there is no space (`werror=enospc`).
+    Qemu,
+    /// QEMU's own block layer, which tells the guest of every error (`werror=report`).
+    QemuReporting,
+    /// vdkit, over shared memory.
+    VhostUser,
+    /// A server, over NBD.
+    Nbd(Server),
+}
+
+/// A guest, ready to be booted with a script.
+#[derive(Debug)]
+pub struct Guest {
+    arguments: Vec<String>,
+    initial: PathBuf,
+    kernel: PathBuf,
+    /// The disk's name in the guest.
+    pub disk: &'static str,
+}
+
+/// Memory of a guest: its initial files are in it twice for a moment.
+const MEMORY: &str = "768M";
+/// How long a guest may take beside its load: an emulated processor boots slowly.
+const PATIENCE: Duration = Duration::from_secs(240);
+/// How long a kernel may take until it has proven that KVM works, which it does in a second or two.
+const PROOF: Duration = Duration::from_secs(15);
+/// What the script's end looks like on the first serial port.
+const ENDED: &str = "lab: the script ended with ";
+
+impl Bus {
+    fn modules(self) -> &'static [&'static str] {
+        match self {
+            Self::Virtio => &["virtio_pci", "virtio_blk"],
+            Self::Scsi => &["virtio_pci", "virtio_scsi", "sd_mod"],
+            Self::Ide => &["ata_piix", "ata_generic", "sd_mod"],
+        }
+    }
+
+    fn disk(self) -> &'static str {
+        if self == Self::Virtio { "/dev/vda" } else { "/dev/sda" }
+    }
+
+    fn devices(self, write_cache: bool) -> Vec<String> {
+        let cache = if write_cache { "on" } else { "off" };
+        match self {
+            Self::Virtio => vec![format!("virtio-blk-pci,drive=disk,write-cache={cache}")],
+            Self::Scsi => vec![
+                "virtio-scsi-pci".to_owned(),
+                format!("scsi-hd,drive=disk,write-cache={cache}"),
+            ],
+            Self::Ide => vec![format!("ide-hd,drive=disk,bus=ide.0,write-cache={cache}")],
+        }
+    }
+}
+
+/// Gets a guest ready, and starts what serves its disk where that is not QEMU.
+pub(super) fn prepare(
+    bench: &mut Bench<'_>,
+    bus: Bus,
+    source: Source,
+    image: &Image,
+    cache: Cache,
+) -> Result<(Guest, Option<Running>)> {
+    if std::env::consts::ARCH != "x86_64" {
+        return skip("guests are run on x86-64 hosts only");
+    }
+    need("qemu-system-x86_64")?;
+    let kernel = initramfs::kernel()?;
+    let initial = bench.folder.join("guest.cpio");
+    initramfs::write(&kernel, bus.modules(), bus.disk(), &initial)?;
+    let words = |list: &[&str]| list.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let (mut arguments, mut server) = (Vec::new(), None);
+    match source {
+        Source::Qemu | Source::QemuReporting => {
+            for node in serve::nodes(image, cache, Aio::Threads)? {
+                arguments.extend(["-blockdev".to_owned(), node]);
+            }
+        }
+        Source::Nbd(by) => {
+            let socket = bench.folder.join("nbd.sock");
+            server = Some(serve::nbd(bench, by, image, cache, &socket)?);
+            let path = socket.display();
+            arguments.extend(words(&["-blockdev"]));
+            arguments
+                .push(format!("driver=nbd,node-name=disk,server.type=unix,server.path={path}"));
+        }
+        Source::VhostUser => {
+            let socket = bench.folder.join("vhost.sock");
+            server = Some(vhost_user(bench, image, cache, &socket)?);
+            arguments.push("-chardev".to_owned());
+            arguments.push(format!("socket,id=disk,path={}", socket.display()));
+            arguments.extend(words(&["-device", "vhost-user-blk-pci,chardev=disk"]));
+        }
+    }
+    if source != Source::VhostUser {
+        for device in bus.devices(!cache.through) {
+            let reports = source == Source::QemuReporting && device.contains("drive=");
+            let device = if reports { format!("{device},werror=report") } else { device };
+            arguments.extend(["-device".to_owned(), device]);
+        }
+    }
+    Ok((Guest { arguments, initial, kernel: kernel.image, disk: bus.disk() }, server))
+}
+
+fn vhost_user(bench: &mut Bench<'_>, image: &Image, cache: Cache, at: &Path) -> Result<Running> {
+    let line = bench
+        .vdkit(&["serve", "-f", image.format, "--cache", cache.name])
+        .arg("--vhost-user")
+        .arg(at)
+        .arg(&image.path);
+    let mut running = bench.start(&line)?;
+    // It serves one virtual machine at a time, so nobody may connect only to look.
+    running.wait_until(READY, &bench.cancel, || at.exists())?;
+    Ok(running)
+}
+
+/// What a guest's script printed to its results (`$OUT`).
+#[derive(Debug)]
+pub struct Said {
+    /// The results.
+    pub results: String,
+    /// Whether a processor was emulated.
+    pub emulated: bool,
+}
+
+impl Guest {
+    /// Boots, runs the script, and waits for the end. `seconds` is what the load takes.
+    ///
+    /// # Errors
+    /// The guest does not come up, the script fails, or the user has had enough.
+    pub fn run(&self, bench: &mut Bench<'_>, script: &str, seconds: f64) -> Result<Said> {
+        let mut booted = self.boot(bench, script)?;
+        let until = Instant::now() + PATIENCE + Duration::from_secs_f64(seconds.max(0.0));
+        while !booted.wait(Duration::from_millis(20))? {
+            bench.cancel.check()?;
+            if Instant::now() > until {
+                bail!("the guest does not end; its console:\n{}", booted.console());
+            }
+        }
+        booted.said()
+    }
+
+    /// Boots with a script, and does not wait. QEMU listens for its protocol ([`super::qmp`]) at
+    /// [`Booted::monitor`].
+    ///
+    /// # Errors
+    /// QEMU cannot be started.
+    pub fn boot(&self, bench: &mut Bench<'_>, script: &str) -> Result<Booted> {
+        let at = |name: &str| bench.folder.join(name);
+        let (console, results, initrd) = (at("console.log"), at("results.log"), at("guest.initrd"));
+        let monitor = at("qmp.sock");
+        initramfs::with_job(&self.initial, script, &initrd)?;
+        let serial = |path: &Path| format!("file:{}", path.display());
+        let memory = format!("memory-backend-memfd,id=memory,size={MEMORY},share=on");
+        let accelerator = accelerator(&self.kernel, &bench.cancel)?;
+        let line = Line::new(need("qemu-system-x86_64")?)
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+            .args(["-machine", "pc,memory-backend=memory", "-cpu", "max", "-m", MEMORY])
+            .args(["-object", &memory, "-accel", accelerator])
+            .arg("-kernel")
+            .arg(&self.kernel)
+            .arg("-initrd")
+            .arg(&initrd)
+            .args(["-append", "console=ttyS0 loglevel=4 panic=-1 no_timer_check rdinit=/init"])
+            .args(["-serial", &serial(&console), "-serial", &serial(&results)])
+            .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())])
+            .args(&self.arguments);
+        for line in script.lines() {
+            bench.commands.push(format!("# in the guest: {line}"));
+        }
+        let running = bench.start(&line)?;
+        Ok(Booted { running, console, results, monitor, emulated: accelerator == "tcg" })
+    }
+}
+
+/// A guest that runs; it ends with its script.
+#[derive(Debug)]
+pub struct Booted {
+    running: Running,
+    console: PathBuf,
+    results: PathBuf,
+    /// Where QEMU listens for its protocol.
+    pub monitor: PathBuf,
+    emulated: bool,
+}
+
+impl Booted {
+    /// As [`Running::wait`].
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn wait(&mut self, most: Duration) -> Result<bool> {
+        self.running.wait(most)
+    }
+
+    /// The last lines of the guest's console.
+    pub fn console(&self) -> String {
+        last(&read(&self.console))
+    }
+
+    /// What the script printed. The guest must have ended.
+    ///
+    /// # Errors
+    /// The guest runs, or its script has failed.
+    pub fn said(mut self) -> Result<Said> {
+        let ended = self.running.ended()?;
+        if !read(&self.console).contains(&format!("{ENDED}0\n")) {
+            let (console, complaint) = (self.console(), ended.complaint());
+            bail!("the guest's script failed; its console:\n{console}{complaint}");
+        }
+        Ok(Said { results: read(&self.results), emulated: self.emulated })
+    }
+}
+
+/// KVM where it works: that `/dev/kvm` can be opened, and even that QEMU can set up a processor with
+/// it, does not say that a kernel comes far on that. (In a guest whose host lets it nest, firmware may
+/// run and Linux hang.)
+fn accelerator(kernel: &Path, cancel: &CancelToken) -> Result<&'static str> {
+    static FOUND: OnceLock<&str> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return Ok(found);
+    }
+    let works = comes_up("kvm", kernel, cancel, PROOF)?;
+    Ok(FOUND.get_or_init(|| if works { "kvm" } else { "tcg" }))
+}
+
+/// Whether the kernel comes up on a processor of this kind within `most`: as far as to find that it
+/// has no files, upon which it ends.
+fn comes_up(
+    accelerator: &str,
+    kernel: &Path,
+    cancel: &CancelToken,
+    most: Duration,
+) -> Result<bool> {
+    let mut running = Line::new(need("qemu-system-x86_64")?)
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+        .args(["-machine", "pc", "-cpu", "max", "-m", "256M", "-accel", accelerator])
+        .arg("-kernel")
+        .arg(kernel)
+        .args(["-append", "console=ttyS0 panic=-1 no_timer_check", "-serial", "stdio"])
+        .start()?;
+    let until = Instant::now() + most;
+    while !running.wait(Duration::from_millis(20))? {
+        cancel.check()?;
+        if Instant::now() >= until {
+            return Ok(false);
+        }
+    }
+    let ended = running.ended()?;
+    Ok(ended.status.success() && ended.stdout.contains("Kernel panic"))
+}
+
+/// Arguments of fio for what a load has beside its requests: one job, and one after it.
+pub const FIO_OF_NOTHING: [&str; 10] = [
+    "--output-format=json+",
+    "--thread",
+    "--name=load",
+    "--ioengine=null",
+    "--size=4k",
+    "--name=flush",
+    "--stonewall",
+    "--new_group",
+    "--ioengine=null",
+    "--size=4k",
+];
+
+/// How long guests take here, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GuestSpeed {
+    /// From the making of its initial files to its end, without its loads.
+    pub boot: f64,
+    /// A run of fio whose load takes no time.
+    pub fio: f64,
+}
+
+/// As it is seen where its processor is emulated.
+impl Default for GuestSpeed {
+    fn default() -> Self {
+        Self { boot: 10.0, fio: 2.0 }
+    }
+}
+
+/// Boots a guest that does nothing with its disk.
+///
+/// # Errors
+/// It does not come up.
+pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
+    // Whether KVM works is found out once, and takes long where it does not.
+    accelerator(&initramfs::kernel()?.image, &bench.cancel)?;
+    let path = bench.folder.join("disk.raw");
+    let bytes = 1 << 20;
+    std::fs::File::create(&path)?.set_len(bytes)?;
+    let files = vec![path.clone()];
+    let image = Image { path, format: "raw", bytes, shown_bytes: bytes, files, device: false };
+    let began = Instant::now();
+    let cache = Cache::named("writeback")?;
+    let (guest, _) = prepare(bench, Bus::Virtio, Source::Qemu, &image, cache)?;
+    let fio = FIO_OF_NOTHING.join(" ");
+    let script = format!("cat /proc/uptime > $OUT\nfio {fio} || exit 1\ncat /proc/uptime > $OUT\n");
+    let said = guest.run(bench, &script, 0.0)?;
+    let all = began.elapsed().as_secs_f64();
+    // Seconds since the boot, before and after.
+    let times: Vec<f64> =
+        said.results.lines().filter_map(|line| line.split(' ').next()?.parse().ok()).collect();
+    let [before, after] = times[..] else { bail!("the guest has told no times") };
+    let fio = (after - before).clamp(0.0, all);
+    Ok(GuestSpeed { boot: all - fio, fio })
+}
+
+fn read(path: &Path) -> String {
+    let bytes = std::fs::read(path).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).replace('\r', "")
+}
+
+/// The last lines of a text.
+fn last(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(20)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_processor_that_comes_up_is_told_from_one_that_does_not() {
+        if !vdkit_testkit::guest::require_guest() {
+            return;
+        }
+        let kernel = vdkit_guest::Kernel::fetched().image;
+        let comes_up = |accelerator, most| {
+            comes_up(accelerator, &kernel, &CancelToken::default(), most).unwrap()
+        };
+        assert!(comes_up("tcg", PATIENCE));
+        assert!(!comes_up("no-such-thing", PATIENCE));
+        // One that hangs.
+        assert!(!comes_up("tcg", Duration::ZERO));
+        // Firmware alone is not enough.
+        let nothing = tempfile::NamedTempFile::new().unwrap();
+        let ended = super::comes_up("tcg", nothing.path(), &CancelToken::default(), PATIENCE);
+        assert!(!ended.unwrap());
+    }
+}

@@ -1,0 +1,325 @@
+//! What stands between the load and the image: nothing, a server, or a guest.
+
+mod guest;
+pub mod qmp;
+mod serve;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::error::{Context, Result, bail};
+use rustix::fs::{Mode, OFlags};
+
+pub use guest::{Booted, Bus, FIO_OF_NOTHING, Guest, GuestSpeed, Said, Source, guest_speed};
+
+use crate::engine::Bench;
+use crate::layout::Image;
+use crate::peers::{need_fuse, skip};
+use crate::process::{Running, cpu_seconds};
+
+/// A way from the load to the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Front {
+    /// Its name in plans.
+    pub name: &'static str,
+    /// What it is.
+    pub about: &'static str,
+    /// What serves.
+    pub kind: Kind,
+}
+
+/// What serves an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Nothing: the load opens the file or the device.
+    File,
+    /// vdkit's library in the process that makes the load.
+    InProcess,
+    /// An NBD server at a Unix socket.
+    Nbd(Server),
+    /// The disk as one plain file, over FUSE.
+    Fuse(Server),
+    /// A guest under QEMU.
+    Guest(Bus, Source),
+}
+
+/// A program that serves images.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Server {
+    /// `vdkit serve`, `vdkit mount`.
+    Vdkit,
+    /// `qemu-nbd`.
+    QemuNbd,
+    /// `qemu-storage-daemon`.
+    StorageDaemon(Aio),
+    /// `nbdkit`, which serves raw images.
+    Nbdkit,
+}
+
+/// How QEMU reads and writes the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Aio {
+    /// Threads, which is its default.
+    Threads,
+    /// The kernel's old asynchronous requests, which are so past the page cache only.
+    Native,
+    /// io_uring.
+    Uring,
+}
+
+impl Aio {
+    /// What is added to the node that is the file.
+    fn option(self) -> &'static str {
+        match self {
+            Self::Threads => "",
+            Self::Native => ",aio=native",
+            Self::Uring => ",aio=io_uring",
+        }
+    }
+}
+
+const fn front(name: &'static str, about: &'static str, kind: Kind) -> Front {
+    Front { name, about, kind }
+}
+
+/// Every front that plans may name.
+pub static FRONTS: &[Front] = &[
+    front("file", "the load opens the file or device itself (raw images)", Kind::File),
+    front("in-process", "vdkit's library, in the process of the load", Kind::InProcess),
+    front("nbd", "vdkit serve over NBD", Kind::Nbd(Server::Vdkit)),
+    front("nbd-qemu-nbd", "qemu-nbd", Kind::Nbd(Server::QemuNbd)),
+    front(
+        "nbd-qsd",
+        "qemu-storage-daemon over NBD",
+        Kind::Nbd(Server::StorageDaemon(Aio::Threads)),
+    ),
+    front(
+        "nbd-qsd-native",
+        "qemu-storage-daemon over NBD, the image opened as guests often have it: cache none, aio=native",
+        Kind::Nbd(Server::StorageDaemon(Aio::Native)),
+    ),
+    front(
+        "nbd-qsd-uring",
+        "qemu-storage-daemon over NBD, the image opened with cache none, aio=io_uring",
+        Kind::Nbd(Server::StorageDaemon(Aio::Uring)),
+    ),
+    front("nbd-nbdkit", "nbdkit (raw images)", Kind::Nbd(Server::Nbdkit)),
+    front("fuse", "vdkit mount: the disk as a file", Kind::Fuse(Server::Vdkit)),
+    front(
+        "fuse-qsd",
+        "qemu-storage-daemon: the disk as a file",
+        Kind::Fuse(Server::StorageDaemon(Aio::Threads)),
+    ),
+    front(
+        "guest-virtio",
+        "a guest's virtio disk, QEMU reads the image",
+        Kind::Guest(Bus::Virtio, Source::Qemu),
+    ),
+    front(
+        "guest-scsi",
+        "a guest's SCSI disk (virtio-scsi), QEMU reads the image",
+        Kind::Guest(Bus::Scsi, Source::Qemu),
+    ),
+    front(
+        "guest-ide",
+        "a guest's IDE disk, QEMU reads the image",
+        Kind::Guest(Bus::Ide, Source::Qemu),
+    ),
+    front(
+        "guest-vhost-user",
+        "a guest's virtio disk, served by vdkit (vhost-user)",
+        Kind::Guest(Bus::Virtio, Source::VhostUser),
+    ),
+    front(
+        "guest-nbd",
+        "a guest's virtio disk, served by vdkit over NBD",
+        Kind::Guest(Bus::Virtio, Source::Nbd(Server::Vdkit)),
+    ),
+    front(
+        "guest-qemu-nbd",
+        "a guest's virtio disk, served by qemu-nbd",
+        Kind::Guest(Bus::Virtio, Source::Nbd(Server::QemuNbd)),
+    ),
+    front(
+        "guest-virtio-report",
+        "a guest's virtio disk, QEMU reads the image and tells the guest of errors (werror=report)",
+        Kind::Guest(Bus::Virtio, Source::QemuReporting),
+    ),
+];
+
+/// The front of this name.
+pub fn find(name: &str) -> Option<&'static Front> {
+    FRONTS.iter().find(|front| front.name == name)
+}
+
+impl Front {
+    /// The cache mode where a plan does not vary it: QEMU's default; none where guests have it.
+    pub fn default_cache(&self) -> &'static str {
+        match self.kind {
+            Kind::Nbd(Server::StorageDaemon(Aio::Native | Aio::Uring)) => "none",
+            _ => "writeback",
+        }
+    }
+
+    /// Programs beside the guest's own QEMU (or beside what opens the disk) that have to run for it.
+    pub fn daemons(&self) -> u32 {
+        match self.kind {
+            Kind::File | Kind::InProcess => 0,
+            Kind::Guest(_, Source::Qemu | Source::QemuReporting) => 0,
+            Kind::Nbd(_) | Kind::Fuse(_) | Kind::Guest(..) => 1,
+        }
+    }
+}
+
+/// What promises are made about written bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cache {
+    /// As vdkit and QEMU call it.
+    pub name: &'static str,
+    /// Past the page cache.
+    pub direct: bool,
+    /// Each write is durable.
+    pub through: bool,
+    /// Flushes do nothing.
+    pub no_flush: bool,
+}
+
+impl Cache {
+    /// The mode of this name.
+    ///
+    /// # Errors
+    /// It is none.
+    pub fn named(name: &str) -> Result<Self> {
+        let mode = |name, direct, through, no_flush| Self { name, direct, through, no_flush };
+        Ok(match name {
+            "writeback" => mode("writeback", false, false, false),
+            "none" => mode("none", true, false, false),
+            "writethrough" => mode("writethrough", false, true, false),
+            "directsync" => mode("directsync", true, true, false),
+            "unsafe" => mode("unsafe", false, false, true),
+            other => bail!("unknown cache mode '{other}'"),
+        })
+    }
+}
+
+/// Where the load finds the disk.
+#[derive(Debug)]
+pub enum Target {
+    /// A file to open.
+    File {
+        /// It.
+        path: PathBuf,
+        /// With O_DIRECT.
+        direct: bool,
+        /// With O_DSYNC.
+        through: bool,
+        /// Whether flushes are left out.
+        no_flush: bool,
+    },
+    /// An NBD export.
+    Nbd {
+        /// The URI that clients use.
+        uri: String,
+    },
+    /// The image, to be opened by the library.
+    InProcess {
+        /// It.
+        image: Image,
+        /// How.
+        cache: Cache,
+    },
+    /// A guest that has the disk.
+    Guest(Box<Guest>),
+}
+
+/// An image that is served.
+#[derive(Debug)]
+pub struct Served {
+    /// Where.
+    pub target: Target,
+    server: Option<Running>,
+    cpu_before: f64,
+}
+
+impl Served {
+    fn by(target: Target, server: Option<Running>) -> Self {
+        let cpu_before = server.as_ref().and_then(|s| cpu_seconds(s.pid())).unwrap_or(0.0);
+        Self { target, server, cpu_before }
+    }
+
+    /// Processor time of the server since it was ready, in seconds. Nothing where there is none.
+    pub fn server_cpu_seconds(&self) -> Option<f64> {
+        // A guest's processor is emulated by the same process as its disk, so nothing can be told.
+        let server = self.server.as_ref()?;
+        Some((cpu_seconds(server.pid())? - self.cpu_before).max(0.0))
+    }
+
+    /// Ends the server; says how long that took, which is the time to write what it held back.
+    pub fn end(mut self) -> Option<Duration> {
+        self.server.as_mut().map(Running::end)
+    }
+}
+
+/// How long a server may take to be there.
+const READY: Duration = Duration::from_secs(60);
+
+/// Starts what serves the image.
+///
+/// # Errors
+/// [`crate::peers::Skip`] where that cannot be here; the server's complaint.
+pub fn start(bench: &mut Bench<'_>, front: &Front, image: &Image, cache: Cache) -> Result<Served> {
+    if cache.direct {
+        need_direct(&image.path)?;
+    }
+    match front.kind {
+        Kind::File => file(image, cache),
+        Kind::InProcess => Ok(Served::by(Target::InProcess { image: image.clone(), cache }, None)),
+        Kind::Nbd(server) => {
+            let socket = bench.folder.join("nbd.sock");
+            let running = serve::nbd(bench, server, image, cache, &socket)?;
+            let name = if matches!(server, Server::StorageDaemon(_)) { "disk" } else { "" };
+            let uri = format!("nbd+unix:///{name}?socket={}", socket.display());
+            Ok(Served::by(Target::Nbd { uri }, Some(running)))
+        }
+        Kind::Fuse(server) => {
+            need_fuse()?;
+            let path = bench.folder.join("fuse.raw");
+            let running = serve::fuse(bench, server, image, cache, &path)?;
+            // The server keeps the cache mode; a second cache above it would hide that.
+            let target = Target::File { path, direct: true, through: false, no_flush: false };
+            Ok(Served::by(target, Some(running)))
+        }
+        Kind::Guest(bus, source) => {
+            let (guest, server) = guest::prepare(bench, bus, source, image, cache)?;
+            Ok(Served::by(Target::Guest(Box::new(guest)), server))
+        }
+    }
+}
+
+fn file(image: &Image, cache: Cache) -> Result<Served> {
+    if image.format != "raw" {
+        return skip(format!(
+            "a program that opens the file sees the bytes of the {} image, not those of the disk",
+            image.format
+        ));
+    }
+    let target = Target::File {
+        path: image.path.clone(),
+        direct: cache.direct,
+        through: cache.through,
+        no_flush: cache.no_flush,
+    };
+    Ok(Served::by(target, None))
+}
+
+/// Whether the place takes O_DIRECT.
+fn need_direct(path: &Path) -> Result<()> {
+    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    match rustix::fs::open(path, flags, Mode::empty()) {
+        Ok(_) => Ok(()),
+        Err(rustix::io::Errno::INVAL) => skip(
+            "the file system does not let files be opened with O_DIRECT, so this cache mode fails",
+        ),
+        Err(error) => Err(error).with_context(|| path.display().to_string()),
+    }
+}

@@ -1,0 +1,131 @@
+//! A few words with QEMU while a guest runs: its machine protocol. Source: QEMU's "QEMU Machine
+//! Protocol Specification" and its reference manual.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::error::{Context, Result, bail};
+use serde_json::{Value, json};
+
+/// How long QEMU may think about an answer.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// More than any answer to what is asked here.
+const ANSWER_BYTES_MAX: u64 = 1 << 20;
+
+/// QEMU stopped the guest because its disk told of an error.
+pub const STOPPED: &str = "io-error";
+
+/// A connection to a running QEMU.
+#[derive(Debug)]
+pub struct Machine {
+    stream: BufReader<UnixStream>,
+}
+
+impl Machine {
+    /// Connects to QEMU's socket.
+    ///
+    /// # Errors
+    /// Nobody listens, or it does not speak the protocol.
+    pub fn connect(socket: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(socket).with_context(|| socket.display().to_string())?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        let mut this = Self { stream: BufReader::new(stream) };
+        let greeting = this.line()?;
+        if greeting.get("QMP").is_none() {
+            bail!("{}: no greeting of QEMU: {greeting}", socket.display());
+        }
+        this.ask("qmp_capabilities")?;
+        Ok(this)
+    }
+
+    fn line(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        let read = (&mut self.stream).take(ANSWER_BYTES_MAX).read_line(&mut line);
+        if read.context("an answer of QEMU")? == 0 {
+            bail!("QEMU has ended");
+        }
+        serde_json::from_str(&line).context("an answer of QEMU")
+    }
+
+    fn ask(&mut self, command: &str) -> Result<Value> {
+        writeln!(self.stream.get_mut(), "{}", json!({ "execute": command }))?;
+        loop {
+            let mut answer = self.line()?;
+            if let Some(error) = answer.get("error") {
+                bail!("QEMU, asked for {command}: {error}");
+            }
+            // Events come in between.
+            if let Some(found) = answer.get_mut("return") {
+                return Ok(found.take());
+            }
+        }
+    }
+
+    /// What the guest does: `running`, [`STOPPED`] and others.
+    ///
+    /// # Errors
+    /// QEMU has ended, or refuses.
+    pub fn status(&mut self) -> Result<String> {
+        let found = self.ask("query-status")?;
+        found["status"].as_str().map(str::to_owned).context("an answer of QEMU without a status")
+    }
+
+    /// Lets a guest go on that was stopped.
+    ///
+    /// # Errors
+    /// QEMU has ended, or refuses.
+    pub fn go_on(&mut self) -> Result<()> {
+        self.ask("cont").map(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// Answers one line after the other; gives what was asked.
+    fn serve(listener: UnixListener, answers: &'static [&'static str]) -> Vec<String> {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut asked = Vec::new();
+        let mut reader = BufReader::new(stream.try_clone().unwrap());
+        for (i, answer) in answers.iter().enumerate() {
+            if i > 0 {
+                let mut line = String::new();
+                reader.read_line(&mut line).unwrap();
+                asked.push(line.trim().to_owned());
+            }
+            writeln!(stream, "{answer}").unwrap();
+        }
+        asked
+    }
+
+    #[test]
+    fn events_are_passed_over_and_errors_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("s");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let server = std::thread::spawn(|| {
+            serve(
+                listener,
+                &[
+                    r#"{"QMP": {"version": {}, "capabilities": []}}"#,
+                    r#"{"return": {}}"#,
+                    "{\"event\": \"STOP\"}\n{\"return\": {\"status\": \"io-error\"}}",
+                    r#"{"error": {"class": "GenericError", "desc": "not now"}}"#,
+                ],
+            )
+        });
+        let mut machine = Machine::connect(&socket).unwrap();
+        assert_eq!(machine.status().unwrap(), STOPPED);
+        assert!(machine.go_on().unwrap_err().to_string().contains("not now"));
+        // The other end is gone.
+        machine.status().unwrap_err();
+        let asked = server.join().unwrap();
+        assert_eq!(asked[1], r#"{"execute":"query-status"}"#);
+        assert_eq!(asked[2], r#"{"execute":"cont"}"#);
+    }
+}

@@ -1,0 +1,151 @@
+//! Servers of images: vdkit and its peers, started as their manuals say.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use crate::error::{Context, Result, bail};
+
+use super::{Aio, Cache, READY, Server};
+use crate::engine::Bench;
+use crate::layout::Image;
+use crate::peers::{need, skip};
+use crate::process::{Line, Running};
+
+/// Serves over NBD at a socket.
+pub(super) fn nbd(
+    bench: &mut Bench<'_>,
+    server: Server,
+    image: &Image,
+    cache: Cache,
+    socket: &Path,
+) -> Result<Running> {
+    let at = socket.display();
+    let line = match server {
+        Server::Vdkit => bench
+            .vdkit(&["serve", "-f", image.format, "--cache", cache.name])
+            .arg("--nbd")
+            .arg(format!("unix:{at}"))
+            .arg(&image.path),
+        Server::QemuNbd => Line::new(need("qemu-nbd")?)
+            .args(["--persistent", "--shared=64", "-f", image.format])
+            .arg(format!("--cache={}", cache.name))
+            .arg(format!("--socket={at}"))
+            .arg(&image.path),
+        Server::StorageDaemon(aio) => storage_daemon(image, cache, aio)?
+            .arg("--nbd-server")
+            .arg(format!("addr.type=unix,addr.path={at},max-connections=64"))
+            .arg("--export")
+            .arg(format!("type=nbd,id=export,node-name=disk,writable=on{}", through(cache))),
+        Server::Nbdkit => nbdkit(image, cache, socket)?,
+    };
+    let mut running = bench.start(&line)?;
+    running.wait_until(READY, &bench.cancel, || UnixStream::connect(socket).is_ok())?;
+    Ok(running)
+}
+
+fn nbdkit(image: &Image, cache: Cache, socket: &Path) -> Result<Line> {
+    if image.format != "raw" {
+        return skip("nbdkit serves raw images");
+    }
+    if cache.name != "writeback" {
+        return skip(format!("nbdkit has no cache mode '{}' for files", cache.name));
+    }
+    let line = Line::new(need("nbdkit")?).args(["--foreground", "--unix"]).arg(socket);
+    Ok(line.arg("file").arg(&image.path))
+}
+
+/// The daemon with the image as its node `disk`.
+fn storage_daemon(image: &Image, cache: Cache, aio: Aio) -> Result<Line> {
+    if aio == Aio::Native && !cache.direct {
+        return skip("QEMU takes aio=native only past the page cache: cache none or directsync");
+    }
+    let line = Line::new(need("qemu-storage-daemon")?);
+    let nodes = nodes(image, cache, aio)?;
+    Ok(nodes.into_iter().fold(line, |line, node| line.arg("--blockdev").arg(node)))
+}
+
+/// What QEMU is told of an image, whose node is `disk`.
+pub(super) fn nodes(image: &Image, cache: Cache, aio: Aio) -> Result<[String; 2]> {
+    let path = image.path.to_str().context("a name that is not UTF-8")?.replace(',', ",,");
+    let driver = if image.device { "host_device" } else { "file" };
+    let switch = |on| if on { "on" } else { "off" };
+    let flags =
+        format!("cache.direct={},cache.no-flush={}", switch(cache.direct), switch(cache.no_flush));
+    let format = image.format;
+    let aio = aio.option();
+    Ok([
+        format!("driver={driver},node-name=file,filename={path},{flags},discard=unmap{aio}"),
+        format!("driver={format},node-name=disk,file=file,{flags},discard=unmap"),
+    ])
+}
+
+fn through(cache: Cache) -> &'static str {
+    if cache.through { ",writethrough=on" } else { "" }
+}
+
+/// Shows the disk as one plain file.
+pub(super) fn fuse(
+    bench: &mut Bench<'_>,
+    server: Server,
+    image: &Image,
+    cache: Cache,
+    file: &Path,
+) -> Result<Running> {
+    let line = match server {
+        Server::Vdkit => bench
+            .vdkit(&["mount", "-f", image.format, "--cache", cache.name])
+            .arg(&image.path)
+            .arg(file),
+        Server::StorageDaemon(aio) => {
+            std::fs::write(file, "").with_context(|| file.display().to_string())?;
+            let mountpoint = file.display();
+            storage_daemon(image, cache, aio)?.arg("--export").arg(format!(
+                "type=fuse,id=export,node-name=disk,mountpoint={mountpoint},writable=on{}",
+                through(cache)
+            ))
+        }
+        other => bail!("{other:?} shows no files"),
+    };
+    let mut running = bench.start(&line)?;
+    let bytes = image.shown_bytes;
+    running.wait_until(READY, &bench.cancel, || {
+        file.metadata().is_ok_and(|found| found.len() == bytes)
+    })?;
+    Ok(running)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn qemu_is_told_of_the_cache_mode_and_of_commas() {
+        let image = Image {
+            path: "/a,b/disk.qcow2".into(),
+            format: "qcow2",
+            bytes: 1,
+            shown_bytes: 1,
+            files: vec![],
+            device: false,
+        };
+        let none = Cache::named("none").unwrap();
+        let [file, disk] = nodes(&image, none, Aio::Threads).unwrap();
+        assert_eq!(
+            file,
+            "driver=file,node-name=file,filename=/a,,b/disk.qcow2,cache.direct=on,\
+             cache.no-flush=off,discard=unmap"
+        );
+        assert!(disk.starts_with("driver=qcow2,node-name=disk,file=file,cache.direct=on"));
+        let image = Image { device: true, ..image };
+        let [file, _] = nodes(&image, Cache::named("unsafe").unwrap(), Aio::Threads).unwrap();
+        assert!(file.contains("driver=host_device") && file.contains("no-flush=on"), "{file}");
+        for (aio, word) in [(Aio::Native, ",aio=native"), (Aio::Uring, ",aio=io_uring")] {
+            let [file, disk] = nodes(&image, none, aio).unwrap();
+            assert!(file.ends_with(word) && !disk.contains("aio="), "{file} {disk}");
+        }
+        // What QEMU would refuse is told before it is started.
+        let writeback = Cache::named("writeback").unwrap();
+        let told = storage_daemon(&image, writeback, Aio::Native).unwrap_err().to_string();
+        assert!(told.contains("past the page cache"), "{told}");
+    }
+}

@@ -1,0 +1,183 @@
+//! Devices: what they are, and whether one may be used up.
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Context, Result};
+use rustix::fs::{Mode, OFlags, SeekFrom, seek};
+use vdkit_block::CancelToken;
+
+use crate::environment::{block, mounts};
+use crate::model::PlaceInfo;
+use crate::peers::find;
+use crate::process::Line;
+
+/// Why a device is not used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What was found.
+    pub reason: String,
+    /// What the user may do.
+    pub hint: String,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.reason)
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+fn refuse<T>(device: &Path, reason: impl std::fmt::Display, hint: &str) -> Result<T> {
+    Err(Refusal { reason: format!("{}: {reason}", device.display()), hint: hint.to_owned() }.into())
+}
+
+/// What a device is. Nothing is opened for writing.
+///
+/// # Errors
+/// It is no block device, or cannot be read.
+pub fn describe(path: &Path) -> Result<PlaceInfo> {
+    let found = fs::metadata(path).with_context(|| path.display().to_string())?;
+    if !found.file_type().is_block_device() {
+        return refuse(path, "not a block device", "a folder is named with --on");
+    }
+    let mut info = block::device(found.rdev(), path);
+    let file = File::open(path).with_context(|| path.display().to_string())?;
+    info.total_bytes = seek(&file, SeekFrom::End(0)).context("size of the device")?;
+    info.free_bytes = info.total_bytes;
+    Ok(info)
+}
+
+/// Asks the user to type a device's name: what will happen to which device, and the name. Says
+/// whether it was typed.
+pub type Ask<'a> = &'a dyn Fn(&str, &Path) -> Result<bool>;
+
+/// Whether the user gives up all that is on a device, also where nothing is seen on it: its name is
+/// among `erase`, or is typed when `ask` asks for it.
+///
+/// # Errors
+/// [`Refusal`] where it is not.
+pub fn confirm(
+    path: &Path,
+    erase: &[PathBuf],
+    ask: Option<Ask<'_>>,
+    cancel: &CancelToken,
+) -> Result<()> {
+    if erase.iter().any(|named| named == path) {
+        return Ok(());
+    }
+    let found = content(path, cancel)?;
+    let found = match &found {
+        Some(what) => format!("{what} is on it"),
+        None => "nothing is seen on it, but its name was not confirmed".to_owned(),
+    };
+    if let Some(ask) = ask {
+        let info = describe(path)?;
+        let what = info.beneath.first().map_or("", String::as_str);
+        let told = format!(
+            "{} ({what}, {} MiB): {found}; all of it will be overwritten",
+            path.display(),
+            info.total_bytes >> 20
+        );
+        if ask(&told, path)? {
+            return Ok(());
+        }
+    }
+    let hint = format!(
+        "all of it would be lost; if that is what you want, add: --erase {}",
+        path.display()
+    );
+    refuse(path, found, &hint)
+}
+
+/// Whether nobody uses a device: not mounted, no swap space, not part of another device.
+///
+/// # Errors
+/// [`Refusal`].
+pub fn check_unused(path: &Path) -> Result<()> {
+    let number = fs::metadata(path).with_context(|| path.display().to_string())?.rdev();
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mounts = mounts::parse(&text);
+    let whole = Path::new("/sys/dev/block").join(format!("{major}:{minor}"));
+    let numbers = with_partitions(&whole, (major, minor));
+    if let Some(mount) = mounts.iter().find(|mount| numbers.contains(&mount.device)) {
+        let at = mount.point.display();
+        return refuse(path, format!("mounted at {at}"), "unmount it, or name another device");
+    }
+    let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
+    for line in swaps.lines().skip(1) {
+        let name = line.split_whitespace().next().unwrap_or_default();
+        let same = |found: fs::Metadata| {
+            numbers.contains(&(rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev())))
+        };
+        if fs::metadata(name).is_ok_and(same) {
+            return refuse(path, "in use as swap space", "swapoff, or name another device");
+        }
+    }
+    if let Ok(mut holders) = fs::read_dir(whole.join("holders"))
+        && let Some(Ok(holder)) = holders.next()
+    {
+        let name = holder.file_name().to_string_lossy().into_owned();
+        return refuse(path, format!("in use by {name}"), "name another device");
+    }
+    // The kernel's own word: a file system, a volume manager or another program that claims it.
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+    match rustix::fs::open(path, flags, Mode::empty()) {
+        Ok(_) => {}
+        Err(rustix::io::Errno::BUSY) => {
+            return refuse(path, "in use (it cannot be opened exclusively)", "name another device");
+        }
+        Err(error) => return Err(error).with_context(|| path.display().to_string()),
+    }
+    let read_only = fs::read_to_string(whole.join("ro")).unwrap_or_default();
+    if read_only.trim() == "1" {
+        return refuse(path, "read-only", "name another device");
+    }
+    Ok(())
+}
+
+/// The numbers of a device and of its partitions.
+fn with_partitions(whole: &Path, own: (u32, u32)) -> Vec<(u32, u32)> {
+    let mut all = vec![own];
+    for entry in fs::read_dir(whole).into_iter().flatten().filter_map(std::result::Result::ok) {
+        if entry.path().join("partition").exists()
+            && let Ok(text) = fs::read_to_string(entry.path().join("dev"))
+        {
+            all.extend(mounts::number(text.trim()));
+        }
+    }
+    all
+}
+
+/// How much of a device's start is looked at where nothing is recognised.
+const LOOK_BYTES: usize = 1 << 20;
+
+/// What is on a device, if anything: a signature, or bytes that are not zero.
+fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
+    if let Some(wipefs) = find("wipefs") {
+        let line = Line::new(wipefs).args(["--no-act", "--output", "TYPE", "--noheadings"]);
+        let ended = line.arg(path).run(cancel)?;
+        let found: Vec<&str> = ended.stdout.split_whitespace().collect();
+        if !found.is_empty() {
+            return Ok(Some(format!("a signature ({})", found.join(", "))));
+        }
+    }
+    // What wipefs does not know (a disk image, a database's own device) is something too.
+    let file = File::open(path).with_context(|| path.display().to_string())?;
+    let mut bytes = vec![0; LOOK_BYTES];
+    let mut read = 0;
+    while read < bytes.len() {
+        match file.read_at(&mut bytes[read..], read as u64) {
+            Ok(0) => break,
+            Ok(more) => read += more,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error).with_context(|| path.display().to_string()),
+        }
+    }
+    let found = bytes[..read].iter().position(|byte| *byte != 0);
+    Ok(found.map(|at| format!("something (a byte that is not zero at {at})")))
+}

@@ -1,0 +1,200 @@
+//! Where images may lie: folders, and devices that the user gives up.
+//!
+//! Nothing of the user's is touched. In a folder everything is made beneath one new folder,
+//! `vdkit-lab-XXXX`, which goes at the end, also after an interrupt or a failure. A device is used
+//! only when nobody else uses it and the user has confirmed its name.
+
+pub mod attach;
+pub mod device;
+pub mod zfs;
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder};
+use std::io::ErrorKind;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::error::{Context, Result, bail};
+
+use crate::cells::Rng;
+use crate::environment::block;
+use crate::model::{PlaceInfo, PlaceKind};
+
+/// What the names of our folders begin with.
+pub const PREFIX: &str = "vdkit-lab-";
+/// Says within such a folder that it is one.
+const MARKER: &str = ".vdkit-lab";
+
+/// A place for images.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Place {
+    /// What is known of it.
+    pub info: PlaceInfo,
+    path: PathBuf,
+}
+
+impl Place {
+    /// A folder that is there.
+    ///
+    /// # Errors
+    /// It is none, or nothing can be made in it.
+    pub fn directory(path: &Path) -> Result<Self> {
+        let full = path.canonicalize().with_context(|| path.display().to_string())?;
+        if !full.is_dir() {
+            bail!("{}: not a folder; a block device is named with --device", path.display());
+        }
+        let mut info = block::folder(&full)?;
+        info.path = path.display().to_string();
+        Ok(Self { info, path: full })
+    }
+
+    /// A device. [`device::check_unused`] and [`device::confirm`] say whether it may be used.
+    ///
+    /// # Errors
+    /// It is none.
+    pub fn on_device(path: &Path) -> Result<Self> {
+        let full = path.canonicalize().with_context(|| path.display().to_string())?;
+        // By the name that was given: a zvol's says which one it is.
+        let mut info = device::describe(path)?;
+        info.path = path.display().to_string();
+        Ok(Self { info, path: full })
+    }
+
+    /// A folder of ours that stands for another place.
+    pub fn scratch(path: &Path, like: &PlaceInfo) -> Self {
+        let info = PlaceInfo { kind: PlaceKind::Directory, ..like.clone() };
+        Self { info, path: path.to_owned() }
+    }
+
+    /// The folder or device.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The device, where it is one.
+    pub fn device(&self) -> Option<&Path> {
+        (self.info.kind == PlaceKind::Device).then_some(&self.path)
+    }
+}
+
+/// Bytes that a file system has free for us.
+///
+/// # Errors
+/// The system refuses.
+pub fn free_bytes(path: &Path) -> Result<u64> {
+    let found = rustix::fs::statvfs(path).with_context(|| path.display().to_string())?;
+    Ok(found.f_bavail * found.f_frsize)
+}
+
+/// Gives each place a name of its own: what it is, and its path where two are the same.
+pub fn name_all(places: &mut [Place]) -> Result<()> {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for place in places.iter() {
+        *counts.entry(place.info.name.clone()).or_default() += 1;
+    }
+    for place in places.iter_mut().filter(|place| counts[&place.info.name] > 1) {
+        let path = place.info.path.trim_start_matches('/').replace(['/', '='], "-");
+        place.info.name = format!("{}:{path}", place.info.name);
+    }
+    let mut names: Vec<&str> = places.iter().map(|place| place.info.name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        bail!("{}: named twice", pair[0]);
+    }
+    Ok(())
+}
+
+/// A new folder beneath a place (beneath the system's folder for such things, for a device).
+///
+/// # Errors
+/// It cannot be made.
+pub fn new_folder(place: &Place, rng: &mut Rng) -> Result<PathBuf> {
+    let parent = match place.device() {
+        Some(_) => std::env::temp_dir(),
+        None => place.path.clone(),
+    };
+    let path = parent.join(format!("{PREFIX}{:08x}", rng.next_u64() as u32));
+    let made = DirBuilder::new().mode(0o700).create(&path);
+    made.with_context(|| format!("{}: cannot make a folder for images", path.display()))?;
+    let marked = fs::write(path.join(MARKER), "made by 'vdkit lab run', which removes it\n");
+    if let Err(error) = marked {
+        let _ = fs::remove_dir_all(&path);
+        return Err(error).with_context(|| path.display().to_string());
+    }
+    Ok(path)
+}
+
+/// Takes down what is mounted and attached in a folder of ours, and removes it.
+///
+/// # Errors
+/// Something in it is in use, or it is none of ours.
+pub fn remove_folder(path: &Path) -> Result<()> {
+    if !path.exists() {
+        return Ok(());
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    if !name.starts_with(PREFIX) || !path.join(MARKER).is_file() {
+        bail!("{}: not a folder of the lab; nothing was removed", path.display());
+    }
+    zfs::release(path)?;
+    attach::release_all(path)?;
+    for _ in 0..50 {
+        match fs::remove_dir_all(path) {
+            // A server that was told to end some moments ago may still put something there.
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            other => return other.with_context(|| path.display().to_string()),
+        }
+    }
+    bail!("{}: somebody makes files in it; it was not removed", path.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_are_new_and_go_with_all_that_is_in_them() {
+        let parent = tempfile::tempdir().unwrap();
+        let place = Place::directory(parent.path()).unwrap();
+        let mut rng = Rng::new(1);
+        let one = new_folder(&place, &mut rng).unwrap();
+        let two = new_folder(&place, &mut rng).unwrap();
+        assert_ne!(one, two);
+        fs::write(one.join("disk.raw"), "x").unwrap();
+        remove_folder(&one).unwrap();
+        assert!(!one.exists() && two.exists());
+        // A second time nothing is there to remove.
+        remove_folder(&one).unwrap();
+    }
+
+    #[test]
+    fn folders_of_others_stay() {
+        let parent = tempfile::tempdir().unwrap();
+        for name in ["precious", "vdkit-lab-precious"] {
+            let path = parent.path().join(name);
+            fs::create_dir(&path).unwrap();
+            assert!(remove_folder(&path).is_err());
+            assert!(path.exists());
+        }
+        let file = parent.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(Place::directory(&file).unwrap_err().to_string().contains("--device"));
+        assert!(Place::directory(Path::new("/nonexistent")).is_err());
+    }
+
+    #[test]
+    fn places_of_one_kind_are_told_apart_by_their_paths() {
+        let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut places =
+            vec![Place::directory(a.path()).unwrap(), Place::directory(b.path()).unwrap()];
+        let plain = places[0].info.name.clone();
+        name_all(&mut places).unwrap();
+        assert!(places[0].info.name.starts_with(&format!("{plain}:")), "{}", places[0].info.name);
+        assert_ne!(places[0].info.name, places[1].info.name);
+        let mut twice = vec![places[0].clone(), places[0].clone()];
+        assert!(name_all(&mut twice).unwrap_err().to_string().contains("named twice"));
+    }
+}

@@ -1,0 +1,443 @@
+//! Running other programs: exactly as they are written down, stopped when the user says so, and
+//! never left behind.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::error::{Context, Result, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use vdkit_block::CancelToken;
+
+use crate::peers;
+
+/// How often a wait looks whether the user has had enough.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long a program that was asked to end may take.
+const GRACE: Duration = Duration::from_secs(30);
+/// More of a program's messages is not shown.
+const MESSAGE_BYTES: usize = 2000;
+
+/// A command line.
+#[derive(Clone, Debug)]
+pub struct Line {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+    folder: Option<PathBuf>,
+    guarded: bool,
+}
+
+impl Line {
+    /// A program without arguments.
+    pub fn new(program: impl Into<PathBuf>) -> Self {
+        Self { program: program.into(), arguments: Vec::new(), folder: None, guarded: true }
+    }
+
+    /// Adds an argument.
+    pub fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
+        self.arguments.push(argument.as_ref().to_owned());
+        self
+    }
+
+    /// Adds arguments.
+    pub fn args<A: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = A>) -> Self {
+        self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
+        self
+    }
+
+    /// Runs in this folder, and puts there what it prints while it runs.
+    pub fn within(mut self, folder: &Path) -> Self {
+        self.folder = Some(folder.to_owned());
+        self
+    }
+
+    /// Does without what would end it together with a lab that is killed: that costs a millisecond
+    /// at its start, which counts where the command's whole time is measured.
+    pub fn timed(mut self) -> Self {
+        self.guarded = false;
+        self
+    }
+
+    /// As a shell takes it.
+    pub fn text(&self) -> String {
+        let name = self.program.file_name().unwrap_or(self.program.as_os_str());
+        let words = std::iter::once(name).chain(self.arguments.iter().map(OsString::as_os_str));
+        words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
+    }
+
+    /// The program is put into a group of its own, so that a signal of the terminal reaches the lab
+    /// alone; and it ends when the lab is killed, where `setpriv` can see to that.
+    fn command(&self) -> Command {
+        let mut command = match peers::find("setpriv").filter(|_| self.guarded) {
+            Some(setpriv) => {
+                let mut command = Command::new(setpriv);
+                command.args(["--pdeathsig", "TERM"]).arg(&self.program);
+                command
+            }
+            None => Command::new(&self.program),
+        };
+        command.args(&self.arguments).stdin(Stdio::null()).process_group(0);
+        // Messages are looked at.
+        command.env("LC_ALL", "C");
+        if let Some(folder) = &self.folder {
+            command.current_dir(folder);
+        }
+        command
+    }
+
+    fn spool(&self) -> Result<File> {
+        let folder = self.folder.clone().unwrap_or_else(std::env::temp_dir);
+        // Without a name from the first moment on.
+        let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        let opened = rustix::fs::open(&folder, flags, mode)
+            .or_else(|_| rustix::fs::open(std::env::temp_dir(), flags, mode));
+        Ok(File::from(opened.with_context(|| folder.display().to_string())?))
+    }
+
+    fn spawn(&self) -> Result<(Child, File, File)> {
+        let (out, errors) = (self.spool()?, self.spool()?);
+        let child = self
+            .command()
+            .stdout(out.try_clone()?)
+            .stderr(errors.try_clone()?)
+            .spawn()
+            .with_context(|| format!("cannot run {}", self.program.display()))?;
+        Ok((child, out, errors))
+    }
+
+    /// Runs it to its end.
+    ///
+    /// # Errors
+    /// It cannot be run, fails, or the user has had enough: then it is stopped.
+    pub fn run(&self, cancel: &CancelToken) -> Result<Ended> {
+        let ended = self.run_any(cancel)?;
+        if !ended.status.success() {
+            bail!("{}: {}{}", self.text(), told(ended.status), ended.complaint());
+        }
+        Ok(ended)
+    }
+
+    /// As [`Line::run`], where a failure is an answer too.
+    ///
+    /// # Errors
+    /// It cannot be run, or the user has had enough.
+    pub fn run_any(&self, cancel: &CancelToken) -> Result<Ended> {
+        let mut running = self.start()?;
+        while !running.wait(LOOK)? {
+            if let Err(stop) = cancel.check() {
+                running.end();
+                return Err(stop.into());
+            }
+        }
+        running.ended()
+    }
+
+    /// Starts it and lets it go on.
+    ///
+    /// # Errors
+    /// It cannot be run.
+    pub fn start(&self) -> Result<Running> {
+        let began = Instant::now();
+        let (child, out, errors) = self.spawn()?;
+        let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())
+            .context("a handle of a process")?;
+        Ok(Running { line: self.text(), child, pidfd, out, errors, began, ended: None })
+    }
+}
+
+/// What a program's end was.
+fn told(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        _ => status.to_string(),
+    }
+}
+
+/// A word as a shell takes it.
+pub fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%,".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+/// A program that has ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// How.
+    pub status: ExitStatus,
+    /// What it printed.
+    pub stdout: String,
+    /// What it complained about.
+    pub stderr: String,
+    /// From its start to its end.
+    pub elapsed: Duration,
+    /// What the kernel counted for it and its children.
+    pub io: IoCounts,
+}
+
+impl Ended {
+    /// The end of its messages, on a line of its own.
+    pub fn complaint(&self) -> String {
+        let text = self.stderr.trim();
+        let from = text.len().saturating_sub(MESSAGE_BYTES);
+        let from = (from..=text.len()).find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        if text.is_empty() { String::new() } else { format!("\n{}", &text[from..]) }
+    }
+}
+
+/// What the kernel counts of a process's input and output (`/proc/PID/io`, proc(5)).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IoCounts {
+    /// System calls that read.
+    pub read_calls: u64,
+    /// Bytes that these read.
+    pub read_call_bytes: u64,
+    /// Bytes that had to come from the storage.
+    pub read_bytes: u64,
+}
+
+impl IoCounts {
+    /// Of a process, also one that has ended and is not yet waited for.
+    pub fn of(pid: u32) -> Option<Self> {
+        Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/io")).ok()?)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let value = |name: &str| {
+            let mut lines = text.lines().filter_map(|line| line.split_once(": "));
+            lines.find(|(key, _)| *key == name)?.1.trim().parse().ok()
+        };
+        Some(Self {
+            read_calls: value("syscr")?,
+            read_call_bytes: value("rchar")?,
+            read_bytes: value("read_bytes")?,
+        })
+    }
+}
+
+/// Processor time of a process and its children that have ended, in seconds (`/proc/PID/stat`).
+pub fn cpu_seconds(pid: u32) -> Option<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name may hold anything, a parenthesis too; the numbers come after the last one.
+    let numbers: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
+    // utime, stime, cutime, cstime are fields 14 to 17 of proc(5); state is field 3.
+    let ticks: u64 = numbers.get(11..15)?.iter().filter_map(|n| n.parse::<u64>().ok()).sum();
+    Some(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// A program that runs; ended when it is dropped.
+#[derive(Debug)]
+pub struct Running {
+    line: String,
+    child: Child,
+    pidfd: std::os::fd::OwnedFd,
+    out: File,
+    errors: File,
+    began: Instant,
+    ended: Option<(ExitStatus, Duration, IoCounts)>,
+}
+
+fn read_all(file: &mut File) -> String {
+    let mut bytes = Vec::new();
+    // A file of our own; what cannot be read is not shown.
+    let _ = file.seek(SeekFrom::Start(0)).and_then(|_| file.read_to_end(&mut bytes));
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+impl Running {
+    /// Its command line.
+    pub fn line(&self) -> &str {
+        &self.line
+    }
+
+    /// Its number.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it has complained about so far.
+    pub fn messages(&self) -> String {
+        // Not the same position that the program writes at: a handle of its own would share it.
+        let mut bytes = vec![0; self.errors.metadata().map_or(0, |found| found.len()) as usize];
+        let read = std::os::unix::fs::FileExt::read_at(&self.errors, &mut bytes, 0);
+        bytes.truncate(read.unwrap_or(0));
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Waits for its end, but no longer than that; says whether it has ended.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn wait(&mut self, most: Duration) -> Result<bool> {
+        if self.ended.is_some() {
+            return Ok(true);
+        }
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let timeout =
+            Timespec { tv_sec: most.as_secs() as i64, tv_nsec: most.subsec_nanos().into() };
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(false),
+            other => other.context("waiting for a process")?,
+        };
+        let elapsed = self.began.elapsed();
+        let io = IoCounts::of(self.child.id()).unwrap_or_default();
+        let status = self.child.wait().context("waiting for a process")?;
+        self.ended = Some((status, elapsed, io));
+        Ok(true)
+    }
+
+    /// What came of it. It must have ended.
+    ///
+    /// # Errors
+    /// It has not.
+    pub fn ended(&mut self) -> Result<Ended> {
+        let Some((status, elapsed, io)) = self.ended else { bail!("{}: still runs", self.line) };
+        let (stdout, stderr) = (read_all(&mut self.out), read_all(&mut self.errors));
+        Ok(Ended { status, stdout, stderr, elapsed, io })
+    }
+
+    fn signal(&self, signal: Signal) {
+        // It may end at this moment. The group has its number: see `Line::command`.
+        let _ = kill_process_group(Pid::from_child(&self.child), signal);
+    }
+
+    /// Asks it to end, waits, and kills it where that takes too long. Says how long it took.
+    pub fn end(&mut self) -> Duration {
+        let began = Instant::now();
+        if self.ended.is_none() {
+            self.signal(Signal::TERM);
+            if !matches!(self.wait_long(GRACE), Ok(true)) {
+                self.signal(Signal::KILL);
+                let _ = self.wait_long(GRACE);
+            }
+        }
+        began.elapsed()
+    }
+
+    /// [`Running::wait`] that signals do not cut short.
+    fn wait_long(&mut self, most: Duration) -> Result<bool> {
+        let until = Instant::now() + most;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if self.wait(left)? {
+                return Ok(true);
+            }
+            if left.is_zero() {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// Waits until `ready` says so.
+    ///
+    /// # Errors
+    /// It ends before, takes longer than `most`, or the user has had enough.
+    pub fn wait_until(
+        &mut self,
+        most: Duration,
+        cancel: &CancelToken,
+        mut ready: impl FnMut() -> bool,
+    ) -> Result<()> {
+        let until = Instant::now() + most;
+        while !ready() {
+            cancel.check()?;
+            if self.wait(Duration::from_millis(5))? {
+                let ended = self.ended()?;
+                bail!("{}: {}{}", self.line, told(ended.status), ended.complaint());
+            }
+            if Instant::now() > until {
+                bail!(
+                    "{}: is not ready after {} s\n{}",
+                    self.line,
+                    most.as_secs(),
+                    self.messages()
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Line {
+        Line::new("sh").arg("-c").arg(script)
+    }
+
+    #[test]
+    fn a_program_is_run_and_counted() {
+        let ended = shell("echo out; echo err >&2; cat /proc/self/status > /dev/null; sleep 0.1")
+            .run(&CancelToken::default())
+            .unwrap();
+        assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("out\n", "err\n"));
+        assert!(ended.elapsed >= Duration::from_millis(100));
+        // The kernel counts also children that were waited for.
+        assert!(ended.io.read_calls > 0, "{:?}", ended.io);
+    }
+
+    #[test]
+    fn a_failure_says_what_was_run_and_what_it_said() {
+        let error = shell("echo 'no such disk' >&2; exit 3").run(&CancelToken::default());
+        let text = format!("{:#}", error.unwrap_err());
+        assert!(text.contains("exit code 3") && text.contains("no such disk"), "{text}");
+        assert!(text.contains("sh -c 'echo '"), "{text}");
+        let error = Line::new("/nonexistent/program").run(&CancelToken::default()).unwrap_err();
+        assert!(format!("{error:#}").contains("/nonexistent/program"), "{error:#}");
+    }
+
+    #[test]
+    fn a_cancelled_program_is_stopped_with_its_children() {
+        let cancel = CancelToken::default();
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(200));
+                cancel.cancel();
+            });
+            let error = shell("sleep 600 & sleep 600; wait").run(&cancel).unwrap_err();
+            assert!(error.engine().is_some(), "{error}");
+        });
+        assert!(began.elapsed() < Duration::from_secs(300));
+    }
+
+    #[test]
+    fn a_dropped_program_is_gone() {
+        let running = shell("sleep 600").start().unwrap();
+        let pid = running.pid();
+        assert!(cpu_seconds(pid).is_some());
+        drop(running);
+        assert!(!Path::new(&format!("/proc/{pid}")).exists());
+    }
+
+    #[test]
+    fn words_are_quoted_for_a_shell() {
+        let line = Line::new("/usr/bin/fio").arg("--name=a b").arg("it's").arg("--bs=4K");
+        assert_eq!(line.text(), r"fio '--name=a b' 'it'\''s' --bs=4K");
+    }
+
+    #[test]
+    fn the_kernels_counts_are_read() {
+        let text = "rchar: 10\nwchar: 2\nsyscr: 3\nsyscw: 4\nread_bytes: 4096\nwrite_bytes: 0\n";
+        let counts = IoCounts::parse(text).unwrap();
+        assert_eq!(counts, IoCounts { read_calls: 3, read_call_bytes: 10, read_bytes: 4096 });
+        assert_eq!(IoCounts::parse("rchar: x"), None);
+    }
+}

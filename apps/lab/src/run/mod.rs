@@ -1,0 +1,495 @@
+//! A run: every cell once a round, in random order, each sample kept as soon as it is there.
+
+mod cost;
+mod estimate;
+mod rounds;
+mod speed;
+mod trial;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::error::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use vdkit_block::Monitor;
+use vdkit_chain::Registry;
+
+use crate::axes;
+use crate::cells::{self, Rng};
+use crate::engine::{self, Bench};
+use crate::environment::{self, load};
+use crate::fit;
+use crate::model::{
+    Cell, Environment, Outcome, PlaceInfo, PlaceKind, PlanSummary, Run, Sample, Series, Steady,
+    Warning,
+};
+use crate::peers::Skip;
+use crate::place::{self, Place, device};
+use crate::plan::{Effort, Plan};
+use crate::store::Store;
+
+pub use estimate::Estimate;
+use rounds::Rounds;
+use speed::Speed;
+
+/// What a user asks for; kept with the results, so that a run can go on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// The plan's text.
+    pub plan: String,
+    /// Where that is from.
+    pub origin: String,
+    /// A first answer.
+    pub quick: bool,
+    /// The order of the cells, and all random bytes, come from it.
+    pub seed: u64,
+    /// Just so many rounds.
+    pub rounds: Option<u32>,
+    /// More rounds until it can be told, for at most so many seconds.
+    #[serde(default)]
+    pub seconds: Option<u64>,
+    /// Folders.
+    pub folders: Vec<PathBuf>,
+    /// Devices.
+    pub devices: Vec<PathBuf>,
+}
+
+/// Whether a load was steady, told from its series. What [`crate::model::Steady`] asks for.
+pub type SteadyRule = fn(&[Series]) -> Option<Steady>;
+
+/// What a run needs from its caller.
+pub struct Tools<'a> {
+    /// The command `vdkit`.
+    pub command: PathBuf,
+    /// Its version.
+    pub version: String,
+    /// The library's formats.
+    pub registry: &'a Registry,
+    /// Devices whose content the user gives up, by name.
+    pub erase: Vec<PathBuf>,
+    /// How the user is asked for the name of another; nothing where nobody is there to answer.
+    pub ask: Option<device::Ask<'a>>,
+    /// How steadiness is told.
+    pub steady: Option<SteadyRule>,
+}
+
+/// A run that could begin: everything is checked, nothing is written.
+#[derive(Debug)]
+pub struct Prepared {
+    request: Request,
+    plan: Plan,
+    places: Vec<Place>,
+    /// What will be measured.
+    pub cells: Vec<Cell>,
+    /// What it will take.
+    pub estimate: Estimate,
+    /// All on its devices was given up.
+    confirmed: bool,
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// A seed that nobody has chosen.
+pub fn random_seed() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Rng::new(since.as_nanos() as u64 ^ u64::from(std::process::id()) << 40).next_u64()
+}
+
+impl Request {
+    fn plan(&self) -> Result<Plan> {
+        Plan::parse(&self.plan, &self.origin)
+    }
+
+    fn effort(&self, plan: &Plan) -> Effort {
+        let effort = plan.effort(self.quick);
+        Effort { rounds: Rounds::of(self, plan).least, ..effort }
+    }
+
+    fn places(&self, plan: &Plan) -> Result<Vec<Place>> {
+        let mut places = Vec::new();
+        for path in &self.folders {
+            places.push(Place::directory(path)?);
+        }
+        for path in &self.devices {
+            places.push(Place::on_device(path)?);
+            device::check_unused(path)?;
+        }
+        for place in &places {
+            if !plan.places.contains(&place.info.kind) {
+                let (is, takes) = match place.info.kind {
+                    PlaceKind::Device => ("a device", "folders: --on DIR"),
+                    PlaceKind::Directory => ("a folder", "devices: --device DEV"),
+                };
+                bail!("{}: is {is}, and the plan '{}' takes {takes}", place.info.path, plan.name);
+            }
+        }
+        if places.is_empty() {
+            bail!("say where images may be put: --on DIR or --device DEV");
+        }
+        place::name_all(&mut places)?;
+        Ok(places)
+    }
+}
+
+impl Prepared {
+    /// Looks at the plan and the places. Nothing is written.
+    ///
+    /// # Errors
+    /// The plan is wrong, or a place is too small for it; [`device::Refusal`] for a device that is in
+    /// use.
+    pub fn new(request: Request) -> Result<Self> {
+        let plan = request.plan()?;
+        let places = request.places(&plan)?;
+        let infos: Vec<&PlaceInfo> = places.iter().map(|place| &place.info).collect();
+        let mut cells = cells::cells(&plan, &infos, request.quick);
+        for cell in &mut cells {
+            let place = infos.iter().find(|place| cell.axis(axes::BACKEND) == Some(&place.name));
+            if let Some(Err(unfit)) =
+                place.map(|place| fit::fit(&cell.axes, &request.effort(&plan), place))
+            {
+                cell.outcome = Outcome::Skipped(unfit.to_string());
+            }
+        }
+        let estimate = Estimate::of(&cells, &infos, &request.effort(&plan), &BTreeMap::new());
+        // A place that is too small is told with what it takes.
+        estimate.check()?;
+        if cells.iter().all(|cell| cell.outcome != Outcome::Pending) {
+            let why = estimate.told.first().map_or("", String::as_str);
+            bail!("the plan '{}' has no cell for these places; {why}", plan.name);
+        }
+        let confirmed = request.devices.is_empty();
+        Ok(Self { request, plan, places, cells, estimate, confirmed })
+    }
+
+    /// How many rounds are measured at most, where those of the estimate do not tell.
+    pub fn rounds_most(&self) -> u32 {
+        Rounds::of(&self.request, &self.plan).most
+    }
+
+    /// Whether all devices were given up by name.
+    ///
+    /// # Errors
+    /// [`device::Refusal`] for one that was not.
+    pub fn confirm(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
+        for path in &self.request.devices {
+            device::confirm(path, &tools.erase, tools.ask, &monitor.cancel)?;
+        }
+        self.confirmed = true;
+        Ok(())
+    }
+
+    /// Guesses anew how long it takes, by how fast this host and the places are: that takes some seconds, as
+    /// a few requests go through each server of the plan and a guest is booted, where it has any. In folders
+    /// nothing is left; devices are written to once they were confirmed.
+    ///
+    /// # Errors
+    /// The user has had enough.
+    pub fn calibrate(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
+        let effort = self.request.effort(&self.plan);
+        let cancel = &monitor.cancel;
+        let guest = trial::guest(&self.cells, &self.places, &effort, tools, cancel)?;
+        let mut speeds = BTreeMap::new();
+        for place in &self.places {
+            let mut speed = Speed::of(&tools.command, place, self.confirmed, cancel)?;
+            speed.guest = guest.unwrap_or_default();
+            if place.device().is_none() || self.confirmed {
+                speed.tried = trial::tried(&self.cells, place, &effort, &speed, (tools, cancel))?;
+            }
+            speeds.insert(place.info.name.clone(), speed);
+        }
+        let infos: Vec<&PlaceInfo> = self.places.iter().map(|place| &place.info).collect();
+        self.estimate = Estimate::of(&self.cells, &infos, &effort, &speeds);
+        Ok(())
+    }
+
+    /// Begins: makes the file for results.
+    ///
+    /// # Errors
+    /// The file cannot be made; as [`Prepared::confirm`], where that was not done.
+    pub fn begin(mut self, out: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Going> {
+        if !self.confirmed {
+            self.confirm(tools, monitor)?;
+        }
+        let started = now();
+        let environment = self.environment(monitor);
+        let id = format!("{}-{started}-{:08x}", self.plan.name, random_seed() as u32);
+        let run = Run {
+            id,
+            plan: PlanSummary {
+                effort: Some(self.request.effort(&self.plan)),
+                ..self.plan.summary()
+            },
+            published: self.plan.published.clone(),
+            quick: self.request.quick,
+            seed: self.request.seed,
+            started,
+            vdkit_version: tools.version.clone(),
+            cells: self.cells.clone(),
+            warnings: busy(&environment),
+            environment,
+            ..Run::default()
+        };
+        let store = Store::create(out, &run, &self.request)?;
+        Ok(self.going(store, run.cells))
+    }
+
+    fn environment(&self, monitor: &Monitor<'_>) -> Environment {
+        let infos: Vec<PlaceInfo> = self.places.iter().map(|place| place.info.clone()).collect();
+        environment::describe(&infos, &monitor.cancel)
+    }
+
+    fn going(self, store: Store, cells: Vec<Cell>) -> Going {
+        let effort = self.request.effort(&self.plan);
+        Going {
+            rounds: Rounds::of(&self.request, &self.plan),
+            summary: PlanSummary { effort: Some(effort), ..self.plan.summary() },
+            rng: Rng::new(random_seed()),
+            references: BTreeMap::new(),
+            request: self.request,
+            places: self.places,
+            effort,
+            cells,
+            store,
+            estimate: self.estimate,
+        }
+    }
+}
+
+fn busy(environment: &Environment) -> Vec<Warning> {
+    let text = load::busy(environment.cores);
+    text.map(|text| Warning { kind: "load".to_owned(), text, cells: vec![] }).into_iter().collect()
+}
+
+/// A run under way.
+pub struct Going {
+    request: Request,
+    places: Vec<Place>,
+    effort: Effort,
+    rounds: Rounds,
+    summary: PlanSummary,
+    cells: Vec<Cell>,
+    store: Store,
+    rng: Rng,
+    references: BTreeMap<String, BTreeMap<String, f64>>,
+    estimate: Estimate,
+}
+
+impl Going {
+    /// What all of it will take, with what is there already.
+    pub fn estimate(&self) -> &Estimate {
+        &self.estimate
+    }
+
+    /// Goes on with a run that was interrupted, after removing what it has left.
+    ///
+    /// # Errors
+    /// The file is none, or another process measures into it; the places are not there any more;
+    /// or as [`Prepared::new`] and [`Prepared::begin`].
+    pub fn resume(file: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Self> {
+        let mut store = Store::open(file)?;
+        for folder in store.scratch()? {
+            place::remove_folder(&folder)?;
+            store.forget_scratch(&folder)?;
+        }
+        let run = store.run()?;
+        let mut prepared = Prepared::new(store.request()?)?;
+        let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key.clone()).collect::<Vec<_>>();
+        if keys(&run.cells) != keys(&prepared.cells) {
+            bail!(
+                "{}: the places are not what they were (they make other cells); run the plan again",
+                file.display()
+            );
+        }
+        prepared.confirm(tools, monitor)?;
+        store.set_environment(&prepared.environment(monitor))?;
+        Ok(prepared.going(store, run.cells))
+    }
+
+    /// Measures what is not there yet, and gives the whole run.
+    ///
+    /// # Errors
+    /// [`vdkit_block::Error::Interrupted`] where the user has had enough: what was measured is kept.
+    /// Otherwise only what the run itself fails by, such as a full disk for the results; what fails
+    /// in a cell is that cell's outcome.
+    pub fn run(mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Run> {
+        let order = cells::order(self.cells.len(), self.rounds.most, self.request.seed);
+        let total = (self.cells.len() as u64) * u64::from(self.rounds.least);
+        let mut pace = Pace::default();
+        for (done, (round, cell)) in order.into_iter().enumerate() {
+            let first = done % self.cells.len() == 0;
+            if first && !self.rounds.wants(round, &self.so_far()) {
+                break;
+            }
+            monitor.progress.update(done as u64, total.max(done as u64 + 1));
+            monitor.cancel.check()?;
+            let began = Instant::now();
+            let there = self.cells[cell].samples.iter().any(|sample| sample.round == round);
+            let over = matches!(self.cells[cell].outcome, Outcome::Skipped(_) | Outcome::Failed(_));
+            if !there && !over {
+                self.step(round, cell, tools, monitor)?;
+                let guessed = self.estimate.each.get(cell).copied().unwrap_or(0.0);
+                if let Some(told) = pace.after(&self.estimate, guessed, began.elapsed()) {
+                    monitor.progress.message(&told);
+                }
+            }
+        }
+        monitor.progress.update(total, total);
+        self.leave_devices_empty();
+        self.store.end(now())?;
+        self.store.run()
+    }
+
+    /// What there is, as far as a verdict needs it.
+    fn so_far(&self) -> Run {
+        Run { plan: self.summary.clone(), cells: self.cells.clone(), ..Run::default() }
+    }
+
+    /// One round of one cell.
+    fn step(
+        &mut self,
+        round: u32,
+        index: usize,
+        tools: &Tools<'_>,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        let mut cell = self.cells[index].clone();
+        let backend = cell.axis(axes::BACKEND).unwrap_or_default().to_owned();
+        let place = self.places.iter().find(|place| place.info.name == backend);
+        let place = place.context("a cell of an unknown place")?.clone();
+        let folder = place::new_folder(&place, &mut self.rng)?;
+        let added = self.store.add_scratch(&folder);
+        let before = load::Moment::now();
+        let (started, began) = (now(), Instant::now());
+        let mut bench = Bench {
+            command: tools.command.clone(),
+            registry: tools.registry,
+            cancel: monitor.cancel.clone(),
+            effort: self.effort,
+            seed: self.request.seed ^ u64::from(round),
+            place: &place,
+            folder: folder.clone(),
+            axes: &cell.axes,
+            commands: Vec::new(),
+            notes: Vec::new(),
+            references: &mut self.references,
+        };
+        let measured = added.and_then(|()| engine::sample(&mut bench));
+        let (commands, notes) = (bench.commands, bench.notes);
+        let disturbed = before.until(&load::Moment::now());
+        place::remove_folder(&folder)?;
+        self.store.forget_scratch(&folder)?;
+        // Each round has a folder of its own, whose name says nothing.
+        let name = folder.display().to_string();
+        let shown = folder.with_file_name("vdkit-lab").display().to_string();
+        let plain = |text: String| text.replace(&name, &shown);
+        cell.commands = commands.into_iter().map(plain).collect();
+        for note in notes.into_iter().map(plain) {
+            if !cell.notes.contains(&note) {
+                cell.notes.push(note);
+            }
+        }
+        match measured {
+            Ok(sample) => {
+                let seconds = began.elapsed().as_secs_f64();
+                let steady = tools.steady.and_then(|rule| rule(&sample.series));
+                let sample = Sample { round, started, seconds, steady, ..sample };
+                self.keep(&mut cell, sample)?;
+            }
+            Err(error) if monitor.cancel.is_cancelled() => return Err(error),
+            Err(error) => self.give_up(&mut cell, &error, plain, monitor)?,
+        }
+        for (kind, text) in disturbed {
+            let text = format!("round {}: {text}", round + 1);
+            let cells = vec![cell.key.clone()];
+            self.store.add_warning(&Warning { kind: kind.to_owned(), text, cells })?;
+        }
+        self.cells[index] = cell;
+        Ok(())
+    }
+
+    /// A cell that could not be measured: why. `plain` takes names out that say nothing.
+    fn give_up(
+        &mut self,
+        cell: &mut Cell,
+        error: &crate::Error,
+        plain: impl Fn(String) -> String,
+        monitor: &Monitor<'_>,
+    ) -> Result<()> {
+        cell.outcome = match error.skipped() {
+            Some(Skip(reason)) => Outcome::Skipped(reason.clone()),
+            None => Outcome::Failed(plain(format!("{error:#}"))),
+        };
+        if let Outcome::Failed(text) = &cell.outcome {
+            monitor.progress.message(&format!("{}: {text}", cell.key));
+        }
+        self.store.set_outcome(cell)
+    }
+
+    fn keep(&mut self, cell: &mut Cell, sample: Sample) -> Result<()> {
+        self.store.add_sample(cell, &sample)?;
+        cell.samples.push(sample);
+        if cell.samples.len() as u64 >= u64::from(self.effort.rounds) {
+            cell.outcome = Outcome::Measured;
+        }
+        self.store.set_outcome(cell)
+    }
+
+    /// Devices begin with zeroes again, as a device that nothing is on: the user gave their content up.
+    fn leave_devices_empty(&self) {
+        for place in &self.places {
+            if let Some(path) = place.device() {
+                // What cannot be cleared here is refused by the next run, which says how to go on.
+                let _ = crate::layout::clear_ends(path, place.info.total_bytes);
+            }
+        }
+    }
+}
+
+/// How well the guess of the time fits.
+#[derive(Debug, Default)]
+struct Pace {
+    guessed: f64,
+    took: f64,
+    told: bool,
+}
+
+impl Pace {
+    /// After a sample: what is to be told, once, where the guess turns out to be far off.
+    fn after(&mut self, estimate: &Estimate, guessed: f64, took: Duration) -> Option<String> {
+        self.guessed += guessed;
+        self.took += took.as_secs_f64();
+        // Some tenths of all say how the rest will be; the first few do not.
+        if self.told || self.guessed < estimate.seconds / 5.0 {
+            return None;
+        }
+        self.told = true;
+        let factor = self.took / self.guessed.max(1e-9);
+        let left = estimate.left(self.guessed, self.took);
+        let off = !(0.67..=1.5).contains(&factor) && (left - estimate.seconds).abs() > 30.0;
+        off.then(|| {
+            let minutes = (left / 60.0).ceil();
+            format!("about {minutes} min more, by what the first samples took")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guess_that_is_far_off_is_told_once() {
+        let estimate = Estimate { seconds: 600.0, ..Estimate::default() };
+        let mut pace = Pace::default();
+        assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
+        let told = pace.after(&estimate, 60.0, Duration::from_secs(240)).unwrap();
+        // 480 guessed seconds are left, at a quarter of the speed.
+        assert!(told.starts_with("about 32 min more"), "{told}");
+        assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
+        let mut pace = Pace::default();
+        assert_eq!(pace.after(&estimate, 150.0, Duration::from_secs(180)), None);
+    }
+}

@@ -1,0 +1,255 @@
+//! How fast this host is at what a run is made of, measured in a second or two before it begins.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Instant;
+
+use crate::error::{Context, Result};
+use rustix::fs::{Mode, OFlags};
+use vdkit_block::CancelToken;
+
+use super::cost::{Cost, cost, requests, steps};
+use super::trial::{Tried, front_and_load};
+use crate::cells::Rng;
+use crate::fit::Fit;
+use crate::front::{FIO_OF_NOTHING, GuestSpeed};
+use crate::layout::noise;
+use crate::model::Axes;
+use crate::peers::find;
+use crate::place::Place;
+use crate::plan::Effort;
+use crate::process::Line;
+use crate::profile::Sync;
+
+/// How long each thing that [`Cost`] counts takes, in seconds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Speed {
+    /// A short command.
+    pub command: f64,
+    /// A run of fio whose load takes no time.
+    pub fio: f64,
+    /// A byte that is written in order and made durable.
+    pub byte: f64,
+    /// Two threads wake one another, once each: what a request through a server is made of.
+    pub turn: f64,
+    /// Of guests.
+    pub guest: GuestSpeed,
+    /// What was tried on this place.
+    pub tried: Tried,
+}
+
+/// A host that nobody has looked at.
+impl Default for Speed {
+    fn default() -> Self {
+        Self {
+            command: 0.02,
+            fio: 0.5,
+            byte: 1.0 / 400e6,
+            turn: 10e-6,
+            guest: GuestSpeed::default(),
+            tried: Tried::default(),
+        }
+    }
+}
+
+/// What is written to measure a place. A small part of a device's cache; so much is written for any
+/// cell.
+const WRITE_BYTES: usize = 32 << 20;
+
+// What is not measured beforehand, in seconds, as it is seen on machines of today.
+/// A server's start and end, beside that of a command.
+const SERVER: f64 = 0.1;
+/// Turns of a request through a server.
+const TURNS: f64 = 4.0;
+/// A byte that is copied into a file system on a served disk.
+const COPIED: f64 = 1.0 / 150e6;
+/// A file system that is made, mounted and unmounted: mostly waiting for loop devices.
+const FILE_SYSTEM: f64 = 0.3;
+/// Programs and libraries that have to be read again once caches were dropped.
+const COLD: f64 = 0.4;
+/// A byte that a conversion reads.
+const READ: f64 = 1.0 / 1.5e9;
+
+impl Speed {
+    /// Of a host and a place. `writes`: a device may be written to. What cannot be measured is taken to
+    /// be as elsewhere.
+    ///
+    /// # Errors
+    /// The user has had enough.
+    pub fn of(command: &Path, place: &Place, writes: bool, cancel: &CancelToken) -> Result<Self> {
+        let mut speed = Self::default();
+        let version = Line::new(command).arg("--version");
+        // The first one reads the program.
+        version.run_any(cancel)?;
+        speed.command = version.run_any(cancel)?.elapsed.as_secs_f64();
+        if let Some(fio) = find("fio") {
+            // As in a load: one job, and one after it.
+            let line = Line::new(fio).args(FIO_OF_NOTHING);
+            speed.fio = line.run_any(cancel)?.elapsed.as_secs_f64();
+        }
+        speed.turn = turn().unwrap_or(speed.turn);
+        if place.device().is_none() || writes {
+            // A place that cannot be written to will say so in each cell.
+            speed.byte = byte(place).unwrap_or(speed.byte);
+        }
+        Ok(speed)
+    }
+
+    /// How long a round of a cell takes, by what was tried where that is the same.
+    pub fn of_cell(&self, axes: &Axes, effort: &Effort, fit: &Fit) -> f64 {
+        let seconds = self.seconds(&cost(axes, effort, fit));
+        let Some((front, load)) = front_and_load(axes) else { return seconds };
+        if load.to_the_end {
+            let tried = self.tried.requests.get(&(front.to_owned(), load.block));
+            let each = tried.copied().unwrap_or_else(|| {
+                let synced = if load.rw.reads() { 0.0 } else { load.block as f64 };
+                steps(front) * TURNS * self.turn + synced * self.byte
+            });
+            return seconds + (requests(&load, effort, fit) * each).min(effort.seconds);
+        }
+        let late = self.tried.late.get(front).filter(|_| load.sync != Sync::Never);
+        seconds + late.copied().unwrap_or(0.0)
+    }
+
+    /// How long something takes.
+    pub fn seconds(&self, cost: &Cost) -> f64 {
+        cost.commands * self.command
+            + cost.servers * (SERVER + self.command)
+            + cost.fios * self.fio
+            + cost.guests * self.guest.boot
+            + cost.guest_fios * self.guest.fio
+            + cost.fixed
+            + cost.written * self.byte
+            + cost.requests * TURNS * self.turn
+            + cost.copied * (COPIED + self.byte)
+            + cost.file_systems * FILE_SYSTEM
+            + cost.cold * COLD
+            + cost.read * READ
+    }
+}
+
+/// Turns that are taken to measure one.
+const TURNS_MEASURED: u32 = 500;
+
+/// How long a turn takes.
+fn turn() -> Result<f64> {
+    let (mut near, mut far) = UnixStream::pair()?;
+    std::thread::scope(|scope| {
+        let answers = scope.spawn(move || -> std::io::Result<()> {
+            let mut byte = [0];
+            for _ in 0..TURNS_MEASURED {
+                far.read_exact(&mut byte)?;
+                far.write_all(&byte)?;
+            }
+            Ok(())
+        });
+        let began = Instant::now();
+        let mut byte = [0];
+        for _ in 0..TURNS_MEASURED {
+            near.write_all(&byte)?;
+            near.read_exact(&mut byte)?;
+        }
+        let seconds = began.elapsed().as_secs_f64();
+        answers.join().ok().context("the other thread")??;
+        Ok(seconds / f64::from(TURNS_MEASURED))
+    })
+}
+
+/// How long a byte takes until it is durable.
+fn byte(place: &Place) -> Result<f64> {
+    let mut buffer = vec![0; 1 << 20];
+    noise(&mut buffer, &mut Rng::new(1));
+    let began = Instant::now();
+    match place.device() {
+        Some(device) => {
+            let file = File::options().write(true).open(device)?;
+            let bytes = WRITE_BYTES.min(place.info.total_bytes as usize);
+            for at in (0..bytes).step_by(buffer.len()) {
+                let len = buffer.len().min(bytes - at);
+                file.write_all_at(&buffer[..len], at as u64)?;
+            }
+            file.sync_data()?;
+        }
+        None => {
+            // Without a name: nothing is left, however this ends.
+            let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+            let file = rustix::fs::open(place.path(), flags, Mode::RUSR | Mode::WUSR)
+                .context("a file without a name")?;
+            let mut file = File::from(file);
+            for _ in 0..WRITE_BYTES / buffer.len() {
+                file.write_all(&buffer)?;
+            }
+            file.sync_data()?;
+        }
+    }
+    Ok(began.elapsed().as_secs_f64() / WRITE_BYTES as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_count_takes_its_time() {
+        let guest = GuestSpeed { boot: 6.0, fio: 2.0 };
+        let speed =
+            Speed { command: 0.01, fio: 0.5, byte: 1e-9, turn: 1e-5, guest, ..Speed::default() };
+        let seconds = |cost: Cost| speed.seconds(&cost);
+        let none = Cost::default();
+        assert_eq!(seconds(none), 0.0);
+        assert_eq!(seconds(Cost { fixed: 7.5, ..none }), 7.5);
+        assert_eq!(seconds(Cost { fios: 8.0, ..none }), 4.0);
+        assert_eq!(seconds(Cost { commands: 3.0, ..none }), 0.03);
+        assert_eq!(seconds(Cost { written: 2e9, ..none }), 2.0);
+        assert!((seconds(Cost { requests: 1000.0, ..none }) - 0.01 * TURNS).abs() < 1e-9);
+        assert_eq!(seconds(Cost { guests: 2.0, guest_fios: 8.0, ..none }), 28.0);
+        let both = Cost { fios: 8.0, fixed: 7.5, written: 2e9, ..none };
+        assert_eq!(seconds(both), 13.5);
+    }
+
+    #[test]
+    fn what_was_tried_counts_for_cells_like_it() {
+        let effort = Effort { rounds: 3, seconds: 10.0, disk: 64 << 20, bytes: 2 << 20 };
+        let fit = Fit { disk: 64 << 20, wanted: 64 << 20, bytes: 0 };
+        let mut speed = Speed::default();
+        let of = |speed: &Speed, front: &str, profile: &str| {
+            let axes = [("layout", "qcow2"), ("front", front), ("profile", profile)];
+            let axes = axes.map(|(axis, value)| (axis.to_owned(), value.to_owned()));
+            speed.of_cell(&axes.into(), &effort, &fit)
+        };
+        let before = |front, profile| of(&Speed::default(), front, profile);
+        speed.tried.requests.insert(("fuse".to_owned(), 4096), 1e-3);
+        speed.tried.late.insert("fuse".to_owned(), 5.0);
+        // 8192 requests of a millisecond, beside what starts and ends.
+        let found = of(&speed, "fuse", "libaio16");
+        assert!((8.2..9.2).contains(&found), "{found}");
+        // A load is over when its time is.
+        speed.tried.requests.insert(("fuse".to_owned(), 4096), 1.0);
+        let found = of(&speed, "fuse", "libaio16");
+        assert!((10.0..11.0).contains(&found), "{found}");
+        let found = of(&speed, "fuse", "batch16") - before("fuse", "batch16");
+        assert!((found - 5.0).abs() < 1e-9, "{found}");
+        // Others are not like it: another front, other blocks, no syncs.
+        for (front, profile) in [
+            ("nbd", "libaio16"),
+            ("nbd", "batch16"),
+            ("fuse", "first-write"),
+            ("fuse", "rnd1m-write"),
+        ] {
+            assert_eq!(of(&speed, front, profile), before(front, profile), "{front} {profile}");
+        }
+    }
+
+    #[test]
+    fn a_place_is_measured_and_left_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = Place::directory(folder.path()).unwrap();
+        let speed = Speed::of(Path::new("true"), &place, false, &CancelToken::default());
+        let speed = speed.unwrap_or_default();
+        assert!(speed.byte > 0.0 && speed.byte.is_finite() && speed.turn > 0.0, "{speed:?}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,119 @@
+//! vdkit, a virtual-disk engine: reads, writes, converts, checks and compares disk images.
+//!
+//! Programs import this crate; it re-exports vdkit's other crates.
+//!
+//! | what | where |
+//! |---|---|
+//! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`] |
+//! | an image's metadata | [`describe_chain`], [`ImageInfo`] |
+//! | jobs: convert, compare, check, create, resize, measure | [`jobs`] |
+//! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | [`export`], [`nbd`], [`vhost_user`] |
+//! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
+//! | storages of images: files, devices and memory | [`storage`], [`Storage`] |
+//! | appliances (OVA): disks in one tar file | [`ova`], [`jobs::extract`], [`jobs::pack`] |
+//! | errors, and their classes, from which exit codes derive | [`Error`], [`ErrorKind`] |
+//!
+//! # Images are untrusted
+//! Opening an image reads only its header and top table, follows references only as far as
+//! [`OpenOptions::refs`] allows, and locks files as QEMU does. A damaged or hostile image causes an
+//! error with the location of the damage.
+//!
+//! # Creating, writing and reading an image
+//! ```
+//! use vdkit::jobs::{CreateOptions, create};
+//! use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy};
+//!
+//! # fn main() -> vdkit::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let path = folder.path().join("disk.qcow2");
+//! let registry = vdkit::registry();
+//! let driver = vdkit::format("qcow2")?;
+//! create(
+//!     &registry,
+//!     &CreateOptions {
+//!         path: &path,
+//!         driver,
+//!         guest_bytes: Some(64 << 20),
+//!         options: Options::parse("qcow2", driver.options(), ["cluster_size=4K"])?,
+//!         backing: None,
+//!         replace: false,
+//!         refs: RefPolicy::default(),
+//!     },
+//!     &Monitor::default(),
+//! )?;
+//!
+//! let disk = Disk::open(&registry, &path, &OpenOptions::read_write())?;
+//! disk.write_at(b"hello", GuestOffset(1 << 20))?;
+//! disk.close()?;
+//! # drop(disk);
+//!
+//! let disk = Disk::open(&registry, &path, &OpenOptions::read_only())?;
+//! let mut bytes = [0; 7];
+//! disk.read_at(&mut bytes, GuestOffset((1 << 20) - 1))?;
+//! assert_eq!(&bytes, b"\0hello\0");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Describing, without opening other files
+//! ```
+//! use vdkit::{BackingChoice, OpenOptions};
+//!
+//! # fn main() -> vdkit::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let path = folder.path().join("disk.img");
+//! # std::fs::write(&path, [0; 1024]).unwrap();
+//! let options = OpenOptions::read_only().backing(BackingChoice::Ignore);
+//! let report = vdkit::describe_chain(&vdkit::registry(), &path, &options)?;
+//! assert_eq!(report.links[0].info.format, "raw");
+//! assert_eq!(report.links[0].info.virtual_size, 1024);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Converting
+//! ```
+//! use vdkit::jobs::{ConvertOptions, Destination, NewImage, Source, compare, convert};
+//! use vdkit::{Disk, Monitor, OpenOptions, Options};
+//!
+//! # fn main() -> vdkit::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let (from, to) = (folder.path().join("disk.raw"), folder.path().join("disk.qcow2"));
+//! # std::fs::write(&from, vec![7; 1 << 20]).unwrap();
+//! let registry = vdkit::registry();
+//! let source = Source::new(vec![Disk::open(&registry, &from, &OpenOptions::read_only())?]);
+//! let target = Destination::New(NewImage {
+//!     path: to.clone(),
+//!     format: "qcow2".to_owned(),
+//!     options: Options::default(),
+//!     backing: None,
+//!     cache: None,
+//! });
+//! let report = convert(&registry, &source, &ConvertOptions::new(target), &Monitor::default())?;
+//! assert_eq!(report.virtual_size, 1 << 20);
+//!
+//! let made = Disk::open(&registry, &to, &OpenOptions::read_only())?;
+//! let compared = compare(&source.disks()[0], &made, &Default::default(), &Monitor::default())?;
+//! assert!(compared.identical);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A [`Monitor`] holds a job's progress sink and cancel token.
+
+pub use vdkit_block::*;
+pub use vdkit_chain::*;
+pub use vdkit_export as export;
+pub use vdkit_export_fuse as fuse;
+pub use vdkit_export_nbd as nbd;
+pub use vdkit_export_vhost as vhost_user;
+pub use vdkit_jobs as jobs;
+pub use vdkit_ova as ova;
+pub use vdkit_storage as storage;
+pub use vdkit_stream as stream;
+
+pub mod live;
+mod registry;
+
+pub use registry::{FORMATS, format, format_of_name, registry};
+pub use vdkit_vhd::azure_faults;
