@@ -1,7 +1,7 @@
 //! The list of all formats.
 
 use vdkit_block::{FormatDriver, Result};
-use vdkit_chain::{Registry, Stranger};
+use vdkit_chain::{Registry, RejectedKind};
 use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
 use vdkit_luks::LuksDriver;
 use vdkit_ova::Package;
@@ -30,7 +30,7 @@ pub static FORMATS: &[&dyn FormatDriver] = &[
 ];
 
 /// An appliance: a guest that got it as a raw disk would see a tar file.
-const APPLIANCE: Stranger = Stranger {
+const APPLIANCE: RejectedKind = RejectedKind {
     is_one: Package::looks_like,
     what: "is an appliance (OVA), a tar file with disk images in it, and no disk itself",
     hint: "'vdkit info FILE' lists its disks, 'vdkit convert FILE FOLDER/' takes them out (one of \
@@ -41,7 +41,7 @@ const APPLIANCE: Stranger = Stranger {
 /// a raw disk.
 macro_rules! misnamed {
     ($format:literal: $($ending:literal)|+) => {
-        Stranger {
+        RejectedKind {
             is_one: |name, _| named(name, &[$($ending),+]),
             what: concat!(
                 "its name says that it is a ", $format,
@@ -55,7 +55,7 @@ macro_rules! misnamed {
     };
 }
 
-const MISNAMED: [Stranger; 8] = [
+const MISNAMED: [RejectedKind; 8] = [
     misnamed!("qcow2": "qcow2"),
     misnamed!("qcow": "qcow"),
     misnamed!("vmdk": "vmdk"),

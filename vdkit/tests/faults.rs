@@ -42,7 +42,7 @@ fn script(shape: &Shape) -> Vec<Op> {
     let whole = size / unit / 2 * unit;
     let mut script = vec![
         Op::Write { at: unit / 2, len: 3 * unit },
-        Op::Packed { at: 5 * unit, clusters: 3 },
+        Op::Compressed { at: 5 * unit, clusters: 3 },
         Op::Write { at: 5 * unit + cluster + 100, len: cluster / 2 },
         Op::Zero { at: 8 * unit - 700, len: 2 * unit, may_unmap: true },
         Op::Zero { at: unit, len: 700, may_unmap: false },
@@ -50,8 +50,8 @@ fn script(shape: &Shape) -> Vec<Op> {
         Op::Discard { at: unit, len: 3 * unit },
         Op::Flush,
         Op::Write { at: 2 * unit + 512, len: 2 * unit },
-        Op::Packed { at: unit, clusters: 2 },
-        Op::Packed { at: 5 * unit + cluster, clusters: 1 },
+        Op::Compressed { at: unit, clusters: 2 },
+        Op::Compressed { at: 5 * unit + cluster, clusters: 1 },
         Op::Write { at: size - 3000, len: 2000 },
         Op::Reopen,
         Op::Resize { to: whole + 1024 },
@@ -64,7 +64,7 @@ fn script(shape: &Shape) -> Vec<Op> {
         Op::Write { at: whole + unit, len: 600 },
     ];
     if !shape.packs() {
-        script.retain(|op| !matches!(op, Op::Packed { .. }));
+        script.retain(|op| !matches!(op, Op::Compressed { .. }));
     }
     script
 }
@@ -73,7 +73,7 @@ fn script(shape: &Shape) -> Vec<Op> {
 fn range_of(op: Op, shape: &Shape, guest: &Guest) -> std::ops::Range<u64> {
     let range = match op {
         Op::Write { at, len } | Op::Zero { at, len, .. } | Op::Discard { at, len } => at..at + len,
-        Op::Packed { at, clusters } => at..at + clusters * shape.cluster,
+        Op::Compressed { at, clusters } => at..at + clusters * shape.cluster,
         Op::Resize { .. } | Op::Read { .. } | Op::Flush | Op::Reopen => 0..0,
     };
     range.start.min(guest.len())..range.end.min(guest.len())

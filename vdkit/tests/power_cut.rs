@@ -50,7 +50,7 @@ fn sector_of(guest: &Guest, sector: u64) -> Sector {
 fn range_of(op: Op, shape: &Shape, size: (u64, u64)) -> std::ops::Range<u64> {
     match op {
         Op::Write { at, len } | Op::Zero { at, len, .. } | Op::Discard { at, len } => at..at + len,
-        Op::Packed { at, clusters } => at..(at + clusters * shape.cluster).min(size.1),
+        Op::Compressed { at, clusters } => at..(at + clusters * shape.cluster).min(size.1),
         Op::Resize { to } => to.min(size.0)..to.max(size.0),
         Op::Read { .. } | Op::Flush | Op::Reopen => 0..0,
     }
@@ -299,8 +299,8 @@ fn packing_step(rng: &mut Rng) -> Step {
     // Lengths by their last bits: 0 is small, 3 a cluster, 5 up to six clusters.
     let here = |kind: u16| Span { at: at % 6, inside, len: len & !7 | kind, kind: 0 };
     match rng.below(10) {
-        0 | 1 => Step::Packed(here(3)),
-        2 => Step::Packed(here(5)),
+        0 | 1 => Step::Compressed(here(3)),
+        2 => Step::Compressed(here(5)),
         3 => Step::Write(here(3)),
         4 | 5 => Step::Write(Span { at, inside, len: len & !7, kind: 0x30 }),
         6 => Step::Discard(here(5)),

@@ -186,10 +186,10 @@ fn qemu_enlarges_a_disk_that_ends_in_reused_space() {
         disk.write_at(&bytes, at.into_guest()).expect("writing");
     }
     disk.flush().expect("flushing");
-    let packed = soft_pattern(3, 0, 8 << 16, 65536);
-    let units = pack(Codec::Deflate, 65536, &packed).expect("soft bytes");
-    disk.write_packed(0.into_guest(), &units).expect("writing");
-    guest.write(0, &packed);
+    let compressed = soft_pattern(3, 0, 8 << 16, 65536);
+    let units = pack(Codec::Deflate, 65536, &compressed).expect("soft bytes");
+    disk.write_compressed(0.into_guest(), &units).expect("writing");
+    guest.write(0, &compressed);
     disk.flush().expect("flushing");
     let bytes = pattern(2, last, 512);
     disk.write_at(&bytes, last.into_guest()).expect("writing");

@@ -36,12 +36,12 @@ pub enum Place {
     /// Not in this image: read the backing image, or zero if there is none.
     Hole,
     /// Compressed; the extent ends with the compressed unit.
-    Packed(Packed),
+    Compressed(Compressed),
 }
 
 /// One compressed unit (a cluster, a grain).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Packed {
+pub struct Compressed {
     /// The storage.
     pub file: FileIndex,
     /// Host offset of the first compressed byte.
@@ -65,7 +65,9 @@ impl Extent {
                 Place::Data { file, offset: offset + bytes, exclusive }
             }
             // Compressed units are at most a few MiB, so the sum fits in u32.
-            Place::Packed(p) => Place::Packed(Packed { skip: p.skip + bytes as u32, ..p }),
+            Place::Compressed(p) => {
+                Place::Compressed(Compressed { skip: p.skip + bytes as u32, ..p })
+            }
             other => other,
         };
         Self { len: self.len - bytes, place }

@@ -9,9 +9,9 @@ use crate::bitmaps::Bitmaps;
 use crate::codec::Codec;
 use crate::encryption::Encryption;
 use crate::error::{Error, Result};
-use crate::extent::{Extent, FileIndex, Packed};
+use crate::extent::{Compressed, Extent, FileIndex};
 use crate::in_flight::InFlight;
-use crate::reservation::{PackedFrame, PackedReservation, Reservation};
+use crate::reservation::{CompressedFrame, CompressedReservation, Reservation};
 use crate::snapshots::Snapshots;
 use crate::storage::Storage;
 use crate::units::GuestOffset;
@@ -49,10 +49,10 @@ pub struct FormatCaps {
     /// image has them, else the cluster; 1 if every byte is already allocated.
     pub fill_bytes: u64,
     /// Codec of compressed writes, if supported.
-    pub packed: Option<Codec>,
+    pub compressed: Option<Codec>,
     /// The image is written once, front to back. The only operations are
-    /// [`Format::reserve_packed`], for units in guest order, each at most once, and
-    /// [`Format::close`]. [`FormatCaps::packed`] names the codec; units that do not shrink are
+    /// [`Format::reserve_compressed`], for units in guest order, each at most once, and
+    /// [`Format::close`]. [`FormatCaps::compressed`] names the codec; units that do not shrink are
     /// compressed nevertheless.
     pub one_pass: bool,
     /// `zero` only changes metadata.
@@ -194,13 +194,18 @@ pub trait Format: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Decompresses a unit. `packed_bytes` are the [`Packed::len`] bytes read from its location;
+    /// Decompresses a unit. `compressed_bytes` are the [`Compressed::len`] bytes read from its location;
     /// `out` is the whole unit.
-    fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
-        let _ = (packed_bytes, out);
+    fn unpack(
+        &self,
+        compressed: &Compressed,
+        compressed_bytes: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        let _ = (compressed_bytes, out);
         Err(Error::unsupported(
             self.storage().name(),
-            format!("not supported: {} data in a {} image", packed.codec, self.name()),
+            format!("not supported: {} data in a {} image", compressed.codec, self.name()),
             "this format has no compressed data",
         ))
     }
@@ -211,21 +216,25 @@ pub trait Format: Send + Sync + fmt::Debug {
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>>;
 
     /// Framing of compressed units; empty in most formats.
-    fn packed_frame(&self) -> PackedFrame {
-        PackedFrame::default()
+    fn compressed_frame(&self) -> CompressedFrame {
+        CompressedFrame::default()
     }
 
     /// Fills in the frame of a compressed unit at guest offset `at`, before
-    /// [`Format::reserve_packed`]. `framed` is [`PackedFrame::head_bytes`] zeroes, `payload_bytes`
-    /// of compressed bytes, and zeroes up to [`PackedFrame::align`]. Called in any order by any
+    /// [`Format::reserve_compressed`]. `framed` is [`CompressedFrame::head_bytes`] zeroes, `payload_bytes`
+    /// of compressed bytes, and zeroes up to [`CompressedFrame::align`]. Called in any order by any
     /// thread.
-    fn frame_packed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
+    fn frame_compressed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
         let _ = (at, framed, payload_bytes);
     }
 
     /// Reserves host space for compressed units of these byte lengths, including frames, for
     /// consecutive clusters from `at`.
-    fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
+    fn reserve_compressed(
+        &self,
+        at: GuestOffset,
+        lens: &[u32],
+    ) -> Result<CompressedReservation<'_>> {
         let _ = (at, lens);
         Err(Error::unsupported(
             self.storage().name(),
@@ -241,7 +250,7 @@ pub trait Format: Send + Sync + fmt::Debug {
 
     /// As [`Format::zero`], but the bytes stay zero whatever the backing image holds, now or after
     /// a later rebase. A format without such a flag (the default) does nothing.
-    fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
         let _ = len;
         Ok(at.0..at.0)
     }

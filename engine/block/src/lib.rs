@@ -65,13 +65,15 @@ pub use encryption::{
     CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,
 };
 pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain};
-pub use extent::{Extent, FileIndex, Packed, Place};
+pub use extent::{Compressed, Extent, FileIndex, Place};
 pub use format::{BackingRef, Format, FormatCaps, MapCacheStats};
 pub use in_flight::{InFlight, InFlightGuard, Stamp};
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
 pub use policy::RefPolicy;
-pub use reservation::{Fill, PackedFrame, PackedReservation, Reservation, Reserver, Ticket};
+pub use reservation::{
+    CompressedFrame, CompressedReservation, Fill, Reservation, Reserver, Ticket,
+};
 pub use snapshots::{NewSnapshot, Snapshots};
 pub use storage::{CacheMode, CopyMethod, ReadOp, Storage, StorageCaps, StorageExtent, ZeroMode};
 pub use units::{GuestOffset, HostOffset, align_down, align_up, is_aligned};

@@ -14,7 +14,7 @@ pub struct Limits {
     /// Bytes of metadata cache per image.
     pub cache_bytes: u64,
     /// Bytes of one compressed unit, compressed or decompressed.
-    pub packed_bytes_max: u64,
+    pub compressed_bytes_max: u64,
     /// Bytes of memory for the reference table of a check.
     pub check_bytes_max: u64,
     /// Rounds of key derivation for one passphrase on one key slot: the slot's iterations times the
@@ -33,7 +33,7 @@ impl Default for Limits {
             files_max: 4096,
             chain_depth_max: 200,
             cache_bytes: 32 << 20,
-            packed_bytes_max: 8 << 20,
+            compressed_bytes_max: 8 << 20,
             check_bytes_max: 2 << 30,
             key_rounds_max: 1 << 28,
         }

@@ -133,14 +133,14 @@ impl std::fmt::Debug for Reservation<'_> {
 
 /// Framing of each compressed unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PackedFrame {
-    /// Bytes before the unit, filled in by [`Format::frame_packed`](crate::Format::frame_packed).
+pub struct CompressedFrame {
+    /// Bytes before the unit, filled in by [`Format::frame_compressed`](crate::Format::frame_compressed).
     pub head_bytes: u32,
     /// Zeroes pad the framed unit to a multiple of this; never 0.
     pub align: u32,
 }
 
-impl Default for PackedFrame {
+impl Default for CompressedFrame {
     /// No frame.
     fn default() -> Self {
         Self { head_bytes: 0, align: 1 }
@@ -151,7 +151,7 @@ impl Default for PackedFrame {
 ///
 /// The caller writes all units, frames included, in one piece at `host` and publishes.
 #[must_use = "dropping a reservation gives its space back"]
-pub struct PackedReservation<'a> {
+pub struct CompressedReservation<'a> {
     owner: &'a dyn Reserver,
     ticket: Ticket,
     /// The storage that holds the space.
@@ -163,7 +163,7 @@ pub struct PackedReservation<'a> {
     published: bool,
 }
 
-impl<'a> PackedReservation<'a> {
+impl<'a> CompressedReservation<'a> {
     /// For formats only.
     pub fn new(
         owner: &'a dyn Reserver,
@@ -182,7 +182,7 @@ impl<'a> PackedReservation<'a> {
     }
 }
 
-impl Drop for PackedReservation<'_> {
+impl Drop for CompressedReservation<'_> {
     fn drop(&mut self) {
         if !self.published {
             self.owner.release(self.ticket);

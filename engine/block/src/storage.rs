@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::error::{Error, IoAction, Result};
 use crate::units::HostOffset;
 
-/// Bytes per read of [`Storage::skim`]; fits in a core's own cache.
-const SKIM_BYTES: u64 = 256 << 10;
+/// Bytes per read of [`Storage::read_discard`]; fits in a core's own cache.
+const READ_DISCARD_BYTES: u64 = 256 << 10;
 
 /// Cache modes of a disk, as QEMU names them. The storage bypasses the page cache if the mode says
 /// so. The disk flushes after each write if the mode says so.
@@ -182,11 +182,11 @@ pub trait Storage: Send + Sync + fmt::Debug {
 
     /// Reads `len` bytes and discards them, to fill the host's cache or to find read errors. Bytes
     /// past the end are no error.
-    fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {
-        let mut buf = vec![0; len.min(SKIM_BYTES) as usize];
+    fn read_discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        let mut buf = vec![0; len.min(READ_DISCARD_BYTES) as usize];
         let mut done = 0;
         while done < len {
-            let want = (len - done).min(SKIM_BYTES) as usize;
+            let want = (len - done).min(READ_DISCARD_BYTES) as usize;
             if self.read_up_to(&mut buf[..want], offset + done)? < want {
                 break;
             }

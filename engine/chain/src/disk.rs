@@ -211,7 +211,7 @@ impl Disk {
 
     /// The top image's map.
     ///
-    /// Publish compressed units that were reserved here with [`Disk::publish_packed`].
+    /// Publish compressed units that were reserved here with [`Disk::publish_compressed`].
     pub fn top(&self) -> &Arc<dyn Format> {
         &self.layers[0].format
     }
@@ -326,7 +326,7 @@ impl Disk {
 
     /// Flushes data and map in cache modes in which a change is durable on return. One flush serves
     /// all concurrent callers.
-    pub(crate) fn settle(&self) -> Result<()> {
+    pub(crate) fn flush_if_write_durable(&self) -> Result<()> {
         if self.cache.write_durable() { self.top().flush() } else { Ok(()) }
     }
 
@@ -393,7 +393,7 @@ impl Disk {
             let _ = self.top().resize(before);
             return Err(error);
         }
-        self.settle()
+        self.flush_if_write_durable()
     }
 
     fn zero_in_steps(&self, mut at: u64, end: u64, monitor: &Monitor<'_>) -> Result<()> {

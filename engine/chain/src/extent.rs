@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{Error, GuestOffset, HostOffset, IoAction, Packed, Place, Result, Storage};
+use vdkit_block::{Compressed, Error, GuestOffset, HostOffset, IoAction, Place, Result, Storage};
 
 use crate::disk::Layer;
 
@@ -38,11 +38,11 @@ pub enum DiskPlace<'a> {
     /// No searched layer holds it. Reads as zero if all layers were searched.
     Hole,
     /// Compressed; [`crate::Disk::read_at`] decompresses it.
-    Packed {
+    Compressed {
         /// The storage.
         storage: &'a Arc<dyn Storage>,
-        /// Location and codec. The extent may begin within the unit ([`Packed::skip`]).
-        packed: Packed,
+        /// Location and codec. The extent may begin within the unit ([`Compressed::skip`]).
+        compressed: Compressed,
     },
 }
 
@@ -171,8 +171,8 @@ impl<'a> Cursor<'a> {
                 Place::Data { file, offset, .. } => {
                     DiskPlace::Data { storage: format.file(file), offset }
                 }
-                Place::Packed(packed) => {
-                    DiskPlace::Packed { storage: format.file(packed.file), packed }
+                Place::Compressed(compressed) => {
+                    DiskPlace::Compressed { storage: format.file(compressed.file), compressed }
                 }
             };
             return Ok(Some(self.emit(extent.len, depth, place)));

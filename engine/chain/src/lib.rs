@@ -29,29 +29,29 @@
 //! | jobs that copy a whole disk do not read a truncated file as zeroes | `missing` |
 //! | a write that failed half-way changes nothing | dropped [`Reservation`](vdkit_block::Reservation)s, `write` |
 
+mod crypto;
 mod disk;
 mod exchange;
 mod extent;
-mod missing;
+mod nonblocking;
 mod options;
-mod prompt;
 mod read;
 mod reference;
 mod registry;
 mod scratch;
-mod seal;
 mod split;
+mod truncation;
 mod unit_cache;
 mod walk;
 mod write;
 
 pub use disk::{Disk, Layer, RequestGuard};
 pub use extent::{DiskExtent, DiskPlace, Extents};
-pub use missing::Missing;
+pub use nonblocking::Ready;
 pub use options::{BackingChoice, OpenOptions};
-pub use prompt::Ready;
-pub use registry::{Probed, Registry, Stranger};
+pub use registry::{Probed, Registry, RejectedKind};
 pub use split::{Split, links_down_to, open_split, same_file};
+pub use truncation::TruncationCheck;
 pub use walk::{
     ChainLink, ChainReport, ChangedParent, HostInfo, OpenedImage, changed_parent, describe_chain,
     open_image,

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{Error, GuestOffset, Packed, ReadOp, Result, Storage};
+use vdkit_block::{Compressed, Error, GuestOffset, ReadOp, Result, Storage};
 
+use crate::crypto::{self, Sealed, SealedPlace};
 use crate::disk::Disk;
 use crate::extent::{DiskExtent, DiskPlace, Purpose};
 use crate::scratch::Scratch;
-use crate::seal::{self, Sealed, SealedPlace};
 use crate::unit_cache::UnitKey;
 
 /// Maximum pieces per batch; bounds the memory of a fragmented request.
@@ -71,8 +71,8 @@ impl Disk {
             rest = behind;
             match extent.place {
                 DiskPlace::Zero { .. } | DiskPlace::Hole => piece.fill(0),
-                DiskPlace::Packed { storage, packed } => {
-                    self.read_packed(&extent, storage, &packed, generation, piece)?;
+                DiskPlace::Compressed { storage, compressed } => {
+                    self.read_compressed(&extent, storage, &compressed, generation, piece)?;
                 }
                 DiskPlace::Data { storage, offset }
                     if let Some(encryption) = self.encryption(extent.depth) =>
@@ -83,7 +83,7 @@ impl Disk {
                         sealed.push(encryption, piece_at, from..done);
                         batch.push(storage, ReadOp { offset, buf: piece })?;
                     } else {
-                        seal::read_part(encryption, &**storage, piece_at, piece)?;
+                        crypto::read_part(encryption, &**storage, piece_at, piece)?;
                     }
                 }
                 // Common case: one run, one read, no allocation.
@@ -101,26 +101,26 @@ impl Disk {
     }
 
     /// Reads a part of a compressed unit.
-    fn read_packed(
+    fn read_compressed(
         &self,
         extent: &DiskExtent<'_>,
         storage: &Arc<dyn Storage>,
-        packed: &Packed,
+        compressed: &Compressed,
         generation: u64,
         piece: &mut [u8],
     ) -> Result<()> {
-        let limit = self.limits.packed_bytes_max;
-        let largest = u64::from(packed.unpacked_len.max(packed.len));
+        let limit = self.limits.compressed_bytes_max;
+        let largest = u64::from(compressed.unpacked_len.max(compressed.len));
         if largest > limit {
             let (file, what) = (storage.name().to_owned(), "compressed unit");
             return Err(Error::Limit { file, what, found: largest, limit });
         }
-        let unit_bytes = packed.unpacked_len as usize;
-        let from = packed.skip as usize;
+        let unit_bytes = compressed.unpacked_len as usize;
+        let from = compressed.skip as usize;
         if from.checked_add(piece.len()).is_none_or(|end| end > unit_bytes) {
             return Err(Error::corrupt(
                 storage.name(),
-                packed.offset.0,
+                compressed.offset.0,
                 "compressed unit",
                 format!("{unit_bytes} bytes"),
                 format!("{} bytes from {from} on", piece.len()),
@@ -128,9 +128,9 @@ impl Disk {
         }
         let format = self.layers[extent.depth].format();
         let unpack = |out: &mut [u8]| {
-            let mut bytes = Scratch::new(packed.len as usize);
-            storage.read_padded(&mut bytes, packed.offset)?;
-            format.unpack(packed, &bytes, out)
+            let mut bytes = Scratch::new(compressed.len as usize);
+            storage.read_padded(&mut bytes, compressed.offset)?;
+            format.unpack(compressed, &bytes, out)
         };
         // Only the top layer publishes compressed units while the disk is open.
         let top = extent.depth == 0;
@@ -142,8 +142,8 @@ impl Disk {
         }
         let key = UnitKey {
             depth: extent.depth,
-            file: packed.file.0,
-            offset: packed.offset.0,
+            file: compressed.file.0,
+            offset: compressed.offset.0,
             generation: if top { generation } else { 0 },
         };
         if piece.len() == unit_bytes {

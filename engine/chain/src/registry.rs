@@ -11,12 +11,12 @@ const TAIL_BYTES: u64 = 512;
 #[derive(Clone, Debug, Default)]
 pub struct Registry {
     drivers: Vec<&'static dyn FormatDriver>,
-    strangers: Vec<Stranger>,
+    strangers: Vec<RejectedKind>,
 }
 
 /// A known file type that is no disk image. Without it, probing would return raw.
 #[derive(Clone, Copy, Debug)]
-pub struct Stranger {
+pub struct RejectedKind {
     /// Matches the file by its name and its first 64 KiB.
     pub is_one: fn(name: &str, head: &[u8]) -> bool,
     /// What it is, to follow the file's name in a message.
@@ -42,7 +42,7 @@ impl Registry {
 
     /// Rejects these file types where probing would otherwise return raw. Does not apply to an
     /// explicit format.
-    pub fn refusing(mut self, strangers: impl IntoIterator<Item = Stranger>) -> Self {
+    pub fn refusing(mut self, strangers: impl IntoIterator<Item = RejectedKind>) -> Self {
         self.strangers.extend(strangers);
         self
     }
@@ -76,7 +76,7 @@ impl Registry {
     /// by its last 512 bytes, with a second read.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if no format matches, for a [`Stranger`], or if several magic numbers
+    /// [`Error::Unsupported`] if no format matches, for a [`RejectedKind`], or if several magic numbers
     /// match: a guess could expose the wrong bytes, so the user must name the format. Errors of
     /// reading.
     pub fn probe(&self, storage: &dyn Storage) -> Result<Probed> {
@@ -273,7 +273,7 @@ mod tests {
     fn what_is_known_to_be_no_image_is_not_raw() {
         static RAW: ByByte = ByByte("raw", None);
         static A: ByByte = ByByte("a", Some(b't'));
-        let tar = Stranger {
+        let tar = RejectedKind {
             is_one: |name, head| name == "image" && head.starts_with(b"tar"),
             what: "is a tar file",
             hint: "unpack FILE",

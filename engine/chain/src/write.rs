@@ -1,14 +1,14 @@
 //! Writes: in place if the map allows, else into reserved space that is then published.
 
 use vdkit_block::{
-    Error, ErrorKind, FileIndex, Fill, GuestOffset, HostOffset, IoAction, PackedReservation, Place,
-    Reservation, Result, ZeroMode,
+    CompressedReservation, Error, ErrorKind, FileIndex, Fill, GuestOffset, HostOffset, IoAction,
+    Place, Reservation, Result, ZeroMode,
 };
 
+use crate::crypto::SealedPlace;
 use crate::disk::Disk;
 use crate::extent::Purpose;
 use crate::scratch::Scratch;
-use crate::seal::SealedPlace;
 
 /// Maximum size of a write and its fill that is sent as one request; above it, copying the data
 /// costs more than the saved system calls.
@@ -63,7 +63,7 @@ impl Disk {
     /// its storages. After an error each byte of the range is either old or new.
     pub fn write_at(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
         self.write_unsettled(buf, at)?;
-        self.settle()
+        self.flush_if_write_durable()
     }
 
     /// As [`Disk::write_at`], but durable only after the next [`Disk::flush`], in every cache mode.
@@ -97,7 +97,7 @@ impl Disk {
             self.zero_by_writing(at.0, done.start.clamp(at.0, end))?;
             self.zero_by_writing(done.end.clamp(at.0, end), end)?;
         }
-        self.settle()
+        self.flush_if_write_durable()
     }
 
     /// As [`Disk::write_zeroes`], but the bytes stay zero after a rebase to any backing image.
@@ -111,14 +111,14 @@ impl Disk {
             return Ok(());
         }
         let end = at.0 + len;
-        let done = self.top().zero_for_good(at, len)?;
+        let done = self.top().zero_persistent(at, len)?;
         let done = done.start.clamp(at.0, end)..done.end.clamp(at.0, end);
         let edges =
             if done.is_empty() { [at.0..end, end..end] } else { [at.0..done.start, done.end..end] };
         for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
             self.write_source(Source::Zeroes(edge.end - edge.start), GuestOffset(edge.start))?;
         }
-        self.settle()
+        self.flush_if_write_durable()
     }
 
     /// Drops all data of the top image, so that the disk reads as its backing image. Durable on
@@ -144,7 +144,7 @@ impl Disk {
             return Ok(());
         }
         self.top().discard(at, len)?;
-        self.settle()
+        self.flush_if_write_durable()
     }
 
     /// Writes compressed units for consecutive clusters from `at`. They replace the clusters'
@@ -152,7 +152,7 @@ impl Disk {
     ///
     /// # Errors
     /// As [`Disk::write_at`]; [`Error::Unsupported`] if the format has no compressed units.
-    pub fn write_packed(&self, at: GuestOffset, units: &[impl AsRef<[u8]>]) -> Result<()> {
+    pub fn write_compressed(&self, at: GuestOffset, units: &[impl AsRef<[u8]>]) -> Result<()> {
         self.check_writable()?;
         let cluster_bytes = self.top().caps().cluster_bytes;
         let lens: Vec<u32> = units
@@ -166,17 +166,17 @@ impl Disk {
                 .checked_mul(done as u64)
                 .and_then(|bytes| at.checked_add(bytes))
                 .ok_or_else(|| Error::Invalid(format!("{}: offset overflow", self.name())))?;
-            let reservation = self.top().reserve_packed(offset, &lens[done..])?;
+            let reservation = self.top().reserve_compressed(offset, &lens[done..])?;
             let taken = reservation.units.clamp(1, units.len() - done);
-            self.fill_packed(reservation, &units[done..done + taken])?;
+            self.fill_compressed(reservation, &units[done..done + taken])?;
             done += taken;
         }
-        self.settle()
+        self.flush_if_write_durable()
     }
 
-    fn fill_packed(
+    fn fill_compressed(
         &self,
-        reservation: PackedReservation<'_>,
+        reservation: CompressedReservation<'_>,
         units: &[impl AsRef<[u8]>],
     ) -> Result<()> {
         let len = units.iter().map(|unit| unit.as_ref().len()).sum();
@@ -194,10 +194,10 @@ impl Disk {
             storage.write_at(&joined, reservation.host)
         };
         if let Err(error) = moved {
-            self.empty_packed(&reservation, len as u64, &error);
+            self.empty_compressed(&reservation, len as u64, &error);
             return Err(error);
         }
-        self.publish_packed(reservation)
+        self.publish_compressed(reservation)
     }
 
     /// Publishes compressed units that the caller wrote. (Publishing them directly on the format
@@ -205,7 +205,7 @@ impl Disk {
     ///
     /// # Errors
     /// Errors of the format.
-    pub fn publish_packed(&self, reservation: PackedReservation<'_>) -> Result<()> {
+    pub fn publish_compressed(&self, reservation: CompressedReservation<'_>) -> Result<()> {
         // Must precede the publication: see `unit_cache`.
         self.units.next_generation();
         reservation.publish()
@@ -331,7 +331,12 @@ impl Disk {
     }
 
     /// As [`Disk::empty_reserved`], for `len` bytes of compressed units.
-    pub fn empty_packed(&self, reservation: &PackedReservation<'_>, len: u64, error: &Error) {
+    pub fn empty_compressed(
+        &self,
+        reservation: &CompressedReservation<'_>,
+        len: u64,
+        error: &Error,
+    ) {
         self.empty_host(reservation.file, reservation.host, len, error);
     }
 

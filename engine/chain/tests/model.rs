@@ -133,7 +133,7 @@ impl Bench {
                 let units: Vec<Vec<u8>> = (0..count)
                     .map(|i| pack(&vec![byte.wrapping_add(i as u8); CLUSTER as usize]))
                     .collect();
-                self.disk.write_packed(GuestOffset(cluster * CLUSTER), &units).unwrap();
+                self.disk.write_compressed(GuestOffset(cluster * CLUSTER), &units).unwrap();
                 for i in 0..count {
                     let start = (cluster as usize + i) * CLUSTER as usize;
                     let unit = &mut self.model[start..start + CLUSTER as usize];
@@ -178,7 +178,7 @@ impl Bench {
                 DiskPlace::Data { storage, offset } => {
                     storage.read_padded(&mut bytes, offset).unwrap();
                 }
-                DiskPlace::Packed { .. } => self.disk.read_at(&mut bytes, extent.at).unwrap(),
+                DiskPlace::Compressed { .. } => self.disk.read_at(&mut bytes, extent.at).unwrap(),
                 DiskPlace::Zero { .. } | DiskPlace::Hole => assert!(extent.place.reads_zero()),
             }
             let start = at as usize;

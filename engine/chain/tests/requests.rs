@@ -70,7 +70,7 @@ fn a_plain_read_is_one_read_and_a_scattered_one_is_a_batch() {
 fn small_reads_in_order_unpack_each_unit_once() {
     let (disk, format, _) = top(64);
     let units: Vec<_> = (0..64u8).map(|i| pack(&[i; CLUSTER as usize])).collect();
-    disk.write_packed(at(0), &units).unwrap();
+    disk.write_compressed(at(0), &units).unwrap();
     for sector in 0..64 * CLUSTER / 512 {
         let wanted = (sector * 512 / CLUSTER) as u8;
         assert!(read(&disk, GuestOffset(sector * 512), 512) == [wanted; 512]);
@@ -86,7 +86,7 @@ fn small_reads_in_order_unpack_each_unit_once() {
 #[test]
 fn readers_of_one_unit_wait_for_the_first_to_unpack_it() {
     let (disk, format, _) = top(1);
-    disk.write_packed(at(0), &[pack(&[7; CLUSTER as usize])]).unwrap();
+    disk.write_compressed(at(0), &[pack(&[7; CLUSTER as usize])]).unwrap();
     let start = std::sync::Barrier::new(8);
     std::thread::scope(|scope| {
         for thread in 0..8 {
@@ -103,11 +103,11 @@ fn readers_of_one_unit_wait_for_the_first_to_unpack_it() {
 #[test]
 fn a_damaged_unit_is_an_error_each_time_and_leaves_no_trace() {
     let (disk, format, storage) = top(2);
-    disk.write_packed(at(0), &[pack(&[7; CLUSTER as usize])]).unwrap();
+    disk.write_compressed(at(0), &[pack(&[7; CLUSTER as usize])]).unwrap();
     let place = disk.extent_at(at(0), 1).unwrap().place;
-    let DiskPlace::Packed { packed, .. } = place else { panic!("{place:?}") };
-    let good = storage.bytes()[packed.offset.0 as usize];
-    let tag = |byte| vdkit_block::Storage::write_at(&*storage, &[byte], packed.offset).unwrap();
+    let DiskPlace::Compressed { compressed, .. } = place else { panic!("{place:?}") };
+    let good = storage.bytes()[compressed.offset.0 as usize];
+    let tag = |byte| vdkit_block::Storage::write_at(&*storage, &[byte], compressed.offset).unwrap();
     tag(0);
     for _ in 0..2 {
         let error = disk.read_at(&mut [0; 512], at(0)).unwrap_err();
@@ -129,15 +129,15 @@ fn a_reused_packed_place_is_not_served_from_the_cache() {
     let disk = Arc::new(disk);
     let unit = |byte: u8| [pack(&[byte; CLUSTER as usize])];
     let place = |cluster| match disk.extent_at(at(cluster), 1).unwrap().place {
-        DiskPlace::Packed { packed, .. } => packed.offset,
+        DiskPlace::Compressed { compressed, .. } => compressed.offset,
         other => panic!("{other:?}"),
     };
-    disk.write_packed(at(0), &unit(1)).unwrap();
+    disk.write_compressed(at(0), &unit(1)).unwrap();
     let first = place(0);
     // Another thread reads the old unit just before it is replaced.
     let reader = disk.clone();
     format.before_publish.set(move || assert!(read(&reader, at(0), 512) == [1; 512]));
-    disk.write_packed(at(0), &unit(2)).unwrap();
+    disk.write_compressed(at(0), &unit(2)).unwrap();
     // Plain writes free its space.
     for cluster in 8..12 {
         disk.write_at(&[9], at(cluster)).unwrap();
@@ -145,7 +145,7 @@ fn a_reused_packed_place_is_not_served_from_the_cache() {
     // The space becomes the unit of cluster 1 while cluster 1 is being read.
     let writer = disk.clone();
     let replacement = unit(3);
-    format.before_resolve.set(move || writer.write_packed(at(1), &replacement).unwrap());
+    format.before_resolve.set(move || writer.write_compressed(at(1), &replacement).unwrap());
     let got = read(&disk, at(1), 512);
     assert_eq!(place(1), first, "the test needs the space to be reused");
     assert!(got == [3; 512], "{:?} is the replaced unit", got[0]);
@@ -282,7 +282,7 @@ fn read_only_and_the_end_of_the_disk_are_kept() {
     read_only(disk.write_zeroes(at(0), 1, true));
     read_only(disk.discard(at(0), 1));
     read_only(disk.resize(1 << 20));
-    read_only(disk.write_packed(at(0), &[[0]]));
+    read_only(disk.write_compressed(at(0), &[[0]]));
     disk.flush().unwrap();
     disk.close().unwrap();
 

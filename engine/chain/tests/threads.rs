@@ -88,7 +88,7 @@ fn overlapping_operations_leave_whole_clusters() {
                     let cluster = [byte; CLUSTER as usize];
                     match random.below(10) {
                         0..3 => disk.write_at(&cluster, at).unwrap(),
-                        3..5 => disk.write_packed(at, &[pack(&cluster)]).unwrap(),
+                        3..5 => disk.write_compressed(at, &[pack(&cluster)]).unwrap(),
                         5 => disk.write_zeroes(at, CLUSTER, true).unwrap(),
                         6 => disk.discard(at, CLUSTER).unwrap(),
                         _ => {
@@ -107,6 +107,6 @@ fn overlapping_operations_leave_whole_clusters() {
     });
     assert_eq!(top.reserved(), 0);
     assert_eq!(top.leaked_clusters(), 0);
-    assert!(top.reused_packed.load(Ordering::SeqCst) > 0, "packed space was never reused");
+    assert!(top.reused_compressed.load(Ordering::SeqCst) > 0, "compressed space was never reused");
     assert_eq!(top.guest_bytes(), CLUSTERS * CLUSTER);
 }

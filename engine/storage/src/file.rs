@@ -17,14 +17,14 @@ use vdkit_block::{
 };
 use vdkit_meta::{LANES_MAX, SyncError, Syncs};
 
-use crate::bulk::{BULK_BYTES_MIN, Bulk, FileSystem};
+use crate::cache_overflow::{CacheOverflow, Lane};
 use crate::direct::Direct;
 use crate::held::{Change, refuse_attached};
+use crate::initial_write::{BULK_BYTES_MIN, FileSystem, InitialWrite};
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
-use crate::past_cache::{Lane, PastCache};
 use crate::range_lock::RangeGuard;
-use crate::skim;
+use crate::read_discard;
 use crate::space::Lacks;
 use crate::sys;
 
@@ -73,8 +73,8 @@ pub struct FileStorage {
     pub(crate) data_at: AtomicU64,
     /// The file system does not support non-blocking reads.
     never_ready: AtomicBool,
-    bulk: Bulk,
-    past: Option<PastCache>,
+    initial_write: InitialWrite,
+    past: Option<CacheOverflow>,
 }
 
 impl fmt::Debug for FileStorage {
@@ -169,18 +169,18 @@ impl FileStorage {
             block_bytes: block_bytes(&file, kind),
         };
         let file_system = FileSystem::of(&file, kind);
-        let (bulk, past) = match kind {
+        let (initial_write, past) = match kind {
             FileKind::Regular if direct.is_none() => {
-                (Bulk::new(file_system), PastCache::new(options.share, file_system))
+                (InitialWrite::new(file_system), CacheOverflow::new(options.share, file_system))
             }
-            _ => (Bulk::Plain, None),
+            _ => (InitialWrite::Plain, None),
         };
         Ok(Self {
             name,
             in_memory: file_system == FileSystem::Memory,
             data_at: AtomicU64::new(0),
             never_ready: AtomicBool::new(false),
-            bulk,
+            initial_write,
             past,
             file,
             kind,
@@ -246,17 +246,17 @@ impl FileStorage {
         self.direct.as_ref().map(|direct| direct.hold_shared(offset, len))
     }
 
-    pub(crate) fn bulk(&self) -> &Bulk {
-        &self.bulk
+    pub(crate) fn initial_write(&self) -> &InitialWrite {
+        &self.initial_write
     }
 
     #[cfg(test)]
-    pub(crate) fn past(&self) -> Option<&PastCache> {
+    pub(crate) fn past(&self) -> Option<&CacheOverflow> {
         self.past.as_ref()
     }
 
     /// The direct lane for a large first write, once the page cache has its share.
-    pub(crate) fn past_cache(&self, len: usize) -> Option<&Lane> {
+    pub(crate) fn cache_overflow(&self, len: usize) -> Option<&Lane> {
         self.past.as_ref()?.lane_for(len, &self.file)
     }
 
@@ -314,7 +314,7 @@ impl FileStorage {
 
     /// Writes all of `buf`, which is aligned if needed.
     pub(crate) fn write_raw(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
-        self.write_in_pieces(buf, offset, self.bulk.piece_bytes())
+        self.write_in_pieces(buf, offset, self.initial_write.piece_bytes())
     }
 
     /// [`Self::write_raw`] with at most `piece` bytes per system call.
@@ -447,12 +447,12 @@ impl Storage for FileStorage {
         self.direct.is_none()
     }
 
-    fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {
+    fn read_discard(&self, offset: HostOffset, len: u64) -> Result<()> {
         let len = len.min(self.len()?.saturating_sub(offset.0));
-        match skim::skim(&self.file, offset.0, len) {
+        match read_discard::read_discard(&self.file, offset.0, len) {
             Ok(done) if done >= len => Ok(()),
             // Splice does not work here: read through this process.
-            Ok(done) => skim::read_away(self, offset + done, len - done),
+            Ok(done) => read_discard::read_away(self, offset + done, len - done),
             Err(errno) => Err(self.error(IoAction::Read, offset.0, len, errno)),
         }
     }
@@ -506,7 +506,7 @@ impl Storage for FileStorage {
     }
 
     fn expect_len(&self, len: u64) -> Result<()> {
-        match self.bulk.wants_len() {
+        match self.initial_write.wants_len() {
             true => self.resize(len),
             false => Ok(()),
         }

@@ -35,23 +35,23 @@
 mod access;
 mod batch;
 mod buffer;
-mod bulk;
+mod cache_overflow;
 mod copy;
 mod direct;
 mod file;
 mod held;
+mod initial_write;
 mod links;
 mod lock;
 mod memory;
 mod null;
 mod open;
-mod past_cache;
 mod pending;
 mod placement;
 mod range_lock;
+mod read_discard;
 mod removal;
 mod ring;
-mod skim;
 mod space;
 mod sys;
 

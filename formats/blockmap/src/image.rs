@@ -483,7 +483,7 @@ impl<E: Envelope> Format for BlockImage<E> {
             writable: self.writable,
             cluster_bytes: geometry.block_bytes,
             fill_bytes: if self.sectors.is_some() { 512 } else { geometry.block_bytes },
-            packed: None,
+            compressed: None,
             one_pass: false,
             cheap_zeroes: self.sectors.is_none(),
             host_aligned: aligned && geometry.unit == geometry.stride(),

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Codec, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver, HostOffset,
-    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Packed, Place, Probe,
-    Repair, Result, Storage,
+    CheckReport, Codec, Compressed, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver,
+    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place,
+    Probe, Repair, Result, Storage,
 };
 
 use crate::read_only::{self, Map, ReadOnly, refuse_creating};
@@ -22,7 +22,7 @@ const SECTOR: u32 = 512;
 struct Cloop {
     block_bytes: u32,
     blocks: u32,
-    packed_bytes_max: u64,
+    compressed_bytes_max: u64,
 }
 
 impl Cloop {
@@ -40,19 +40,19 @@ impl Cloop {
         if block_bytes == 0 || !block_bytes.is_multiple_of(SECTOR) {
             return corrupt(128, "block size", block_bytes.to_string(), "a multiple of 512");
         }
-        let packed_bytes_max = limits.packed_bytes_max;
-        if u64::from(block_bytes) > packed_bytes_max {
+        let compressed_bytes_max = limits.compressed_bytes_max;
+        if u64::from(block_bytes) > compressed_bytes_max {
             return Err(Error::Limit {
                 file: file.to_owned(),
                 what: "block size",
                 found: block_bytes.into(),
-                limit: packed_bytes_max,
+                limit: compressed_bytes_max,
             });
         }
         if HEADER_BYTES + (u64::from(blocks) + 1) * 8 > storage.len()? {
             return corrupt(132, "table", format!("{blocks} blocks"), "a table in the file");
         }
-        Ok(Self { block_bytes, blocks, packed_bytes_max })
+        Ok(Self { block_bytes, blocks, compressed_bytes_max })
     }
 }
 
@@ -80,23 +80,23 @@ impl Map for Cloop {
         let start = u64::from_be_bytes(tables.bytes(storage, entry_at)?);
         let end = u64::from_be_bytes(tables.bytes(storage, entry_at + 8)?);
         read_only::data(storage, entry_at, start, 1, HEADER_BYTES + self.table_bytes())?;
-        let packed_len =
-            end.checked_sub(start).filter(|len| (1..=self.packed_bytes_max).contains(len));
-        let Some(packed_len) = packed_len else {
+        let compressed_len =
+            end.checked_sub(start).filter(|len| (1..=self.compressed_bytes_max).contains(len));
+        let Some(compressed_len) = compressed_len else {
             let found = format!("a block from {start:#x} to {end:#x}");
             let expected = "one of at least a byte that memory can hold";
             return Err(Error::corrupt(storage.name(), entry_at, "offset", found, expected));
         };
-        let packed = Packed {
+        let compressed = Compressed {
             file: FileIndex(0),
             offset: HostOffset(start),
             // Below the unit limit.
-            len: u32::try_from(packed_len).unwrap_or(u32::MAX),
+            len: u32::try_from(compressed_len).unwrap_or(u32::MAX),
             codec: Codec::Zlib,
             unpacked_len: self.block_bytes,
             skip: skip as u32,
         };
-        Ok(Extent { len: (block_bytes - skip).min(len), place: Place::Packed(packed) })
+        Ok(Extent { len: (block_bytes - skip).min(len), place: Place::Compressed(compressed) })
     }
 }
 

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Codec, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver, HostOffset,
-    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Packed, Place, Probe,
-    Repair, Result, Storage,
+    CheckReport, Codec, Compressed, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver,
+    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place,
+    Probe, Repair, Result, Storage,
 };
 
 use crate::property_list::block_tables;
@@ -26,7 +26,7 @@ const CHUNK_BYTES: usize = 40;
 enum Kind {
     Zero,
     Raw,
-    Packed(Codec),
+    Compressed(Codec),
     /// Unsupported method.
     Unknown(u32),
 }
@@ -39,7 +39,7 @@ struct Chunk {
     len: u64,
     /// File offset.
     offset: u64,
-    packed_len: u64,
+    compressed_len: u64,
     kind: Kind,
 }
 
@@ -86,7 +86,7 @@ impl Trailer {
 struct Dmg {
     guest_bytes: u64,
     chunks: Vec<Chunk>,
-    packed_bytes_max: u64,
+    compressed_bytes_max: u64,
     tables_at: u64,
 }
 
@@ -116,7 +116,7 @@ impl Dmg {
         let mut dmg = Self {
             guest_bytes: trailer.guest_bytes(),
             chunks: Vec::new(),
-            packed_bytes_max: limits.packed_bytes_max,
+            compressed_bytes_max: limits.compressed_bytes_max,
             tables_at: at,
         };
         if in_resources {
@@ -161,10 +161,10 @@ impl Dmg {
             let kind = match be32(entry, 0) {
                 0 | 2 => Kind::Zero,
                 1 => Kind::Raw,
-                0x8000_0004 => Kind::Packed(Codec::Adc),
-                0x8000_0005 => Kind::Packed(Codec::Zlib),
-                0x8000_0006 => Kind::Packed(Codec::Bzip2),
-                0x8000_0008 => Kind::Packed(Codec::Xz),
+                0x8000_0004 => Kind::Compressed(Codec::Adc),
+                0x8000_0005 => Kind::Compressed(Codec::Zlib),
+                0x8000_0006 => Kind::Compressed(Codec::Bzip2),
+                0x8000_0008 => Kind::Compressed(Codec::Xz),
                 // A comment, and the end marker.
                 0x7fff_fffe => continue,
                 u32::MAX => break,
@@ -199,15 +199,15 @@ impl Dmg {
             let (what, expected) = ("chunk", "a run below 2^63 bytes");
             return Err(Error::corrupt(file, self.tables_at, what, found, expected));
         };
-        let packed_len = be64(entry, 32);
-        if matches!(kind, Kind::Packed(_)) {
-            let found = packed_len.max(len);
-            if found > self.packed_bytes_max {
-                let (file, limit) = (file.to_owned(), self.packed_bytes_max);
+        let compressed_len = be64(entry, 32);
+        if matches!(kind, Kind::Compressed(_)) {
+            let found = compressed_len.max(len);
+            if found > self.compressed_bytes_max {
+                let (file, limit) = (file.to_owned(), self.compressed_bytes_max);
                 return Err(Error::Limit { file, what: "compressed chunk", found, limit });
             }
         }
-        self.chunks.push(Chunk { at, len, offset, packed_len, kind });
+        self.chunks.push(Chunk { at, len, offset, compressed_len, kind });
         Ok(())
     }
 
@@ -227,18 +227,18 @@ impl Dmg {
                 let offset = chunk.offset.saturating_add(skip);
                 read_only::data(storage, self.tables_at, offset, len, 0)
             }
-            Kind::Packed(codec) => {
+            Kind::Compressed(codec) => {
                 read_only::data(storage, self.tables_at, chunk.offset, 1, 0)?;
-                let packed = Packed {
+                let compressed = Compressed {
                     file: FileIndex(0),
                     offset: HostOffset(chunk.offset),
                     // Both are below the unit limit, and so is the skip.
-                    len: chunk.packed_len as u32,
+                    len: chunk.compressed_len as u32,
                     codec,
                     unpacked_len: chunk.len as u32,
                     skip: skip as u32,
                 };
-                Ok(Extent { len, place: Place::Packed(packed) })
+                Ok(Extent { len, place: Place::Compressed(compressed) })
             }
             Kind::Unknown(number) => {
                 let name = match number {
@@ -247,7 +247,7 @@ impl Dmg {
                 };
                 Err(Error::unsupported(
                     storage.name(),
-                    format!("a chunk packed by {name} ({number:#x})"),
+                    format!("a chunk compressed by {name} ({number:#x})"),
                     "on a Mac, 'hdiutil convert -format UDZO' makes an image with zlib of it",
                 ))
             }
@@ -257,11 +257,11 @@ impl Dmg {
     /// The compression method of the first compressed chunk.
     fn compression(&self) -> Option<&'static str> {
         self.chunks.iter().find_map(|chunk| match chunk.kind {
-            Kind::Packed(Codec::Zlib) => Some("zlib"),
-            Kind::Packed(Codec::Bzip2) => Some("bzip2"),
-            Kind::Packed(Codec::Adc) => Some("adc"),
+            Kind::Compressed(Codec::Zlib) => Some("zlib"),
+            Kind::Compressed(Codec::Bzip2) => Some("bzip2"),
+            Kind::Compressed(Codec::Adc) => Some("adc"),
             Kind::Unknown(0x8000_0007) => Some("lzfse"),
-            Kind::Packed(Codec::Xz) => Some("lzma"),
+            Kind::Compressed(Codec::Xz) => Some("lzma"),
             _ => None,
         })
     }

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use flate2::{Decompress, FlushDecompress, Status};
 use libdeflater::Decompressor;
 use liblzma::stream::{Action, Stream};
-use vdkit_block::{Codec, Error, Packed, Result};
+use vdkit_block::{Codec, Compressed, Error, Result};
 
 /// Memory limit of an xz stream; level 9 takes 65 MiB.
 const XZ_MEMORY_MAX: u64 = 128 << 20;
@@ -18,18 +18,23 @@ thread_local! {
 ///
 /// # Errors
 /// [`Error::Corrupt`] for a damaged stream, or one with too few bytes.
-pub(crate) fn unpack(file: &str, packed: &Packed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
-    let done = match packed.codec {
+pub(crate) fn unpack(
+    file: &str,
+    compressed: &Compressed,
+    bytes: &[u8],
+    out: &mut [u8],
+) -> Result<()> {
+    let done = match compressed.codec {
         Codec::Deflate => deflate(bytes, out, false),
         Codec::Zlib => deflate(bytes, out, true),
         Codec::Bzip2 => bzip2(bytes, out),
         Codec::Adc => adc(bytes, out),
         Codec::Xz => xz(bytes, out),
-        other => Err(format!("data packed by {other}")),
+        other => Err(format!("data compressed by {other}")),
     };
     done.map_err(|found| {
-        let expected = format!("{} data of {} bytes", packed.codec, out.len());
-        Error::corrupt(file, packed.offset.0, "compressed unit", found, expected)
+        let expected = format!("{} data of {} bytes", compressed.codec, out.len());
+        Error::corrupt(file, compressed.offset.0, "compressed unit", found, expected)
     })
 }
 
@@ -140,12 +145,12 @@ mod tests {
     #[test]
     fn adc_copies_and_repeats() {
         // Three literals, then six bytes from distance three, then one byte four times.
-        let packed = [0x82, b'a', b'b', b'c', 0x0c, 0x02, 0x40, 0, 0];
+        let compressed = [0x82, b'a', b'b', b'c', 0x0c, 0x02, 0x40, 0, 0];
         let mut out = [0; 13];
-        adc(&packed, &mut out).unwrap();
+        adc(&compressed, &mut out).unwrap();
         assert_eq!(&out, b"abcabcabccccc"[..13].first_chunk::<13>().unwrap());
-        assert!(adc(&packed[..5], &mut out).is_err());
+        assert!(adc(&compressed[..5], &mut out).is_err());
         assert!(adc(&[0x00, 0x05], &mut out).is_err());
-        assert!(adc(&packed, &mut [0; 14]).is_err());
+        assert!(adc(&compressed, &mut [0; 14]).is_err());
     }
 }

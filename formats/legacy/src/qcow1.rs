@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CheckReport, Codec, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver,
-    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Packed,
-    Place, Probe, Repair, Result, Storage,
+    BackingRef, CheckReport, Codec, Compressed, CreateRequest, Error, Extent, FileIndex, Format,
+    FormatDriver, HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec,
+    Options, Place, Probe, Repair, Result, Storage,
 };
 
 use crate::read_only::{self, Map, ReadOnly, refuse_creating};
@@ -116,22 +116,22 @@ impl Qcow {
             return read_only::data(storage, entry_at, offset, len, HEADER_BYTES as u64);
         }
         let shift = 63 - self.cluster_bits;
-        let (offset, packed_len) = (entry & ((1 << shift) - 1), entry >> shift & (cluster - 1));
+        let (offset, compressed_len) = (entry & ((1 << shift) - 1), entry >> shift & (cluster - 1));
         read_only::data(storage, entry_at, offset, 1, HEADER_BYTES as u64)?;
-        if packed_len == 0 {
+        if compressed_len == 0 {
             let (what, found) = ("L2 entry", "a compressed cluster of 0 bytes");
             return Err(Error::corrupt(storage.name(), entry_at, what, found, "its bytes"));
         }
-        let packed = Packed {
+        let compressed = Compressed {
             file: FileIndex(0),
             offset: HostOffset(offset),
             // Less than a cluster, which is at most 64 KiB.
-            len: packed_len as u32,
+            len: compressed_len as u32,
             codec: Codec::Deflate,
             unpacked_len: cluster as u32,
             skip: within as u32,
         };
-        Ok(Extent { len, place: Place::Packed(packed) })
+        Ok(Extent { len, place: Place::Compressed(compressed) })
     }
 }
 

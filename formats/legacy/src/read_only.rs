@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CheckReport, CreateRequest, Error, Extent, FileIndex, Finding, Format, FormatCaps,
-    GuestOffset, InFlight, IoAction, MapCacheStats, Monitor, Packed, Place, Reservation, Result,
-    Severity, Storage,
+    BackingRef, CheckReport, Compressed, CreateRequest, Error, Extent, FileIndex, Finding, Format,
+    FormatCaps, GuestOffset, InFlight, IoAction, MapCacheStats, Monitor, Place, Reservation,
+    Result, Severity, Storage,
 };
 
 use crate::inflate;
@@ -112,7 +112,7 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
             writable: false,
             cluster_bytes,
             fill_bytes: cluster_bytes,
-            packed: None,
+            compressed: None,
             one_pass: false,
             cheap_zeroes: false,
             host_aligned: self.map.host_aligned(),
@@ -164,8 +164,13 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
         Some(MapCacheStats { used_bytes, map_bytes, ..MapCacheStats::default() })
     }
 
-    fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
-        inflate::unpack(self.storage.name(), packed, packed_bytes, out)
+    fn unpack(
+        &self,
+        compressed: &Compressed,
+        compressed_bytes: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        inflate::unpack(self.storage.name(), compressed, compressed_bytes, out)
     }
 
     fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
@@ -240,9 +245,9 @@ fn count(report: &mut CheckReport, run: &Extent, cluster: u64, follows: &mut Opt
             *follows = Some(offset.0 + run.len);
             offset.0 + run.len
         }
-        Place::Packed(packed) => {
+        Place::Compressed(compressed) => {
             report.compressed_clusters += clusters;
-            packed.offset.0 + u64::from(packed.len)
+            compressed.offset.0 + u64::from(compressed.len)
         }
         Place::Zero { .. } | Place::Hole => return,
     };

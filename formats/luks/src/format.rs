@@ -101,7 +101,7 @@ impl Format for LuksFormat {
             writable: self.writable,
             cluster_bytes: block_bytes.max(SECTOR_BYTES),
             fill_bytes: 1,
-            packed: None,
+            compressed: None,
             one_pass: false,
             cheap_zeroes: false,
             host_aligned: false,

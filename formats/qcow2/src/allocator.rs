@@ -38,7 +38,7 @@ pub(crate) struct HostSpace {
     /// All refcounts that were set while `flush_sequence` was below this are durable.
     pub(crate) durable_sequence: u64,
     /// The next byte for a compressed cluster, in a host cluster that has room.
-    pub(crate) packed_at: Option<HostOffset>,
+    pub(crate) compressed_at: Option<HostOffset>,
     /// Clusters of the refcount table.
     pub(crate) table_clusters: u64,
     /// Something may have been written beyond the frontier.
@@ -58,7 +58,7 @@ impl HostSpace {
             batch: ((1 << 20) >> header.geometry.cluster_bits).max(16),
             flush_sequence: 0,
             durable_sequence: 0,
-            packed_at: None,
+            compressed_at: None,
             table_clusters: header.refcount_table_clusters.into(),
             tail_written: false,
         }
@@ -279,9 +279,12 @@ impl Qcow2 {
             // As damaged: what is metadata must not become anything else.
             1 if self.metadata.read().contains(&cluster) => Ok(false),
             1 => {
-                if meta.space.packed_at.is_some_and(|at| self.geometry.host_cluster(at) == cluster)
+                if meta
+                    .space
+                    .compressed_at
+                    .is_some_and(|at| self.geometry.host_cluster(at) == cluster)
                 {
-                    meta.space.packed_at = None;
+                    meta.space.compressed_at = None;
                 }
                 Ok(true)
             }

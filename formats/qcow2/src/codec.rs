@@ -2,7 +2,7 @@
 //!
 //! What is accepted is what QEMU accepts, since images exist that rely on it:
 //!
-//! - The length of the packed bytes is known to the sector only, so what follows the end of the
+//! - The length of the compressed bytes is known to the sector only, so what follows the end of the
 //!   stream is anything.
 //! - A deflate stream counts as whole once it has filled the cluster, even where its end mark is
 //!   missing.
@@ -19,7 +19,7 @@ use libdeflater::{DecompressionError, Decompressor};
 use vdkit_block::Codec;
 use zstd::zstd_safe;
 
-/// What was found where a cluster's worth of packed data should have been.
+/// What was found where a cluster's worth of compressed data should have been.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnpackFault {
     /// The stream breaks a rule of its method.
@@ -43,7 +43,7 @@ pub enum UnpackFault {
         unpacked: usize,
     },
     /// There is no code for this method.
-    #[error("data packed by an unknown method")]
+    #[error("data compressed by an unknown method")]
     Unknown,
 }
 
@@ -53,41 +53,44 @@ thread_local! {
     static ZSTD: RefCell<Option<zstd_safe::DCtx<'static>>> = const { RefCell::new(None) };
 }
 
-/// Unpacks one cluster: fills all of `out` from the front of `packed`, or says what is wrong.
+/// Unpacks one cluster: fills all of `out` from the front of `compressed`, or says what is wrong.
 /// After an error the content of `out` means nothing.
 ///
 /// Each thread keeps its decoders (about 60 KiB for deflate, 160 KiB for zstd).
-pub fn unpack(codec: Codec, packed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
+pub fn unpack(codec: Codec, compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     match codec {
-        Codec::Deflate => deflate(packed, out),
-        Codec::Zstd => zstd_frames(packed, out),
+        Codec::Deflate => deflate(compressed, out),
+        Codec::Zstd => zstd_frames(compressed, out),
         _ => Err(UnpackFault::Unknown),
     }
 }
 
 /// The fast way, which knows whole streams only; then the patient one.
-fn deflate(packed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
+fn deflate(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     let fast = DEFLATE.with_borrow_mut(|decoder| {
-        decoder.get_or_insert_with(Decompressor::new).deflate_decompress(packed, out)
+        decoder.get_or_insert_with(Decompressor::new).deflate_decompress(compressed, out)
     });
     match fast {
         Ok(bytes) if bytes == out.len() => Ok(()),
         Ok(bytes) => Err(UnpackFault::Short { unpacked: bytes }),
         // A stream without its end mark is bad data here, and one that would go on has no space.
         Err(DecompressionError::BadData | DecompressionError::InsufficientSpace) => {
-            inflate(packed, out)
+            inflate(compressed, out)
         }
     }
 }
 
-fn inflate(packed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
+fn inflate(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     INFLATE.with_borrow_mut(|decoder| {
         let decoder = decoder.get_or_insert_with(|| Decompress::new(false));
         decoder.reset(false);
         loop {
             let (taken, given) = (decoder.total_in() as usize, decoder.total_out() as usize);
-            let status =
-                decoder.decompress(&packed[taken..], &mut out[given..], FlushDecompress::Finish);
+            let status = decoder.decompress(
+                &compressed[taken..],
+                &mut out[given..],
+                FlushDecompress::Finish,
+            );
             let unpacked = decoder.total_out() as usize;
             match status {
                 Err(error) => {
@@ -108,7 +111,7 @@ fn inflate(packed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
 
 /// Frame by frame in one call each: unlike the streaming decoder this needs no window buffer, so
 /// a frame header that names a window of 2 GiB costs nothing.
-fn zstd_frames(packed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
+fn zstd_frames(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     ZSTD.with_borrow_mut(|decoder| {
         let decoder = match decoder {
             Some(decoder) => decoder,
@@ -122,7 +125,7 @@ fn zstd_frames(packed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
         };
         let (mut taken, mut unpacked) = (0, 0);
         while unpacked < out.len() {
-            let rest = &packed[taken..];
+            let rest = &compressed[taken..];
             if rest.is_empty() {
                 return Err(UnpackFault::Short { unpacked });
             }
@@ -197,11 +200,11 @@ mod tests {
     #[test]
     fn whole_streams_with_garbage_behind_them() {
         let plain = sample(CLUSTER);
-        for (codec, packed) in both(&plain) {
+        for (codec, compressed) in both(&plain) {
             for garbage in [0, 1, 7, 511] {
                 for fill in [0u8, 0xff, 0x28] {
-                    let mut bytes = packed.clone();
-                    bytes.resize(packed.len() + garbage, fill);
+                    let mut bytes = compressed.clone();
+                    bytes.resize(compressed.len() + garbage, fill);
                     let mut out = vec![0; CLUSTER];
                     assert_eq!(unpack(codec, &bytes, &mut out), Ok(()), "{codec} {garbage}");
                     assert!(out == plain, "{codec} {garbage}");
@@ -213,13 +216,13 @@ mod tests {
     #[test]
     fn a_deflate_stream_need_not_end() {
         let plain = sample(CLUSTER);
-        let mut packed = Vec::with_capacity(2 * CLUSTER);
+        let mut compressed = Vec::with_capacity(2 * CLUSTER);
         let mut encoder = flate2::Compress::new(flate2::Compression::default(), false);
         // All bytes, no end mark.
-        encoder.compress_vec(&plain, &mut packed, flate2::FlushCompress::Sync).unwrap();
+        encoder.compress_vec(&plain, &mut compressed, flate2::FlushCompress::Sync).unwrap();
         assert_eq!(encoder.total_in(), CLUSTER as u64);
         let mut out = vec![0; CLUSTER];
-        assert_eq!(unpack(Codec::Deflate, &packed, &mut out), Ok(()));
+        assert_eq!(unpack(Codec::Deflate, &compressed, &mut out), Ok(()));
         assert!(out == plain);
         // A stream of more than the cluster is cut where the cluster is full.
         let mut out = vec![0; 512];
@@ -229,8 +232,8 @@ mod tests {
 
     #[test]
     fn short_and_long_streams_say_so() {
-        for (codec, packed) in both(&sample(1000)) {
-            let fault = unpack(codec, &packed, &mut [0; 1001]).unwrap_err();
+        for (codec, compressed) in both(&sample(1000)) {
+            let fault = unpack(codec, &compressed, &mut [0; 1001]).unwrap_err();
             assert_eq!(fault, UnpackFault::Short { unpacked: 1000 }, "{codec}");
         }
         for checksum in [false, true] {
@@ -247,34 +250,34 @@ mod tests {
     #[test]
     fn zstd_frames_may_follow_each_other() {
         let plain = sample(3000);
-        let mut packed = zstded(&plain[..1000], true);
+        let mut compressed = zstded(&plain[..1000], true);
         // A skippable frame holds nothing.
-        packed.extend_from_slice(&[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3]);
-        packed.extend_from_slice(&zstded(&[], false));
-        packed.extend_from_slice(&zstded(&plain[1000..], false));
-        packed.push(0x77);
+        compressed.extend_from_slice(&[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3]);
+        compressed.extend_from_slice(&zstded(&[], false));
+        compressed.extend_from_slice(&zstded(&plain[1000..], false));
+        compressed.push(0x77);
         let mut out = vec![0; 3000];
-        assert_eq!(unpack(Codec::Zstd, &packed, &mut out), Ok(()));
+        assert_eq!(unpack(Codec::Zstd, &compressed, &mut out), Ok(()));
         assert!(out == plain);
         // The second frame does not end where the cluster is full.
-        assert!(unpack(Codec::Zstd, &packed, &mut [0; 2999]).is_err());
+        assert!(unpack(Codec::Zstd, &compressed, &mut [0; 2999]).is_err());
     }
 
     #[test]
     fn damage_is_found() {
-        for (codec, mut packed) in both(&sample(CLUSTER)) {
-            for byte in &mut packed[20..40] {
+        for (codec, mut compressed) in both(&sample(CLUSTER)) {
+            for byte in &mut compressed[20..40] {
                 *byte ^= 0x55;
             }
-            let fault = unpack(codec, &packed, &mut vec![0; CLUSTER]).unwrap_err();
+            let fault = unpack(codec, &compressed, &mut vec![0; CLUSTER]).unwrap_err();
             let said = fault.to_string();
             assert!(said.contains("unpacked bytes"), "{said}");
         }
         // The checksum of a frame is compared.
-        let mut packed = zstded(&sample(CLUSTER), true);
-        *packed.last_mut().unwrap() ^= 1;
+        let mut compressed = zstded(&sample(CLUSTER), true);
+        *compressed.last_mut().unwrap() ^= 1;
         assert!(matches!(
-            unpack(Codec::Zstd, &packed, &mut vec![0; CLUSTER]),
+            unpack(Codec::Zstd, &compressed, &mut vec![0; CLUSTER]),
             Err(UnpackFault::Damaged { .. })
         ));
     }
@@ -284,11 +287,11 @@ mod tests {
         // Frame header: magic, descriptor (no size, no checksum), window descriptor of 2^41
         // bytes; then one last RLE block of 512 bytes of 'x'.
         let block = (512u32 << 3) | (1 << 1) | 1;
-        let mut packed = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, 31 << 3];
-        packed.extend_from_slice(&block.to_le_bytes()[..3]);
-        packed.push(b'x');
+        let mut compressed = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, 31 << 3];
+        compressed.extend_from_slice(&block.to_le_bytes()[..3]);
+        compressed.push(b'x');
         let before = ZSTD.with_borrow(|d| d.as_ref().map_or(0, |d| d.sizeof()));
-        let result = unpack(Codec::Zstd, &packed, &mut [0; 512]);
+        let result = unpack(Codec::Zstd, &compressed, &mut [0; 512]);
         let after = ZSTD.with_borrow(|d| d.as_ref().map_or(0, |d| d.sizeof()));
         assert!(after < before + (1 << 20), "{before} {after}");
         // zstd refuses windows beyond 2^31 by itself; either answer is right.
@@ -315,11 +318,11 @@ mod tests {
 
         #[test]
         fn damaged_streams_never_panic(at in 0usize..5000, with in any::<u8>(), cut in 0usize..5000) {
-            for (codec, mut packed) in both(&sample(8192)) {
-                let at = at % packed.len();
-                packed[at] ^= with;
-                packed.truncate(packed.len() - cut % 7);
-                let _ = unpack(codec, &packed, &mut vec![0; 8192]);
+            for (codec, mut compressed) in both(&sample(8192)) {
+                let at = at % compressed.len();
+                compressed[at] ^= with;
+                compressed.truncate(compressed.len() - cut % 7);
+                let _ = unpack(codec, &compressed, &mut vec![0; 8192]);
             }
         }
     }

@@ -300,7 +300,7 @@ impl Qcow2 {
         self.link_spares(meta, end);
         runs.extend(meta.space.spares.drain(..));
         runs.sort_by_key(|r| r.first);
-        meta.space.packed_at = None;
+        meta.space.compressed_at = None;
         while let Some(run) = runs.pop() {
             let refcounts = &mut meta.space.refcounts;
             let (done, freed) = refcounts.set_run(run.first, run.count, 0, &*self.storage);

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::RwLock;
 use rustc_hash::FxHashSet;
 use vdkit_block::{
-    BackingRef, Bitmaps, CancelToken, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset,
-    HostOffset, InFlight, IoAction, Limits, MapCacheStats, Monitor, NoProgress, OpenRequest,
-    Packed, PackedReservation, Reservation, Reserver, Result, Secret, Snapshots, Storage, Ticket,
+    BackingRef, Bitmaps, CancelToken, Compressed, CompressedReservation, Error, Extent, FileIndex,
+    Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction, Limits, MapCacheStats,
+    Monitor, NoProgress, OpenRequest, Reservation, Reserver, Result, Secret, Snapshots, Storage,
+    Ticket,
 };
 use vdkit_meta::{Engine, Reclaim, State, Tickets};
 
@@ -382,11 +383,11 @@ impl Qcow2 {
     pub(crate) fn unpack_cluster(
         &self,
         offset: HostOffset,
-        packed: &[u8],
+        compressed: &[u8],
         out: &mut [u8],
     ) -> Result<()> {
         let codec = self.header.codec();
-        codec::unpack(codec, packed, out).map_err(|fault| {
+        codec::unpack(codec, compressed, out).map_err(|fault| {
             Error::corrupt(
                 self.storage.name(),
                 offset.0,
@@ -465,7 +466,7 @@ impl Format for Qcow2 {
             cluster_bytes: self.geometry.cluster_bytes(),
             fill_bytes: self.geometry.subcluster_bytes(),
             one_pass: false,
-            packed: (!self.has_data_file() && self.encryption.is_none())
+            compressed: (!self.has_data_file() && self.encryption.is_none())
                 .then_some(self.header.codec()),
             cheap_zeroes: self.header.version() >= 3 && !self.header.data_file_raw(),
             host_aligned: true,
@@ -519,8 +520,13 @@ impl Format for Qcow2 {
         Some(MapCacheStats { map_bytes, ..self.slices.stats() })
     }
 
-    fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
-        self.unpack_cluster(packed.offset, packed_bytes, out)
+    fn unpack(
+        &self,
+        compressed: &Compressed,
+        compressed_bytes: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        self.unpack_cluster(compressed.offset, compressed_bytes, out)
     }
 
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
@@ -541,7 +547,11 @@ impl Format for Qcow2 {
         Ok(reserved)
     }
 
-    fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
+    fn reserve_compressed(
+        &self,
+        at: GuestOffset,
+        lens: &[u32],
+    ) -> Result<CompressedReservation<'_>> {
         self.need_writable()?;
         let reserved = self.reserve_compressed(at, lens)?;
         let bytes = reserved.units as u64 * self.geometry.cluster_bytes();
@@ -557,7 +567,7 @@ impl Format for Qcow2 {
         self.zero_range(at, len, may_unmap)
     }
 
-    fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::WriteZeroes)?;
         let _guard = self.in_flight.enter();

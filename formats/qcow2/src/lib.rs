@@ -7,7 +7,7 @@
 //!      │
 //!    image ── map ── slices      where guest bytes are (cache of L2 tables)
 //!      │
-//!    write, packed, zero         space for new bytes, and giving it up
+//!    write, compressed, zero         space for new bytes, and giving it up
 //!      │
 //!    allocator ── pool           host clusters: reserved ahead, freed late
 //!      │  growth   refcounts     a longer file, and what describes it
@@ -28,6 +28,7 @@ mod amend;
 pub mod bitmaps;
 pub mod check;
 pub mod codec;
+mod compressed;
 mod create;
 mod describe;
 mod driver;
@@ -43,7 +44,6 @@ pub mod layout;
 mod map;
 mod measure;
 mod options;
-mod packed;
 mod pool;
 mod refcounts;
 mod resize;

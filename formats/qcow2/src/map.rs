@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Extent, FileIndex, GuestOffset, HostOffset, Packed, Place, Result};
+use vdkit_block::{Compressed, Extent, FileIndex, GuestOffset, HostOffset, Place, Result};
 
 use crate::entry::{L2Entry, State};
 use crate::image::Qcow2;
@@ -257,7 +257,7 @@ impl Qcow2 {
         let open = index >= entries;
         // The loop ran at least once: `len` is never 0.
         let extent = found.unwrap_or(Extent { len, place: Place::Hole });
-        Look::Run { extent, open: open && !matches!(extent.place, Place::Packed(_)) }
+        Look::Run { extent, open: open && !matches!(extent.place, Place::Compressed(_)) }
     }
 
     /// How many entries behind `index` say no more than that what it says goes on.
@@ -272,7 +272,7 @@ impl Qcow2 {
                 // Host offsets must not run over into the flags above them.
                 (step, (OFFSET_MASK - (word & OFFSET_MASK)) / step)
             }
-            Place::Packed(_) => return 0,
+            Place::Compressed(_) => return 0,
             Place::Hole | Place::Zero { .. } => (0, u64::MAX),
         };
         let behind = &words[index + 1..];
@@ -289,7 +289,7 @@ impl Qcow2 {
             let place = entry.compressed_place(geometry);
             return Extent {
                 len: cluster_rest.min(len),
-                place: Place::Packed(Packed {
+                place: Place::Compressed(Compressed {
                     file: FileIndex(0),
                     offset: place.offset,
                     len: place.bytes as u32,

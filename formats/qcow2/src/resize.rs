@@ -129,9 +129,9 @@ impl Qcow2 {
         let mut bytes = vec![0; cluster as usize];
         if entry.is_compressed() {
             let place = entry.compressed_place(&geometry);
-            let mut packed = vec![0; place.bytes as usize];
-            self.data.read_padded(&mut packed, place.offset)?;
-            self.unpack_cluster(place.offset, &packed, &mut bytes)?;
+            let mut compressed = vec![0; place.bytes as usize];
+            self.data.read_padded(&mut compressed, place.offset)?;
+            self.unpack_cluster(place.offset, &compressed, &mut bytes)?;
         } else {
             self.read_data(GuestOffset(start), entry.host(), &mut bytes)?;
         }

@@ -7,18 +7,18 @@ use vdkit_block::{
 };
 use vdkit_meta::{Freed, MutexGuard};
 
+use crate::compressed::CompressedPending;
 use crate::entry::{L2Entry, State};
 use crate::flush::freed;
 use crate::image::{Meta, Qcow2};
 use crate::layout::{COMPRESSED, COPIED, SUBCLUSTERS};
-use crate::packed::PackedPending;
 use crate::pool::Space;
 
 /// A reservation that is neither published nor released.
 #[derive(Debug)]
 pub(crate) enum Pending {
     Plain(PlainPending),
-    Packed(PackedPending),
+    Compressed(CompressedPending),
 }
 
 #[derive(Debug)]
@@ -362,7 +362,9 @@ impl Qcow2 {
             // From here on a failure may leave some entries linked: the space stays reserved.
             Ok(()) => match meta.tickets.close(ticket) {
                 (clusters, Pending::Plain(p)) => self.link_data(&mut meta, &clusters, &p),
-                (clusters, Pending::Packed(p)) => self.link_packed(&mut meta, &clusters, &p),
+                (clusters, Pending::Compressed(p)) => {
+                    self.link_compressed(&mut meta, &clusters, &p)
+                }
             },
             Err(error) => {
                 self.drop_pending(&mut meta, ticket);
@@ -390,7 +392,7 @@ impl Qcow2 {
                     meta.space.pool.add(Space { fresh: false, ..space });
                 }
             }
-            Pending::Packed(p) => self.unreserve_packed(meta, &p),
+            Pending::Compressed(p) => self.unreserve_compressed(meta, &p),
         }
     }
 

@@ -48,7 +48,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// As [`vdkit_block::Format::zero_for_good`].
+    /// As [`vdkit_block::Format::zero_persistent`].
     pub(crate) fn zero_range_for_good(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
         if self.header.version() < 3 {
             return Ok(at.0..at.0); // no zero flag, and holes show what is put beneath later

@@ -51,12 +51,15 @@ fn what_qemu_compressed_unpacks_to_what_it_was() {
                 let extent = image.resolve(GuestOffset(at), image.guest_bytes() - at).unwrap();
                 let wanted = &data[at as usize..][..extent.len as usize];
                 match extent.place {
-                    Place::Packed(packed) => {
-                        let mut bytes = vec![0; packed.len as usize];
-                        image.file(packed.file).read_padded(&mut bytes, packed.offset).unwrap();
-                        let mut out = vec![0; packed.unpacked_len as usize];
-                        image.unpack(&packed, &bytes, &mut out).unwrap();
-                        let found = &out[packed.skip as usize..][..wanted.len()];
+                    Place::Compressed(compressed) => {
+                        let mut bytes = vec![0; compressed.len as usize];
+                        image
+                            .file(compressed.file)
+                            .read_padded(&mut bytes, compressed.offset)
+                            .unwrap();
+                        let mut out = vec![0; compressed.unpacked_len as usize];
+                        image.unpack(&compressed, &bytes, &mut out).unwrap();
+                        let found = &out[compressed.skip as usize..][..wanted.len()];
                         assert!(found == wanted, "{options} at {at:#x}");
                         unpacked += 1;
                     }

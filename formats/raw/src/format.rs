@@ -97,7 +97,7 @@ impl Format for RawFormat {
             writable: self.writable,
             cluster_bytes,
             fill_bytes: 1,
-            packed: None,
+            compressed: None,
             one_pass: false,
             cheap_zeroes: true,
             host_aligned: true,

@@ -146,7 +146,7 @@ impl Format for FixedVhd {
             writable: self.writable,
             cluster_bytes: u64::from(self.storage.caps().block_bytes.max(1)),
             fill_bytes: 1,
-            packed: None,
+            compressed: None,
             one_pass: false,
             cheap_zeroes: true,
             host_aligned: true,

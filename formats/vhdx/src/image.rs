@@ -276,7 +276,7 @@ impl Format for Vhdx {
             cluster_bytes: UNIT_BYTES,
             // A new block reads as zero, so a write need not be widened to a block.
             fill_bytes: self.geometry.sector_bytes(),
-            packed: None,
+            compressed: None,
             one_pass: false,
             cheap_zeroes: !self.fixed,
             host_aligned: true,
@@ -341,7 +341,7 @@ impl Format for Vhdx {
         self.zero_blocks(at.0, len)
     }
 
-    fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
         self.need_writable()?;
         self.in_range(at.0, len, IoAction::WriteZeroes)?;
         if self.fixed {

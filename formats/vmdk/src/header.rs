@@ -158,9 +158,14 @@ impl SparseHeader {
             ));
         }
         let unit = header.grain_bytes();
-        if header.is_compressed() && unit > limits.packed_bytes_max {
+        if header.is_compressed() && unit > limits.compressed_bytes_max {
             let (file, what) = (file.to_owned(), "size of a compressed grain");
-            return Err(Error::Limit { file, what, found: unit, limit: limits.packed_bytes_max });
+            return Err(Error::Limit {
+                file,
+                what,
+                found: unit,
+                limit: limits.compressed_bytes_max,
+            });
         }
         let (found, limit) =
             (header.directory_bytes(), limits.table_bytes_max.min(DIRECTORY_BYTES_MAX));

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use vdkit_block::{
-    BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, MapCacheStats,
-    Packed, Reservation, Reserver, Result, Storage, Ticket,
+    BackingRef, Compressed, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight,
+    MapCacheStats, Reservation, Reserver, Result, Storage, Ticket,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -161,7 +161,9 @@ impl Vmdk {
     pub(crate) fn refuse(&self, piece: &Piece) -> Error {
         let what = match &piece.kind {
             Kind::Zero => "writing to an extent of type ZERO",
-            Kind::Sparse(sparse) if sparse.is_packed() => "writing to a stream-optimized extent",
+            Kind::Sparse(sparse) if sparse.is_compressed() => {
+                "writing to a stream-optimized extent"
+            }
             Kind::Sparse(_) => "writing to an extent of this kind",
             Kind::Flat(_) => "writing to an extent that is not RW",
         };
@@ -179,7 +181,7 @@ impl Format for Vmdk {
         let flat = self.extents.iter().all(|piece| matches!(piece.kind, Kind::Flat(_)));
         let aligned = self.extents.iter().all(|piece| match &piece.kind {
             Kind::Sparse(sparse) => {
-                !sparse.is_packed() && piece.start.is_multiple_of(sparse.grain_bytes)
+                !sparse.is_compressed() && piece.start.is_multiple_of(sparse.grain_bytes)
             }
             _ => true,
         });
@@ -191,7 +193,7 @@ impl Format for Vmdk {
             writable: self.writable,
             cluster_bytes: self.cluster_bytes,
             fill_bytes: if flat { 1 } else { self.cluster_bytes },
-            packed: None,
+            compressed: None,
             one_pass: false,
             cheap_zeroes: self.extents.iter().all(cheap),
             host_aligned: aligned,
@@ -261,8 +263,13 @@ impl Format for Vmdk {
         self.cid.change_durably(&*self.storage)
     }
 
-    fn unpack(&self, packed: &Packed, packed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
-        self.unpack_grain(packed, packed_bytes, out)
+    fn unpack(
+        &self,
+        compressed: &Compressed,
+        compressed_bytes: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        self.unpack_grain(compressed, compressed_bytes, out)
     }
 
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
@@ -278,7 +285,7 @@ impl Format for Vmdk {
         self.zero_range(at.0..at.0 + len, may_unmap)
     }
 
-    fn zero_for_good(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
+    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
         self.need_writable()?;
         self.in_range(at, len)?;
         let _guard = self.in_flight.enter();

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Codec, Error, Extent, GuestOffset, HostOffset, Packed, Place, Result};
+use vdkit_block::{Codec, Compressed, Error, Extent, GuestOffset, HostOffset, Place, Result};
 
 use crate::header::SECTOR;
 use crate::image::{Flat, Kind, Piece, Vmdk};
@@ -158,9 +158,10 @@ impl Vmdk {
         let Some(entry) = sparse.entry(words[first], limit) else {
             return Look::Fault(words[first]);
         };
-        if let (Entry::At(host), true) = (entry, sparse.is_packed()) {
+        if let (Entry::At(host), true) = (entry, sparse.is_compressed()) {
             let len = (grain - skip).min(rest);
-            let place = Place::Packed(packed_place(sparse, words, first, host, skip, limit));
+            let place =
+                Place::Compressed(compressed_place(sparse, words, first, host, skip, limit));
             return Look::Run { extent: Extent { len, place }, open: false };
         }
         let most = (skip + rest).div_ceil(grain) as usize;
@@ -338,19 +339,19 @@ fn flat_extent(piece: &Piece, flat: &Flat, here: u64, len: u64) -> Extent {
 
 /// A compressed grain's place. Its length stands in its marker; the next grain in the file bounds it
 /// as a rule.
-fn packed_place(
+fn compressed_place(
     sparse: &Sparse,
     words: &[u64],
     index: usize,
     host: u64,
     skip: u64,
     limit: u64,
-) -> Packed {
+) -> Compressed {
     // What is not compressible becomes longer, by less than this.
     let longest = 2 * sparse.grain_bytes;
     let next = words[index + 1..].iter().find(|&&word| word > 1).map_or(0, |&word| word * SECTOR);
     let bound = if next > host { next - host } else { longest };
-    Packed {
+    Compressed {
         file: sparse.file,
         offset: HostOffset(host),
         len: bound.min(longest).min(limit - host) as u32,

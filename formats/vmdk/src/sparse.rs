@@ -82,7 +82,7 @@ impl Sparse {
         self.table_entries * self.grain_bytes
     }
 
-    pub(crate) fn is_packed(&self) -> bool {
+    pub(crate) fn is_compressed(&self) -> bool {
         matches!(self.flavor, Flavor::Stream { .. })
     }
 

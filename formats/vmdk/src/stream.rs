@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use vdkit_block::{
-    Codec, CreateRequest, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset,
-    InFlight, Limits, PackedFrame, PackedReservation, Place, Reservation, Reserver, Result,
+    Codec, CompressedFrame, CompressedReservation, CreateRequest, Error, Extent, FileIndex, Format,
+    FormatCaps, GuestOffset, HostOffset, InFlight, Limits, Place, Reservation, Reserver, Result,
     Storage, Ticket,
 };
 
@@ -190,7 +190,7 @@ impl Format for StreamWriter {
             writable: true,
             cluster_bytes: GRAIN_BYTES,
             fill_bytes: GRAIN_BYTES,
-            packed: Some(Codec::Zlib),
+            compressed: Some(Codec::Zlib),
             one_pass: true,
             cheap_zeroes: true,
             host_aligned: false,
@@ -228,16 +228,20 @@ impl Format for StreamWriter {
         Err(self.backwards(at))
     }
 
-    fn packed_frame(&self) -> PackedFrame {
-        PackedFrame { head_bytes: MARKER_BYTES as u32, align: SECTOR as u32 }
+    fn compressed_frame(&self) -> CompressedFrame {
+        CompressedFrame { head_bytes: MARKER_BYTES as u32, align: SECTOR as u32 }
     }
 
-    fn frame_packed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
+    fn frame_compressed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
         framed[..8].copy_from_slice(&(at.0 / SECTOR).to_le_bytes());
         framed[8..MARKER_BYTES].copy_from_slice(&payload_bytes.to_le_bytes());
     }
 
-    fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
+    fn reserve_compressed(
+        &self,
+        at: GuestOffset,
+        lens: &[u32],
+    ) -> Result<CompressedReservation<'_>> {
         let grain = at.0 / GRAIN_BYTES;
         let mut state = self.state.lock();
         if grain < state.next_grain || state.closed {
@@ -269,7 +273,7 @@ impl Format for StreamWriter {
         state.next_grain = grain + units as u64;
         let ticket = Ticket(state.next_ticket);
         state.next_ticket += 1;
-        Ok(PackedReservation::new(self, ticket, FileIndex(0), host, units))
+        Ok(CompressedReservation::new(self, ticket, FileIndex(0), host, units))
     }
 
     fn zero(&self, at: GuestOffset, len: u64, _may_unmap: bool) -> Result<Range<u64>> {

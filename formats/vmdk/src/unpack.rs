@@ -5,7 +5,7 @@
 use std::cell::RefCell;
 
 use libdeflater::Decompressor;
-use vdkit_block::{Error, Packed, Result};
+use vdkit_block::{Compressed, Error, Result};
 
 use crate::header::SECTOR;
 use crate::image::Vmdk;
@@ -56,10 +56,15 @@ pub(crate) fn unpack(
 
 impl Vmdk {
     /// As [`vdkit_block::Format::unpack`].
-    pub(crate) fn unpack_grain(&self, packed: &Packed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
-        let file = self.file_of(packed.file).name();
+    pub(crate) fn unpack_grain(
+        &self,
+        compressed: &Compressed,
+        bytes: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        let file = self.file_of(compressed.file).name();
         let found = self.extents.iter().find_map(|piece| {
-            let sparse = piece.sparse().filter(|sparse| sparse.file == packed.file)?;
+            let sparse = piece.sparse().filter(|sparse| sparse.file == compressed.file)?;
             match sparse.flavor {
                 Flavor::Stream { markers, .. } => Some((piece, markers)),
                 _ => None,
@@ -70,7 +75,7 @@ impl Vmdk {
             return Err(Error::unsupported(file, what, "open the image anew"));
         };
         let fault = |found: String, expected: &str| {
-            Err(Error::corrupt(file, packed.offset.0, "compressed grain", found, expected))
+            Err(Error::corrupt(file, compressed.offset.0, "compressed grain", found, expected))
         };
         let (lba, unpacked) = match unpack(markers, bytes, out) {
             Ok(unpacked) => unpacked,

@@ -25,7 +25,7 @@ impl Vmdk {
         self.over_extents(range, Goal::Zero { may_unmap })
     }
 
-    /// As [`vdkit_block::Format::zero_for_good`].
+    /// As [`vdkit_block::Format::zero_persistent`].
     pub(crate) fn zero_range_for_good(&self, range: Range<u64>) -> Result<Range<u64>> {
         self.over_extents(range, Goal::ZeroForGood)
     }

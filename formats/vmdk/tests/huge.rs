@@ -43,7 +43,7 @@ fn a_huge_discard_keeps_no_more_tables_in_memory_than_the_cache_holds() {
         if discard {
             format.discard(GuestOffset(4096), bytes - 8192).unwrap();
         } else {
-            let done = format.zero_for_good(GuestOffset(4096), bytes - 8192).unwrap();
+            let done = format.zero_persistent(GuestOffset(4096), bytes - 8192).unwrap();
             assert_eq!(done, 65536..bytes - 65536);
         }
         let cache = format.map_cache().unwrap();

@@ -255,8 +255,8 @@ pub(crate) fn same_place(a: &Run<'_>, b: &Run<'_>) -> bool {
             RunKind::Data { storage: b, offset: b_offset },
         ) => a_offset == b_offset && same_file(a, b),
         (
-            RunKind::Packed { storage: a, packed: a_packed },
-            RunKind::Packed { storage: b, packed: b_packed },
+            RunKind::Compressed { storage: a, compressed: a_packed },
+            RunKind::Compressed { storage: b, compressed: b_packed },
         ) => a_packed == b_packed && same_file(a, b),
         _ => false,
     }

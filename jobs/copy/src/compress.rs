@@ -183,9 +183,9 @@ mod tests {
     #[test]
     fn zlib_streams_are_read_by_zlib() {
         use std::io::Read;
-        let inflate = |packed: &[u8]| {
+        let inflate = |compressed: &[u8]| {
             let mut out = Vec::new();
-            flate2::read::ZlibDecoder::new(packed).read_to_end(&mut out).unwrap();
+            flate2::read::ZlibDecoder::new(compressed).read_to_end(&mut out).unwrap();
             out
         };
         let mut compressor = Compressor::new(spec(Codec::Zlib, None)).unwrap();

@@ -21,7 +21,7 @@ use crate::verify::verify;
 /// Bytes per read of a thread: they stay in its cache until they are written.
 const CHUNK_BYTES: u64 = 512 << 10;
 /// Bytes per piece that is read and discarded.
-const SKIM_BYTES: u64 = 8 << 20;
+const READ_DISCARD_BYTES: u64 = 8 << 20;
 /// Maximum bytes per reflink, which bounds the delay of a cancellation.
 const SHARE_BYTES_MAX: u64 = 256 << 20;
 /// Cell size of the plan for a target without clusters: a file system block.
@@ -350,18 +350,18 @@ fn finish(
 fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option<CompressionSpec>> {
     let caps = target.map(|target| target.top().caps());
     let Some(mut spec) = options.compress else {
-        let only = caps.filter(|caps| caps.one_pass).and_then(|caps| caps.packed);
+        let only = caps.filter(|caps| caps.one_pass).and_then(|caps| caps.compressed);
         return Ok(only.map(|codec| CompressionSpec { codec, level: None }));
     };
     let Some(target) = target else {
         return Err(Error::Invalid("--compress needs a target that is written".into()));
     };
-    let packed = target.top().caps().packed;
-    if (spec.codec, packed) == (Codec::Deflate, Some(Codec::Zlib)) {
+    let compressed = target.top().caps().compressed;
+    if (spec.codec, compressed) == (Codec::Deflate, Some(Codec::Zlib)) {
         // One name for users, two formats.
         spec.codec = Codec::Zlib;
     }
-    match packed {
+    match compressed {
         Some(codec) if codec == spec.codec => Ok(Some(spec)),
         Some(codec) => Err(Error::Invalid(format!(
             "{}: holds {codec} clusters, not {}; use --compress={codec}",
@@ -383,7 +383,7 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
             grid: BLOCK_BYTES,
             chunk: CHUNK_BYTES,
             share: Some(1),
-            share_max: SKIM_BYTES,
+            share_max: READ_DISCARD_BYTES,
             in_kernel: false,
             zero_max: u64::MAX,
             layers,

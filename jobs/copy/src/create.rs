@@ -14,8 +14,8 @@ use vdkit_block::{
 use vdkit_chain::{Disk, OpenOptions, Registry, describe_chain};
 use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFile, classify};
 
+use crate::cancellable::CancellableStorage;
 use crate::new_files::{NewFiles, WantedFiles, beside};
-use crate::watched::Watched;
 
 /// Interval between progress updates.
 const TICK: Duration = Duration::from_millis(50);
@@ -371,7 +371,7 @@ fn watched(
     written: &Arc<AtomicU64>,
 ) -> Arc<dyn Storage> {
     let storage = Arc::clone(storage) as Arc<dyn Storage>;
-    Arc::new(Watched::new(storage, monitor.cancel.clone(), Arc::clone(written)))
+    Arc::new(CancellableStorage::new(storage, monitor.cancel.clone(), Arc::clone(written)))
 }
 
 /// The user gave the size, so exceeding a limit is a usage error.

@@ -6,6 +6,7 @@
 mod amend;
 mod appliance;
 mod bitmap;
+mod cancellable;
 mod check;
 mod codes;
 mod commit;
@@ -35,6 +36,7 @@ mod queue;
 mod rebase;
 mod resize;
 mod runs;
+mod sequencer;
 mod share;
 mod snapshot;
 mod source;
@@ -42,10 +44,8 @@ mod target;
 #[cfg(test)]
 mod testing;
 mod tree;
-mod turns;
 mod validate;
 mod verify;
-mod watched;
 pub mod zero;
 
 pub use amend::{AmendReport, amend};
@@ -80,5 +80,5 @@ pub use resize::{Preallocation, ResizeOptions, resize};
 pub use snapshot::{SnapshotAction, snapshot, snapshots};
 pub use source::Source;
 pub use target::{Destination, NewImage};
-pub use tree::{Standing, TreeBacking, TreeFault, TreeImage, TreeOptions, TreeReport, tree};
+pub use tree::{ReferenceStatus, TreeBacking, TreeFault, TreeImage, TreeOptions, TreeReport, tree};
 pub use validate::{Objection, Rule, ValidateReport, validate};

@@ -49,7 +49,7 @@ impl<'a> MapRow<'a> {
                 row.offset = Some(offset.0);
                 row.filename = Some(storage.name());
             }
-            DiskPlace::Packed { storage, .. } => {
+            DiskPlace::Compressed { storage, .. } => {
                 row.data = true;
                 row.compressed = true;
                 row.filename = Some(storage.name());

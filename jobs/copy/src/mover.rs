@@ -29,9 +29,9 @@ use crate::compress::Compressor;
 use crate::crew::default_threads;
 use crate::plan::{Planner, Work};
 use crate::queue::{Neighbours, Queue};
+use crate::sequencer::Sequencer;
 use crate::share::{share, share_all};
 use crate::source::Source;
-use crate::turns::Turns;
 use crate::zero::data_runs;
 use place::Placed;
 
@@ -72,7 +72,7 @@ pub(crate) struct Moved {
     pub(crate) zero_known: AtomicU64,
     pub(crate) zero_found: AtomicU64,
     pub(crate) clusters_compressed: AtomicU64,
-    pub(crate) packed_bytes: AtomicU64,
+    pub(crate) compressed_bytes: AtomicU64,
 }
 
 /// Bytes by method, as reported.
@@ -124,7 +124,7 @@ impl Moved {
             zero_known: get(&self.zero_known),
             zero_found: get(&self.zero_found),
             clusters_compressed: get(&self.clusters_compressed),
-            compressed_bytes: get(&self.packed_bytes),
+            compressed_bytes: get(&self.compressed_bytes),
         }
     }
 }
@@ -150,7 +150,7 @@ pub(crate) struct Mover<'a> {
     options: MoveOptions,
     monitor: &'a Monitor<'a>,
     queue: Mutex<Queue<'a>>,
-    turns: Turns,
+    turns: Sequencer,
     /// Sharing has succeeded once.
     shares: AtomicBool,
     /// The kernel cannot copy between these files.
@@ -168,15 +168,15 @@ struct Buffers {
     /// Aligned for direct I/O, to avoid a bounce buffer.
     bytes: AlignedBuf,
     runs: Vec<Range<usize>>,
-    packed: Vec<u8>,
+    compressed: Vec<u8>,
     lens: Vec<u32>,
     compressor: Option<Compressor>,
 }
 
 impl Default for Buffers {
     fn default() -> Self {
-        let (runs, packed, lens) = (Vec::new(), Vec::new(), Vec::new());
-        Self { bytes: AlignedBuf::new(0, PAGE_BYTES), runs, packed, lens, compressor: None }
+        let (runs, compressed, lens) = (Vec::new(), Vec::new(), Vec::new());
+        Self { bytes: AlignedBuf::new(0, PAGE_BYTES), runs, compressed, lens, compressor: None }
     }
 }
 
@@ -194,7 +194,7 @@ impl<'a> Mover<'a> {
             options,
             monitor,
             queue: Mutex::new(Queue::new(planner)),
-            turns: Turns::default(),
+            turns: Sequencer::default(),
             shares: AtomicBool::new(false),
             kernel_refuses: AtomicBool::new(false),
             failed: Mutex::new(None),
@@ -297,7 +297,7 @@ impl<'a> Mover<'a> {
                 len
             }
             Work::Share { len, ref storage, offset, .. } if self.target.is_none() => {
-                storage.skim(offset, len)?;
+                storage.read_discard(offset, len)?;
                 add(&self.moved.read, len);
                 len
             }
@@ -489,12 +489,12 @@ impl<'a> Mover<'a> {
             self.in_turn(number, || Ok(()))?;
             return match self.options.compress {
                 Some(spec) if cluster > 1 && at.is_multiple_of(cluster) => {
-                    self.write_packed(target, buffers, spec, at)
+                    self.write_compressed(target, buffers, spec, at)
                 }
                 _ => self.write_runs(target, buffers, at),
             };
         }
-        let packed = match self.options.compress {
+        let compressed = match self.options.compress {
             Some(spec) => Some(self.pack(target, buffers, spec, at)?),
             None => None,
         };
@@ -505,11 +505,11 @@ impl<'a> Mover<'a> {
         };
         if self.options.in_order {
             return self.in_turn(number, || {
-                self.place(target, buffers, at, cluster, packed, &mut placed)?;
+                self.place(target, buffers, at, cluster, compressed, &mut placed)?;
                 write(placed)
             });
         }
-        self.in_turn(number, || self.place(target, buffers, at, cluster, packed, &mut placed))?;
+        self.in_turn(number, || self.place(target, buffers, at, cluster, compressed, &mut placed))?;
         write(placed)
     }
 }

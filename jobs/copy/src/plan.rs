@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use vdkit_block::{GuestOffset, HostOffset, Result, Storage, align_down};
-use vdkit_chain::{DiskPlace, Extents, Missing};
+use vdkit_chain::{DiskPlace, Extents, TruncationCheck};
 
 use crate::holes::Holes;
 use crate::source::Source;
@@ -110,7 +110,7 @@ pub struct Planner<'a> {
     found: u64,
     at: u64,
     holes: Holes,
-    missing: Missing,
+    missing: TruncationCheck,
 }
 
 impl<'a> Planner<'a> {
@@ -125,7 +125,7 @@ impl<'a> Planner<'a> {
             found: 0,
             at: 0,
             holes: Holes::default(),
-            missing: Missing::default(),
+            missing: TruncationCheck::default(),
         }
     }
 
@@ -306,7 +306,7 @@ impl<'a> Planner<'a> {
             match extent.place {
                 DiskPlace::Hole => self.push(at, end, Kind::Absent),
                 DiskPlace::Zero { .. } => self.push(at, end, Kind::Zero),
-                DiskPlace::Packed { .. } => self.push(at, end, Kind::Coded),
+                DiskPlace::Compressed { .. } => self.push(at, end, Kind::Coded),
                 DiskPlace::Data { .. }
                     if disk.is_some_and(|disk| disk.encryption(extent.depth).is_some()) =>
                 {

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{GuestOffset, HostOffset, Packed, Result, Storage};
-use vdkit_chain::{Disk, DiskPlace, Extents, Missing};
+use vdkit_block::{Compressed, GuestOffset, HostOffset, Result, Storage};
+use vdkit_chain::{Disk, DiskPlace, Extents, TruncationCheck};
 
 use crate::holes::Holes;
 
@@ -31,7 +31,7 @@ pub(crate) enum RunKind<'a> {
     /// Bytes of a host file.
     Data { storage: &'a Arc<dyn Storage>, offset: HostOffset },
     /// Compressed.
-    Packed { storage: &'a Arc<dyn Storage>, packed: Packed },
+    Compressed { storage: &'a Arc<dyn Storage>, compressed: Compressed },
 }
 
 impl Run<'_> {
@@ -51,9 +51,9 @@ impl Run<'_> {
         let kind = match self.kind {
             RunKind::Data { storage, offset } => RunKind::Data { storage, offset: offset + skip },
             // A unit is at most a few MiB, so the sum fits in u32.
-            RunKind::Packed { storage, packed } => RunKind::Packed {
+            RunKind::Compressed { storage, compressed } => RunKind::Compressed {
                 storage,
-                packed: Packed { skip: packed.skip + skip as u32, ..packed },
+                compressed: Compressed { skip: compressed.skip + skip as u32, ..compressed },
             },
             RunKind::Zero => RunKind::Zero,
         };
@@ -78,14 +78,20 @@ pub(crate) struct Runs<'a> {
     /// The unreturned rest of the last extent.
     rest: Option<Run<'a>>,
     holes: Holes,
-    missing: Missing,
+    missing: TruncationCheck,
 }
 
 impl<'a> Runs<'a> {
     /// The runs of `len` bytes from `at`.
     pub(crate) fn new(disk: &'a Disk, at: u64, len: u64) -> Result<Self> {
         let extents = if len == 0 { None } else { Some(disk.extents(GuestOffset(at), len)?) };
-        Ok(Self { disk, extents, rest: None, holes: Holes::default(), missing: Missing::default() })
+        Ok(Self {
+            disk,
+            extents,
+            rest: None,
+            holes: Holes::default(),
+            missing: TruncationCheck::default(),
+        })
     }
 
     /// The next run; `None` at the end.
@@ -103,8 +109,8 @@ impl<'a> Runs<'a> {
                         encrypted: self.disk.encryption(extent.depth).is_some(),
                         kind: match extent.place {
                             DiskPlace::Zero { .. } | DiskPlace::Hole => RunKind::Zero,
-                            DiskPlace::Packed { storage, packed } => {
-                                RunKind::Packed { storage, packed }
+                            DiskPlace::Compressed { storage, compressed } => {
+                                RunKind::Compressed { storage, compressed }
                             }
                             DiskPlace::Data { storage, offset } => {
                                 RunKind::Data { storage, offset }

@@ -28,7 +28,7 @@ pub struct TreeOptions {
 /// Result of resolving a backing reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Standing {
+pub enum ReferenceStatus {
     /// One of the listed images.
     Listed,
     /// It exists outside the examined folders.
@@ -52,7 +52,7 @@ pub struct TreeBacking {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
     /// Result of resolving it.
-    pub standing: Standing,
+    pub standing: ReferenceStatus,
 }
 
 /// One image of a tree.
@@ -107,7 +107,7 @@ impl TreeReport {
     /// Images without a listed backing image.
     pub fn roots(&self) -> impl Iterator<Item = &TreeImage> {
         self.images.iter().filter(|image| {
-            image.backing.as_ref().is_none_or(|backing| backing.standing != Standing::Listed)
+            image.backing.as_ref().is_none_or(|backing| backing.standing != ReferenceStatus::Listed)
         })
     }
 }
@@ -153,7 +153,10 @@ pub fn tree(
         .images
         .iter()
         .filter(|image| {
-            image.backing.as_ref().is_some_and(|backing| backing.standing == Standing::Missing)
+            image
+                .backing
+                .as_ref()
+                .is_some_and(|backing| backing.standing == ReferenceStatus::Missing)
         })
         .map(|image| image.path.clone())
         .collect();
@@ -220,7 +223,8 @@ fn images(
     let mut backings: BTreeMap<&Path, TreeBacking> = BTreeMap::new();
     for (path, link) in found {
         for name in &link.info.files {
-            if let (Standing::Listed, Some(target)) = look_up(found, path, name, &options.refs)
+            if let (ReferenceStatus::Listed, Some(target)) =
+                look_up(found, path, name, &options.refs)
                 && let Some((listed, _)) = found.get_key_value(&target)
             {
                 needed.entry(listed).or_default().push(path.clone());
@@ -228,7 +232,7 @@ fn images(
         }
         let Some(reference) = link.info.backing() else { continue };
         let (standing, target) = look_up(found, path, &reference.name, &options.refs);
-        if let (Standing::Listed, Some(target)) = (standing, &target)
+        if let (ReferenceStatus::Listed, Some(target)) = (standing, &target)
             && let Some((listed, _)) = found.get_key_value(target)
         {
             overlays.entry(listed).or_default().push(path.clone());
@@ -280,17 +284,17 @@ fn look_up(
     image: &Path,
     name: &str,
     refs: &RefPolicy,
-) -> (Standing, Option<PathBuf>) {
-    let Some(target) = target_of(image, name) else { return (Standing::Refused, None) };
+) -> (ReferenceStatus, Option<PathBuf>) {
+    let Some(target) = target_of(image, name) else { return (ReferenceStatus::Refused, None) };
     if !allowed(image, &target, refs) {
-        return (Standing::Refused, None);
+        return (ReferenceStatus::Refused, None);
     }
     // The real path, or the name alone if the file does not exist.
     match target.canonicalize() {
-        Ok(real) if !allowed(image, &real, refs) => (Standing::Refused, None),
-        Ok(real) if found.contains_key(&real) => (Standing::Listed, Some(real)),
-        Ok(real) => (Standing::Elsewhere, Some(real)),
-        Err(_) => (Standing::Missing, Some(target)),
+        Ok(real) if !allowed(image, &real, refs) => (ReferenceStatus::Refused, None),
+        Ok(real) if found.contains_key(&real) => (ReferenceStatus::Listed, Some(real)),
+        Ok(real) => (ReferenceStatus::Elsewhere, Some(real)),
+        Err(_) => (ReferenceStatus::Missing, Some(target)),
     }
 }
 

@@ -131,7 +131,7 @@ fn notes(image: &Path, preset: Preset) -> Vec<String> {
     let name = image.display();
     match preset {
         Preset::Gcp => vec![format!(
-            "the upload is a gzip-packed GNU tar with one file, disk.raw: 'tar --format=oldgnu -Sczf \
+            "the upload is a gzip-compressed GNU tar with one file, disk.raw: 'tar --format=oldgnu -Sczf \
              disk.tar.gz disk.raw'{}",
             if image.file_name().is_some_and(|name| name == "disk.raw") {
                 String::new()

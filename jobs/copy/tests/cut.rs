@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use vdkit_block::{
     CancelToken, Error, FormatDriver, GuestOffset, Monitor, NoProgress, Options, Repair,
 };
-use vdkit_chain::{Disk, Missing, OpenOptions, Registry};
+use vdkit_chain::{Disk, OpenOptions, Registry, TruncationCheck};
 use vdkit_jobs::{
     CompareOptions, ConvertOptions, Destination, NewImage, Source, check, compare, convert, measure,
 };
@@ -230,7 +230,7 @@ fn a_file_that_has_grown_meanwhile_was_not_cut() {
     let disk = open(&cut).unwrap();
     let extents: Vec<_> =
         disk.extents(GuestOffset(0), disk.guest_bytes()).unwrap().map(Result::unwrap).collect();
-    let mut missing = Missing::default();
+    let mut missing = TruncationCheck::default();
     assert!(extents.iter().any(|extent| missing.refuse(&disk, extent).is_err()));
     let whole = std::fs::metadata(&case.image).unwrap().len();
     Files::new().write(true).open(&cut).unwrap().set_len(whole).unwrap();

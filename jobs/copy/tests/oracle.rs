@@ -7,8 +7,8 @@ use vdkit_block::{
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_jobs::{
-    CompareOptions, ConvertOptions, Destination, NewImage, Source, Standing, TreeOptions, compare,
-    convert, map, measure, tree,
+    CompareOptions, ConvertOptions, Destination, NewImage, ReferenceStatus, Source, TreeOptions,
+    compare, convert, map, measure, tree,
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
@@ -199,7 +199,7 @@ fn compressed_images_are_written_and_read_whatever_the_threads() {
     ] {
         let mut files = Vec::new();
         for threads in [1, 2, 7] {
-            let path = case.path("packed.qcow2");
+            let path = case.path("compressed.qcow2");
             let image = new_image(&path, "qcow2", layout);
             let mut how = ConvertOptions::new(Destination::New(image));
             how.compress = Some(CompressionSpec { codec, level: None });
@@ -210,7 +210,7 @@ fn compressed_images_are_written_and_read_whatever_the_threads() {
             assert_eq!(report.threads, threads);
             files.push(std::fs::read(&path).unwrap());
         }
-        let path = case.path("packed.qcow2");
+        let path = case.path("compressed.qcow2");
         // The same input gives the same output to the byte.
         assert!(files.iter().all(|file| *file == files[0]), "{layout}");
         assert!(qemu::same((&case.raw, "raw"), (&path, "qcow2")), "{layout}");
@@ -358,10 +358,10 @@ fn a_tree_names_overlays_orphans_and_what_a_deletion_costs() {
     );
     assert_eq!(names(&report.orphans), ["lost.qcow2"]);
     let standing = |name: &str| image(name).backing.as_ref().unwrap().standing;
-    assert_eq!(standing("left.qcow2"), Standing::Listed);
-    assert_eq!(standing("lost.qcow2"), Standing::Missing);
+    assert_eq!(standing("left.qcow2"), ReferenceStatus::Listed);
+    assert_eq!(standing("lost.qcow2"), ReferenceStatus::Missing);
     // Not beneath the image's own folder.
-    assert_eq!(standing("far.qcow2"), Standing::Refused);
+    assert_eq!(standing("far.qcow2"), ReferenceStatus::Refused);
     assert!(report.images.iter().all(|image| !image.path.ends_with("notes.txt")));
     assert!(report.faults.is_empty(), "{report:?}");
 

@@ -124,17 +124,17 @@ pub struct Export {
     /// Names of bitmaps that clients may read, if the image has them.
     pub(crate) offered: Mutex<Vec<String>>,
     counters: Counters,
-    seen: Mutex<Seen>,
+    seen: Mutex<DiskView>,
 }
 
 /// A cached view of the served disk.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Seen {
+pub(crate) struct DiskView {
     pub(crate) guest_bytes: u64,
     pub(crate) map_cache: Option<MapCacheStats>,
 }
 
-impl Seen {
+impl DiskView {
     fn of(disk: &Disk) -> Self {
         Self { guest_bytes: disk.guest_bytes(), map_cache: disk.map_cache() }
     }
@@ -166,7 +166,7 @@ impl Export {
         Arc::new(Self {
             offered: Mutex::new(options.bitmaps.clone()),
             options,
-            seen: Mutex::new(Seen::of(&disk)),
+            seen: Mutex::new(DiskView::of(&disk)),
             disk: RwLock::new(Served { disk, changes: None }),
             paused: AtomicBool::new(false),
             pause: (Mutex::new(()), Condvar::new()),
@@ -224,10 +224,10 @@ impl Export {
     }
 
     /// A view of the disk without waiting: while the disk is locked exclusively, the last view.
-    pub(crate) fn look(&self) -> Seen {
+    pub(crate) fn look(&self) -> DiskView {
         let mut seen = self.seen.lock();
         if let Some(disk) = self.disk.try_read() {
-            *seen = Seen::of(&disk.disk);
+            *seen = DiskView::of(&disk.disk);
         }
         *seen
     }
@@ -360,7 +360,7 @@ impl Export {
     }
 
     /// Flushes a change if it must be durable.
-    pub(crate) fn settle(&self, disk: &Disk, durable: bool) -> Result<()> {
+    pub(crate) fn flush_if_write_durable(&self, disk: &Disk, durable: bool) -> Result<()> {
         if durable && !disk.cache().write_durable() { disk.flush() } else { Ok(()) }
     }
 

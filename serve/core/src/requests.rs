@@ -69,7 +69,7 @@ impl Requests<'_> {
         let done = disk.write_at(data, GuestOffset(at));
         disk.changed(at, data.len() as u64);
         done?;
-        self.export.settle(&disk, durable)
+        self.export.flush_if_write_durable(&disk, durable)
     }
 
     /// Writes zeroes. On an error a part of the range may be zeroed.
@@ -109,7 +109,7 @@ impl Requests<'_> {
             changed?;
             done += step;
             if done == len {
-                return self.export.settle(&disk, durable);
+                return self.export.flush_if_write_durable(&disk, durable);
             }
             drop(disk);
             self.check_client()?;
@@ -151,7 +151,7 @@ impl Requests<'_> {
 fn next_data(disk: &Held<'_>, at: u64, len: u64) -> Result<Option<Range<u64>>> {
     for extent in disk.extents(GuestOffset(at), len)? {
         let extent = extent?;
-        if matches!(extent.place, DiskPlace::Data { .. } | DiskPlace::Packed { .. }) {
+        if matches!(extent.place, DiskPlace::Data { .. } | DiskPlace::Compressed { .. }) {
             return Ok(Some(extent.at.0..extent.at.0 + extent.len));
         }
     }

@@ -12,8 +12,8 @@ use fuser::{
 use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::attributes::{NewAttributes, allocated_bytes};
+use crate::dispatcher::{ChangeReply, Dispatcher};
 use crate::holes::{self, Sought};
-use crate::lanes::{ChangeReply, Lanes};
 
 /// Maximum request: the kernel's limit unless `fs.fuse.max_pages_limit` is raised.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
@@ -26,7 +26,7 @@ const BLOCK_BYTES: u64 = 4096;
 
 /// The disk as a file.
 #[derive(Debug)]
-pub struct DiskFile(pub Arc<Lanes>);
+pub struct DiskFile(pub Arc<Dispatcher>);
 
 impl DiskFile {
     fn attributes(&self, reply: ReplyAttr) {

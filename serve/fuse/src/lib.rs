@@ -18,9 +18,9 @@
 mod attributes;
 mod buffer;
 mod disk_file;
+mod dispatcher;
 mod errno;
 mod holes;
-mod lanes;
 mod mount_point;
 mod pool;
 mod server;

@@ -16,7 +16,7 @@ use vdkit_export::{Client, Export};
 
 use crate::attributes::Attributes;
 use crate::disk_file::DiskFile;
-use crate::lanes::Lanes;
+use crate::dispatcher::Dispatcher;
 use crate::mount_point::{MountError, MountPoint, Unmounted};
 
 /// Threads that read requests. One per processor runs non-blocking requests in parallel; more only
@@ -47,7 +47,7 @@ pub enum Ending {
 /// A mounted disk. Dropping it without [`Server::stop`] unmounts it without waiting.
 #[derive(Debug)]
 pub struct Server {
-    lanes: Arc<Lanes>,
+    lanes: Arc<Dispatcher>,
     point: MountPoint,
     unmounter: SessionUnmounter,
     /// `None` after it was joined.
@@ -81,7 +81,8 @@ impl Server {
         let device = Arc::new(Mutex::new(None));
         let watched = Arc::clone(&device);
         let client = Arc::new(Client::new(move || watched.lock().as_ref().is_some_and(is_cut_off)));
-        let lanes = Arc::new(Lanes::new(export, Arc::clone(&client), attributes, options.growable));
+        let lanes =
+            Arc::new(Dispatcher::new(export, Arc::clone(&client), attributes, options.growable));
         let failed = |source: io::Error| match source.kind() {
             io::ErrorKind::NotFound => MountError::NoHelper { file: file.to_owned() },
             _ => MountError::Mount { file: file.to_owned(), source },

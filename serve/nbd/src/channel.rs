@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
-use crate::poll::{self, Lookers, Poll};
+use crate::poll::{self, Poll, PollLimit};
 
 /// Spins between two polls: some hundred nanoseconds, about as long as a poll takes.
 const SPINS: u32 = 16;
@@ -98,15 +98,15 @@ pub struct Socket {
 impl Socket {
     /// A Unix socket.
     pub fn unix(stream: UnixStream) -> Self {
-        Self::over(Stream::Unix(stream), Lookers::usual())
+        Self::over(Stream::Unix(stream), PollLimit::usual())
     }
 
     /// A TCP socket.
     pub fn tcp(stream: TcpStream) -> Self {
-        Self::over(Stream::Tcp(stream), Lookers::usual())
+        Self::over(Stream::Tcp(stream), PollLimit::usual())
     }
 
-    fn over(stream: Stream, lookers: &'static Lookers) -> Self {
+    fn over(stream: Stream, lookers: &'static PollLimit) -> Self {
         let (poll, ended_here) = (Poll::new(lookers), AtomicBool::new(false));
         let socket = Self { stream, poll, ended_here, patient: AtomicBool::new(true) };
         // Without a timeout, waits would be unbounded: close the socket.
@@ -289,7 +289,7 @@ mod tests {
     /// A socket whose bytes have always arrived soon, and its peer.
     fn trusted() -> (Socket, UnixStream) {
         let (here, there) = UnixStream::pair().unwrap();
-        let lookers = Box::leak(Box::new(Lookers::new(1)));
+        let lookers = Box::leak(Box::new(PollLimit::new(1)));
         let socket = Socket::over(Stream::Unix(here), lookers);
         for _ in 0..4 {
             socket.poll.slept(poll::WINDOW);

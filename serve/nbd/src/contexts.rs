@@ -118,7 +118,7 @@ impl Context {
                             0
                         }
                         (Self::Depth, _) => extent.depth as u64 + 1,
-                        (_, DiskPlace::Data { .. } | DiskPlace::Packed { .. }) => 0,
+                        (_, DiskPlace::Data { .. } | DiskPlace::Compressed { .. }) => 0,
                         (_, DiskPlace::Zero { allocated: true }) => ZERO,
                         (_, DiskPlace::Zero { allocated: false } | DiskPlace::Hole) => ZERO | HOLE,
                     };

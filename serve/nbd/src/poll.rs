@@ -37,12 +37,12 @@ const DEBT: [i32; 2] = [64, 8192];
 
 /// Number of threads polling in this process.
 #[derive(Debug)]
-pub struct Lookers {
+pub struct PollLimit {
     now: AtomicUsize,
     most: usize,
 }
 
-impl Lookers {
+impl PollLimit {
     /// A limit of `most` polling threads.
     pub const fn new(most: usize) -> Self {
         Self { now: AtomicUsize::new(0), most }
@@ -51,14 +51,14 @@ impl Lookers {
     /// The limit of this process: half of the processors, as clients need some too; none on a
     /// single processor.
     pub fn usual() -> &'static Self {
-        static USUAL: LazyLock<Lookers> = LazyLock::new(|| {
-            Lookers::new(std::thread::available_parallelism().map_or(0, |count| count.get() / 2))
+        static USUAL: LazyLock<PollLimit> = LazyLock::new(|| {
+            PollLimit::new(std::thread::available_parallelism().map_or(0, |count| count.get() / 2))
         });
         &USUAL
     }
 
-    fn enter(&self) -> Option<Looking<'_>> {
-        let looking = Looking(self);
+    fn enter(&self) -> Option<PollPermit<'_>> {
+        let looking = PollPermit(self);
         // Dropping it undoes the count if it is one too many.
         (self.now.fetch_add(1, Ordering::Relaxed) < self.most).then_some(looking)
     }
@@ -66,9 +66,9 @@ impl Lookers {
 
 /// Permission to poll, until dropped.
 #[derive(Debug)]
-pub struct Looking<'a>(&'a Lookers);
+pub struct PollPermit<'a>(&'a PollLimit);
 
-impl Drop for Looking<'_> {
+impl Drop for PollPermit<'_> {
     fn drop(&mut self) {
         self.0.now.fetch_sub(1, Ordering::Relaxed);
     }
@@ -79,17 +79,17 @@ impl Drop for Looking<'_> {
 pub struct Poll {
     /// Never contended: one thread at a time receives.
     record: Mutex<Record>,
-    lookers: &'static Lookers,
+    lookers: &'static PollLimit,
 }
 
 impl Poll {
     /// A connection without history.
-    pub const fn new(lookers: &'static Lookers) -> Self {
+    pub const fn new(lookers: &'static PollLimit) -> Self {
         Self { record: Mutex::new(Record::new()), lookers }
     }
 
     /// Permission to poll before sleeping.
-    pub fn look(&self) -> Option<Looking<'static>> {
+    pub fn look(&self) -> Option<PollPermit<'static>> {
         if self.record.lock().allows() { self.lookers.enter() } else { None }
     }
 
@@ -278,7 +278,7 @@ mod tests {
     #[test]
     fn no_more_look_at_once_than_may() {
         let of = |most| {
-            let poll = Poll::new(Box::leak(Box::new(Lookers::new(most))));
+            let poll = Poll::new(Box::leak(Box::new(PollLimit::new(most))));
             run(&mut poll.record.lock(), micros(20), micros(40), 100);
             poll
         };

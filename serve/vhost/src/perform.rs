@@ -71,9 +71,9 @@ pub enum Slow {
 
 /// Whether writes avoid the non-blocking path, because recent ones waited.
 #[derive(Debug, Default)]
-pub struct Wary(AtomicU32);
+pub struct SlowWriteBackoff(AtomicU32);
 
-impl Wary {
+impl SlowWriteBackoff {
     fn now(&self) -> bool {
         let left = self.0.load(Ordering::Relaxed);
         if left > 0 {
@@ -123,7 +123,7 @@ fn contains(device: &Device, sector: u64, sectors: u64) -> bool {
 /// Runs a request without waiting, or returns `None` with nothing done.
 pub fn fast(
     device: &Device,
-    wary: &Wary,
+    wary: &SlowWriteBackoff,
     mem: &Mem,
     request: &Request,
     bounce: &mut Vec<u8>,

@@ -25,9 +25,9 @@ use vm_memory::{Bytes, GuestAddress};
 use crate::device::{Device, QUEUE_SIZE_MAX};
 use crate::inflight::Tracker;
 use crate::memory::Mem;
-use crate::perform::{self, Finished, Full, Slow, Status, Wary};
+use crate::perform::{self, Finished, Full, Slow, SlowWriteBackoff, Status};
 use crate::pool::Pool;
-use crate::request::{Nonsense, Request, Table};
+use crate::request::{InvalidChain, Request, Table};
 
 /// Maximum requests per batch.
 const BATCH: usize = 64;
@@ -79,7 +79,7 @@ pub struct Ring {
     core: Mutex<Core>,
     /// A request was put back, or waits for space.
     changed: Condvar,
-    wary: Wary,
+    wary: SlowWriteBackoff,
 }
 
 /// A request that may block.
@@ -159,7 +159,7 @@ impl Ring {
             running: false,
             broken: false,
         };
-        let (core, changed, wary) = (Mutex::new(core), Condvar::new(), Wary::default());
+        let (core, changed, wary) = (Mutex::new(core), Condvar::new(), SlowWriteBackoff::default());
         Arc::new(Self { index, device, pool, core, changed, wary })
     }
 
@@ -185,7 +185,11 @@ impl Ring {
     ///
     /// # Errors
     /// A description of an invalid setup.
-    pub fn prepare(&self, setup: Setup, tracker: Option<Tracker>) -> Result<Vec<u16>, Nonsense> {
+    pub fn prepare(
+        &self,
+        setup: Setup,
+        tracker: Option<Tracker>,
+    ) -> Result<Vec<u16>, InvalidChain> {
         let mut core = self.core.lock();
         let mem = core.mem.clone();
         let mut queue = Queue::new(QUEUE_SIZE_MAX).map_err(|_| "a queue of no size")?;
@@ -411,7 +415,7 @@ impl Core {
         }
     }
 
-    fn break_down(&mut self, index: u16, nonsense: Nonsense) {
+    fn break_down(&mut self, index: u16, nonsense: InvalidChain) {
         if self.broken {
             return;
         }
@@ -422,7 +426,7 @@ impl Core {
         }
     }
 
-    fn take_available(&mut self, mem: &Mem, own: &mut Own) -> Result<(), Nonsense> {
+    fn take_available(&mut self, mem: &Mem, own: &mut Own) -> Result<(), InvalidChain> {
         if !self.queue.event_idx_enabled() {
             self.queue.disable_notification(mem).map_err(|_| "its rings left the memory")?;
         }
@@ -444,7 +448,7 @@ impl Core {
         head: u16,
         batch: &mut Vec<Request>,
         segments: Vec<crate::memory::Segment>,
-    ) -> Result<(), Nonsense> {
+    ) -> Result<(), InvalidChain> {
         match self.busy.get_mut(usize::from(head)) {
             None => return Err("a head beyond the queue"),
             Some(true) => return Err("a head that is in flight already"),
@@ -461,7 +465,7 @@ impl Core {
         Ok(())
     }
 
-    fn put_back(&mut self, head: u16, len: u32) -> Result<(), Nonsense> {
+    fn put_back(&mut self, head: u16, len: u32) -> Result<(), InvalidChain> {
         self.outstanding -= 1;
         self.busy[usize::from(head)] = false;
         if self.broken {

@@ -59,7 +59,7 @@ pub struct Request {
 }
 
 /// Why a chain is invalid. Its ring becomes broken.
-pub type Nonsense = &'static str;
+pub type InvalidChain = &'static str;
 
 /// A descriptor table.
 #[derive(Clone, Copy)]
@@ -74,7 +74,7 @@ fn follow(
     mut table: Table,
     head: u16,
     segments: &mut Vec<Segment>,
-) -> Result<usize, Nonsense> {
+) -> Result<usize, InvalidChain> {
     let mut index = head;
     let mut left = table.size;
     let mut indirect = false;
@@ -149,7 +149,7 @@ impl Request {
         table: Table,
         head: u16,
         mut segments: Vec<Segment>,
-    ) -> Result<Self, Nonsense> {
+    ) -> Result<Self, InvalidChain> {
         let readable = follow(mem, table, head, &mut segments)?;
         let mut header = [0; HEADER_BYTES];
         copy_in(mem, &segments[..readable], 0, &mut header)

@@ -16,7 +16,7 @@ use crate::device::WriteCache;
 use crate::session::Session;
 
 /// Pause after a failure that may be transient.
-const BREATH: Duration = Duration::from_millis(100);
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// A socket that monitors connect to.
 #[derive(Debug)]
@@ -124,7 +124,7 @@ fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Vis
             }
             Err(error) => {
                 tracing::warn!("vhost-user: {error}");
-                std::thread::sleep(BREATH);
+                std::thread::sleep(RETRY_PAUSE);
             }
         }
     }

@@ -82,13 +82,13 @@ impl Storage for Window {
         Ok(done)
     }
 
-    fn skim(&self, offset: HostOffset, len: u64) -> Result<()> {
+    fn read_discard(&self, offset: HostOffset, len: u64) -> Result<()> {
         let end = offset.0.saturating_add(len).min(self.len);
         let mut at = offset.0;
         while at < end {
             let Some((within, range)) = self.piece(at) else { break };
             let run = (range.end - range.start - within).min(end - at);
-            self.inner.skim(HostOffset(range.start + within), run)?;
+            self.inner.read_discard(HostOffset(range.start + within), run)?;
             at += run;
         }
         Ok(())
@@ -145,7 +145,7 @@ mod tests {
                 assert_eq!(&buf[..got], &wanted[start.min(end)..end], "{start} {len}");
             }
         }
-        window.skim(HostOffset(0), 100).unwrap();
+        window.read_discard(HostOffset(0), 100).unwrap();
         assert!(window.extent_at(HostOffset(17), 9).unwrap().data);
         assert_eq!(window.extent_at(HostOffset(17), 9).unwrap().len, 1);
         assert!(!window.extent_at(HostOffset(18), 9).unwrap().data);

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use vdkit_block::{Error, GuestOffset, Monitor, NoProgress, Result, is_zero};
-use vdkit_chain::{Disk, DiskPlace, Layer, Missing};
+use vdkit_chain::{Disk, DiskPlace, Layer, TruncationCheck};
 use vdkit_export::{ChangeMap, Committed, Export, Job};
 use vdkit_jobs::refuse_dependents;
 
@@ -170,7 +170,7 @@ impl<'a> Commit<'a> {
     /// Marks the overlay's data.
     fn mark_what_is_there(&self) -> Result<()> {
         let mut at = 0;
-        let mut missing = Missing::default();
+        let mut missing = TruncationCheck::default();
         while at < self.guest_bytes {
             self.job.cancel().check()?;
             let len = MAP_BYTES.min(self.guest_bytes - at);
@@ -273,7 +273,7 @@ fn copy(disk: &Disk, base: &Disk, range: Range<u64>, buffer: &mut Vec<u8>) -> Re
         match extent.place {
             DiskPlace::Hole => continue,
             DiskPlace::Zero { .. } => base.write_zeroes(extent.at, extent.len, true)?,
-            DiskPlace::Data { .. } | DiskPlace::Packed { .. } => {
+            DiskPlace::Data { .. } | DiskPlace::Compressed { .. } => {
                 let end = extent.at.0 + extent.len;
                 let mut at = extent.at.0;
                 while at < end {

@@ -170,14 +170,14 @@ fn space_of_a_compressed_cluster_that_cannot_be_counted_is_not_lost() {
         let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", &bytes));
         let faulty = FaultyStorage::new(memory.clone());
         let disk = shape.open(faulty.clone()).unwrap();
-        disk.write_packed(GuestOffset(44 << 20), &[[7; 300]]).unwrap();
+        disk.write_compressed(GuestOffset(44 << 20), &[[7; 300]]).unwrap();
         disk.flush().unwrap();
         // Refcounts from all over the file.
         disk.write_zeroes(GuestOffset(0), 40 << 20, true).unwrap();
         disk.flush().unwrap();
         disk.flush().unwrap();
         faulty.arm(FaultPlan::nth(&[FaultKind::Read], nth));
-        let written = disk.write_packed(GuestOffset((44 << 20) + 512), &[[8; 300]]);
+        let written = disk.write_compressed(GuestOffset((44 << 20) + 512), &[[8; 300]]);
         let fired = faulty.fired() > 0;
         faulty.heal();
         disk.close().unwrap();

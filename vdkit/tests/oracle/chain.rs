@@ -92,7 +92,7 @@ impl Case {
                 extended: values[EXTENDED] == 1,
                 refcount_bits: REFCOUNT_BITS[values[BITS]],
                 data: [Data::Inside, Data::Outside, Data::OutsideRaw][values[DATA]],
-                packed: [None, Some(Codec::Deflate), Some(Codec::Zstd)][values[PACKED]],
+                compressed: [None, Some(Codec::Deflate), Some(Codec::Zstd)][values[PACKED]],
                 lazy: values[LAZY] == 1,
                 preallocation: if place == 0 { PREALLOCATION[values[PLACE]] } else { "off" },
             });

@@ -32,7 +32,7 @@ pub struct Layer {
     pub refcount_bits: u32,
     pub data: Data,
     /// Compression method of some of its clusters.
-    pub packed: Option<Codec>,
+    pub compressed: Option<Codec>,
     pub lazy: bool,
     pub preallocation: &'static str,
 }
@@ -60,7 +60,7 @@ impl Layer {
             options.push(format!("refcount_bits={}", self.refcount_bits));
             options.push(format!("extended_l2={}", on(self.extended)));
             options.push(format!("lazy_refcounts={}", on(self.lazy)));
-            let zstd = self.packed == Some(Codec::Zstd);
+            let zstd = self.compressed == Some(Codec::Zstd);
             options.push(format!("compression_type={}", if zstd { "zstd" } else { "zlib" }));
         }
         if self.data != Data::Inside {

@@ -94,7 +94,7 @@ fn lazy_layers() -> [Layer; 4] {
             extended,
             refcount_bits,
             data: Data::Inside,
-            packed: None,
+            compressed: None,
             lazy: true,
             preallocation: "off",
         },

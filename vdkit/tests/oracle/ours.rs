@@ -116,14 +116,14 @@ fn operate(
             settle_discard(disk, guest, at, len)?;
         }
         2 => disk.flush()?,
-        3..=6 if layer.packed.is_some() => {
+        3..=6 if layer.compressed.is_some() => {
             let first = at / layer.cluster * layer.cluster;
             let len = (layer.cluster * (1 + rng.below(5))).min(size - first);
             let bytes = soft_pattern(id, first, len, layer.cluster);
-            let codec = disk.top().caps().packed.expect("images without a data file pack");
-            assert_eq!(Some(codec), layer.packed);
+            let codec = disk.top().caps().compressed.expect("images without a data file pack");
+            assert_eq!(Some(codec), layer.compressed);
             if let Some(units) = pack(codec, layer.cluster, &bytes) {
-                disk.write_packed(GuestOffset(first), &units)?;
+                disk.write_compressed(GuestOffset(first), &units)?;
                 guest.write(first, &bytes);
             }
         }

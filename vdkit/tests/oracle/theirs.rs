@@ -54,8 +54,8 @@ fn create(folder: &Folder, case: &Case, index: usize) {
 /// offset.
 fn commands(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<Vec<String>> {
     let mut calls = Vec::new();
-    if layer.packed.is_some() {
-        calls.push(packed_writes(dir, layer, size, rng));
+    if layer.compressed.is_some() {
+        calls.push(compressed_writes(dir, layer, size, rng));
     }
     let mut commands = Vec::new();
     for _ in 0..10 {
@@ -78,7 +78,7 @@ fn commands(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<Vec<Stri
 }
 
 /// Compressed writes of whole unallocated clusters: QEMU refuses others.
-fn packed_writes(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<String> {
+fn compressed_writes(dir: &Path, layer: &Layer, size: u64, rng: &mut Rng) -> Vec<String> {
     let clusters = size.div_ceil(layer.cluster);
     let mut commands = Vec::new();
     let mut next = 0;

@@ -9,7 +9,10 @@ use super::world::{self, Move, World};
 
 fn moves(most: usize) -> impl Strategy<Value = Vec<Move>> {
     let step = ops::steps(2).prop_map(|steps| Move::Disk(steps[0]));
-    prop::collection::vec(prop_oneof![3 => step, 1 => world::deeds().prop_map(Move::Deed)], 1..most)
+    prop::collection::vec(
+        prop_oneof![3 => step, 1 => world::deeds().prop_map(Move::SnapshotOp)],
+        1..most,
+    )
 }
 
 fn run(shape: &Shape, moves: &[Move]) {
@@ -19,7 +22,7 @@ fn run(shape: &Shape, moves: &[Move]) {
     for (id, each) in moves.iter().enumerate() {
         let what = format!("after move {id}, {each:x?}");
         match *each {
-            Move::Deed(deed) => {
+            Move::SnapshotOp(deed) => {
                 let done = world.perform(shape, &disk, deed);
                 done.unwrap_or_else(|error| panic!("{what}: {error}"));
                 // The metadata must be consistent at every moment.

@@ -10,11 +10,11 @@ use super::support::ops::{self, Op};
 use super::support::rig::Rig;
 use super::support::shape::Shape;
 use super::support::{self};
-use super::world::{self, Deed, World};
+use super::world::{self, SnapshotOp, World};
 
 /// A finished operation, with the expected state before and after. Everything before it is durable.
 struct Done {
-    deed: Deed,
+    deed: SnapshotOp,
     begin: usize,
     end: usize,
     before: World,
@@ -27,13 +27,13 @@ struct Run {
     done: Vec<Done>,
 }
 
-fn random_deed(rng: &mut Rng) -> Deed {
+fn random_deed(rng: &mut Rng) -> SnapshotOp {
     let n = rng.below(256) as u8;
     match rng.below(10) {
-        0..=3 => Deed::Create(n),
-        4..=6 => Deed::Apply(n),
-        7 | 8 => Deed::Delete(n),
-        _ => Deed::Rename(n),
+        0..=3 => SnapshotOp::Create(n),
+        4..=6 => SnapshotOp::Apply(n),
+        7 | 8 => SnapshotOp::Delete(n),
+        _ => SnapshotOp::Rename(n),
     }
 }
 

@@ -13,7 +13,7 @@ use super::support::shape::{DataFile, Shape};
 
 /// Snapshot operations, with numbers that fit any list.
 #[derive(Clone, Copy, Debug)]
-pub enum Deed {
+pub enum SnapshotOp {
     Create(u8),
     Apply(u8),
     Delete(u8),
@@ -24,15 +24,15 @@ pub enum Deed {
 #[derive(Clone, Copy, Debug)]
 pub enum Move {
     Disk(Step),
-    Deed(Deed),
+    SnapshotOp(SnapshotOp),
 }
 
-pub fn deeds() -> impl Strategy<Value = Deed> {
+pub fn deeds() -> impl Strategy<Value = SnapshotOp> {
     prop_oneof![
-        4 => any::<u8>().prop_map(Deed::Create),
-        3 => any::<u8>().prop_map(Deed::Apply),
-        3 => any::<u8>().prop_map(Deed::Delete),
-        1 => any::<u8>().prop_map(Deed::Rename),
+        4 => any::<u8>().prop_map(SnapshotOp::Create),
+        3 => any::<u8>().prop_map(SnapshotOp::Apply),
+        3 => any::<u8>().prop_map(SnapshotOp::Delete),
+        1 => any::<u8>().prop_map(SnapshotOp::Rename),
     ]
 }
 
@@ -76,7 +76,7 @@ impl World {
     }
 
     /// Runs an operation; `false` if refcounts are too narrow, which must change nothing.
-    pub fn perform(&mut self, shape: &Shape, disk: &Disk, deed: Deed) -> Result<bool> {
+    pub fn perform(&mut self, shape: &Shape, disk: &Disk, deed: SnapshotOp) -> Result<bool> {
         let before = self.clone();
         match self.try_deed(disk, deed) {
             Err(error)
@@ -90,11 +90,11 @@ impl World {
         }
     }
 
-    fn try_deed(&mut self, disk: &Disk, deed: Deed) -> Result<()> {
+    fn try_deed(&mut self, disk: &Disk, deed: SnapshotOp) -> Result<()> {
         let (all, monitor) = (snapshots(disk), Monitor::default());
         let pick = |n: u8| n as usize % self.taken.len();
         match deed {
-            Deed::Create(n) => {
+            SnapshotOp::Create(n) => {
                 let new = NewSnapshot {
                     name: format!("name {n}"),
                     date_seconds: 7,
@@ -107,13 +107,13 @@ impl World {
                 self.taken.push(Taken { id: info.id, name: info.name, guest });
             }
             _ if self.taken.is_empty() => {}
-            Deed::Apply(n) => {
+            SnapshotOp::Apply(n) => {
                 let taken = &self.taken[pick(n)];
                 let guest = Guest::clone(&taken.guest);
                 all.apply(&taken.id, &monitor)?;
                 self.guest = guest;
             }
-            Deed::Delete(n) => {
+            SnapshotOp::Delete(n) => {
                 let index = pick(n);
                 // By name, the first snapshot with that name is deleted.
                 let name = self.taken[index].name.clone();
@@ -122,7 +122,7 @@ impl World {
                 assert_eq!(info.id, self.taken[first].id);
                 self.taken.remove(first);
             }
-            Deed::Rename(n) => {
+            SnapshotOp::Rename(n) => {
                 let index = pick(n);
                 let name = format!("renamed {n}");
                 all.rename(&self.taken[index].id, &name)?;

@@ -15,7 +15,7 @@ pub enum Step {
     Write(Span),
     Zero(Span, bool),
     Discard(Span),
-    Packed(Span),
+    Compressed(Span),
     Read(Span),
     Flush,
     Reopen,
@@ -37,7 +37,7 @@ pub enum Op {
     Write { at: u64, len: u64 },
     Zero { at: u64, len: u64, may_unmap: bool },
     Discard { at: u64, len: u64 },
-    Packed { at: u64, clusters: u64 },
+    Compressed { at: u64, clusters: u64 },
     Read { at: u64, len: u64 },
     Flush,
     Reopen,
@@ -56,7 +56,7 @@ pub fn steps(most: usize) -> impl Strategy<Value = Vec<Step>> {
         8 => span().prop_map(Step::Write),
         3 => (span(), any::<bool>()).prop_map(|(s, unmap)| Step::Zero(s, unmap)),
         2 => span().prop_map(Step::Discard),
-        2 => span().prop_map(Step::Packed),
+        2 => span().prop_map(Step::Compressed),
         2 => span().prop_map(Step::Read),
         2 => Just(Step::Flush),
         1 => Just(Step::Reopen),
@@ -79,7 +79,7 @@ pub fn random_step(rng: &mut Rng) -> Step {
         9 | 10 => Step::Zero(span, true),
         11 => Step::Zero(span, false),
         12 | 13 => Step::Discard(span),
-        14 | 15 => Step::Packed(span),
+        14 | 15 => Step::Compressed(span),
         16 | 17 => Step::Flush,
         18 => Step::Resize(bits as u16),
         _ => Step::Reopen,
@@ -103,12 +103,12 @@ impl Step {
                 let (at, len) = range(s);
                 Op::Discard { at, len }
             }
-            Self::Packed(s) if shape.packs() => {
+            Self::Compressed(s) if shape.packs() => {
                 let (at, len) = range(s);
                 let first = at / shape.cluster * shape.cluster;
-                Op::Packed { at: first, clusters: (at + len - first).div_ceil(shape.cluster) }
+                Op::Compressed { at: first, clusters: (at + len - first).div_ceil(shape.cluster) }
             }
-            Self::Packed(s) | Self::Read(s) => {
+            Self::Compressed(s) | Self::Read(s) => {
                 let (at, len) = range(s);
                 Op::Read { at, len }
             }
@@ -172,11 +172,11 @@ pub fn pack(codec: Codec, cluster: u64, bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
         .map(|chunk| {
             let mut whole = chunk.to_vec();
             whole.resize(cluster as usize, 0);
-            let packed = match codec {
+            let compressed = match codec {
                 Codec::Zstd => zstd::bulk::compress(&whole, 1).expect("compressing"),
                 _ => deflate(&whole),
             };
-            (packed.len() < cluster as usize).then_some(packed)
+            (compressed.len() < cluster as usize).then_some(compressed)
         })
         .collect()
 }
@@ -194,7 +194,7 @@ fn deflate(bytes: &[u8]) -> Vec<u8> {
 pub fn payload(shape: &Shape, op: Op, id: u64, guest_bytes: u64) -> (u64, Vec<u8>) {
     match op {
         Op::Write { at, len } => (at, pattern(id, at, len)),
-        Op::Packed { at, clusters } => {
+        Op::Compressed { at, clusters } => {
             let len = (clusters * shape.cluster).min(guest_bytes - at);
             (at, soft_pattern(id, at, len, shape.cluster))
         }
@@ -210,10 +210,10 @@ pub fn apply(shape: &Shape, disk: &Disk, guest: &mut Guest, op: Op, id: u64) -> 
             disk.write_at(&bytes, at.into_guest())?;
             guest.write(start, &bytes);
         }
-        Op::Packed { at, .. } => {
-            let codec = disk.top().caps().packed.expect("asked only where it works");
+        Op::Compressed { at, .. } => {
+            let codec = disk.top().caps().compressed.expect("asked only where it works");
             if let Some(units) = pack(codec, shape.cluster, &bytes) {
-                disk.write_packed(at.into_guest(), &units)?;
+                disk.write_compressed(at.into_guest(), &units)?;
                 guest.write(start, &bytes);
             }
         }

@@ -34,7 +34,7 @@ struct Plan {
 }
 
 const WRITES: Mix = Mix { write: 8, read: 3, flush: 1, ..Mix::NOTHING };
-const EVERYTHING: Mix = Mix { write: 6, packed: 2, zero: 2, discard: 2, read: 3, flush: 1 };
+const EVERYTHING: Mix = Mix { write: 6, compressed: 2, zero: 2, discard: 2, read: 3, flush: 1 };
 
 /// Runs the plan on a fresh image and checks the result.
 fn run(shape: &Shape, plan: &Plan, seed: u64) {
@@ -161,7 +161,7 @@ fn compressed_clusters_beside_plain_writes() {
             Shape { refcount_bits: 1, ..shape(4096) },
             Shape { content: Content::Snapshots, ..shape(4096) },
         ] {
-            let packer = Mix { packed: 6, read: 1, flush: 1, ..Mix::NOTHING };
+            let packer = Mix { compressed: 6, read: 1, flush: 1, ..Mix::NOTHING };
             let workers = vec![packer, WRITES, packer, WRITES];
             run(&shape, &Plan { workers, calls: 100, clusters: 8, longest: 2 }, seed);
         }
@@ -193,8 +193,8 @@ fn everything_at_once_on_any_mixture_of_options() {
     support::for_seeds(8, |seed| {
         let mut shape = Shape::random(&mut Rng::new(seed));
         shape.wide = false;
-        let packed = if shape.packs() { EVERYTHING.packed } else { 0 };
-        let workers = vec![Mix { packed, ..EVERYTHING }; 4];
+        let compressed = if shape.packs() { EVERYTHING.compressed } else { 0 };
+        let workers = vec![Mix { compressed, ..EVERYTHING }; 4];
         let clusters = 4 + seed % 60;
         run(&shape, &Plan { workers, calls: 100, clusters, longest: 2 }, seed);
     });
@@ -207,8 +207,8 @@ fn a_power_cut_while_threads_write_keeps_what_was_flushed() {
         let mut rng = Rng::new(seed);
         let mut shape = Shape::random(&mut rng);
         shape.wide = false;
-        let packed = if shape.packs() { EVERYTHING.packed } else { 0 };
-        let mix = Mix { packed, flush: 4, ..EVERYTHING };
+        let compressed = if shape.packs() { EVERYTHING.compressed } else { 0 };
+        let mix = Mix { compressed, flush: 4, ..EVERYTHING };
         let plan = Plan { workers: vec![mix; 3], calls: 30, clusters: 12, longest: 2 };
         let timeline = Timeline::default();
         let (rig, guest) = Rig::recording(&shape, &timeline);
@@ -257,8 +257,8 @@ fn a_resize_beside_writes() {
             rig.image().stumble(true);
             let (half, full) = (guest.len() / 2 / SECTOR * SECTOR, guest.len());
             let clusters = (half / shape.cluster).min(8);
-            let packed = if shape.packs() { EVERYTHING.packed } else { 0 };
-            let workers = vec![Mix { packed, ..EVERYTHING }; 2];
+            let compressed = if shape.packs() { EVERYTHING.compressed } else { 0 };
+            let workers = vec![Mix { compressed, ..EVERYTHING }; 2];
             let plan = Plan { workers, calls: 150, clusters, longest: 2 };
             let logs = std::thread::scope(|scope| {
                 let resizer = disk.clone();

@@ -16,7 +16,7 @@ use super::support::rig::IntoGuest;
 #[derive(Clone, Copy, Debug)]
 pub struct Mix {
     pub write: u64,
-    pub packed: u64,
+    pub compressed: u64,
     pub zero: u64,
     pub discard: u64,
     pub read: u64,
@@ -24,7 +24,8 @@ pub struct Mix {
 }
 
 impl Mix {
-    pub const NOTHING: Self = Self { write: 0, packed: 0, zero: 0, discard: 0, read: 0, flush: 0 };
+    pub const NOTHING: Self =
+        Self { write: 0, compressed: 0, zero: 0, discard: 0, read: 0, flush: 0 };
 }
 
 /// State shared by the threads.
@@ -55,8 +56,8 @@ impl Stage<'_> {
     }
 
     fn call(&self, mix: Mix, number: u64, rng: &mut Rng, log: &mut Log) {
-        let Mix { write, packed, zero, discard, read, flush } = mix;
-        let mut roll = rng.below(write + packed + zero + discard + read + flush);
+        let Mix { write, compressed, zero, discard, read, flush } = mix;
+        let mut roll = rng.below(write + compressed + zero + discard + read + flush);
         let mut one_of = |parts: u64| {
             let hit = roll < parts;
             roll = roll.wrapping_sub(parts);
@@ -68,7 +69,7 @@ impl Stage<'_> {
                 let bytes = stamps(first, count, number);
                 self.disk.write_at(&bytes, (first * SECTOR).into_guest()).expect("writing");
             });
-        } else if one_of(packed) {
+        } else if one_of(compressed) {
             self.pack(log, number, first);
         } else if one_of(zero) {
             let may_unmap = rng.chance(1, 2);
@@ -115,12 +116,12 @@ impl Stage<'_> {
         let count = in_cluster.min(self.first.len() / SECTOR - first) * (1 + number % 2);
         let count = count.min(self.first.len() / SECTOR - first);
         let bytes = stamps(first, count, number);
-        let codec = self.disk.top().caps().packed.unwrap_or(Codec::Deflate);
+        let codec = self.disk.top().caps().compressed.unwrap_or(Codec::Deflate);
         // The stamps of a small cluster may not shrink.
         if let Some(units) = pack(codec, self.cluster, &bytes) {
             self.change(log, What::Write(number), first, count, || {
                 let at = (first * SECTOR).into_guest();
-                self.disk.write_packed(at, &units).expect("writing compressed");
+                self.disk.write_compressed(at, &units).expect("writing compressed");
             });
         }
     }

@@ -43,7 +43,7 @@ Copies what the guest sees of SOURCE (through its backing chain) into a new imag
 cheapest way there is: blocks are shared where the file system can, regions without data are \
 skipped, and zeroes are not stored. Several sources are pieces of one disk, one after the other.
 
-SOURCE may also be '-' (standard input), an http:// or https:// URL, and any of them packed by gzip, \
+SOURCE may also be '-' (standard input), an http:// or https:// URL, and any of them compressed by gzip, \
 xz or zstd: that is told from the content, unless -f raw says that the bytes are the disk's. What has to be read here and there is spooled into a \
 file without a name (where TMPDIR says, else beside the target); a raw disk never is.
 
@@ -131,7 +131,7 @@ pub struct ConvertArgs {
     /// Leave out bitmaps that cannot be trusted, instead of failing
     #[arg(long, requires = "bitmaps")]
     skip_broken_bitmaps: bool,
-    /// What the source's file must have, as it is (packed, if it is): sha256:HEX, sha512:HEX or sha1:HEX
+    /// What the source's file must have, as it is (compressed, if it is): sha256:HEX, sha512:HEX or sha1:HEX
     #[arg(long, value_name = "METHOD:HEX")]
     checksum: Option<Checksum>,
     /// Take this disk of an appliance: its number (from 1), its id, or its file's name

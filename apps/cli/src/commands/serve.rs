@@ -183,7 +183,7 @@ impl ServeArgs {
 }
 
 /// Where clients come, before anybody waits for them there.
-struct Doors {
+struct Listeners {
     nbd: Vec<Listener>,
     vhost: Option<vhost_user::Listener>,
     uris: Vec<String>,
@@ -202,20 +202,20 @@ struct Service {
 }
 
 impl ServeArgs {
-    fn doors(&self) -> Result<Doors, Failure> {
+    fn doors(&self) -> Result<Listeners, Failure> {
         let tls = self.tls.as_deref().map(Tls::from_folder).transpose();
         let tls = tls.map_err(|error| Failure::failed(format!("--tls: {error}")))?;
         let (nbd, mut uris) = self.listeners()?;
         let vhost = self.vhost_listener()?;
         uris.extend(vhost.as_ref().map(vhost_user::Listener::uri));
-        Ok(Doors { nbd, vhost, uris, tls })
+        Ok(Listeners { nbd, vhost, uris, tls })
     }
 
     /// Lets clients in.
     fn start(
         &self,
         export: &Arc<Export>,
-        doors: Doors,
+        doors: Listeners,
         quit: &CancelToken,
     ) -> Result<Service, Failure> {
         let no_thread = |error| Failure::failed(format!("cannot start a thread: {error}"));

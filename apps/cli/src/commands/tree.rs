@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use vdkit::Monitor;
-use vdkit::jobs::{self, Standing, TreeImage, TreeOptions, TreeReport};
+use vdkit::jobs::{self, ReferenceStatus, TreeImage, TreeOptions, TreeReport};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, References};
@@ -122,9 +122,9 @@ impl<'a> Drawing<'a> {
         for root in report.roots() {
             if let Some(backing) = &root.backing {
                 let why = match backing.standing {
-                    Standing::Missing => "missing",
-                    Standing::Refused => "refused by policy",
-                    Standing::Elsewhere | Standing::Listed => "not in this folder",
+                    ReferenceStatus::Missing => "missing",
+                    ReferenceStatus::Refused => "refused by policy",
+                    ReferenceStatus::Elsewhere | ReferenceStatus::Listed => "not in this folder",
                 };
                 out.line(format!("{} ({why})", backing.name))?;
                 self.branch(root, "└─ ", "   ", 0, out)?;

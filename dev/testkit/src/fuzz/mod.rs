@@ -41,7 +41,7 @@ const LIMITS: Limits = Limits {
     files_max: 4,
     chain_depth_max: 4,
     cache_bytes: 64 << 10,
-    packed_bytes_max: 4 << 20,
+    compressed_bytes_max: 4 << 20,
     check_bytes_max: 16 << 20,
     key_rounds_max: 1 << 12,
 };

@@ -302,7 +302,7 @@ impl World {
                 let (at, len) = self.sectors(input);
                 self.write(at, len);
             }
-            4 => self.write_packed(input),
+            4 => self.write_compressed(input),
             5 => {
                 let (at, len) = self.bytes(input);
                 let may_unmap = (tag / 12).is_multiple_of(2);
@@ -340,7 +340,7 @@ impl World {
     }
 
     /// Compresses a few whole clusters. What does not become smaller is left out.
-    fn write_packed(&mut self, input: &mut Input<'_>) {
+    fn write_compressed(&mut self, input: &mut Input<'_>) {
         let cluster = self.shape.geometry.cluster_bytes();
         let count = self.size().div_ceil(cluster);
         let first = input.number() % count;
@@ -353,18 +353,18 @@ impl World {
         for number in 0..wanted {
             let seed = self.writes.wrapping_add(number as u8);
             let bytes = pattern(cluster, |number| seed.wrapping_mul(number));
-            let packed = compress(&bytes, self.shape.zstd);
-            if packed.len() as u64 >= cluster {
+            let compressed = compress(&bytes, self.shape.zstd);
+            if compressed.len() as u64 >= cluster {
                 break;
             }
-            units.push(packed);
+            units.push(compressed);
             plain.extend_from_slice(&bytes);
         }
         if units.is_empty() {
             return;
         }
         let at = first * cluster;
-        self.must(self.disk().write_packed(GuestOffset(at), &units), "write compressed");
+        self.must(self.disk().write_compressed(GuestOffset(at), &units), "write compressed");
         let end = (at + plain.len() as u64).min(self.size()) as usize;
         self.model[at as usize..end].copy_from_slice(&plain[..end - at as usize]);
         self.mark(at, end as u64 - at);

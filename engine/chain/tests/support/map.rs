@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use vdkit_block::{
-    BackingRef, CheckReport, Codec, CreateRequest, Error, Extent, FileIndex, Fill, Format,
-    FormatCaps, FormatDriver, GuestOffset, HostOffset, ImageInfo, InFlight, Limits, Measured,
-    Monitor, OpenRequest, OptionSpec, Options, Packed, PackedReservation, Place, Probe, Repair,
+    BackingRef, CheckReport, Codec, Compressed, CompressedReservation, CreateRequest, Error,
+    Extent, FileIndex, Fill, Format, FormatCaps, FormatDriver, GuestOffset, HostOffset, ImageInfo,
+    InFlight, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair,
     Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
 };
 
@@ -28,16 +28,16 @@ const MAGIC: &[u8; 8] = b"TESTMAP1";
 enum Cell {
     Zero { host: Option<u64> },
     Data { host: u64, shared: bool },
-    Packed { host: u64, len: u32 },
+    Compressed { host: u64, len: u32 },
 }
 
 #[derive(Debug, Default)]
 struct State {
     cells: BTreeMap<u64, Cell>,
     fresh: u64,
-    fresh_packed: u64,
+    fresh_compressed: u64,
     free: Vec<u64>,
-    free_packed: Vec<u64>,
+    free_compressed: Vec<u64>,
     pending: Vec<(vdkit_block::Stamp, u64, bool)>,
     reserved: BTreeMap<u64, Held>,
     tickets: u64,
@@ -49,7 +49,7 @@ struct State {
 struct Held {
     clusters: Range<u64>,
     host: u64,
-    packed: Option<Vec<u32>>,
+    compressed: Option<Vec<u32>>,
 }
 
 type HookFn = Box<dyn FnOnce() + Send>;
@@ -93,7 +93,7 @@ pub struct MapFormat {
     pub unpacked: AtomicUsize,
     pub flushes: AtomicUsize,
     pub released: AtomicUsize,
-    pub reused_packed: AtomicUsize,
+    pub reused_compressed: AtomicUsize,
 }
 
 /// The payload of a compressed unit.
@@ -105,7 +105,7 @@ pub fn pack(cluster: &[u8]) -> Vec<u8> {
 
 impl MapFormat {
     pub fn new(storage: Arc<dyn Storage>, guest_bytes: u64, writable: bool) -> Self {
-        let state = State { fresh: HEADER, fresh_packed: PACKED_AREA, ..State::default() };
+        let state = State { fresh: HEADER, fresh_compressed: PACKED_AREA, ..State::default() };
         Self {
             before_resolve: Hook::default(),
             before_publish: Hook::default(),
@@ -121,7 +121,7 @@ impl MapFormat {
             unpacked: AtomicUsize::new(0),
             flushes: AtomicUsize::new(0),
             released: AtomicUsize::new(0),
-            reused_packed: AtomicUsize::new(0),
+            reused_compressed: AtomicUsize::new(0),
         }
     }
 
@@ -184,7 +184,7 @@ impl MapFormat {
             Some(Cell::Data { host, shared: false }) | Some(Cell::Zero { host: Some(host) }) => {
                 state.pending.push((stamp, host, false));
             }
-            Some(Cell::Packed { host, .. }) => state.pending.push((stamp, host, true)),
+            Some(Cell::Compressed { host, .. }) => state.pending.push((stamp, host, true)),
             _ => {}
         }
     }
@@ -195,10 +195,10 @@ impl MapFormat {
             .into_iter()
             .partition(|(stamp, ..)| self.in_flight.passed(*stamp));
         state.pending = still;
-        for (_, host, packed) in over {
+        for (_, host, compressed) in over {
             let rubbish = vec![0xDB; CLUSTER as usize];
             let _ = self.data.write_at(&rubbish, HostOffset(host));
-            if packed { &mut state.free_packed } else { &mut state.free }.push(host);
+            if compressed { &mut state.free_compressed } else { &mut state.free }.push(host);
         }
     }
 
@@ -229,11 +229,11 @@ impl Reserver for MapFormat {
         let held = state.reserved.remove(&ticket.0).unwrap();
         let mut host = held.host;
         for (index, cluster) in held.clusters.clone().enumerate() {
-            let cell = match &held.packed {
-                Some(lens) => Cell::Packed { host, len: lens[index] },
+            let cell = match &held.compressed {
+                Some(lens) => Cell::Compressed { host, len: lens[index] },
                 None => Cell::Data { host, shared: false },
             };
-            host += if held.packed.is_some() { PACKED_SLOT } else { CLUSTER };
+            host += if held.compressed.is_some() { PACKED_SLOT } else { CLUSTER };
             let old = state.cells.insert(cluster, cell);
             self.free_cell(state, old);
         }
@@ -245,8 +245,8 @@ impl Reserver for MapFormat {
         let mut state = self.state.lock().unwrap();
         let held = state.reserved.remove(&ticket.0).unwrap();
         for index in 0..held.clusters.end - held.clusters.start {
-            match held.packed {
-                Some(_) => state.free_packed.push(held.host + index * PACKED_SLOT),
+            match held.compressed {
+                Some(_) => state.free_compressed.push(held.host + index * PACKED_SLOT),
                 None => state.free.push(held.host + index * CLUSTER),
             }
         }
@@ -264,7 +264,7 @@ impl Format for MapFormat {
             writable: self.writable,
             cluster_bytes: CLUSTER,
             fill_bytes: CLUSTER,
-            packed: Some(Codec::Deflate),
+            compressed: Some(Codec::Deflate),
             one_pass: false,
             cheap_zeroes: true,
             host_aligned: true,
@@ -300,7 +300,7 @@ impl Format for MapFormat {
                     offset: HostOffset(host + within),
                     exclusive: !shared,
                 },
-                Some(Cell::Packed { host, len }) => Place::Packed(Packed {
+                Some(Cell::Compressed { host, len }) => Place::Compressed(Compressed {
                     file: FileIndex(0),
                     offset: HostOffset(*host),
                     len: *len,
@@ -328,12 +328,12 @@ impl Format for MapFormat {
         None
     }
 
-    fn unpack(&self, packed: &Packed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
+    fn unpack(&self, compressed: &Compressed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
         self.unpacked.fetch_add(1, Ordering::SeqCst);
         std::thread::sleep(STEP);
         if bytes.first() != Some(&0xC5) || bytes.len() != out.len() + 1 {
             let name = self.storage.name();
-            return Err(Error::corrupt(name, packed.offset.0, "unit", "rubbish", "a unit"));
+            return Err(Error::corrupt(name, compressed.offset.0, "unit", "rubbish", "a unit"));
         }
         out.iter_mut().zip(&bytes[1..]).for_each(|(out, byte)| *out = byte ^ 0x5A);
         Ok(())
@@ -373,29 +373,33 @@ impl Format for MapFormat {
         let tail = side(state.cells.get(&(clusters.end - 1)).copied());
         let ticket = state.tickets;
         state.tickets += 1;
-        state.reserved.insert(ticket, Held { clusters: clusters.clone(), host, packed: None });
+        state.reserved.insert(ticket, Held { clusters: clusters.clone(), host, compressed: None });
         let guest = clusters.start * CLUSTER..clusters.end * CLUSTER;
         let write = at.0..(at.0 + len).min(guest.end);
         let place = (FileIndex(0), HostOffset(host));
         Ok(Some(Reservation::new(self, Ticket(ticket), guest, write, place.0, place.1, head, tail)))
     }
 
-    fn reserve_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<PackedReservation<'_>> {
+    fn reserve_compressed(
+        &self,
+        at: GuestOffset,
+        lens: &[u32],
+    ) -> Result<CompressedReservation<'_>> {
         let first = at.0 / CLUSTER;
         let clusters = first..first + 1;
         let mut state = self.wait_clear(self.state.lock().unwrap(), &clusters);
         self.reclaim(&mut state);
-        let host = state.free_packed.pop();
-        self.reused_packed.fetch_add(usize::from(host.is_some()), Ordering::SeqCst);
+        let host = state.free_compressed.pop();
+        self.reused_compressed.fetch_add(usize::from(host.is_some()), Ordering::SeqCst);
         let host = host.unwrap_or_else(|| {
-            state.fresh_packed += PACKED_SLOT;
-            state.fresh_packed - PACKED_SLOT
+            state.fresh_compressed += PACKED_SLOT;
+            state.fresh_compressed - PACKED_SLOT
         });
         let ticket = state.tickets;
         state.tickets += 1;
-        let packed = Some(vec![lens[0]]);
-        state.reserved.insert(ticket, Held { clusters, host, packed });
-        Ok(PackedReservation::new(self, Ticket(ticket), FileIndex(0), HostOffset(host), 1))
+        let compressed = Some(vec![lens[0]]);
+        state.reserved.insert(ticket, Held { clusters, host, compressed });
+        Ok(CompressedReservation::new(self, Ticket(ticket), FileIndex(0), HostOffset(host), 1))
     }
 
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<Range<u64>> {

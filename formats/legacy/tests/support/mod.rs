@@ -126,9 +126,9 @@ pub fn cloop(disk: &[u8], block: usize) -> Vec<u8> {
     image.extend((block as u32).to_be_bytes());
     image.extend((blocks.len() as u32).to_be_bytes());
     let mut at = 136 + (blocks.len() as u64 + 1) * 8;
-    for packed in &blocks {
+    for compressed in &blocks {
         image.extend(at.to_be_bytes());
-        at += packed.len() as u64;
+        at += compressed.len() as u64;
     }
     image.extend(at.to_be_bytes());
     image.extend(blocks.concat());

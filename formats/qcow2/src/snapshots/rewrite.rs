@@ -455,7 +455,7 @@ impl Qcow2 {
         for clusters in &change.retired {
             self.retire(meta, clusters.clone());
         }
-        meta.space.packed_at = None;
+        meta.space.compressed_at = None;
         let gone = gone.into_iter().map(|first| freed(first, 1, true));
         meta.reclaim.release(&self.in_flight, gone);
     }

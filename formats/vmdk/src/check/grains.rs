@@ -138,7 +138,7 @@ impl Extent<'_> {
 
     /// Whether a grain there would overlap metadata.
     fn is_metadata(&self, host: u64) -> bool {
-        let bytes = if self.sparse.is_packed() { SECTOR } else { self.sparse.grain_bytes };
+        let bytes = if self.sparse.is_compressed() { SECTOR } else { self.sparse.grain_bytes };
         self.metadata.any(host / SECTOR..(host + bytes) / SECTOR)
     }
 
@@ -156,7 +156,7 @@ impl Extent<'_> {
             Flavor::Stream { .. } => SECTOR,
             _ => self.sparse.grain_bytes,
         };
-        checking.report.compressed_clusters += u64::from(self.sparse.is_packed());
+        checking.report.compressed_clusters += u64::from(self.sparse.is_compressed());
         let follows = self.previous.is_none_or(|previous| previous == host);
         checking.report.fragmented_clusters += u64::from(!follows);
         self.previous = Some(host + bytes);

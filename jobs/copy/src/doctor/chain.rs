@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use vdkit_block::{BackingRef, Error};
 use vdkit_chain::ChainLink;
 
-use super::{DoctorCode, Patient, command, word_of};
+use super::{DoctorCode, Examination, command, word_of};
 use crate::tree::target_of;
 
 /// Chain length from which on a finding is reported.
 const DEPTH_REMARKABLE: usize = 16;
 
-impl Patient<'_> {
+impl Examination<'_> {
     pub(super) fn look_at_chain(&mut self) {
         let Some(backing) = self.link().info.backing() else { return };
         if backing.format.is_none() {

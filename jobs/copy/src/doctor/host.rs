@@ -11,7 +11,7 @@ use vdkit_storage::Placement;
 use super::evidence::{Allocation, allocation, growth, scattered};
 use super::mounts::Mounted;
 use super::unflushed::unflushed;
-use super::{DoctorCode, Patient, command};
+use super::{DoctorCode, Examination, command};
 use crate::libvirt::{CachePlace, cache_for};
 
 /// Maximum extents examined.
@@ -39,7 +39,7 @@ fn network(kind: u64) -> Option<&'static str> {
     }
 }
 
-impl Patient<'_> {
+impl Examination<'_> {
     pub(super) fn look_at_host(&mut self) {
         self.note_sizes();
         if self.in_use {

@@ -7,7 +7,7 @@ use vdkit_block::{CheckReport, Error, ImageInfo, Limits, Monitor, Repair, Result
 use vdkit_chain::{OpenOptions, OpenedImage, open_image};
 
 use super::evidence::{allocation, shuffled};
-use super::{DoctorCode, METADATA_BYTES_MAX, Patient, command};
+use super::{DoctorCode, Examination, METADATA_BYTES_MAX, command};
 use crate::inspect::budget::BudgetStorage;
 
 /// Maximum reads and time for the check of one image.
@@ -23,7 +23,7 @@ const CLUSTER_BYTES_USUAL: u64 = 64 << 10;
 const SNAPSHOTS_REMARKABLE: usize = 8;
 const REFCOUNT_BITS_USUAL: u64 = 16;
 
-impl Patient<'_> {
+impl Examination<'_> {
     pub(super) fn look_at_header(&mut self) {
         let info = self.link().info.clone();
         let word = self.word.clone();

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use vdkit_chain::ChainLink;
 
-use super::Patient;
+use super::Examination;
 use super::evidence::Allocation;
 use crate::libvirt::{self, DiskBacking, DiskSource, LibvirtDisk};
 
@@ -14,7 +14,7 @@ const QEMU_MAP_CACHE: u64 = 32 << 20;
 /// Assumed socket of `vdkit serve`.
 const SOCKET: &str = "/run/vdkit-disk.sock";
 
-impl Patient<'_> {
+impl Examination<'_> {
     /// For the whole chain, as far as it can be followed. A format that libvirt does not support
     /// becomes a disk served by `vdkit serve`.
     pub(super) fn libvirt(&self) -> String {

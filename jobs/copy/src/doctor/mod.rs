@@ -254,7 +254,7 @@ fn word_of(path: &Path) -> String {
 }
 
 /// The image being examined.
-struct Patient<'a> {
+struct Examination<'a> {
     registry: &'a Registry,
     path: &'a Path,
     /// The path as a command word.
@@ -290,7 +290,7 @@ fn examine(
         }
         Err(error) => return Ok(unreadable(path, error.to_string())),
     };
-    let mut patient = Patient {
+    let mut patient = Examination {
         registry,
         path,
         word: word_of(path),
@@ -321,7 +321,7 @@ fn examine(
     })
 }
 
-impl Patient<'_> {
+impl Examination<'_> {
     /// The image itself. (A described chain is never empty.)
     fn link(&self) -> &ChainLink {
         &self.links[0]

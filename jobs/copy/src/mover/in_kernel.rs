@@ -44,7 +44,7 @@ impl Mover<'_> {
                     let part = at + first as u64..at + to as u64;
                     self.copy_parts(buffers, std::slice::from_ref(&part))?;
                 }
-                Placed::Packed { .. } => {}
+                Placed::Compressed { .. } => {}
             }
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use vdkit_block::{CompressionSpec, Fill, GuestOffset, PackedReservation, Reservation, Result};
+use vdkit_block::{CompressedReservation, CompressionSpec, Fill, GuestOffset, Reservation, Result};
 use vdkit_chain::Disk;
 
 use super::{Buffers, Mover, add};
@@ -16,7 +16,7 @@ const ZERO_CLUSTER: u32 = u32::MAX;
 enum PlaceKind {
     Zero,
     Plain,
-    Packed,
+    Compressed,
 }
 
 /// Target space for a part of a chunk.
@@ -25,8 +25,8 @@ pub(super) enum Placed<'a> {
         space: Reservation<'a>,
         from: usize,
     },
-    Packed {
-        space: PackedReservation<'a>,
+    Compressed {
+        space: CompressedReservation<'a>,
         bytes: Range<usize>,
     },
     /// Already allocated.
@@ -39,7 +39,7 @@ pub(super) enum Placed<'a> {
 impl Mover<'_> {
     /// Writes compressed data over the target's content. One reservation at a time: other threads
     /// may be writing zeroes, which waits for reservations.
-    pub(super) fn write_packed(
+    pub(super) fn write_compressed(
         &self,
         target: &Disk,
         buffers: &mut Buffers,
@@ -56,7 +56,7 @@ impl Mover<'_> {
             ZERO_CLUSTER => PlaceKind::Zero,
             0 => PlaceKind::Plain,
             _ if keeps && (index + 1) * cluster > len => PlaceKind::Plain,
-            _ => PlaceKind::Packed,
+            _ => PlaceKind::Compressed,
         };
         let (mut index, mut payload) = (0, 0);
         while index < buffers.lens.len() {
@@ -71,7 +71,7 @@ impl Mover<'_> {
                     add(&self.moved.written, range.len() as u64);
                     self.write_run(target, &buffers.bytes[range], from)?;
                 }
-                PlaceKind::Packed => {
+                PlaceKind::Compressed => {
                     let mut placed = Vec::new();
                     while index < end {
                         let first = GuestOffset(at + (index * cluster) as u64);
@@ -97,10 +97,10 @@ impl Mover<'_> {
         spec: CompressionSpec,
         at: u64,
     ) -> Result<()> {
-        let Buffers { bytes, packed, lens, compressor, .. } = buffers;
+        let Buffers { bytes, compressed, lens, compressor, .. } = buffers;
         let (format, caps) = (target.top(), target.top().caps());
-        let (frame, cluster) = (format.packed_frame(), caps.cluster_bytes as usize);
-        packed.clear();
+        let (frame, cluster) = (format.compressed_frame(), caps.cluster_bytes as usize);
+        compressed.clear();
         lens.clear();
         let compressor = match compressor {
             Some(compressor) => compressor,
@@ -113,24 +113,24 @@ impl Mover<'_> {
                 lens.push(ZERO_CLUSTER);
                 continue;
             }
-            let start = packed.len();
+            let start = compressed.len();
             let payload = start + frame.head_bytes as usize;
-            packed.resize(payload, 0);
-            let mut smaller = compressor.compress(unit, packed);
+            compressed.resize(payload, 0);
+            let mut smaller = compressor.compress(unit, compressed);
             if !smaller && caps.one_pass {
-                compressor.store(unit, packed)?;
+                compressor.store(unit, compressed)?;
                 smaller = true;
             }
             if !smaller {
-                packed.truncate(start);
+                compressed.truncate(start);
                 lens.push(0);
                 continue;
             }
-            let payload_bytes = (packed.len() - payload) as u32;
-            let framed = (packed.len() - start).next_multiple_of(frame.align.max(1) as usize);
-            packed.resize(start + framed, 0);
+            let payload_bytes = (compressed.len() - payload) as u32;
+            let framed = (compressed.len() - start).next_multiple_of(frame.align.max(1) as usize);
+            compressed.resize(start + framed, 0);
             let unit_at = GuestOffset(at + (index * cluster) as u64);
-            format.frame_packed(unit_at, &mut packed[start..], payload_bytes);
+            format.frame_compressed(unit_at, &mut compressed[start..], payload_bytes);
             lens.push(framed as u32);
         }
         Ok(())
@@ -143,16 +143,16 @@ impl Mover<'_> {
         buffers: &Buffers,
         at: u64,
         cluster: u64,
-        packed: Option<()>,
+        compressed: Option<()>,
         placed: &mut Vec<Placed<'t>>,
     ) -> Result<()> {
         let cluster = cluster as usize;
         let clusters = buffers.bytes.len().div_ceil(cluster);
-        let kind = |index: usize| match packed {
+        let kind = |index: usize| match compressed {
             Some(()) => match buffers.lens[index] {
                 ZERO_CLUSTER => PlaceKind::Zero,
                 0 => PlaceKind::Plain,
-                _ => PlaceKind::Packed,
+                _ => PlaceKind::Compressed,
             },
             None => {
                 let (from, to) = (index * cluster, (index + 1) * cluster);
@@ -165,7 +165,7 @@ impl Mover<'_> {
             }
         };
         let mut index = 0;
-        let mut packed_at = 0;
+        let mut compressed_at = 0;
         while index < clusters {
             let this = kind(index);
             let mut end = index + 1;
@@ -178,11 +178,11 @@ impl Mover<'_> {
                     let to = (end * cluster).min(self.chunk_end(at, buffers.bytes.len()));
                     self.place_plain(target, at, index * cluster, to, placed)?;
                 }
-                PlaceKind::Packed => {
+                PlaceKind::Compressed => {
                     let first = GuestOffset(at + (index * cluster) as u64);
                     let lens = &buffers.lens[index..end];
-                    packed_at =
-                        self.place_packed(target, first, lens, cluster, packed_at, placed)?;
+                    compressed_at =
+                        self.place_compressed(target, first, lens, cluster, compressed_at, placed)?;
                 }
             }
             index = end;
@@ -222,7 +222,7 @@ impl Mover<'_> {
     }
 
     /// Returns the start of the next unit's payload.
-    fn place_packed<'t>(
+    fn place_compressed<'t>(
         &self,
         target: &'t Disk,
         first: GuestOffset,
@@ -250,12 +250,12 @@ impl Mover<'_> {
         payload: &mut usize,
         placed: &mut Vec<Placed<'t>>,
     ) -> Result<usize> {
-        let space = target.top().reserve_packed(at, lens)?;
+        let space = target.top().reserve_compressed(at, lens)?;
         let units = space.units;
         let bytes: usize = lens[..units].iter().map(|&l| l as usize).sum();
-        placed.push(Placed::Packed { space, bytes: *payload..*payload + bytes });
+        placed.push(Placed::Compressed { space, bytes: *payload..*payload + bytes });
         add(&self.moved.clusters_compressed, units as u64);
-        add(&self.moved.packed_bytes, bytes as u64);
+        add(&self.moved.compressed_bytes, bytes as u64);
         *payload += bytes;
         Ok(units)
     }
@@ -285,13 +285,13 @@ impl Mover<'_> {
                 moved.inspect_err(|error| target.empty_reserved(&space, error))?;
                 space.publish()
             }
-            Placed::Packed { space, bytes } => {
+            Placed::Compressed { space, bytes } => {
                 add(&self.moved.written, bytes.len() as u64);
                 let (storage, len) = (target.top().file(space.file), bytes.len() as u64);
                 storage
-                    .write_at(&buffers.packed[bytes], space.host)
-                    .inspect_err(|error| target.empty_packed(&space, len, error))?;
-                target.publish_packed(space)
+                    .write_at(&buffers.compressed[bytes], space.host)
+                    .inspect_err(|error| target.empty_compressed(&space, len, error))?;
+                target.publish_compressed(space)
             }
             Placed::Mapped { from, to } => {
                 add(&self.moved.written, (to - from) as u64);

@@ -63,7 +63,7 @@ pub(super) fn move_data(space: &mut Space<'_>, end: u64, report: &mut CompactRep
         return Ok(());
     }
     let mut upto = u64::MAX;
-    let mut packed = 0;
+    let mut compressed_clusters = 0;
     let mut done = 0;
     let total: u64 = data_from(space, end, upto).map(|(_, references)| references).sum();
     while upto > end {
@@ -81,7 +81,7 @@ pub(super) fn move_data(space: &mut Space<'_>, end: u64, report: &mut CompactRep
             .map_or(upto - 1, |(cluster, _)| cluster);
         let window = from..upto;
         let (mut records, compressed) = references(space, &window)?;
-        packed += compressed.len() as u64;
+        compressed_clusters += compressed.len() as u64;
         records.retain(|record| !compressed.contains(&record.cluster));
         // The last clusters of the file first.
         records.sort_unstable_by_key(|r| (std::cmp::Reverse(r.cluster), r.table, r.entry));
@@ -97,10 +97,10 @@ pub(super) fn move_data(space: &mut Space<'_>, end: u64, report: &mut CompactRep
         }
         upto = from;
     }
-    if packed > 0 {
+    if compressed_clusters > 0 {
         report.left_alone.push(LeftAlone {
             what: "compressed data: its clusters are shared by several pieces",
-            clusters: packed,
+            clusters: compressed_clusters,
         });
     }
     Ok(())

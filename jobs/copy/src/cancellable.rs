@@ -14,13 +14,13 @@ use vdkit_block::{
 
 /// Wraps a storage and checks the cancel token before each change.
 #[derive(Debug)]
-pub(crate) struct Watched {
+pub(crate) struct CancellableStorage {
     inner: Arc<dyn Storage>,
     cancel: CancelToken,
     written: Arc<AtomicU64>,
 }
 
-impl Watched {
+impl CancellableStorage {
     /// Wraps a storage; written bytes are added to `written`.
     pub(crate) fn new(
         inner: Arc<dyn Storage>,
@@ -31,7 +31,7 @@ impl Watched {
     }
 }
 
-impl Storage for Watched {
+impl Storage for CancellableStorage {
     fn name(&self) -> &str {
         self.inner.name()
     }

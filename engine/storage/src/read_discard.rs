@@ -38,7 +38,7 @@ thread_local! {
 
 /// Splices file pages to `/dev/null`. Returns the bytes read: fewer than `len` if splice does not
 /// work here.
-pub fn skim(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
+pub fn read_discard(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
     if len < SPLICE_BYTES_MIN {
         return Ok(0);
     }
@@ -101,14 +101,14 @@ mod tests {
         let path = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(path.path(), vec![7; 3 << 20]).unwrap();
         let file = File::open(path.path()).unwrap();
-        assert_eq!(skim(&file, 0, 3 << 20), Ok(3 << 20));
+        assert_eq!(read_discard(&file, 0, 3 << 20), Ok(3 << 20));
         // The file ends within the range.
-        assert_eq!(skim(&file, 1 << 20, 5 << 20), Ok(2 << 20));
+        assert_eq!(read_discard(&file, 1 << 20, 5 << 20), Ok(2 << 20));
         // Too short for splice.
-        assert_eq!(skim(&file, 0, 4096), Ok(0));
+        assert_eq!(read_discard(&file, 0, 4096), Ok(0));
         let unreadable = File::options().write(true).open(path.path()).unwrap();
-        assert!(skim(&unreadable, 0, 1 << 20).is_err());
+        assert!(read_discard(&unreadable, 0, 1 << 20).is_err());
         // A failure leaves nothing in the pipe for the next call.
-        assert_eq!(skim(&file, 0, 1 << 20), Ok(1 << 20));
+        assert_eq!(read_discard(&file, 0, 1 << 20), Ok(1 << 20));
     }
 }

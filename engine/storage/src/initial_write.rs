@@ -71,7 +71,7 @@ impl FileSystem {
 
 /// How large first writes reach a file.
 #[derive(Debug)]
-pub enum Bulk {
+pub enum InitialWrite {
     /// As any other write.
     Plain,
     /// Allocate first, until that fails.
@@ -80,7 +80,7 @@ pub enum Bulk {
     Lanes(Mutex<()>, AtomicBool),
 }
 
-impl Bulk {
+impl InitialWrite {
     /// The method for a file system.
     pub fn new(file_system: FileSystem) -> Self {
         match file_system {
@@ -107,7 +107,7 @@ impl Bulk {
 impl FileStorage {
     /// Writes all of `buf` to a range that was never written.
     pub(crate) fn write_bulk(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
-        match self.past_cache(buf.len()) {
+        match self.cache_overflow(buf.len()) {
             Some(past) => past.write(self, buf, offset),
             None => self.write_bulk_cached(buf, offset),
         }
@@ -115,7 +115,7 @@ impl FileStorage {
 
     /// Allocates a range that will be written, if worthwhile.
     pub(crate) fn allocate_bulk(&self, offset: u64, len: u64) {
-        let Bulk::Allocate(works) = self.bulk() else { return };
+        let InitialWrite::Allocate(works) = self.initial_write() else { return };
         if works.load(Ordering::Relaxed) {
             let allocated =
                 rustix::fs::fallocate(self.file(), FallocateFlags::empty(), offset, len);
@@ -128,14 +128,14 @@ impl FileStorage {
 
     /// [`Self::write_bulk`] through the page cache, or as the cache mode says.
     pub(crate) fn write_bulk_cached(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
-        match self.bulk() {
-            Bulk::Plain => self.write_bytes(buf, offset),
-            Bulk::Allocate(_) => {
+        match self.initial_write() {
+            InitialWrite::Plain => self.write_bytes(buf, offset),
+            InitialWrite::Allocate(_) => {
                 let _length = self.hold_length();
                 self.allocate_bulk(offset, buf.len() as u64);
                 self.write_in_pieces(buf, offset, NEW_PIECE_BYTES)
             }
-            Bulk::Lanes(lane, works) => {
+            InitialWrite::Lanes(lane, works) => {
                 if let Some(_mine) = lane.try_lock() {
                     return self.write_bytes(buf, offset);
                 }
@@ -207,7 +207,9 @@ mod tests {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let options = FileOptions::read_write().cache(CacheMode::Unsafe);
         let file = FileStorage::create(folder.path().join("bulk"), &options).unwrap();
-        let Bulk::Lanes(lane, works) = file.bulk() else { panic!("/dev/shm is no tmpfs") };
+        let InitialWrite::Lanes(lane, works) = file.initial_write() else {
+            panic!("/dev/shm is no tmpfs")
+        };
         let buf = vec![7; BULK_BYTES_MIN + 5];
         let _busy = lane.lock();
         // Beyond the end there is nothing to map, so the write falls back.
@@ -231,7 +233,7 @@ mod tests {
         let options = FileOptions::read_write().cache(CacheMode::Unsafe);
         let file = FileStorage::create(small.path().join("bulk"), &options).unwrap();
         file.expect_len(8 << 20).unwrap();
-        let Bulk::Lanes(lane, _) = file.bulk() else { panic!("no tmpfs") };
+        let InitialWrite::Lanes(lane, _) = file.initial_write() else { panic!("no tmpfs") };
         let _busy = lane.lock();
         let failed = file.write_new(&vec![1; 2 << 20], HostOffset(0)).unwrap_err();
         assert!(failed.to_string().contains("space"), "{failed}");

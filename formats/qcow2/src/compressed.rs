@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use vdkit_block::{Error, FileIndex, GuestOffset, HostOffset, PackedReservation, Result};
+use vdkit_block::{CompressedReservation, Error, FileIndex, GuestOffset, HostOffset, Result};
 use vdkit_meta::MutexGuard;
 
 use crate::entry::L2Entry;
@@ -12,7 +12,7 @@ use crate::write::Pending;
 
 /// Compressed clusters with space that are neither published nor released.
 #[derive(Debug)]
-pub(crate) struct PackedPending {
+pub(crate) struct CompressedPending {
     /// Host offset and bytes of each cluster's compressed form.
     pub(crate) units: Vec<(HostOffset, u32)>,
 }
@@ -27,39 +27,39 @@ struct Region {
 }
 
 impl Qcow2 {
-    /// As [`vdkit_block::Format::reserve_packed`].
+    /// As [`vdkit_block::Format::reserve_compressed`].
     pub(crate) fn reserve_compressed(
         &self,
         at: GuestOffset,
         lens: &[u32],
-    ) -> Result<PackedReservation<'_>> {
+    ) -> Result<CompressedReservation<'_>> {
         let cluster = self.geometry.cluster_bytes();
-        self.check_packed(at, lens)?;
+        self.check_compressed(at, lens)?;
         self.relieve_cache()?;
         let mut meta = self.meta.lock();
         let units = loop {
             let end = self.claim(&mut meta, at, at.0 + lens.len() as u64 * cluster);
-            self.check_packed(at, lens)?;
+            self.check_compressed(at, lens)?;
             let lens = &lens[..((end - at.0) / cluster) as usize];
             self.before_change(&mut meta)?;
             if self.writable_l2(&mut meta, self.geometry.l1_index(at))?.is_none() {
                 continue;
             }
-            match self.place_packed(&mut meta, lens)? {
+            match self.place_compressed(&mut meta, lens)? {
                 None => {}
                 Some(units) if !units.is_empty() => break units,
                 // The cluster that had room has as many references as its refcount can count.
-                Some(_) => meta.space.packed_at = None,
+                Some(_) => meta.space.compressed_at = None,
             }
         };
         let host = units[0].0;
         let count = units.len();
         let clusters = at.0..at.0 + count as u64 * cluster;
-        let ticket = meta.tickets.open(clusters, Pending::Packed(PackedPending { units }));
-        Ok(PackedReservation::new(self, ticket, FileIndex(0), host, count))
+        let ticket = meta.tickets.open(clusters, Pending::Compressed(CompressedPending { units }));
+        Ok(CompressedReservation::new(self, ticket, FileIndex(0), host, count))
     }
 
-    fn check_packed(&self, at: GuestOffset, lens: &[u32]) -> Result<()> {
+    fn check_compressed(&self, at: GuestOffset, lens: &[u32]) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
         let file = self.storage.name();
         if self.has_data_file() {
@@ -92,17 +92,17 @@ impl Qcow2 {
 
     /// Gives each of the first units its place and counts its references; no units where the
     /// cluster that has room cannot count one more. Nothing: as for [`Qcow2::allocate`].
-    fn place_packed(
+    fn place_compressed(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         lens: &[u32],
     ) -> Result<Option<Vec<(HostOffset, u32)>>> {
         let total = lens.iter().map(|&l| u64::from(l)).sum();
-        let Some(mut region) = self.packed_region(meta, total, lens[0].into())? else {
+        let Some(mut region) = self.compressed_region(meta, total, lens[0].into())? else {
             return Ok(None);
         };
         let mut units = Vec::with_capacity(lens.len());
-        let counted = self.count_packed(meta, &mut region, lens, &mut units);
+        let counted = self.count_compressed(meta, &mut region, lens, &mut units);
         if let Some(space) = region.taken {
             let end = space.first + space.count;
             let first = region.untouched.clamp(space.first, end);
@@ -113,11 +113,11 @@ impl Qcow2 {
         match counted {
             Ok(full) if !units.is_empty() => {
                 let room = !full && self.geometry.in_cluster(GuestOffset(region.start.0)) != 0;
-                meta.space.packed_at = room.then_some(region.start);
+                meta.space.compressed_at = room.then_some(region.start);
             }
             Ok(_) => {}
             Err(error) => {
-                self.unreserve_packed(meta, &PackedPending { units });
+                self.unreserve_compressed(meta, &CompressedPending { units });
                 return Err(error);
             }
         }
@@ -126,7 +126,7 @@ impl Qcow2 {
 
     /// Counts the references of as many units as fit, which go to `units`, and moves the region's start
     /// behind them. Whether a cluster has as many references as its refcount can count.
-    fn count_packed(
+    fn count_compressed(
         &self,
         meta: &mut Meta,
         region: &mut Region,
@@ -164,7 +164,7 @@ impl Qcow2 {
 
     /// A region that holds at least `least` bytes, better all of `total`: behind the last unit
     /// where that works. Nothing: as for [`Qcow2::allocate`].
-    fn packed_region(
+    fn compressed_region(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         total: u64,
@@ -174,7 +174,7 @@ impl Qcow2 {
         let cluster = self.geometry.cluster_bytes();
         // What the entry of a compressed cluster can name.
         let limit = 1 << self.geometry.compressed_offset_bits();
-        if let Some(start) = meta.space.packed_at {
+        if let Some(start) = meta.space.compressed_at {
             let next = (start.0 >> bits) + 1;
             let room = (next << bits) - start.0;
             let more = total.saturating_sub(room).div_ceil(cluster);
@@ -184,7 +184,7 @@ impl Qcow2 {
                     Some(space) => meta.space.pool.add(space),
                     None => return Ok(None),
                 }
-                if meta.space.packed_at != Some(start) {
+                if meta.space.compressed_at != Some(start) {
                     // Its cluster was given up, and may be anybody's now.
                     return Ok(None);
                 }
@@ -214,7 +214,7 @@ impl Qcow2 {
     }
 
     /// Gives the references of unpublished units back.
-    pub(crate) fn unreserve_packed(&self, meta: &mut Meta, pending: &PackedPending) {
+    pub(crate) fn unreserve_compressed(&self, meta: &mut Meta, pending: &CompressedPending) {
         for &(offset, len) in &pending.units {
             let (first, last) = self.touched(offset, len);
             for cluster in first..=last {
@@ -232,11 +232,11 @@ impl Qcow2 {
     }
 
     /// Points the map at compressed units.
-    pub(crate) fn link_packed(
+    pub(crate) fn link_compressed(
         &self,
         meta: &mut Meta,
         clusters: &Range<u64>,
-        pending: &PackedPending,
+        pending: &CompressedPending,
     ) -> Result<()> {
         let (geometry, start) = (self.geometry, clusters.start);
         // Shared host clusters got more references, and the bytes may lie in reused space.

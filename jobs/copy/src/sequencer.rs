@@ -4,7 +4,7 @@ use parking_lot::{Condvar, Mutex};
 
 /// Lets holders of consecutive numbers proceed in order.
 #[derive(Debug, Default)]
-pub(crate) struct Turns {
+pub(crate) struct Sequencer {
     state: Mutex<State>,
     moved: Condvar,
 }
@@ -15,7 +15,7 @@ struct State {
     aborted: bool,
 }
 
-impl Turns {
+impl Sequencer {
     /// Waits for the turn of `number`; `false` if the work was aborted.
     pub(crate) fn wait(&self, number: u64) -> bool {
         let mut state = self.state.lock();
@@ -47,7 +47,7 @@ mod tests {
 
     #[test]
     fn numbers_come_in_order_from_any_threads() {
-        let turns = Turns::default();
+        let turns = Sequencer::default();
         let seen = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
             for first in 0..4u64 {
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn giving_up_wakes_who_waits() {
-        let turns = Turns::default();
+        let turns = Sequencer::default();
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| turns.wait(5));
             turns.abort();

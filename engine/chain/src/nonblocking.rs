@@ -75,7 +75,7 @@ impl Disk {
                 }
                 Place::Zero { .. } => true,
                 Place::Hole => self.layers.len() == 1 || self.covers_units(here, extent.len),
-                Place::Packed(_) => false,
+                Place::Compressed(_) => false,
             };
             if !ready || extent.len == 0 {
                 return false;
@@ -112,7 +112,7 @@ impl Disk {
                 Place::Data { file, offset, .. } if format.encryption().is_none() => {
                     return Some((Known::Data { storage: format.file(file), offset }, len));
                 }
-                Place::Data { .. } | Place::Packed(_) => return None,
+                Place::Data { .. } | Place::Compressed(_) => return None,
             }
         }
         Some((Known::Zero, len))

@@ -23,9 +23,9 @@ use rustix::io::Errno;
 use vdkit_block::{align_down, align_up, is_aligned};
 
 use crate::buffer::{BOUNCE_BYTES_MAX, BufferPool};
-use crate::bulk::FileSystem;
 use crate::direct;
 use crate::file::FileStorage;
+use crate::initial_write::FileSystem;
 use crate::open::{CacheShare, FileKind, retry};
 
 /// Minimum share of the page cache, available without querying the kernel.
@@ -33,7 +33,7 @@ const CACHED_BYTES_MIN: u64 = 256 << 20;
 
 /// Counts the large writes of a file, and directs those beyond its share past the page cache.
 #[derive(Debug)]
-pub struct PastCache {
+pub struct CacheOverflow {
     share: CacheShare,
     given: AtomicU64,
     /// The resolved `share` in bytes.
@@ -56,7 +56,7 @@ pub struct Lane {
     written: AtomicU64,
 }
 
-impl PastCache {
+impl CacheOverflow {
     /// `None` if everything goes through the page cache.
     pub fn new(share: CacheShare, file_system: FileSystem) -> Option<Self> {
         let able = matches!(file_system, FileSystem::Ext | FileSystem::Xfs);
@@ -238,7 +238,7 @@ mod tests {
                 // Small writes and overwrites do not use the direct lane.
                 file.write_new(&buf[..8192], HostOffset(0)).unwrap();
                 file.write_at(&buf, HostOffset(0)).unwrap();
-                let found = file.past().map_or(0, PastCache::passed);
+                let found = file.past().map_or(0, CacheOverflow::passed);
                 assert_eq!(found, passed, "{share:?} on {}", folder.path().display());
                 std::fs::remove_file(folder.path().join("past")).unwrap();
             }

@@ -12,11 +12,11 @@ use crate::extent::{DiskExtent, DiskPlace};
 
 /// The host file of the walked extents, and its length.
 #[derive(Debug, Default)]
-pub struct Missing {
+pub struct TruncationCheck {
     asked: Option<(Arc<dyn Storage>, u64)>,
 }
 
-impl Missing {
+impl TruncationCheck {
     /// Accepts extents within their file.
     ///
     /// # Errors
@@ -39,9 +39,9 @@ impl Missing {
             }
             // As in a check, a unit may pass the end of the file by less than a cluster.
             // Decompression detects a truncated unit.
-            DiskPlace::Packed { storage, packed } => {
-                let end = packed.offset.0.saturating_add(packed.len.into());
-                (storage, packed.offset, end.saturating_sub(cluster))
+            DiskPlace::Compressed { storage, compressed } => {
+                let end = compressed.offset.0.saturating_add(compressed.len.into());
+                (storage, compressed.offset, end.saturating_sub(cluster))
             }
             DiskPlace::Zero { .. } | DiskPlace::Hole => return Ok(()),
         };

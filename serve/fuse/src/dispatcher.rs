@@ -23,7 +23,7 @@ const WARY_WRITES: u32 = 32;
 
 /// State shared by the threads of a mount.
 #[derive(Debug)]
-pub struct Lanes {
+pub struct Dispatcher {
     pub export: Arc<Export>,
     /// The client of all requests, while mounted.
     client: Arc<Client>,
@@ -61,7 +61,7 @@ impl ChangeReply for ReplyEmpty {
     }
 }
 
-impl Lanes {
+impl Dispatcher {
     pub fn new(
         export: Arc<Export>,
         client: Arc<Client>,
