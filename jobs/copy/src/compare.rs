@@ -16,7 +16,7 @@ use serde::Serialize;
 use vdkit_block::{GuestOffset, Monitor, Result, Storage};
 use vdkit_chain::Disk;
 
-use crate::crew::{Plan, default_threads, work_off};
+use crate::crew::{Plan, work_off};
 use crate::runs::{Run, RunKind, Runs};
 
 /// Bytes per piece: two buffers of this size fit in the L2 cache.
@@ -71,8 +71,7 @@ pub fn compare(
     if !(options.strict && a_bytes != b_bytes) {
         let plan =
             Pairs { a: Side::new(a)?, b: Side::new(b)?, state: &state, monitor, at: 0, end: total };
-        let threads = options.threads.unwrap_or_else(default_threads);
-        work_off(plan, threads, monitor, |pair, buffer| {
+        work_off(plan, options.threads, monitor, |pair, buffer| {
             state.compare(a, b, &pair, buffer)?;
             state.advance(monitor, pair.len);
             Ok(pair.len)

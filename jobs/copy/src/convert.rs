@@ -316,7 +316,7 @@ impl Moving {
         let planner = Planner::from(source, self.plan, from)?;
         let mover = Mover::new(source, target, planner, self.options, monitor);
         mover.run()?;
-        self.worked.fetch_max(mover.spawned.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.worked.fetch_max(mover.threads.load(Ordering::Relaxed), Ordering::Relaxed);
         Ok(mover.moved.report())
     }
 }

@@ -1,16 +1,65 @@
-//! Threads that take pieces of work from one plan.
+//! The threads of a job.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use vdkit_block::{Monitor, Result};
+use vdkit_block::{Error, Monitor, Result};
 
 /// Below this, starting further threads would take longer than the work.
 const ALONE_BYTES: u64 = 4 << 20;
 
-/// The default number of threads.
+/// The default number of threads: one per core.
 pub fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Calls `step` until it returns `false`: on the calling thread, and from the first moment that `enough` returns `true`
+/// on `threads - 1` others. Each thread has its own `B`. The first error stops all threads; then `abort` wakes those
+/// that wait for one another. Returns the number of threads.
+///
+/// # Errors
+/// The first error of a step. [`Error::Interrupted`] only if no thread met another one, since a thread that `abort` woke
+/// returns that.
+pub(crate) fn run<B: Default>(
+    threads: Option<usize>,
+    enough: impl Fn() -> bool,
+    abort: impl Fn() + Sync,
+    step: impl Fn(&mut B) -> Result<bool> + Sync,
+) -> Result<usize> {
+    let failed: Mutex<Option<Error>> = Mutex::new(None);
+    let stop = AtomicBool::new(false);
+    let fail = |error| {
+        stop.store(true, Ordering::Relaxed);
+        let mut failed = failed.lock();
+        if matches!(*failed, None | Some(Error::Interrupted)) {
+            *failed = Some(error);
+        }
+        drop(failed);
+        abort();
+    };
+    let work = |after_each: &mut dyn FnMut()| {
+        let mut buffers = B::default();
+        while !stop.load(Ordering::Relaxed) {
+            match step(&mut buffers) {
+                Ok(true) => after_each(),
+                Ok(false) => return,
+                Err(error) => return fail(error),
+            }
+        }
+    };
+    let running = AtomicUsize::new(1);
+    std::thread::scope(|scope| {
+        work(&mut || {
+            if running.load(Ordering::Relaxed) > 1 || !enough() {
+                return;
+            }
+            for _ in 1..threads.unwrap_or_else(default_threads) {
+                running.fetch_add(1, Ordering::Relaxed);
+                scope.spawn(|| work(&mut || ()));
+            }
+        });
+    });
+    failed.into_inner().map_or(Ok(running.into_inner()), Err)
 }
 
 /// A source of work pieces.
@@ -22,57 +71,67 @@ pub(crate) trait Plan: Send {
     fn next_piece(&mut self) -> Result<Option<Self::Piece>>;
 }
 
-/// Runs all pieces of a plan on up to `threads` threads. `work` runs one piece and returns its
-/// bytes; each thread has its own buffer, empty at first. The first error stops all threads.
-pub(crate) fn work_off<P: Plan>(
+/// [`run`]s all pieces of a plan. `work` does one piece and returns its bytes.
+pub(crate) fn work_off<P: Plan, B: Default>(
     plan: P,
-    threads: usize,
+    threads: Option<usize>,
     monitor: &Monitor<'_>,
-    work: impl Fn(P::Piece, &mut Vec<u8>) -> Result<u64> + Sync,
+    work: impl Fn(P::Piece, &mut B) -> Result<u64> + Sync,
 ) -> Result<()> {
     let plan = Mutex::new(plan);
-    let failed = AtomicBool::new(false);
-    let step = |buffer: &mut Vec<u8>| -> Result<Option<u64>> {
-        monitor.cancel.check()?;
-        if failed.load(Ordering::Relaxed) {
-            return Ok(None);
-        }
-        let piece = plan.lock().next_piece()?;
-        piece.map(|piece| work(piece, buffer)).transpose()
-    };
-    let all = |buffer: &mut Vec<u8>| -> Result<()> {
-        loop {
-            match step(buffer) {
-                Ok(Some(_)) => {}
-                Ok(None) => return Ok(()),
-                Err(error) => {
-                    failed.store(true, Ordering::Relaxed);
-                    return Err(error);
-                }
-            }
-        }
-    };
+    let done = AtomicU64::new(0);
+    let enough = || done.load(Ordering::Relaxed) >= ALONE_BYTES;
+    run(
+        threads,
+        enough,
+        || (),
+        |buffers| {
+            monitor.cancel.check()?;
+            let Some(piece) = plan.lock().next_piece()? else { return Ok(false) };
+            done.fetch_add(work(piece, buffers)?, Ordering::Relaxed);
+            Ok(true)
+        },
+    )
+    .map(drop)
+}
 
-    let mut buffer = Vec::new();
-    let mut done = 0;
-    while threads <= 1 || done < ALONE_BYTES {
-        match step(&mut buffer)? {
-            Some(bytes) => done += bytes,
-            None => return Ok(()),
-        }
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn an_error_stops_all_and_is_reported_instead_of_the_interruptions_that_it_causes() {
+        let (together, aborted) = (Barrier::new(3), AtomicBool::new(false));
+        let first = AtomicBool::new(true);
+        let failing = AtomicBool::new(true);
+        let result = run(
+            Some(3),
+            || true,
+            || aborted.store(true, Ordering::SeqCst),
+            |_: &mut ()| {
+                if first.swap(false, Ordering::SeqCst) {
+                    return Ok(true);
+                }
+                together.wait();
+                if failing.swap(false, Ordering::SeqCst) {
+                    return Err(Error::Invalid("broken".into()));
+                }
+                while !aborted.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                Err(Error::Interrupted)
+            },
+        );
+        assert!(matches!(&result, Err(Error::Invalid(what)) if what == "broken"), "{result:?}");
     }
-    std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(|| all(&mut Vec::new()))).collect();
-        let mut result = all(&mut buffer);
-        for other in others {
-            let theirs = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            // Prefer an error over an interruption.
-            result = match (result, theirs) {
-                (Ok(()), theirs) => theirs,
-                (Err(vdkit_block::Error::Interrupted), Err(error)) => Err(error),
-                (result, _) => result,
-            };
-        }
-        result
-    })
+
+    #[test]
+    fn little_work_is_done_alone() {
+        let steps = AtomicU64::new(0);
+        let step = |_: &mut ()| Ok(steps.fetch_add(1, Ordering::Relaxed) < 9);
+        assert_eq!(run(Some(4), || false, || (), step).unwrap(), 1);
+        assert_eq!(run(Some(4), || true, || (), step).unwrap(), 1, "nothing was left to do");
+    }
 }

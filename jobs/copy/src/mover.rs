@@ -14,7 +14,6 @@
 mod in_kernel;
 mod place;
 
-use std::cell::OnceCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -25,7 +24,7 @@ use vdkit_block::{CompressionSpec, Error, GuestOffset, Monitor, Result};
 use vdkit_chain::Disk;
 use vdkit_storage::AlignedBuf;
 
-use crate::crew::default_threads;
+use crate::crew::run;
 use crate::plan::{Planner, Work};
 use crate::queue::{Neighbours, Queue};
 use crate::sequencer::Sequencer;
@@ -155,12 +154,10 @@ pub(crate) struct Mover<'a> {
     shares: AtomicBool,
     /// The kernel cannot copy between these files.
     kernel_refuses: AtomicBool,
-    failed: Mutex<Option<Error>>,
-    stop: AtomicBool,
     started: Instant,
     done: AtomicU64,
-    /// Running threads.
-    pub(crate) spawned: AtomicUsize,
+    /// Threads that worked.
+    pub(crate) threads: AtomicUsize,
     pub(crate) moved: Moved,
 }
 
@@ -197,63 +194,26 @@ impl<'a> Mover<'a> {
             turns: Sequencer::default(),
             shares: AtomicBool::new(false),
             kernel_refuses: AtomicBool::new(false),
-            failed: Mutex::new(None),
-            stop: AtomicBool::new(false),
             started: Instant::now(),
             done: AtomicU64::new(0),
-            spawned: AtomicUsize::new(1),
+            threads: AtomicUsize::new(1),
             moved: Moved::default(),
         }
     }
 
     /// Moves everything. The calling thread works too; others join when there is enough work.
     pub(crate) fn run(&self) -> Result<()> {
-        let threads = OnceCell::new();
-        std::thread::scope(|scope| {
-            self.work(&|| {
-                if self.spawned.load(Ordering::Relaxed) > 1 {
-                    return;
-                }
-                let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-                let moved = of(&self.moved.read).max(of(&self.moved.written));
-                let moved = moved.max(of(&self.moved.kernel_copied));
-                // An explicit number of threads is always used.
-                if moved < ALONE_BYTES && self.options.threads.is_none() {
-                    return;
-                }
-                let threads = *threads
-                    .get_or_init(|| self.options.threads.unwrap_or_else(default_threads).max(1));
-                self.spawned.store(threads, Ordering::Relaxed);
-                for _ in 1..threads {
-                    scope.spawn(|| self.work(&|| ()));
-                }
-            })
-        });
-        match self.failed.lock().take() {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
-    }
-
-    fn work(&self, after_each: &dyn Fn()) {
-        let mut buffers = Buffers::default();
-        while !self.stop.load(Ordering::Relaxed) {
-            match self.step(&mut buffers) {
-                Ok(true) => after_each(),
-                Ok(false) => return,
-                Err(error) => {
-                    self.stop.store(true, Ordering::Relaxed);
-                    let mut failed = self.failed.lock();
-                    // An interruption caused by another thread's error is not reported.
-                    if failed.is_none() {
-                        *failed = Some(error);
-                    }
-                    drop(failed);
-                    self.turns.abort();
-                    return;
-                }
-            }
-        }
+        let enough = || {
+            let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+            let moved = of(&self.moved.read).max(of(&self.moved.written));
+            // An explicit number of threads is always used.
+            self.options.threads.is_some()
+                || moved.max(of(&self.moved.kernel_copied)) >= ALONE_BYTES
+        };
+        let threads = self.options.threads.map(|threads| threads.max(1));
+        let used = run(threads, enough, || self.turns.abort(), |buffers| self.step(buffers))?;
+        self.threads.store(used, Ordering::Relaxed);
+        Ok(())
     }
 
     /// One piece of work; `false` if none is left.

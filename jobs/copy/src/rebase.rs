@@ -29,7 +29,7 @@ use vdkit_chain::{
 
 use crate::compare::{Side, same_place};
 use crate::create::{FoundBacking, NewBacking};
-use crate::crew::{Plan, default_threads, work_off};
+use crate::crew::{Plan, work_off};
 use crate::runs::RunKind;
 use crate::share::share;
 use crate::zero::is_zero;
@@ -287,7 +287,7 @@ fn copy_differences(
         end,
         piece,
     };
-    work_off(plan, threads.unwrap_or_else(default_threads), monitor, |pair, buffer| {
+    work_off(plan, threads, monitor, |pair, buffer| {
         let done = taking.take(&pair, buffer);
         monitor.progress.update(pair.at + pair.len, end);
         done.map(|()| pair.len)

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use parking_lot::Mutex;
 use vdkit_block::{Error, GuestOffset, Monitor, Result};
 use vdkit_chain::Disk;
 
 use crate::compare::Side;
+use crate::crew::{Plan, work_off};
 use crate::source::Source;
 
 const CHUNK_BYTES: u64 = 1 << 20;
@@ -23,23 +23,12 @@ pub fn verify(
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
     let bytes = source.bytes();
-    let state = Mutex::new(State { chunks: Chunks::new(source, target)?, failed: None });
-    std::thread::scope(|scope| {
-        for _ in 1..threads {
-            scope.spawn(|| verify_chunks(source, target, &state, monitor));
-        }
-        verify_chunks(source, target, &state, monitor);
-    });
-    match state.into_inner().failed {
-        Some(error) => Err(error),
-        None => Ok(bytes),
-    }
-}
-
-/// Shared state of the threads.
-struct State<'a> {
-    chunks: Chunks<'a>,
-    failed: Option<Error>,
+    work_off(Chunks::new(source, target)?, Some(threads), monitor, |chunk, buffers| {
+        verify_chunk(source, target, &chunk, buffers)?;
+        monitor.progress.update(chunk.end, bytes);
+        Ok(chunk.end - chunk.start)
+    })?;
+    Ok(bytes)
 }
 
 /// The parts of the disk to read, in order.
@@ -57,9 +46,12 @@ impl<'a> Chunks<'a> {
         let pieces = pieces.collect::<Result<_>>()?;
         Ok(Self { target: Side::new(target)?, pieces, at: 0, bytes: source.bytes() })
     }
+}
 
-    /// The next part; `None` at the end.
-    fn next(&mut self) -> Result<Option<Range<u64>>> {
+impl Plan for Chunks<'_> {
+    type Piece = Range<u64>;
+
+    fn next_piece(&mut self) -> Result<Option<Range<u64>>> {
         while self.at < self.bytes {
             let at = self.at;
             let piece = self.pieces.partition_point(|(start, _)| *start <= at) - 1;
@@ -78,46 +70,25 @@ impl<'a> Chunks<'a> {
     }
 }
 
-fn verify_chunks(source: &Source, target: &Disk, state: &Mutex<State<'_>>, monitor: &Monitor<'_>) {
-    let (mut want, mut got) = (Vec::new(), Vec::new());
-    let bytes = source.bytes();
-    loop {
-        let chunk = {
-            let mut state = state.lock();
-            if state.failed.is_some() {
-                return;
-            }
-            match state.chunks.next() {
-                Ok(Some(chunk)) => chunk,
-                Ok(None) => return,
-                Err(error) => {
-                    state.failed = Some(error);
-                    return;
-                }
-            }
-        };
-        let (at, len) = (chunk.start, (chunk.end - chunk.start) as usize);
-        want.resize(len, 0);
-        got.resize(len, 0);
-        let same = monitor
-            .cancel
-            .check()
-            .and_then(|()| source.read_at(&mut want, at))
-            .and_then(|()| target.read_at(&mut got, GuestOffset(at)))
-            .and_then(|()| match want.iter().zip(&got).position(|(a, b)| a != b) {
-                None => Ok(()),
-                Some(differs) => Err(Error::corrupt(
-                    target.name(),
-                    at + differs as u64,
-                    "guest byte",
-                    format!("{:#04x}", got[differs]),
-                    format!("{:#04x}, as in the source", want[differs]),
-                )),
-            });
-        if let Err(error) = same {
-            state.lock().failed.get_or_insert(error);
-            return;
-        }
-        monitor.progress.update(at + len as u64, bytes);
+fn verify_chunk(
+    source: &Source,
+    target: &Disk,
+    chunk: &Range<u64>,
+    (want, got): &mut (Vec<u8>, Vec<u8>),
+) -> Result<()> {
+    let (at, len) = (chunk.start, (chunk.end - chunk.start) as usize);
+    want.resize(len, 0);
+    got.resize(len, 0);
+    source.read_at(want, at)?;
+    target.read_at(got, GuestOffset(at))?;
+    match want.iter().zip(&*got).position(|(a, b)| a != b) {
+        None => Ok(()),
+        Some(differs) => Err(Error::corrupt(
+            target.name(),
+            at + differs as u64,
+            "guest byte",
+            format!("{:#04x}", got[differs]),
+            format!("{:#04x}, as in the source", want[differs]),
+        )),
     }
 }
