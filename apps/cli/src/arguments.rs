@@ -10,7 +10,8 @@ use crate::failure::{Tone, print_line};
 use crate::output::bytes_long;
 use crate::progress::{ProgressMode, Reporter};
 
-/// Reads a size with a binary unit. What other programs count in thousands is told of: see [`print_notes`].
+/// Parses a size with a binary unit. Records a note where other programs use powers of 1000 for the
+/// unit; [`print_notes`] prints it.
 ///
 /// # Errors
 /// The text is not a size.
@@ -28,7 +29,7 @@ pub fn size(text: &str) -> Result<u64, String> {
     Ok(bytes)
 }
 
-/// What is worth saying of the arguments, once.
+/// Notes about the arguments, each recorded once.
 static NOTES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn note(text: String) {
@@ -38,13 +39,13 @@ fn note(text: String) {
     }
 }
 
-/// Prints what was noted while arguments were read, once.
+/// Prints the notes that were recorded while the arguments were parsed, each once.
 pub fn print_notes() {
     let notes = std::mem::take(&mut *NOTES.lock().unwrap_or_else(PoisonError::into_inner));
     notes.iter().for_each(|text| print_line(Tone::Note, text));
 }
 
-/// Which other files an image may make us open.
+/// Options that decide which other files an image may make vdkit open.
 #[derive(Args, Clone, Debug, Default)]
 pub struct References {
     /// Let images name other files beneath DIR (repeatable)
@@ -59,7 +60,7 @@ pub struct References {
 }
 
 impl References {
-    /// The policy that these arguments make.
+    /// The reference policy that these options select.
     pub fn policy(&self) -> RefPolicy {
         if self.no_refs {
             RefPolicy::Nothing
@@ -71,7 +72,7 @@ impl References {
     }
 }
 
-/// How an existing image is opened.
+/// Options for opening an existing image.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Opening {
     /// The image's format; without it the header is probed
@@ -88,7 +89,7 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// The options that these arguments make.
+    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         OpenOptions {
             format: self.format.clone(),
@@ -99,7 +100,7 @@ impl Opening {
     }
 }
 
-/// How an image is opened for writing: as [`Opening`], without sharing.
+/// Options for opening an image for writing: as [`Opening`], but without `--force-share`.
 #[derive(Args, Clone, Debug, Default)]
 pub struct OpeningForWriting {
     /// The image's format; without it the header is probed
@@ -114,7 +115,7 @@ pub struct OpeningForWriting {
 }
 
 impl OpeningForWriting {
-    /// The options that these arguments make.
+    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         OpenOptions {
             format: self.format.clone(),
@@ -124,7 +125,7 @@ impl OpeningForWriting {
     }
 }
 
-/// Which state of an image is read.
+/// Option that selects a snapshot to read.
 #[derive(Args, Clone, Debug, Default)]
 pub struct SnapshotOption {
     /// Read what this snapshot inside the image holds (an id or a name)
@@ -132,7 +133,7 @@ pub struct SnapshotOption {
     pub snapshot: Option<String>,
 }
 
-/// What an image stands on.
+/// Option that overrides an image's parent.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ParentOption {
     /// Take FILE for what the image stands on, instead of what it names
@@ -144,13 +145,13 @@ pub struct ParentOption {
 }
 
 impl ParentOption {
-    /// What is done about the image's own word on it.
+    /// Whether the parent named in the image's metadata is used or replaced.
     pub fn choice(&self) -> BackingChoice {
         BackingChoice::Parents(self.parent.clone())
     }
 }
 
-/// What is promised about bytes.
+/// Option that selects a cache mode.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct CacheOption {
     /// Cache mode: writeback, none (past the page cache), writethrough, directsync or unsafe
@@ -159,21 +160,21 @@ pub struct CacheOption {
 }
 
 impl CacheOption {
-    /// The mode.
+    /// The selected cache mode.
     pub fn mode(self) -> CacheMode {
         self.cache
     }
 }
 
-/// Reads a cache mode.
+/// Parses a cache mode.
 ///
 /// # Errors
-/// The text is not one.
+/// The text names no cache mode.
 pub fn cache_mode(text: &str) -> Result<CacheMode, String> {
     text.parse().map_err(|error: vdkit::Error| error.to_string())
 }
 
-/// Whether others may be damaged.
+/// Option that allows an operation that may damage other images.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Force {
     /// Also where images in the same folder stand on it, and would be damaged
@@ -181,7 +182,7 @@ pub struct Force {
     pub force: bool,
 }
 
-/// Whether the answer is JSON.
+/// Option that selects JSON output.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Json {
     /// Answer as JSON
@@ -189,7 +190,7 @@ pub struct Json {
     pub json: bool,
 }
 
-/// How progress is shown.
+/// Option that selects how progress is shown.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct ProgressOption {
     /// How progress is shown on stderr
@@ -199,13 +200,13 @@ pub struct ProgressOption {
 }
 
 impl ProgressOption {
-    /// Shows the progress of the job of this name.
+    /// Creates a progress reporter for the job called `job`.
     pub fn reporter(self, job: &'static str) -> Reporter {
         Reporter::new(self.progress, job)
     }
 }
 
-/// Options of a format that is written.
+/// Options of the target format.
 #[derive(Args, Clone, Debug, Default)]
 pub struct FormatOptions {
     /// Format options, as KEY=VALUE[,KEY=VALUE] (repeatable)

@@ -1,5 +1,5 @@
-//! Keys of encrypted images on the command line: never as an argument, which every process on the
-//! machine could read.
+//! Keys of encrypted images on the command line. A key is never an argument itself, because every
+//! process on the machine can read the arguments.
 
 use std::fs::File;
 use std::os::unix::ffi::OsStringExt;
@@ -36,12 +36,12 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// All of them, in the order in which they are tried.
+    /// All keys, in the order in which they are tried.
     pub fn all(&self) -> Vec<Secret> {
         [&self.key_file, &self.key_fd, &self.key_env].into_iter().flatten().cloned().collect()
     }
 
-    /// Options for opening, with the keys.
+    /// Adds the keys to options for opening an image.
     pub fn apply(&self, mut options: OpenOptions) -> OpenOptions {
         if let Some(rounds) = self.key_rounds {
             options.limits.key_rounds_max = rounds;
@@ -50,7 +50,7 @@ impl Keys {
     }
 }
 
-/// The key of an image that is made or written to by a command that also reads another.
+/// Key of the target, for commands that also read another image.
 #[derive(Args, Clone, Debug, Default)]
 pub struct TargetKey {
     /// Key of an encrypted target: every byte of FILE
@@ -66,7 +66,7 @@ pub struct TargetKey {
 }
 
 impl TargetKey {
-    /// It.
+    /// The target's key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.target_key_file, &self.target_key_fd, &self.target_key_env]
             .into_iter()
@@ -90,13 +90,13 @@ pub struct NewImageKey {
 }
 
 impl NewImageKey {
-    /// It.
+    /// The new image's key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.key_file, &self.key_fd, &self.key_env].into_iter().find_map(Option::as_ref)
     }
 }
 
-/// The new key of an image that has one already.
+/// The new key of an image that already has one.
 #[derive(Args, Clone, Debug, Default)]
 pub struct NewKey {
     /// The new key: every byte of FILE
@@ -112,7 +112,7 @@ pub struct NewKey {
 }
 
 impl NewKey {
-    /// It.
+    /// The new key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.new_key_file, &self.new_key_fd, &self.new_key_env]
             .into_iter()
@@ -120,7 +120,7 @@ impl NewKey {
     }
 }
 
-/// Gives a new image its key; an image that is not encrypted takes none.
+/// Sets the key of a new image. Refuses a key for an image that is not encrypted.
 pub(crate) fn key_of_new(
     driver: &dyn vdkit::FormatDriver,
     options: &mut vdkit::Options,

@@ -1,4 +1,4 @@
-//! `vdkit amend`: an image's options, changed where it lies.
+//! `vdkit amend`: changes an image's options in place.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "amend",
     about: "Change an image's options where it lies",

@@ -14,7 +14,7 @@ use crate::keys::Keys;
 use crate::output::{Table, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "bitmap",
     about: "Record which parts of a disk were written, for incremental backups",
@@ -107,14 +107,14 @@ impl Action {
     }
 }
 
-/// The answer of all actions but `dirty`, in JSON.
+/// The JSON answer of every action but `dirty`.
 #[derive(Serialize)]
 struct BitmapAnswer {
     filename: String,
     bitmaps: Vec<BitmapStatus>,
 }
 
-/// One run of `dirty`, in JSON.
+/// One dirty run in the JSON answer of `dirty`.
 #[derive(Serialize)]
 struct DirtyRun {
     start: u64,
@@ -122,7 +122,7 @@ struct DirtyRun {
 }
 
 impl BitmapArgs {
-    /// Arguments that the action does not want, and those that it needs.
+    /// Checks that the action's required arguments are there and no others.
     fn check(&self) -> Result<(), Failure> {
         let action = self.action;
         let wanted = match action {
@@ -150,7 +150,7 @@ impl BitmapArgs {
         Ok(())
     }
 
-    /// Bitmaps are of the image alone: what it stands on is left closed.
+    /// Options for opening the image without its backing chain: bitmaps belong to the image alone.
     fn options(&self) -> OpenOptions {
         let options = if self.action.changes() {
             OpenOptions::read_write()
@@ -220,7 +220,7 @@ impl BitmapArgs {
     }
 }
 
-/// Calls `print` for each dirty run. The engine's errors and those of stdout meet here.
+/// Calls `print` for each dirty run. Returns errors of the engine and of stdout as one type.
 fn each_dirty(
     all: &dyn Bitmaps,
     name: &str,
@@ -236,7 +236,7 @@ fn each_dirty(
 }
 
 fn dirty_json(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
-    // Nothing is printed before it is known that there is such a bitmap.
+    // Open the bitmap first: nothing may be printed if it does not exist.
     let (mut out, mut array) = (Some(&mut session.out), None);
     each_dirty(all, name, |start, length| {
         if let Some(out) = out.take() {
@@ -285,7 +285,7 @@ impl Run for BitmapArgs {
             };
         }
         let changed = self.change(&disk, name);
-        // Closed also after a failure, so that the image is clean.
+        // Close the image after a failure too, so that it is marked clean.
         let list = changed.and_then(|()| Ok(bitmaps(&disk)?.list()?));
         let closed = disk.close();
         let list = list?;

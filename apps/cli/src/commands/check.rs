@@ -1,4 +1,4 @@
-//! `vdkit check`: is an image sound, and mending it.
+//! `vdkit check`: finds an image's faults and repairs them.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use crate::output::{Output, bytes_long};
 use crate::runs;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "check",
     about: "Check an image's metadata, and repair it",
@@ -61,7 +61,7 @@ pub struct CheckArgs {
     json: Json,
 }
 
-/// The answer, in JSON, with qemu-img's keys where it has them.
+/// The JSON answer. Keys that qemu-img also has keep its names.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CheckAnswer<'a> {
@@ -100,7 +100,7 @@ impl CheckArgs {
     }
 }
 
-/// The verdict: what remains decides.
+/// The exit code, from the faults that remain after the repair.
 fn verdict(report: &CheckReport) -> Exit {
     if report.corruptions_left() > 0 {
         Exit::Corrupt
@@ -164,12 +164,12 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
     Ok(())
 }
 
-/// A number of things, of one too.
+/// A count with its noun, in the singular for one.
 fn some(count: u64, what: &str) -> String {
     if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
 }
 
-/// What mends what remains, where something does that was not tried yet.
+/// A command that would repair what remains, if there is one that was not tried yet.
 fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) -> Option<String> {
     let image = crate::failure::quoted(image);
     let image = named.map_or(image.clone(), |format| format!("-f {format} {image}"));

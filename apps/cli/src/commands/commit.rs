@@ -1,4 +1,4 @@
-//! `vdkit commit`: an overlay's content into an image beneath it.
+//! `vdkit commit`: copies an overlay's content into an image of its backing chain.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "commit",
     about: "Put what an overlay holds into an image beneath it",

@@ -1,4 +1,4 @@
-//! `vdkit compact`: a smaller file with the same disk in it.
+//! `vdkit compact`: frees an image's unused clusters without changing the guest disk.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "compact",
     about: "Give back unused and zero clusters, in place",
@@ -50,7 +50,7 @@ pub struct CompactArgs {
     json: Json,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CompactAnswer<'a> {
@@ -61,7 +61,7 @@ struct CompactAnswer<'a> {
     report: &'a CompactReport,
 }
 
-/// Bytes of host space that are free now.
+/// Bytes of host space that the compaction freed.
 fn gained(report: &CompactReport) -> u64 {
     report.allocated_before.saturating_sub(report.allocated_after)
 }

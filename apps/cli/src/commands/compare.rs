@@ -1,4 +1,4 @@
-//! `vdkit compare`: do two images hold the same disk.
+//! `vdkit compare`: tests whether two images hold the same guest disk.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "compare",
     about: "Compare what a guest sees of two images",

@@ -1,4 +1,4 @@
-//! `vdkit convert`: one disk from one format to another.
+//! `vdkit convert`: copies a guest disk into an image of another format.
 
 mod appliance;
 
@@ -33,7 +33,7 @@ use crate::keys::{Keys, TargetKey, key_of_new};
 use crate::protocols;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "convert",
     about: "Convert an image to another format, or copy it",
@@ -81,7 +81,7 @@ vdkit convert root.qcow2 data.raw new.ova -o cpus=4,memory=8G
 #[derive(Args, Debug)]
 #[command(override_usage = "vdkit convert [OPTIONS] SOURCE... TARGET")]
 pub struct ConvertArgs {
-    // One list, so that options may stand between the names.
+    // One list for sources and target, because clap then accepts options between the names.
     /// The image to convert (or several: the pieces of one disk in their order; a file, an URL, or -),
     /// and where to: a new file, a block device, -, or null:
     #[arg(value_name = "SOURCE... TARGET", required = true, num_args = 1.., value_hint = ValueHint::FilePath)]
@@ -170,9 +170,9 @@ pub struct ConvertArgs {
 /// The value of `--compress`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Compress {
-    /// As the target's options say.
+    /// The method of the target's options.
     Default,
-    /// This method.
+    /// The method named on the command line.
     Method(CompressionSpec),
 }
 
@@ -183,7 +183,7 @@ enum DetectZeros {
     Unit(u32),
 }
 
-/// Unit of zero detection where none is given.
+/// Unit of zero detection when `--detect-zeros` is absent.
 const DETECT_BYTES: u32 = 4096;
 
 fn compression(text: &str) -> Result<Compress, String> {
@@ -278,7 +278,7 @@ impl Run for ConvertArgs {
     }
 }
 
-/// A name of standard input or output as the one that stands for both here.
+/// Maps the device names of stdin and stdout to `-`.
 fn standard(name: &Path) -> PathBuf {
     const NAMES: [&str; 4] = ["/dev/stdin", "/dev/stdout", "/dev/fd/0", "/dev/fd/1"];
     if NAMES.iter().any(|known| name == Path::new(known)) {
@@ -288,7 +288,7 @@ fn standard(name: &Path) -> PathBuf {
     }
 }
 
-/// What the command answers.
+/// The command's answer.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Answer {
@@ -313,7 +313,7 @@ impl ConvertArgs {
             allow_empty: self.allow_empty,
         };
         let mut disks = Vec::with_capacity(sources.len());
-        // An image on a device needs to know its size before it is made.
+        // On a block device, the driver needs the image's size before it creates the image.
         let sized = super::is_device(target)
             && !self.into
             && self.target_format.as_deref().is_some_and(|format| format != "raw");
@@ -377,7 +377,7 @@ impl ConvertArgs {
         })
     }
 
-    /// The unit of zero detection, if zeroes are looked for.
+    /// The unit of zero detection; none if zeroes are not detected.
     fn detection(&self) -> Option<u32> {
         match self.detect_zeros {
             None => Some(DETECT_BYTES),
@@ -386,7 +386,7 @@ impl ConvertArgs {
         }
     }
 
-    /// Standard output takes bytes and nothing else.
+    /// Refuses options that need a target file, because stdout only takes bytes in order.
     fn refuse_options_of_files(&self) -> Result<(), Failure> {
         let given = [
             ("--json", self.json.json),
@@ -409,7 +409,7 @@ impl ConvertArgs {
     }
 }
 
-/// Where a conversion goes, worked out from the arguments.
+/// The target of a conversion, from the arguments.
 struct Goal {
     destination: Destination,
     compress: Option<CompressionSpec>,
@@ -429,7 +429,7 @@ impl ConvertArgs {
         })
     }
 
-    /// Those of an existing target first.
+    /// The keys to try on an existing target; the key given for the target comes first.
     fn target_keys(&self) -> Vec<Secret> {
         self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect()
     }
@@ -493,7 +493,7 @@ impl ConvertArgs {
         Ok(Goal { destination, compress, backing })
     }
 
-    /// A target that is written into as it is.
+    /// The target of a conversion into an existing image (`--into`).
     fn goal_in_existing(
         &self,
         registry: &Registry,
@@ -504,7 +504,8 @@ impl ConvertArgs {
         let force = Force { force: self.force };
         guard::refuse_dependents(target, &force, "writing into it", cancel)?;
         self.refuse_options_of_new_images("the target exists and keeps its own options", false)?;
-        // A device has no name to tell its format by, and no header to be trusted.
+        // A device has no file name to derive the format from, and its old content is no image
+        // header to trust.
         let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
         let image = format.as_deref().and_then(|name| vdkit::format(name).ok());
         guard::refuse_occupied(target, self.force, image.map(|driver| driver.name()))?;
@@ -518,7 +519,7 @@ impl ConvertArgs {
         Destination::Into { path, format, cache: self.cache, refs }
     }
 
-    /// An option that would be without effect is a mistake.
+    /// Refuses options that would have no effect.
     fn refuse_options_of_new_images(&self, why: &str, null: bool) -> Result<(), Failure> {
         let given = [
             ("-o", !self.options.options.is_empty()),
@@ -534,7 +535,7 @@ impl ConvertArgs {
         }
     }
 
-    /// The method that an existing target's compressed clusters have.
+    /// The compression method that an existing target uses for its compressed clusters.
     fn compress_into(
         &self,
         registry: &Registry,
@@ -568,7 +569,7 @@ impl ConvertArgs {
             return Err(Failure::usage("--backing needs a new file as the target"));
         }
         if driver.name() == "raw" {
-            // The device is the image already.
+            // A raw image on a device needs no creation.
             return Ok(());
         }
         let create = CreateOptions {
@@ -597,7 +598,7 @@ impl ConvertArgs {
     }
 }
 
-/// The method for a new image, which its options must agree with.
+/// The compression method of a new image. `--compress` must agree with the image's options.
 fn compression_of(
     wanted: Compress,
     driver: &dyn FormatDriver,

@@ -1,4 +1,4 @@
-//! `vdkit create`: a new image.
+//! `vdkit create`: creates an image.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "create",
     about: "Make a new image, empty or standing on another",
@@ -75,7 +75,7 @@ pub struct CreateArgs {
     json: Json,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CreateAnswer {
@@ -99,7 +99,7 @@ impl CreateArgs {
 }
 
 impl CreateArgs {
-    /// What the image stands on: named by `--backing`, or in qemu-img's way by `-o backing_file`.
+    /// The backing image, from `--backing` or, as with qemu-img, from `-o backing_file`.
     fn new_backing(&self, options: &Options) -> Result<Option<NewBacking>, Failure> {
         let pick = |flag: &Option<String>, key: &str| match (flag, options.text(key)) {
             (Some(flag), Some(option)) if flag != option => {
@@ -114,9 +114,10 @@ impl CreateArgs {
 }
 
 impl CreateArgs {
-    /// Says where the disk has another size than the one asked for, or one that nobody wants.
+    /// Prints a note if the format rounded the size, or if the size is so small that a unit is
+    /// probably missing.
     fn note_size(&self, format: &str, guest_bytes: u64) {
-        /// No disk is so small: a unit was forgotten.
+        /// A size below this probably lacks its unit.
         const SMALL: u64 = 64 << 10;
         let Some(asked) = self.size else { return };
         let mut said = Vec::new();
@@ -180,7 +181,8 @@ impl Run for CreateArgs {
         };
         guard::refuse_occupied(&self.image, self.force, None)?;
         let cancel = session.cancel_on_signal()?;
-        // Also with --force, which says that the image itself is of no use any more.
+        // Applies with `--force` too: `--force` gives up the old image, not the overlays that
+        // depend on it.
         guard::refuse_replacing(&self.image, &cancel)
             .map_err(|failure| failure.hint("if they are of no use either, remove them first"))?;
         let progress = self.progress.reporter("create");

@@ -1,4 +1,4 @@
-//! `vdkit ctl`: a word to a running service.
+//! `vdkit ctl`: sends one request to a running service.
 
 use std::io;
 use std::path::PathBuf;
@@ -16,12 +16,12 @@ use crate::output::bytes_long;
 use crate::session::Session;
 use crate::time;
 
-/// How often it is looked whether a commit is over, and after how many looks it is asked how far it
-/// is.
+/// Interval between two checks whether a commit has finished. Progress is queried once every few
+/// checks.
 const TICK: Duration = Duration::from_millis(20);
 const TICKS_A_LOOK: u32 = 10;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "ctl",
     about: "Ask or command a running 'vdkit serve'",
@@ -118,12 +118,12 @@ enum Action {
 }
 
 impl Action {
-    /// As users type it.
+    /// The action's name on the command line.
     fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
-    /// What its values are.
+    /// Names of the action's positional values.
     fn values(self) -> &'static [&'static str] {
         match self {
             Self::Status
@@ -145,7 +145,7 @@ impl Action {
 }
 
 impl CtlArgs {
-    /// Arguments that the action does not want, and those that it needs.
+    /// Checks that the action's required arguments are there and no others.
     fn check(&self) -> Result<(), Failure> {
         let usage = |what: String| Err(Failure::usage(format!("{what}; see: vdkit help ctl")));
         let wanted = self.action.values();
@@ -183,7 +183,7 @@ impl CtlArgs {
             Action::Snapshot => Command::Snapshot { name: value() },
             Action::SnapshotDelete => Command::SnapshotDelete { name: value() },
             Action::SnapshotExternal => {
-                // The service may have been started in another folder.
+                // Absolute, because the service may have another working directory.
                 let overlay = std::path::absolute(value()).map_err(|error| {
                     Failure::failed(format!("the current folder is not there: {error}"))
                 })?;
@@ -218,7 +218,7 @@ impl CtlArgs {
         })
     }
 
-    /// Waits for a commit, and shows how far it is. A signal stops it.
+    /// Waits for a commit to finish and shows its progress. A signal cancels the commit.
     fn commit(&self, command: &Command, session: &mut Session) -> Result<Value, Failure> {
         let stop = session.cancel_on_signal()?;
         let progress = self.progress.reporter("commit");
@@ -242,7 +242,7 @@ impl CtlArgs {
         done.map_err(|failure| failure.hint(hint))
     }
 
-    /// Asks how far a commit is.
+    /// Queries a commit's progress.
     fn look(&self, progress: &dyn Progress) {
         let Ok(status) = self.ask(&Command::Status) else { return };
         let job = &status["job"];
@@ -252,7 +252,8 @@ impl CtlArgs {
     }
 }
 
-/// A value that people read in another form, with its key; nothing where they do not read it.
+/// A value in the form in which people read it, with its key. Returns nothing for values that are
+/// left out.
 fn readable(key: &str, value: &Value) -> Option<(String, String)> {
     let number = value.as_u64();
     match (key, number) {
@@ -277,11 +278,11 @@ fn readable(key: &str, value: &Value) -> Option<(String, String)> {
     }
 }
 
-/// An answer as lines of `key: value`.
+/// Renders a JSON answer as lines of `key: value`.
 fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
     match value {
         Value::Object(entries) => {
-            // The histogram is for programs.
+            // Leave out the histogram: only programs use it.
             for (key, value) in entries.iter().filter(|(key, _)| *key != "latency") {
                 let before = if prefix.is_empty() { String::new() } else { format!("{prefix} ") };
                 if value.is_object() || value.is_array() {

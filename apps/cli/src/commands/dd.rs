@@ -1,4 +1,4 @@
-//! `vdkit dd`: a part of one disk to a part of another.
+//! `vdkit dd`: copies a part of one disk to a part of another.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "dd",
     about: "Copy a part of one disk to a part of another",
@@ -113,7 +113,8 @@ fn conversions(value: &str) -> Result<Operand, String> {
         match word {
             "sparse" => sparse = true,
             "nocreat" => must_exist = true,
-            // An image is never cut, and is durable when the command is done.
+            // Accepted and ignored: an image is never truncated, and is durable when the command
+            // ends.
             "notrunc" | "fsync" | "fdatasync" => {}
             _ => return Err(format!("'{word}' is none of sparse, nocreat, notrunc and fsync")),
         }
@@ -121,7 +122,7 @@ fn conversions(value: &str) -> Result<Operand, String> {
     Ok(Operand::Conversions { sparse, must_exist })
 }
 
-/// The operands together.
+/// All operands after parsing.
 struct Request {
     source: PathBuf,
     target: PathBuf,
@@ -234,7 +235,7 @@ impl DdArgs {
         let target = Disk::open(&vdkit::registry(), &request.target, &writing)?;
         target.warnings().for_each(|warning| monitor.progress.message(warning));
         let copied = plan.run(source, &target, &request.options, monitor);
-        // Closed also after a failure, so that the image is clean.
+        // Close the target after a failure too, so that it is marked clean.
         let closed = target.close();
         let report = copied?;
         closed?;

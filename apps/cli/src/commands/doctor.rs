@@ -1,4 +1,4 @@
-//! `vdkit doctor`: what is wrong or slow here, and the command that mends it.
+//! `vdkit doctor`: reports faults and slow settings, each with the command that repairs it.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ use crate::failure::{Exit, Failure, Outcome, quoted};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "doctor",
     about: "Say what is wrong or slow about images, and the command that mends it",
@@ -123,7 +123,7 @@ fn print(image: &DoctorImage, out: &mut Output) -> std::io::Result<()> {
     Ok(())
 }
 
-/// What was measured, in one line.
+/// The measured values in one line.
 fn figures(evidence: &DoctorEvidence) -> String {
     let mut said = Vec::new();
     let kind = evidence.file_system.as_deref().unwrap_or("device");

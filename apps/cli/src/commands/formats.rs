@@ -1,4 +1,4 @@
-//! `vdkit formats`: what can be read and written, and each format's options.
+//! `vdkit formats`: lists the formats and each format's options.
 
 use clap::Args;
 use serde::Serialize;
@@ -10,7 +10,7 @@ use crate::failure::{Exit, Outcome};
 use crate::output::{Output, Table};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "formats",
     about: "List the formats, or one format's options",
@@ -35,7 +35,7 @@ pub struct FormatsArgs {
     json: Json,
 }
 
-/// A format, in JSON.
+/// A format in the JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct FormatAnswer {
@@ -46,7 +46,7 @@ struct FormatAnswer {
     options: Vec<OptionAnswer>,
 }
 
-/// An option, in JSON.
+/// An option in the JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct OptionAnswer {

@@ -1,4 +1,4 @@
-//! `vdkit key`: who can open an encrypted image.
+//! `vdkit key`: manages the key slots of encrypted images.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use crate::keys::{Keys, NewKey};
 use crate::output::{Output, Table};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "key",
     about: "List, add, remove or change the keys of an encrypted image",
@@ -75,7 +75,7 @@ enum Action {
     Change,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct KeyAnswer {
@@ -97,11 +97,11 @@ struct SlotAnswer {
     opened: Option<bool>,
 }
 
-/// Milliseconds for trying a new key, as with QEMU and cryptsetup.
+/// Default unlock time of a new key in milliseconds, as with QEMU and cryptsetup.
 const ITER_TIME: u64 = 2000;
 
 impl KeyArgs {
-    /// An option that would be without effect is a mistake.
+    /// Refuses options that would have no effect.
     fn refuse_idle_options(&self) -> Result<(), Failure> {
         use Action::{Add, Change, Remove};
         let given = [

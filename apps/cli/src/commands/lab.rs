@@ -1,4 +1,4 @@
-//! `vdkit lab`: which way to store a guest's disk is best on this host, measured.
+//! `vdkit lab`: measures which way to store a guest's disk is best on this host.
 
 use clap::{Args, Subcommand as Actions};
 
@@ -14,7 +14,7 @@ mod measure;
 mod plans;
 mod report;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "lab",
     about: "Measure which way to store a disk is best on this host",
@@ -60,7 +60,7 @@ pub struct LabArgs {
     action: Action,
 }
 
-/// What `vdkit lab` does.
+/// The actions of `vdkit lab`.
 #[derive(Actions, Debug)]
 enum Action {
     /// List the plans that come with vdkit
@@ -95,7 +95,7 @@ impl Run for LabArgs {
     }
 }
 
-/// The lab's error as the command's, with its exit code.
+/// Converts the lab's error into the command's, with its exit code.
 fn failure(error: &vdkit_lab::Error) -> Failure {
     if let Some(refusal) = error.refusal() {
         return Failure::Told(Exit::Refused, refusal.reason.clone(), Some(refusal.hint.clone()));

@@ -1,4 +1,4 @@
-//! `vdkit man`: manual pages.
+//! `vdkit man`: prints manual pages.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use crate::definition;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "man",
     about: "Print the manual page, or write all of them to a folder",
@@ -103,11 +103,11 @@ fn render(page: Command) -> Result<Vec<u8>, Failure> {
     Ok(text)
 }
 
-/// A section of lines that stay as they are.
+/// Adds a section whose lines are not filled.
 fn literal(page: &mut Vec<u8>, heading: &str, lines: &str) {
     page.extend_from_slice(format!(".SH \"{heading}\"\n.nf\n").as_bytes());
     for line in lines.lines() {
-        // A leading dot or quote would be a request to the typesetter.
+        // roff would read a leading dot or quote as a request.
         page.extend_from_slice(b"\\&");
         page.extend_from_slice(line.replace('\\', "\\e").replace('-', "\\-").as_bytes());
         page.push(b'\n');

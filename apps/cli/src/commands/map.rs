@@ -1,4 +1,4 @@
-//! `vdkit map`: where the guest's bytes are.
+//! `vdkit map`: prints where the guest's bytes are stored.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use crate::keys::Keys;
 use crate::output::Output;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "map",
     about: "Show where the guest's bytes are",

@@ -1,4 +1,4 @@
-//! `vdkit measure`: how much space would a converted image need.
+//! `vdkit measure`: computes the size of a converted image.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use crate::keys::Keys;
 use crate::output::{Fields, bytes_long};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "measure",
     about: "Tell how many bytes a converted or new image needs",

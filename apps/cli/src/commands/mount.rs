@@ -1,4 +1,4 @@
-//! `vdkit mount`: an image as one plain file.
+//! `vdkit mount`: makes an image's guest disk available as one plain file.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::output::bytes_long;
 use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "mount",
     about: "Show an image's disk as one plain file, over FUSE",
@@ -57,7 +57,7 @@ pub struct MountArgs {
     json: Json,
 }
 
-/// What is said once the file is the disk, in JSON.
+/// The JSON line printed once the file is mounted.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct MountAnswer {
@@ -73,7 +73,7 @@ impl Run for MountArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        // Before anything that has to be undone.
+        // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;
         let disk = self.disk.open(&self.image, &stop)?;
         session.warn(&disk);
@@ -90,7 +90,8 @@ impl Run for MountArgs {
         let (server, metrics) = match started {
             Ok(started) => started,
             Err(failure) => {
-                // What opening it for writing marked in the image is taken back.
+                // Close the export, which removes the in-use mark that opening for writing set in
+                // the image.
                 export.close()?;
                 return Err(failure);
             }
@@ -109,10 +110,10 @@ impl Run for MountArgs {
             space.look(&export);
         }
         drop(metrics);
-        // Who waits for space would keep the end waiting.
+        // Fail the writes that wait for space, because unmounting would wait for them.
         export.end_waiting();
         let unmounted = fuse::unmount(server, DRAIN);
-        // Closed also after a failure, so that the image is clean.
+        // Close the export after a failure too, so that the image is marked clean.
         Arc::clone(&export).close()?;
         told?;
         unmounted?;
@@ -121,14 +122,14 @@ impl Run for MountArgs {
 }
 
 impl MountArgs {
-    /// Says that the file is the disk now.
+    /// Reports that the file is mounted.
     fn tell(
         &self,
         session: &mut Session,
         answer: &MountAnswer,
     ) -> Result<(), crate::failure::Failure> {
         if self.json.json {
-            // In one line: whoever waits for it reads up to the line's end.
+            // One line, because a program that waits for the mount reads up to the line feed.
             session.out.json_line(answer)?;
         } else {
             session.out.line(format!(

@@ -1,4 +1,4 @@
-//! `vdkit read`: guest bytes at an offset.
+//! `vdkit read`: prints guest bytes at an offset.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::hex::HexDump;
 use crate::keys::Keys;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "read",
     about: "Print guest bytes at an offset",
@@ -29,7 +29,7 @@ vdkit read disk.qcow2 1M | sha256sum      all from there to the end
     run: run::<ReadArgs>,
 };
 
-/// Bytes read and printed at a time.
+/// Bytes per read.
 const STEP: u64 = 1 << 20;
 
 /// Arguments of `vdkit read`.
@@ -74,7 +74,7 @@ impl Run for ReadArgs {
         let mut dump = self.hex.then(HexDump::default);
         let mut at = range.start;
         while at < range.end {
-            // Fits: no more than the buffer.
+            // Cannot truncate: at most the buffer's length.
             let len = (range.end - at).min(STEP) as usize;
             disk.read_at(&mut buf[..len], GuestOffset(at))?;
             match &mut dump {

@@ -1,4 +1,4 @@
-//! `vdkit rebase`: an image on another backing image, with the same content.
+//! `vdkit rebase`: gives an image another backing image and keeps its content.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "rebase",
     about: "Put an image on another backing image, or on none",

@@ -1,4 +1,4 @@
-//! `vdkit resize`: another size for a disk.
+//! `vdkit resize`: changes a disk's size.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "resize",
     about: "Make a disk larger or smaller",
@@ -75,7 +75,7 @@ enum PreallocationChoice {
     Full,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct ResizeAnswer {
@@ -84,7 +84,7 @@ struct ResizeAnswer {
     virtual_size: u64,
 }
 
-/// What the size on the command line means.
+/// The size argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     To(u64),
@@ -103,7 +103,7 @@ fn change(text: &str) -> Result<Change, String> {
 }
 
 impl Change {
-    /// The size that it makes of a disk of `old` bytes.
+    /// The resulting size of a disk of `old` bytes.
     fn applied_to(self, old: u64) -> Result<u64, Failure> {
         let new = match self {
             Self::To(bytes) => Some(bytes),
@@ -151,7 +151,7 @@ impl Run for ResizeArgs {
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let resized = jobs::resize(&disk, size, &options, &monitor);
         progress.finish();
-        // Closed also after a failure, so that the image is clean.
+        // Close the disk after a failure too, so that the image is marked clean.
         let closed = disk.close();
         resized?;
         closed?;

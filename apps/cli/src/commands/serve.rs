@@ -1,4 +1,4 @@
-//! `vdkit serve`: an image as a disk that others use.
+//! `vdkit serve`: serves an image to clients.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::fuse::{self, FuseOptions};
 use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "serve",
     about: "Serve an image as a disk: over NBD, over vhost-user, as a file",
@@ -98,19 +98,19 @@ pub struct ServeArgs {
     json: Json,
 }
 
-/// What is said once clients can come, in JSON.
+/// The JSON line printed once clients can connect.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Serving {
     filename: String,
     virtual_size: u64,
     read_only: bool,
-    /// Where clients find it.
+    /// The NBD URIs.
     uris: Vec<String>,
-    /// The file that is the disk.
+    /// The mounted file.
     #[serde(skip_serializing_if = "Option::is_none")]
     file: Option<String>,
-    /// Where the counts are.
+    /// Address of the metrics.
     #[serde(skip_serializing_if = "Option::is_none")]
     metrics: Option<String>,
 }
@@ -147,7 +147,7 @@ impl ServeArgs {
         Ok((listeners, uris))
     }
 
-    /// The socket of --vhost-user.
+    /// Listens at the socket of `--vhost-user`.
     fn vhost_listener(&self) -> Result<Option<vhost_user::Listener>, Failure> {
         let Some(path) = &self.vhost_user else { return Ok(None) };
         let listener = vhost_user::Listener::bind(path)
@@ -182,7 +182,7 @@ impl ServeArgs {
     }
 }
 
-/// Where clients come, before anybody waits for them there.
+/// Listening sockets, bound before anything accepts connections.
 struct Listeners {
     nbd: Vec<Listener>,
     vhost: Option<vhost_user::Listener>,
@@ -190,14 +190,14 @@ struct Listeners {
     tls: Option<Tls>,
 }
 
-/// All that serves one export.
+/// The servers of one export.
 struct Service {
     control: Option<Control>,
     metrics: Option<Scrape>,
     file: Option<fuse::Server>,
     vhost: Option<vhost_user::Server>,
     nbd: Server,
-    /// Nobody can come but to the file.
+    /// Whether the file is the only way to reach the export.
     only_file: bool,
 }
 
@@ -211,7 +211,7 @@ impl ServeArgs {
         Ok(Listeners { nbd, vhost, uris, tls })
     }
 
-    /// Lets clients in.
+    /// Starts to accept clients.
     fn start(
         &self,
         export: &Arc<Export>,
@@ -256,7 +256,8 @@ impl ServeArgs {
         Ok(session.out.finish()?)
     }
 
-    /// Serves until the end is asked for, or `--once` says so.
+    /// Waits until a signal or `ctl quit` asks for the end, or until the last client leaves with
+    /// `--once`.
     fn wait(&self, service: &Service, export: &Export, stop: &CancelToken) {
         let mut space = SpaceWatch::default();
         while !stop.is_cancelled() && !service.is_over(self.once) {
@@ -275,17 +276,17 @@ impl Service {
         (once && came > 0 && !there) || (unmounted && self.only_file)
     }
 
-    /// Ends all of it; the export is still to be closed.
+    /// Stops all servers. The caller still has to close the export.
     fn end(self, export: &Export) -> Result<(), Failure> {
         drop(self.control);
         drop(self.metrics);
         if let Some(vhost) = self.vhost {
-            // First, as what waits for space stays with the guest. Who waits to be resumed would
-            // keep the end waiting.
+            // Resume before stopping vhost-user: its requests that wait for space stay with the
+            // guest, and requests that wait to be resumed would delay the end.
             export.resume();
             vhost.stop(DRAIN);
         }
-        // Who waits for space, or for somebody to resume, would keep the end waiting.
+        // Fail the requests that still wait for space or to be resumed: they would delay the end.
         export.end_waiting();
         let unmounted = self.file.map_or(Ok(()), |mounted| fuse::unmount(mounted, DRAIN));
         self.nbd.stop(DRAIN);
@@ -300,7 +301,7 @@ impl Run for ServeArgs {
         if self.fuse.is_none() && (self.fuse_options.growable || self.fuse_options.allow_other) {
             return Err(Failure::usage("--growable and --allow-other are about --fuse FILE"));
         }
-        // Before anything that has to be undone.
+        // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;
         let disk = self.disk.open(&self.image, &stop)?;
         session.warn(&disk);
@@ -332,7 +333,7 @@ impl Run for ServeArgs {
             }
             announced.and(service.end(&export))
         });
-        // Closed also after a failure, so that the image is clean.
+        // Close the export after a failure too, so that the image is marked clean.
         let closed = export.close();
         done?;
         closed?;

@@ -1,4 +1,4 @@
-//! `vdkit snapshot`: the disk as it was, kept inside the image.
+//! `vdkit snapshot`: manages snapshots inside an image.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
 use crate::time;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "snapshot",
     about: "List, create, apply, delete or rename snapshots inside an image",
@@ -85,19 +85,19 @@ enum Action {
     Rename,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct SnapshotAnswer {
     filename: String,
     action: Action,
-    /// All for `list`, else the one that it was about.
+    /// Every snapshot for `list`, else the one that the action concerned.
     snapshots: Vec<SnapshotInfo>,
     virtual_size: u64,
 }
 
 impl SnapshotArgs {
-    /// What is to be done; nothing for `list`.
+    /// The requested change; none for `list`.
     fn asked(&self) -> Result<Option<SnapshotAction>, Failure> {
         let names: Vec<String> = self.names.clone();
         let count = names.len();
@@ -135,7 +135,7 @@ impl SnapshotArgs {
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let done = jobs::snapshot(disk, action, &monitor);
         progress.finish();
-        // Closed also after a failure, so that the image is clean.
+        // Close the disk after a failure too, so that the image is marked clean.
         let closed = disk.close();
         let info = done?;
         closed?;
@@ -159,7 +159,7 @@ impl Run for SnapshotArgs {
         }
         let mut options = self.keys.apply(self.opening.options());
         options.writable = asked.is_some();
-        // What the image stands on has no part in it.
+        // Snapshots need only the image itself, not its backing chain.
         options.backing = BackingChoice::Ignore;
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         session.warn(&disk);
@@ -196,7 +196,7 @@ fn told(action: Action, image: &str, snapshot: &SnapshotInfo) -> String {
     }
 }
 
-/// Prints snapshots as a table, indented by so many spaces.
+/// Prints snapshots as a table, indented by `indent` spaces.
 ///
 /// # Errors
 /// Stdout cannot be written.

@@ -1,4 +1,4 @@
-//! `vdkit tree`: which image stands on which.
+//! `vdkit tree`: shows which image backs which.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::failure::{Exit, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "tree",
     about: "Show which image stands on which, and what deleting one would break",
@@ -90,7 +90,7 @@ impl Run for TreeArgs {
     }
 }
 
-/// Who could not be read without a file.
+/// Reports the images that could not be read if a file were deleted.
 fn tell_orphans(
     path: &Path,
     image: Option<&TreeImage>,
@@ -114,7 +114,7 @@ struct Drawing<'a> {
     drawn: HashSet<&'a Path>,
 }
 
-/// Branches of branches are drawn so far; the chain limit for opening images is lower.
+/// Deepest nesting that is drawn. The chain limit for opening images is lower.
 const DEPTH_MAX: usize = 1000;
 
 impl<'a> Drawing<'a> {
@@ -132,7 +132,7 @@ impl<'a> Drawing<'a> {
                 self.branch(root, "", "", 0, out)?;
             }
         }
-        // What stands on itself has no root.
+        // A cycle of images has no root.
         for image in &report.images {
             if !self.drawn.contains(image.path.as_path()) {
                 out.line(format!("{}  (in a chain without an end)", self.name(image)))?;
@@ -148,7 +148,7 @@ impl<'a> Drawing<'a> {
         image.path.strip_prefix(self.folder).unwrap_or(&image.path).display().to_string()
     }
 
-    /// An image and what stands on it.
+    /// Draws an image and its overlays.
     fn branch(
         &mut self,
         image: &'a TreeImage,

@@ -1,4 +1,4 @@
-//! `vdkit validate`: would this hypervisor or cloud take the image?
+//! `vdkit validate`: tests whether a hypervisor or cloud would accept an image.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_long};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "validate",
     about: "Say what a hypervisor or a cloud would refuse about an image",

@@ -30,7 +30,7 @@ use crate::output::{Output, bytes_short};
 use crate::sandbox::Sandbox;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "inspect",
     about: "Judge whether an image from a stranger is safe to accept",
@@ -48,7 +48,7 @@ vdkit inspect --strict --json upload.qcow2 | jq '.findings[].code'
     run: run::<InspectArgs>,
 };
 
-/// What `--allow` takes.
+/// The values of `--allow`.
 const ALLOW: &[(&str, Allow)] = &[
     ("backing", Allow::Backing),
     ("data-file", Allow::DataFile),
@@ -135,7 +135,7 @@ impl InspectArgs {
     }
 }
 
-/// The limits that held, in JSON.
+/// The limits that were in force, in JSON.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Limits {
@@ -146,7 +146,7 @@ struct Limits {
     max_read: u64,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct InspectAnswer<'a> {
@@ -204,7 +204,7 @@ impl Run for InspectArgs {
     }
 }
 
-/// Has the image judged by a child; its sandbox, where it lived to tell.
+/// Judges the image in a child process. Also returns the child's sandbox, if the child answered.
 fn judge(
     storage: &FileStorage,
     image: &Path,
@@ -271,7 +271,7 @@ fn print(image: &Path, report: &InspectReport, out: &mut Output) -> std::io::Res
             }
             line.push('.');
         }
-        // A name from the image must not make lines of its own.
+        // A line feed in a name from the image must not start a new line of output.
         out.line(line.replace('\n', "\\n"))?;
         if finding.severity >= Weight::Warn && !finding.mend.is_empty() {
             out.line(format!("  {}", finding.mend))?;

@@ -1,4 +1,4 @@
-//! `vdkit lab export`: results for other programs.
+//! `vdkit lab export`: prints results for other programs.
 
 use std::path::PathBuf;
 
