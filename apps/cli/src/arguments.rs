@@ -48,13 +48,13 @@ pub fn print_notes() {
 /// Options that decide which other files an image may make vdkit open.
 #[derive(Args, Clone, Debug, Default)]
 pub struct References {
-    /// Let images name other files beneath DIR (repeatable)
+    /// Allow images to refer to files below DIR (repeatable)
     ///
-    /// What an image's metadata names (a backing file, a data file) is opened only beneath the
-    /// image's own folder, and beneath each DIR given here.
+    /// An image's metadata may name other files (a backing file, a data file). vdkit opens them
+    /// only if they are below the image's own folder or below a DIR given here.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub allow_ref: Vec<PathBuf>,
-    /// Open nothing that an image's metadata names
+    /// Open no file that an image's metadata names
     #[arg(long, conflicts_with = "allow_ref")]
     pub no_refs: bool,
 }
@@ -75,12 +75,12 @@ impl References {
 /// Options for opening an existing image.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Opening {
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     pub format: Option<String>,
-    /// Read it even while another process writes it
+    /// Read the image even while another process writes it
     ///
-    /// What is read may then be a mixture of old and new.
+    /// The result may mix old and new data.
     #[arg(short = 'U', long)]
     pub force_share: bool,
     /// Which other files may be opened.
@@ -103,10 +103,10 @@ impl Opening {
 /// Options for opening an image for writing: as [`Opening`], but without `--force-share`.
 #[derive(Args, Clone, Debug, Default)]
 pub struct OpeningForWriting {
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     ///
-    /// An image that is recognised only as raw is not written to without `-f raw`: the guest could
-    /// have written another format's header into it.
+    /// An image that is recognized only as raw is not written to without `-f raw`, because its
+    /// guest could have written another format's header into it.
     #[arg(short = 'f', long, value_name = "FORMAT")]
     pub format: Option<String>,
     /// Which other files may be opened.
@@ -128,7 +128,7 @@ impl OpeningForWriting {
 /// Option that selects a snapshot to read.
 #[derive(Args, Clone, Debug, Default)]
 pub struct SnapshotOption {
-    /// Read what this snapshot inside the image holds (an id or a name)
+    /// Read this snapshot of the image (an id or a name)
     #[arg(long, value_name = "SNAPSHOT")]
     pub snapshot: Option<String>,
 }
@@ -136,10 +136,10 @@ pub struct SnapshotOption {
 /// Option that overrides an image's parent.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ParentOption {
-    /// Take FILE for what the image stands on, instead of what it names
+    /// Use FILE as the parent instead of the one that the image names (repeatable)
     ///
-    /// For images that name no file (VDI), or the wrong one. FILE's own parent is what it names,
-    /// or what the next --parent says.
+    /// For images that name no parent file (VDI), or a wrong one. Each further --parent replaces
+    /// the parent of the one before; otherwise FILE's own parent is used.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub parent: Vec<PathBuf>,
 }
@@ -154,7 +154,7 @@ impl ParentOption {
 /// Option that selects a cache mode.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct CacheOption {
-    /// Cache mode: writeback, none (past the page cache), writethrough, directsync or unsafe
+    /// Cache mode: writeback, none (bypasses the page cache), writethrough, directsync or unsafe
     #[arg(long, value_name = "MODE", default_value_t = CacheMode::Writeback, hide_default_value = true, value_parser = cache_mode)]
     pub cache: CacheMode,
 }
@@ -177,7 +177,7 @@ pub fn cache_mode(text: &str) -> Result<CacheMode, String> {
 /// Option that allows an operation that may damage other images.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Force {
-    /// Also where images in the same folder stand on it, and would be damaged
+    /// Change the image even if overlays in the same folder would be damaged
     #[arg(long)]
     pub force: bool,
 }
@@ -185,7 +185,7 @@ pub struct Force {
 /// Option that selects JSON output.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Json {
-    /// Answer as JSON
+    /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -193,7 +193,7 @@ pub struct Json {
 /// Option that selects how progress is shown.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct ProgressOption {
-    /// How progress is shown on stderr
+    /// How to show progress on stderr
     #[arg(long, value_name = "HOW", value_enum, default_value_t = ProgressMode::Auto, hide_possible_values = true)]
     #[arg(help = "How progress is shown on stderr: auto, bar, json or none")]
     pub progress: ProgressMode,
@@ -211,7 +211,7 @@ impl ProgressOption {
 pub struct FormatOptions {
     /// Format options, as KEY=VALUE[,KEY=VALUE] (repeatable)
     ///
-    /// `vdkit formats FORMAT` lists them. A doubled comma is a literal one.
+    /// `vdkit formats FORMAT` lists them. Double a comma that is part of a value.
     #[arg(short = 'o', long = "options", value_name = "KEY=VALUE")]
     pub options: Vec<String>,
 }

@@ -14,15 +14,15 @@ use crate::failure::Failure;
 /// Options of the mounted file.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct FuseOptions {
-    /// Let other users open the file too, as its permissions allow
+    /// Let other users open the file too, subject to its permissions
     ///
-    /// Without it only the user who mounts may, and not even root. Users other than root need the
-    /// line user_allow_other in /etc/fuse.conf for it.
+    /// Without this option only the user who mounts can open the file; not even root can. Users
+    /// other than root need the line user_allow_other in /etc/fuse.conf.
     #[arg(long)]
     pub allow_other: bool,
-    /// Let writes past the end and truncate make the disk larger
+    /// Let writes past the end, and truncate, grow the disk
     ///
-    /// Without it the disk keeps its size, as a block device does. It never becomes smaller.
+    /// Without this option the disk keeps its size, like a block device. The disk never shrinks.
     #[arg(long)]
     pub growable: bool,
 }

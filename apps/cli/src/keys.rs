@@ -17,10 +17,10 @@ const KEY_BYTES_MAX: usize = 8 << 20;
 /// Keys of images that exist.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Keys {
-    /// Key of an encrypted image: every byte of FILE, a line end at its end too (repeatable)
+    /// Key of an encrypted image: every byte of FILE, including a final line end (repeatable)
     ///
-    /// Where several images are encrypted (an image and what it stands on), give all their keys:
-    /// each image is opened with the first one that fits.
+    /// If several images are encrypted (an image and its backing images), give all keys. Each image
+    /// is opened with the first key that fits.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
     pub key_file: Vec<Secret>,
     /// As --key-file, from the open file descriptor N: a file or a pipe
@@ -29,7 +29,7 @@ pub struct Keys {
     /// As --key-file, from the environment variable NAME
     #[arg(long, value_name = "NAME", value_parser = from_env)]
     pub key_env: Vec<Secret>,
-    /// Most work for trying a key, in rounds of its derivation; an image that asks for more is
+    /// Limit of the work for trying a key, in rounds of its derivation; an image that needs more is
     /// refused
     #[arg(long, value_name = "N")]
     pub key_rounds: Option<u64>,
@@ -77,7 +77,7 @@ impl TargetKey {
 /// The key of a new image.
 #[derive(Args, Clone, Debug, Default)]
 pub struct NewImageKey {
-    /// Key of the new image, where it is encrypted: every byte of FILE
+    /// Key of a new encrypted image: every byte of FILE
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
     pub key_file: Option<Secret>,
     /// As --key-file, from the open file descriptor N

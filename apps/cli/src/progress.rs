@@ -14,12 +14,12 @@ use crate::failure::{Tone, print_line};
 /// How progress is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum ProgressMode {
-    /// A bar where stderr is a terminal and the job takes a while
+    /// A bar if stderr is a terminal and the job takes a while
     #[default]
     Auto,
-    /// A bar from the first moment, where stderr is a terminal
+    /// A bar from the start, if stderr is a terminal
     Bar,
-    /// One JSON object a line
+    /// One JSON object per line
     Json,
     /// Nothing
     None,

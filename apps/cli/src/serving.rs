@@ -50,25 +50,25 @@ impl SpaceWatch {
 /// Options for opening the served image.
 #[derive(Args, Clone, Debug)]
 pub struct ServedDisk {
-    /// Let nobody write
+    /// Refuse writes
     #[arg(long)]
     pub read_only: bool,
     #[command(flatten)]
     snapshot: SnapshotOption,
-    /// What a write does that finds no space: pause (wait until there is some) or report
+    /// Reaction to a full file system: pause (writes wait for space) or report (writes fail)
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = NoSpace::Pause, hide_default_value = true, hide_possible_values = true)]
     on_nospace: NoSpace,
-    /// Memory for the image's map (L2 tables); 32 MiB without it
+    /// Size of the L2 table cache (default: 32 MiB)
     #[arg(long, value_name = "SIZE", value_parser = size)]
     l2_cache: Option<u64>,
-    /// Tell the counts to Prometheus: GET /metrics over HTTP, at HOST:PORT or unix:PATH
+    /// Serve metrics for Prometheus (GET /metrics over HTTP) at HOST:PORT or unix:PATH
     ///
-    /// Port 0 takes a free one, which is printed. There is no authentication.
+    /// With port 0 the system chooses a free port, which is printed. There is no authentication.
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<ScrapeAddress>,
     #[command(flatten)]
     cache: CacheOption,
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
     #[command(flatten)]

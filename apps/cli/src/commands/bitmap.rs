@@ -20,20 +20,20 @@ pub const COMMAND: Subcommand = Subcommand {
     about: "Record which parts of a disk were written, for incremental backups",
     group: Group::Change,
     details: "\
-A dirty bitmap is kept in the image and marks what was written since it was added or cleared. Bitmaps that are \
-enabled record while vdkit or QEMU has the image open for writing, and survive a power cut: what was \
-flushed is marked.
+A dirty bitmap is stored in the image and marks what was written since the bitmap was added or \
+cleared. Enabled bitmaps record while vdkit or QEMU has the image open for writing. They survive a \
+power failure: the marks of flushed writes are kept.
 
-  list      what there is, and how much is dirty
-  add       a new bitmap without marks
-  remove    a bitmap for good
-  clear     a bitmap's marks
-  enable    record from now on
-  disable   do not record any more
-  merge     set the marks of SOURCE in NAME too
-  dirty     the parts that a bitmap marks",
+  list      list the bitmaps, and how much is dirty
+  add       add a bitmap without marks
+  remove    remove a bitmap
+  clear     clear a bitmap's marks
+  enable    start recording
+  disable   stop recording
+  merge     add the marks of SOURCE to NAME
+  dirty     list the extents that a bitmap marks",
     examples: "
-vdkit bitmap add disk.qcow2 monday              records from now on, in steps of a cluster
+vdkit bitmap add disk.qcow2 monday              records from now on, per cluster
 vdkit bitmap add -g 4K --disabled disk.qcow2 all
 vdkit bitmap list disk.qcow2
 vdkit bitmap dirty --json disk.qcow2 monday     what to back up
@@ -48,33 +48,33 @@ vdkit bitmap clear disk.qcow2 monday
 /// Arguments of `vdkit bitmap`.
 #[derive(Args, Debug)]
 pub struct BitmapArgs {
-    /// What to do: list, add, remove, clear, enable, disable, merge or dirty
+    /// Action: list, add, remove, clear, enable, disable, merge or dirty
     #[arg(value_name = "ACTION", hide_possible_values = true)]
     action: Action,
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// The bitmap; of all actions only list needs none
+    /// Name of the bitmap (every action but list)
     #[arg(value_name = "NAME")]
     name: Option<String>,
-    /// For merge: the bitmap whose marks are set in NAME
+    /// For merge: the bitmap whose marks are added to NAME
     #[arg(value_name = "SOURCE")]
     source: Option<String>,
-    /// For add: bytes that a mark stands for, a power of two from 512 to 2G
+    /// For add: bytes per mark, a power of two from 512 to 2G
     ///
-    /// Without it the cluster size, between 4K and 64K.
+    /// The default is the cluster size, between 4K and 64K.
     #[arg(short = 'g', long, value_name = "SIZE", value_parser = size)]
     granularity: Option<u64>,
-    /// For add: do not record yet
+    /// For add: create the bitmap disabled
     #[arg(long)]
     disabled: bool,
-    /// For merge: the image that holds SOURCE, if it is another one
+    /// For merge: the image with SOURCE, if it is another image
     #[arg(short = 'b', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     source_file: Option<PathBuf>,
-    /// The format of that image; without it the header is probed
+    /// Format of that image (default: probed from its header)
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file")]
     source_format: Option<String>,
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
     /// Read the image even while another process writes it (list and dirty)

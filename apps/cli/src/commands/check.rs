@@ -20,15 +20,17 @@ pub const COMMAND: Subcommand = Subcommand {
     about: "Check an image's metadata, and repair it",
     group: Group::Change,
     details: "\
-Reads all of the image's metadata and none of its data. Exit codes: 0 sound, 3 only leaks (space that \
-nothing refers to: harmless), 4 corrupt, 8 it cannot be checked (it is not what its name says, or uses \
-what vdkit does not know). With --repair the code tells what remains. A repair that would \
-give up guest data which a damaged table no longer leads to is refused without --force; where the table was \
-wiped, what looks like that data is kept. Warnings change no code.",
+Reads all metadata of the image and no guest data. Exit codes: 0 no faults, 3 only leaks (space \
+that nothing refers to: harmless), 4 corrupt, 8 not checkable (the file is not what its name says, \
+or uses a feature that vdkit does not know). With --repair the code is for the faults that remain. \
+Warnings do not change the code.
+
+A repair that would discard guest data because a damaged table no longer refers to it is refused \
+without --force. If a table was wiped, clusters that look like its data are kept.",
     examples: "
 vdkit check disk.qcow2
-vdkit check --repair leaks disk.qcow2   give leaked space back
-vdkit check --repair all disk.qcow2     repair all that can be repaired; keep a copy first
+vdkit check --repair leaks disk.qcow2   free leaked space
+vdkit check --repair all disk.qcow2     repair every fault that can be repaired; make a copy first
 ",
     augment: augment::<CheckArgs>,
     run: run::<CheckArgs>,
@@ -47,10 +49,10 @@ pub struct CheckArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Repair leaks, or all that can be repaired
+    /// Repair leaks, or every fault that can be repaired
     #[arg(short = 'r', long, value_name = "leaks|all", value_enum, hide_possible_values = true)]
     repair: Option<RepairChoice>,
-    /// With --repair all: also give up data that a damaged or wiped table no longer leads to
+    /// With --repair all: also discard guest data that is unreachable because a table is damaged
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -24,32 +24,31 @@ const TICKS_A_LOOK: u32 = 10;
 /// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "ctl",
-    about: "Ask or command a running 'vdkit serve'",
+    about: "Query or control a running 'vdkit serve'",
     group: Group::Serve,
     details: "\
-SOCKET is what 'vdkit serve --control SOCKET' listens at.
+SOCKET is the socket of 'vdkit serve --control SOCKET'.
 
-  status                  what is served, and whether anything waits
+  status                  the served image, and whether anything waits
   stats                   requests, bytes, errors and latencies
   metrics                 the same as text for Prometheus
-  flush                   make durable what clients were answered
-  pause                   keep all requests waiting
-  resume                  let them go on; try again at once what waits for space
+  flush                   make completed writes durable
+  pause                   hold all requests
+  resume                  continue them; retry writes that wait for space at once
   snapshot NAME           take a snapshot inside the image, between two requests
-  snapshot-delete NAME    remove one
-  bitmap-list             the image's dirty bitmaps
-  bitmap-add NAME         record from now on what is written; NBD clients that come later may ask
+  snapshot-delete NAME    delete a snapshot
+  bitmap-list             list the image's dirty bitmaps
+  bitmap-add NAME         record writes from now on; NBD clients that connect later can query it
   bitmap-remove NAME      remove a bitmap
-  bitmap-clear NAME       remove its marks
-  bitmap-enable NAME      let it record from now on
-  bitmap-disable NAME     let it record no more
-  bitmap-merge SRC INTO   set the marks of SRC in INTO too
-  snapshot-external FILE  go on with a new overlay, FILE, over the image, which is only read from
-                          then on
-  commit                  move what the image holds into the one beneath, while clients write, and
-                          go on with that one; waits for the end
-  commit-cancel           stop that; nothing is lost, and it can be run again
-  resize SIZE             make the disk larger
+  bitmap-clear NAME       clear its marks
+  bitmap-enable NAME      start recording
+  bitmap-disable NAME     stop recording
+  bitmap-merge SRC INTO   add the marks of SRC to INTO
+  snapshot-external FILE  continue with a new overlay FILE; the image is only read from then on
+  commit                  move the image's content into its backing image while clients write, and
+                          continue with the backing image; waits for the end
+  commit-cancel           stop a commit; nothing is lost, and it can be started again
+  resize SIZE             enlarge the disk
   quit                    end the service, as SIGTERM does",
     examples: "
 vdkit ctl /run/disk.ctl status
@@ -57,7 +56,7 @@ vdkit ctl /run/disk.ctl snapshot before-update
 vdkit ctl /run/disk.ctl snapshot-external /images/disk-2.qcow2
 vdkit ctl /run/disk.ctl commit
 vdkit ctl /run/disk.ctl bitmap-add since-monday
-vdkit ctl /run/disk.ctl resume                     after space was made
+vdkit ctl /run/disk.ctl resume                     after freeing space
 ",
     augment: augment::<CtlArgs>,
     run: run::<CtlArgs>,
@@ -69,21 +68,21 @@ pub struct CtlArgs {
     /// The service's control socket
     #[arg(value_name = "SOCKET", value_hint = ValueHint::FilePath)]
     socket: PathBuf,
-    /// What it shall do: status, stats, flush, snapshot ...; see above
+    /// Action: status, stats, flush, snapshot ...; see above
     #[arg(value_name = "ACTION", hide_possible_values = true)]
     action: Action,
-    /// What the action is about: a name, a file, a size
+    /// Values of the action: a name, a file, a size
     #[arg(value_name = "VALUE", num_args = 0..=2)]
     values: Vec<String>,
-    /// For bitmap-add: bytes that a mark stands for, a power of two from 512 to 2G
+    /// For bitmap-add: bytes per mark, a power of two from 512 to 2G
     ///
-    /// Without it the cluster size, between 4K and 64K.
+    /// The default is the cluster size, between 4K and 64K.
     #[arg(short = 'g', long, value_name = "SIZE", value_parser = size)]
     granularity: Option<u64>,
-    /// For bitmap-add: do not record yet
+    /// For bitmap-add: create the bitmap disabled
     #[arg(long)]
     disabled: bool,
-    /// For commit: also where other images or snapshots would be damaged
+    /// For commit: proceed even if other images or snapshots would be damaged
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -13,13 +13,13 @@ use crate::session::Session;
 /// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "formats",
-    about: "List the formats, or one format's options",
+    about: "List the formats, or the options of a format",
     group: Group::Help,
     details: "",
     examples: "
-vdkit formats               what can be read and written
+vdkit formats               which formats can be read and written
 vdkit formats qcow2         the options of 'create' and 'convert' with -O qcow2
-vdkit formats qcow2 --json  the same for programs
+vdkit formats qcow2 --json  the same as JSON
 ",
     augment: augment::<FormatsArgs>,
     run: run::<FormatsArgs>,
@@ -28,7 +28,7 @@ vdkit formats qcow2 --json  the same for programs
 /// Arguments of `vdkit formats`.
 #[derive(Args, Debug)]
 pub struct FormatsArgs {
-    /// Show the options of this format
+    /// Show this format's options
     #[arg(value_name = "FORMAT")]
     format: Option<String>,
     #[command(flatten)]

@@ -21,16 +21,16 @@ use crate::session::Session;
 /// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "info",
-    about: "Say what an image is: format, sizes, options, snapshots, bitmaps",
+    about: "Show an image's format, sizes, options, snapshots and bitmaps",
     group: Group::Look,
     details: "\
-Reads the image's header and small tables, never its data, and opens no other file unless --chain \
-is given: it is safe and quick on any image, also on one from a stranger. Of an appliance (OVA) it \
-lists the disks.",
+Reads the image's header and small tables, never its data. Opens no other file without --chain. So \
+it is fast and safe on any image, even an untrusted one. For an appliance (OVA) it lists the \
+disks.",
     examples: "
 vdkit info disk.qcow2
-vdkit info --chain overlay.qcow2         with every image that it stands on
-vdkit info appliance.ova                 the disks in it
+vdkit info --chain overlay.qcow2         with every image of its backing chain
+vdkit info appliance.ova                 the disks of an appliance
 vdkit info --json disk.qcow2 | jq '.\"virtual-size\"'
 ",
     augment: augment::<InfoArgs>,

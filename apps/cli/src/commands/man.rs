@@ -13,13 +13,13 @@ use crate::session::Session;
 /// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "man",
-    about: "Print the manual page, or write all of them to a folder",
+    about: "Print a manual page, or write every page to a folder",
     group: Group::Help,
     details: "",
     examples: "
 vdkit man | man -l -                  read the main page
 vdkit man --page convert | man -l -   read the page of one command
-vdkit man /usr/local/share/man/man1   write vdkit.1 and a page for each command
+vdkit man /usr/local/share/man/man1   write vdkit.1 and one page per command
 ",
     augment: augment::<ManArgs>,
     run: run::<ManArgs>,
@@ -28,7 +28,7 @@ vdkit man /usr/local/share/man/man1   write vdkit.1 and a page for each command
 /// Arguments of `vdkit man`.
 #[derive(Args, Debug)]
 pub struct ManArgs {
-    /// Write all pages to this folder, which is made where it is missing
+    /// Write all pages to this folder, which is created if it is missing
     #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
     dir: Option<PathBuf>,
     /// Print the page of this command instead of the main page

@@ -104,12 +104,12 @@ impl Group {
     /// The heading in the overview.
     pub fn title(self) -> &'static str {
         match self {
-            Self::Look => "Look at images",
-            Self::Make => "Make images",
+            Self::Look => "Examine images",
+            Self::Make => "Create images",
             Self::Change => "Check and change images",
             Self::Serve => "Serve disks to guests and tools",
             Self::Bytes => "Read and write guest bytes",
-            Self::Help => "Find your way",
+            Self::Help => "Help",
         }
     }
 }

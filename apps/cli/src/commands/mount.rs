@@ -18,19 +18,18 @@ use crate::session::Session;
 /// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "mount",
-    about: "Show an image's disk as one plain file, over FUSE",
+    about: "Mount an image's disk as one plain file, over FUSE",
     group: Group::Serve,
     details: "\
-FILE then is the disk, as if it were a raw image: losetup, mount -o loop, fio, dd and every other \
-program read and write it, and fsync makes durable what they wrote. A FILE that exists is covered \
-until the end (its own content comes to no harm); one that does not exist is made, and removed at \
-the end.
+FILE then is the guest disk, like a raw image: losetup, mount -o loop, fio, dd and every other \
+program can read and write it, and fsync makes their writes durable. An existing FILE is hidden by \
+the mount and unharmed; a missing one is created, and removed at the end.
 
-The command runs until SIGINT, SIGTERM or `umount FILE`; then everything is flushed and the image \
-is closed. SIGKILL loses nothing that was flushed, but leaves FILE covered: `umount FILE`.
+The command runs until SIGINT, SIGTERM or `umount FILE`. Then it flushes everything and closes the \
+image. SIGKILL loses nothing that was flushed but leaves FILE mounted: run `umount FILE`.
 
-A full file system does not break what runs on the disk: writes that find no space wait until \
-there is some (--on-nospace report passes the error on instead).",
+If the file system is full, writes wait until there is space again, so that programs that use the \
+disk do not fail (--on-nospace report makes writes fail instead).",
     examples: "
 vdkit mount disk.qcow2 disk.raw
 vdkit mount --read-only --snapshot before-update disk.qcow2 old.raw

@@ -18,15 +18,15 @@ use crate::session::Session;
 /// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "resize",
-    about: "Make a disk larger or smaller",
+    about: "Enlarge or shrink a disk",
     group: Group::Change,
     details: "\
-A larger disk reads as zero where it is new. A smaller one loses what lies beyond its end, for good: that \
-needs --shrink. The guest's partitions and file systems are not touched.",
+The new part of a larger disk reads as zero. A smaller disk loses the data beyond its new end, so \
+it needs --shrink. The guest's partitions and file systems stay as they are.",
     examples: "
 vdkit resize disk.qcow2 40G                 to 40 GiB
 vdkit resize disk.qcow2 +10G                10 GiB more
-vdkit resize --shrink disk.qcow2 -5G        5 GiB less: shrink what is inside first
+vdkit resize --shrink disk.qcow2 -5G        5 GiB less: first shrink the guest's file systems
 vdkit resize -f raw disk.img 40G --preallocation falloc
 ",
     augment: augment::<ResizeArgs>,
@@ -39,13 +39,13 @@ pub struct ResizeArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// The new size, or with a sign what is added or taken away
+    /// The new size, or with a sign the change of size
     #[arg(value_name = "[+|-]SIZE", value_parser = change, allow_hyphen_values = true)]
     size: Change,
-    /// Allow a smaller disk: what lies beyond its end is lost
+    /// Allow a smaller disk; data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
-    /// Space for the new part: off, metadata, falloc or full
+    /// Allocation of the new part: off, metadata, falloc or full
     #[arg(
         long,
         value_name = "MODE",

@@ -24,16 +24,16 @@ pub const COMMAND: Subcommand = Subcommand {
     about: "Serve an image as a disk: over NBD, over vhost-user, as a file",
     group: Group::Serve,
     details: "\
-The image stays open and locked until SIGINT or SIGTERM (or `vdkit ctl SOCKET quit`); then what \
-clients have begun is done, everything is flushed, and the image is closed. SIGKILL loses nothing \
+The image stays open and locked until SIGINT, SIGTERM or `vdkit ctl SOCKET quit`. Then vdkit \
+completes the requests in progress, flushes everything and closes the image. SIGKILL loses nothing \
 that was flushed.
 
-Clients find it as nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME (nbds with --tls). There is no \
-authentication without --tls: whoever reaches the socket reads and writes the disk. A Unix socket \
-is as safe as its folder; TCP without TLS belongs on a trusted network.
+Clients connect to nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME (nbds with --tls). Without \
+--tls there is no authentication: everyone who can connect can read and write the disk. A Unix \
+socket is as safe as its folder; use TCP without TLS only on a trusted network.
 
-A full file system does not break the guest: writes that find no space wait until there is some \
-(--on-nospace report passes the error on instead).",
+If the file system is full, writes wait until there is space again, so that the guest does not \
+fail (--on-nospace report makes writes fail instead).",
     examples: "
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock
 vdkit serve disk.qcow2 --nbd tcp:127.0.0.1:10809 --read-only
@@ -55,41 +55,41 @@ pub struct ServeArgs {
     image: PathBuf,
     /// Serve over NBD at unix:PATH or tcp:HOST:PORT (repeatable)
     ///
-    /// Port 0 takes a free one, which is printed. Sockets that systemd hands over (LISTEN_FDS) are
-    /// served without this.
+    /// With port 0 the system chooses a free port, which is printed. Sockets passed by systemd
+    /// (LISTEN_FDS) are served without this option.
     #[arg(long, value_name = "ADDRESS")]
     nbd: Vec<Address>,
     /// Serve as a virtio disk (vhost-user-blk) at this Unix socket, for one virtual machine
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     vhost_user: Option<PathBuf>,
-    /// Show the disk as one plain file too, as `vdkit mount` does
+    /// Also mount the disk as one plain file, as `vdkit mount` does
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     fuse: Option<PathBuf>,
     #[command(flatten)]
     fuse_options: FuseOptions,
-    /// The export's name; clients that name none get it too
+    /// Name of the export; clients that give no name get it too
     #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
     name: String,
-    /// A word on it for clients that list exports
+    /// Description for clients that list exports
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     description: String,
-    /// Let clients ask what this dirty bitmap has marked (repeatable)
+    /// Let clients query this dirty bitmap (repeatable)
     #[arg(long, value_name = "NAME")]
     bitmap: Vec<String>,
-    /// Clients must use TLS, with server-cert.pem and server-key.pem of DIR, or keys.psk
+    /// Require TLS, with server-cert.pem and server-key.pem in DIR, or keys.psk
     ///
-    /// Where DIR holds ca-cert.pem too, clients must show a certificate of that authority, and one
-    /// that ca-crl.pem has not revoked, where that is there. keys.psk holds keys that both sides
-    /// know, a line a client, as psktool writes them.
+    /// If DIR has ca-cert.pem, clients must show a certificate of that authority. If DIR has
+    /// ca-crl.pem too, the list must not revoke the certificate. keys.psk holds pre-shared keys,
+    /// one line per client, as psktool writes them.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     tls: Option<PathBuf>,
     /// Listen for `vdkit ctl` at this Unix socket
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     control: Option<PathBuf>,
-    /// End when the last client has left
+    /// End when the last client disconnects
     #[arg(long)]
     once: bool,
-    /// Connections at a time; one more takes the place of a peer that is still negotiating
+    /// Largest number of connections; a further one replaces a peer that is still negotiating
     #[arg(long, value_name = "N", default_value_t = 1024)]
     connections: usize,
     #[command(flatten)]

@@ -22,19 +22,19 @@ pub const COMMAND: Subcommand = Subcommand {
     about: "List, create, apply, delete or rename snapshots inside an image",
     group: Group::Change,
     details: "\
-A snapshot keeps what the disk is now; it costs a little metadata, whatever the disk's size. \
-'apply' makes the disk what the snapshot holds: what was written since is lost, unless another \
-snapshot holds it. A power cut leaves the old image or the new one, never something between.
+A snapshot keeps the current state of the disk. It costs a little metadata, whatever the disk's \
+size. 'apply' restores the state of a snapshot: later writes are lost, unless another snapshot has \
+them. A power failure leaves the image before or after the change, never in between.
 
-  list IMAGE                    all snapshots
-  create IMAGE NAME             keep the disk as it is now
-  apply IMAGE SNAPSHOT          go back
-  delete IMAGE SNAPSHOT         remove a snapshot, and give back what only it needed
-  rename IMAGE SNAPSHOT NAME    give it another name
+  list IMAGE                    list the snapshots
+  create IMAGE NAME             keep the current state of the disk
+  apply IMAGE SNAPSHOT          restore the state of a snapshot
+  delete IMAGE SNAPSHOT         delete a snapshot, and free the space that only it used
+  rename IMAGE SNAPSHOT NAME    rename a snapshot
 
-SNAPSHOT is a name or an id. 'apply' looks for an id first, 'delete' and 'rename' for a name \
-first, as qemu-img does; of several with one name the first is meant. 'convert', 'compare', \
-'map', 'read' and 'dd' read a snapshot with --snapshot.",
+SNAPSHOT is a name or an id. As in qemu-img, 'apply' tries ids first, 'delete' and 'rename' try \
+names first, and the first of several equal names is used. 'convert', 'compare', 'map', 'read' and \
+'dd' read a snapshot with --snapshot.",
     examples: "
 vdkit snapshot create disk.qcow2 before-update
 vdkit snapshot list disk.qcow2
@@ -53,7 +53,7 @@ vdkit convert disk.qcow2 old.raw --snapshot golden  a snapshot as an image
     override_usage = "vdkit snapshot list|create|apply|delete|rename [OPTIONS] IMAGE [SNAPSHOT] [NAME]"
 )]
 pub struct SnapshotArgs {
-    /// list, create, apply, delete or rename
+    /// Action: list, create, apply, delete or rename
     #[arg(value_name = "ACTION", hide_possible_values = true)]
     action: Action,
     /// The image

@@ -27,10 +27,10 @@ pub const COMMAND: Subcommand = Subcommand {
     about: "Watch a running 'vdkit serve': requests, bytes, latencies, cache",
     group: Group::Serve,
     details: "\
-SOCKET is what 'vdkit serve --control SOCKET' listens at. On a terminal the view fills the screen until q, \
-Esc or Ctrl-C; elsewhere each interval is printed beneath the one before, with --json as one line each. \
-Each interval shows what happened in it: latencies are of the requests that ended in it. The view ends with \
-the service.",
+SOCKET is the socket of 'vdkit serve --control SOCKET'. On a terminal the view fills the screen \
+until you press q, Esc or Ctrl-C. Otherwise each interval is printed after the one before, with \
+--json one line each. An interval shows the requests that ended in it. The view ends with the \
+service.",
     examples: "
 vdkit top /run/disk.ctl
 vdkit top --once /run/disk.ctl                    one second, in plain text
@@ -49,10 +49,10 @@ pub struct TopArgs {
     /// Length of an interval, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
     interval: Duration,
-    /// Show so many intervals, in plain text
+    /// Show this many intervals as plain text, then end
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     count: Option<u64>,
-    /// Show one interval: --count 1
+    /// Show one interval, as --count 1
     #[arg(long, conflicts_with = "count")]
     once: bool,
     #[command(flatten)]

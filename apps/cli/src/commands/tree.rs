@@ -16,16 +16,16 @@ use crate::session::Session;
 /// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "tree",
-    about: "Show which image stands on which, and what deleting one would break",
+    about: "Show which image backs which, and what deleting one would break",
     group: Group::Look,
     details: "\
-Of an image: those in its folder that belong to its chain. Of a folder: all images in it. Only headers are \
-read; what they name is looked for, never opened.",
+For an image: the images of its folder that belong to its chain. For a folder: every image in it. \
+Reads only headers; the files that they name are looked up but not opened.",
     examples: "
 vdkit tree                             images in this folder
-vdkit tree base.qcow2                  what stands on it: do not delete it before those
-vdkit tree -r /var/lib/libvirt/images  with the folders in it
-vdkit tree --delete-check base.qcow2   may it go? 0 yes, 5 something stands on it
+vdkit tree base.qcow2                  the images that depend on it
+vdkit tree -r /var/lib/libvirt/images  with subfolders
+vdkit tree --delete-check base.qcow2   can it be deleted? 0 yes, 5 an image needs it
 ",
     augment: augment::<TreeArgs>,
     run: run::<TreeArgs>,
@@ -37,10 +37,10 @@ pub struct TreeArgs {
     /// An image or a folder
     #[arg(value_name = "IMAGE|DIR", default_value = ".", hide_default_value = true, value_hint = ValueHint::AnyPath)]
     path: PathBuf,
-    /// Ask only what deleting FILE would orphan: exit code 0 where nothing, 5 where something
+    /// Only report which images need FILE: exit code 0 if none, 5 if any
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["path", "recursive"])]
     delete_check: Option<PathBuf>,
-    /// Look into folders within the folder
+    /// Search subfolders too
     #[arg(short = 'r', long)]
     recursive: bool,
     #[command(flatten)]

@@ -25,15 +25,15 @@ pub const COMMAND: Subcommand = Subcommand {
     about: "Write guest bytes at an offset",
     group: Group::Bytes,
     details: "\
-The bytes come from stdin, from --input FILE, or are made by --pattern, --zero or --discard. They \
-are durable when the command is done. An image that is recognised only as raw needs -f raw, one that \
-others in its folder stand on needs --force.",
+The bytes come from stdin, from --input FILE, or from --pattern, --zero or --discard. They are \
+durable when the command ends. An image that is recognized only as raw needs -f raw. An image with \
+overlays in its folder needs --force.",
     examples: "
 vdkit write disk.qcow2 1M < part.bin              from stdin
 vdkit write disk.qcow2 1M --input part.bin        from a file
 vdkit write disk.qcow2 0 64K --pattern 0xaa       64 KiB of one byte
-vdkit write disk.qcow2 4G 1G --zero               zeroes, as metadata where that is possible
-vdkit write disk.qcow2 4G 1G --discard            the guest needs them no more
+vdkit write disk.qcow2 4G 1G --zero               zeroes, as metadata if possible
+vdkit write disk.qcow2 4G 1G --discard            the guest no longer needs them
 ",
     augment: augment::<WriteArgs>,
     run: run::<WriteArgs>,
@@ -51,19 +51,19 @@ pub struct WriteArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Where to begin, in bytes of the guest disk
+    /// Start offset in bytes of the guest disk
     #[arg(value_name = "OFFSET", value_parser = size)]
     offset: u64,
-    /// How many bytes; without it, all that the input has
+    /// Number of bytes (default: all of the input)
     #[arg(value_name = "LENGTH", value_parser = size)]
     length: Option<u64>,
     /// Write this byte, such as 0xaa or 170, LENGTH times
     #[arg(long, value_name = "BYTE", value_parser = byte)]
     pattern: Option<u8>,
-    /// Make LENGTH bytes read as zero, the cheapest way
+    /// Make LENGTH bytes read as zero, with as little writing as possible
     #[arg(long)]
     zero: bool,
-    /// Give LENGTH bytes back; they read as zero or as before afterwards
+    /// Discard LENGTH bytes; they then read as zero or as before
     #[arg(long)]
     discard: bool,
     /// Write the bytes of this file instead of stdin's

@@ -15,7 +15,7 @@ use crate::session::Session;
 /// Arguments of `vdkit lab calibrate`.
 #[derive(Args, Debug)]
 pub struct CalibrateArgs {
-    /// Files of runs of one plan with nothing changed between them, in the order of time
+    /// Files of runs of one plan with nothing changed between them, oldest first
     #[arg(value_name = "RUN", required = true, value_hint = ValueHint::FilePath)]
     runs: Vec<PathBuf>,
     #[command(flatten)]

@@ -23,7 +23,7 @@ pub struct CompareArgs {
     /// The later run's file
     #[arg(value_name = "AFTER", value_hint = ValueHint::FilePath)]
     after: PathBuf,
-    /// More runs of the state before: how far runs lie apart is learnt from them (repeatable)
+    /// More runs of the state before, to estimate how much runs vary (repeatable)
     #[arg(long = "before", num_args = 1.., value_name = "RUN", value_hint = ValueHint::FilePath)]
     more_before: Vec<PathBuf>,
     /// More runs of the state after (repeatable)

@@ -24,35 +24,35 @@ use crate::time;
 pub struct RunArgs {
     #[command(flatten)]
     plan: PlanChoice,
-    /// Put images into a new folder beneath each DIR (repeatable)
+    /// Create images in a new folder below each DIR (repeatable)
     #[arg(long = "on", num_args = 1.., value_name = "DIR", value_hint = ValueHint::DirPath)]
     on: Vec<PathBuf>,
-    /// Put images on these block devices, whose content is lost (repeatable)
+    /// Create images on these block devices, which are overwritten (repeatable)
     #[arg(long, num_args = 1.., value_name = "DEV", value_hint = ValueHint::FilePath)]
     device: Vec<PathBuf>,
-    /// Confirm that all on DEV is lost, which --device names by the same name (repeatable)
+    /// Confirm that DEV, named by --device with the same name, is overwritten (repeatable)
     #[arg(long, num_args = 1.., value_name = "DEV", value_hint = ValueHint::FilePath)]
     erase: Vec<PathBuf>,
-    /// A first answer: fewer cells, smaller disks, shorter loads
+    /// Measure fewer cells with smaller disks and shorter loads, for a first answer
     #[arg(long)]
     quick: bool,
-    /// The file for the results; without it a new one in this folder, named by plan and time
+    /// The results file (default: a new file in this folder, named after plan and time)
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     out: Option<PathBuf>,
-    /// The order of the cells, and all random bytes, come from this number
+    /// Seed of the order of the cells and of random bytes
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Measure each cell just so often, instead of as often as it takes to tell
+    /// Measure exactly N rounds, instead of as many as the decision takes
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: Option<u32>,
-    /// Measure more rounds until it can be told, for at most about so long (90s, 10m, 2h)
+    /// Measure more rounds until the result is decided, for about this long at most (90s, 10m, 2h)
     #[arg(long, value_name = "TIME", value_parser = duration, conflicts_with = "rounds")]
     time: Option<u64>,
-    /// Go on with a run that was interrupted
+    /// Resume an interrupted run
     #[arg(long, value_name = "RUN", value_hint = ValueHint::FilePath)]
     #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds", "time"])]
     resume: Option<PathBuf>,
-    /// Say what would be measured and what it would take, and end
+    /// Print what would be measured, with time and space, and end
     #[arg(long, conflicts_with = "resume")]
     dry_run: bool,
     #[command(flatten)]

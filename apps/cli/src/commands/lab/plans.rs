@@ -52,7 +52,7 @@ impl ListArgs {
 /// Options that select a built-in plan or a plan file.
 #[derive(Args, Clone, Debug)]
 pub struct PlanChoice {
-    /// A plan that comes with vdkit
+    /// A built-in plan
     #[arg(value_name = "PLAN", conflicts_with = "file")]
     name: Option<String>,
     /// A plan of your own, in TOML

@@ -17,10 +17,10 @@ pub struct ReportArgs {
     /// The run's file
     #[arg(value_name = "RUN", value_hint = ValueHint::FilePath)]
     run: PathBuf,
-    /// Where the report goes; `-` is standard output. Without it: RUN's name, ending in .html
+    /// The report's file, or `-` for standard output (default: RUN's name, ending in .html)
     #[arg(short = 'o', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Answer with the verdict as JSON, and make no page
+    /// Print the verdict as JSON and write no page
     #[arg(long, conflicts_with = "output")]
     json: bool,
 }
