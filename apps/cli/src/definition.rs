@@ -73,7 +73,7 @@ pub const EXIT_CODES: &str = "\
 const START: &str = "\
 vdkit info disk.qcow2                what is this image?
 vdkit create disk.qcow2 20G          a new image of 20 GiB
-vdkit convert disk.raw disk.qcow2    the source's format is recognised by its
+vdkit convert disk.raw disk.qcow2    the source's format is recognized by its
                                      header, the target's by its name
 vdkit check disk.qcow2               is it sound?
 vdkit help COMMAND                   all about a command, with examples

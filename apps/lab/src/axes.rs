@@ -12,16 +12,16 @@ pub const BACKEND: &str = "backend";
 /// Programs that create or convert images, for plans that vary the program.
 pub const TOOLS: &[(&str, &str)] = &[
     ("vdkit", "the command vdkit"),
-    ("qemu-img", "QEMU's qemu-img, or qemu-io where an image is read"),
-    ("library", "vdkit's library in the lab's own process, where an image is read"),
+    ("qemu-img", "QEMU's qemu-img, or qemu-io to read an image"),
+    ("library", "vdkit's library in the lab's own process, to read an image"),
 ];
 
 /// Cache modes of images.
 pub const CACHES: &[(&str, &str)] = &[
     ("writeback", "through the host's page cache, durable when flushed"),
-    ("none", "past the page cache, durable when flushed"),
+    ("none", "bypasses the page cache, durable when flushed"),
     ("writethrough", "through the page cache, each write durable"),
-    ("directsync", "past the page cache, each write durable"),
+    ("directsync", "bypasses the page cache, each write durable"),
     ("unsafe", "through the page cache, flushes do nothing"),
 ];
 
@@ -29,25 +29,25 @@ pub const CACHES: &[(&str, &str)] = &[
 pub const CONTENTS: &[(&str, &str)] = &[
     ("none", "nothing was ever written"),
     ("sparse", "64 KiB are written every 32 MiB, and nothing else"),
-    ("full", "all is written but 64 KiB every 32 MiB"),
+    ("full", "everything is written except 64 KiB every 32 MiB"),
 ];
 
 /// When an image's space is allocated, for plans that vary it separately from the layout.
 pub const PREALLOCATIONS: &[(&str, &str)] = &[
     ("off", "as it is written"),
-    ("metadata", "the format's tables beforehand, the space as it is written"),
-    ("falloc", "reserved beforehand"),
-    ("full", "written with zeroes beforehand"),
+    ("metadata", "the format's tables in advance, space as it is written"),
+    ("falloc", "reserved in advance"),
+    ("full", "written with zeroes in advance"),
 ];
 
 /// Record sizes of ZFS.
 pub const RECORDS: &[(&str, &str)] = &[
-    ("inherited", "as the data set of the place has it"),
-    ("4K", "4 KiB, in a data set (or of a volume) of its own"),
-    ("8K", "8 KiB, in a data set (or of a volume) of its own"),
-    ("16K", "16 KiB, in a data set (or of a volume) of its own"),
-    ("64K", "64 KiB, in a data set (or of a volume) of its own"),
-    ("128K", "128 KiB, in a data set (or of a volume) of its own"),
+    ("inherited", "that of the place's data set"),
+    ("4K", "4 KiB, in a separate data set (or volume)"),
+    ("8K", "8 KiB, in a separate data set (or volume)"),
+    ("16K", "16 KiB, in a separate data set (or volume)"),
+    ("64K", "64 KiB, in a separate data set (or volume)"),
+    ("128K", "128 KiB, in a separate data set (or volume)"),
 ];
 
 /// The values that an axis accepts.
@@ -69,12 +69,12 @@ const AXES: &[(&str, &str, Values)] = &[
     ("cache", "the cache mode", Values::Words(|| CACHES.to_vec())),
     ("front", "what the load goes through", Values::Words(|| words(FRONTS, |f| (f.name, f.about)))),
     ("profile", "the load", Values::Words(|| words(PROFILES, |p| (p.name, p.about)))),
-    ("tool", "which program makes, converts or opens images", Values::Words(|| TOOLS.to_vec())),
-    ("content", "what the disk holds beforehand", Values::Words(|| CONTENTS.to_vec())),
+    ("tool", "which program creates, converts or opens images", Values::Words(|| TOOLS.to_vec())),
+    ("content", "content of the disk before the load", Values::Words(|| CONTENTS.to_vec())),
     ("preallocation", "when space is allocated", Values::Words(|| PREALLOCATIONS.to_vec())),
     ("record", "the record size of ZFS", Values::Words(|| RECORDS.to_vec())),
     ("size", "size of the disk, such as 16G", Values::Size),
-    ("images", "how many at once", Values::Count),
+    ("images", "number of images at once", Values::Count),
 ];
 
 fn words<T>(

@@ -100,41 +100,41 @@ const fn layout(
 /// Every layout that plans may name.
 pub static LAYOUTS: &[Layout] = &[
     layout("raw", "raw, with holes", "raw", ""),
-    layout("raw-falloc", "raw, its space reserved beforehand", "raw", "preallocation=falloc"),
-    layout("raw-full", "raw, written with zeroes beforehand", "raw", "preallocation=full"),
-    layout("qcow2", "qcow2 as it is made without options: clusters of 64 KiB", "qcow2", ""),
+    layout("raw-falloc", "raw, preallocated by fallocate", "raw", "preallocation=falloc"),
+    layout("raw-full", "raw, preallocated by writing zeroes", "raw", "preallocation=full"),
+    layout("qcow2", "qcow2 with default options: clusters of 64 KiB", "qcow2", ""),
     layout("qcow2-8k", "qcow2 with clusters of 8 KiB", "qcow2", "cluster_size=8K"),
     layout("qcow2-2m", "qcow2 with clusters of 2 MiB", "qcow2", "cluster_size=2M"),
     layout(
         "qcow2-ext",
-        "qcow2 with extended L2 entries: clusters of 128 KiB, allocated by 4 KiB",
+        "qcow2 with extended L2 entries: clusters of 128 KiB, subclusters of 4 KiB",
         "qcow2",
         "extended_l2=on,cluster_size=128K",
     ),
-    layout(
-        "qcow2-metadata",
-        "qcow2, its tables made beforehand",
-        "qcow2",
-        "preallocation=metadata",
-    ),
-    layout("qcow2-falloc", "qcow2, its space reserved beforehand", "qcow2", "preallocation=falloc"),
-    layout("qcow2-full", "qcow2, written with zeroes beforehand", "qcow2", "preallocation=full"),
+    layout("qcow2-metadata", "qcow2, tables preallocated", "qcow2", "preallocation=metadata"),
+    layout("qcow2-falloc", "qcow2, preallocated by fallocate", "qcow2", "preallocation=falloc"),
+    layout("qcow2-full", "qcow2, preallocated by writing zeroes", "qcow2", "preallocation=full"),
     Layout {
         more: More::Backing,
-        ..layout("qcow2-overlay", "qcow2 that stands on another", "qcow2", "")
+        ..layout("qcow2-overlay", "qcow2 with a backing image", "qcow2", "")
     },
     Layout {
         more: More::Fragmented,
-        ..layout("qcow2-fragmented", "qcow2, all written in random order", "qcow2", "")
+        ..layout("qcow2-fragmented", "qcow2, fully written in random order", "qcow2", "")
     },
     Layout {
         more: More::Aged,
-        ..layout("qcow2-aged", "qcow2, all written in random order, a third again", "qcow2", "")
+        ..layout(
+            "qcow2-aged",
+            "qcow2, fully written in random order, a third discarded and rewritten",
+            "qcow2",
+            "",
+        )
     },
     layout("vmdk", "VMware's sparse format, grains of 64 KiB", "vmdk", ""),
     Layout {
         more: More::Volume,
-        ..layout("zvol", "raw, on a ZFS volume beside the data set that the place is", "raw", "")
+        ..layout("zvol", "raw, on a ZFS volume below the data set of the place", "raw", "")
     },
 ];
 

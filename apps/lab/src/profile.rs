@@ -131,106 +131,98 @@ const fn load(name: &'static str, about: &'static str, load: Load) -> Profile {
 
 /// Every load that plans may name.
 pub static PROFILES: &[Profile] = &[
-    load("seq1m-q8-read", "1 MiB in order, 8 at a time", Load { block: 1 << 20, depth: 8, ..BASE }),
+    load(
+        "seq1m-q8-read",
+        "1 MiB sequential, 8 in flight",
+        Load { block: 1 << 20, depth: 8, ..BASE },
+    ),
     load(
         "seq1m-q8-write",
-        "1 MiB in order, 8 at a time",
+        "1 MiB sequential, 8 in flight",
         Load { rw: Pattern::Write, block: 1 << 20, depth: 8, ..BASE },
     ),
-    load("seq1m-q1-read", "1 MiB in order, one at a time", Load { block: 1 << 20, ..BASE }),
+    load("seq1m-q1-read", "1 MiB sequential, 1 in flight", Load { block: 1 << 20, ..BASE }),
     load(
         "seq1m-q1-write",
-        "1 MiB in order, one at a time",
+        "1 MiB sequential, 1 in flight",
         Load { rw: Pattern::Write, block: 1 << 20, ..BASE },
     ),
     load(
         "rnd4k-q32-read",
-        "4 KiB anywhere, 32 at a time",
+        "4 KiB random, 32 in flight",
         Load { rw: Pattern::RandomRead, depth: 32, ..BASE },
     ),
     load(
         "rnd4k-q32-write",
-        "4 KiB anywhere, 32 at a time",
+        "4 KiB random, 32 in flight",
         Load { rw: Pattern::RandomWrite, depth: 32, ..BASE },
     ),
-    load(
-        "rnd4k-q1-read",
-        "4 KiB anywhere, one at a time",
-        Load { rw: Pattern::RandomRead, ..BASE },
-    ),
-    load(
-        "rnd4k-q1-write",
-        "4 KiB anywhere, one at a time",
-        Load { rw: Pattern::RandomWrite, ..BASE },
-    ),
+    load("rnd4k-q1-read", "4 KiB random, 1 in flight", Load { rw: Pattern::RandomRead, ..BASE }),
+    load("rnd4k-q1-write", "4 KiB random, 1 in flight", Load { rw: Pattern::RandomWrite, ..BASE }),
     load(
         "rnd64k-read",
-        "64 KiB anywhere, 4 at a time",
+        "64 KiB random, 4 in flight",
         Load { rw: Pattern::RandomRead, block: 64 << 10, depth: 4, ..BASE },
     ),
     load(
         "rnd64k-write",
-        "64 KiB anywhere, 4 at a time",
+        "64 KiB random, 4 in flight",
         Load { rw: Pattern::RandomWrite, block: 64 << 10, depth: 4, ..BASE },
     ),
     load(
         "rnd1m-read",
-        "1 MiB anywhere, one at a time",
+        "1 MiB random, 1 in flight",
         Load { rw: Pattern::RandomRead, block: 1 << 20, ..BASE },
     ),
     load(
         "rnd1m-write",
-        "1 MiB anywhere, one at a time",
+        "1 MiB random, 1 in flight",
         Load { rw: Pattern::RandomWrite, block: 1 << 20, ..BASE },
     ),
     load(
         "mixed-fsync",
-        "70 of 100 requests of 4 KiB read, an fsync after each 32 writes, 8 at a time",
+        "4 KiB random, 70 % reads, 8 in flight, an fsync after every 32 writes",
         Load { rw: Pattern::RandomMix(70), depth: 8, sync: Sync::Fsync(32), ..BASE },
     ),
     load(
         "sync16",
-        "4 KiB anywhere by 16 writers that wait for each write, an fsync at the end",
+        "4 KiB random by 16 writers with 1 in flight each, an fsync at the end",
         Load { rw: Pattern::RandomWrite, jobs: 16, engine: "sync", to_the_end: true, ..BASE },
     ),
     load(
         "libaio16",
-        "4 KiB anywhere by 16 writers with 16 requests at a time each, an fsync at the end",
+        "4 KiB random by 16 writers with 16 in flight each, an fsync at the end",
         Load { rw: Pattern::RandomWrite, jobs: 16, depth: 16, to_the_end: true, ..BASE },
     ),
     load(
         "durable16",
-        "4 KiB anywhere by 16 writers, an fsync after each write",
+        "4 KiB random by 16 writers, an fsync after each write",
         Load { sync: Sync::Fsync(1), ..DURABLE },
     ),
     load(
         "batch16",
-        "4 KiB anywhere by 16 writers, an fsync after each 32 writes of one of them",
+        "4 KiB random by 16 writers, an fsync after every 32 writes of a writer",
         Load { sync: Sync::Fsync(32), ..DURABLE },
     ),
-    load(
-        "first-write",
-        "64 KiB anywhere, 4 at a time, each place once, on a disk that nothing was written to",
-        ALL,
-    ),
+    load("first-write", "64 KiB random, 4 in flight, each block once, on an empty disk", ALL),
     load(
         "rewrite",
-        "64 KiB anywhere, 4 at a time, each place once, on a disk that was all written before",
+        "64 KiB random, 4 in flight, each block once, on a full disk",
         Load { rewrites: true, ..ALL },
     ),
     load(
         "first-write-4k",
-        "4 KiB anywhere, 4 at a time, each place once, on a disk that nothing was written to",
+        "4 KiB random, 4 in flight, each block once, on an empty disk",
         Load { block: 4 << 10, ..ALL },
     ),
     load(
         "rewrite-4k",
-        "4 KiB anywhere, 4 at a time, each place once, on a disk that was all written before",
+        "4 KiB random, 4 in flight, each block once, on a full disk",
         Load { block: 4 << 10, rewrites: true, ..ALL },
     ),
     load(
         "database",
-        "8 KiB anywhere, made durable (fdatasync) one by one",
+        "8 KiB random, 1 in flight, an fdatasync after each write",
         Load {
             rw: Pattern::RandomWrite,
             block: 8 << 10,
@@ -241,7 +233,7 @@ pub static PROFILES: &[Profile] = &[
     ),
     Profile {
         name: "scores",
-        about: "1 MiB in order, and 4 KiB, 64 KiB and 1 MiB anywhere, reads and writes, as scores",
+        about: "sequential 1 MiB and random 4 KiB, 64 KiB and 1 MiB, reads and writes, as scores",
         kind: Kind::Scores,
     },
     Profile {
@@ -251,7 +243,7 @@ pub static PROFILES: &[Profile] = &[
     },
     Profile {
         name: "open",
-        about: "the image is opened and 4 KiB are read, cold",
+        about: "the image is opened and 4 KiB are read, with cold caches",
         kind: Kind::Open,
     },
     Profile {
@@ -261,12 +253,12 @@ pub static PROFILES: &[Profile] = &[
     },
     Profile {
         name: "boot",
-        about: "several images on one base are opened and read at once, cold",
+        about: "several overlays of one image are opened and read at once, with cold caches",
         kind: Kind::Boot,
     },
     Profile {
         name: "nospace",
-        about: "the file system beneath fills while a client writes, and has room again later",
+        about: "the file system below the image fills while a client writes, and has free space again later",
         kind: Kind::NoSpace,
     },
 ];

@@ -95,7 +95,7 @@ pub static FRONTS: &[Front] = &[
     ),
     front(
         "nbd-qsd-native",
-        "qemu-storage-daemon over NBD, the image opened as guests often have it: cache none, aio=native",
+        "qemu-storage-daemon over NBD, the image opened as for many guests: cache none, aio=native",
         Kind::Nbd(Server::StorageDaemon(Aio::Native)),
     ),
     front(
@@ -112,17 +112,17 @@ pub static FRONTS: &[Front] = &[
     ),
     front(
         "guest-virtio",
-        "a guest's virtio disk, QEMU reads the image",
+        "a guest's virtio disk; QEMU opens the image",
         Kind::Guest(Bus::Virtio, Source::Qemu),
     ),
     front(
         "guest-scsi",
-        "a guest's SCSI disk (virtio-scsi), QEMU reads the image",
+        "a guest's SCSI disk (virtio-scsi); QEMU opens the image",
         Kind::Guest(Bus::Scsi, Source::Qemu),
     ),
     front(
         "guest-ide",
-        "a guest's IDE disk, QEMU reads the image",
+        "a guest's IDE disk; QEMU opens the image",
         Kind::Guest(Bus::Ide, Source::Qemu),
     ),
     front(
@@ -142,7 +142,7 @@ pub static FRONTS: &[Front] = &[
     ),
     front(
         "guest-virtio-report",
-        "a guest's virtio disk, QEMU reads the image and tells the guest of errors (werror=report)",
+        "a guest's virtio disk, QEMU opens the image and reports errors to the guest (werror=report)",
         Kind::Guest(Bus::Virtio, Source::QemuReporting),
     ),
 ];
