@@ -107,11 +107,20 @@ pub use vdkit_export as export;
 pub use vdkit_export_fuse as fuse;
 pub use vdkit_export_nbd as nbd;
 pub use vdkit_export_vhost as vhost_user;
-pub use vdkit_jobs as jobs;
 pub use vdkit_ova as ova;
 pub use vdkit_storage as storage;
 pub use vdkit_stream as stream;
 
+/// Long work on images: each job reports to a [`Monitor`] and returns a report that serializes to JSON.
+pub mod jobs {
+    pub use vdkit_appliance::*;
+    pub use vdkit_copy::*;
+    pub use vdkit_doctor::*;
+    pub use vdkit_image::*;
+    pub use vdkit_inspect::{Objection, Preset, Rule, Use, ValidateReport, validate};
+    pub use vdkit_tree::*;
+    pub use {vdkit_inspect as inspect, vdkit_libvirt as libvirt};
+}
 pub mod live;
 mod registry;
 

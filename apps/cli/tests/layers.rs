@@ -25,7 +25,14 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         ],
     ),
     ("sources", &[&["vdkit-stream"], &["vdkit-ova"]]),
-    ("jobs", &[&["vdkit-jobs"]]),
+    (
+        "jobs",
+        &[
+            &["vdkit-deflate", "vdkit-tree", "vdkit-inspect", "vdkit-libvirt"],
+            &["vdkit-copy"],
+            &["vdkit-image", "vdkit-doctor", "vdkit-appliance"],
+        ],
+    ),
     (
         "serve",
         &[&["vdkit-export"], &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"]],
@@ -37,6 +44,12 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
 /// Formats know storages only as the trait that they are handed. A format imports the contract, the engine of metadata,
 /// and what formats share.
 const WITHIN_FORMATS: &[&str] = &["vdkit-block", "vdkit-meta", "vdkit-luks", "vdkit-blockmap"];
+
+/// Floors whose crates know formats only by the contract: they are handed drivers and images.
+const KNOW_NO_FORMAT: &[&str] = &["sources", "jobs", "serve"];
+
+/// Judges images from strangers by rules that are about formats.
+const KNOWS_FORMATS: &str = "vdkit-inspect";
 
 /// Kept for tests and benchmarks: any crate may have these as dev-dependencies.
 const FOR_TESTS: &[&str] = &["vdkit-testkit", "vdkit-supervisor", "vdkit-bench"];
@@ -82,6 +95,10 @@ fn judge(from: &str, to: &str, kind: Option<&str>) -> Result<(), String> {
         return Err(format!(
             "the format {from} imports {to}; a format imports {WITHIN_FORMATS:?} alone"
         ));
+    }
+    let floor = FLOORS[upper.0].0;
+    if FLOORS[lower.0].0 == "formats" && KNOW_NO_FORMAT.contains(&floor) && from != KNOWS_FORMATS {
+        return Err(format!("{from} imports the format {to}; it should know none by name"));
     }
     if lower < upper { Ok(()) } else { Err(format!("{from} imports {to}, which is not below it")) }
 }
@@ -156,21 +173,25 @@ fn the_facade_brings_no_lab_along() {
 #[test]
 fn upward_and_sideways_edges_are_seen() {
     for (from, to, allowed) in [
-        ("vdkit-jobs", "vdkit-block", true),
+        ("vdkit-copy", "vdkit-block", true),
         ("vdkit-block", "vdkit-storage", false),
         ("vdkit-qcow2", "vdkit-storage", false),
         ("vdkit-qcow2", "vdkit-luks", true),
         ("vdkit-luks", "vdkit-qcow2", false),
         ("vdkit-luks", "vdkit-storage", false),
         ("vdkit-storage", "vdkit-raw", false),
-        ("vdkit-chain", "vdkit-jobs", false),
+        ("vdkit-chain", "vdkit-copy", false),
         ("vdkit-cli", "vdkit-testkit", false),
-        ("vdkit-jobs", "vdkit-supervisor", false),
+        ("vdkit-copy", "vdkit-supervisor", false),
         ("vdkit-bench", "vdkit-supervisor", true),
         ("vdkit-cli", "vdkit-lab", true),
         ("vdkit", "vdkit-lab", false),
         ("vdkit-lab", "vdkit-guest", true),
-        ("vdkit-jobs", "vdkit-guest", false),
+        ("vdkit-copy", "vdkit-guest", false),
+        ("vdkit-copy", "vdkit-qcow2", false),
+        ("vdkit-inspect", "vdkit-qcow2", true),
+        ("vdkit-image", "vdkit-copy", true),
+        ("vdkit-copy", "vdkit-image", false),
         ("vdkit-cli", "vdkit-unheard-of", false),
     ] {
         assert_eq!(judge(from, to, None).is_ok(), allowed, "{from} to {to}");

@@ -25,10 +25,10 @@ use vdkit_chain::{
 };
 
 use crate::create::modified;
-use crate::dependents::refuse_dependents;
 use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
+use vdkit_tree::refuse_dependents;
 
 /// Bytes per read of a thread.
 const CHUNK_BYTES: u64 = 512 << 10;

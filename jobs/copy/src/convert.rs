@@ -190,29 +190,26 @@ pub fn convert(
 
 /// A conversion whose target is complete but not yet renamed into place. Dropping it removes a new
 /// image.
-pub(crate) struct Converted {
+pub struct Converted {
     target: Option<Target>,
     report: ConvertReport,
 }
 
 impl Converted {
     /// Renames the target into place.
-    pub(crate) fn commit(self, cancel: &CancelToken) -> Result<ConvertReport> {
+    pub fn commit(self, cancel: &CancelToken) -> Result<ConvertReport> {
         self.commit_naming(cancel).map(|(report, _)| report)
     }
 
     /// As [`Converted::commit`]; also returns the files that it created.
-    pub(crate) fn commit_naming(
-        self,
-        cancel: &CancelToken,
-    ) -> Result<(ConvertReport, Vec<PathBuf>)> {
+    pub fn commit_naming(self, cancel: &CancelToken) -> Result<(ConvertReport, Vec<PathBuf>)> {
         let placed = self.target.map(|target| target.commit(cancel)).transpose()?;
         Ok((self.report, placed.unwrap_or_default()))
     }
 }
 
 /// [`convert`] without the last step.
-pub(crate) fn convert_uncommitted(
+pub fn convert_uncommitted(
     registry: &Registry,
     source: &Source,
     options: &ConvertOptions,

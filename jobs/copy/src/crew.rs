@@ -9,7 +9,7 @@ use vdkit_block::{Monitor, Result};
 const ALONE_BYTES: u64 = 4 << 20;
 
 /// The default number of threads.
-pub(crate) fn default_threads() -> usize {
+pub fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 

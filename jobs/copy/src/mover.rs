@@ -25,7 +25,6 @@ use vdkit_block::{CompressionSpec, Error, GuestOffset, Monitor, Result};
 use vdkit_chain::Disk;
 use vdkit_storage::AlignedBuf;
 
-use crate::compress::Compressor;
 use crate::crew::default_threads;
 use crate::plan::{Planner, Work};
 use crate::queue::{Neighbours, Queue};
@@ -34,6 +33,7 @@ use crate::share::{share, share_all};
 use crate::source::Source;
 use crate::zero::data_runs;
 use place::Placed;
+use vdkit_deflate::Compressor;
 
 /// Bytes that one thread moves before others start: a small job is done by then.
 const ALONE_BYTES: u64 = 8 << 20;

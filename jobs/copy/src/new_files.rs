@@ -13,7 +13,7 @@ use vdkit_storage::{
     CommitOptions, FileOptions, FileStorage, LockMode, PendingFile, PendingRemoval,
 };
 
-use crate::dependents::dependents;
+use vdkit_tree::dependents;
 
 /// Arguments for the other files of a new image.
 pub(crate) struct WantedFiles<'a> {

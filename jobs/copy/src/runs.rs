@@ -9,14 +9,15 @@ use crate::holes::Holes;
 
 /// A run of a disk.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Run<'a> {
+pub struct Run<'a> {
     /// Guest offset of the first byte.
-    pub(crate) at: u64,
+    pub at: u64,
     /// Bytes; never 0.
-    pub(crate) len: u64,
-    pub(crate) kind: RunKind<'a>,
+    pub len: u64,
+    /// What the run holds.
+    pub kind: RunKind<'a>,
     /// The layer that holds it, 0 being the top.
-    pub(crate) depth: usize,
+    pub depth: usize,
     /// The host file may have holes unknown to the map.
     hides_holes: bool,
     /// The host's bytes are not the guest's (compressed units excepted).
@@ -25,27 +26,39 @@ pub(crate) struct Run<'a> {
 
 /// Content of a run.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum RunKind<'a> {
+pub enum RunKind<'a> {
     /// Zeroes, by the map or the host file.
     Zero,
     /// Bytes of a host file.
-    Data { storage: &'a Arc<dyn Storage>, offset: HostOffset },
-    /// Compressed.
-    Compressed { storage: &'a Arc<dyn Storage>, compressed: Compressed },
+    Data {
+        /// The host file.
+        storage: &'a Arc<dyn Storage>,
+        /// Offset of the first byte in it.
+        offset: HostOffset,
+    },
+    /// A part of a compressed unit.
+    Compressed {
+        /// The host file.
+        storage: &'a Arc<dyn Storage>,
+        /// The unit, and where in it the run begins.
+        compressed: Compressed,
+    },
 }
 
 impl Run<'_> {
-    pub(crate) fn zeroes(at: u64, len: u64) -> Self {
+    /// A run of zeroes.
+    pub fn zeroes(at: u64, len: u64) -> Self {
         let (kind, depth) = (RunKind::Zero, usize::MAX);
         Self { at, len, kind, depth, hides_holes: false, encrypted: false }
     }
 
-    pub(crate) fn end(&self) -> u64 {
+    /// Guest offset behind the last byte.
+    pub fn end(&self) -> u64 {
         self.at + self.len
     }
 
     /// This run from `at` on, which must be within it.
-    pub(crate) fn from(self, at: u64) -> Self {
+    pub fn from(self, at: u64) -> Self {
         debug_assert!(self.at <= at && at < self.end());
         let skip = at - self.at;
         let kind = match self.kind {
@@ -61,18 +74,19 @@ impl Run<'_> {
     }
 
     /// Whether the host's bytes are the guest's.
-    pub(crate) fn is_plain(&self) -> bool {
+    pub fn is_plain(&self) -> bool {
         !self.encrypted
     }
 
-    pub(crate) fn is_zero(&self) -> bool {
+    /// Whether the run is known to read as zero.
+    pub fn is_zero(&self) -> bool {
         matches!(self.kind, RunKind::Zero)
     }
 }
 
 /// The runs of a disk, in order.
 #[derive(Debug)]
-pub(crate) struct Runs<'a> {
+pub struct Runs<'a> {
     disk: &'a Disk,
     extents: Option<Extents<'a>>,
     /// The unreturned rest of the last extent.
@@ -83,7 +97,7 @@ pub(crate) struct Runs<'a> {
 
 impl<'a> Runs<'a> {
     /// The runs of `len` bytes from `at`.
-    pub(crate) fn new(disk: &'a Disk, at: u64, len: u64) -> Result<Self> {
+    pub fn new(disk: &'a Disk, at: u64, len: u64) -> Result<Self> {
         let extents = if len == 0 { None } else { Some(disk.extents(GuestOffset(at), len)?) };
         Ok(Self {
             disk,
@@ -95,7 +109,7 @@ impl<'a> Runs<'a> {
     }
 
     /// The next run; `None` at the end.
-    pub(crate) fn next_run(&mut self) -> Result<Option<Run<'a>>> {
+    pub fn next_run(&mut self) -> Result<Option<Run<'a>>> {
         let run = match self.rest.take() {
             Some(run) => run,
             None => match self.extents.as_mut().and_then(Iterator::next).transpose()? {

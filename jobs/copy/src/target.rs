@@ -68,14 +68,14 @@ fn cache_until_named(wanted: Option<CacheMode>) -> CacheMode {
 }
 
 /// Options for a new file. By default, bytes beyond a share of the page cache are written directly.
-pub(crate) fn new_file_options(wanted: Option<CacheMode>) -> FileOptions {
+pub fn new_file_options(wanted: Option<CacheMode>) -> FileOptions {
     let share = if wanted.is_none() { CacheShare::Background } else { CacheShare::All };
     FileOptions::read_write().cache(cache_until_named(wanted)).share(share)
 }
 
 /// Durability of the rename of a new file. A crash after the rename must not leave neither the old
 /// nor the new file.
-pub(crate) fn commit_options(wanted: Option<CacheMode>, replaces: bool) -> CommitOptions {
+pub fn commit_options(wanted: Option<CacheMode>, replaces: bool) -> CommitOptions {
     match wanted {
         Some(CacheMode::Unsafe) => CommitOptions::default(),
         Some(_) => CommitOptions { sync_file: true, sync_folder: true },

@@ -16,7 +16,7 @@ const CHUNK_BYTES: u64 = 1 << 20;
 ///
 /// # Errors
 /// [`Error::Corrupt`] at the first chunk that differs.
-pub(crate) fn verify(
+pub fn verify(
     source: &Source,
     target: &Disk,
     threads: usize,

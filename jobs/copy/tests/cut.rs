@@ -8,9 +8,8 @@ use vdkit_block::{
     CancelToken, Error, FormatDriver, GuestOffset, Monitor, NoProgress, Options, Repair,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry, TruncationCheck};
-use vdkit_jobs::{
-    CompareOptions, ConvertOptions, Destination, NewImage, Source, check, compare, convert, measure,
-};
+use vdkit_copy::{CompareOptions, ConvertOptions, Destination, NewImage, Source, compare, convert};
+use vdkit_image::{check, measure};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_testkit::{Rng, qemu, require_peer};

@@ -6,13 +6,12 @@ use vdkit_block::{
     CancelToken, Codec, CompressionSpec, Error, FormatDriver, Monitor, Options, Progress,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
-use vdkit_jobs::{
-    CompareOptions, ConvertOptions, Destination, NewImage, ReferenceStatus, Source, TreeOptions,
-    compare, convert, map, measure, tree,
-};
+use vdkit_copy::{CompareOptions, ConvertOptions, Destination, NewImage, Source, compare, convert};
+use vdkit_image::{map, measure};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_testkit::{Rng, qemu, require_peer};
+use vdkit_tree::{ReferenceStatus, TreeOptions, tree};
 
 const MIB: u64 = 1 << 20;
 /// Not a multiple of any cluster size.

@@ -29,7 +29,7 @@ use std::time::Instant;
 use vdkit_block::{Error, GuestOffset, Monitor, NoProgress, Result, is_zero};
 use vdkit_chain::{Disk, DiskPlace, Layer, TruncationCheck};
 use vdkit_export::{ChangeMap, Committed, Export, Job};
-use vdkit_jobs::refuse_dependents;
+use vdkit_tree::refuse_dependents;
 
 use super::{LiveImages, check_writable, is_encrypted};
 

@@ -11,8 +11,8 @@ use std::path::{Component, Path, PathBuf};
 
 use vdkit_block::{Error, Monitor, Result, Storage};
 use vdkit_chain::{BackingChoice, Disk, OpenOptions};
+use vdkit_copy::{CreateOptions, NewBacking, create};
 use vdkit_export::{Export, ImageChain};
-use vdkit_jobs::{CreateOptions, NewBacking, create};
 
 use super::{LiveImages, check_writable, is_encrypted};
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::jobs::convert::Backing;
+use vdkit::jobs::Backing;
 use vdkit::jobs::{
     self, ApplianceReport, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions,
     Destination, FoundBacking, Incoming, NewBacking, NewImage, Preset, Source, Use, convert_stream,

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use vdkit_jobs::libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
+use vdkit_libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
 
 use crate::front::Cache;
 use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run};

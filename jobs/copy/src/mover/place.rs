@@ -6,8 +6,8 @@ use vdkit_block::{CompressedReservation, CompressionSpec, Fill, GuestOffset, Res
 use vdkit_chain::Disk;
 
 use super::{Buffers, Mover, add};
-use crate::compress::Compressor;
 use crate::zero::is_zero;
+use vdkit_deflate::Compressor;
 
 /// Marks a zero cluster in the list of compressed lengths.
 const ZERO_CLUSTER: u32 = u32::MAX;

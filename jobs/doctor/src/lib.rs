@@ -28,7 +28,7 @@ use serde::Serialize;
 use vdkit_block::{Error, Monitor, RefPolicy, Result};
 use vdkit_chain::{BackingChoice, ChainLink, OpenOptions, Registry, describe_chain};
 
-use crate::tree::{TreeOptions, tree};
+use vdkit_tree::{TreeOptions, tree};
 
 pub use code::{Code as DoctorCode, Severity as DoctorSeverity};
 pub use evidence::{Allocation, DoctorEvidence};

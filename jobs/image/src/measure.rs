@@ -4,7 +4,7 @@ use serde::Serialize;
 use vdkit_block::{FormatDriver, Measured, Monitor, Options, Result};
 use vdkit_chain::Disk;
 
-use crate::runs::Runs;
+use vdkit_copy::runs::Runs;
 
 /// Required sizes of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

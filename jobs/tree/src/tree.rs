@@ -299,7 +299,7 @@ fn look_up(
 }
 
 /// The path of a name in an image's header; `None` for URLs and `json:`.
-pub(crate) fn target_of(image: &Path, name: &str) -> Option<PathBuf> {
+pub fn target_of(image: &Path, name: &str) -> Option<PathBuf> {
     let name = name.strip_prefix("file:").unwrap_or(name);
     let scheme = name.split_once(':').map(|(scheme, _)| scheme);
     // A colon after the first slash belongs to a file name.

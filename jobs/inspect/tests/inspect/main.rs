@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use images::*;
 use vdkit_block::Storage;
-use vdkit_jobs::inspect::{
-    Allow, Code, Depth, InspectOptions, InspectReport, Verdict, Weight, inspect,
-};
+use vdkit_inspect::{Allow, Code, Depth, InspectOptions, InspectReport, Verdict, Weight, inspect};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CountingStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 

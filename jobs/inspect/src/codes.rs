@@ -2,6 +2,8 @@
 
 /// Defines `Code` from a table of variants, names, ranks and meanings. The arguments before the
 /// table: attributes of the enum, then the method that returns the rank, and its type.
+#[macro_export]
+#[doc(hidden)]
 macro_rules! codes {
     (
         $(#[$what:meta])* Code; $(#[$about:meta])* $rank:ident: $Rank:ident;
@@ -34,4 +36,4 @@ macro_rules! codes {
     };
 }
 
-pub(crate) use codes;
+pub use codes;

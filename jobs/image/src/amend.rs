@@ -8,8 +8,8 @@ use vdkit_chain::{
     BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
 };
 
-use crate::create::NewBacking;
 use crate::resize::{ResizeOptions, resize};
+use vdkit_copy::NewBacking;
 
 /// An option of amend too, as in qemu-img.
 const SIZE: OptionSpec = OptionSpec {

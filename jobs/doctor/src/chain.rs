@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use vdkit_block::{BackingRef, Error};
 use vdkit_chain::ChainLink;
 
-use super::{DoctorCode, Examination, command, word_of};
-use crate::tree::target_of;
+use crate::{DoctorCode, Examination, command, word_of};
+use vdkit_tree::target_of;
 
 /// Chain length from which on a finding is reported.
 const DEPTH_REMARKABLE: usize = 16;

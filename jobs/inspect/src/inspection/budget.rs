@@ -8,21 +8,25 @@ use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent
 
 /// Reads and bytes used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Spent {
-    pub(crate) reads: u64,
-    pub(crate) bytes: u64,
+pub struct Spent {
+    /// Reads done.
+    pub reads: u64,
+    /// Bytes read.
+    pub bytes: u64,
 }
 
 /// The first limit that was exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Exceeded {
+pub enum Exceeded {
+    /// The number of reads, or their bytes.
     Reads,
+    /// The deadline.
     Time,
 }
 
 /// Limits reads of another storage by number, bytes and a deadline; never writes.
 #[derive(Debug)]
-pub(crate) struct BudgetStorage {
+pub struct BudgetStorage {
     inner: Arc<dyn Storage>,
     reads_max: u64,
     bytes_max: u64,
@@ -34,7 +38,8 @@ pub(crate) struct BudgetStorage {
 }
 
 impl BudgetStorage {
-    pub(crate) fn new(
+    /// Limits `inner` to `reads_max` reads of `bytes_max` bytes in all, until `deadline`.
+    pub fn new(
         inner: Arc<dyn Storage>,
         reads_max: u64,
         bytes_max: u64,
@@ -52,14 +57,16 @@ impl BudgetStorage {
         })
     }
 
-    pub(crate) fn spent(&self) -> Spent {
+    /// What has been read so far.
+    pub fn spent(&self) -> Spent {
         Spent {
             reads: self.reads.load(Ordering::Relaxed),
             bytes: self.bytes.load(Ordering::Relaxed),
         }
     }
 
-    pub(crate) fn exceeded(&self) -> Option<Exceeded> {
+    /// The limit that ended the reads, if one did.
+    pub fn exceeded(&self) -> Option<Exceeded> {
         if self.out_of_time.load(Ordering::Relaxed) {
             Some(Exceeded::Time)
         } else if self.out_of_reads.load(Ordering::Relaxed) {

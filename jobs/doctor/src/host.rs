@@ -8,11 +8,11 @@ use std::path::Path;
 use rustix::fs::{IFlags, OFlags};
 use vdkit_storage::Placement;
 
-use super::evidence::{Allocation, allocation, growth, scattered};
-use super::mounts::Mounted;
-use super::unflushed::unflushed;
-use super::{DoctorCode, Examination, command};
-use crate::libvirt::{CachePlace, cache_for};
+use crate::evidence::{Allocation, allocation, growth, scattered};
+use crate::mounts::Mounted;
+use crate::unflushed::unflushed;
+use crate::{DoctorCode, Examination, command};
+use vdkit_libvirt::{CachePlace, cache_for};
 
 /// Maximum extents examined.
 const EXTENTS_MAX: u64 = 200_000;

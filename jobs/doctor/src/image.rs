@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use vdkit_block::{CheckReport, Error, ImageInfo, Limits, Monitor, Repair, Result, Storage};
 use vdkit_chain::{OpenOptions, OpenedImage, open_image};
 
-use super::evidence::{allocation, shuffled};
-use super::{DoctorCode, Examination, METADATA_BYTES_MAX, command};
-use crate::inspect::budget::BudgetStorage;
+use crate::evidence::{allocation, shuffled};
+use crate::{DoctorCode, Examination, METADATA_BYTES_MAX, command};
+use vdkit_inspect::BudgetStorage;
 
 /// Maximum reads and time for the check of one image.
 const READS_MAX: u64 = 100_000;

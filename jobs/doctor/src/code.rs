@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::codes::codes;
+use vdkit_inspect::codes;
 
 /// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

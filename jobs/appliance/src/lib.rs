@@ -25,11 +25,11 @@ use vdkit_ova::{Machine, NewDisk, Package, PackageLimits, PackageWriter};
 use vdkit_storage::PendingFile;
 use vdkit_stream::{ByteStream, OutPipe, Packing, StorageReader, spool};
 
-use crate::convert::{ConvertOptions, ConvertReport, Converted, convert, convert_uncommitted};
-use crate::crew::default_threads;
-use crate::source::Source;
-use crate::target::{Destination, commit_options, new_file_options};
-use crate::verify::verify;
+use vdkit_copy::Source;
+use vdkit_copy::default_threads;
+use vdkit_copy::verify;
+use vdkit_copy::{ConvertOptions, ConvertReport, Converted, convert, convert_uncommitted};
+use vdkit_copy::{Destination, commit_options, new_file_options};
 
 /// Maximum concurrent conversions: more would only scatter the reads.
 const AT_ONCE_MAX: usize = 4;

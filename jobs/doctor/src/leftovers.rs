@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use vdkit_block::{CancelToken, Result};
 use vdkit_storage::{is_abandoned, unfinished_name};
 
-use super::{DoctorCode, DoctorFinding, Findings, command, word_of};
+use crate::{DoctorCode, DoctorFinding, Findings, command, word_of};
 
 /// Maximum folder depth.
 const FOLDERS_DEEP_MAX: usize = 16;

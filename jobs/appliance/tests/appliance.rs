@@ -5,13 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use vdkit_appliance::{Extraction, extract, open_packaged};
 use vdkit_block::{
     Error, HostOffset, Monitor, Options, Progress, Result, Storage, StorageCaps, StorageExtent,
 };
 use vdkit_chain::{OpenOptions, Registry};
-use vdkit_jobs::{
-    ConvertOptions, Destination, Extraction, NewImage, Source, extract, open_packaged,
-};
+use vdkit_copy::{ConvertOptions, Destination, NewImage, Source};
 use vdkit_ova::{Package, PackageLimits};
 use vdkit_raw::RawDriver;
 use vdkit_testkit::appliance::{ovf, tar};

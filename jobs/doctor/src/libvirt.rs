@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use vdkit_chain::ChainLink;
 
-use super::Examination;
-use super::evidence::Allocation;
-use crate::libvirt::{self, DiskBacking, DiskSource, LibvirtDisk};
+use crate::Examination;
+use crate::evidence::Allocation;
+use vdkit_libvirt::{self as libvirt, DiskBacking, DiskSource, LibvirtDisk};
 
 /// QEMU's default size of the L2 cache. Source: QEMU, docs/qcow2-cache.txt.
 const QEMU_MAP_CACHE: u64 = 32 << 20;
