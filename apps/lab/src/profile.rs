@@ -28,7 +28,7 @@ pub enum Kind {
     Install,
     /// Many images are opened and read at once, as when guests boot after a power failure.
     Boot,
-    /// The file system beneath the image fills while a client writes.
+    /// The file system below the image fills while a client writes.
     NoSpace,
 }
 

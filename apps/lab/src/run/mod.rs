@@ -383,8 +383,8 @@ impl Going {
         let disturbed = before.until(&load::Moment::now());
         place::remove_folder(&folder)?;
         self.store.forget_scratch(&folder)?;
-        // Each round has its own folder, whose random name must not make equal errors look
-        // different.
+        // Each round has a folder with a random name. Replace the name, so that equal commands
+        // and errors have equal texts.
         let name = folder.display().to_string();
         let shown = folder.with_file_name("vdkit-lab").display().to_string();
         let plain = |text: String| text.replace(&name, &shown);

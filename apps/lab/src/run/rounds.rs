@@ -24,8 +24,8 @@ pub(super) struct Rounds {
 
 impl Rounds {
     /// The limits for a request. A plan with one or two rounds gets no additional ones, because
-    /// they could decide nothing. Neither does a plan that measures survival, which does not depend
-    /// on noise.
+    /// it asks for no decision. Neither does a plan that measures survival, which does not depend on
+    /// noise.
     pub(super) fn of(request: &Request, plan: &Plan) -> Self {
         let planned = plan.effort(request.quick).rounds;
         let fixed = |rounds| Self { least: rounds, most: rounds, seconds: None };

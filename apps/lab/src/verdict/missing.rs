@@ -101,7 +101,7 @@ pub(super) fn missing(run: &Run, matrix: Option<&Matrix<'_>>) -> Vec<Missing> {
     found
 }
 
-/// Values, or combinations of values, that these cells have in common, on axes that vary.
+/// Every value, or every pair of values, of these cells on axes that vary.
 fn parts(run: &Run, cells: &[usize], size: usize) -> Vec<Axes> {
     let varies = |axis: &str| crate::matrix::values(run, axis).len() > 1;
     let mut all: Vec<Axes> = Vec::new();
