@@ -10,7 +10,8 @@ use crate::failure::{Tone, print_line};
 use crate::output::bytes_long;
 use crate::progress::{ProgressMode, Reporter};
 
-/// Reads a size with a binary unit. What other programs count in thousands is told of: see [`print_notes`].
+/// Parses a size with a binary unit. Records a note where other programs use powers of 1000 for the
+/// unit; [`print_notes`] prints it.
 ///
 /// # Errors
 /// The text is not a size.
@@ -28,7 +29,7 @@ pub fn size(text: &str) -> Result<u64, String> {
     Ok(bytes)
 }
 
-/// What is worth saying of the arguments, once.
+/// Notes about the arguments, each recorded once.
 static NOTES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn note(text: String) {
@@ -38,28 +39,28 @@ fn note(text: String) {
     }
 }
 
-/// Prints what was noted while arguments were read, once.
+/// Prints the notes that were recorded while the arguments were parsed, each once.
 pub fn print_notes() {
     let notes = std::mem::take(&mut *NOTES.lock().unwrap_or_else(PoisonError::into_inner));
     notes.iter().for_each(|text| print_line(Tone::Note, text));
 }
 
-/// Which other files an image may make us open.
+/// Options that decide which other files an image may make vdkit open.
 #[derive(Args, Clone, Debug, Default)]
 pub struct References {
-    /// Let images name other files beneath DIR (repeatable)
+    /// Allow images to refer to files below DIR (repeatable)
     ///
-    /// What an image's metadata names (a backing file, a data file) is opened only beneath the
-    /// image's own folder, and beneath each DIR given here.
+    /// An image's metadata may name other files (a backing file, a data file). vdkit opens them
+    /// only if they are below the image's own folder or below a DIR given here.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub allow_ref: Vec<PathBuf>,
-    /// Open nothing that an image's metadata names
+    /// Open no file that an image's metadata names
     #[arg(long, conflicts_with = "allow_ref")]
     pub no_refs: bool,
 }
 
 impl References {
-    /// The policy that these arguments make.
+    /// The reference policy that these options select.
     pub fn policy(&self) -> RefPolicy {
         if self.no_refs {
             RefPolicy::Nothing
@@ -71,15 +72,15 @@ impl References {
     }
 }
 
-/// How an existing image is opened.
+/// Options for opening an existing image.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Opening {
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     pub format: Option<String>,
-    /// Read it even while another process writes it
+    /// Read the image even while another process writes it
     ///
-    /// What is read may then be a mixture of old and new.
+    /// The result may mix old and new data.
     #[arg(short = 'U', long)]
     pub force_share: bool,
     /// Which other files may be opened.
@@ -88,7 +89,7 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// The options that these arguments make.
+    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         OpenOptions {
             format: self.format.clone(),
@@ -99,13 +100,13 @@ impl Opening {
     }
 }
 
-/// How an image is opened for writing: as [`Opening`], without sharing.
+/// Options for opening an image for writing: as [`Opening`], but without `--force-share`.
 #[derive(Args, Clone, Debug, Default)]
 pub struct OpeningForWriting {
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     ///
-    /// An image that is recognised only as raw is not written to without `-f raw`: the guest could
-    /// have written another format's header into it.
+    /// An image that is recognized only as raw is not written to without `-f raw`, because its
+    /// guest could have written another format's header into it.
     #[arg(short = 'f', long, value_name = "FORMAT")]
     pub format: Option<String>,
     /// Which other files may be opened.
@@ -114,7 +115,7 @@ pub struct OpeningForWriting {
 }
 
 impl OpeningForWriting {
-    /// The options that these arguments make.
+    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         OpenOptions {
             format: self.format.clone(),
@@ -124,93 +125,93 @@ impl OpeningForWriting {
     }
 }
 
-/// Which state of an image is read.
+/// Option that selects a snapshot to read.
 #[derive(Args, Clone, Debug, Default)]
 pub struct SnapshotOption {
-    /// Read what this snapshot inside the image holds (an id or a name)
+    /// Read this snapshot of the image (an id or a name)
     #[arg(long, value_name = "SNAPSHOT")]
     pub snapshot: Option<String>,
 }
 
-/// What an image stands on.
+/// Option that overrides an image's parent.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ParentOption {
-    /// Take FILE for what the image stands on, instead of what it names
+    /// Use FILE as the parent instead of the one that the image names (repeatable)
     ///
-    /// For images that name no file (VDI), or the wrong one. FILE's own parent is what it names,
-    /// or what the next --parent says.
+    /// For images that name no parent file (VDI), or a wrong one. Each further --parent replaces
+    /// the parent of the one before; otherwise FILE's own parent is used.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub parent: Vec<PathBuf>,
 }
 
 impl ParentOption {
-    /// What is done about the image's own word on it.
+    /// Whether the parent named in the image's metadata is used or replaced.
     pub fn choice(&self) -> BackingChoice {
         BackingChoice::Parents(self.parent.clone())
     }
 }
 
-/// What is promised about bytes.
+/// Option that selects a cache mode.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct CacheOption {
-    /// Cache mode: writeback, none (past the page cache), writethrough, directsync or unsafe
+    /// Cache mode: writeback, none (bypasses the page cache), writethrough, directsync or unsafe
     #[arg(long, value_name = "MODE", default_value_t = CacheMode::Writeback, hide_default_value = true, value_parser = cache_mode)]
     pub cache: CacheMode,
 }
 
 impl CacheOption {
-    /// The mode.
+    /// The selected cache mode.
     pub fn mode(self) -> CacheMode {
         self.cache
     }
 }
 
-/// Reads a cache mode.
+/// Parses a cache mode.
 ///
 /// # Errors
-/// The text is not one.
+/// The text names no cache mode.
 pub fn cache_mode(text: &str) -> Result<CacheMode, String> {
     text.parse().map_err(|error: vdkit::Error| error.to_string())
 }
 
-/// Whether others may be damaged.
+/// Option that allows an operation that may damage other images.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Force {
-    /// Also where images in the same folder stand on it, and would be damaged
+    /// Change the image even if overlays in the same folder would be damaged
     #[arg(long)]
     pub force: bool,
 }
 
-/// Whether the answer is JSON.
+/// Option that selects JSON output.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Json {
-    /// Answer as JSON
+    /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
 }
 
-/// How progress is shown.
+/// Option that selects how progress is shown.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct ProgressOption {
-    /// How progress is shown on stderr
+    /// How to show progress on stderr
     #[arg(long, value_name = "HOW", value_enum, default_value_t = ProgressMode::Auto, hide_possible_values = true)]
     #[arg(help = "How progress is shown on stderr: auto, bar, json or none")]
     pub progress: ProgressMode,
 }
 
 impl ProgressOption {
-    /// Shows the progress of the job of this name.
+    /// Creates a progress reporter for the job called `job`.
     pub fn reporter(self, job: &'static str) -> Reporter {
         Reporter::new(self.progress, job)
     }
 }
 
-/// Options of a format that is written.
+/// Options of the target format.
 #[derive(Args, Clone, Debug, Default)]
 pub struct FormatOptions {
     /// Format options, as KEY=VALUE[,KEY=VALUE] (repeatable)
     ///
-    /// `vdkit formats FORMAT` lists them. A doubled comma is a literal one.
+    /// `vdkit formats FORMAT` lists them. Double a comma that is part of a value.
     #[arg(short = 'o', long = "options", value_name = "KEY=VALUE")]
     pub options: Vec<String>,
 }

@@ -1,4 +1,5 @@
-//! The command line's one definition: parsing, help, completions and man pages come from it.
+//! The one definition of the command line, from which parsing, help, completions and man pages are
+//! made.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -10,14 +11,14 @@ use crate::commands::{ALL, Group, Subcommand, find};
 use crate::failure::{Exit, Tone, print_line};
 use crate::habits;
 
-/// The whole command. Subcommands are built when they are asked for: building all of them would
-/// cost more than converting a small image.
+/// The whole command. Subcommands are built only when they are needed, because building all of them
+/// takes longer than converting a small image.
 pub fn command() -> Command {
     ALL.iter().map(subcommand).fold(root().after_help(overview_help()), Command::subcommand)
 }
 
-/// The command as far as a command line needs it: where it begins with a subcommand's name, nothing
-/// of the others.
+/// The part of the command that one command line needs. If the command line begins with a
+/// subcommand's name, the others are left out.
 pub fn command_for(first: Option<&OsStr>) -> Command {
     match first.and_then(OsStr::to_str).and_then(find) {
         Some(entry) => root().subcommand(subcommand(entry)),
@@ -40,13 +41,13 @@ fn subcommand(entry: &'static Subcommand) -> Command {
     Command::new(entry.name).about(entry.about).defer(entry.augment)
 }
 
-/// Whether a subcommand can read an image that another process writes.
+/// Whether a subcommand can read an image that another process is writing.
 pub fn reads_shared(entry: &Subcommand) -> bool {
     let command = (entry.augment)(Command::new(entry.name));
     command.get_arguments().any(|argument| argument.get_long() == Some("force-share"))
 }
 
-/// Help texts that only a reader of the help needs; see [`Subcommand::augment`].
+/// Adds the texts that only help needs; see [`Subcommand::augment`].
 pub fn with_texts(command: Command, entry: &Subcommand) -> Command {
     let mut long = entry.about.to_owned();
     if !entry.details.is_empty() {
@@ -68,17 +69,17 @@ pub const EXIT_CODES: &str = "\
 4 corrupt, 5 refused by policy, 6 in use by another process, 7 no space left,
 8 cannot be checked, 130 interrupted";
 
-/// The first command lines for a newcomer.
+/// First command lines for a new user.
 const START: &str = "\
 vdkit info disk.qcow2                what is this image?
 vdkit create disk.qcow2 20G          a new image of 20 GiB
-vdkit convert disk.raw disk.qcow2    the source's format is recognised by its
+vdkit convert disk.raw disk.qcow2    the source's format is recognized by its
                                      header, the target's by its name
 vdkit check disk.qcow2               is it sound?
 vdkit help COMMAND                   all about a command, with examples
 vdkit formats qcow2                  the options of a format";
 
-/// The subcommands by group, and where to begin.
+/// The subcommands by group, and the first command lines.
 pub fn overview() -> String {
     let mut text = String::with_capacity(4096);
     for group in Group::ALL {
@@ -96,7 +97,7 @@ pub fn overview() -> String {
     text
 }
 
-/// All of the main help but its head.
+/// The main help without its head.
 fn overview_help() -> String {
     format!(
         "{}\nSizes take binary units: 512, 64K, 10G, 1.5T. '--json' makes answers for programs.\n\
@@ -105,7 +106,7 @@ fn overview_help() -> String {
     )
 }
 
-/// Prints what clap has to say: help and version on stdout, mistakes on stderr.
+/// Prints clap's message: help and version on stdout, errors on stderr.
 pub fn report(mut error: clap::Error, arguments: &[OsString]) -> Exit {
     let exit = match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Exit::Done,
@@ -113,12 +114,12 @@ pub fn report(mut error: clap::Error, arguments: &[OsString]) -> Exit {
     };
     let instead = habits::instead_of(&error, arguments);
     if instead.is_some() {
-        // Clap's own advice: to pass the option as a name.
+        // Remove clap's suggestion to pass the option as a file name.
         error.remove(ContextKind::Suggested);
         error.remove(ContextKind::SuggestedArg);
         error.remove(ContextKind::SuggestedSubcommand);
     }
-    // A closed pipe is the reader's right, and nobody can be told of anything else.
+    // Ignore errors: the reader may have closed the pipe, and there is nowhere else to report one.
     let _ = error.print();
     let _ = std::io::stdout().flush();
     if let Some(instead) = instead {

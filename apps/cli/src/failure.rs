@@ -1,4 +1,4 @@
-//! Failures at the edge: one line, a hint where there is one, and the exit code.
+//! Failures of the command: one line, an optional hint, and the exit code.
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -8,13 +8,13 @@ use vdkit::{Error, ErrorKind, IoAction, plain};
 
 use crate::{commands, locks, protocols};
 
-/// How the command ends; the numbers are a contract with scripts.
+/// The exit code. The numbers are a contract with scripts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Exit {
-    /// Done.
+    /// The command succeeded.
     Done = 0,
-    /// Failed.
+    /// The command failed.
     Failed = 1,
     /// The command line is wrong.
     Usage = 2,
@@ -48,26 +48,26 @@ impl From<ErrorKind> for Exit {
     }
 }
 
-/// What a subcommand answers.
+/// The result of a subcommand.
 pub type Outcome = Result<Exit, Failure>;
 
-/// What was being done when something failed, for hints.
+/// What failed, for choosing a hint.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Context<'a> {
     /// The subcommand.
     pub command: &'a str,
-    /// It has an option to read an image that another process writes.
+    /// Whether the subcommand has an option to read an image that another process is writing.
     pub force_share: bool,
 }
 
 /// Why a subcommand failed.
 #[derive(Debug)]
 pub enum Failure {
-    /// The engine says so.
+    /// An error of the engine.
     Engine(Error),
-    /// The command says so: an exit code, a message and perhaps a hint.
+    /// An error of the command: exit code, message and optional hint.
     Told(Exit, String, Option<String>),
-    /// The reader of stdout wanted no more, which is its right.
+    /// The reader of stdout closed the pipe, which is not an error.
     ClosedPipe,
 }
 
@@ -78,7 +78,7 @@ impl From<Error> for Failure {
 }
 
 impl From<io::Error> for Failure {
-    /// From writing to stdout; everything else has its own place and name.
+    /// Only for errors of writing to stdout; other I/O errors carry a file name.
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::BrokenPipe => Self::ClosedPipe,
@@ -91,17 +91,17 @@ impl From<io::Error> for Failure {
 }
 
 impl Failure {
-    /// The command line asks for something that cannot be.
+    /// The command line asks for something impossible.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::Told(Exit::Usage, message.into(), None)
     }
 
-    /// A failure without a class of its own.
+    /// A failure with the general exit code.
     pub fn failed(message: impl Into<String>) -> Self {
         Self::Told(Exit::Failed, message.into(), None)
     }
 
-    /// The same with a hint.
+    /// Adds a hint.
     pub fn hint(self, hint: impl Into<String>) -> Self {
         match self {
             Self::Engine(error) => {
@@ -113,7 +113,7 @@ impl Failure {
         }
     }
 
-    /// The same with another exit code, and a word more.
+    /// Sets another exit code, and appends `word` to the message.
     pub fn exiting(self, exit: Exit, word: &str) -> Self {
         match self {
             Self::Engine(error) => {
@@ -158,7 +158,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// The label before a line on stderr.
+/// The label of a line on stderr.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tone {
     /// `error:`
@@ -171,7 +171,7 @@ pub enum Tone {
     Hint,
 }
 
-/// Prints one labelled line to stderr, in colour where a person looks.
+/// Prints one labeled line to stderr, in color on a terminal.
 pub fn print_line(tone: Tone, text: &str) {
     let (label, colour) = match tone {
         Tone::Error => ("error", "\x1b[1;31m"),
@@ -181,7 +181,7 @@ pub fn print_line(tone: Tone, text: &str) {
     };
     let stderr = io::stderr();
     let text = printable(text);
-    // Nobody can be told of a failure to write to stderr.
+    // Ignore errors: there is nowhere else to report one.
     let _ = if stderr.is_terminal() && colours_wanted() {
         writeln!(stderr.lock(), "{colour}{label}:\x1b[0m {text}")
     } else {
@@ -189,8 +189,8 @@ pub fn print_line(tone: Tone, text: &str) {
     };
 }
 
-/// Names come from strangers' images: control characters must not reach a terminal. The numbers of the
-/// system's errors say nothing that their words do not.
+/// Escapes control characters, because names come from untrusted images and are printed to a
+/// terminal. Removes the numbers of system errors, which repeat the message.
 pub fn printable(text: &str) -> std::borrow::Cow<'_, str> {
     const NUMBER: &str = " (os error ";
     if text.contains(NUMBER) {
@@ -223,7 +223,7 @@ fn escaped(text: &str) -> std::borrow::Cow<'_, str> {
     clean.into()
 }
 
-/// Whether the user allows colours.
+/// Whether the user allows colors.
 pub fn colours_wanted() -> bool {
     std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
         && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
@@ -250,7 +250,7 @@ fn message_of(error: &Error) -> String {
     }
 }
 
-/// Why a file cannot be opened, or made.
+/// Why a file cannot be opened or created.
 fn not_opened(file: &str, source: &io::Error) -> String {
     if source.kind() != io::ErrorKind::NotFound {
         return format!("{file}: cannot open: {}", plain(source));
@@ -264,14 +264,14 @@ fn not_opened(file: &str, source: &io::Error) -> String {
     }
 }
 
-/// The first folder of a path that is not there.
+/// The first folder of a path that does not exist.
 fn missing_folder(file: &str) -> Option<String> {
     let folders = Path::new(file).ancestors().skip(1).filter(|path| !path.as_os_str().is_empty());
     let missing = folders.take_while(|folder| folder.symlink_metadata().is_err()).last();
     missing.map(|folder| folder.display().to_string())
 }
 
-/// What the user may do about it.
+/// What the user may do about the error.
 fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
     let hint = match error {
         Error::Unsupported { hint, .. }
@@ -288,7 +288,8 @@ fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
                                mdadm --stop"
             .to_owned(),
         Error::Guessed { format, .. } => {
-            // The format of a target has another letter than that of an image that is changed.
+            // `convert` and `dd` take the target's format with `-O`, commands that change an image
+            // with `-f`.
             let letter = if matches!(context.command, "convert" | "dd") { 'O' } else { 'f' };
             format!("if every byte of it belongs to the disk, say so with '-{letter} {format}'")
         }
@@ -315,7 +316,7 @@ fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
     (!hint.is_empty()).then_some(hint)
 }
 
-/// A file name as a shell takes it.
+/// Quotes a file name for a shell.
 pub fn quoted(name: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%".contains(c);
     if !name.is_empty() && name.chars().all(plain) {

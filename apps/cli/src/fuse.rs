@@ -1,4 +1,4 @@
-//! Disks as files: what `vdkit mount` and `vdkit serve --fuse` share.
+//! FUSE mounts, shared by `vdkit mount` and `vdkit serve --fuse`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,18 +11,18 @@ use vdkit::fuse::{Ending, MountError, ServerOptions};
 
 use crate::failure::Failure;
 
-/// How a disk becomes a file.
+/// Options of the mounted file.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct FuseOptions {
-    /// Let other users open the file too, as its permissions allow
+    /// Let other users open the file too, subject to its permissions
     ///
-    /// Without it only the user who mounts may, and not even root. Users other than root need the
-    /// line user_allow_other in /etc/fuse.conf for it.
+    /// Without this option only the user who mounts can open the file; not even root can. Users
+    /// other than root need the line user_allow_other in /etc/fuse.conf.
     #[arg(long)]
     pub allow_other: bool,
-    /// Let writes past the end and truncate make the disk larger
+    /// Let writes past the end, and truncate, grow the disk
     ///
-    /// Without it the disk keeps its size, as a block device does. It never becomes smaller.
+    /// Without this option the disk keeps its size, like a block device. The disk never shrinks.
     #[arg(long)]
     pub growable: bool,
 }
@@ -30,7 +30,7 @@ pub struct FuseOptions {
 /// Mounts an export over a file.
 ///
 /// # Errors
-/// With a word on how to mend it.
+/// The mount's error, with a hint on how to enable FUSE.
 pub fn mount(export: &Arc<Export>, file: &Path, options: FuseOptions) -> Result<Server, Failure> {
     let options = ServerOptions { allow_other: options.allow_other, growable: options.growable };
     Server::start(Arc::clone(export), file, &options).map_err(|error: MountError| {
@@ -42,7 +42,7 @@ pub fn mount(export: &Arc<Export>, file: &Path, options: FuseOptions) -> Result<
     })
 }
 
-/// Unmounts it, and gives its users some time to end.
+/// Unmounts the file, and waits up to `patience` for its users to close it.
 ///
 /// # Errors
 /// The system refuses.

@@ -1,4 +1,5 @@
-//! Refusing to change an image that others stand on, and to write over a device that is in use for something.
+//! Checks before a change: other images must not depend on the image, and a block device must not
+//! hold anything else.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,7 @@ use vdkit::{CancelToken, Monitor, Progress, jobs};
 use crate::arguments::Force;
 use crate::failure::{Exit, Failure, Tone, print_line};
 
-/// Prints messages; for what is over before a bar would show.
+/// Prints warnings only: these checks end before a progress bar would appear.
 struct Warnings;
 
 impl Progress for Warnings {
@@ -19,11 +20,11 @@ impl Progress for Warnings {
     }
 }
 
-/// Refuses where an image in the folder of `image` stands on it, unless that is forced. `doing`
-/// says what would damage it, such as "writing to it".
+/// Refuses a change if an image in the same folder uses `image` as its backing image, unless
+/// `force` is set. `doing` names the change in the message, such as "writing to it".
 ///
 /// # Errors
-/// Exit code 5, naming the overlays and how to go on.
+/// Exit code 5, with the names of the overlays and how to go on.
 pub fn refuse_dependents(
     image: &Path,
     force: &Force,
@@ -33,8 +34,8 @@ pub fn refuse_dependents(
     if force.force { Ok(()) } else { refuse(&[image.to_owned()], doing, cancel) }
 }
 
-/// The same where a new image is to take the name of `image`: neither that one nor a file that goes
-/// with it may be what another image stands on.
+/// Refuses to replace `image` by a new image if another image depends on it or on one of its other
+/// files.
 ///
 /// # Errors
 /// As [`refuse_dependents`].
@@ -46,11 +47,11 @@ pub fn refuse_replacing(image: &Path, cancel: &CancelToken) -> Result<(), Failur
     refuse(&images, "replacing it", cancel)
 }
 
-/// Refuses to write a disk onto a block device on which there is something else, unless that is forced.
-/// `but` is what the device may hold: an image of this format, into which is written.
+/// Refuses to write a disk to a block device that already has content, unless `force` is set. `but`
+/// is the one format that the device may hold: an image of this format is written into.
 ///
 /// # Errors
-/// Exit code 5, saying what is there.
+/// Exit code 5, with what the device holds.
 pub fn refuse_occupied(device: &Path, force: bool, but: Option<&str>) -> Result<(), Failure> {
     if force || !super::commands::is_device(device) {
         return Ok(());

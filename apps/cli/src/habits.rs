@@ -1,4 +1,4 @@
-//! Options of qemu-img that fingers type, and what does the same here.
+//! Options of qemu-img that vdkit does not have, with the vdkit option that does the same.
 
 use std::ffi::OsString;
 
@@ -6,13 +6,13 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// One option or word of qemu-img that vdkit does not have.
 struct Habit {
-    /// The subcommand; none for any of them.
+    /// The subcommand; none if the entry applies to every subcommand.
     command: Option<&'static str>,
-    /// The options, in their spellings.
+    /// The options, in each spelling.
     options: &'static [&'static str],
-    /// They are known, and mean something there with an empty value alone.
+    /// The option exists in vdkit too; the entry only applies when its value is empty.
     empty: bool,
-    /// What to do instead.
+    /// What to use instead.
     instead: &'static str,
 }
 
@@ -36,12 +36,12 @@ const fn any(options: &'static [&'static str], instead: &'static str) -> Habit {
     Habit { command: None, options, empty: false, instead }
 }
 
-/// What is said of options that choose a cache mode where there is none to choose.
+/// Answer to options that choose a cache mode, for commands without one.
 const CACHE_READING: &str = "this command reads through the page cache, and changes nothing there";
 const CACHE_WRITING: &str =
     "what this command writes is durable when it is done; there is no cache mode to choose";
 
-/// The table. Those of one subcommand come before those of any.
+/// The table. Entries of one subcommand come before those of every subcommand.
 const HABITS: &[Habit] = &[
     of("amend", &["-t", "--cache"], CACHE_WRITING),
     of(
@@ -147,7 +147,7 @@ const HABITS: &[Habit] = &[
     ),
 ];
 
-/// Subcommands of qemu-img and of other tools that vdkit has under another name.
+/// Subcommands of qemu-img and other tools that have another name in vdkit.
 const WORDS: &[(&str, &str)] = &[
     ("bench", "'vdkit lab' measures this host, 'vdkit serve' beside fio an image"),
     ("nbd", "'vdkit serve IMAGE --nbd unix:SOCKET'"),
@@ -168,7 +168,7 @@ const WORDS: &[(&str, &str)] = &[
     ("list", "'vdkit tree DIR' shows the images of a folder, 'vdkit info IMAGE' describes one"),
 ];
 
-/// What qemu-img's users do here instead of what `error` complains of.
+/// What to use instead of the argument that `error` reports.
 pub(crate) fn instead_of(error: &clap::Error, arguments: &[OsString]) -> Option<&'static str> {
     let text = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
@@ -180,7 +180,7 @@ pub(crate) fn instead_of(error: &clap::Error, arguments: &[OsString]) -> Option<
             let given = text(ContextKind::InvalidArg)?.split('=').next()?;
             instead(command?, given, false)
         }
-        // Named with its value: "--backing <NEW>".
+        // clap reports the option with its value's name: `--backing <NEW>`.
         ErrorKind::InvalidValue if text(ContextKind::InvalidValue)?.is_empty() => {
             let given = text(ContextKind::InvalidArg)?.split(' ').next()?;
             instead(command?, given, true)
@@ -214,7 +214,7 @@ mod tests {
         instead_of(&error, &line)
     }
 
-    /// None of them is an option that the subcommand has, or a subcommand that there is not.
+    /// The table has no option that its subcommand knows, and no unknown subcommand.
     #[test]
     fn each_habit_is_answered() {
         for habit in HABITS {
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(said(&["info", "--bogus", "x"]), None);
     }
 
-    /// The options of qemu-img 10.0's subcommands, by its manual page and its `--help`.
+    /// The options of qemu-img 10.0's subcommands, from its manual page and its `--help`.
     const QEMU_IMG: &[(&str, &str)] = &[
         (
             "amend",

@@ -1,4 +1,4 @@
-//! Hex dumps, in the shape that `hexdump -C` made familiar.
+//! Hex dumps in the format of `hexdump -C`.
 
 use std::fmt::Write as _;
 use std::io;
@@ -7,7 +7,7 @@ use crate::output::Output;
 
 const WIDTH: usize = 16;
 
-/// Prints a hex dump piece by piece; rows that repeat the one before are one `*`.
+/// Prints a hex dump piece by piece. A run of equal rows is printed as one `*`.
 #[derive(Debug, Default)]
 pub struct HexDump {
     last: Option<[u8; WIDTH]>,
@@ -15,10 +15,10 @@ pub struct HexDump {
 }
 
 impl HexDump {
-    /// Prints bytes of offset `at`. All pieces but the last are of whole rows.
+    /// Prints the bytes at offset `at`. Each piece but the last has whole rows.
     ///
     /// # Errors
-    /// What printing returns.
+    /// Stdout cannot be written.
     pub fn print(&mut self, at: u64, bytes: &[u8], out: &mut Output) -> io::Result<()> {
         for (i, row) in bytes.chunks(WIDTH).enumerate() {
             if let Ok(whole) = <[u8; WIDTH]>::try_from(row) {
@@ -36,10 +36,10 @@ impl HexDump {
         Ok(())
     }
 
-    /// Prints the offset of the end.
+    /// Prints the end offset.
     ///
     /// # Errors
-    /// What printing returns.
+    /// Stdout cannot be written.
     pub fn end(self, at: u64, out: &mut Output) -> io::Result<()> {
         out.line(format!("{at:08x}"))
     }

@@ -1,4 +1,4 @@
-//! Sources that are more than names of files: standard input, URLs, packed files.
+//! Sources that are not plain disk images: standard input, URLs, compressed files, appliances.
 
 use std::fs::File;
 use std::io::Read;
@@ -19,25 +19,25 @@ use crate::failure::Failure;
 /// The name of standard input and standard output.
 pub const STANDARD: &str = "-";
 
-/// The format that users name an appliance by.
+/// The format name of appliances on the command line.
 pub const OVA: &str = "ova";
-/// Bytes that tell an appliance, and other things.
+/// Bytes read to recognize an appliance and other formats.
 const HEAD_BYTES: usize = 64 << 10;
-/// Bytes that tell that it cannot be one.
+/// Bytes that suffice to rule out an appliance.
 const SECTOR: usize = 512;
 
 /// How sources are opened.
 #[derive(Debug)]
 pub struct Opening<'a> {
-    /// The formats.
+    /// The known formats.
     pub registry: &'a Registry,
     /// As for files.
     pub options: &'a OpenOptions,
-    /// What the bytes of the source must have.
+    /// The checksum that the source must have.
     pub checksum: Option<&'a Checksum>,
-    /// Where streams are spooled.
+    /// The folder into which streams are spooled.
     pub spool: &'a Path,
-    /// A source without a single byte is a disk of no bytes, and no mistake.
+    /// Whether an empty source is accepted as a disk of zero bytes.
     pub allow_empty: bool,
 }
 
@@ -63,7 +63,7 @@ impl Opening<'_> {
                     self.refuse_empty(path)?;
                 }
                 if self.is_package(path, &head) {
-                    // Its disks are read here and there.
+                    // An appliance is read at random offsets, so a stream is spooled first.
                     return self.package(spool(stream, self.spool, monitor)?);
                 }
                 let incoming = receive(self.registry, stream, self.spool, self.options, monitor)?;
@@ -72,7 +72,7 @@ impl Opening<'_> {
         }
     }
 
-    /// A command that failed and should have sent a disk sends nothing.
+    /// Refuses an empty source: a command that should have sent a disk has probably failed.
     fn refuse_empty(&self, path: &Path) -> Result<(), Failure> {
         if self.allow_empty {
             return Ok(());
@@ -90,12 +90,12 @@ impl Opening<'_> {
         Ok(Opened::Package(Box::new(package)))
     }
 
-    /// Whether a file that begins like this is an appliance, or is said to be one.
+    /// Whether a file that begins like this is an appliance, or the user says so.
     fn is_package(&self, path: &Path, head: &[u8]) -> bool {
         is_package(self.options.format.as_deref(), path, head)
     }
 
-    /// Raw bytes are the guest's, whatever they look like.
+    /// Whether the source is read as raw, without recognizing its format.
     fn as_it_is(&self) -> bool {
         self.options.format.as_deref() == Some("raw")
     }
@@ -106,7 +106,7 @@ impl Opening<'_> {
         }
         if path == Path::new(STANDARD) {
             let name = Path::new("/dev/stdin");
-            // A file that the shell opened is a file.
+            // If the shell redirected stdin from a regular file, use that file.
             if !name.metadata().is_ok_and(|found| found.is_file()) {
                 let input = Stdin::open(monitor.cancel.clone());
                 let input = input.map_err(|error| {
@@ -177,7 +177,7 @@ enum Found {
     Stream(ByteStream),
 }
 
-/// A source that was looked at.
+/// A source after its format was recognized.
 #[derive(Debug)]
 pub enum Opened {
     /// One disk.
@@ -186,8 +186,8 @@ pub enum Opened {
     Package(Box<Package>),
 }
 
-/// Whether a file that begins like this is an appliance: its first member is a descriptor, its name
-/// promises one, or the user says so.
+/// Whether a file is an appliance: its first member is a descriptor, its name ends like one, or the
+/// user says so.
 pub fn is_package(format: Option<&str>, path: &Path, head: &[u8]) -> bool {
     match format {
         Some(format) => format == OVA,
@@ -195,13 +195,13 @@ pub fn is_package(format: Option<&str>, path: &Path, head: &[u8]) -> bool {
     }
 }
 
-/// Whether a name ends as those of appliances do.
+/// Whether a name ends like an appliance's.
 pub fn names_package(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case(OVA))
 }
 
-/// The first bytes of a file: a sector, and more where it is that of a tar file. What cannot be read is
-/// said by whoever opens it.
+/// Reads the first bytes of a file: one sector, and more if it is a tar header. Errors are ignored,
+/// because opening the file reports them.
 pub fn head_of(path: &Path) -> Vec<u8> {
     let read = || -> std::io::Result<Vec<u8>> {
         let mut file = File::open(path)?;
@@ -216,8 +216,8 @@ pub fn head_of(path: &Path) -> Vec<u8> {
     read().unwrap_or_default()
 }
 
-/// Where streams are spooled: where TMPDIR says, else beside the target, else where large temporary
-/// files go.
+/// The folder into which streams are spooled: TMPDIR, else the target's folder, else the system's
+/// folder for large temporary files.
 pub fn spool_folder(target: &Path) -> PathBuf {
     if let Some(folder) = std::env::var_os("TMPDIR").filter(|folder| !folder.is_empty()) {
         return folder.into();

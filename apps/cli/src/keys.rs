@@ -1,5 +1,5 @@
-//! Keys of encrypted images on the command line: never as an argument, which every process on the
-//! machine could read.
+//! Keys of encrypted images on the command line. A key is never an argument itself, because every
+//! process on the machine can read the arguments.
 
 use std::fs::File;
 use std::os::unix::ffi::OsStringExt;
@@ -17,10 +17,10 @@ const KEY_BYTES_MAX: usize = 8 << 20;
 /// Keys of images that exist.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Keys {
-    /// Key of an encrypted image: every byte of FILE, a line end at its end too (repeatable)
+    /// Key of an encrypted image: every byte of FILE, including a final line end (repeatable)
     ///
-    /// Where several images are encrypted (an image and what it stands on), give all their keys:
-    /// each image is opened with the first one that fits.
+    /// If several images are encrypted (an image and its backing images), give all keys. Each image
+    /// is opened with the first key that fits.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
     pub key_file: Vec<Secret>,
     /// As --key-file, from the open file descriptor N: a file or a pipe
@@ -29,19 +29,19 @@ pub struct Keys {
     /// As --key-file, from the environment variable NAME
     #[arg(long, value_name = "NAME", value_parser = from_env)]
     pub key_env: Vec<Secret>,
-    /// Most work for trying a key, in rounds of its derivation; an image that asks for more is
+    /// Limit of the work for trying a key, in rounds of its derivation; an image that needs more is
     /// refused
     #[arg(long, value_name = "N")]
     pub key_rounds: Option<u64>,
 }
 
 impl Keys {
-    /// All of them, in the order in which they are tried.
+    /// All keys, in the order in which they are tried.
     pub fn all(&self) -> Vec<Secret> {
         [&self.key_file, &self.key_fd, &self.key_env].into_iter().flatten().cloned().collect()
     }
 
-    /// Options for opening, with the keys.
+    /// Adds the keys to options for opening an image.
     pub fn apply(&self, mut options: OpenOptions) -> OpenOptions {
         if let Some(rounds) = self.key_rounds {
             options.limits.key_rounds_max = rounds;
@@ -50,7 +50,7 @@ impl Keys {
     }
 }
 
-/// The key of an image that is made or written to by a command that also reads another.
+/// Key of the target, for commands that also read another image.
 #[derive(Args, Clone, Debug, Default)]
 pub struct TargetKey {
     /// Key of an encrypted target: every byte of FILE
@@ -66,7 +66,7 @@ pub struct TargetKey {
 }
 
 impl TargetKey {
-    /// It.
+    /// The target's key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.target_key_file, &self.target_key_fd, &self.target_key_env]
             .into_iter()
@@ -77,7 +77,7 @@ impl TargetKey {
 /// The key of a new image.
 #[derive(Args, Clone, Debug, Default)]
 pub struct NewImageKey {
-    /// Key of the new image, where it is encrypted: every byte of FILE
+    /// Key of a new encrypted image: every byte of FILE
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
     pub key_file: Option<Secret>,
     /// As --key-file, from the open file descriptor N
@@ -90,13 +90,13 @@ pub struct NewImageKey {
 }
 
 impl NewImageKey {
-    /// It.
+    /// The new image's key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.key_file, &self.key_fd, &self.key_env].into_iter().find_map(Option::as_ref)
     }
 }
 
-/// The new key of an image that has one already.
+/// The new key of an image that already has one.
 #[derive(Args, Clone, Debug, Default)]
 pub struct NewKey {
     /// The new key: every byte of FILE
@@ -112,7 +112,7 @@ pub struct NewKey {
 }
 
 impl NewKey {
-    /// It.
+    /// The new key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.new_key_file, &self.new_key_fd, &self.new_key_env]
             .into_iter()
@@ -120,7 +120,7 @@ impl NewKey {
     }
 }
 
-/// Gives a new image its key; an image that is not encrypted takes none.
+/// Sets the key of a new image. Refuses a key for an image that is not encrypted.
 pub(crate) fn key_of_new(
     driver: &dyn vdkit::FormatDriver,
     options: &mut vdkit::Options,

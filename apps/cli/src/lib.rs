@@ -48,7 +48,7 @@ pub fn main() -> ExitCode {
     ExitCode::from(exit as u8)
 }
 
-/// Runs one command line, the program's name first.
+/// Runs one command line, which begins with the program's name.
 pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
     let arguments: Vec<_> = arguments.into_iter().collect();
     let command = definition::command_for(arguments.get(1).map(|first| first.as_os_str()));
@@ -72,7 +72,8 @@ pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
         Ok(exit) => exit,
         Err(Failure::ClosedPipe) => Exit::Done,
         Err(failure) => {
-            // What was printed before the failure comes first, as it was meant.
+            // Write the results that were printed before the failure, so that they come before its
+            // message.
             let _ = session.out.finish();
             let force_share = definition::reads_shared(command);
             failure.print(&Context { command: command.name, force_share });

@@ -1,4 +1,4 @@
-//! What to do about an image that another process holds.
+//! Hints for an image that another process has locked.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -8,7 +8,7 @@ use vdkit::LockHolder;
 
 use crate::failure::quoted;
 
-/// What `vdkit ctl` asks a server for instead of a subcommand.
+/// The request of `vdkit ctl` that replaces a subcommand while the image is served.
 const INSTEAD: &[(&str, &str)] = &[
     ("resize", "resize SIZE"),
     ("snapshot", "snapshot NAME"),
@@ -17,8 +17,8 @@ const INSTEAD: &[(&str, &str)] = &[
     ("info", "status"),
 ];
 
-/// A hint for somebody whom `holder` keeps out. `shared` says that the command can read the image all the
-/// same.
+/// A hint for a user who is blocked by `holder`. `shared` says that the command can read the image
+/// in spite of the lock.
 pub(crate) fn hint(holder: Option<&LockHolder>, shared: bool, command: &str) -> String {
     if holder.is_some_and(LockHolder::is_this_process) {
         return "give the new file another name; it can take the old one's place when it is finished ('mv')"
@@ -48,7 +48,7 @@ pub(crate) fn hint(holder: Option<&LockHolder>, shared: bool, command: &str) -> 
     hint
 }
 
-/// Whether a process is a server of ours, and its control socket.
+/// Whether a process is `vdkit serve`, and its control socket.
 fn server(process: u32) -> Option<Option<PathBuf>> {
     let folder = PathBuf::from(format!("/proc/{process}"));
     let line = std::fs::read(folder.join("cmdline")).ok()?;
@@ -63,7 +63,7 @@ fn server(process: u32) -> Option<Option<PathBuf>> {
     });
     let socket = given.map(|socket| {
         let socket = Path::new(OsStr::from_bytes(socket));
-        // The server may have been started in another folder.
+        // Resolve a relative name in the server's working directory.
         match std::fs::read_link(folder.join("cwd")) {
             Ok(started_in) if std::env::current_dir().is_ok_and(|here| here != started_in) => {
                 started_in.join(socket)

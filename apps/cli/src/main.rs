@@ -1,4 +1,5 @@
-//! The command `vdkit`; everything is in the library so that tests can read the definition.
+//! The command `vdkit`. All code is in the library, so that tests can read the command's
+//! definition.
 
 use std::process::ExitCode;
 

@@ -4,22 +4,22 @@ use std::io::{self, StdoutLock, Write};
 
 use serde::Serialize;
 
-/// Stdout, buffered whole: results are small, and one write is cheaper than many.
+/// Buffered stdout. Results are small, so one write at the end is cheaper than many.
 #[derive(Debug)]
 pub struct Output {
     buffer: Vec<u8>,
 }
 
-/// When so many bytes are waiting they are written; bounds the memory of long maps.
+/// The buffer is written when it reaches this size, which bounds the memory of long maps.
 const FLUSH_BYTES: usize = 64 << 10;
 
 impl Output {
-    /// Nothing written yet.
+    /// An empty buffer.
     pub fn new() -> Self {
         Self { buffer: Vec::new() }
     }
 
-    /// Adds a line. Control characters (of names from strangers' images) are escaped.
+    /// Adds a line. Escapes control characters, because names come from untrusted images.
     pub fn line(&mut self, text: impl AsRef<str>) -> io::Result<()> {
         self.buffer.extend_from_slice(crate::failure::printable(text.as_ref()).as_bytes());
         self.buffer.push(b'\n');
@@ -33,7 +33,7 @@ impl Output {
         self.flush_when_full()
     }
 
-    /// Adds a value as JSON on one line, for whoever reads it while the command goes on.
+    /// Adds a value as JSON on one line, for a program that reads it while the command goes on.
     pub fn json_line(&mut self, value: &impl Serialize) -> io::Result<()> {
         serde_json::to_writer(&mut self.buffer, value)?;
         self.buffer.push(b'\n');
@@ -46,13 +46,14 @@ impl Output {
         self.flush_when_full()
     }
 
-    /// Adds a JSON array one element at a time, so that a long one needs no memory.
+    /// Starts a JSON array to which elements are added one at a time, so that a long array needs no
+    /// memory.
     pub fn json_array(&mut self) -> io::Result<JsonArray<'_>> {
         self.buffer.push(b'[');
         Ok(JsonArray { out: self, first: true })
     }
 
-    /// Writes what is waiting.
+    /// Writes the buffer.
     pub fn finish(&mut self) -> io::Result<()> {
         if self.buffer.is_empty() {
             return Ok(());
@@ -74,7 +75,7 @@ impl Default for Output {
     }
 }
 
-/// A JSON array being written, one element a line as qemu-img does.
+/// A JSON array in progress, one element per line as with qemu-img.
 #[derive(Debug)]
 pub struct JsonArray<'a> {
     out: &'a mut Output,
@@ -91,13 +92,13 @@ impl JsonArray<'_> {
         self.out.flush_when_full()
     }
 
-    /// Closes it.
+    /// Closes the array.
     pub fn end(self) -> io::Result<()> {
         self.out.bytes(b"]\n")
     }
 }
 
-/// Bytes for people: `64 KiB (65536 bytes)`.
+/// Formats bytes with the exact number: `64 KiB (65536 bytes)`.
 pub fn bytes_long(bytes: u64) -> String {
     if bytes < 1024 {
         return format!("{bytes} bytes");
@@ -105,7 +106,7 @@ pub fn bytes_long(bytes: u64) -> String {
     format!("{} ({bytes} bytes)", bytes_short(bytes))
 }
 
-/// Bytes for people, rounded: `64 KiB`, `1.5 TiB`.
+/// Formats bytes, rounded: `64 KiB`, `1.5 TiB`.
 pub fn bytes_short(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if bytes < 1024 {
@@ -132,13 +133,13 @@ pub fn bytes_short(bytes: u64) -> String {
 pub struct Fields(Vec<(String, String)>);
 
 impl Fields {
-    /// Adds a line; further lines of a value are indented beneath the first.
+    /// Adds a line. Further lines of a value are indented below the first.
     pub fn add(&mut self, key: impl Into<String>, value: impl Into<String>) -> &mut Self {
         self.0.push((key.into(), value.into()));
         self
     }
 
-    /// Prints them all, indented by `indent` spaces.
+    /// Prints all lines, indented by `indent` spaces.
     pub fn print(&self, out: &mut Output, indent: usize) -> io::Result<()> {
         let width = self.0.iter().map(|(key, _)| key.chars().count() + 1).max().unwrap_or(0);
         for (key, value) in &self.0 {
@@ -153,7 +154,7 @@ impl Fields {
     }
 }
 
-/// Columns with a header, as wide as they need to be.
+/// A table with a header. Each column is as wide as its widest cell.
 #[derive(Debug)]
 pub struct Table {
     rows: Vec<Vec<String>>,
@@ -161,7 +162,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// Headers; one beginning with `>` is of a column aligned to the right.
+    /// Sets the headers. A header that begins with `>` makes its column right-aligned.
     pub fn new(headers: &[&str]) -> Self {
         let right = headers.iter().map(|h| h.starts_with('>')).collect();
         let first = headers.iter().map(|h| h.trim_start_matches('>').to_owned()).collect();
@@ -173,7 +174,7 @@ impl Table {
         self.rows.push(cells.into_iter().collect());
     }
 
-    /// Prints it, indented by `indent` spaces.
+    /// Prints the table, indented by `indent` spaces.
     pub fn print(&self, out: &mut Output, indent: usize) -> io::Result<()> {
         let width = |i: usize| {
             self.rows.iter().filter_map(|r| r.get(i)).map(|c| c.chars().count()).max().unwrap_or(0)

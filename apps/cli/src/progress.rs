@@ -1,4 +1,4 @@
-//! How far a job is, on stderr: a bar for people, JSON lines for programs.
+//! Progress of a job on stderr: a bar for people, JSON lines for programs.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::OnceLock;
@@ -14,23 +14,23 @@ use crate::failure::{Tone, print_line};
 /// How progress is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum ProgressMode {
-    /// A bar where stderr is a terminal and the job takes a while
+    /// A bar if stderr is a terminal and the job takes a while
     #[default]
     Auto,
-    /// A bar from the first moment, where stderr is a terminal
+    /// A bar from the start, if stderr is a terminal
     Bar,
-    /// One JSON object a line
+    /// One JSON object per line
     Json,
     /// Nothing
     None,
 }
 
-/// A job that is over sooner shows no bar: it would only flicker.
+/// A job that ends within this time shows no bar, because the bar would only flicker.
 const PATIENCE: Duration = Duration::from_millis(300);
 /// Time between two lines or redraws.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Shows a job's progress. Costs two clock reads until there is something to show.
+/// Shows a job's progress. Costs two clock reads while there is nothing to show.
 #[derive(Debug)]
 pub struct Reporter {
     mode: ProgressMode,
@@ -60,7 +60,7 @@ enum Event<'a> {
 }
 
 impl Reporter {
-    /// For the job of this name.
+    /// Creates a reporter for the job called `job`.
     pub fn new(mode: ProgressMode, job: &'static str) -> Self {
         let shape = match mode {
             ProgressMode::Json => Shape::Json,
@@ -90,13 +90,13 @@ impl Reporter {
         }
     }
 
-    /// The units of work are no bytes.
+    /// Makes the unit of work a count instead of bytes.
     pub fn counting(mut self) -> Self {
         self.counting = true;
         self
     }
 
-    /// The job is over: a last line with what was done, and the bar goes.
+    /// Ends the job: prints a last line with the amount done and removes the bar.
     pub fn finish(&self) {
         match self.shape {
             Shape::Json => {
@@ -112,24 +112,24 @@ impl Reporter {
         }
     }
 
-    /// Whether the job has told anything of its progress, and so may have changed its target.
+    /// Whether the job has reported progress, and so may have changed its target.
     pub fn begun(&self) -> bool {
         self.begun.load(Ordering::Relaxed)
     }
 
-    /// Says what is worth knowing and no warning: as progress is shown, so not at all with `none`.
+    /// Prints information that is no warning, on the same channel as progress; nothing with `none`.
     pub fn say(&self, text: &str) {
         match self.mode {
             ProgressMode::Json => self.event(&Event::Message { job: self.job, text }),
             ProgressMode::None => {}
             ProgressMode::Auto | ProgressMode::Bar => {
-                // Nobody can be told of a failure to write to stderr.
+                // Ignore errors: there is nowhere else to report one.
                 let _ = writeln!(io::stderr().lock(), "{text}");
             }
         }
     }
 
-    /// Whether this caller is the one to draw now; others within the interval are not.
+    /// Whether this caller draws now. Returns true for one caller per interval.
     fn due(&self) -> bool {
         let now = self.started.elapsed().as_micros() as u64;
         let next = self.next_us.load(Ordering::Relaxed);
@@ -148,7 +148,7 @@ impl Reporter {
     fn event(&self, event: &Event<'_>) {
         if let Ok(mut line) = serde_json::to_vec(event) {
             line.push(b'\n');
-            // Nobody can be told of a failure to write to stderr.
+            // Ignore errors: there is nowhere else to report one.
             let _ = io::stderr().lock().write_all(&line);
         }
     }
@@ -177,7 +177,7 @@ impl Progress for Reporter {
         if self.shape == Shape::Silent {
             return;
         }
-        // Workers may report out of order; a bar does not go backwards.
+        // Workers may report out of order; the bar must not go backwards.
         let done = self.last[0].fetch_max(done, Ordering::Relaxed).max(done);
         self.last[1].store(total, Ordering::Relaxed);
         if !self.due() {

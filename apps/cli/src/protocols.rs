@@ -1,17 +1,16 @@
-//! Names that are no files' names: those of protocols that QEMU and others read, and what does the same
-//! here.
+//! Names that use a protocol of QEMU or another program, with the way to do the same with vdkit.
 
 use std::path::Path;
 
 use crate::failure::{Exit, Failure, quoted};
 
-/// What a kind of name is answered with. `NAME` stands for the name itself, as a shell takes it.
+/// The answer to one kind of name. `NAME` stands for the name itself, quoted for a shell.
 struct Protocol {
-    /// What stands before the colon.
+    /// What comes before the colon.
     schemes: &'static [&'static str],
     /// How to read it.
     read: &'static str,
-    /// How to write it, where that is another way.
+    /// How to write it, if it differs from reading.
     write: &'static str,
 }
 
@@ -77,7 +76,7 @@ const PROTOCOLS: &[Protocol] = &[
     ),
 ];
 
-/// The protocol of a name that has one: `s3://bucket/key`, `rbd:pool/image`.
+/// The protocol of a name such as `s3://bucket/key` or `rbd:pool/image`.
 fn protocol_of(name: &str) -> Option<(&'static str, &'static Protocol)> {
     let (before, _) = name.split_once(':')?;
     PROTOCOLS.iter().find_map(|protocol| {
@@ -86,7 +85,7 @@ fn protocol_of(name: &str) -> Option<(&'static str, &'static Protocol)> {
     })
 }
 
-/// What is said of a name that no file has: what is wrong, and how to read it.
+/// The error and the hint for a name that uses a protocol.
 pub(crate) fn unread(name: &str) -> Option<(String, String)> {
     if name == "-" {
         return Some((
@@ -102,7 +101,8 @@ pub(crate) fn unread(name: &str) -> Option<(String, String)> {
     Some((message, protocol.read.replace("NAME", &quoted(name))))
 }
 
-/// Refuses a target whose name is a protocol's: it would become a file of that name in this folder.
+/// Refuses a target whose name uses a protocol: vdkit would otherwise create a file of that name in
+/// the current folder.
 ///
 /// # Errors
 /// Exit code 2, with how to write there.

@@ -1,19 +1,19 @@
-//! Findings of a check that only go on, as one line.
+//! Condenses similar findings of a check into one line.
 //!
-//! A leak of 500 clusters is 500 findings that differ in nothing but their numbers, each by the same step
-//! from the one before: the offset, and whatever the message says with figures.
+//! A leak of 500 clusters gives 500 findings that differ only in their numbers. Each number, in the
+//! offset and in the message, changes by a constant step from one finding to the next.
 
 use vdkit::{Finding, Severity};
 
-/// So many lines at most are printed.
+/// Largest number of lines printed.
 const LINES_MAX: usize = 100;
-/// Fewer findings than these are no run: any two numbers have a step between them.
+/// Shortest run. Two findings always have a constant step, so they prove nothing.
 const RUN_MIN: usize = 3;
 
-/// A text cut at its numbers: what is between them, and they.
+/// A text split at its numbers.
 #[derive(Debug, PartialEq, Eq)]
 struct Cut<'a> {
-    /// One more than numbers.
+    /// The text around the numbers; one element more than there are numbers.
     between: Vec<&'a str>,
     numbers: Vec<Number>,
 }
@@ -30,7 +30,7 @@ impl std::fmt::Display for Number {
     }
 }
 
-/// The number that a text begins with, and its length.
+/// The number at the start of a text, and its length.
 fn number(text: &str) -> Option<(Number, usize)> {
     let digits = |text: &str, base: u32| text.chars().take_while(|c| c.is_digit(base)).count();
     let hexadecimal = text.strip_prefix("0x").filter(|rest| digits(rest, 16) > 0);
@@ -59,7 +59,7 @@ fn cut(text: &str) -> Cut<'_> {
     cut
 }
 
-/// How each number changes from one finding to the next; nothing where something else does.
+/// The step of each number from one finding to the next; none if anything else differs.
 fn step(a: &Finding, b: &Finding) -> Option<Vec<u64>> {
     let same = (a.severity, a.structure, a.repaired) == (b.severity, b.structure, b.repaired);
     let (before, after) = (cut(&a.message), cut(&b.message));
@@ -71,7 +71,7 @@ fn step(a: &Finding, b: &Finding) -> Option<Vec<u64>> {
     Some(std::iter::once(b.offset - a.offset).chain(steps).collect())
 }
 
-/// How many findings from the first on go on by the same step.
+/// Number of findings, from the first on, that continue by the same step.
 fn run(findings: &[Finding]) -> usize {
     let [first, second, ..] = findings else { return 1 };
     let Some(wanted) = step(first, second) else { return 1 };
@@ -81,7 +81,7 @@ fn run(findings: &[Finding]) -> usize {
     if len < RUN_MIN { 1 } else { len }
 }
 
-/// A run as a line.
+/// Formats a run as one line.
 fn line(run: &[Finding]) -> String {
     let [first, .., last] = run else { return run.first().map(single).unwrap_or_default() };
     let (kind, mended) = words(first);
@@ -121,7 +121,7 @@ fn words(finding: &Finding) -> (&'static str, &'static str) {
     (kind, if finding.repaired { " (repaired)" } else { "" })
 }
 
-/// The findings as lines, at most [`LINES_MAX`], and how many findings they stand for.
+/// The findings as at most [`LINES_MAX`] lines, and the number of findings that these cover.
 pub(crate) fn lines(findings: &[Finding]) -> (Vec<String>, usize) {
     let (mut lines, mut done) = (Vec::new(), 0);
     while done < findings.len() && lines.len() < LINES_MAX {
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(listed[2], "corruption: entry at offset 0x4: broken");
         let two = [finding(0, "a".to_owned()), finding(8, "a".to_owned())];
         assert_eq!(lines(&two).0.len(), 2);
-        // Another text, or a way back, ends a run.
+        // A different text, or a step back, ends a run.
         let mut all: Vec<_> = (0..6).map(|n| finding(n * 8, "a".to_owned())).collect();
         all[3].message = "b".to_owned();
         assert_eq!(lines(&all).0.len(), 4);

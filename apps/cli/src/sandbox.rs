@@ -22,17 +22,17 @@ use seccompiler::{
 };
 use serde::{Deserialize, Serialize};
 
-/// What of the sandbox this kernel gave.
+/// The parts of the sandbox that this kernel supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Sandbox {
-    /// All of it.
+    /// Whether every part is in force.
     pub complete: bool,
-    /// Landlock's version that is enforced; 0 for none.
+    /// The enforced version of Landlock; 0 for none.
     pub landlock_abi: u32,
-    /// System calls are filtered.
+    /// Whether system calls are filtered.
     pub seccomp: bool,
-    /// Resource limits are set.
+    /// Whether resource limits are set.
     pub limits: bool,
 }
 
@@ -40,9 +40,9 @@ pub struct Sandbox {
 /// reserves without using it.
 const ADDRESS_SPACE_BESIDE: u64 = 512 << 20;
 
-/// Enters the sandbox, from which nothing leads out. Call it while there is one thread.
+/// Enters the sandbox, which cannot be left. Call it while the process has one thread.
 pub fn enter(memory_bytes: u64, cpu_seconds: u64) -> Sandbox {
-    // First, because making a ruleset takes a descriptor.
+    // First, because creating a ruleset takes a descriptor.
     let landlock_abi = landlock();
     let limits = limit(memory_bytes, cpu_seconds).is_ok();
     let seccomp = seccomp().is_ok();
@@ -66,10 +66,10 @@ pub fn limit(memory_bytes: u64, cpu_seconds: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes away all files, and as much more as this kernel can; gives the version that is enforced,
-/// or 0. Sets `no_new_privs` in any case.
+/// Denies access to all files, and to as much more as this kernel's Landlock can deny. Returns the
+/// enforced version, or 0. Sets `no_new_privs` in any case.
 pub fn landlock() -> u32 {
-    // What a kernel does not know is left out, which is the library's default.
+    // The library leaves out rights that the kernel does not know.
     let newest = ABI::V9;
     let restricted = Ruleset::default()
         .handle_access(AccessFs::from_all(newest))
@@ -91,7 +91,7 @@ pub fn landlock() -> u32 {
     }
 }
 
-/// System calls that computing and reading take, without looking at their arguments.
+/// System calls that computing and reading need, whatever their arguments.
 pub const ALLOWED: &[libc::c_long] = &[
     libc::SYS_read,
     libc::SYS_readv,
@@ -123,11 +123,11 @@ pub const ALLOWED: &[libc::c_long] = &[
     libc::SYS_rseq,
     libc::SYS_exit,
     libc::SYS_exit_group,
-    // Answered with ENOSYS by the second filter, upon which the C library takes clone.
+    // The second filter answers ENOSYS, so that the C library uses clone.
     libc::SYS_clone3,
 ];
 
-/// The size of a block device.
+/// ioctl that returns the size of a block device.
 const BLKGETSIZE64: u64 = 0x8008_1272;
 
 type Answer<T> = Result<T, seccompiler::Error>;
@@ -137,7 +137,8 @@ fn rule(argument: u8, operator: SeccompCmpOp, value: u64) -> Answer<Vec<SeccompR
     Ok(vec![SeccompRule::new(vec![condition])?])
 }
 
-/// Filters system calls of this thread and those it makes: what is not needed ends the process.
+/// Filters the system calls of this thread and of threads that it creates. A system call that is
+/// not allowed ends the process.
 ///
 /// # Errors
 /// The kernel or the architecture has no seccomp.
@@ -157,7 +158,7 @@ pub fn seccomp() -> Result<(), seccompiler::Error> {
         // Aborting this process, never another one.
         (libc::SYS_tgkill, rule(0, SeccompCmpOp::Eq, own_process)?),
         (libc::SYS_prctl, rule(0, SeccompCmpOp::Eq, libc::PR_SET_NAME as u64)?),
-        // Builds with debug assertions look at a descriptor before they close it.
+        // Builds with debug assertions query a descriptor before they close it.
         (libc::SYS_fcntl, rule(1, SeccompCmpOp::Eq, libc::F_GETFD as u64)?),
         (libc::SYS_ioctl, rule(1, SeccompCmpOp::Eq, BLKGETSIZE64)?),
     ]);
@@ -171,7 +172,7 @@ pub fn seccomp() -> Result<(), seccompiler::Error> {
     )?;
     let allow_list: BpfProgram = allow_list.try_into()?;
     let no_clone3: BpfProgram = no_clone3.try_into()?;
-    // The allow-list comes last: it forbids adding filters.
+    // The allow-list comes last, because it forbids adding filters.
     seccompiler::apply_filter(&no_clone3)?;
     seccompiler::apply_filter(&allow_list)
 }

@@ -1,4 +1,4 @@
-//! What the commands share that serve a disk.
+//! Options and helpers shared by the commands that serve a disk.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use crate::failure::{Failure, printable};
 use crate::guard;
 use crate::keys::Keys;
 
-/// How long clients' last requests may take at the end.
+/// How long the last requests of clients may take at shutdown.
 pub const DRAIN: Duration = Duration::from_secs(30);
 
-/// What to do with an image that others stand on.
+/// Hint for an image that has overlays.
 const SERVED_BENEATH: &str = "make an overlay of it for the clients ('vdkit create NEW --backing \
                               IMAGE'), or let nobody write ('--read-only'); if the others are not \
                               needed any more, repeat with --force";
 
-/// How often the end is looked for.
+/// Interval between two checks for the end.
 pub const POLL: Duration = Duration::from_millis(50);
 
-/// Tells the user when writes begin to wait for space, and when that is over.
+/// Reports when writes begin to wait for space, and when they continue.
 #[derive(Debug, Default)]
 pub struct SpaceWatch {
     full: bool,
 }
 
 impl SpaceWatch {
-    /// Looks, and says what changed.
+    /// Checks the export, and reports what changed.
     pub fn look(&mut self, export: &Export) {
         let parked = export.parked();
         let full = parked.requests > 0;
@@ -47,28 +47,28 @@ impl SpaceWatch {
     }
 }
 
-/// How an image is opened that is served.
+/// Options for opening the served image.
 #[derive(Args, Clone, Debug)]
 pub struct ServedDisk {
-    /// Let nobody write
+    /// Refuse writes
     #[arg(long)]
     pub read_only: bool,
     #[command(flatten)]
     snapshot: SnapshotOption,
-    /// What a write does that finds no space: pause (wait until there is some) or report
+    /// Reaction to a full file system: pause (writes wait for space) or report (writes fail)
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = NoSpace::Pause, hide_default_value = true, hide_possible_values = true)]
     on_nospace: NoSpace,
-    /// Memory for the image's map (L2 tables); 32 MiB without it
+    /// Size of the L2 table cache (default: 32 MiB)
     #[arg(long, value_name = "SIZE", value_parser = size)]
     l2_cache: Option<u64>,
-    /// Tell the counts to Prometheus: GET /metrics over HTTP, at HOST:PORT or unix:PATH
+    /// Serve metrics for Prometheus (GET /metrics over HTTP) at HOST:PORT or unix:PATH
     ///
-    /// Port 0 takes a free one, which is printed. There is no authentication.
+    /// With port 0 the system chooses a free port, which is printed. There is no authentication.
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<ScrapeAddress>,
     #[command(flatten)]
     cache: CacheOption,
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
     #[command(flatten)]
@@ -79,21 +79,21 @@ pub struct ServedDisk {
     force: Force,
 }
 
-/// Fewer heaps for more threads. The C library makes up to eight a processor, and what is given back
-/// to one is of no use to another: under load (`--bench load`) a server with 67 threads grew from 52
-/// to 61 MiB in 20 minutes, and with one heap from 46 to 48 in 10. Requests hardly allocate, so
-/// threads do not meet there.
+/// Limits the C library's heaps to fewer than its default of eight per processor. Memory freed in
+/// one heap cannot be used by another, so a long-running server with many threads grows without
+/// this limit (`--bench load` measures it). Requests hardly allocate, so threads do not contend for
+/// the heap.
 fn share_the_heap() {
     #[cfg(target_env = "gnu")]
     {
         let heaps = std::thread::available_parallelism().map_or(1, |n| n.get().min(64) as i32);
-        // SAFETY: a setting of the C library, which takes its own lock; without effect where it is
-        // not understood.
+        // SAFETY: sets an option of the C library, which takes its own lock and ignores options
+        // that it does not know.
         unsafe { libc::mallopt(libc::M_ARENA_MAX, heaps) };
     }
 }
 
-/// The value of --on-nospace.
+/// The value of `--on-nospace`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum NoSpace {
     Pause,
@@ -101,7 +101,7 @@ enum NoSpace {
 }
 
 impl ServedDisk {
-    /// How it is opened.
+    /// The options for opening the image.
     pub fn options(&self) -> OpenOptions {
         let snapshot = self.snapshot.snapshot.clone();
         let mut options = OpenOptions {
@@ -118,10 +118,10 @@ impl ServedDisk {
         self.keys.apply(options)
     }
 
-    /// Opens it.
+    /// Opens the image.
     ///
     /// # Errors
-    /// As [`Disk::open`]; where clients could write to what other images stand on.
+    /// As [`Disk::open`]; also if clients could write to an image that others depend on.
     pub fn open(&self, image: &Path, cancel: &CancelToken) -> Result<Disk, Failure> {
         share_the_heap();
         let options = self.options();
@@ -132,10 +132,10 @@ impl ServedDisk {
         Ok(Disk::open(&vdkit::registry(), image, &options)?)
     }
 
-    /// Begins to tell the counts, where that is asked for.
+    /// Starts the metrics server, if the user asked for it.
     ///
     /// # Errors
-    /// Where the address cannot be listened at.
+    /// The address cannot be bound.
     pub fn tell_counts(&self, export: &Arc<Export>) -> Result<Option<Scrape>, Failure> {
         let Some(address) = &self.metrics else { return Ok(None) };
         let scrape = Scrape::start(address, Arc::clone(export))

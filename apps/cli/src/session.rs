@@ -1,4 +1,4 @@
-//! What one call of the command carries along.
+//! The state of one call of the command.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -13,27 +13,27 @@ use crate::output::Output;
 /// The state of one call.
 #[derive(Debug, Default)]
 pub struct Session {
-    /// Results go here.
+    /// The buffered results.
     pub out: Output,
     cancel: Option<CancelToken>,
 }
 
 impl Session {
-    /// Nothing is set up yet.
+    /// A new session, with nothing set up yet.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Says what opening a disk did or found that the user should know.
+    /// Prints the warnings of opening a disk.
     pub fn warn(&self, disk: &vdkit::Disk) {
         for warning in disk.warnings() {
             eprintln!("warning: {}", crate::failure::printable(warning));
         }
     }
 
-    /// From now on the first SIGINT or SIGTERM asks the job to stop and clean up, and a second one
-    /// ends the process at once. Without this call a signal ends the process as usual, which is
-    /// right for a command that has nothing to clean up.
+    /// After this call, the first SIGINT or SIGTERM asks the job to stop and clean up, and a second
+    /// one ends the process at once. Without this call a signal ends the process as usual, which
+    /// suits a command that has nothing to clean up.
     ///
     /// # Errors
     /// The system refuses the handlers.
@@ -43,7 +43,8 @@ impl Session {
         }
         let stop = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
-            // The order matters: the shutdown looks at the flag before this signal sets it.
+            // The order matters: the conditional shutdown must read the flag before this signal
+            // sets it.
             flag::register_conditional_shutdown(
                 signal,
                 Exit::Interrupted as i32,
@@ -52,7 +53,8 @@ impl Session {
             .and_then(|_| flag::register(signal, Arc::clone(&stop)))
             .map_err(|error| Failure::failed(format!("cannot handle signals: {error}")))?;
         }
-        // A file beyond what the user may make (`ulimit -f`) is an error, and is cleaned up after.
+        // Exceeding the file size limit (`ulimit -f`) is then an error that the command cleans up
+        // after, instead of a fatal signal.
         flag::register(SIGXFSZ, Arc::default())
             .map_err(|error| Failure::failed(format!("cannot handle signals: {error}")))?;
         let token = CancelToken::from_flag(stop);

@@ -1,6 +1,6 @@
-//! Seconds since 1970 as a date that people read; UTC, so that an answer is the same everywhere.
+//! Formats times. Dates are in UTC, so that an answer is the same everywhere.
 
-/// `2026-11-21 04:06:18`.
+/// Formats seconds since 1970 as `2026-11-21 04:06:18`.
 pub fn utc(seconds: u32) -> String {
     let days = i64::from(seconds / 86400);
     let (year, month, day) = civil(days);
@@ -13,18 +13,18 @@ pub fn utc(seconds: u32) -> String {
     )
 }
 
-/// How long a machine had run: `0:00:07.125`, hours first.
+/// Formats a machine's uptime as `0:00:07.125`, hours first.
 pub fn clock(nanoseconds: u64) -> String {
     let (seconds, rest) = (nanoseconds / 1_000_000_000, nanoseconds % 1_000_000_000);
     let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
     format!("{hours}:{minutes:02}:{:02}.{:03}", seconds % 60, rest / 1_000_000)
 }
 
-/// The date of a day since 1970-01-01, counted in years that begin in March so that the leap day
-/// comes last.
+/// The date of a day since 1970-01-01. Years are counted from March, so that the leap day comes
+/// last.
 fn civil(days: i64) -> (i64, i64, i64) {
     const DAYS_400_YEARS: i64 = 146_097;
-    // 0000-03-01 lies 719468 days before 1970-01-01.
+    // 0000-03-01 is 719468 days before 1970-01-01.
     let days = days + 719_468;
     let era = days.div_euclid(DAYS_400_YEARS);
     let day_of_era = days.rem_euclid(DAYS_400_YEARS);

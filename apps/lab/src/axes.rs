@@ -1,4 +1,4 @@
-//! The axes that a plan may vary, and the values of each.
+//! The axes that a plan may vary, and the values of each axis.
 
 use vdkit_block::parse_size;
 
@@ -6,51 +6,51 @@ use crate::front::FRONTS;
 use crate::layout::LAYOUTS;
 use crate::profile::PROFILES;
 
-/// The axis whose values are the places that the user gives.
+/// The axis whose values are the user's places.
 pub const BACKEND: &str = "backend";
 
-/// Who makes or converts images, where a plan varies it.
+/// Programs that create or convert images, for plans that vary the program.
 pub const TOOLS: &[(&str, &str)] = &[
     ("vdkit", "the command vdkit"),
-    ("qemu-img", "QEMU's qemu-img, or qemu-io where an image is read"),
-    ("library", "vdkit's library in the lab's own process, where an image is read"),
+    ("qemu-img", "QEMU's qemu-img, or qemu-io to read an image"),
+    ("library", "vdkit's library in the lab's own process, to read an image"),
 ];
 
 /// Cache modes of images.
 pub const CACHES: &[(&str, &str)] = &[
     ("writeback", "through the host's page cache, durable when flushed"),
-    ("none", "past the page cache, durable when flushed"),
+    ("none", "bypasses the page cache, durable when flushed"),
     ("writethrough", "through the page cache, each write durable"),
-    ("directsync", "past the page cache, each write durable"),
+    ("directsync", "bypasses the page cache, each write durable"),
     ("unsafe", "through the page cache, flushes do nothing"),
 ];
 
-/// What a disk holds before the load begins.
+/// Content of a disk before the load begins.
 pub const CONTENTS: &[(&str, &str)] = &[
     ("none", "nothing was ever written"),
     ("sparse", "64 KiB are written every 32 MiB, and nothing else"),
-    ("full", "all is written but 64 KiB every 32 MiB"),
+    ("full", "everything is written except 64 KiB every 32 MiB"),
 ];
 
-/// When an image's space is allocated, where it is an axis of its own.
+/// When an image's space is allocated, for plans that vary it separately from the layout.
 pub const PREALLOCATIONS: &[(&str, &str)] = &[
     ("off", "as it is written"),
-    ("metadata", "the format's tables beforehand, the space as it is written"),
-    ("falloc", "reserved beforehand"),
-    ("full", "written with zeroes beforehand"),
+    ("metadata", "the format's tables in advance, space as it is written"),
+    ("falloc", "reserved in advance"),
+    ("full", "written with zeroes in advance"),
 ];
 
-/// Sizes of ZFS's records.
+/// Record sizes of ZFS.
 pub const RECORDS: &[(&str, &str)] = &[
-    ("inherited", "as the data set of the place has it"),
-    ("4K", "4 KiB, in a data set (or of a volume) of its own"),
-    ("8K", "8 KiB, in a data set (or of a volume) of its own"),
-    ("16K", "16 KiB, in a data set (or of a volume) of its own"),
-    ("64K", "64 KiB, in a data set (or of a volume) of its own"),
-    ("128K", "128 KiB, in a data set (or of a volume) of its own"),
+    ("inherited", "that of the place's data set"),
+    ("4K", "4 KiB, in a separate data set (or volume)"),
+    ("8K", "8 KiB, in a separate data set (or volume)"),
+    ("16K", "16 KiB, in a separate data set (or volume)"),
+    ("64K", "64 KiB, in a separate data set (or volume)"),
+    ("128K", "128 KiB, in a separate data set (or volume)"),
 ];
 
-/// What values an axis takes.
+/// The values that an axis accepts.
 #[derive(Clone, Copy, Debug)]
 enum Values {
     Words(fn() -> Vec<(&'static str, &'static str)>),
@@ -58,7 +58,7 @@ enum Values {
     Count,
 }
 
-/// Names of the axes, what they mean, and their values.
+/// Each axis with its meaning and its values.
 const AXES: &[(&str, &str, Values)] = &[
     (BACKEND, "where images are: a folder (--on) or a device (--device)", Values::Words(Vec::new)),
     (
@@ -69,12 +69,12 @@ const AXES: &[(&str, &str, Values)] = &[
     ("cache", "the cache mode", Values::Words(|| CACHES.to_vec())),
     ("front", "what the load goes through", Values::Words(|| words(FRONTS, |f| (f.name, f.about)))),
     ("profile", "the load", Values::Words(|| words(PROFILES, |p| (p.name, p.about)))),
-    ("tool", "which program makes, converts or opens images", Values::Words(|| TOOLS.to_vec())),
-    ("content", "what the disk holds beforehand", Values::Words(|| CONTENTS.to_vec())),
+    ("tool", "which program creates, converts or opens images", Values::Words(|| TOOLS.to_vec())),
+    ("content", "content of the disk before the load", Values::Words(|| CONTENTS.to_vec())),
     ("preallocation", "when space is allocated", Values::Words(|| PREALLOCATIONS.to_vec())),
     ("record", "the record size of ZFS", Values::Words(|| RECORDS.to_vec())),
     ("size", "size of the disk, such as 16G", Values::Size),
-    ("images", "how many at once", Values::Count),
+    ("images", "number of images at once", Values::Count),
 ];
 
 fn words<T>(
@@ -89,19 +89,19 @@ pub fn names() -> Vec<&'static str> {
     AXES.iter().map(|(name, ..)| *name).collect()
 }
 
-/// What an axis means.
+/// The meaning of an axis.
 pub fn about(name: &str) -> Option<&'static str> {
     AXES.iter().find(|(known, ..)| *known == name).map(|(_, about, _)| *about)
 }
 
-/// What a value of an axis means.
+/// The meaning of an axis's value.
 pub fn about_value(axis: &str, value: &str) -> Option<&'static str> {
     let (.., values) = AXES.iter().find(|(known, ..)| *known == axis)?;
     let Values::Words(words) = values else { return None };
     words().into_iter().find(|(word, _)| *word == value).map(|(_, about)| about)
 }
 
-/// Whether an axis can have this value.
+/// Whether an axis accepts this value.
 ///
 /// # Errors
 /// What it can have.
@@ -112,7 +112,7 @@ pub fn check(axis: &str, value: &str) -> Result<(), String> {
     match values {
         Values::Words(words) => {
             let known: Vec<&str> = words().into_iter().map(|(word, _)| word).collect();
-            // Backends have the names that the user's places get.
+            // Any name is valid for a backend: backends are named after the user's places.
             if known.is_empty() || known.contains(&value) {
                 return Ok(());
             }

@@ -1,10 +1,11 @@
-//! Does the method call equals different? Runs of one plan on one host, nothing changed between them, are
-//! judged in every way in which runs are judged: whatever is called better or worse is an error.
+//! Measures how often the method reports a difference between equal things. The input is runs of
+//! one plan on one host with nothing changed between them. The module judges them in every way in
+//! which runs are judged, and counts each "better" or "worse" as an error.
 //!
-//! - **Verdicts.** The rounds of each way are dealt out to two or three copies of it, as the rounds of a
-//!   run are to different ways, and the copies get a verdict.
-//! - **Comparisons.** Each run is held against each other one, and two and three runs in turns
-//!   against the ones between them.
+//! - **Verdicts.** The rounds of each way are distributed over two or three copies of it, as a run
+//!   distributes rounds over ways. The copies get a verdict.
+//! - **Comparisons.** Each run is compared with each other run, and two and three runs with the
+//!   same number of runs interleaved with them.
 
 use serde::Serialize;
 
@@ -15,24 +16,24 @@ use crate::model::{Axes, Cell, Outcome, PlanSummary, Run, Sample};
 use crate::stats::{Decision, Gain, Interval, ROUNDS_MIN};
 use crate::verdict::{Advice, verdict};
 
-/// The axis that copies of a way are told apart by.
+/// The axis that distinguishes the copies of a way.
 const COPY: &str = "copy";
-/// Copies of one way, at most.
+/// Largest number of copies of one way.
 const COPIES_MAX: usize = 3;
 
-/// How often something was judged, and how often that was wrong.
+/// Number of judgments, and number of wrong ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Tally {
-    /// Verdicts, or comparisons of runs.
+    /// Number of verdicts, or of comparisons of runs.
     pub judged: usize,
-    /// Of these: they called something better or worse.
+    /// Number of them that reported a difference.
     pub wrong: usize,
-    /// The first of what was called so.
+    /// The first wrong judgments.
     pub examples: Vec<String>,
 }
 
-/// Examples that are kept.
+/// Largest number of examples kept.
 const EXAMPLES_MAX: usize = 5;
 
 impl Tally {
@@ -42,27 +43,28 @@ impl Tally {
         self.examples.extend(wrong.filter(|_| self.examples.len() < EXAMPLES_MAX));
     }
 
-    /// The part that was wrong.
+    /// Share of the judgments that were wrong.
     pub fn part(&self) -> f64 {
         self.wrong as f64 / self.judged.max(1) as f64
     }
 }
 
-/// What was counted.
+/// The result of a calibration.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Calibration {
-    /// How many runs there were.
+    /// Number of runs.
     pub runs: usize,
-    /// Verdicts on copies of the same.
+    /// Verdicts on copies of the same way.
     pub verdicts: Tally,
-    /// One run against another.
+    /// Comparisons of one run with another.
     pub pairs: Tally,
-    /// Two or three runs against as many others, in turns.
+    /// Comparisons of two or three runs with as many interleaved runs.
     pub turns: Tally,
 }
 
-/// Judges runs of one plan with nothing changed, in the order in which they were made.
+/// Judges runs of one plan with nothing changed between them. The runs must be in the order of
+/// time.
 pub fn calibrate(runs: &[Run]) -> Calibration {
     let mut found = Calibration { runs: runs.len(), ..Calibration::default() };
     for run in runs {
@@ -87,7 +89,7 @@ pub fn calibrate(runs: &[Run]) -> Calibration {
     found
 }
 
-/// What a comparison calls better or worse.
+/// The first difference that a comparison reports, if any.
 fn wrong_comparison(before: &[Run], after: &[Run]) -> Option<String> {
     let found = compare(before, after)?;
     let wrong = found.cells.iter().find(|cell| cell.verdict != Decision::Tie.word())?;
@@ -97,7 +99,7 @@ fn wrong_comparison(before: &[Run], after: &[Run]) -> Option<String> {
     ))
 }
 
-/// What a verdict on equals calls better or worse, in any of its comparisons.
+/// The first difference that a verdict on equal ways reports, if any.
 pub fn wrong_verdict(run: &Run) -> Option<String> {
     let matrix = Matrix::new(run)?;
     let found = verdict(run);
@@ -120,7 +122,8 @@ pub fn wrong_verdict(run: &Run) -> Option<String> {
     Some(shown(&wrong))
 }
 
-/// A run for each way, of copies of that way alone: the rounds are dealt out to them.
+/// Makes one run for each way. It holds copies of that way only, over which the rounds are
+/// distributed.
 fn copies(run: &Run) -> Vec<Run> {
     let Some(matrix) = Matrix::new(run) else { return Vec::new() };
     let way = |cell: &Cell| -> Axes {
@@ -138,7 +141,8 @@ fn copies(run: &Run) -> Vec<Run> {
     ways.iter().filter_map(|(_, cells)| dealt(run, cells)).collect()
 }
 
-/// The rounds of some cells dealt out to copies of each. Nothing where there are too few.
+/// Distributes the rounds of some cells over copies of each cell. Returns nothing if there are too
+/// few rounds.
 fn dealt(run: &Run, cells: &[&Cell]) -> Option<Run> {
     let rounds = cells.iter().map(|cell| cell.samples.len()).min()?;
     let count = (rounds / ROUNDS_MIN).min(COPIES_MAX);
@@ -149,7 +153,7 @@ fn dealt(run: &Run, cells: &[&Cell]) -> Option<Run> {
     let mut copied = Vec::new();
     for cell in cells {
         let mut hands: Vec<Vec<Sample>> = vec![Vec::new(); count];
-        // As a run goes: each copy has had a round before one has the next.
+        // In the order of a real run: each copy gets a round before any gets the next.
         for block in cell.samples.chunks_exact(count) {
             for (sample, hand) in block.iter().zip(shuffled(count, &mut rng)) {
                 let round = hands[hand].len() as u32;
@@ -189,7 +193,7 @@ fn dealt(run: &Run, cells: &[&Cell]) -> Option<Run> {
 mod tests {
     use super::*;
 
-    /// Nine rounds of two layouts that are far apart, each within 10 %.
+    /// Nine rounds of two layouts that differ widely; each layout varies within 10 %.
     fn run(seed: u64) -> Run {
         let mut rng = Rng::new(seed);
         let mut value = |level: f64| level * (0.95 + 0.1 * rng.below(1000) as f64 / 1000.0);
@@ -221,7 +225,7 @@ mod tests {
         let found = calibrate(&runs);
         assert_eq!((found.runs, found.verdicts.judged, found.pairs.judged), (6, 12, 15));
         assert_eq!(found.turns.judged, 2);
-        // (Of so few one may be wrong.)
+        // Of so few judgments, one may be wrong.
         assert!(found.verdicts.wrong <= 1, "{found:?}");
         assert_eq!((found.pairs.wrong, found.turns.wrong), (0, 0), "{found:?}");
         let copied = copies(&runs[0]);

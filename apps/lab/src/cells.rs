@@ -1,4 +1,4 @@
-//! From a plan and places to cells, and the order in which they run.
+//! Derives the cells from a plan and places, and the order in which they run.
 
 use crate::axes::BACKEND;
 use crate::fit;
@@ -7,7 +7,7 @@ use crate::model::{Axes, Cell, PlaceInfo};
 use crate::place::zfs::is_data_set;
 use crate::plan::Plan;
 
-/// All cells of a plan on these places, in the order of the plan.
+/// Every cell of a plan on these places, in the order of the plan.
 pub fn cells(plan: &Plan, places: &[&PlaceInfo], quick: bool) -> Vec<Cell> {
     let mut all = Vec::new();
     for place in places {
@@ -22,7 +22,7 @@ pub fn cells(plan: &Plan, places: &[&PlaceInfo], quick: bool) -> Vec<Cell> {
     all
 }
 
-/// The product of the axes' values as they are varied on a place, and what the plan adds.
+/// The product of the axes' values that apply to a place, and the plan's extra cells.
 fn products(plan: &Plan, place: &PlaceInfo, quick: bool) -> Vec<Axes> {
     let kind = place.file_system.as_deref().unwrap_or("");
     let kind = kind.strip_prefix("fuse.").unwrap_or(kind);
@@ -46,13 +46,13 @@ fn products(plan: &Plan, place: &PlaceInfo, quick: bool) -> Vec<Axes> {
     products
 }
 
-/// Whether a cell says anything on a place: volumes of ZFS there are beside data sets only.
+/// Whether a cell is meaningful on a place: ZFS volumes are only measured on a data set.
 fn has_meaning(axes: &Axes, place: &PlaceInfo) -> bool {
     let volume = fit::layout_of(axes).is_ok_and(|layout| layout.more == More::Volume);
     !volume || is_data_set(place)
 }
 
-/// A cell's name in all runs.
+/// A cell's name, the same in every run.
 pub fn key(axes: &Axes) -> String {
     let parts: Vec<String> = axes.iter().map(|(name, value)| format!("{name}={value}")).collect();
     parts.join("/")
@@ -66,17 +66,17 @@ fn excluded(plan: &Plan, axes: &Axes) -> bool {
     })
 }
 
-/// A small random source whose runs can be repeated: SplitMix64.
+/// SplitMix64: a small, repeatable random number generator.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// The run that belongs to a seed.
+    /// A generator with this seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -84,13 +84,13 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// A number below `n`; 0 where `n` is 0.
+    /// Returns a number below `n`, or 0 if `n` is 0.
     pub fn below(&mut self, n: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(n)) >> 64) as u64
     }
 }
 
-/// Numbers below `count` in random order.
+/// Returns the numbers below `count` in random order.
 pub fn shuffled(count: usize, rng: &mut Rng) -> Vec<usize> {
     let mut order: Vec<usize> = (0..count).collect();
     for i in (1..count).rev() {
@@ -99,8 +99,8 @@ pub fn shuffled(count: usize, rng: &mut Rng) -> Vec<usize> {
     order
 }
 
-/// In which order the cells of each round run. All cells have had a round before one has the next,
-/// so that a machine that becomes slower wrongs none.
+/// The order in which the cells of each round run. Every cell has a round before any cell has the
+/// next, so that a machine that slows down over time biases no cell.
 pub fn order(cells: usize, rounds: u32, seed: u64) -> Vec<(u32, usize)> {
     let mut rng = Rng::new(seed);
     let rounds = (0..rounds).map(|round| (round, shuffled(cells, &mut rng)));
@@ -141,7 +141,7 @@ mod tests {
         assert_eq!(all.len(), 5 + 4);
         assert!(all.contains(&"backend=b/layout=qcow2-2m/cache=none/profile=database".into()));
         assert!(!all.contains(&"backend=b/layout=raw/cache=unsafe/profile=database".into()));
-        // What is there already is there once.
+        // A cell that the product already contains is added once.
         assert_eq!(
             keys(&["b"], true),
             [
@@ -194,7 +194,7 @@ mod tests {
             cells.sort_unstable();
             assert_eq!(cells, (0..20).collect::<Vec<_>>());
         }
-        // Rounds come one after the other, each in its own order.
+        // Rounds follow one another, each in its own order.
         assert!(one.windows(2).all(|pair| pair[0].0 <= pair[1].0));
         assert_ne!(
             one[..20].iter().map(|s| s.1).collect::<Vec<_>>(),

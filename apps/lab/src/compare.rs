@@ -1,4 +1,4 @@
-//! One state of a host against another: before and after a change, cell by cell.
+//! Compares two states of a host, such as before and after a change, cell by cell.
 
 use serde::Serialize;
 
@@ -7,13 +7,13 @@ use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
 use crate::stats::{Decision, RUNS_APART, Rounds, Runs, median};
 use crate::words::times;
 
-/// A cell in both states.
+/// A cell that was measured in both states.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Compared {
     /// The cell's name.
     pub key: String,
-    /// The same in parts.
+    /// The cell's axes and values.
     #[serde(skip)]
     pub axes: Axes,
     /// Key of the metric.
@@ -22,51 +22,52 @@ pub struct Compared {
     pub before: f64,
     /// Median after.
     pub after: f64,
-    /// Rounds before and after, of all runs.
+    /// Number of rounds before and after, over all runs.
     pub rounds: [usize; 2],
-    /// How many times as good it is after: 2 is twice the throughput, or half the time.
+    /// How many times as good the cell is after the change: 2 is twice the throughput, or half the
+    /// time.
     pub ratio: f64,
-    /// Where the ratio lies. Both ends are the ratio where nothing is known.
+    /// Lower end of the ratio's interval. Equal to the ratio if the interval is not known.
     pub low: f64,
-    /// See `low`.
+    /// Upper end; see `low`.
     pub high: f64,
-    /// The part of such comparisons whose intervals all hold the true ratios; 0 where there are
-    /// too few rounds.
+    /// Coverage of the intervals: the share of such comparisons in which all intervals contain the
+    /// true ratios. 0 with too few rounds.
     pub coverage: f64,
-    /// better, tie (cannot be told) or worse.
+    /// `better`, `worse`, or `tie` if the comparison is undecided.
     pub verdict: &'static str,
 }
 
-/// Two states compared.
+/// The comparison of two states.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Comparison {
-    /// The earlier runs' ids.
+    /// Ids of the earlier runs.
     pub before: Vec<String>,
-    /// The later ones'.
+    /// Ids of the later runs.
     pub after: Vec<String>,
     /// Key of the metric.
     pub metric: String,
-    /// Whether these runs show how far runs lie apart with nothing changed.
+    /// Whether the variation between runs was estimated from these runs.
     pub learnt: bool,
-    /// Worse ones first, the worst at the top; then better ones, the best first; then ties.
+    /// Worse cells first, from the worst; then better cells, from the best; then ties.
     pub cells: Vec<Compared>,
-    /// Cells that only the earlier state has measured.
+    /// Cells that were only measured in the earlier state.
     pub only_before: Vec<String>,
-    /// Cells that only the later one has.
+    /// Cells that were only measured in the later state.
     pub only_after: Vec<String>,
-    /// How many cells are worse.
+    /// Number of worse cells.
     pub worse: usize,
-    /// Better.
+    /// Number of better cells.
     pub better: usize,
-    /// Neither: they cannot be told apart.
+    /// Number of undecided cells.
     pub ties: usize,
-    /// What makes the two hard to compare: another plan, another machine, too few runs.
+    /// What makes the states hard to compare: another plan, another machine, too few runs.
     pub warnings: Vec<String>,
 }
 
-/// Holds the runs of `after` against those of `before`, by the metric of the plan of the former. Nothing
-/// where that metric is not known, or one side has no run.
+/// Compares the runs of `after` with those of `before`, by the metric of the earlier runs' plan.
+/// Returns nothing if that metric is unknown or a side has no run.
 pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
     let (first, last) = (before.first()?, after.first()?);
     let metric = metric(&last.plan.metric)?;
@@ -132,7 +133,7 @@ pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
     Some(comparison)
 }
 
-/// What one run of each state cannot tell, and what can.
+/// Explains what a single run of each state cannot decide, and how to decide it.
 fn unlearnt(busy: bool) -> String {
     let within = match busy {
         true => "and other programs had the machine, so nothing can be told".to_owned(),
@@ -148,7 +149,7 @@ fn find<'a>(run: &'a Run, key: &str) -> Option<&'a Cell> {
     run.cells.iter().find(|cell| cell.key == key)
 }
 
-/// A number for the load of each cell.
+/// Assigns a number to the load of each cell.
 fn loads(runs: &[&Run], keys: &[&str]) -> Vec<usize> {
     let matrix = runs.first().and_then(|run| Matrix::new(run));
     let mut known: Vec<Axes> = Vec::new();
@@ -187,7 +188,7 @@ fn one(
             let (low, high) = (1.0 / interval.high, 1.0 / interval.low);
             (1.0 / gain.ratio, low, high, interval.coverage, gain.decision.reversed())
         }
-        // What came through or did not has no ratio, but an order.
+        // Survival has no ratio, only an order.
         None if metric.key == SURVIVED && new != old => {
             let decision = if new > old { Decision::Better } else { Decision::Worse };
             (1.0, 1.0, 1.0, 0.0, decision)
@@ -209,7 +210,7 @@ fn one(
     })
 }
 
-/// What is not the same of the two, beside what was measured.
+/// Differences between the two runs' conditions: plan, machine, versions.
 fn differences(before: &Run, after: &Run) -> Vec<String> {
     let (old, new) = (&before.environment, &after.environment);
     let mut said = Vec::new();
@@ -259,7 +260,7 @@ mod tests {
         Run { id: id.to_owned(), plan, cells: cells.iter().map(cell).collect(), ..Run::default() }
     }
 
-    /// Three runs of a state, a percent apart.
+    /// Three runs of a state, 1 % apart.
     fn runs(metric: &str, cells: &[(&str, f64)]) -> Vec<Run> {
         let one = |by: f64| {
             let values = |level: f64| [0.99, 1.0, 1.01].map(|part| part * level * by);
@@ -292,7 +293,8 @@ mod tests {
         assert!((found.cells[0].ratio - 0.25).abs() < 1e-9 && found.learnt);
     }
 
-    /// `install` twice within half an hour, nothing changed: 0.48 to 0.64 in three of six cells.
+    /// Two runs of `install` half an hour apart with nothing changed gave ratios from 0.48 to 0.64
+    /// in three of six cells.
     #[test]
     fn two_runs_of_the_same_are_not_worse() {
         let cells = |by: [f64; 3]| -> Vec<(&'static str, f64)> {
@@ -302,14 +304,14 @@ mod tests {
         let found = compare(&one([1.0; 3]), &one([0.48, 0.64, 1.0])).unwrap();
         assert_eq!((found.worse, found.better, found.ties), (0, 0, 3));
         assert!(!found.learnt && found.warnings[0].contains("--before"), "{:?}", found.warnings);
-        // Other programs had the machine.
+        // Other programs used the machine.
         let mut busy = one([0.1, 0.1, 1.0]);
         assert_eq!(compare(&one([1.0; 3]), &busy).unwrap().worse, 2);
         busy[0].warnings.push(Warning { kind: "load".to_owned(), ..Warning::default() });
         let found = compare(&one([1.0; 3]), &busy).unwrap();
         assert_eq!((found.worse, found.ties), (0, 3));
         assert!(found.warnings[0].contains("other programs had the machine"), "{found:?}");
-        // One round each does not tell a hundred times.
+        // One round on each side does not suffice, even for a factor of a hundred.
         let single = |value: f64| vec![run("one", "iops", &[("a", &[value])])];
         assert_eq!(compare(&single(1.0), &single(100.0)).unwrap().ties, 1);
     }

@@ -8,7 +8,8 @@ use crate::place::device::Refusal;
 /// A result of the lab.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why the lab could not do what it was asked for. `{}` prints the outermost message, `{:#}` the causes too.
+/// Why the lab could not do what it was asked. `{}` prints the outermost message, `{:#}` also the
+/// causes.
 #[derive(Debug)]
 pub enum Error {
     /// The disk engine failed.
@@ -31,7 +32,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// An error with this text alone.
+    /// An error with only this text.
     pub fn msg(text: impl fmt::Display) -> Self {
         Self::Message(text.to_string())
     }
@@ -116,12 +117,12 @@ other!(
     std::num::ParseIntError
 );
 
-/// Says what was being done when something failed.
+/// Adds what was being done to an error.
 pub(crate) trait Context<T> {
     /// Adds `doing` to an error.
     fn context(self, doing: impl fmt::Display) -> Result<T>;
 
-    /// As [`Context::context`]; the text is made only for an error.
+    /// As [`Context::context`], but builds the text only for an error.
     fn with_context<S: fmt::Display>(self, doing: impl FnOnce() -> S) -> Result<T>;
 }
 

@@ -1,23 +1,23 @@
-//! Results for other programs: JSON, and a table of values as CSV.
+//! Writes results for other programs, as JSON and as CSV.
 
 use std::io::{self, Write};
 
 use crate::model::{Outcome, Run, metric};
 
-/// Writes all of a run as one JSON object.
+/// Writes a whole run as one JSON object.
 ///
 /// # Errors
-/// The writer's.
+/// The writer fails.
 pub fn json(run: &Run, out: &mut impl Write) -> io::Result<()> {
     serde_json::to_writer_pretty(&mut *out, run)?;
     out.write_all(b"\n")
 }
 
-/// Writes a line for each value of each sample, and one for each cell without samples (RFC 4180,
-/// with line feeds alone): a column an axis, then outcome, reason, round, metric, unit, value.
+/// Writes one line for each value of each sample, and one for each cell without samples (RFC 4180,
+/// but with line feeds alone). Columns: the axes, then outcome, reason, round, metric, unit, value.
 ///
 /// # Errors
-/// The writer's.
+/// The writer fails.
 pub fn csv(run: &Run, out: &mut impl Write) -> io::Result<()> {
     let mut heads: Vec<&str> = run.plan.axes.iter().map(String::as_str).collect();
     heads.extend(["outcome", "reason", "round", "metric", "unit", "value"]);

@@ -1,4 +1,4 @@
-//! fio: its command line from a load, and its JSON as values.
+//! Builds fio's command line from a load, and parses fio's JSON.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,33 +11,33 @@ use crate::model::{Histogram, Series};
 use crate::plan::Effort;
 use crate::profile::{Load, Pattern, Sync};
 
-/// Names of the two jobs: the load, and writes with an fsync between them, which says how long it
-/// took to make durable what the load has written. (fio does not sync after the last write.)
+/// Names of the two jobs: the load, and a second job that only syncs. The second one measures how
+/// long it takes to make the load's writes durable, because fio does not sync after its last write.
 const LOAD: &str = "load";
 const FLUSH: &str = "flush";
-/// The prefix of the logs.
+/// File name prefix of the logs.
 pub const LOG: &str = "series";
 
-/// The disk as fio sees it.
+/// The disk that fio opens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Disk {
     /// A file or device.
     File {
         /// Its path.
         path: String,
-        /// O_DIRECT.
+        /// Whether fio uses O_DIRECT.
         direct: bool,
-        /// O_DSYNC.
+        /// Whether fio uses O_DSYNC.
         through: bool,
-        /// No fsyncs.
+        /// Whether fio leaves out fsync.
         no_flush: bool,
     },
-    /// An NBD URI.
+    /// The URI of an NBD export.
     Nbd(String),
 }
 
 impl Disk {
-    /// What fio opens of a target; nothing where fio cannot.
+    /// The disk that fio opens for a target; none if fio cannot open it.
     pub fn of(target: &Target) -> Option<Self> {
         match target {
             Target::File { path, direct, through, no_flush } => Some(Self::File {
@@ -52,7 +52,7 @@ impl Disk {
         }
     }
 
-    /// What fio opens in a guest.
+    /// The disk that fio opens in a guest.
     pub fn of_guest(guest: &Guest) -> Self {
         Self::File { path: guest.disk.to_owned(), direct: true, through: false, no_flush: false }
     }
@@ -61,7 +61,7 @@ impl Disk {
         match self {
             Self::File { path, direct, through, .. } => {
                 let mut all = vec![
-                    // Colons separate names in fio.
+                    // fio separates file names by colons.
                     format!("--filename={}", path.replace(':', "\\:")),
                     format!("--ioengine={engine}"),
                     format!("--direct={}", u8::from(*direct)),
@@ -80,7 +80,8 @@ impl Disk {
     }
 }
 
-/// The arguments for a load on a disk of `disk_bytes`; results go to `output`, logs beside it.
+/// Builds the arguments for a load on a disk of `disk_bytes`. fio writes results to `output`, and
+/// logs into the same folder.
 pub fn arguments(
     load: &Load,
     disk: &Disk,
@@ -119,7 +120,7 @@ pub fn arguments(
     if load.jobs > 1 {
         all.push(format!("--offset_increment={each}"));
     }
-    // Without `--time_based` fio ends at whichever comes first, the size or the time.
+    // Without `--time_based`, fio ends when either the size or the time is reached.
     all.push(format!("--runtime={}ms", (effort.seconds * 1e3) as u64));
     if !load.to_the_end {
         all.push("--time_based".to_owned());
@@ -128,7 +129,7 @@ pub fn arguments(
         match load.sync {
             Sync::Never => {}
             Sync::Fsync(count) => all.push(format!("--fsync={count}")),
-            // NBD has one kind of flush, and fio's engine for it fails on any other.
+            // NBD has only one kind of flush, and fio's nbd engine fails on fdatasync.
             Sync::Fdatasync(count) if matches!(disk, Disk::Nbd(_)) => {
                 all.push(format!("--fsync={count}"));
             }
@@ -146,28 +147,28 @@ pub fn arguments(
     all
 }
 
-/// Length of an interval of the series: at least twenty of them, at most five a second.
+/// Length of an interval of the time series: at least twenty intervals, at most five per second.
 pub fn interval_ms(effort: &Effort) -> u64 {
     ((effort.seconds * 1000.0 / 20.0) as u64).clamp(100, 1000)
 }
 
-/// What fio has said.
+/// The parsed output of fio.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Answer {
-    /// By metric.
+    /// Values by metric.
     pub values: BTreeMap<String, f64>,
-    /// Of all requests.
+    /// Latencies of all requests.
     pub latencies: Option<Histogram>,
-    /// Its own words, without the histogram's many lines.
+    /// fio's JSON without the histograms.
     pub raw: Value,
 }
 
-/// Reads fio's JSON.
+/// Parses fio's JSON.
 ///
 /// # Errors
-/// It is none, or tells of errors.
+/// The text is no JSON, or reports an error.
 pub fn parse(text: &str, load: &Load) -> Result<Answer> {
-    // Warnings may stand before it.
+    // fio may print warnings before the JSON.
     let from = text.find('{').context("fio has printed no JSON")?;
     let mut raw: Value = serde_json::from_str(&text[from..]).context("fio's JSON")?;
     let jobs = raw["jobs"].as_array().context("fio's JSON has no jobs")?;
@@ -188,7 +189,7 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
     };
     let flush = named(FLUSH).and_then(|job| job["sync"]["lat_ns"]["mean"].as_f64());
     let flush = flush.map(|ns| ns / 1e9);
-    // Writes that ended in the server's memory are done when they are durable.
+    // Writes that were only in the server's memory count as done when they are durable.
     let longer = |side: &str| match (load.to_the_end, flush) {
         (true, Some(flush)) => {
             let seconds = number(side, "runtime") / 1e3;
@@ -227,7 +228,7 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
     Ok(Answer { values, latencies, raw })
 }
 
-/// How long a job's requests took, reads and writes together: all of them, and their mean in ns.
+/// Latencies of a job, reads and writes together: the histogram, and the mean in ns.
 fn latencies(job: &Value) -> (Histogram, Option<f64>) {
     let mut histogram = Histogram::default();
     let (mut sum, mut count) = (0.0, 0.0);
@@ -241,7 +242,7 @@ fn latencies(job: &Value) -> (Histogram, Option<f64>) {
     (histogram, (count > 0.0).then(|| sum / count))
 }
 
-/// Takes the histograms out of fio's output: they are long, and kept by themselves.
+/// Removes the histograms from fio's JSON: they are long and stored separately.
 fn remove_bins(raw: &mut Value) {
     for job in raw["jobs"].as_array_mut().into_iter().flatten() {
         for side in ["read", "write", "trim"] {
@@ -254,7 +255,7 @@ fn remove_bins(raw: &mut Value) {
     }
 }
 
-/// Metrics, and the part of requests that they are of.
+/// Latency metrics, and the fraction of requests of each.
 pub const PERCENTILES: &[(&str, f64)] = &[
     ("latency_p50_ns", 0.5),
     ("latency_p90_ns", 0.9),
@@ -272,7 +273,7 @@ fn bins(bins: &Value) -> Histogram {
     Histogram { buckets }
 }
 
-/// Reads a log of requests a second, of all jobs: lines of time in ms, value, direction.
+/// Parses a log of requests per second of all jobs: lines of time in ms, value, direction.
 pub fn series(text: &str, load: &Load, effort: &Effort) -> Vec<Series> {
     let interval = interval_ms(effort);
     let mut sums: BTreeMap<u64, f64> = BTreeMap::new();
@@ -281,7 +282,7 @@ pub fn series(text: &str, load: &Load, effort: &Effort) -> Vec<Series> {
         let time = fields.next().and_then(|time| time.parse::<u64>().ok());
         let value = fields.next().and_then(|value| value.parse::<f64>().ok());
         if let (Some(time), Some(value)) = (time, value) {
-            // The jobs' clocks differ by some ms: the nearest end of an interval is meant.
+            // The jobs' clocks differ by some milliseconds, so round to the nearest interval end.
             *sums.entry((time + interval / 2) / interval).or_default() += value;
         }
     }
@@ -290,8 +291,9 @@ pub fn series(text: &str, load: &Load, effort: &Effort) -> Vec<Series> {
     both_series(ends, iops, load.block)
 }
 
-/// Requests a second in time, and bytes a second. `seconds` are the ends of the intervals since the
-/// load began, `block` the bytes of a request. Nothing where there are less than two intervals.
+/// Time series of requests per second and of bytes per second. `seconds` are the interval ends
+/// since the start of the load, `block` is the size of a request. Empty for fewer than two
+/// intervals.
 pub fn both_series(seconds: Vec<f64>, iops: Vec<f64>, block: u64) -> Vec<Series> {
     if seconds.len() < 2 {
         return Vec::new();
@@ -346,7 +348,7 @@ mod tests {
             assert!(line.contains(every) && line.contains("--numjobs=16"), "{name}: {line}");
             assert!(line.contains("--time_based") && line.contains("--norandommap"), "{line}");
         }
-        // Each place once.
+        // Each block once.
         for name in ["first-write", "rewrite-4k"] {
             let line = text(name, &file);
             assert!(!line.contains("--norandommap") && !line.contains("--time_based"), "{line}");
@@ -381,7 +383,7 @@ mod tests {
         assert_eq!(answer.latencies.unwrap().buckets, [(100, 5), (200, 5)]);
         assert!(!answer.values.contains_key("sync_mean_ns"));
         assert!(!answer.raw.to_string().contains("bins"), "{}", answer.raw);
-        // A load of fixed time is as fast as fio says.
+        // For a load with a time limit, fio's own rate is used.
         let answer = parse(JSON, &load("database")).unwrap();
         assert_eq!((answer.values["iops"], answer.values["sync_mean_ns"]), (1000.0, 7.0));
     }

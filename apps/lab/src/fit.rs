@@ -1,8 +1,8 @@
-//! What of a plan fits on a place: how large the disk is there, what its image takes, and which cells
-//! cannot be there at all. All of it is known before anything is written.
+//! Decides what of a plan fits on a place: the size of the disk, the space that its image takes,
+//! and the cells that are impossible there. Nothing has been written at this point.
 //!
-//! A folder has to hold the largest image. A device holds one image at a time, whose tables have to lie
-//! on it too: where the device has just the size that the plan wants, all disks on it are a little
+//! A folder must hold the largest image. A device holds one image at a time, including the format's
+//! tables. If the device has exactly the size that the plan wants, all disks on it are a little
 //! smaller, those of raw images too, so that all layouts have the same disk.
 
 use vdkit_block::parse_size;
@@ -16,22 +16,22 @@ use crate::profile::{self, Kind, Load};
 pub struct Fit {
     /// Size of the disk.
     pub disk: u64,
-    /// Size that the plan wants, where the disk is smaller.
+    /// Size of the disk in the plan; larger than `disk` if the place is too small for it.
     pub wanted: u64,
-    /// What the image takes of the place at most.
+    /// Largest space that the image takes on the place.
     pub bytes: u64,
 }
 
-/// Why a cell cannot be on a place.
+/// Why a cell is impossible on a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unfit {
-    /// It has no meaning there.
+    /// The cell has no meaning on this kind of place.
     Kind(String),
     /// The place is too small.
     Small {
-        /// The least size that would do.
+        /// The smallest sufficient size.
         needed: u64,
-        /// What there is.
+        /// The place's size.
         there: u64,
     },
 }
@@ -56,7 +56,7 @@ fn value<'a>(axes: &'a Axes, name: &str) -> Option<&'a str> {
     axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
 }
 
-/// The layout of a cell; its preallocation may be an axis of its own.
+/// The layout of a cell. Its preallocation may be a separate axis.
 pub fn layout_of(axes: &Axes) -> Result<&'static Layout, String> {
     let name = value(axes, "layout").unwrap_or("qcow2");
     let name = match value(axes, "preallocation") {
@@ -66,12 +66,12 @@ pub fn layout_of(axes: &Axes) -> Result<&'static Layout, String> {
     layout::find(&name).ok_or_else(|| format!("unknown layout '{name}'"))
 }
 
-/// How many images a cell has at once.
+/// Number of images that a cell has at once.
 pub fn images_of(axes: &Axes) -> u64 {
     value(axes, "images").and_then(|count| count.parse().ok()).unwrap_or(1)
 }
 
-/// The size of a disk that the plan wants.
+/// The size of a disk in the plan.
 fn wanted(axes: &Axes, effort: &Effort, kind: Kind) -> u64 {
     let size = value(axes, "size").and_then(|size| parse_size(size).ok());
     let size = size.unwrap_or(effort.disk);
@@ -83,13 +83,13 @@ fn wanted(axes: &Axes, effort: &Effort, kind: Kind) -> u64 {
     }
 }
 
-/// A format's own tables: less than a 64th, and at least the first cluster of each of them.
+/// Upper bound of a format's tables: a 64th of the disk, and at least one cluster for each table.
 fn tables(layout: &Layout, total: u64) -> u64 {
     let clusters = if layout.options.contains("cluster_size=2M") { 16 << 20 } else { 4 << 20 };
     total / 64 + clusters
 }
 
-/// Whether nearly nothing is written to the image.
+/// Whether almost nothing is written to the image.
 fn stays_empty(axes: &Axes, layout: &Layout, kind: Kind) -> bool {
     let reserved = layout.options.contains("=falloc") || layout.options.contains("=full");
     let filled = value(axes, "content") == Some("full")
@@ -97,10 +97,10 @@ fn stays_empty(axes: &Axes, layout: &Layout, kind: Kind) -> bool {
     matches!(kind, Kind::Open | Kind::Convert) && !reserved && !filled
 }
 
-/// What one cell needs, and the disk that it has.
+/// Computes the disk and the space of one cell.
 ///
 /// # Errors
-/// It cannot be on this place.
+/// The cell is impossible on this place.
 pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit> {
     let layout = layout_of(axes).map_err(Unfit::Kind)?;
     let profile = value(axes, "profile").and_then(profile::find);
@@ -120,10 +120,11 @@ pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit
     let count = images_of(axes);
     let reserved = layout.options.contains("=falloc") || layout.options.contains("=full");
     let bytes = match kind {
-        // A table of 8 bytes for each 64 KiB or less, and its like; a 512th is what `sparse` writes.
+        // Tables take 8 bytes per 64 KiB or less, in a few kinds; `sparse` writes a 512th of the
+        // disk.
         Kind::Open | Kind::Convert if empty => disk / 256 * count,
         Kind::Open | Kind::Convert => disk * count,
-        // One base that is all written, and overlays that are only read.
+        // One fully written base image, and overlays that are only read.
         Kind::Boot => disk + count * (1 << 20),
         _ if reserved => disk,
         _ => profile.map_or(disk, |profile| profile.bytes(&effort)),
@@ -156,7 +157,7 @@ fn on_device(
     let small = |needed| Err(Unfit::Small { needed, there: total });
     let empty = stays_empty(axes, layout, kind);
     if layout.format != "raw" && !layout.options.contains("preallocation") && empty {
-        // Only the tables are there.
+        // Only the tables are written.
         let needed = wanted / 256 + (4 << 20);
         return if needed > total { small(needed) } else { Ok(wanted) };
     }
@@ -206,7 +207,7 @@ mod tests {
         for layout in ["qcow2", "qcow2-8k", "qcow2-ext", "qcow2-metadata", "qcow2-aged"] {
             assert_eq!(of(layout).unwrap().disk, raw.disk, "{layout}");
         }
-        // A larger one has what the plan wants.
+        // A larger device holds a disk of the plan's size.
         let device = place(PlaceKind::Device, 2 << 30);
         let larger = fit(&axes(&[("layout", "qcow2"), ("profile", "database")]), &EFFORT, &device);
         assert_eq!(larger.unwrap().disk, 1 << 30);
@@ -232,7 +233,7 @@ mod tests {
             let Err(Unfit::Kind(told)) = of(&values, 4 << 30) else { panic!("{values:?}") };
             assert!(told.contains(word), "{told}");
         }
-        // An empty image is as large as its tables, however large its disk.
+        // An empty image takes only its tables, whatever the size of its disk.
         let open =
             |layout, size| of(&[("layout", layout), ("size", size), ("profile", "open")], 1 << 30);
         assert_eq!(open("qcow2", "16G").unwrap().disk, 16 << 30);

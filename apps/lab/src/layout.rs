@@ -1,4 +1,5 @@
-//! How an image is laid out on its place: made with the command that a user would type.
+//! Layouts of an image on its place. Each layout is created with the command that a user would
+//! type.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +13,7 @@ use crate::peers;
 use crate::place::zfs;
 use crate::process::Line;
 
-/// A way to lay out an image.
+/// A layout of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Its name in plans.
@@ -21,47 +22,48 @@ pub struct Layout {
     pub about: &'static str,
     /// The image's format, as both vdkit and qemu-img call it.
     pub format: &'static str,
-    /// Options of the format (`-o`), or nothing.
+    /// Format options (`-o`); may be empty.
     pub options: &'static str,
-    /// What is done beside.
+    /// What is done besides creating the image.
     pub more: More,
 }
 
-/// What is done beside creating an image.
+/// What is done besides creating the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum More {
     /// Nothing.
     Nothing,
-    /// It stands on another image, which holds what the disk holds.
+    /// The image is an overlay. Its backing image holds the disk's content.
     Backing,
-    /// All of the disk is written in pieces of 64 KiB in random order.
+    /// The whole disk is written in random order, in pieces of 64 KiB.
     Fragmented,
-    /// The same; then a third of the pieces is discarded, and written again in another order.
+    /// As `Fragmented`; then a third of the pieces is discarded and written again in another order.
     Aged,
-    /// It is no file: a volume of the file system that the place is on.
+    /// A volume of the place's file system, not a file.
     Volume,
 }
 
-/// What a disk holds before the load begins.
+/// Content of a disk before the load begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// Nothing was ever written.
     Nothing,
-    /// A piece in each `STRIDE` is written.
+    /// One piece in each `STRIDE` is written.
     Sparse,
-    /// All is written but a piece in each `STRIDE`: the opposite.
+    /// All but one piece in each `STRIDE` is written: the inverse of `Sparse`.
     Full,
-    /// All is written.
+    /// The whole disk is written.
     All,
 }
 
-/// The published conversions were of disks that had, or lacked, so much in each [`STRIDE`].
+/// Size of a piece. In the published conversions, one such piece in each [`STRIDE`] was written, or
+/// left out.
 const PIECE: u64 = 64 << 10;
-/// From one such piece to the next.
+/// Distance between two pieces.
 const STRIDE: u64 = 32 << 20;
 
 impl Content {
-    /// The parts of a disk that are written, in order: start and length, a MiB at most.
+    /// The written ranges of a disk in order, as start and length; a range is at most 1 MiB.
     fn parts(self, bytes: u64) -> impl Iterator<Item = (u64, u64)> {
         const STEP: u64 = 1 << 20;
         (0..bytes).step_by(STEP as usize).filter_map(move |at| {
@@ -98,41 +100,41 @@ const fn layout(
 /// Every layout that plans may name.
 pub static LAYOUTS: &[Layout] = &[
     layout("raw", "raw, with holes", "raw", ""),
-    layout("raw-falloc", "raw, its space reserved beforehand", "raw", "preallocation=falloc"),
-    layout("raw-full", "raw, written with zeroes beforehand", "raw", "preallocation=full"),
-    layout("qcow2", "qcow2 as it is made without options: clusters of 64 KiB", "qcow2", ""),
+    layout("raw-falloc", "raw, preallocated by fallocate", "raw", "preallocation=falloc"),
+    layout("raw-full", "raw, preallocated by writing zeroes", "raw", "preallocation=full"),
+    layout("qcow2", "qcow2 with default options: clusters of 64 KiB", "qcow2", ""),
     layout("qcow2-8k", "qcow2 with clusters of 8 KiB", "qcow2", "cluster_size=8K"),
     layout("qcow2-2m", "qcow2 with clusters of 2 MiB", "qcow2", "cluster_size=2M"),
     layout(
         "qcow2-ext",
-        "qcow2 with extended L2 entries: clusters of 128 KiB, allocated by 4 KiB",
+        "qcow2 with extended L2 entries: clusters of 128 KiB, subclusters of 4 KiB",
         "qcow2",
         "extended_l2=on,cluster_size=128K",
     ),
-    layout(
-        "qcow2-metadata",
-        "qcow2, its tables made beforehand",
-        "qcow2",
-        "preallocation=metadata",
-    ),
-    layout("qcow2-falloc", "qcow2, its space reserved beforehand", "qcow2", "preallocation=falloc"),
-    layout("qcow2-full", "qcow2, written with zeroes beforehand", "qcow2", "preallocation=full"),
+    layout("qcow2-metadata", "qcow2, tables preallocated", "qcow2", "preallocation=metadata"),
+    layout("qcow2-falloc", "qcow2, preallocated by fallocate", "qcow2", "preallocation=falloc"),
+    layout("qcow2-full", "qcow2, preallocated by writing zeroes", "qcow2", "preallocation=full"),
     Layout {
         more: More::Backing,
-        ..layout("qcow2-overlay", "qcow2 that stands on another", "qcow2", "")
+        ..layout("qcow2-overlay", "qcow2 with a backing image", "qcow2", "")
     },
     Layout {
         more: More::Fragmented,
-        ..layout("qcow2-fragmented", "qcow2, all written in random order", "qcow2", "")
+        ..layout("qcow2-fragmented", "qcow2, fully written in random order", "qcow2", "")
     },
     Layout {
         more: More::Aged,
-        ..layout("qcow2-aged", "qcow2, all written in random order, a third again", "qcow2", "")
+        ..layout(
+            "qcow2-aged",
+            "qcow2, fully written in random order, a third discarded and rewritten",
+            "qcow2",
+            "",
+        )
     },
     layout("vmdk", "VMware's sparse format, grains of 64 KiB", "vmdk", ""),
     Layout {
         more: More::Volume,
-        ..layout("zvol", "raw, on a ZFS volume beside the data set that the place is", "raw", "")
+        ..layout("zvol", "raw, on a ZFS volume below the data set of the place", "raw", "")
     },
 ];
 
@@ -141,32 +143,32 @@ pub fn find(name: &str) -> Option<&'static Layout> {
     LAYOUTS.iter().find(|layout| layout.name == name)
 }
 
-/// An image that is there.
+/// An image that exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
-    /// Its file, or the device.
+    /// Path of the file or the device.
     pub path: PathBuf,
     /// Its format.
     pub format: &'static str,
     /// Size of the disk that is used.
     pub bytes: u64,
-    /// Size of the disk that servers show: more, where a raw image is a larger device.
+    /// Size of the disk that servers show. Larger than `bytes` for a raw image on a larger device.
     pub shown_bytes: u64,
-    /// All files of it.
+    /// Every file of the image.
     pub files: Vec<PathBuf>,
-    /// It is on a device.
+    /// Whether the image is on a device.
     pub device: bool,
 }
 
-/// Makes the image of a cell: of `bytes` bytes, with that content.
+/// Creates the image of a cell, with `bytes` bytes and this content.
 ///
 /// # Errors
-/// [`crate::peers::Skip`] where it cannot be here; the command's failure.
+/// [`crate::peers::Skip`] if the layout is not possible here; the failure of a command.
 pub fn make(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, content: Content) -> Result<Image> {
     make_named(bench, layout, bytes, content, "disk")
 }
 
-/// As [`make`], of another name: beside other images.
+/// As [`make`], but with another name, for a place with several images.
 ///
 /// # Errors
 /// As [`make`].
@@ -181,7 +183,7 @@ pub fn make_named(
     if layout.more == More::Backing {
         return over_another(bench, layout, image, content);
     }
-    // A device is there, and holds what it holds.
+    // A raw image on a device needs no creation.
     if !(image.device && layout.format == "raw" && layout.options.is_empty()) {
         let line = create(bench, layout, &image, None)?;
         bench.run(&line)?;
@@ -198,7 +200,8 @@ pub fn make_named(
     Ok(image)
 }
 
-/// Where an image will be: the place's device, emptied; a volume; a file in our folder.
+/// Chooses where the image will be: on the emptied device, on a volume, or in a file of the lab's
+/// folder.
 fn locate(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, name: &str) -> Result<Image> {
     let image = |path: PathBuf, device: bool, shown_bytes| Image {
         files: vec![path.clone()],
@@ -222,11 +225,11 @@ fn locate(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, name: &str) -> Res
     Ok(image(folder.join(format!("{name}.{}", layout.format)), false, bytes))
 }
 
-/// How much at either end of a device may make it look like something: signatures and headers.
+/// Bytes at either end of a device that may hold signatures and headers.
 const ENDS: u64 = 1 << 20;
 
-/// Gives back what earlier images have left on a device, where it can do that: a volume that was
-/// written to is another than a new one. Where it cannot, nothing is recognised on it at least.
+/// Discards what earlier images left on a device, if the device supports that, because a volume
+/// that was written to performs differently from a new one. Otherwise only removes signatures.
 fn empty(bench: &mut Bench<'_>, device: &Path) -> Result<()> {
     if let Some(blkdiscard) = peers::find("blkdiscard") {
         let line = Line::new(blkdiscard).arg("--force").arg(device);
@@ -298,7 +301,7 @@ fn open(bench: &Bench<'_>, image: &Image) -> Result<Disk> {
     Ok(Disk::open(bench.registry, &image.path, &options)?)
 }
 
-/// Bytes that no file system and no device can make smaller.
+/// Fills a buffer with bytes that no file system or device can compress or deduplicate.
 pub fn noise(buffer: &mut [u8], rng: &mut Rng) {
     for piece in buffer.chunks_mut(8) {
         let bytes = rng.next_u64().to_le_bytes();
@@ -306,8 +309,8 @@ pub fn noise(buffer: &mut [u8], rng: &mut Rng) {
     }
 }
 
-/// Writes the content, from start to end. The lab does this itself: what writes it does not matter,
-/// and random bytes from a file would be shared blocks on some file systems.
+/// Writes the content from start to end. The lab writes it itself, because a file system may share
+/// the blocks of random bytes that are copied from a file.
 fn fill(bench: &mut Bench<'_>, image: &Image, content: Content) -> Result<()> {
     if content == Content::Nothing {
         return Ok(());
@@ -327,7 +330,7 @@ fn fill(bench: &mut Bench<'_>, image: &Image, content: Content) -> Result<()> {
     Ok(())
 }
 
-/// Writes the whole disk in random order; `again` discards a third, and writes it anew.
+/// Writes the whole disk in random order. With `again`, discards a third and writes it again.
 fn scatter(bench: &mut Bench<'_>, image: &Image, again: bool) -> Result<()> {
     let disk = open(bench, image)?;
     let mut rng = Rng::new(bench.seed);
@@ -360,14 +363,14 @@ fn scatter(bench: &mut Bench<'_>, image: &Image, again: bool) -> Result<()> {
     Ok(())
 }
 
-/// Space that an image takes on the host. Nothing where it is on a device: that is all taken.
+/// Space that an image takes on the host. None for a device, where the image takes all space.
 pub fn host_bytes(image: &Image) -> Option<u64> {
     use std::os::unix::fs::MetadataExt;
     if image.device {
         return None;
     }
     let blocks = image.files.iter().filter_map(|path| Some(path.metadata().ok()?.blocks()));
-    // st_blocks counts 512 bytes, whatever the file system (stat(2)).
+    // st_blocks counts units of 512 bytes on every file system (stat(2)).
     Some(blocks.sum::<u64>() * 512)
 }
 
@@ -375,7 +378,7 @@ pub fn host_bytes(image: &Image) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Bytes that are written within the first `bytes` of a disk.
+    /// Number of written bytes within the first `bytes` of a disk.
     fn written(content: Content, bytes: u64) -> u64 {
         content.parts(bytes).map(|(_, len)| len).sum()
     }

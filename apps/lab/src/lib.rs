@@ -1,21 +1,22 @@
-//! The lab: which way to store a guest's disk is best on this host, measured.
+//! The lab measures which way to store a guest's disk is best on this host.
 //!
 //! ```text
 //!   plan ──► cells ──► run ──► store ──► export
 //!                       │         └────► matrix ──► verdict ──► report
-//!                       │                  choices and loads; stats says what samples are worth
-//!                       ├ environment   on what machine, and what disturbs it
-//!                       ├ place, fit    where images may lie, and which can; nothing is destroyed
+//!                       │                  choices and loads; stats judges the samples
+//!                       ├ environment   describes the machine, and detects disturbances
+//!                       ├ place, fit    where images can be; the lab destroys nothing
 //!                       └ engine        one round of one cell:
-//!                           layout        makes an image, with vdkit or qemu-img
+//!                           layout        creates an image, with vdkit or qemu-img
 //!                           front         serves it, as a user would
 //!                           profile, fio  loads it; the engine itself does what fio cannot
 //! ```
 //!
-//! A plan names values on some axes. Their product, less what the plan excludes, are the cells; each
-//! is measured once a round, in random order. What is measured is what a user types: [`process`] runs
-//! the command `vdkit` and its [`peers`], and the exact command lines are kept beside the numbers.
-//! [`compare`] holds one run against another, and [`calibrate`] counts how often equals are called different.
+//! A plan names values on some axes. The cells are the product of the axes without the combinations
+//! that the plan excludes. Each cell is measured once per round, in random order. The lab measures
+//! what a user types: [`process`] runs the command `vdkit` and its [`peers`], and the results
+//! contain the exact command lines. [`compare`] compares one run with another, and [`calibrate`]
+//! counts how often equal runs are called different.
 
 pub mod axes;
 pub mod calibrate;

@@ -1,23 +1,22 @@
-//! A run's cells by what their axes mean: what one chooses, what one measures under, and with which
-//! tool.
+//! Groups a run's cells by the role of their axes: choices, conditions and tools.
 
 use std::collections::BTreeSet;
 
 use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
 use crate::stats::{Gain, Judge, Rounds, Side, Summary, geometric_mean, summary};
 
-/// What an axis is.
+/// The role of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The user chooses its value: backend, layout, cache mode, front.
     Choice,
-    /// It is the load, or how large the image is: the choice has to be good in all of them.
+    /// A load or an image size. A good choice is good under each of them.
     Condition,
-    /// Which program did it: shown side by side, never a part of the advice.
+    /// The program. Programs are shown side by side and are never a part of the advice.
     Tool,
 }
 
-/// Axes that are loads or sizes. All others but the tool are choices.
+/// Axes that are conditions. Every other axis but the tool is a choice.
 const CONDITIONS: &[&str] = &[
     "profile",
     "load",
@@ -39,7 +38,7 @@ const CONDITIONS: &[&str] = &[
     "source",
 ];
 
-/// What an axis of this name is, where its plan does not say otherwise: [`Matrix::role`].
+/// The default role of an axis. A plan may override it: [`Matrix::role`].
 pub fn role(axis: &str) -> Role {
     match axis {
         "tool" | "program" => Role::Tool,
@@ -48,11 +47,11 @@ pub fn role(axis: &str) -> Role {
     }
 }
 
-/// The program that the advice is about, where there are several.
+/// The program that the advice concerns, if there are several.
 pub const OWN_TOOL: &str = "vdkit";
 
-/// Fronts that do what another does with another program: the front, what it stands beside, and the
-/// program's name.
+/// Fronts that do the same with another program: the front, the front that it corresponds to, and
+/// the program's name.
 const PEERS: &[(&str, &str, &str)] = &[
     ("nbd", "nbd", OWN_TOOL),
     ("nbd-qemu-nbd", "nbd", "qemu-nbd"),
@@ -64,8 +63,9 @@ const PEERS: &[(&str, &str, &str)] = &[
     ("guest-qemu-nbd", "guest-nbd", "qemu-nbd"),
 ];
 
-/// What a cell does, whichever program does it, and the program: by the axis `tool`, or by a front
-/// that stands beside another. No program where all cells are of the same.
+/// Splits a cell's axes into what it does and which program does it. The program is named by the
+/// axis `tool`, or by a front that corresponds to one of vdkit. None if all cells use the same
+/// program.
 pub fn program(axes: &Axes) -> (Axes, Option<String>) {
     let mut program = None;
     let mut rest = Axes::new();
@@ -91,15 +91,15 @@ pub fn in_guest(axes: &Axes) -> bool {
     axes.iter().any(|(axis, value)| axis == "front" && value.starts_with("guest-"))
 }
 
-/// Where the load ran, among the conditions of [`Matrix::condition`].
+/// The condition of [`Matrix::condition`] that says where the load ran.
 pub const SEEN: &str = "seen";
 
-/// In words, where the load ran.
+/// Where the load ran, in words.
 pub fn seen(axes: &Axes) -> &'static str {
     if in_guest(axes) { "in a guest" } else { "from the host" }
 }
 
-/// A run, its axes told apart.
+/// A run with its axes grouped by role.
 #[derive(Debug)]
 pub struct Matrix<'a> {
     /// The run.
@@ -108,22 +108,22 @@ pub struct Matrix<'a> {
     pub metric: &'a Metric,
     /// Names of axes with more than one value, in the plan's order.
     pub varying: Vec<&'a str>,
-    /// Whether guests are compared with guests only.
+    /// Whether guests are only compared with guests.
     apart: bool,
-    /// What decides whether a difference is more than noise.
+    /// Decides whether a difference is larger than noise.
     judge: Judge,
 }
 
-/// One way to store a disk, with what it measured under all conditions together.
+/// One way to store a disk, with its samples over all conditions.
 #[derive(Clone, Debug)]
 pub struct Pick {
-    /// Its values of the axes that are choices, all of them.
+    /// Its values of all axes that are choices.
     pub axes: Axes,
     /// Indices of its cells in the run.
     pub cells: Vec<usize>,
     /// By round: the metric, or its geometric mean over the conditions.
     pub samples: Rounds,
-    /// Of the samples.
+    /// Summary of the samples.
     pub summary: Summary,
 }
 
@@ -134,12 +134,12 @@ impl Pick {
 }
 
 impl<'a> Matrix<'a> {
-    /// A run by its plan's own metric. Nothing where the metric is unknown.
+    /// A run with its plan's metric. None if the metric is unknown.
     pub fn new(run: &'a Run) -> Option<Self> {
         Self::of(run, metric(&run.plan.metric)?)
     }
 
-    /// A run by another metric.
+    /// A run with another metric.
     pub fn of(run: &'a Run, metric: &'a Metric) -> Option<Self> {
         let varying = run.plan.axes.iter().map(String::as_str);
         let varying = varying.filter(|axis| values(run, axis).len() > 1).collect();
@@ -153,8 +153,8 @@ impl<'a> Matrix<'a> {
         Some(matrix)
     }
 
-    /// All comparisons that a verdict makes share its chance of error: cells of one load with one another,
-    /// ways with one another, and the values of each axis.
+    /// All comparisons of a verdict share one error probability: cells of one load, ways, and
+    /// values of each axis.
     fn new_judge(&self) -> Judge {
         let mut loads: Vec<Axes> = Vec::new();
         let mut sizes: Vec<usize> = Vec::new();
@@ -188,7 +188,7 @@ impl<'a> Matrix<'a> {
         values(self.run, axis)
     }
 
-    /// What an axis is in this run's plan.
+    /// The role of an axis in this run's plan.
     pub fn role(&self, axis: &str) -> Role {
         match role(axis) {
             Role::Choice if self.run.plan.conditions.iter().any(|name| name == axis) => {
@@ -198,12 +198,12 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Those of the axes that are of a role.
+    /// The axes that have this role.
     pub fn part(&self, axes: &Axes, wanted: Role) -> Axes {
         axes.iter().filter(|(axis, _)| self.role(axis) == wanted).cloned().collect()
     }
 
-    /// Axes as they are told apart: without those that are the same in all cells.
+    /// Axes without those that are the same in all cells.
     pub fn short(&self, axes: &Axes) -> Axes {
         let short: Axes = axes
             .iter()
@@ -213,18 +213,18 @@ impl<'a> Matrix<'a> {
         if short.is_empty() { axes.clone() } else { short }
     }
 
-    /// What a cell measured, where it did.
+    /// Summary of a cell's samples, if it has any.
     pub fn summary(&self, cell: &Cell) -> Option<Summary> {
         summary(&cell.values(self.metric.key))
     }
 
-    /// The cell that is the same but for the plan's baseline values.
+    /// The cell that has the plan's baseline values and otherwise the same axes.
     pub fn base_of(&self, cell: &Cell) -> Option<&'a Cell> {
         let wanted = with_baseline(&cell.axes, self.run)?;
         self.run.cells.iter().find(|other| same(&other.axes, &wanted))
     }
 
-    /// A cell against its baseline; nothing for the baseline itself.
+    /// Compares a cell with its baseline. None for the baseline itself.
     pub fn gain(&self, cell: &Cell) -> Option<Gain> {
         let base = self.base_of(cell)?;
         if base.key == cell.key {
@@ -233,7 +233,7 @@ impl<'a> Matrix<'a> {
         self.between(cell, base)
     }
 
-    /// One cell against another.
+    /// Compares one cell with another.
     pub fn between(&self, cell: &Cell, base: &Cell) -> Option<Gain> {
         let place = |wanted: &Cell| self.run.cells.iter().position(|cell| cell.key == wanted.key);
         let (own, other) = (cell.rounds(self.metric.key), base.rounds(self.metric.key));
@@ -243,7 +243,8 @@ impl<'a> Matrix<'a> {
         self.judge.gain(own, base, self.metric.better)
     }
 
-    /// Whether the advice is about the cell: where several programs did the same, it is about our own.
+    /// Whether the advice concerns the cell. If several programs did the same, the advice only
+    /// concerns vdkit.
     pub fn counts(&self, cell: &Cell) -> bool {
         let (same, name) = program(&cell.axes);
         if name.is_none_or(|name| name == OWN_TOOL) {
@@ -255,22 +256,23 @@ impl<'a> Matrix<'a> {
         })
     }
 
-    /// Whether a cell has a part in the advice: those that [`Matrix::counts`], and where the front is
-    /// no choice also those of other programs' fronts. What is advised has to be good however the
-    /// disk is served, above all by QEMU.
+    /// Whether a cell contributes to the advice: cells that [`Matrix::counts`], and, if the front
+    /// is not a choice, cells of other programs' fronts. An advised layout must be good whichever
+    /// program serves the disk, above all with QEMU.
     pub fn advises(&self, cell: &Cell) -> bool {
         let by_front = self.role("front") == Role::Condition;
         self.counts(cell) || (by_front && self.part(&cell.axes, Role::Tool).is_empty())
     }
 
-    /// Every way that was measured under all conditions, those that are better first.
+    /// Every way that was measured under all conditions, best first.
     pub fn picks(&self) -> Vec<Pick> {
         self.picks_where(|_| true)
     }
 
-    /// The same of the cells that `wanted` lets through. Ways that the plan never measures under some
-    /// conditions (a qcow2 image is no disk to a program that reads files) are compared under those
-    /// that they share with others; a way that failed under one of them is left out.
+    /// As [`Matrix::picks`], for the cells that `wanted` accepts. Some ways are impossible under
+    /// some conditions: a program that reads files cannot use a qcow2 image as a disk. Such ways
+    /// are compared under the conditions that they share with others. A way that failed under a
+    /// shared condition is left out.
     pub fn picks_where(&self, wanted: impl Fn(&Cell) -> bool) -> Vec<Pick> {
         let mut groups: Vec<(Axes, Vec<usize>)> = Vec::new();
         for (i, cell) in self.run.cells.iter().enumerate() {
@@ -296,20 +298,20 @@ impl<'a> Matrix<'a> {
         picks.sort_by(|a, b| {
             let order = a.summary.median.total_cmp(&b.summary.median);
             let order = if self.metric.better == Better::Higher { order.reverse() } else { order };
-            // Of equals (who came through) the one that needs fewer programs.
+            // Among equals (such as survivors), the way with fewer programs comes first.
             order.then(self.daemons(a).total_cmp(&self.daemons(b)))
         });
         picks
     }
 
-    /// How many programs a way needs beside the guest, where that was recorded.
+    /// Number of programs that a way needs besides the guest, if it was recorded.
     fn daemons(&self, pick: &Pick) -> f64 {
         let cells = pick.cells.iter().map(|i| &self.run.cells[*i]);
         cells.flat_map(|cell| cell.values("daemons")).fold(0.0, f64::max)
     }
 
-    /// What a cell was measured under. That its load ran in a guest is a part of it: what goes through
-    /// a guest's kernel and processor is slower on any disk, so that guests compare with guests.
+    /// The conditions of a cell. Whether its load ran in a guest is one of them: the guest's kernel
+    /// and processor slow down every disk, so guests are compared with guests.
     pub fn condition(&self, cell: &Cell) -> Axes {
         let mut condition = self.part(&cell.axes, Role::Condition);
         if self.guests_apart() {
@@ -318,20 +320,20 @@ impl<'a> Matrix<'a> {
         condition
     }
 
-    /// Whether some cells ran in guests and others did not, where the front is a choice and speed is
-    /// the question.
+    /// Whether guests are compared separately: some cells ran in guests and others did not, the
+    /// front is a choice, and the metric is a speed.
     pub fn guests_apart(&self) -> bool {
         self.apart
     }
 
-    /// The condition without axes that are the same in all cells.
+    /// The conditions without axes that are the same in all cells.
     pub fn load(&self, cell: &Cell) -> Axes {
         let told = |axis: &str| axis == SEEN || self.varying.contains(&axis);
         self.condition(cell).into_iter().filter(|(axis, _)| told(axis)).collect()
     }
 
-    /// The conditions that compare most: of those of each group, the ones that most ways have,
-    /// times their number.
+    /// The set of conditions that allows most comparisons: the number of conditions times the
+    /// number of ways that have all of them is largest.
     fn shared_conditions(&self, groups: &[(Axes, Vec<usize>)]) -> Vec<Axes> {
         let mut sets: Vec<Vec<Axes>> = Vec::new();
         for (_, cells) in groups {
@@ -345,8 +347,8 @@ impl<'a> Matrix<'a> {
         }
         let has = |all: &[Axes], part: &[Axes]| part.iter().all(|one| all.contains(one));
         let worth = |set: &Vec<Axes>| sets.iter().filter(|all| has(all, set)).count() * set.len();
-        // Of equals the larger set: more ways to look at fewer choices. Then what was seen without a
-        // guest, which tells more of the disk.
+        // Among equals, prefer the larger set: more ways over fewer conditions. Then prefer
+        // conditions without a guest, which show more of the disk.
         let in_host = |set: &Vec<Axes>| {
             let host = (SEEN.to_owned(), seen(&Axes::new()).to_owned());
             set.iter().all(|condition| condition.contains(&host))
@@ -355,15 +357,15 @@ impl<'a> Matrix<'a> {
         best.cloned().unwrap_or_default()
     }
 
-    /// Samples of several cells as one, round by round.
+    /// Combines the samples of several cells, round by round.
     pub fn pick(&self, axes: Axes, cells: Vec<usize>) -> Option<Pick> {
         let samples = self.together(&cells);
         let values: Vec<f64> = samples.iter().map(|(_, value)| *value).collect();
         Some(Pick { axes, summary: summary(&values)?, samples, cells })
     }
 
-    /// By round: the value of a cell, or the geometric mean of several that all have the round. The
-    /// plain mean where a value is not above 0.
+    /// By round: the value of one cell, or the geometric mean of several cells that all have the
+    /// round. Uses the arithmetic mean if a value is not above 0.
     fn together(&self, cells: &[usize]) -> Rounds {
         let of = |i: &usize| &self.run.cells[*i];
         let rounds: BTreeSet<u32> =
@@ -386,7 +388,7 @@ impl<'a> Matrix<'a> {
         together
     }
 
-    /// One way against another.
+    /// Compares one way with another.
     pub fn against(&self, pick: &Pick, base: &Pick) -> Option<Gain> {
         self.judge.gain(pick.side(), base.side(), self.metric.better)
     }
@@ -396,22 +398,23 @@ impl<'a> Matrix<'a> {
         if self.metric.better == Better::Higher { one > two } else { one < two }
     }
 
-    /// The way among `picks` that is the same but for the plan's baseline values.
+    /// The way among `picks` that has the plan's baseline values and otherwise the same axes.
     pub fn base<'p>(&self, pick: &Pick, picks: &'p [Pick]) -> Option<&'p Pick> {
         let wanted = with_baseline(&pick.axes, self.run)?;
         picks.iter().find(|other| same(&other.axes, &wanted))
     }
 }
 
-/// How often a run has looked whether it may stop: after its plan's rounds, and after each one more.
+/// How many times a run has tested whether it may stop: once after its plan's rounds, and once
+/// after each further round.
 fn looks(run: &Run) -> usize {
     let rounds = run.cells.iter().map(|cell| cell.samples.len()).max().unwrap_or(0);
     let planned = run.plan.effort.map_or(rounds, |effort| effort.rounds as usize);
     rounds.saturating_sub(planned) + 1
 }
 
-/// The axes with the values that the plan's baseline names, where it names one of them. The program
-/// stays: what another one does with the default is no measure of a way to store a disk.
+/// The axes with the plan's baseline values in place of their own, if the baseline names any of
+/// them. The program stays the same, because another program's default is no measure of a layout.
 fn with_baseline(axes: &Axes, run: &Run) -> Option<Axes> {
     let baseline = run.plan.baseline.as_ref()?;
     let mut named = false;
@@ -428,7 +431,7 @@ fn with_baseline(axes: &Axes, run: &Run) -> Option<Axes> {
     named.then_some(changed)
 }
 
-/// Whether two say the same, in whatever order.
+/// Whether two sets of axes are equal in any order.
 fn same(a: &Axes, b: &Axes) -> bool {
     a.len() == b.len() && a.iter().all(|entry| b.contains(entry))
 }

@@ -1,8 +1,8 @@
-//! The table of what is measured: one row a metric.
+//! The table of metrics, one row each.
 
 use serde::{Deserialize, Serialize};
 
-/// Which way a metric is good.
+/// Whether higher or lower values are better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Better {
@@ -12,7 +12,7 @@ pub enum Better {
     Lower,
 }
 
-/// Something that is measured.
+/// A metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Metric {
@@ -22,7 +22,7 @@ pub struct Metric {
     pub title: &'static str,
     /// The unit: `1/s`, `B/s`, `ns`, `s`, `B`, or nothing for a count.
     pub unit: &'static str,
-    /// Which way it is good.
+    /// Whether higher or lower values are better.
     pub better: Better,
 }
 
@@ -34,10 +34,10 @@ const fn less(key: &'static str, title: &'static str, unit: &'static str) -> Met
     Metric { key, title, unit, better: Better::Lower }
 }
 
-/// Key of what is 1 where a load came through without an error, and 0 where not.
+/// Key of survival: 1 if a load completed without an error, otherwise 0.
 pub const SURVIVED: &str = "survived";
 
-/// Every metric. Reads and writes together where the key does not say which.
+/// Every metric. A key without a direction covers reads and writes together.
 pub static METRICS: &[Metric] = &[
     more("iops", "requests", "1/s"),
     more("bytes_per_second", "throughput", "B/s"),
@@ -57,21 +57,21 @@ pub static METRICS: &[Metric] = &[
     less("open_seconds", "time to open", "s"),
     less("final_fsync_seconds", "time of the last fsync", "s"),
     less("server_cpu_seconds", "processor time of the server", "s"),
-    more("requests_per_cpu_second", "requests a second of the server's processor time", "1/s"),
+    more("requests_per_cpu_second", "requests per second of the server's processor time", "1/s"),
     less("reads", "reads", ""),
     less("device_reads", "reads of the device", ""),
     less("read_bytes", "bytes read", "B"),
     more("flushes", "flushes that reached the device", ""),
     less("host_bytes", "space on the host", "B"),
     less("io_errors", "errors that the client saw", ""),
-    less("daemons", "programs that run for the disk beside the guest", ""),
+    less("daemons", "programs that serve the disk besides the guest", ""),
     less("machine_stops", "times the whole guest was stopped", ""),
     less("stalled_seconds", "time without progress", "s"),
     more(SURVIVED, "came through", ""),
     more("score", "score", ""),
 ];
 
-/// The metric of this key.
+/// The metric with this key.
 pub fn metric(key: &str) -> Option<&'static Metric> {
     METRICS.iter().find(|metric| metric.key == key)
 }

@@ -1,16 +1,16 @@
-//! What a run is: its cells, the samples that were taken of each, and where that was.
+//! The data of a run: its cells, their samples, and the machine.
 //!
 //! ```text
-//!   Run ─┬─ PlanSummary    what was asked
-//!        ├─ Environment    on which machine
+//!   Run ─┬─ PlanSummary    the plan
+//!        ├─ Environment    the machine
 //!        ├─ Cell ─┬─ axes, commands, outcome
-//!        │        └─ Sample (one a round) ── values, latencies, series, steady, raw
-//!        ├─ Published      what others have measured
-//!        └─ Warning        what speaks against the numbers
+//!        │        └─ Sample (one per round) ── values, latencies, series, steady, raw
+//!        ├─ Published      published numbers
+//!        └─ Warning        problems that affect the numbers
 //! ```
 //!
-//! Everything here can be written as JSON and read back; [`crate::store`] keeps it in a file.
-//! Times of day are seconds since 1970-01-01 UTC.
+//! All types convert to JSON and back; [`crate::store`] keeps a run in a file. Times of day are
+//! seconds since 1970-01-01 UTC.
 
 use std::collections::BTreeMap;
 
@@ -25,35 +25,35 @@ pub type Axes = Vec<(String, String)>;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Run {
-    /// Unlike that of any other run: when it began, the plan, and random digits.
+    /// Unique among all runs: start time, plan and random digits.
     pub id: String,
-    /// What was asked.
+    /// The plan that was run.
     pub plan: PlanSummary,
-    /// What others have measured.
+    /// Published numbers.
     pub published: Vec<Published>,
-    /// Less time a cell, fewer cells: a first answer.
+    /// Whether this is a quick run: fewer cells, less time per cell.
     pub quick: bool,
-    /// The order of the cells comes from it.
+    /// Seed of the order of the cells and of random bytes.
     pub seed: u64,
-    /// When it began.
+    /// Start time.
     pub started: u64,
-    /// When it was complete; nothing where it was interrupted, or goes on.
+    /// End time; none if the run was interrupted or is still going on.
     pub ended: Option<u64>,
-    /// The version of vdkit that measured.
+    /// The version of vdkit.
     pub vdkit_version: String,
     /// The machine.
     pub environment: Environment,
     /// All cells in the order of the plan, also those that were not measured.
     pub cells: Vec<Cell>,
-    /// What speaks against the numbers.
+    /// Problems that affect the numbers.
     pub warnings: Vec<Warning>,
 }
 
-/// What a plan asks, in short.
+/// A plan in short.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct PlanSummary {
-    /// What users type.
+    /// The plan's name on the command line.
     pub name: String,
     /// A heading.
     pub title: String,
@@ -63,46 +63,47 @@ pub struct PlanSummary {
     pub axes: Vec<String>,
     /// Key of the metric that decides; see [`METRICS`].
     pub metric: String,
-    /// The default that others are held against: values of some axes. A cell is held against the
-    /// one that has these values and is the same in all other axes.
+    /// Values of some axes that form the default. A cell is compared with the cell that has these
+    /// values and otherwise the same axes.
     pub baseline: Option<Axes>,
-    /// Axes that are no choice in this plan, though they are in others: what the load goes through
-    /// where the question is about the image.
+    /// Axes that are conditions in this plan and choices in others, such as the front when the
+    /// question is about the image.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<String>,
-    /// In what the published experiment differs from this one, for people.
+    /// How the published experiment differs from this one, for people.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub differs: String,
-    /// How large disks and loads were.
+    /// Sizes of disks and loads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub effort: Option<Effort>,
 }
 
-/// How much is done.
+/// The amount of work per round.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Effort {
-    /// How often each cell is measured.
+    /// Number of rounds of each cell.
     pub rounds: u32,
-    /// How long a load runs, where it has no end of its own.
+    /// Duration of a load that has no end of its own, in seconds.
     pub seconds: f64,
-    /// Size of the disk, where no axis says so.
+    /// Size of the disk, unless an axis sets it.
     pub disk: u64,
-    /// Bytes that each job writes, where a load has an end; of `install`, the files.
+    /// Bytes that each job of a load with an end writes; for `install`, bytes of the files.
     pub bytes: u64,
 }
 
-/// A number that others have measured and published.
+/// A published number.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Published {
-    /// The cells that it speaks of: those with these values. Axes that are not named do not matter.
+    /// The values that identify the cells that the number is about. Axes that are not named do not
+    /// matter.
     pub axes: Axes,
     /// Key of the metric.
     pub metric: String,
-    /// In the metric's unit.
+    /// The number, in the metric's unit.
     pub value: f64,
-    /// Who has published it, and what was measured.
+    /// Who published it, and what was measured.
     pub source: String,
 }
 
@@ -112,15 +113,15 @@ pub struct Published {
 pub struct Cell {
     /// Its name in all runs of the plan: `backend=ext4/layout=qcow2/...`.
     pub key: String,
-    /// The same in parts.
+    /// The axes and values of the cell.
     pub axes: Axes,
-    /// The exact commands as they ran last, in their order.
+    /// The command lines of the latest round, in order.
     pub commands: Vec<String>,
-    /// By round.
+    /// Samples by round.
     pub samples: Vec<Sample>,
-    /// What has become of it.
+    /// The outcome.
     pub outcome: Outcome,
-    /// What a reader should know, such as "processor emulated (TCG)".
+    /// Notes for the reader, such as "processor emulated (TCG)".
     pub notes: Vec<String>,
 }
 
@@ -130,71 +131,72 @@ impl Cell {
         self.axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
     }
 
-    /// What its samples have of a metric, by round.
+    /// The samples' values of a metric, by round.
     pub fn values(&self, metric: &str) -> Vec<f64> {
         self.samples.iter().filter_map(|sample| sample.values.get(metric).copied()).collect()
     }
 
-    /// The same with the number of the round.
+    /// The samples' values of a metric, each with its round number.
     pub fn rounds(&self, metric: &str) -> Vec<(u32, f64)> {
         let value = |sample: &Sample| Some((sample.round, *sample.values.get(metric)?));
         self.samples.iter().filter_map(value).collect()
     }
 }
 
-/// What has become of a cell.
+/// The outcome of a cell.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "text")]
 pub enum Outcome {
-    /// Not all of its rounds are there: the run was interrupted, or goes on.
+    /// Some rounds are missing: the run was interrupted or is still going on.
     #[default]
     Pending,
-    /// All rounds are there.
+    /// Every round was measured.
     Measured,
-    /// It cannot be measured here, and why; where a program is missing: how to install it.
+    /// The cell cannot be measured here. The text says why, and how to install a missing program.
     Skipped(String),
-    /// Something failed, and how.
+    /// A step failed. The text says how.
     Failed(String),
 }
 
-/// What one round of a cell gave.
+/// The results of one round of a cell.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Sample {
-    /// From 0.
+    /// Round number, from 0.
     pub round: u32,
-    /// By key of the metric, in its unit.
+    /// Values by the metric's key, in the metric's unit.
     pub values: BTreeMap<String, f64>,
-    /// How long each request took.
+    /// Latencies of the requests.
     pub latencies: Option<Histogram>,
-    /// How the load went in time.
+    /// Time series of the load.
     pub series: Vec<Series>,
-    /// Whether it was steady.
+    /// Whether the load was steady.
     pub steady: Option<Steady>,
     /// fio's own JSON.
     pub raw: Option<serde_json::Value>,
-    /// When it began.
+    /// Start time.
     pub started: u64,
-    /// How long it took, with making the image and starting servers.
+    /// Duration, including creating the image and starting servers.
     pub seconds: f64,
 }
 
-/// Requests by how long they took.
+/// Latencies as a histogram.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Histogram {
-    /// Nanoseconds (about; fio's buckets are within 1.6 %) and how many requests, rising.
+    /// Pairs of nanoseconds and number of requests, in rising order. fio's buckets are accurate to
+    /// 1.6 %.
     pub buckets: Vec<(u64, u64)>,
 }
 
 impl Histogram {
-    /// How many requests.
+    /// Number of requests.
     pub fn count(&self) -> u64 {
         self.buckets.iter().map(|(_, count)| count).sum()
     }
 
-    /// The time that a fraction of all requests (from 0 to 1) took at most, in nanoseconds. Nothing
-    /// of none.
+    /// The time within which a fraction (0 to 1) of all requests completed, in nanoseconds. None
+    /// without requests.
     pub fn quantile(&self, fraction: f64) -> Option<u64> {
         let wanted = (fraction.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0);
         let mut seen = 0;
@@ -204,7 +206,7 @@ impl Histogram {
         })
     }
 
-    /// Adds the requests of another.
+    /// Adds the requests of another histogram.
     pub fn merge(&mut self, other: &Self) {
         let mut all: BTreeMap<u64, u64> = self.buckets.iter().copied().collect();
         for (ns, count) in &other.buckets {
@@ -214,51 +216,51 @@ impl Histogram {
     }
 }
 
-/// A metric in time.
+/// A metric over time.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Series {
-    /// Its key.
+    /// Key of the metric.
     pub metric: String,
-    /// Ends of the intervals, since the load began.
+    /// Ends of the intervals since the start of the load.
     pub seconds: Vec<f64>,
-    /// The mean in each, in the metric's unit; as many.
+    /// The mean of each interval, in the metric's unit.
     pub values: Vec<f64>,
 }
 
 /// Whether a load was steady, by the rule of SNIA's Solid State Storage Performance Test
-/// Specification: over a window of five measurements no value is farther than 10 % of their mean
-/// from it, and the line through them rises or falls by no more than 10 % of it.
+/// Specification: over a window of five measurements no value differs by more than 10 % from their
+/// mean, and the fitted line rises or falls by at most 10 % of the mean.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Steady {
-    /// Both rules hold.
+    /// Whether both rules hold.
     pub reached: bool,
-    /// Key of the metric that was looked at.
+    /// Key of the judged metric.
     pub metric: String,
-    /// Begin of the window, since the load began.
+    /// Start of the window since the start of the load.
     pub from_seconds: f64,
-    /// Its end.
+    /// End of the window.
     pub to_seconds: f64,
     /// The mean in the window.
     pub mean: f64,
-    /// Largest value less the smallest one, as a fraction of the mean (at most 0.2).
+    /// Largest minus smallest value, as a fraction of the mean (at most 0.2).
     pub excursion: f64,
-    /// Rise of the line over the window, as a fraction of the mean (at most 0.1 either way).
+    /// Rise of the fitted line over the window, as a fraction of the mean (at most 0.1 either way).
     pub slope: f64,
 }
 
-/// How long SNIA's measurement window is at least: five rounds of a minute.
+/// Shortest measurement window of SNIA: five rounds of a minute.
 pub const SNIA_SECONDS: f64 = 300.0;
 
 impl Steady {
-    /// How long the window is.
+    /// Length of the window.
     pub fn seconds(&self) -> f64 {
         self.to_seconds - self.from_seconds
     }
 
-    /// Whether that is a window that SNIA's words may be used of. A shorter load may keep its rate
-    /// and be far from a steady state.
+    /// Whether the window is long enough for SNIA's term. A shorter load may keep its rate and
+    /// still be far from a steady state.
     pub fn is_long_enough(&self) -> bool {
         self.seconds() >= SNIA_SECONDS
     }
@@ -268,19 +270,19 @@ impl Steady {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Environment {
-    /// The processor's name.
+    /// Name of the processor.
     pub cpu: String,
-    /// Threads that the system may use.
+    /// Number of threads that the system may use.
     pub cores: u32,
-    /// All memory.
+    /// Size of memory.
     pub memory_bytes: u64,
-    /// Name and release.
+    /// Name and release of the kernel.
     pub kernel: String,
-    /// What this machine is a guest of, where it is one.
+    /// The hypervisor, if this machine is a guest.
     pub virtualization: Option<String>,
-    /// Where images were: the values of the axis `backend`.
+    /// Where images were created: the values of the axis `backend`.
     pub places: Vec<PlaceInfo>,
-    /// All that is known, for people.
+    /// Everything that is known, for people.
     pub sections: Vec<Section>,
 }
 
@@ -290,63 +292,65 @@ pub struct Environment {
 pub struct Section {
     /// The heading.
     pub title: String,
-    /// In order.
+    /// Names and values, in order.
     pub entries: Vec<(String, String)>,
 }
 
-/// What kind of thing images are put on.
+/// Kind of a place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PlaceKind {
     /// A folder of a file system.
     #[default]
     Directory,
-    /// A block device, whose content is lost.
+    /// A block device, whose content is overwritten.
     Device,
 }
 
-/// A place that images were put on, as it was at the start.
+/// A place for images, as it was at the start.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct PlaceInfo {
-    /// Value of the axis `backend`: `ext4`, or `zvol`, and more where two would be the same.
+    /// Value of the axis `backend`, such as `ext4` or `zvol`. Longer if two places would have the
+    /// same.
     pub name: String,
     /// Folder or device.
     pub kind: PlaceKind,
-    /// As the user gave it.
+    /// Path that the user gave.
     pub path: String,
-    /// Its file system, as `/proc/self/mountinfo` has it.
+    /// Type of the file system, as in `/proc/self/mountinfo`.
     pub file_system: Option<String>,
-    /// What it was mounted with.
+    /// Mount options.
     pub mount_options: Option<String>,
-    /// The block device (beneath the file system), such as `/dev/loop0`.
+    /// The block device of the place or of its file system, such as `/dev/loop0`.
     pub device: Option<String>,
-    /// What the device is, from top to bottom: `loop over /srv/a.img`, `LVM volume vg-root`, `zvol`.
+    /// The layers of the device, from top to bottom: `loop over /srv/a.img`, `LVM volume vg-root`,
+    /// `zvol`.
     pub beneath: Vec<String>,
-    /// Whether the device turns.
+    /// Whether the device is a rotating disk.
     pub rotational: Option<bool>,
-    /// The kernel's scheduler of its requests.
+    /// The kernel's I/O scheduler of the device.
     pub scheduler: Option<String>,
     /// `write back` or `write through`.
     pub write_cache: Option<String>,
-    /// Settings that matter to images: block size, and of ZFS record size, compression, sync.
+    /// Settings that affect images: block size, and for ZFS record size, compression, sync.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub properties: Vec<(String, String)>,
-    /// All space.
+    /// Size of the place.
     pub total_bytes: u64,
     /// Free space.
     pub free_bytes: u64,
 }
 
-/// Something that speaks against some of the numbers.
+/// A problem that affects some of the numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Warning {
-    /// A word for programs: `load`, `throttled`, `pressure`, `space`, `unsteady`, `outlier`.
+    /// Kind for programs: `load`, `throttled`, `pressure`, `space`, `unsteady`, `outlier`.
     pub kind: String,
-    /// For people.
+    /// Description for people.
     pub text: String,
-    /// Keys of the cells that it is about; all where there is none.
+    /// Keys of the affected cells; empty for all cells.
     pub cells: Vec<String>,
 }
 

@@ -1,4 +1,4 @@
-//! The other programs that a run needs: where they are, which version, and how to install them.
+//! The other programs that a run needs: their paths, versions and packages.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use vdkit_block::CancelToken;
 
 use crate::process::Line;
 
-/// Why a cell is not measured here. Not a failure.
+/// Why a cell is not measured here. This is not a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skip(pub String);
 
@@ -20,12 +20,12 @@ impl fmt::Display for Skip {
 
 impl std::error::Error for Skip {}
 
-/// A [`Skip`] as an error.
+/// Returns a [`Skip`] as an error.
 pub fn skip<T>(reason: impl Into<String>) -> Result<T> {
     Err(Skip(reason.into()).into())
 }
 
-/// Where a program is, if it is installed. Administrators' folders are looked at too.
+/// The path of an installed program. Also searches administrators' folders.
 pub fn find(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let more = ["/usr/local/sbin", "/usr/sbin", "/sbin"].map(PathBuf::from);
@@ -33,7 +33,7 @@ pub fn find(program: &str) -> Option<PathBuf> {
     folders.find_map(|folder| Some(folder.join(program)).filter(|file| file.is_file()))
 }
 
-/// The Debian package that has a program.
+/// The Debian package that contains a program.
 fn package(program: &str) -> &str {
     match program {
         "qemu-img" | "qemu-io" | "qemu-nbd" | "qemu-storage-daemon" => "qemu-utils",
@@ -46,10 +46,10 @@ fn package(program: &str) -> &str {
     }
 }
 
-/// A program.
+/// The path of a required program.
 ///
 /// # Errors
-/// [`Skip`] where it is not installed, with what would install it.
+/// [`Skip`] if the program is not installed, with the package to install.
 pub fn need(program: &str) -> Result<PathBuf> {
     match find(program) {
         Some(path) => Ok(path),
@@ -57,7 +57,7 @@ pub fn need(program: &str) -> Result<PathBuf> {
     }
 }
 
-/// The right to mount, and to attach loop devices.
+/// Requires the right to mount and to attach loop devices.
 ///
 /// # Errors
 /// [`Skip`] for users without it.
@@ -71,10 +71,10 @@ pub fn need_root(what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Mounting over FUSE.
+/// Requires FUSE mounts.
 ///
 /// # Errors
-/// [`Skip`] where that cannot be.
+/// [`Skip`] if FUSE is not available.
 pub fn need_fuse() -> Result<()> {
     if !Path::new("/dev/fuse").exists() {
         return skip("there is no /dev/fuse: modprobe fuse");
@@ -85,7 +85,7 @@ pub fn need_fuse() -> Result<()> {
     Ok(())
 }
 
-/// Programs whose versions belong to the results.
+/// Programs whose versions are recorded with the results.
 const PEERS: &[&str] = &[
     "fio",
     "qemu-img",
@@ -96,7 +96,7 @@ const PEERS: &[&str] = &[
     "mkfs.ext4",
 ];
 
-/// Their names and versions; "not installed" where one is missing.
+/// Names and versions of these programs; "not installed" for a missing one.
 pub fn versions(cancel: &CancelToken) -> Vec<(String, String)> {
     let version = |name: &str| {
         let path = find(name)?;

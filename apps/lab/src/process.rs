@@ -1,5 +1,5 @@
-//! Running other programs: exactly as they are written down, stopped when the user says so, and
-//! never left behind.
+//! Runs other programs: exactly with the recorded command lines, stopped when the user interrupts,
+//! and never left running.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -16,11 +16,11 @@ use vdkit_block::CancelToken;
 
 use crate::peers;
 
-/// How often a wait looks whether the user has had enough.
+/// Interval between two checks for an interrupt.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long a program that was asked to end may take.
+/// Longest time for a program to end after it was asked to.
 const GRACE: Duration = Duration::from_secs(30);
-/// More of a program's messages is not shown.
+/// Largest number of bytes of a program's messages that are shown.
 const MESSAGE_BYTES: usize = 2000;
 
 /// A command line.
@@ -33,7 +33,7 @@ pub struct Line {
 }
 
 impl Line {
-    /// A program without arguments.
+    /// A command line without arguments.
     pub fn new(program: impl Into<PathBuf>) -> Self {
         Self { program: program.into(), arguments: Vec::new(), folder: None, guarded: true }
     }
@@ -50,28 +50,29 @@ impl Line {
         self
     }
 
-    /// Runs in this folder, and puts there what it prints while it runs.
+    /// Uses this folder as the working directory, and for files with the program's output.
     pub fn within(mut self, folder: &Path) -> Self {
         self.folder = Some(folder.to_owned());
         self
     }
 
-    /// Does without what would end it together with a lab that is killed: that costs a millisecond
-    /// at its start, which counts where the command's whole time is measured.
+    /// Leaves out the wrapper that kills the program together with the lab, because the wrapper
+    /// adds about a millisecond to the start, which matters when the command's whole time is
+    /// measured.
     pub fn timed(mut self) -> Self {
         self.guarded = false;
         self
     }
 
-    /// As a shell takes it.
+    /// The command line, quoted for a shell.
     pub fn text(&self) -> String {
         let name = self.program.file_name().unwrap_or(self.program.as_os_str());
         let words = std::iter::once(name).chain(self.arguments.iter().map(OsString::as_os_str));
         words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
     }
 
-    /// The program is put into a group of its own, so that a signal of the terminal reaches the lab
-    /// alone; and it ends when the lab is killed, where `setpriv` can see to that.
+    /// Builds the command. The program gets its own process group, so that the terminal's signals
+    /// reach only the lab. If `setpriv` is available, the program ends when the lab is killed.
     fn command(&self) -> Command {
         let mut command = match peers::find("setpriv").filter(|_| self.guarded) {
             Some(setpriv) => {
@@ -82,7 +83,7 @@ impl Line {
             None => Command::new(&self.program),
         };
         command.args(&self.arguments).stdin(Stdio::null()).process_group(0);
-        // Messages are looked at.
+        // The lab parses messages, so they must be in English.
         command.env("LC_ALL", "C");
         if let Some(folder) = &self.folder {
             command.current_dir(folder);
@@ -92,7 +93,7 @@ impl Line {
 
     fn spool(&self) -> Result<File> {
         let folder = self.folder.clone().unwrap_or_else(std::env::temp_dir);
-        // Without a name from the first moment on.
+        // The file never has a name, so it cannot be left behind.
         let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         let opened = rustix::fs::open(&folder, flags, mode)
@@ -111,10 +112,10 @@ impl Line {
         Ok((child, out, errors))
     }
 
-    /// Runs it to its end.
+    /// Runs the program to its end.
     ///
     /// # Errors
-    /// It cannot be run, fails, or the user has had enough: then it is stopped.
+    /// The program cannot be started, or fails, or the user interrupts; an interrupt stops it.
     pub fn run(&self, cancel: &CancelToken) -> Result<Ended> {
         let ended = self.run_any(cancel)?;
         if !ended.status.success() {
@@ -123,10 +124,10 @@ impl Line {
         Ok(ended)
     }
 
-    /// As [`Line::run`], where a failure is an answer too.
+    /// As [`Line::run`], but a failing program is a result too.
     ///
     /// # Errors
-    /// It cannot be run, or the user has had enough.
+    /// The program cannot be started, or the user interrupts.
     pub fn run_any(&self, cancel: &CancelToken) -> Result<Ended> {
         let mut running = self.start()?;
         while !running.wait(LOOK)? {
@@ -138,10 +139,10 @@ impl Line {
         running.ended()
     }
 
-    /// Starts it and lets it go on.
+    /// Starts the program and returns.
     ///
     /// # Errors
-    /// It cannot be run.
+    /// The program cannot be started.
     pub fn start(&self) -> Result<Running> {
         let began = Instant::now();
         let (child, out, errors) = self.spawn()?;
@@ -151,7 +152,7 @@ impl Line {
     }
 }
 
-/// What a program's end was.
+/// Describes an exit status.
 fn told(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit code {code}"),
@@ -160,7 +161,7 @@ fn told(status: ExitStatus) -> String {
     }
 }
 
-/// A word as a shell takes it.
+/// Quotes a word for a shell.
 pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%,".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -173,20 +174,20 @@ pub fn quoted(word: &str) -> String {
 /// A program that has ended.
 #[derive(Debug)]
 pub struct Ended {
-    /// How.
+    /// Exit status.
     pub status: ExitStatus,
-    /// What it printed.
+    /// Standard output.
     pub stdout: String,
-    /// What it complained about.
+    /// Standard error.
     pub stderr: String,
-    /// From its start to its end.
+    /// Duration from start to end.
     pub elapsed: Duration,
-    /// What the kernel counted for it and its children.
+    /// The kernel's I/O counters of the program and its children.
     pub io: IoCounts,
 }
 
 impl Ended {
-    /// The end of its messages, on a line of its own.
+    /// The end of its messages, on a separate line.
     pub fn complaint(&self) -> String {
         let text = self.stderr.trim();
         let from = text.len().saturating_sub(MESSAGE_BYTES);
@@ -195,19 +196,19 @@ impl Ended {
     }
 }
 
-/// What the kernel counts of a process's input and output (`/proc/PID/io`, proc(5)).
+/// The kernel's I/O counters of a process (`/proc/PID/io`, proc(5)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IoCounts {
-    /// System calls that read.
+    /// Number of read system calls.
     pub read_calls: u64,
-    /// Bytes that these read.
+    /// Bytes returned by read system calls.
     pub read_call_bytes: u64,
-    /// Bytes that had to come from the storage.
+    /// Bytes read from storage.
     pub read_bytes: u64,
 }
 
 impl IoCounts {
-    /// Of a process, also one that has ended and is not yet waited for.
+    /// Counters of a process, which may have ended but not been waited for.
     pub fn of(pid: u32) -> Option<Self> {
         Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/io")).ok()?)
     }
@@ -225,17 +226,18 @@ impl IoCounts {
     }
 }
 
-/// Processor time of a process and its children that have ended, in seconds (`/proc/PID/stat`).
+/// Processor time of a process and its ended children, in seconds (`/proc/PID/stat`).
 pub fn cpu_seconds(pid: u32) -> Option<f64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may hold anything, a parenthesis too; the numbers come after the last one.
+    // The name may contain any character, including a parenthesis. The numbers come after the last
+    // one.
     let numbers: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
     // utime, stime, cutime, cstime are fields 14 to 17 of proc(5); state is field 3.
     let ticks: u64 = numbers.get(11..15)?.iter().filter_map(|n| n.parse::<u64>().ok()).sum();
     Some(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// A program that runs; ended when it is dropped.
+/// A running program; dropping it ends the program.
 #[derive(Debug)]
 pub struct Running {
     line: String,
@@ -249,32 +251,33 @@ pub struct Running {
 
 fn read_all(file: &mut File) -> String {
     let mut bytes = Vec::new();
-    // A file of our own; what cannot be read is not shown.
+    // Ignore errors: this only reads messages back for display.
     let _ = file.seek(SeekFrom::Start(0)).and_then(|_| file.read_to_end(&mut bytes));
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Running {
-    /// Its command line.
+    /// The command line.
     pub fn line(&self) -> &str {
         &self.line
     }
 
-    /// Its number.
+    /// The process ID.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// What it has complained about so far.
+    /// Its messages so far.
     pub fn messages(&self) -> String {
-        // Not the same position that the program writes at: a handle of its own would share it.
+        // Read by position: the program writes through the same file offset, which a seek would
+        // move.
         let mut bytes = vec![0; self.errors.metadata().map_or(0, |found| found.len()) as usize];
         let read = std::os::unix::fs::FileExt::read_at(&self.errors, &mut bytes, 0);
         bytes.truncate(read.unwrap_or(0));
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Waits for its end, but no longer than that; says whether it has ended.
+    /// Waits at most `most` for the program's end. Returns whether it has ended.
     ///
     /// # Errors
     /// The system refuses.
@@ -296,10 +299,10 @@ impl Running {
         Ok(true)
     }
 
-    /// What came of it. It must have ended.
+    /// The result of a program that has ended.
     ///
     /// # Errors
-    /// It has not.
+    /// The program is still running.
     pub fn ended(&mut self) -> Result<Ended> {
         let Some((status, elapsed, io)) = self.ended else { bail!("{}: still runs", self.line) };
         let (stdout, stderr) = (read_all(&mut self.out), read_all(&mut self.errors));
@@ -307,11 +310,13 @@ impl Running {
     }
 
     fn signal(&self, signal: Signal) {
-        // It may end at this moment. The group has its number: see `Line::command`.
+        // The program may end at this moment. Its process group has the same number: see
+        // `Line::command`.
         let _ = kill_process_group(Pid::from_child(&self.child), signal);
     }
 
-    /// Asks it to end, waits, and kills it where that takes too long. Says how long it took.
+    /// Asks the program to end, waits, and kills it after too long a time. Returns how long that
+    /// took.
     pub fn end(&mut self) -> Duration {
         let began = Instant::now();
         if self.ended.is_none() {
@@ -324,7 +329,7 @@ impl Running {
         began.elapsed()
     }
 
-    /// [`Running::wait`] that signals do not cut short.
+    /// As [`Running::wait`], but not cut short by signals.
     fn wait_long(&mut self, most: Duration) -> Result<bool> {
         let until = Instant::now() + most;
         loop {
@@ -338,10 +343,10 @@ impl Running {
         }
     }
 
-    /// Waits until `ready` says so.
+    /// Waits until `ready` returns true.
     ///
     /// # Errors
-    /// It ends before, takes longer than `most`, or the user has had enough.
+    /// The program ends first, the wait takes longer than `most`, or the user interrupts.
     pub fn wait_until(
         &mut self,
         most: Duration,
@@ -389,7 +394,7 @@ mod tests {
             .unwrap();
         assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("out\n", "err\n"));
         assert!(ended.elapsed >= Duration::from_millis(100));
-        // The kernel counts also children that were waited for.
+        // The kernel's counters include children that were waited for.
         assert!(ended.io.read_calls > 0, "{:?}", ended.io);
     }
 

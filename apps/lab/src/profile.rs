@@ -13,22 +13,22 @@ pub struct Profile {
     pub kind: Kind,
 }
 
-/// What is done.
+/// Kind of a load.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
-    /// Requests, by fio where it can drive the front.
+    /// Requests, made by fio if it can use the front.
     Load(Load),
-    /// Several loads that give one score each for reads, writes and both.
+    /// Several loads that together give one score each for reads, writes and both.
     Scores,
     /// The whole disk is converted to nothing.
     Convert,
-    /// The image is opened and something is read.
+    /// The image is opened and a few bytes are read.
     Open,
     /// A tree of files is copied into a file system on the disk, twice.
     Install,
-    /// Many images are opened and read at once, as when guests boot after a power cut.
+    /// Many images are opened and read at once, as when guests boot after a power failure.
     Boot,
-    /// The file system beneath the image fills while a client writes.
+    /// The file system below the image fills while a client writes.
     NoSpace,
 }
 
@@ -37,41 +37,42 @@ pub enum Kind {
 pub struct Load {
     /// fio's `rw`.
     pub rw: Pattern,
-    /// Bytes of a request.
+    /// Size of a request.
     pub block: u64,
-    /// Requests at a time, a job.
+    /// Requests in flight per job.
     pub depth: u32,
-    /// Jobs at a time, each with its own part of the disk.
+    /// Number of concurrent jobs, each with its own part of the disk.
     pub jobs: u32,
-    /// fio's engine where the front is a file; an NBD client has an engine of its own.
+    /// fio's I/O engine for files; NBD has an engine of its own.
     pub engine: &'static str,
-    /// A sync after so many writes.
+    /// How often the load syncs.
     pub sync: Sync,
-    /// A fixed number of bytes with a sync at the end, or as many of them as there is time for.
+    /// Whether the load writes a fixed number of bytes and syncs at the end, instead of running for
+    /// a time.
     pub to_the_end: bool,
-    /// Each place is written once.
+    /// Whether each block is written only once.
     pub once: bool,
-    /// The disk is all written beforehand.
+    /// Whether the whole disk is written beforehand.
     pub rewrites: bool,
 }
 
 /// Order and direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pattern {
-    /// From start to end.
+    /// Sequential.
     Read,
-    /// From start to end.
+    /// Sequential.
     Write,
-    /// Anywhere.
+    /// Random.
     RandomRead,
-    /// Anywhere.
+    /// Random.
     RandomWrite,
-    /// Anywhere: so many of 100 are reads.
+    /// Random; the number is the percentage of reads.
     RandomMix(u8),
 }
 
 impl Pattern {
-    /// As fio calls it.
+    /// fio's word for the pattern.
     pub fn word(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -82,7 +83,7 @@ impl Pattern {
         }
     }
 
-    /// Whether the disk must hold something beforehand.
+    /// Whether the disk must have content beforehand.
     pub fn reads(self) -> bool {
         matches!(self, Self::Read | Self::RandomRead | Self::RandomMix(_))
     }
@@ -93,9 +94,9 @@ impl Pattern {
 pub enum Sync {
     /// Only at the end.
     Never,
-    /// `fsync` after so many writes.
+    /// `fsync` after this number of writes.
     Fsync(u32),
-    /// `fdatasync` after so many writes.
+    /// `fdatasync` after this number of writes.
     Fdatasync(u32),
 }
 
@@ -111,7 +112,7 @@ const BASE: Load = Load {
     rewrites: false,
 };
 
-/// All of a part of the disk in random order, each place once, and a sync.
+/// The whole part of the disk in random order, each block once, and a sync.
 const ALL: Load = Load {
     rw: Pattern::RandomWrite,
     block: 64 << 10,
@@ -121,7 +122,7 @@ const ALL: Load = Load {
     ..BASE
 };
 
-/// Sixteen writers that wait for each write and each sync.
+/// Sixteen writers, each of which waits for every write and every sync.
 const DURABLE: Load = Load { rw: Pattern::RandomWrite, jobs: 16, engine: "sync", ..BASE };
 
 const fn load(name: &'static str, about: &'static str, load: Load) -> Profile {
@@ -130,106 +131,98 @@ const fn load(name: &'static str, about: &'static str, load: Load) -> Profile {
 
 /// Every load that plans may name.
 pub static PROFILES: &[Profile] = &[
-    load("seq1m-q8-read", "1 MiB in order, 8 at a time", Load { block: 1 << 20, depth: 8, ..BASE }),
+    load(
+        "seq1m-q8-read",
+        "1 MiB sequential, 8 in flight",
+        Load { block: 1 << 20, depth: 8, ..BASE },
+    ),
     load(
         "seq1m-q8-write",
-        "1 MiB in order, 8 at a time",
+        "1 MiB sequential, 8 in flight",
         Load { rw: Pattern::Write, block: 1 << 20, depth: 8, ..BASE },
     ),
-    load("seq1m-q1-read", "1 MiB in order, one at a time", Load { block: 1 << 20, ..BASE }),
+    load("seq1m-q1-read", "1 MiB sequential, 1 in flight", Load { block: 1 << 20, ..BASE }),
     load(
         "seq1m-q1-write",
-        "1 MiB in order, one at a time",
+        "1 MiB sequential, 1 in flight",
         Load { rw: Pattern::Write, block: 1 << 20, ..BASE },
     ),
     load(
         "rnd4k-q32-read",
-        "4 KiB anywhere, 32 at a time",
+        "4 KiB random, 32 in flight",
         Load { rw: Pattern::RandomRead, depth: 32, ..BASE },
     ),
     load(
         "rnd4k-q32-write",
-        "4 KiB anywhere, 32 at a time",
+        "4 KiB random, 32 in flight",
         Load { rw: Pattern::RandomWrite, depth: 32, ..BASE },
     ),
-    load(
-        "rnd4k-q1-read",
-        "4 KiB anywhere, one at a time",
-        Load { rw: Pattern::RandomRead, ..BASE },
-    ),
-    load(
-        "rnd4k-q1-write",
-        "4 KiB anywhere, one at a time",
-        Load { rw: Pattern::RandomWrite, ..BASE },
-    ),
+    load("rnd4k-q1-read", "4 KiB random, 1 in flight", Load { rw: Pattern::RandomRead, ..BASE }),
+    load("rnd4k-q1-write", "4 KiB random, 1 in flight", Load { rw: Pattern::RandomWrite, ..BASE }),
     load(
         "rnd64k-read",
-        "64 KiB anywhere, 4 at a time",
+        "64 KiB random, 4 in flight",
         Load { rw: Pattern::RandomRead, block: 64 << 10, depth: 4, ..BASE },
     ),
     load(
         "rnd64k-write",
-        "64 KiB anywhere, 4 at a time",
+        "64 KiB random, 4 in flight",
         Load { rw: Pattern::RandomWrite, block: 64 << 10, depth: 4, ..BASE },
     ),
     load(
         "rnd1m-read",
-        "1 MiB anywhere, one at a time",
+        "1 MiB random, 1 in flight",
         Load { rw: Pattern::RandomRead, block: 1 << 20, ..BASE },
     ),
     load(
         "rnd1m-write",
-        "1 MiB anywhere, one at a time",
+        "1 MiB random, 1 in flight",
         Load { rw: Pattern::RandomWrite, block: 1 << 20, ..BASE },
     ),
     load(
         "mixed-fsync",
-        "70 of 100 requests of 4 KiB read, an fsync after each 32 writes, 8 at a time",
+        "4 KiB random, 70 % reads, 8 in flight, an fsync after every 32 writes",
         Load { rw: Pattern::RandomMix(70), depth: 8, sync: Sync::Fsync(32), ..BASE },
     ),
     load(
         "sync16",
-        "4 KiB anywhere by 16 writers that wait for each write, an fsync at the end",
+        "4 KiB random by 16 writers with 1 in flight each, an fsync at the end",
         Load { rw: Pattern::RandomWrite, jobs: 16, engine: "sync", to_the_end: true, ..BASE },
     ),
     load(
         "libaio16",
-        "4 KiB anywhere by 16 writers with 16 requests at a time each, an fsync at the end",
+        "4 KiB random by 16 writers with 16 in flight each, an fsync at the end",
         Load { rw: Pattern::RandomWrite, jobs: 16, depth: 16, to_the_end: true, ..BASE },
     ),
     load(
         "durable16",
-        "4 KiB anywhere by 16 writers, an fsync after each write",
+        "4 KiB random by 16 writers, an fsync after each write",
         Load { sync: Sync::Fsync(1), ..DURABLE },
     ),
     load(
         "batch16",
-        "4 KiB anywhere by 16 writers, an fsync after each 32 writes of one of them",
+        "4 KiB random by 16 writers, an fsync after every 32 writes of a writer",
         Load { sync: Sync::Fsync(32), ..DURABLE },
     ),
-    load(
-        "first-write",
-        "64 KiB anywhere, 4 at a time, each place once, on a disk that nothing was written to",
-        ALL,
-    ),
+    load("first-write", "64 KiB random, 4 in flight, each block once, on an empty disk", ALL),
     load(
         "rewrite",
-        "64 KiB anywhere, 4 at a time, each place once, on a disk that was all written before",
+        "64 KiB random, 4 in flight, each block once, on a full disk",
         Load { rewrites: true, ..ALL },
     ),
     load(
         "first-write-4k",
-        "4 KiB anywhere, 4 at a time, each place once, on a disk that nothing was written to",
+        "4 KiB random, 4 in flight, each block once, on an empty disk",
         Load { block: 4 << 10, ..ALL },
     ),
     load(
         "rewrite-4k",
-        "4 KiB anywhere, 4 at a time, each place once, on a disk that was all written before",
+        "4 KiB random, 4 in flight, each block once, on a full disk",
         Load { block: 4 << 10, rewrites: true, ..ALL },
     ),
     load(
         "database",
-        "8 KiB anywhere, made durable (fdatasync) one by one",
+        "8 KiB random, 1 in flight, an fdatasync after each write",
         Load {
             rw: Pattern::RandomWrite,
             block: 8 << 10,
@@ -240,7 +233,7 @@ pub static PROFILES: &[Profile] = &[
     ),
     Profile {
         name: "scores",
-        about: "1 MiB in order, and 4 KiB, 64 KiB and 1 MiB anywhere, reads and writes, as scores",
+        about: "sequential 1 MiB and random 4 KiB, 64 KiB and 1 MiB, reads and writes, as scores",
         kind: Kind::Scores,
     },
     Profile {
@@ -250,7 +243,7 @@ pub static PROFILES: &[Profile] = &[
     },
     Profile {
         name: "open",
-        about: "the image is opened and 4 KiB are read, cold",
+        about: "the image is opened and 4 KiB are read, with cold caches",
         kind: Kind::Open,
     },
     Profile {
@@ -260,12 +253,12 @@ pub static PROFILES: &[Profile] = &[
     },
     Profile {
         name: "boot",
-        about: "several images on one base are opened and read at once, cold",
+        about: "several overlays of one image are opened and read at once, with cold caches",
         kind: Kind::Boot,
     },
     Profile {
         name: "nospace",
-        about: "the file system beneath fills while a client writes, and has room again later",
+        about: "the file system below the image fills while a client writes, and has free space again later",
         kind: Kind::NoSpace,
     },
 ];
@@ -275,7 +268,7 @@ pub fn find(name: &str) -> Option<&'static Profile> {
     PROFILES.iter().find(|profile| profile.name == name)
 }
 
-/// The parts of [`Kind::Scores`]: a key, and the load.
+/// The parts of [`Kind::Scores`]: key and load.
 pub const SCORE_LOADS: &[(&str, Load)] = &[
     ("seq-read", Load { block: 1 << 20, depth: 8, ..BASE }),
     ("seq-write", Load { rw: Pattern::Write, block: 1 << 20, depth: 8, ..BASE }),
@@ -288,13 +281,13 @@ pub const SCORE_LOADS: &[(&str, Load)] = &[
 ];
 
 impl Profile {
-    /// Bytes that one round needs at most, without the format's own.
+    /// Upper bound of the bytes that one round needs, without the format's tables.
     pub fn bytes(&self, effort: &Effort) -> u64 {
         match self.kind {
             Kind::Load(Load { to_the_end: true, rewrites: false, jobs, .. }) => {
                 effort.disk.min(u64::from(jobs).saturating_mul(effort.bytes))
             }
-            // The tree twice, and the file system's own.
+            // The tree twice, and the file system's metadata.
             Kind::Install => effort.disk.min(effort.bytes.saturating_mul(3)),
             Kind::NoSpace => crate::engine::nospace::POOL_BYTES,
             _ => effort.disk,

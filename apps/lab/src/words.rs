@@ -1,10 +1,10 @@
-//! Numbers and names for people: units, and as many digits as mean something.
+//! Formats numbers and names for people, with units and significant digits.
 
 use crate::model::{Axes, Metric, SURVIVED};
 
-/// A number of a metric with its unit: `12.3k IOPS`, `181 MB/s`, `4.56 ms`, `2 min 36 s`.
+/// Formats a value of a metric with its unit: `12.3k IOPS`, `181 MB/s`, `4.56 ms`, `2 min 36 s`.
 ///
-/// Rates are in powers of ten, as fio and vendors print them; space is in powers of two.
+/// Rates use powers of ten, as fio and vendors print them; space uses powers of two.
 pub fn value(metric: &Metric, number: f64) -> String {
     match metric.unit {
         "" if metric.key == "score" => format!("{} MB/s", counted(number)),
@@ -20,7 +20,7 @@ pub fn value(metric: &Metric, number: f64) -> String {
     }
 }
 
-/// Of rounds that came through or did not.
+/// Formats the share of rounds that survived.
 fn came_through(part: f64) -> String {
     match part {
         0.0 => "no".to_owned(),
@@ -29,7 +29,7 @@ fn came_through(part: f64) -> String {
     }
 }
 
-/// Seconds: `435 ms`, `12.3 s`, `2 min 36 s`.
+/// Formats seconds: `435 ms`, `12.3 s`, `2 min 36 s`.
 pub fn time(seconds: f64) -> String {
     let size = seconds.abs();
     if (119.5..1e9).contains(&size) {
@@ -52,7 +52,7 @@ pub fn time(seconds: f64) -> String {
 fn scaled(number: f64, step: f64, units: &[&str]) -> String {
     let mut number = number;
     let mut at = 0;
-    // (What rounds to the next unit's one is written in it.)
+    // A number that rounds up to the next unit is printed in that unit.
     while number.abs() >= step * 0.9995 && at + 1 < units.len() {
         number /= step;
         at += 1;
@@ -60,7 +60,7 @@ fn scaled(number: f64, step: f64, units: &[&str]) -> String {
     format!("{} {}", digits(number), units[at])
 }
 
-/// A count: `950`, `12.3k`, `1.20M`.
+/// Formats a count: `950`, `12.3k`, `1.20M`.
 pub fn counted(number: f64) -> String {
     let size = number.abs();
     if size >= 999_500.0 {
@@ -75,13 +75,13 @@ pub fn counted(number: f64) -> String {
     }
 }
 
-/// Three digits that count: `1.23`, `45.6`, `789`, `0.0123`; whole numbers without a point.
+/// Formats three significant digits: `1.23`, `45.6`, `789`, `0.0123`. Whole numbers have no point.
 pub fn digits(number: f64) -> String {
     let size = number.abs();
     if !number.is_finite() {
         return "–".to_owned();
     }
-    // (What arithmetic made of a whole number is one still.)
+    // Rounding errors must not turn a whole number into a fraction.
     if (number - number.round()).abs() <= 1e-9 * size && size < 1000.0 {
         return format!("{number:.0}");
     }
@@ -95,28 +95,28 @@ pub fn digits(number: f64) -> String {
     format!("{number:.places$}")
 }
 
-/// A ratio: `1.84`, `12.3`.
+/// Formats a ratio: `1.84`, `12.3`.
 pub fn times(ratio: f64) -> String {
     if ratio >= 9.95 { digits(ratio) } else { format!("{ratio:.2}") }
 }
 
-/// A part of one as percent: `7 %`, `0.4 %`.
+/// Formats a fraction as percent: `7 %`, `0.4 %`.
 pub fn percent(part: f64) -> String {
     let hundred = part * 100.0;
     if hundred.abs() < 0.95 { format!("{hundred:.1} %") } else { format!("{hundred:.0} %") }
 }
 
-/// How much better, for sentences: `1.84 times as good (1.70 to 1.95)`.
+/// Formats a range of ratios for sentences: `1.70 to 1.95`.
 pub fn span(low: f64, high: f64) -> String {
     format!("{} to {}", times(low), times(high))
 }
 
-/// Values of axes in a row: `ext4 · qcow2-8k · 8 images`.
+/// Formats values of axes in a row: `ext4 · qcow2-8k · 8 images`.
 pub fn label(axes: &Axes) -> String {
     axes.iter().map(|(axis, value)| alone(axis, value)).collect::<Vec<_>>().join(" · ")
 }
 
-/// A value where its axis is not named beside it: numbers and `none` say nothing alone.
+/// Formats a value without its axis's name, which numbers and `none` need to be understood.
 fn alone(axis: &str, value: &str) -> String {
     match (axis, value) {
         ("content", "none") => "empty disk".to_owned(),
@@ -127,7 +127,7 @@ fn alone(axis: &str, value: &str) -> String {
     }
 }
 
-/// A text as a sentence: it begins with a capital and ends with a stop.
+/// Turns a text into a sentence, with a capital letter and a full stop.
 pub fn sentence(text: &str) -> String {
     let mut letters = text.chars();
     let first = letters.next().into_iter().flat_map(char::to_uppercase);
@@ -138,7 +138,7 @@ pub fn sentence(text: &str) -> String {
     whole
 }
 
-/// A name or value for people: `raw-sparse` as it is, `queue_depth` as `queue depth`.
+/// Formats a name or value: `raw-sparse` unchanged, `queue_depth` as `queue depth`.
 pub fn title(name: &str) -> String {
     let plain = name.replace('_', " ");
     let mut letters = plain.chars();
@@ -148,7 +148,7 @@ pub fn title(name: &str) -> String {
     }
 }
 
-/// Things in a sentence: `a, b and c`.
+/// Lists things in a sentence: `a, b and c`.
 pub fn listed(things: &[String]) -> String {
     match things {
         [] => String::new(),
@@ -157,7 +157,7 @@ pub fn listed(things: &[String]) -> String {
     }
 }
 
-/// The first of some ways, and how many more there are.
+/// The first few ways, and the number of the others.
 pub fn first_of(ways: &[Axes]) -> String {
     const NAMED: usize = 3;
     let names: Vec<String> = ways.iter().take(NAMED).map(label).collect();
@@ -167,7 +167,7 @@ pub fn first_of(ways: &[Axes]) -> String {
     }
 }
 
-/// A word of a command, quoted for a shell where it must be.
+/// Quotes a word for a shell if necessary.
 pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@%+".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -177,13 +177,13 @@ pub fn quoted(word: &str) -> String {
     }
 }
 
-/// A time of day (seconds since 1970) in UTC: `2026-11-22 00:15 UTC`.
+/// Formats seconds since 1970 in UTC: `2026-11-22 00:15 UTC`.
 ///
-/// Source of the calendar's arithmetic: Howard Hinnant, *chrono-Compatible Low-Level Date
+/// Source of the calendar computation: Howard Hinnant, *chrono-Compatible Low-Level Date
 /// Algorithms*, `civil_from_days`.
 pub fn date(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    // (Far beyond any year of four digits.)
+    // Far beyond any year of four digits.
     let days = days.min(2_900_000) + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);
     let year_of_era =

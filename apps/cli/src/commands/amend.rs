@@ -1,4 +1,4 @@
-//! `vdkit amend`: an image's options, changed where it lies.
+//! `vdkit amend`: changes an image's options in place.
 
 use std::path::PathBuf;
 
@@ -12,21 +12,23 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "amend",
-    about: "Change an image's options where it lies",
+    about: "Change an image's options in place",
     group: Group::Change,
     details: "\
-The guest's disk stays the same. What only a new image can have is refused, with the command that makes one. \
-backing_file changes the name alone, as 'vdkit rebase --unsafe' does.
+Keeps the guest disk as it is. Options that only a new image can have are refused, with the \
+command that creates one. backing_file changes only the stored name, as 'vdkit rebase --unsafe' \
+does.
 
-In place, of a qcow2 image: compat, lazy_refcounts, refcount_bits, compression_type (while nothing is \
-compressed), backing_file, backing_fmt, data_file (its name), data_file_raw (off), size (larger).",
+Options that can be changed in a qcow2 image: compat, lazy_refcounts, refcount_bits, \
+compression_type (if nothing is compressed), backing_file, backing_fmt, data_file (its name), \
+data_file_raw (off), size (larger).",
     examples: "
 vdkit amend disk.qcow2 -o compat=1.1,lazy_refcounts=on
 vdkit amend disk.qcow2 -o refcount_bits=64               room for more snapshots
-vdkit amend disk.qcow2 -o compat=0.10                    for very old readers
+vdkit amend disk.qcow2 -o compat=0.10                    for very old software
 ",
     augment: augment::<AmendArgs>,
     run: run::<AmendArgs>,

@@ -14,26 +14,26 @@ use crate::keys::Keys;
 use crate::output::{Table, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "bitmap",
     about: "Record which parts of a disk were written, for incremental backups",
     group: Group::Change,
     details: "\
-A dirty bitmap is kept in the image and marks what was written since it was added or cleared. Bitmaps that are \
-enabled record while vdkit or QEMU has the image open for writing, and survive a power cut: what was \
-flushed is marked.
+A dirty bitmap is stored in the image and marks what was written since the bitmap was added or \
+cleared. Enabled bitmaps record while vdkit or QEMU has the image open for writing. They survive a \
+power failure: the marks of flushed writes are kept.
 
-  list      what there is, and how much is dirty
-  add       a new bitmap without marks
-  remove    a bitmap for good
-  clear     a bitmap's marks
-  enable    record from now on
-  disable   do not record any more
-  merge     set the marks of SOURCE in NAME too
-  dirty     the parts that a bitmap marks",
+  list      list the bitmaps, and how much is dirty
+  add       add a bitmap without marks
+  remove    remove a bitmap
+  clear     clear a bitmap's marks
+  enable    start recording
+  disable   stop recording
+  merge     add the marks of SOURCE to NAME
+  dirty     list the extents that a bitmap marks",
     examples: "
-vdkit bitmap add disk.qcow2 monday              records from now on, in steps of a cluster
+vdkit bitmap add disk.qcow2 monday              records from now on, per cluster
 vdkit bitmap add -g 4K --disabled disk.qcow2 all
 vdkit bitmap list disk.qcow2
 vdkit bitmap dirty --json disk.qcow2 monday     what to back up
@@ -48,33 +48,33 @@ vdkit bitmap clear disk.qcow2 monday
 /// Arguments of `vdkit bitmap`.
 #[derive(Args, Debug)]
 pub struct BitmapArgs {
-    /// What to do: list, add, remove, clear, enable, disable, merge or dirty
+    /// Action: list, add, remove, clear, enable, disable, merge or dirty
     #[arg(value_name = "ACTION", hide_possible_values = true)]
     action: Action,
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// The bitmap; of all actions only list needs none
+    /// Name of the bitmap (every action but list)
     #[arg(value_name = "NAME")]
     name: Option<String>,
-    /// For merge: the bitmap whose marks are set in NAME
+    /// For merge: the bitmap whose marks are added to NAME
     #[arg(value_name = "SOURCE")]
     source: Option<String>,
-    /// For add: bytes that a mark stands for, a power of two from 512 to 2G
+    /// For add: bytes per mark, a power of two from 512 to 2G
     ///
-    /// Without it the cluster size, between 4K and 64K.
+    /// The default is the cluster size, between 4K and 64K.
     #[arg(short = 'g', long, value_name = "SIZE", value_parser = size)]
     granularity: Option<u64>,
-    /// For add: do not record yet
+    /// For add: create the bitmap disabled
     #[arg(long)]
     disabled: bool,
-    /// For merge: the image that holds SOURCE, if it is another one
+    /// For merge: the image with SOURCE, if it is another image
     #[arg(short = 'b', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     source_file: Option<PathBuf>,
-    /// The format of that image; without it the header is probed
+    /// Format of that image (default: probed from its header)
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file")]
     source_format: Option<String>,
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
     /// Read the image even while another process writes it (list and dirty)
@@ -107,14 +107,14 @@ impl Action {
     }
 }
 
-/// The answer of all actions but `dirty`, in JSON.
+/// The JSON answer of every action but `dirty`.
 #[derive(Serialize)]
 struct BitmapAnswer {
     filename: String,
     bitmaps: Vec<BitmapStatus>,
 }
 
-/// One run of `dirty`, in JSON.
+/// One dirty run in the JSON answer of `dirty`.
 #[derive(Serialize)]
 struct DirtyRun {
     start: u64,
@@ -122,7 +122,7 @@ struct DirtyRun {
 }
 
 impl BitmapArgs {
-    /// Arguments that the action does not want, and those that it needs.
+    /// Checks that the action's required arguments are there and no others.
     fn check(&self) -> Result<(), Failure> {
         let action = self.action;
         let wanted = match action {
@@ -150,7 +150,7 @@ impl BitmapArgs {
         Ok(())
     }
 
-    /// Bitmaps are of the image alone: what it stands on is left closed.
+    /// Options for opening the image without its backing chain: bitmaps belong to the image alone.
     fn options(&self) -> OpenOptions {
         let options = if self.action.changes() {
             OpenOptions::read_write()
@@ -220,7 +220,7 @@ impl BitmapArgs {
     }
 }
 
-/// Calls `print` for each dirty run. The engine's errors and those of stdout meet here.
+/// Calls `print` for each dirty run. Returns errors of the engine and of stdout as one type.
 fn each_dirty(
     all: &dyn Bitmaps,
     name: &str,
@@ -236,7 +236,7 @@ fn each_dirty(
 }
 
 fn dirty_json(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
-    // Nothing is printed before it is known that there is such a bitmap.
+    // Open the bitmap first: nothing may be printed if it does not exist.
     let (mut out, mut array) = (Some(&mut session.out), None);
     each_dirty(all, name, |start, length| {
         if let Some(out) = out.take() {
@@ -285,7 +285,7 @@ impl Run for BitmapArgs {
             };
         }
         let changed = self.change(&disk, name);
-        // Closed also after a failure, so that the image is clean.
+        // Close the image after a failure too, so that it is marked clean.
         let list = changed.and_then(|()| Ok(bitmaps(&disk)?.list()?));
         let closed = disk.close();
         let list = list?;

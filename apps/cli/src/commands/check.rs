@@ -1,4 +1,4 @@
-//! `vdkit check`: is an image sound, and mending it.
+//! `vdkit check`: finds an image's faults and repairs them.
 
 use std::path::PathBuf;
 
@@ -14,21 +14,23 @@ use crate::output::{Output, bytes_long};
 use crate::runs;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "check",
     about: "Check an image's metadata, and repair it",
     group: Group::Change,
     details: "\
-Reads all of the image's metadata and none of its data. Exit codes: 0 sound, 3 only leaks (space that \
-nothing refers to: harmless), 4 corrupt, 8 it cannot be checked (it is not what its name says, or uses \
-what vdkit does not know). With --repair the code tells what remains. A repair that would \
-give up guest data which a damaged table no longer leads to is refused without --force; where the table was \
-wiped, what looks like that data is kept. Warnings change no code.",
+Reads all metadata of the image and no guest data. Exit codes: 0 no faults, 3 only leaks (space \
+that nothing refers to: harmless), 4 corrupt, 8 not checkable (the file is not what its name says, \
+or uses a feature that vdkit does not know). With --repair the code is for the faults that remain. \
+Warnings do not change the code.
+
+A repair that would discard guest data because a damaged table no longer refers to it is refused \
+without --force. If a table was wiped, clusters that look like its data are kept.",
     examples: "
 vdkit check disk.qcow2
-vdkit check --repair leaks disk.qcow2   give leaked space back
-vdkit check --repair all disk.qcow2     repair all that can be repaired; keep a copy first
+vdkit check --repair leaks disk.qcow2   free leaked space
+vdkit check --repair all disk.qcow2     repair every fault that can be repaired; make a copy first
 ",
     augment: augment::<CheckArgs>,
     run: run::<CheckArgs>,
@@ -47,10 +49,10 @@ pub struct CheckArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Repair leaks, or all that can be repaired
+    /// Repair leaks, or every fault that can be repaired
     #[arg(short = 'r', long, value_name = "leaks|all", value_enum, hide_possible_values = true)]
     repair: Option<RepairChoice>,
-    /// With --repair all: also give up data that a damaged or wiped table no longer leads to
+    /// With --repair all: also discard guest data that is unreachable because a table is damaged
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -61,7 +63,7 @@ pub struct CheckArgs {
     json: Json,
 }
 
-/// The answer, in JSON, with qemu-img's keys where it has them.
+/// The JSON answer. Keys that qemu-img also has keep its names.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CheckAnswer<'a> {
@@ -100,7 +102,7 @@ impl CheckArgs {
     }
 }
 
-/// The verdict: what remains decides.
+/// The exit code, from the faults that remain after the repair.
 fn verdict(report: &CheckReport) -> Exit {
     if report.corruptions_left() > 0 {
         Exit::Corrupt
@@ -164,12 +166,12 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
     Ok(())
 }
 
-/// A number of things, of one too.
+/// A count with its noun, in the singular for one.
 fn some(count: u64, what: &str) -> String {
     if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
 }
 
-/// What mends what remains, where something does that was not tried yet.
+/// A command that would repair what remains, if there is one that was not tried yet.
 fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) -> Option<String> {
     let image = crate::failure::quoted(image);
     let image = named.map_or(image.clone(), |format| format!("-f {format} {image}"));

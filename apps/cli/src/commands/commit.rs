@@ -1,4 +1,4 @@
-//! `vdkit commit`: an overlay's content into an image beneath it.
+//! `vdkit commit`: copies an overlay's content into an image of its backing chain.
 
 use std::path::PathBuf;
 
@@ -13,19 +13,20 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "commit",
-    about: "Put what an overlay holds into an image beneath it",
+    about: "Copy an overlay's content into its backing image",
     group: Group::Change,
     details: "\
-The image that the overlay stands on gets its content, and the overlay is emptied. With --to it goes to an \
-image further down; the overlay then keeps its content, and the images between the two show a mixture and \
-should be deleted. A smaller base is made larger first; none is made smaller. Interrupted or cut off by a \
-crash, the command can be run again and comes to the same end.",
+Copies the overlay's content into its backing image and empties the overlay. With --to the content \
+goes to an image further down the chain. The overlay then keeps its content; the images between \
+the two no longer show a consistent disk, and should be deleted. A smaller base image is enlarged \
+first; no base image is made smaller. After an interrupt or a crash, run the command again: the \
+result is the same.",
     examples: "
-vdkit commit overlay.qcow2                    into the image it stands on; empties it
-vdkit commit --keep overlay.qcow2             leaves the overlay as it is
+vdkit commit overlay.qcow2                    into its backing image; empties the overlay
+vdkit commit --keep overlay.qcow2             keeps the overlay as it is
 vdkit commit --to base.qcow2 overlay.qcow2    further down the chain
 ",
     augment: augment::<CommitArgs>,
@@ -38,13 +39,13 @@ pub struct CommitArgs {
     /// The overlay
     #[arg(value_name = "OVERLAY", value_hint = ValueHint::FilePath)]
     overlay: PathBuf,
-    /// Commit to this image of the chain instead of the one that the overlay stands on
+    /// Commit to this image of the chain instead of the overlay's own backing image
     #[arg(long, value_name = "BASE", value_hint = ValueHint::FilePath)]
     to: Option<PathBuf>,
-    /// Leave the overlay's content where it is as well
+    /// Keep the overlay's content too
     #[arg(long)]
     keep: bool,
-    /// Empty the overlay, as is done anyway without --to
+    /// Empty the overlay afterwards (the default without --to)
     #[arg(long, conflicts_with = "keep")]
     empty: bool,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `vdkit compact`: a smaller file with the same disk in it.
+//! `vdkit compact`: frees an image's unused clusters without changing the guest disk.
 
 use std::path::PathBuf;
 
@@ -13,20 +13,23 @@ use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "compact",
-    about: "Give back unused and zero clusters, in place",
+    about: "Free unused and zero clusters in place",
     group: Group::Change,
     details: "\
-Drops what is zero, moves what lies at the end of the file into free space before it, cuts the file and \
-punches holes into what stays free. The disk reads the same at every moment, also after a power cut: an \
-interrupted run leaves an image that is sound but for leaks, and the next run goes on. No second copy is \
-made: at most 16 MiB are taken twice. Snapshots and bitmaps stay valid. To have what the guest deleted \
-counted as free, run fstrim in it (with discard=unmap) or zero its free space first.",
+Discards clusters of zeroes, moves clusters from the end of the file into free space before them, \
+truncates the file, and punches holes into what stays free. The guest disk reads the same at every \
+moment, also after a power failure: an interrupted run leaves an image with at most leaks, and the \
+next run continues. The command makes no second copy: at most 16 MiB are stored twice. Snapshots \
+and bitmaps stay valid.
+
+To free what the guest has deleted, first run fstrim in the guest (with discard=unmap), or fill \
+its free space with zeroes.",
     examples: "
 vdkit compact disk.qcow2
-vdkit compact --no-zero-scan disk.qcow2    by its metadata alone, without reading guest data
+vdkit compact --no-zero-scan disk.qcow2    uses metadata only, without reading guest data
 vdkit compact -f raw disk.img              holes instead of blocks of zeroes
 ",
     augment: augment::<CompactArgs>,
@@ -39,7 +42,7 @@ pub struct CompactArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Do not read guest data in search of zeroes
+    /// Do not read guest data to find zeroes
     #[arg(long)]
     no_zero_scan: bool,
     #[command(flatten)]
@@ -50,7 +53,7 @@ pub struct CompactArgs {
     json: Json,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CompactAnswer<'a> {
@@ -61,7 +64,7 @@ struct CompactAnswer<'a> {
     report: &'a CompactReport,
 }
 
-/// Bytes of host space that are free now.
+/// Bytes of host space that the compaction freed.
 fn gained(report: &CompactReport) -> u64 {
     report.allocated_before.saturating_sub(report.allocated_after)
 }

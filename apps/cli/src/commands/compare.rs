@@ -1,4 +1,4 @@
-//! `vdkit compare`: do two images hold the same disk.
+//! `vdkit compare`: tests whether two images hold the same guest disk.
 
 use std::path::{Path, PathBuf};
 
@@ -13,19 +13,20 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "compare",
-    about: "Compare what a guest sees of two images",
+    about: "Compare the guest disks of two images",
     group: Group::Look,
     details: "\
-Formats, sizes of clusters and where the bytes lie do not matter. Where one disk is longer, the rest of \
-it must read as zero, unless --strict. Exit codes: 0 the same, 3 different.",
+Compares what a guest reads. Formats, cluster sizes and the location of the bytes do not matter. \
+If one disk is longer, the rest of it must read as zero; with --strict the sizes must be equal. \
+Exit codes: 0 equal, 3 different.",
     examples: "
 vdkit compare disk.raw disk.qcow2
-vdkit compare --strict a.qcow2 b.qcow2   sizes must be the same as well
+vdkit compare --strict a.qcow2 b.qcow2   sizes must be equal too
 vdkit compare --snapshot golden disk.qcow2 disk.qcow2
-                                         did anything change since the snapshot?
+                                         has anything changed since the snapshot?
 ",
     augment: augment::<CompareArgs>,
     run: run::<CompareArgs>,
@@ -34,25 +35,25 @@ vdkit compare --snapshot golden disk.qcow2 disk.qcow2
 /// Arguments of `vdkit compare`.
 #[derive(Args, Debug)]
 pub struct CompareArgs {
-    /// One image
+    /// First image
     #[arg(value_name = "A", value_hint = ValueHint::FilePath)]
     a: PathBuf,
-    /// The other
+    /// Second image
     #[arg(value_name = "B", value_hint = ValueHint::FilePath)]
     b: PathBuf,
-    /// Format of A; without it the header is probed
+    /// Format of A (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
-    /// Format of B; without it the header is probed
+    /// Format of B (default: probed from its header)
     #[arg(short = 'F', long, value_name = "FORMAT")]
     second_format: Option<String>,
-    /// Compare A as this snapshot inside it holds it (an id or a name)
+    /// Compare this snapshot of A (an id or a name)
     #[arg(long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Compare B as this snapshot inside it holds it
+    /// Compare this snapshot of B
     #[arg(long, value_name = "SNAPSHOT")]
     snapshot_b: Option<String>,
-    /// Disks of different sizes differ
+    /// Report disks of different sizes as different
     #[arg(short = 's', long)]
     strict: bool,
     /// Read the images even while another process writes them

@@ -1,4 +1,4 @@
-//! `vdkit completions`: completion scripts for shells.
+//! `vdkit completions`: prints completion scripts for shells.
 
 use clap::Args;
 use clap_complete::Shell;
@@ -8,7 +8,7 @@ use crate::definition;
 use crate::failure::{Exit, Outcome};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "completions",
     about: "Print the completion script of a shell",

@@ -1,4 +1,4 @@
-//! `vdkit convert`: one disk from one format to another.
+//! `vdkit convert`: copies a guest disk into an image of another format.
 
 mod appliance;
 
@@ -33,27 +33,29 @@ use crate::keys::{Keys, TargetKey, key_of_new};
 use crate::protocols;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "convert",
     about: "Convert an image to another format, or copy it",
     group: Group::Make,
     details: "\
-Copies what the guest sees of SOURCE (through its backing chain) into a new image TARGET, the \
-cheapest way there is: blocks are shared where the file system can, regions without data are \
+Copies the guest disk of SOURCE (through its backing chain) into a new image TARGET, in the \
+cheapest way: blocks are shared if the file system can share them, regions without data are \
 skipped, and zeroes are not stored. Several sources are pieces of one disk, one after the other.
 
-SOURCE may also be '-' (standard input), an http:// or https:// URL, and any of them compressed by gzip, \
-xz or zstd: that is told from the content, unless -f raw says that the bytes are the disk's. What has to be read here and there is spooled into a \
-file without a name (where TMPDIR says, else beside the target); a raw disk never is.
+SOURCE may also be '-' (standard input) or an http:// or https:// URL. Each source may be \
+compressed by gzip, xz or zstd, which vdkit recognizes from the content; with -f raw the bytes are \
+the disk's. A stream that must be read at random offsets is first written to a file without a name \
+(in TMPDIR, or else next to the target); a raw disk never needs that.
 
-TARGET is a new file (put in place only when it is complete), a block device, an existing file with \
---into, '-' (standard output, for formats that can be written in order), or 'null:', which reads \
-everything that is needed and writes nothing. Its format is -O, or what its name ends in, or raw.
+TARGET is a new file (which gets its name only when it is complete), a block device, an existing \
+file with --into, '-' (standard output, for formats that can be written in order), or 'null:', \
+which reads everything that is needed and writes nothing. Its format is given by -O, or by the \
+ending of its name, or is raw.
 
-An appliance (OVA) as SOURCE is read where it is: its disks go into the folder TARGET, a file each, or \
-one of them (--disk) into a file. Targets get their names when the appliance's manifest was verified. \
-With a TARGET that ends in .ova, each SOURCE becomes a disk of a new appliance.",
+If SOURCE is an appliance (OVA), its disks go into the folder TARGET, one file each, or one of \
+them (--disk) into a file. The targets get their names after the appliance's manifest was \
+verified. If TARGET ends in .ova, each SOURCE becomes a disk of a new appliance.",
     examples: "
 vdkit convert disk.raw disk.qcow2
 vdkit convert disk.qcow2 -O raw /dev/vg0/guest     onto a block device
@@ -61,17 +63,17 @@ vdkit convert --compress=zstd disk.qcow2 small.qcow2
 vdkit convert disk.raw disk.qcow2 -o cluster_size=1M,preallocation=metadata
 vdkit convert a.raw b.raw whole.qcow2              two pieces of one disk
 vdkit convert top.qcow2 flat.qcow2 --backing base.qcow2
-                                                   all that lies above base.qcow2
-vdkit convert --snapshot golden disk.qcow2 old.raw  what a snapshot inside it holds
+                                                   everything above base.qcow2
+vdkit convert --snapshot golden disk.qcow2 old.raw  the disk of a snapshot
 vdkit convert disk.qcow2 null:                     how fast can it be read?
 vdkit convert https://example.com/cloud.img.xz disk.qcow2 --checksum sha256:…
 ssh host cat /dev/vg0/guest | vdkit convert - disk.qcow2
 vdkit convert disk.qcow2 -O raw - | zstd > disk.raw.zst
-vdkit convert disk.qcow2 disk.vhd --for azure      what a cloud asks for
+vdkit convert disk.qcow2 disk.vhd --for azure      format, options and size for Azure
 vdkit convert appliance.ova disks/                 every disk of an appliance, as qcow2
-vdkit convert appliance.ova --disk 2 data.raw      one of them
+vdkit convert appliance.ova --disk 2 data.raw      only one of the disks
 vdkit convert root.qcow2 data.raw new.ova -o cpus=4,memory=8G
-                                                   an appliance of two disks
+                                                   an appliance with two disks
 ",
     augment: augment::<ConvertArgs>,
     run: run::<ConvertArgs>,
@@ -81,34 +83,34 @@ vdkit convert root.qcow2 data.raw new.ova -o cpus=4,memory=8G
 #[derive(Args, Debug)]
 #[command(override_usage = "vdkit convert [OPTIONS] SOURCE... TARGET")]
 pub struct ConvertArgs {
-    // One list, so that options may stand between the names.
-    /// The image to convert (or several: the pieces of one disk in their order; a file, an URL, or -),
-    /// and where to: a new file, a block device, -, or null:
+    // One list for sources and target, because clap then accepts options between the names.
+    /// The image to convert (a file, a URL or -; several are pieces of one disk, in order), then
+    /// the target: a new file, a block device, - or null:
     #[arg(value_name = "SOURCE... TARGET", required = true, num_args = 1.., value_hint = ValueHint::FilePath)]
     images: Vec<PathBuf>,
-    /// Format of the sources; without it their headers are probed
+    /// Format of the sources (default: probed from their headers)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
-    /// Format of the target; without it what its name ends in, or raw
+    /// Format of the target (default: from the ending of its name, or raw)
     #[arg(short = 'O', long, value_name = "FORMAT")]
     target_format: Option<String>,
     #[command(flatten)]
     options: FormatOptions,
-    /// Make what suits kvm, openstack, gcp, aws, azure, vmware, hyperv or virtualbox: its format,
-    /// options and size
+    /// Choose format, options and size for kvm, openstack, gcp, aws, azure, vmware, hyperv or
+    /// virtualbox
     #[arg(long = "for", value_name = "TARGET", conflicts_with = "into")]
     made_for: Option<Preset>,
-    /// Compress the data: zlib or zstd, with a level if wanted, as in zstd:9
+    /// Compress the data by zlib or zstd, optionally with a level, as in zstd:9
     #[arg(short = 'c', long, value_name = "METHOD[:LEVEL]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = compression)]
     compress: Option<Compress>,
-    /// Make the target an overlay on this image, one of those that the source stands on, and store
-    /// only what lies above it; a relative name counts from the target's folder
+    /// Make the target an overlay of this image, which must be in the source's backing chain, and
+    /// copy only what is above it in the chain; a relative name starts at the target's folder
     #[arg(short = 'B', long, value_parser = NonEmptyStringValueParser::new(), value_name = "FILE", value_hint = ValueHint::FilePath)]
     backing: Option<String>,
-    /// Format of the image given with --backing; without it the header is probed
+    /// Format of the backing image (default: probed from its header)
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
     backing_format: Option<String>,
-    /// Threads that move and compress; without it one a core
+    /// Threads for copying and compressing (default: one per core)
     #[arg(short = 'm', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
     /// Cache mode of the target: writeback, none, writethrough, directsync or unsafe
@@ -117,10 +119,10 @@ pub struct ConvertArgs {
     /// Cache mode of the sources: writeback or none
     #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_mode)]
     src_cache: Option<CacheMode>,
-    /// Look for zeroes in units of SIZE, or not at all with 'off'; without it 4K
+    /// Detect zeroes in units of SIZE, or not at all with 'off' (default: 4K)
     #[arg(short = 'S', long, value_name = "SIZE|off", value_parser = detect_zeros)]
     detect_zeros: Option<DetectZeros>,
-    /// Convert what this snapshot inside the source holds (an id or a name)
+    /// Convert this snapshot of the source (an id or a name)
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     #[command(flatten)]
@@ -128,28 +130,29 @@ pub struct ConvertArgs {
     /// Copy the source's dirty bitmaps too
     #[arg(long, conflicts_with = "snapshot")]
     bitmaps: bool,
-    /// Leave out bitmaps that cannot be trusted, instead of failing
+    /// Leave out inconsistent bitmaps instead of failing
     #[arg(long, requires = "bitmaps")]
     skip_broken_bitmaps: bool,
-    /// What the source's file must have, as it is (compressed, if it is): sha256:HEX, sha512:HEX or sha1:HEX
+    /// Required checksum of the source's file as it is stored, before it is decompressed:
+    /// sha256:HEX, sha512:HEX or sha1:HEX
     #[arg(long, value_name = "METHOD:HEX")]
     checksum: Option<Checksum>,
-    /// Take this disk of an appliance: its number (from 1), its id, or its file's name
+    /// Convert only this disk of an appliance: its number (from 1), its id, or its file's name
     #[arg(long, value_name = "N|NAME")]
     disk: Option<String>,
-    /// Read the target back and compare it with the sources
+    /// Read the target afterwards and compare it with the sources
     #[arg(long)]
     verify: bool,
-    /// Write into the existing TARGET instead of making a new one
+    /// Write into the existing TARGET instead of creating a new one
     #[arg(short = 'n', long)]
     into: bool,
-    /// Take a source without a single byte for a disk of no bytes, instead of failing
+    /// Accept an empty source as a disk of zero bytes instead of failing
     #[arg(long)]
     allow_empty: bool,
-    /// Also where images in the same folder stand on the target, and over what is on a block device
+    /// Write to the target even if overlays depend on it, or if a block device already has content
     #[arg(long)]
     force: bool,
-    /// Move at most so many bytes a second
+    /// Copy at most this many bytes per second
     #[arg(short = 'r', long, value_name = "SIZE", value_parser = size)]
     rate: Option<u64>,
     /// Read the sources even while another process writes them
@@ -170,9 +173,9 @@ pub struct ConvertArgs {
 /// The value of `--compress`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Compress {
-    /// As the target's options say.
+    /// The method of the target's options.
     Default,
-    /// This method.
+    /// The method named on the command line.
     Method(CompressionSpec),
 }
 
@@ -183,7 +186,7 @@ enum DetectZeros {
     Unit(u32),
 }
 
-/// Unit of zero detection where none is given.
+/// Unit of zero detection when `--detect-zeros` is absent.
 const DETECT_BYTES: u32 = 4096;
 
 fn compression(text: &str) -> Result<Compress, String> {
@@ -278,7 +281,7 @@ impl Run for ConvertArgs {
     }
 }
 
-/// A name of standard input or output as the one that stands for both here.
+/// Maps the device names of stdin and stdout to `-`.
 fn standard(name: &Path) -> PathBuf {
     const NAMES: [&str; 4] = ["/dev/stdin", "/dev/stdout", "/dev/fd/0", "/dev/fd/1"];
     if NAMES.iter().any(|known| name == Path::new(known)) {
@@ -288,7 +291,7 @@ fn standard(name: &Path) -> PathBuf {
     }
 }
 
-/// What the command answers.
+/// The command's answer.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Answer {
@@ -313,7 +316,7 @@ impl ConvertArgs {
             allow_empty: self.allow_empty,
         };
         let mut disks = Vec::with_capacity(sources.len());
-        // An image on a device needs to know its size before it is made.
+        // On a block device, the driver needs the image's size before it creates the image.
         let sized = super::is_device(target)
             && !self.into
             && self.target_format.as_deref().is_some_and(|format| format != "raw");
@@ -377,7 +380,7 @@ impl ConvertArgs {
         })
     }
 
-    /// The unit of zero detection, if zeroes are looked for.
+    /// The unit of zero detection; none if zeroes are not detected.
     fn detection(&self) -> Option<u32> {
         match self.detect_zeros {
             None => Some(DETECT_BYTES),
@@ -386,7 +389,7 @@ impl ConvertArgs {
         }
     }
 
-    /// Standard output takes bytes and nothing else.
+    /// Refuses options that need a target file, because stdout only takes bytes in order.
     fn refuse_options_of_files(&self) -> Result<(), Failure> {
         let given = [
             ("--json", self.json.json),
@@ -409,7 +412,7 @@ impl ConvertArgs {
     }
 }
 
-/// Where a conversion goes, worked out from the arguments.
+/// The target of a conversion, from the arguments.
 struct Goal {
     destination: Destination,
     compress: Option<CompressionSpec>,
@@ -429,7 +432,7 @@ impl ConvertArgs {
         })
     }
 
-    /// Those of an existing target first.
+    /// The keys to try on an existing target; the key given for the target comes first.
     fn target_keys(&self) -> Vec<Secret> {
         self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect()
     }
@@ -493,7 +496,7 @@ impl ConvertArgs {
         Ok(Goal { destination, compress, backing })
     }
 
-    /// A target that is written into as it is.
+    /// The target of a conversion into an existing image (`--into`).
     fn goal_in_existing(
         &self,
         registry: &Registry,
@@ -504,7 +507,8 @@ impl ConvertArgs {
         let force = Force { force: self.force };
         guard::refuse_dependents(target, &force, "writing into it", cancel)?;
         self.refuse_options_of_new_images("the target exists and keeps its own options", false)?;
-        // A device has no name to tell its format by, and no header to be trusted.
+        // A device has no file name to derive the format from, and its old content is no image
+        // header to trust.
         let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
         let image = format.as_deref().and_then(|name| vdkit::format(name).ok());
         guard::refuse_occupied(target, self.force, image.map(|driver| driver.name()))?;
@@ -518,7 +522,7 @@ impl ConvertArgs {
         Destination::Into { path, format, cache: self.cache, refs }
     }
 
-    /// An option that would be without effect is a mistake.
+    /// Refuses options that would have no effect.
     fn refuse_options_of_new_images(&self, why: &str, null: bool) -> Result<(), Failure> {
         let given = [
             ("-o", !self.options.options.is_empty()),
@@ -534,7 +538,7 @@ impl ConvertArgs {
         }
     }
 
-    /// The method that an existing target's compressed clusters have.
+    /// The compression method that an existing target uses for its compressed clusters.
     fn compress_into(
         &self,
         registry: &Registry,
@@ -568,7 +572,7 @@ impl ConvertArgs {
             return Err(Failure::usage("--backing needs a new file as the target"));
         }
         if driver.name() == "raw" {
-            // The device is the image already.
+            // A raw image on a device needs no creation.
             return Ok(());
         }
         let create = CreateOptions {
@@ -597,7 +601,7 @@ impl ConvertArgs {
     }
 }
 
-/// The method for a new image, which its options must agree with.
+/// The compression method of a new image. `--compress` must agree with the image's options.
 fn compression_of(
     wanted: Compress,
     driver: &dyn FormatDriver,

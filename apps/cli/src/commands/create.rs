@@ -1,4 +1,4 @@
-//! `vdkit create`: a new image.
+//! `vdkit create`: creates an image.
 
 use std::path::PathBuf;
 
@@ -17,19 +17,20 @@ use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "create",
-    about: "Make a new image, empty or standing on another",
+    about: "Create an image, empty or with a backing image",
     group: Group::Make,
     details: "\
-The format is -f, or what the name ends in, or raw. The image takes its name when it is complete: a failure \
-leaves what was there before. An overlay (--backing) reads as the image that it stands on until it is written to.",
+The format is given by -f, or by the ending of the name, or is raw. The image gets its name when \
+it is complete: a failure leaves an existing file as it was. An overlay (--backing) reads like its \
+backing image until it is written to.",
     examples: "
 vdkit create disk.qcow2 20G
 vdkit create disk.qcow2 20G -o cluster_size=1M,preallocation=metadata
 vdkit create overlay.qcow2 --backing base.qcow2   an overlay of the same size
-vdkit create disk.raw 10G --for gcp               what a cloud asks for
+vdkit create disk.raw 10G --for gcp               format, options and size for Google Cloud
 vdkit create -f qcow2 /dev/vg0/guest 20G          on a block device
 ",
     augment: augment::<CreateArgs>,
@@ -42,27 +43,28 @@ pub struct CreateArgs {
     /// The new image, or a block device
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Size of the guest disk; without it that of the backing image, or of the device
+    /// Size of the guest disk (default: that of the backing image or of the device)
     #[arg(value_name = "SIZE", value_parser = size)]
     size: Option<u64>,
-    /// Format of the image; without it what the name ends in, or raw
+    /// Format of the image (default: from the ending of its name, or raw)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
     #[command(flatten)]
     options: FormatOptions,
-    /// Make what suits kvm, openstack, gcp, aws, azure, vmware, hyperv or virtualbox
+    /// Choose format, options and size for kvm, openstack, gcp, aws, azure, vmware, hyperv or
+    /// virtualbox
     #[arg(long = "for", value_name = "TARGET")]
     made_for: Option<Preset>,
-    /// Stand on this image; a relative name counts from the new image's folder
+    /// Backing image of the new image; a relative name starts at the new image's folder
     #[arg(short = 'b', long, value_parser = NonEmptyStringValueParser::new(), value_name = "FILE", value_hint = ValueHint::FilePath)]
     backing: Option<String>,
-    /// Format of the image given with --backing; without it the header is probed
+    /// Format of the backing image (default: probed from its header)
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
     backing_format: Option<String>,
     /// Do not open the backing image; needs SIZE and --backing-format
     #[arg(short = 'u', long, requires = "backing", requires = "backing_format", requires = "size")]
     unsafe_backing: bool,
-    /// Replace a file that is there already, or what is on a block device
+    /// Replace an existing file, or the content of a block device
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -75,7 +77,7 @@ pub struct CreateArgs {
     json: Json,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CreateAnswer {
@@ -99,7 +101,7 @@ impl CreateArgs {
 }
 
 impl CreateArgs {
-    /// What the image stands on: named by `--backing`, or in qemu-img's way by `-o backing_file`.
+    /// The backing image, from `--backing` or, as with qemu-img, from `-o backing_file`.
     fn new_backing(&self, options: &Options) -> Result<Option<NewBacking>, Failure> {
         let pick = |flag: &Option<String>, key: &str| match (flag, options.text(key)) {
             (Some(flag), Some(option)) if flag != option => {
@@ -114,9 +116,10 @@ impl CreateArgs {
 }
 
 impl CreateArgs {
-    /// Says where the disk has another size than the one asked for, or one that nobody wants.
+    /// Prints a note if the format rounded the size, or if the size is so small that a unit is
+    /// probably missing.
     fn note_size(&self, format: &str, guest_bytes: u64) {
-        /// No disk is so small: a unit was forgotten.
+        /// A size below this probably lacks its unit.
         const SMALL: u64 = 64 << 10;
         let Some(asked) = self.size else { return };
         let mut said = Vec::new();
@@ -180,7 +183,8 @@ impl Run for CreateArgs {
         };
         guard::refuse_occupied(&self.image, self.force, None)?;
         let cancel = session.cancel_on_signal()?;
-        // Also with --force, which says that the image itself is of no use any more.
+        // Applies with `--force` too: `--force` gives up the old image, not the overlays that
+        // depend on it.
         guard::refuse_replacing(&self.image, &cancel)
             .map_err(|failure| failure.hint("if they are of no use either, remove them first"))?;
         let progress = self.progress.reporter("create");

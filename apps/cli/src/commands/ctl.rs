@@ -1,4 +1,4 @@
-//! `vdkit ctl`: a word to a running service.
+//! `vdkit ctl`: sends one request to a running service.
 
 use std::io;
 use std::path::PathBuf;
@@ -16,40 +16,39 @@ use crate::output::bytes_long;
 use crate::session::Session;
 use crate::time;
 
-/// How often it is looked whether a commit is over, and after how many looks it is asked how far it
-/// is.
+/// Interval between two checks whether a commit has finished. Progress is queried once every few
+/// checks.
 const TICK: Duration = Duration::from_millis(20);
 const TICKS_A_LOOK: u32 = 10;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "ctl",
-    about: "Ask or command a running 'vdkit serve'",
+    about: "Query or control a running 'vdkit serve'",
     group: Group::Serve,
     details: "\
-SOCKET is what 'vdkit serve --control SOCKET' listens at.
+SOCKET is the socket of 'vdkit serve --control SOCKET'.
 
-  status                  what is served, and whether anything waits
+  status                  the served image, and whether anything waits
   stats                   requests, bytes, errors and latencies
   metrics                 the same as text for Prometheus
-  flush                   make durable what clients were answered
-  pause                   keep all requests waiting
-  resume                  let them go on; try again at once what waits for space
+  flush                   make completed writes durable
+  pause                   hold all requests
+  resume                  continue them; retry writes that wait for space at once
   snapshot NAME           take a snapshot inside the image, between two requests
-  snapshot-delete NAME    remove one
-  bitmap-list             the image's dirty bitmaps
-  bitmap-add NAME         record from now on what is written; NBD clients that come later may ask
+  snapshot-delete NAME    delete a snapshot
+  bitmap-list             list the image's dirty bitmaps
+  bitmap-add NAME         record writes from now on; NBD clients that connect later can query it
   bitmap-remove NAME      remove a bitmap
-  bitmap-clear NAME       remove its marks
-  bitmap-enable NAME      let it record from now on
-  bitmap-disable NAME     let it record no more
-  bitmap-merge SRC INTO   set the marks of SRC in INTO too
-  snapshot-external FILE  go on with a new overlay, FILE, over the image, which is only read from
-                          then on
-  commit                  move what the image holds into the one beneath, while clients write, and
-                          go on with that one; waits for the end
-  commit-cancel           stop that; nothing is lost, and it can be run again
-  resize SIZE             make the disk larger
+  bitmap-clear NAME       clear its marks
+  bitmap-enable NAME      start recording
+  bitmap-disable NAME     stop recording
+  bitmap-merge SRC INTO   add the marks of SRC to INTO
+  snapshot-external FILE  continue with a new overlay FILE; the image is only read from then on
+  commit                  move the image's content into its backing image while clients write, and
+                          continue with the backing image; waits for the end
+  commit-cancel           stop a commit; nothing is lost, and it can be started again
+  resize SIZE             enlarge the disk
   quit                    end the service, as SIGTERM does",
     examples: "
 vdkit ctl /run/disk.ctl status
@@ -57,7 +56,7 @@ vdkit ctl /run/disk.ctl snapshot before-update
 vdkit ctl /run/disk.ctl snapshot-external /images/disk-2.qcow2
 vdkit ctl /run/disk.ctl commit
 vdkit ctl /run/disk.ctl bitmap-add since-monday
-vdkit ctl /run/disk.ctl resume                     after space was made
+vdkit ctl /run/disk.ctl resume                     after freeing space
 ",
     augment: augment::<CtlArgs>,
     run: run::<CtlArgs>,
@@ -69,21 +68,21 @@ pub struct CtlArgs {
     /// The service's control socket
     #[arg(value_name = "SOCKET", value_hint = ValueHint::FilePath)]
     socket: PathBuf,
-    /// What it shall do: status, stats, flush, snapshot ...; see above
+    /// Action: status, stats, flush, snapshot ...; see above
     #[arg(value_name = "ACTION", hide_possible_values = true)]
     action: Action,
-    /// What the action is about: a name, a file, a size
+    /// Values of the action: a name, a file, a size
     #[arg(value_name = "VALUE", num_args = 0..=2)]
     values: Vec<String>,
-    /// For bitmap-add: bytes that a mark stands for, a power of two from 512 to 2G
+    /// For bitmap-add: bytes per mark, a power of two from 512 to 2G
     ///
-    /// Without it the cluster size, between 4K and 64K.
+    /// The default is the cluster size, between 4K and 64K.
     #[arg(short = 'g', long, value_name = "SIZE", value_parser = size)]
     granularity: Option<u64>,
-    /// For bitmap-add: do not record yet
+    /// For bitmap-add: create the bitmap disabled
     #[arg(long)]
     disabled: bool,
-    /// For commit: also where other images or snapshots would be damaged
+    /// For commit: proceed even if other images or snapshots would be damaged
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -118,12 +117,12 @@ enum Action {
 }
 
 impl Action {
-    /// As users type it.
+    /// The action's name on the command line.
     fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
-    /// What its values are.
+    /// Names of the action's positional values.
     fn values(self) -> &'static [&'static str] {
         match self {
             Self::Status
@@ -145,7 +144,7 @@ impl Action {
 }
 
 impl CtlArgs {
-    /// Arguments that the action does not want, and those that it needs.
+    /// Checks that the action's required arguments are there and no others.
     fn check(&self) -> Result<(), Failure> {
         let usage = |what: String| Err(Failure::usage(format!("{what}; see: vdkit help ctl")));
         let wanted = self.action.values();
@@ -183,7 +182,7 @@ impl CtlArgs {
             Action::Snapshot => Command::Snapshot { name: value() },
             Action::SnapshotDelete => Command::SnapshotDelete { name: value() },
             Action::SnapshotExternal => {
-                // The service may have been started in another folder.
+                // Absolute, because the service may have another working directory.
                 let overlay = std::path::absolute(value()).map_err(|error| {
                     Failure::failed(format!("the current folder is not there: {error}"))
                 })?;
@@ -218,7 +217,7 @@ impl CtlArgs {
         })
     }
 
-    /// Waits for a commit, and shows how far it is. A signal stops it.
+    /// Waits for a commit to finish and shows its progress. A signal cancels the commit.
     fn commit(&self, command: &Command, session: &mut Session) -> Result<Value, Failure> {
         let stop = session.cancel_on_signal()?;
         let progress = self.progress.reporter("commit");
@@ -242,7 +241,7 @@ impl CtlArgs {
         done.map_err(|failure| failure.hint(hint))
     }
 
-    /// Asks how far a commit is.
+    /// Queries a commit's progress.
     fn look(&self, progress: &dyn Progress) {
         let Ok(status) = self.ask(&Command::Status) else { return };
         let job = &status["job"];
@@ -252,7 +251,8 @@ impl CtlArgs {
     }
 }
 
-/// A value that people read in another form, with its key; nothing where they do not read it.
+/// A value in the form in which people read it, with its key. Returns nothing for values that are
+/// left out.
 fn readable(key: &str, value: &Value) -> Option<(String, String)> {
     let number = value.as_u64();
     match (key, number) {
@@ -277,11 +277,11 @@ fn readable(key: &str, value: &Value) -> Option<(String, String)> {
     }
 }
 
-/// An answer as lines of `key: value`.
+/// Renders a JSON answer as lines of `key: value`.
 fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
     match value {
         Value::Object(entries) => {
-            // The histogram is for programs.
+            // Leave out the histogram: only programs use it.
             for (key, value) in entries.iter().filter(|(key, _)| *key != "latency") {
                 let before = if prefix.is_empty() { String::new() } else { format!("{prefix} ") };
                 if value.is_object() || value.is_array() {

@@ -1,4 +1,4 @@
-//! `vdkit dd`: a part of one disk to a part of another.
+//! `vdkit dd`: copies a part of one disk to a part of another.
 
 use std::path::PathBuf;
 
@@ -15,27 +15,27 @@ use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "dd",
     about: "Copy a part of one disk to a part of another",
     group: Group::Bytes,
     details: "\
-Operands as dd has them, on what a guest sees:
+Takes the operands of dd, for the guest disks of images:
 
   if=FILE      the source
-  of=FILE      the target: a new image, just as large as it must be; or one that exists, which \
-keeps all other bytes
+  of=FILE      the target: a new image of just the necessary size, or an existing image,
+               whose other bytes are kept
   bs=SIZE      bytes of a block (512)
   count=N      blocks to copy (all)
-  skip=N       blocks to leave out at the beginning of the source (0)
-  seek=N       blocks to leave as they are at the beginning of the target (0)
-  conv=sparse  do not write zeroes into a target that exists
+  skip=N       blocks to skip at the start of the source (0)
+  seek=N       blocks to skip at the start of the target (0)
+  conv=sparse  do not write zeroes into an existing target
   conv=nocreat the target must exist",
     examples: "
 vdkit dd if=disk.qcow2 of=mbr.bin bs=512 count=1
-vdkit dd if=part.raw of=disk.qcow2 bs=1M seek=1      into an image that exists
-vdkit dd if=disk.qcow2 of=tail.raw bs=1G skip=9      all from 9 GiB on
+vdkit dd if=part.raw of=disk.qcow2 bs=1M seek=1      into an existing image
+vdkit dd if=disk.qcow2 of=tail.raw bs=1G skip=9      everything from 9 GiB on
 ",
     augment: augment::<DdArgs>,
     run: run::<DdArgs>,
@@ -47,18 +47,18 @@ pub struct DdArgs {
     /// if=FILE, of=FILE, bs=SIZE, count=N, skip=N, seek=N, conv=WORD[,WORD]
     #[arg(value_name = "OPERAND", required = true, value_parser = operand)]
     operands: Vec<Operand>,
-    /// Format of the source; without it the header is probed
+    /// Format of the source (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
-    /// Format of the target; without it the header is probed, or for a new image what its name
-    /// ends in, or raw
+    /// Format of the target (default: probed from its header; for a new image from the ending of
+    /// its name, or raw)
     #[arg(short = 'O', long, value_name = "FORMAT")]
     target_format: Option<String>,
     #[command(flatten)]
     options: FormatOptions,
     #[command(flatten)]
     force: Force,
-    /// Copy from what this snapshot inside the source holds (an id or a name)
+    /// Copy from this snapshot of the source (an id or a name)
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     /// Read the source even while another process writes it
@@ -113,7 +113,8 @@ fn conversions(value: &str) -> Result<Operand, String> {
         match word {
             "sparse" => sparse = true,
             "nocreat" => must_exist = true,
-            // An image is never cut, and is durable when the command is done.
+            // Accepted and ignored: an image is never truncated, and is durable when the command
+            // ends.
             "notrunc" | "fsync" | "fdatasync" => {}
             _ => return Err(format!("'{word}' is none of sparse, nocreat, notrunc and fsync")),
         }
@@ -121,7 +122,7 @@ fn conversions(value: &str) -> Result<Operand, String> {
     Ok(Operand::Conversions { sparse, must_exist })
 }
 
-/// The operands together.
+/// All operands after parsing.
 struct Request {
     source: PathBuf,
     target: PathBuf,
@@ -234,7 +235,7 @@ impl DdArgs {
         let target = Disk::open(&vdkit::registry(), &request.target, &writing)?;
         target.warnings().for_each(|warning| monitor.progress.message(warning));
         let copied = plan.run(source, &target, &request.options, monitor);
-        // Closed also after a failure, so that the image is clean.
+        // Close the target after a failure too, so that it is marked clean.
         let closed = target.close();
         let report = copied?;
         closed?;

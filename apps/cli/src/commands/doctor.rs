@@ -1,4 +1,4 @@
-//! `vdkit doctor`: what is wrong or slow here, and the command that mends it.
+//! `vdkit doctor`: reports faults and slow settings, each with the command that repairs it.
 
 use std::path::PathBuf;
 
@@ -15,19 +15,20 @@ use crate::failure::{Exit, Failure, Outcome, quoted};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "doctor",
-    about: "Say what is wrong or slow about images, and the command that mends it",
+    about: "Find faults and slow settings of images, with the commands that repair them",
     group: Group::Look,
     details: "\
-Reads metadata only and changes nothing; also works on an image that a guest is running on. Of a folder: \
-every image in it. Exit codes: 0 nothing but advice, 3 warnings, 4 errors: an image is damaged or cannot be \
-read as it is. In the commands, words in capitals are for you to choose.",
+Reads only metadata and changes nothing. Also works on an image that a running guest uses. For a \
+folder it examines every image in it. Exit codes: 0 nothing but advice, 3 warnings, 4 errors: an \
+image is damaged, or cannot be read as it is. In the printed commands, replace the words in \
+capitals.",
     examples: "
 vdkit doctor disk.qcow2
-vdkit doctor /var/lib/libvirt/images          every image there, and which are orphans
-vdkit doctor --libvirt disk.qcow2             and the <disk> element for libvirt
+vdkit doctor /var/lib/libvirt/images          every image in the folder, and images whose backing image is missing
+vdkit doctor --libvirt disk.qcow2             also prints the <disk> element for libvirt
 vdkit doctor --json disk.qcow2 | jq '.images[].findings[].code'
 ",
     augment: augment::<DoctorArgs>,
@@ -40,16 +41,16 @@ pub struct DoctorArgs {
     /// An image or a folder
     #[arg(value_name = "IMAGE|DIR", value_hint = ValueHint::AnyPath)]
     path: PathBuf,
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
-    /// Look into folders within the folder
+    /// Search subfolders too
     #[arg(short = 'r', long)]
     recursive: bool,
-    /// Print the `<disk>` element by which libvirt gives the image to a guest
+    /// Print libvirt's `<disk>` element for the image
     ///
-    /// With the cache mode that suits the file system, the images beneath, and a larger cache for the
-    /// map where it needs one.
+    /// The element has the cache mode that suits the file system, the image's backing chain, and a
+    /// larger metadata cache if the image needs one.
     #[arg(long)]
     libvirt: bool,
     #[command(flatten)]
@@ -123,7 +124,7 @@ fn print(image: &DoctorImage, out: &mut Output) -> std::io::Result<()> {
     Ok(())
 }
 
-/// What was measured, in one line.
+/// The measured values in one line.
 fn figures(evidence: &DoctorEvidence) -> String {
     let mut said = Vec::new();
     let kind = evidence.file_system.as_deref().unwrap_or("device");

@@ -1,4 +1,4 @@
-//! `vdkit formats`: what can be read and written, and each format's options.
+//! `vdkit formats`: lists the formats and each format's options.
 
 use clap::Args;
 use serde::Serialize;
@@ -10,16 +10,16 @@ use crate::failure::{Exit, Outcome};
 use crate::output::{Output, Table};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "formats",
-    about: "List the formats, or one format's options",
+    about: "List the formats, or the options of a format",
     group: Group::Help,
     details: "",
     examples: "
-vdkit formats               what can be read and written
+vdkit formats               which formats can be read and written
 vdkit formats qcow2         the options of 'create' and 'convert' with -O qcow2
-vdkit formats qcow2 --json  the same for programs
+vdkit formats qcow2 --json  the same as JSON
 ",
     augment: augment::<FormatsArgs>,
     run: run::<FormatsArgs>,
@@ -28,14 +28,14 @@ vdkit formats qcow2 --json  the same for programs
 /// Arguments of `vdkit formats`.
 #[derive(Args, Debug)]
 pub struct FormatsArgs {
-    /// Show the options of this format
+    /// Show this format's options
     #[arg(value_name = "FORMAT")]
     format: Option<String>,
     #[command(flatten)]
     json: Json,
 }
 
-/// A format, in JSON.
+/// A format in the JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct FormatAnswer {
@@ -46,7 +46,7 @@ struct FormatAnswer {
     options: Vec<OptionAnswer>,
 }
 
-/// An option, in JSON.
+/// An option in the JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct OptionAnswer {

@@ -1,4 +1,4 @@
-//! `vdkit info`: what an image says of itself.
+//! `vdkit info`: prints an image's metadata.
 
 mod appliance;
 
@@ -18,19 +18,19 @@ use crate::incoming::OVA;
 use crate::output::{Fields, Output, Table, bytes_long, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "info",
-    about: "Say what an image is: format, sizes, options, snapshots, bitmaps",
+    about: "Show an image's format, sizes, options, snapshots and bitmaps",
     group: Group::Look,
     details: "\
-Reads the image's header and small tables, never its data, and opens no other file unless --chain \
-is given: it is safe and quick on any image, also on one from a stranger. Of an appliance (OVA) it \
-lists the disks.",
+Reads the image's header and small tables, never its data. Opens no other file without --chain. So \
+it is fast and safe on any image, even an untrusted one. For an appliance (OVA) it lists the \
+disks.",
     examples: "
 vdkit info disk.qcow2
-vdkit info --chain overlay.qcow2         with every image that it stands on
-vdkit info appliance.ova                 the disks in it
+vdkit info --chain overlay.qcow2         with every image of its backing chain
+vdkit info appliance.ova                 the disks of an appliance
 vdkit info --json disk.qcow2 | jq '.\"virtual-size\"'
 ",
     augment: augment::<InfoArgs>,
@@ -52,7 +52,7 @@ pub struct InfoArgs {
     json: Json,
 }
 
-/// An image, in JSON. Where qemu-img has the same thing it has the same name.
+/// An image in the JSON answer. Keys that qemu-img also has keep its names.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct InfoAnswer<'a> {
@@ -138,7 +138,8 @@ impl Run for InfoArgs {
             options.backing = BackingChoice::Ignore;
         }
         let report = match vdkit::describe_chain(&vdkit::registry(), &self.image, &options) {
-            // As a disk it is refused. Looked at only then: others cost no read more.
+            // Test for an appliance only after opening it as a disk was refused, so that other
+            // images cost no extra read.
             Err(Error::Unsupported { .. })
                 if options.format.is_none() && appliance::is_one(&self.image) =>
             {
@@ -153,7 +154,7 @@ impl Run for InfoArgs {
                 print_line(Tone::Warning, &format!("{}: {changed}", pair[0].path.display()));
             }
         }
-        // What could be described was; the place where the chain breaks decides the exit code.
+        // Images above the break have been described. The error at the break decides the exit code.
         match report.broken {
             Some(error) => Err(error.into()),
             None => Ok(Exit::Done),

@@ -1,4 +1,4 @@
-//! `vdkit key`: who can open an encrypted image.
+//! `vdkit key`: manages the key slots of encrypted images.
 
 use std::path::PathBuf;
 
@@ -14,19 +14,22 @@ use crate::keys::{Keys, NewKey};
 use crate::output::{Output, Table};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "key",
     about: "List, add, remove or change the keys of an encrypted image",
     group: Group::Change,
     details: "\
-An image encrypted with LUKS (qcow2 or luks) has eight key slots, each for one key that opens it. \
-'list' shows them, and which of them the keys given open. 'add' needs a key that opens the image \
-(--key-file) and the new one (--new-key-file). 'remove' wipes --slot N; a key of a slot that stays \
-must be given, so that nobody is locked out, unless --force. 'change' puts a new key in the place of \
-the old one, which is wiped only when the new one is durable and was tried.
+An image encrypted with LUKS (qcow2 or luks) has eight key slots. Each holds one key that opens \
+the image.
 
-The data is not touched. Whoever has a copy of the image from before and a key that was removed since \
+  list      show the slots, and which of them the given keys open
+  add       add a key (--new-key-file); needs a key that opens the image (--key-file)
+  remove    wipe --slot N; needs the key of another slot, unless --force, so that the
+            image can still be opened
+  change    replace a key; wipes the old key only when the new one is durable and was tested
+
+The data stays as it is. A person with an older copy of the image and a key that was removed later \
 can still read that copy.",
     examples: "
 vdkit key list disk.qcow2
@@ -41,26 +44,26 @@ vdkit key remove disk.qcow2 --slot 1 --key-file new.key
 /// Arguments of `vdkit key`.
 #[derive(Args, Debug)]
 pub struct KeyArgs {
-    /// What to do: list, add, remove or change
+    /// Action: list, add, remove or change
     #[arg(value_name = "ACTION", value_enum, hide_possible_values = true)]
     action: Action,
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// The image's format; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
     #[command(flatten)]
     keys: Keys,
     #[command(flatten)]
     new_key: NewKey,
-    /// The slot to remove, or the only one to change
+    /// The slot to remove, or the only slot to change
     #[arg(long, value_name = "N")]
     slot: Option<u32>,
-    /// Milliseconds that trying the new key shall take on this machine; without it 2000
+    /// Milliseconds that trying the new key takes on this machine (default: 2000)
     #[arg(long, value_name = "MS")]
     iter_time: Option<u64>,
-    /// Remove a slot although no key shows that the image can be opened afterwards
+    /// Remove a slot even if no given key opens the image afterwards
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -75,7 +78,7 @@ enum Action {
     Change,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct KeyAnswer {
@@ -97,11 +100,11 @@ struct SlotAnswer {
     opened: Option<bool>,
 }
 
-/// Milliseconds for trying a new key, as with QEMU and cryptsetup.
+/// Default unlock time of a new key in milliseconds, as with QEMU and cryptsetup.
 const ITER_TIME: u64 = 2000;
 
 impl KeyArgs {
-    /// An option that would be without effect is a mistake.
+    /// Refuses options that would have no effect.
     fn refuse_idle_options(&self) -> Result<(), Failure> {
         use Action::{Add, Change, Remove};
         let given = [

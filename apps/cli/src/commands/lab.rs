@@ -1,4 +1,4 @@
-//! `vdkit lab`: which way to store a guest's disk is best on this host, measured.
+//! `vdkit lab`: measures which way to store a guest's disk is best on this host.
 
 use clap::{Args, Subcommand as Actions};
 
@@ -14,35 +14,36 @@ mod measure;
 mod plans;
 mod report;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "lab",
     about: "Measure which way to store a disk is best on this host",
     group: Group::Look,
     details: "\
-A plan names choices (format, cluster size, cache mode, server, bus, load); each combination is measured on \
-each place that you give, several times, in random order, beside QEMU's tools. Images are made in a new folder \
-beneath DIR, and removed at the end. The results are one SQLite file.
+A plan names choices (format, cluster size, cache mode, server, bus, load). The lab measures each \
+combination on each of your places, several times, in random order, together with QEMU's tools. It \
+creates images in a new folder below DIR and removes them at the end. The results are one SQLite \
+file.
 
-  list                      the plans that come with vdkit
+  list                      the built-in plans
   show PLAN                 what a plan measures
   run PLAN --on DIR         measure
-  report RUN                what to use here, and why: one HTML file
-  compare BEFORE AFTER      one run against another
-  calibrate RUN...          how often equals are called different here
+  report RUN                the advice with its reasons, as one HTML file
+  compare BEFORE AFTER      compare one run with another
+  calibrate RUN...          how often equal runs are called different on this host
   export RUN                the results for other programs
 
-A device that is mounted or in use is refused. All on a device is lost, so its name is given twice, \
-the second time with --erase, or typed when asked for on a terminal.",
+A device that is mounted or in use is refused. A device is overwritten, so you give its name \
+twice: the second time with --erase, or by typing it on a terminal when asked.",
     examples: "
 vdkit lab list
 vdkit lab run zvol-vs-qcow2 --quick --on /srv/images      a first answer
-vdkit lab run cache-modes --on /srv/images /mnt/xfs       all of a plan, on two file systems
+vdkit lab run cache-modes --on /srv/images /mnt/xfs       a whole plan on two file systems
 vdkit lab run zvol-vs-qcow2 --device /dev/vg/test --erase /dev/vg/test
-vdkit lab run --resume RUN.sqlite                         go on after an interrupt
-vdkit lab report RUN.sqlite                               the verdict, tables and charts, as one HTML file
-vdkit lab compare BEFORE.sqlite AFTER.sqlite              what became worse, what better
-vdkit lab compare B1 A1 --before B2 B3 --after A2 A3      the same, by several runs of each state
+vdkit lab run --resume RUN.sqlite                         continue after an interrupt
+vdkit lab report RUN.sqlite                               the advice, tables and charts as one HTML file
+vdkit lab compare BEFORE.sqlite AFTER.sqlite              what became worse or better
+vdkit lab compare B1 A1 --before B2 B3 --after A2 A3      the same with several runs of each state
 vdkit lab export RUN.sqlite --csv > values.csv
 ",
     augment: augment::<LabArgs>,
@@ -60,7 +61,7 @@ pub struct LabArgs {
     action: Action,
 }
 
-/// What `vdkit lab` does.
+/// The actions of `vdkit lab`.
 #[derive(Actions, Debug)]
 enum Action {
     /// List the plans that come with vdkit
@@ -69,11 +70,11 @@ enum Action {
     Show(plans::ShowArgs),
     /// Measure a plan on places
     Run(Box<measure::RunArgs>),
-    /// Make one HTML file of a run: what to use here, how sure that is, tables and charts
+    /// Write a run as one HTML file: the advice, its confidence, tables and charts
     Report(report::ReportArgs),
-    /// Hold a run against an earlier one
+    /// Compare a run with an earlier one
     Compare(compare::CompareArgs),
-    /// Count how often runs with nothing changed between them are called different
+    /// Count how often equal runs are called different
     Calibrate(calibrate::CalibrateArgs),
     /// Print the results of a run for other programs
     Export(export::ExportArgs),
@@ -95,7 +96,7 @@ impl Run for LabArgs {
     }
 }
 
-/// The lab's error as the command's, with its exit code.
+/// Converts the lab's error into the command's, with its exit code.
 fn failure(error: &vdkit_lab::Error) -> Failure {
     if let Some(refusal) = error.refusal() {
         return Failure::Told(Exit::Refused, refusal.reason.clone(), Some(refusal.hint.clone()));

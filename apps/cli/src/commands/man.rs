@@ -1,4 +1,4 @@
-//! `vdkit man`: manual pages.
+//! `vdkit man`: prints manual pages.
 
 use std::path::{Path, PathBuf};
 
@@ -10,16 +10,16 @@ use crate::definition;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "man",
-    about: "Print the manual page, or write all of them to a folder",
+    about: "Print a manual page, or write every page to a folder",
     group: Group::Help,
     details: "",
     examples: "
 vdkit man | man -l -                  read the main page
 vdkit man --page convert | man -l -   read the page of one command
-vdkit man /usr/local/share/man/man1   write vdkit.1 and a page for each command
+vdkit man /usr/local/share/man/man1   write vdkit.1 and one page per command
 ",
     augment: augment::<ManArgs>,
     run: run::<ManArgs>,
@@ -28,7 +28,7 @@ vdkit man /usr/local/share/man/man1   write vdkit.1 and a page for each command
 /// Arguments of `vdkit man`.
 #[derive(Args, Debug)]
 pub struct ManArgs {
-    /// Write all pages to this folder, which is made where it is missing
+    /// Write all pages to this folder, which is created if it is missing
     #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
     dir: Option<PathBuf>,
     /// Print the page of this command instead of the main page
@@ -103,11 +103,11 @@ fn render(page: Command) -> Result<Vec<u8>, Failure> {
     Ok(text)
 }
 
-/// A section of lines that stay as they are.
+/// Adds a section whose lines are not filled.
 fn literal(page: &mut Vec<u8>, heading: &str, lines: &str) {
     page.extend_from_slice(format!(".SH \"{heading}\"\n.nf\n").as_bytes());
     for line in lines.lines() {
-        // A leading dot or quote would be a request to the typesetter.
+        // roff would read a leading dot or quote as a request.
         page.extend_from_slice(b"\\&");
         page.extend_from_slice(line.replace('\\', "\\e").replace('-', "\\-").as_bytes());
         page.push(b'\n');

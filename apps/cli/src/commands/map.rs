@@ -1,4 +1,4 @@
-//! `vdkit map`: where the guest's bytes are.
+//! `vdkit map`: prints where the guest's bytes are stored.
 
 use std::path::PathBuf;
 
@@ -13,20 +13,20 @@ use crate::keys::Keys;
 use crate::output::Output;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "map",
-    about: "Show where the guest's bytes are",
+    about: "Show where the guest's bytes are stored",
     group: Group::Look,
     details: "\
-One line a run of bytes that live in one place, through the whole backing chain: runs with data, or \
-all of them with --all.",
+Prints one line per extent: a range of bytes that are stored in one place, through the whole \
+backing chain. Shows extents with data, or with --all every extent.",
     examples: "
-vdkit map disk.qcow2                    runs that hold data
-vdkit map --all disk.qcow2              zeroes and holes as well
-vdkit map --json overlay.qcow2          for programs, with the keys of qemu-img
+vdkit map disk.qcow2                    extents with data
+vdkit map --all disk.qcow2              zeroes and holes too
+vdkit map --json overlay.qcow2          JSON with qemu-img's keys
 vdkit map --start 1G --length 64M disk.qcow2
-vdkit map --snapshot golden disk.qcow2  where a snapshot's bytes are
+vdkit map --snapshot golden disk.qcow2  where a snapshot's bytes are stored
 ",
     augment: augment::<MapArgs>,
     run: run::<MapArgs>,
@@ -38,13 +38,13 @@ pub struct MapArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Show runs without data too
+    /// Show extents without data too
     #[arg(long)]
     all: bool,
     /// Begin at this guest offset
     #[arg(short = 's', long, value_name = "OFFSET", value_parser = size)]
     start: Option<u64>,
-    /// Show so many bytes only
+    /// Show only this many bytes
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = size)]
     length: Option<u64>,
     #[command(flatten)]

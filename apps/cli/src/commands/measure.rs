@@ -1,4 +1,4 @@
-//! `vdkit measure`: how much space would a converted image need.
+//! `vdkit measure`: computes the size of a converted image.
 
 use std::path::PathBuf;
 
@@ -13,14 +13,14 @@ use crate::keys::Keys;
 use crate::output::{Fields, bytes_long};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "measure",
-    about: "Tell how many bytes a converted or new image needs",
+    about: "Compute how many bytes a converted or new image needs",
     group: Group::Look,
     details: "\
-Uncompressed. 'required' is what the image needs with the data at hand, 'fully allocated' what it can grow to \
-when the guest has written every byte.",
+Sizes are without compression. 'required' is what the image needs for the current data, 'fully \
+allocated' its size after the guest has written every byte.",
     examples: "
 vdkit measure disk.raw -O qcow2
 vdkit measure --size 100G -O qcow2 -o cluster_size=2M
@@ -39,10 +39,10 @@ pub struct MeasureArgs {
     /// Measure an empty disk of this size instead
     #[arg(short = 's', long, value_name = "SIZE", value_parser = size)]
     size: Option<u64>,
-    /// Measure what this snapshot inside the source holds (an id or a name)
+    /// Measure this snapshot of the source (an id or a name)
     #[arg(short = 'l', long, value_name = "SNAPSHOT", conflicts_with = "size")]
     snapshot: Option<String>,
-    /// Format of the image that would be made
+    /// Format of the new image
     #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw")]
     target_format: String,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! The subcommands, a file each.
+//! The subcommands, one file each.
 
 use std::ffi::OsStr;
 use std::os::unix::fs::FileTypeExt;
@@ -79,69 +79,69 @@ pub static ALL: &[Subcommand] = &[
     man::COMMAND,
 ];
 
-/// What a subcommand is for; the overview is ordered by it.
+/// Purpose of a subcommand. The overview lists subcommands by group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
-    /// Looking, changing nothing.
+    /// Reads an image and changes nothing.
     Look,
-    /// Making images.
+    /// Creates images.
     Make,
-    /// Changing images.
+    /// Changes images.
     Change,
-    /// A disk for someone else.
+    /// Serves a disk to other programs.
     Serve,
-    /// Guest bytes at an offset.
+    /// Reads or writes guest bytes at an offset.
     Bytes,
-    /// Help for people and shells.
+    /// Prints help for people and shells.
     Help,
 }
 
 impl Group {
-    /// All of them, in order.
+    /// All groups, in the order of the overview.
     pub const ALL: &'static [Self] =
         &[Self::Make, Self::Look, Self::Change, Self::Serve, Self::Bytes, Self::Help];
 
     /// The heading in the overview.
     pub fn title(self) -> &'static str {
         match self {
-            Self::Look => "Look at images",
-            Self::Make => "Make images",
+            Self::Look => "Examine images",
+            Self::Make => "Create images",
             Self::Change => "Check and change images",
             Self::Serve => "Serve disks to guests and tools",
             Self::Bytes => "Read and write guest bytes",
-            Self::Help => "Find your way",
+            Self::Help => "Help",
         }
     }
 }
 
-/// One row of the table of subcommands.
+/// An entry in the table of subcommands.
 #[derive(Debug)]
 pub struct Subcommand {
-    /// What users type.
+    /// The name on the command line.
     pub name: &'static str,
-    /// One line.
+    /// One-line description.
     pub about: &'static str,
-    /// Its place in the overview.
+    /// The group in the overview.
     pub group: Group,
-    /// What more there is to know, for `--help`; may be empty.
+    /// Further text for `--help`; may be empty.
     pub details: &'static str,
-    /// Command lines with a word on each, for the end of the help.
+    /// Example command lines with a short comment each, printed at the end of the help.
     pub examples: &'static str,
-    /// Adds the arguments and the long texts; called only for the subcommand that is used.
+    /// Adds the arguments and the long texts. Called only for the subcommand that is used.
     pub augment: fn(Command) -> Command,
-    /// Runs it.
+    /// Runs the subcommand.
     pub run: fn(&ArgMatches, &mut Session) -> Outcome,
 }
 
-/// The arguments of a subcommand, which know how to run it.
+/// The arguments of a subcommand, with the code that runs it.
 pub trait Run: Args + FromArgMatches {
-    /// The row that describes it.
+    /// The subcommand's entry in the table.
     const ROW: &'static Subcommand;
 
-    /// Does it.
+    /// Runs the subcommand.
     ///
     /// # Errors
-    /// Whatever went wrong, with its exit code.
+    /// The failure, with its exit code.
     fn run(self, session: &mut Session) -> Outcome;
 }
 
@@ -155,18 +155,18 @@ pub fn augment<R: Run>(command: Command) -> Command {
 /// # Errors
 /// As [`Run::run`].
 pub fn run<R: Run>(matches: &ArgMatches, session: &mut Session) -> Outcome {
-    // Parsing has checked everything that the definition asks for.
+    // Cannot fail: parsing has already checked the matches against the definition.
     let arguments = R::from_arg_matches(matches)
         .map_err(|error| Failure::usage(error.to_string().trim_end().to_owned()))?;
     arguments.run(session)
 }
 
-/// The subcommand of this name.
+/// Finds the subcommand called `name`.
 pub fn find(name: &str) -> Option<&'static Subcommand> {
     ALL.iter().find(|entry| entry.name == name)
 }
 
-/// The bytes of a disk that an offset and perhaps a length mean.
+/// The byte range given by an offset and an optional length.
 pub(crate) fn guest_range(
     disk: &Disk,
     offset: u64,
@@ -184,7 +184,8 @@ pub(crate) fn guest_range(
     }
 }
 
-/// The driver for a new image: by its format's name, or by what the file's name ends in, or raw.
+/// The driver of a new image. Its format is the one named, or the one that the file name's ending
+/// stands for, or raw.
 pub(crate) fn target_driver(
     format: Option<&str>,
     path: &Path,
@@ -221,7 +222,8 @@ pub(crate) fn target_driver(
     }
 }
 
-/// The driver of what a preset asks for; `format` is what the user asks for beside it.
+/// The driver of the format that a preset needs. `format` is the format that the user named as
+/// well.
 pub(crate) fn preset_driver(
     preset: Preset,
     format: Option<&str>,
@@ -241,7 +243,8 @@ pub(crate) fn preset_driver(
     }
 }
 
-/// What the ends of file names mean. A name that promises a format gets no other one by accident.
+/// Formats by the ending of the file name. A target whose name has one of these endings gets
+/// another format only if the user names that format.
 const FORMATS_OF_ENDINGS: &[(&str, &str)] = &[
     ("qcow2", "qcow2"),
     ("raw", "raw"),
@@ -263,11 +266,11 @@ const FORMATS_OF_ENDINGS: &[(&str, &str)] = &[
     ("iso", "ISO 9660"),
 ];
 
-/// Endings that people give to raw disks, beside those above.
+/// Further endings that people use for raw disks.
 const RAW_ENDINGS: &[&str] = &["bin", "dd", "disk", "ima", "image"];
 
-/// Says of a target that existed before a job failed in its middle that it holds a part of what was to be
-/// written.
+/// Reports that a job failed after it began to write into a target that already existed, so that
+/// the target holds a part of the new content.
 pub(crate) fn tell_half_written(target: &Path, progress: &Reporter) {
     if progress.begun() {
         let name = target.display();

@@ -1,4 +1,4 @@
-//! `vdkit mount`: an image as one plain file.
+//! `vdkit mount`: makes an image's guest disk available as one plain file.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,22 +15,21 @@ use crate::output::bytes_long;
 use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "mount",
-    about: "Show an image's disk as one plain file, over FUSE",
+    about: "Mount an image's disk as one plain file, over FUSE",
     group: Group::Serve,
     details: "\
-FILE then is the disk, as if it were a raw image: losetup, mount -o loop, fio, dd and every other \
-program read and write it, and fsync makes durable what they wrote. A FILE that exists is covered \
-until the end (its own content comes to no harm); one that does not exist is made, and removed at \
-the end.
+FILE then is the guest disk, like a raw image: losetup, mount -o loop, fio, dd and every other \
+program can read and write it, and fsync makes their writes durable. An existing FILE is hidden by \
+the mount and unharmed; a missing one is created, and removed at the end.
 
-The command runs until SIGINT, SIGTERM or `umount FILE`; then everything is flushed and the image \
-is closed. SIGKILL loses nothing that was flushed, but leaves FILE covered: `umount FILE`.
+The command runs until SIGINT, SIGTERM or `umount FILE`. Then it flushes everything and closes the \
+image. SIGKILL loses nothing that was flushed but leaves FILE mounted: run `umount FILE`.
 
-A full file system does not break what runs on the disk: writes that find no space wait until \
-there is some (--on-nospace report passes the error on instead).",
+If the file system is full, writes wait until there is space again, so that programs that use the \
+disk do not fail (--on-nospace report makes writes fail instead).",
     examples: "
 vdkit mount disk.qcow2 disk.raw
 vdkit mount --read-only --snapshot before-update disk.qcow2 old.raw
@@ -57,7 +56,7 @@ pub struct MountArgs {
     json: Json,
 }
 
-/// What is said once the file is the disk, in JSON.
+/// The JSON line printed once the file is mounted.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct MountAnswer {
@@ -73,7 +72,7 @@ impl Run for MountArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        // Before anything that has to be undone.
+        // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;
         let disk = self.disk.open(&self.image, &stop)?;
         session.warn(&disk);
@@ -90,7 +89,8 @@ impl Run for MountArgs {
         let (server, metrics) = match started {
             Ok(started) => started,
             Err(failure) => {
-                // What opening it for writing marked in the image is taken back.
+                // Close the export, which removes the in-use mark that opening for writing set in
+                // the image.
                 export.close()?;
                 return Err(failure);
             }
@@ -109,10 +109,10 @@ impl Run for MountArgs {
             space.look(&export);
         }
         drop(metrics);
-        // Who waits for space would keep the end waiting.
+        // Fail the writes that wait for space, because unmounting would wait for them.
         export.end_waiting();
         let unmounted = fuse::unmount(server, DRAIN);
-        // Closed also after a failure, so that the image is clean.
+        // Close the export after a failure too, so that the image is marked clean.
         Arc::clone(&export).close()?;
         told?;
         unmounted?;
@@ -121,14 +121,14 @@ impl Run for MountArgs {
 }
 
 impl MountArgs {
-    /// Says that the file is the disk now.
+    /// Reports that the file is mounted.
     fn tell(
         &self,
         session: &mut Session,
         answer: &MountAnswer,
     ) -> Result<(), crate::failure::Failure> {
         if self.json.json {
-            // In one line: whoever waits for it reads up to the line's end.
+            // One line, because a program that waits for the mount reads up to the line feed.
             session.out.json_line(answer)?;
         } else {
             session.out.line(format!(

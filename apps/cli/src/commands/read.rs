@@ -1,4 +1,4 @@
-//! `vdkit read`: guest bytes at an offset.
+//! `vdkit read`: prints guest bytes at an offset.
 
 use std::path::PathBuf;
 
@@ -12,24 +12,24 @@ use crate::hex::HexDump;
 use crate::keys::Keys;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "read",
     about: "Print guest bytes at an offset",
     group: Group::Bytes,
     details: "\
-The bytes are those that a guest reads: through the backing chain, unpacked, with zeroes where \
-nothing is stored. They go to stdout as they are, or as a hex dump with --hex.",
+Prints the bytes that a guest reads: through the backing chain, decompressed, with zeroes where \
+nothing is stored. They go to stdout unchanged, or as a hex dump with --hex.",
     examples: "
-vdkit read disk.qcow2 0 512 --hex         the boot sector, to look at
+vdkit read disk.qcow2 0 512 --hex         the boot sector as a hex dump
 vdkit read disk.qcow2 1M 64K > part.bin   64 KiB from offset 1 MiB
-vdkit read disk.qcow2 1M | sha256sum      all from there to the end
+vdkit read disk.qcow2 1M | sha256sum      everything from there to the end
 ",
     augment: augment::<ReadArgs>,
     run: run::<ReadArgs>,
 };
 
-/// Bytes read and printed at a time.
+/// Bytes per read.
 const STEP: u64 = 1 << 20;
 
 /// Arguments of `vdkit read`.
@@ -38,10 +38,10 @@ pub struct ReadArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Where to begin, in bytes of the guest disk
+    /// Start offset in bytes of the guest disk
     #[arg(value_name = "OFFSET", value_parser = size)]
     offset: u64,
-    /// How many bytes; without it, all to the end
+    /// Number of bytes (default: up to the end)
     #[arg(value_name = "LENGTH", value_parser = size)]
     length: Option<u64>,
     /// Print a hex dump
@@ -74,7 +74,7 @@ impl Run for ReadArgs {
         let mut dump = self.hex.then(HexDump::default);
         let mut at = range.start;
         while at < range.end {
-            // Fits: no more than the buffer.
+            // Cannot truncate: at most the buffer's length.
             let len = (range.end - at).min(STEP) as usize;
             disk.read_at(&mut buf[..len], GuestOffset(at))?;
             match &mut dump {

@@ -1,4 +1,4 @@
-//! `vdkit rebase`: an image on another backing image, with the same content.
+//! `vdkit rebase`: gives an image another backing image and keeps its content.
 
 use std::path::PathBuf;
 
@@ -14,21 +14,21 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "rebase",
-    about: "Put an image on another backing image, or on none",
+    about: "Give an image another backing image, or none",
     group: Group::Change,
     details: "\
-The disk stays the same to the byte: where the old and the new backing image differ, the image gets what \
-the old one has. With --unsafe only the name changes, which is right where the backing image was \
-moved or renamed. An image with snapshots is refused without --force: they show the backing image where they hold \
-nothing. A relative name counts from the image's folder. Interrupted or cut off by a crash, the \
-command can be run again and comes to the same end.",
+Keeps every byte of the guest disk: where the old and the new backing image differ, the old \
+content is copied into the image. With --unsafe only the stored name changes, which is right if \
+the backing image was moved or renamed. An image with snapshots is refused without --force, \
+because its snapshots also read the backing image. A relative name starts at the image's folder. \
+After an interrupt or a crash, run the command again: the result is the same.",
     examples: "
-vdkit rebase overlay.qcow2 --backing newer.qcow2             the same disk on another base
+vdkit rebase overlay.qcow2 --backing newer.qcow2             the same disk with another backing image
 vdkit rebase overlay.qcow2 --no-backing                      everything in one file
-vdkit rebase --unsafe overlay.qcow2 --backing ../base.qcow2  the base has moved
+vdkit rebase --unsafe overlay.qcow2 --backing ../base.qcow2  the backing image was moved
 ",
     augment: augment::<RebaseArgs>,
     run: run::<RebaseArgs>,
@@ -41,19 +41,19 @@ pub struct RebaseArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// The image to stand on, as it shall be stored: relative to the image's folder, or absolute
+    /// The new backing image, as stored in the image: absolute, or relative to the image's folder
     #[arg(short = 'b', long, value_parser = NonEmptyStringValueParser::new(), value_name = "NEW", value_hint = ValueHint::FilePath)]
     backing: Option<String>,
-    /// That image's format; without it the header is probed
+    /// Format of the new backing image (default: probed from its header)
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
     backing_format: Option<String>,
-    /// Stand on nothing: the image gets everything
+    /// Remove the backing image: copy its content into the image
     #[arg(long)]
     no_backing: bool,
-    /// Change the name only: the disk may change
+    /// Change only the stored name; the guest disk may change
     #[arg(short = 'u', long = "unsafe")]
     header_only: bool,
-    /// Also where the image's snapshots would show something else
+    /// Proceed even if the content of the image's snapshots would change
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `vdkit resize`: another size for a disk.
+//! `vdkit resize`: changes a disk's size.
 
 use std::path::PathBuf;
 
@@ -15,18 +15,18 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "resize",
-    about: "Make a disk larger or smaller",
+    about: "Enlarge or shrink a disk",
     group: Group::Change,
     details: "\
-A larger disk reads as zero where it is new. A smaller one loses what lies beyond its end, for good: that \
-needs --shrink. The guest's partitions and file systems are not touched.",
+The new part of a larger disk reads as zero. A smaller disk loses the data beyond its new end, so \
+it needs --shrink. The guest's partitions and file systems stay as they are.",
     examples: "
 vdkit resize disk.qcow2 40G                 to 40 GiB
 vdkit resize disk.qcow2 +10G                10 GiB more
-vdkit resize --shrink disk.qcow2 -5G        5 GiB less: shrink what is inside first
+vdkit resize --shrink disk.qcow2 -5G        5 GiB less: first shrink the guest's file systems
 vdkit resize -f raw disk.img 40G --preallocation falloc
 ",
     augment: augment::<ResizeArgs>,
@@ -39,13 +39,13 @@ pub struct ResizeArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// The new size, or with a sign what is added or taken away
+    /// The new size, or with a sign the change of size
     #[arg(value_name = "[+|-]SIZE", value_parser = change, allow_hyphen_values = true)]
     size: Change,
-    /// Allow a smaller disk: what lies beyond its end is lost
+    /// Allow a smaller disk; data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
-    /// Space for the new part: off, metadata, falloc or full
+    /// Allocation of the new part: off, metadata, falloc or full
     #[arg(
         long,
         value_name = "MODE",
@@ -75,7 +75,7 @@ enum PreallocationChoice {
     Full,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct ResizeAnswer {
@@ -84,7 +84,7 @@ struct ResizeAnswer {
     virtual_size: u64,
 }
 
-/// What the size on the command line means.
+/// The size argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     To(u64),
@@ -103,7 +103,7 @@ fn change(text: &str) -> Result<Change, String> {
 }
 
 impl Change {
-    /// The size that it makes of a disk of `old` bytes.
+    /// The resulting size of a disk of `old` bytes.
     fn applied_to(self, old: u64) -> Result<u64, Failure> {
         let new = match self {
             Self::To(bytes) => Some(bytes),
@@ -151,7 +151,7 @@ impl Run for ResizeArgs {
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let resized = jobs::resize(&disk, size, &options, &monitor);
         progress.finish();
-        // Closed also after a failure, so that the image is clean.
+        // Close the disk after a failure too, so that the image is marked clean.
         let closed = disk.close();
         resized?;
         closed?;

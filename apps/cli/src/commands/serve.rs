@@ -1,4 +1,4 @@
-//! `vdkit serve`: an image as a disk that others use.
+//! `vdkit serve`: serves an image to clients.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,22 +18,22 @@ use crate::fuse::{self, FuseOptions};
 use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "serve",
     about: "Serve an image as a disk: over NBD, over vhost-user, as a file",
     group: Group::Serve,
     details: "\
-The image stays open and locked until SIGINT or SIGTERM (or `vdkit ctl SOCKET quit`); then what \
-clients have begun is done, everything is flushed, and the image is closed. SIGKILL loses nothing \
+The image stays open and locked until SIGINT, SIGTERM or `vdkit ctl SOCKET quit`. Then vdkit \
+completes the requests in progress, flushes everything and closes the image. SIGKILL loses nothing \
 that was flushed.
 
-Clients find it as nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME (nbds with --tls). There is no \
-authentication without --tls: whoever reaches the socket reads and writes the disk. A Unix socket \
-is as safe as its folder; TCP without TLS belongs on a trusted network.
+Clients connect to nbd+unix:///NAME?socket=PATH or nbd://HOST:PORT/NAME (nbds with --tls). Without \
+--tls there is no authentication: everyone who can connect can read and write the disk. A Unix \
+socket is as safe as its folder; use TCP without TLS only on a trusted network.
 
-A full file system does not break the guest: writes that find no space wait until there is some \
-(--on-nospace report passes the error on instead).",
+If the file system is full, writes wait until there is space again, so that the guest does not \
+fail (--on-nospace report makes writes fail instead).",
     examples: "
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock
 vdkit serve disk.qcow2 --nbd tcp:127.0.0.1:10809 --read-only
@@ -55,41 +55,41 @@ pub struct ServeArgs {
     image: PathBuf,
     /// Serve over NBD at unix:PATH or tcp:HOST:PORT (repeatable)
     ///
-    /// Port 0 takes a free one, which is printed. Sockets that systemd hands over (LISTEN_FDS) are
-    /// served without this.
+    /// With port 0 the system chooses a free port, which is printed. Sockets passed by systemd
+    /// (LISTEN_FDS) are served without this option.
     #[arg(long, value_name = "ADDRESS")]
     nbd: Vec<Address>,
     /// Serve as a virtio disk (vhost-user-blk) at this Unix socket, for one virtual machine
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     vhost_user: Option<PathBuf>,
-    /// Show the disk as one plain file too, as `vdkit mount` does
+    /// Also mount the disk as one plain file, as `vdkit mount` does
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     fuse: Option<PathBuf>,
     #[command(flatten)]
     fuse_options: FuseOptions,
-    /// The export's name; clients that name none get it too
+    /// Name of the export; clients that give no name get it too
     #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
     name: String,
-    /// A word on it for clients that list exports
+    /// Description for clients that list exports
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     description: String,
-    /// Let clients ask what this dirty bitmap has marked (repeatable)
+    /// Let clients query this dirty bitmap (repeatable)
     #[arg(long, value_name = "NAME")]
     bitmap: Vec<String>,
-    /// Clients must use TLS, with server-cert.pem and server-key.pem of DIR, or keys.psk
+    /// Require TLS, with server-cert.pem and server-key.pem in DIR, or keys.psk
     ///
-    /// Where DIR holds ca-cert.pem too, clients must show a certificate of that authority, and one
-    /// that ca-crl.pem has not revoked, where that is there. keys.psk holds keys that both sides
-    /// know, a line a client, as psktool writes them.
+    /// If DIR has ca-cert.pem, clients must show a certificate of that authority. If DIR has
+    /// ca-crl.pem too, the list must not revoke the certificate. keys.psk holds pre-shared keys,
+    /// one line per client, as psktool writes them.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     tls: Option<PathBuf>,
     /// Listen for `vdkit ctl` at this Unix socket
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     control: Option<PathBuf>,
-    /// End when the last client has left
+    /// End when the last client disconnects
     #[arg(long)]
     once: bool,
-    /// Connections at a time; one more takes the place of a peer that is still negotiating
+    /// Largest number of connections; a further one replaces a peer that is still negotiating
     #[arg(long, value_name = "N", default_value_t = 1024)]
     connections: usize,
     #[command(flatten)]
@@ -98,19 +98,19 @@ pub struct ServeArgs {
     json: Json,
 }
 
-/// What is said once clients can come, in JSON.
+/// The JSON line printed once clients can connect.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Serving {
     filename: String,
     virtual_size: u64,
     read_only: bool,
-    /// Where clients find it.
+    /// The NBD URIs.
     uris: Vec<String>,
-    /// The file that is the disk.
+    /// The mounted file.
     #[serde(skip_serializing_if = "Option::is_none")]
     file: Option<String>,
-    /// Where the counts are.
+    /// Address of the metrics.
     #[serde(skip_serializing_if = "Option::is_none")]
     metrics: Option<String>,
 }
@@ -147,7 +147,7 @@ impl ServeArgs {
         Ok((listeners, uris))
     }
 
-    /// The socket of --vhost-user.
+    /// Listens at the socket of `--vhost-user`.
     fn vhost_listener(&self) -> Result<Option<vhost_user::Listener>, Failure> {
         let Some(path) = &self.vhost_user else { return Ok(None) };
         let listener = vhost_user::Listener::bind(path)
@@ -182,7 +182,7 @@ impl ServeArgs {
     }
 }
 
-/// Where clients come, before anybody waits for them there.
+/// Listening sockets, bound before anything accepts connections.
 struct Listeners {
     nbd: Vec<Listener>,
     vhost: Option<vhost_user::Listener>,
@@ -190,14 +190,14 @@ struct Listeners {
     tls: Option<Tls>,
 }
 
-/// All that serves one export.
+/// The servers of one export.
 struct Service {
     control: Option<Control>,
     metrics: Option<Scrape>,
     file: Option<fuse::Server>,
     vhost: Option<vhost_user::Server>,
     nbd: Server,
-    /// Nobody can come but to the file.
+    /// Whether the file is the only way to reach the export.
     only_file: bool,
 }
 
@@ -211,7 +211,7 @@ impl ServeArgs {
         Ok(Listeners { nbd, vhost, uris, tls })
     }
 
-    /// Lets clients in.
+    /// Starts to accept clients.
     fn start(
         &self,
         export: &Arc<Export>,
@@ -256,7 +256,8 @@ impl ServeArgs {
         Ok(session.out.finish()?)
     }
 
-    /// Serves until the end is asked for, or `--once` says so.
+    /// Waits until a signal or `ctl quit` asks for the end, or until the last client leaves with
+    /// `--once`.
     fn wait(&self, service: &Service, export: &Export, stop: &CancelToken) {
         let mut space = SpaceWatch::default();
         while !stop.is_cancelled() && !service.is_over(self.once) {
@@ -275,17 +276,17 @@ impl Service {
         (once && came > 0 && !there) || (unmounted && self.only_file)
     }
 
-    /// Ends all of it; the export is still to be closed.
+    /// Stops all servers. The caller still has to close the export.
     fn end(self, export: &Export) -> Result<(), Failure> {
         drop(self.control);
         drop(self.metrics);
         if let Some(vhost) = self.vhost {
-            // First, as what waits for space stays with the guest. Who waits to be resumed would
-            // keep the end waiting.
+            // Resume before stopping vhost-user: its requests that wait for space stay with the
+            // guest, and requests that wait to be resumed would delay the end.
             export.resume();
             vhost.stop(DRAIN);
         }
-        // Who waits for space, or for somebody to resume, would keep the end waiting.
+        // Fail the requests that still wait for space or to be resumed: they would delay the end.
         export.end_waiting();
         let unmounted = self.file.map_or(Ok(()), |mounted| fuse::unmount(mounted, DRAIN));
         self.nbd.stop(DRAIN);
@@ -300,7 +301,7 @@ impl Run for ServeArgs {
         if self.fuse.is_none() && (self.fuse_options.growable || self.fuse_options.allow_other) {
             return Err(Failure::usage("--growable and --allow-other are about --fuse FILE"));
         }
-        // Before anything that has to be undone.
+        // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;
         let disk = self.disk.open(&self.image, &stop)?;
         session.warn(&disk);
@@ -332,7 +333,7 @@ impl Run for ServeArgs {
             }
             announced.and(service.end(&export))
         });
-        // Closed also after a failure, so that the image is clean.
+        // Close the export after a failure too, so that the image is marked clean.
         let closed = export.close();
         done?;
         closed?;

@@ -1,4 +1,4 @@
-//! `vdkit snapshot`: the disk as it was, kept inside the image.
+//! `vdkit snapshot`: manages snapshots inside an image.
 
 use std::path::PathBuf;
 
@@ -16,25 +16,25 @@ use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
 use crate::time;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "snapshot",
     about: "List, create, apply, delete or rename snapshots inside an image",
     group: Group::Change,
     details: "\
-A snapshot keeps what the disk is now; it costs a little metadata, whatever the disk's size. \
-'apply' makes the disk what the snapshot holds: what was written since is lost, unless another \
-snapshot holds it. A power cut leaves the old image or the new one, never something between.
+A snapshot keeps the current state of the disk. It costs a little metadata, whatever the disk's \
+size. 'apply' restores the state of a snapshot: later writes are lost, unless another snapshot has \
+them. A power failure leaves the image before or after the change, never in between.
 
-  list IMAGE                    all snapshots
-  create IMAGE NAME             keep the disk as it is now
-  apply IMAGE SNAPSHOT          go back
-  delete IMAGE SNAPSHOT         remove a snapshot, and give back what only it needed
-  rename IMAGE SNAPSHOT NAME    give it another name
+  list IMAGE                    list the snapshots
+  create IMAGE NAME             keep the current state of the disk
+  apply IMAGE SNAPSHOT          restore the state of a snapshot
+  delete IMAGE SNAPSHOT         delete a snapshot, and free the space that only it used
+  rename IMAGE SNAPSHOT NAME    rename a snapshot
 
-SNAPSHOT is a name or an id. 'apply' looks for an id first, 'delete' and 'rename' for a name \
-first, as qemu-img does; of several with one name the first is meant. 'convert', 'compare', \
-'map', 'read' and 'dd' read a snapshot with --snapshot.",
+SNAPSHOT is a name or an id. As in qemu-img, 'apply' tries ids first, 'delete' and 'rename' try \
+names first, and the first of several equal names is used. 'convert', 'compare', 'map', 'read' and \
+'dd' read a snapshot with --snapshot.",
     examples: "
 vdkit snapshot create disk.qcow2 before-update
 vdkit snapshot list disk.qcow2
@@ -53,7 +53,7 @@ vdkit convert disk.qcow2 old.raw --snapshot golden  a snapshot as an image
     override_usage = "vdkit snapshot list|create|apply|delete|rename [OPTIONS] IMAGE [SNAPSHOT] [NAME]"
 )]
 pub struct SnapshotArgs {
-    /// list, create, apply, delete or rename
+    /// Action: list, create, apply, delete or rename
     #[arg(value_name = "ACTION", hide_possible_values = true)]
     action: Action,
     /// The image
@@ -85,19 +85,19 @@ enum Action {
     Rename,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct SnapshotAnswer {
     filename: String,
     action: Action,
-    /// All for `list`, else the one that it was about.
+    /// Every snapshot for `list`, else the one that the action concerned.
     snapshots: Vec<SnapshotInfo>,
     virtual_size: u64,
 }
 
 impl SnapshotArgs {
-    /// What is to be done; nothing for `list`.
+    /// The requested change; none for `list`.
     fn asked(&self) -> Result<Option<SnapshotAction>, Failure> {
         let names: Vec<String> = self.names.clone();
         let count = names.len();
@@ -135,7 +135,7 @@ impl SnapshotArgs {
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let done = jobs::snapshot(disk, action, &monitor);
         progress.finish();
-        // Closed also after a failure, so that the image is clean.
+        // Close the disk after a failure too, so that the image is marked clean.
         let closed = disk.close();
         let info = done?;
         closed?;
@@ -159,7 +159,7 @@ impl Run for SnapshotArgs {
         }
         let mut options = self.keys.apply(self.opening.options());
         options.writable = asked.is_some();
-        // What the image stands on has no part in it.
+        // Snapshots need only the image itself, not its backing chain.
         options.backing = BackingChoice::Ignore;
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         session.warn(&disk);
@@ -196,7 +196,7 @@ fn told(action: Action, image: &str, snapshot: &SnapshotInfo) -> String {
     }
 }
 
-/// Prints snapshots as a table, indented by so many spaces.
+/// Prints snapshots as a table, indented by `indent` spaces.
 ///
 /// # Errors
 /// Stdout cannot be written.

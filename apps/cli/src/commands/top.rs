@@ -1,4 +1,4 @@
-//! `vdkit top`: what a service does, live.
+//! `vdkit top`: shows a service's activity live.
 
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -21,16 +21,16 @@ mod view;
 use rates::{Rates, Sample};
 use screen::{Did, Screen};
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "top",
     about: "Watch a running 'vdkit serve': requests, bytes, latencies, cache",
     group: Group::Serve,
     details: "\
-SOCKET is what 'vdkit serve --control SOCKET' listens at. On a terminal the view fills the screen until q, \
-Esc or Ctrl-C; elsewhere each interval is printed beneath the one before, with --json as one line each. \
-Each interval shows what happened in it: latencies are of the requests that ended in it. The view ends with \
-the service.",
+SOCKET is the socket of 'vdkit serve --control SOCKET'. On a terminal the view fills the screen \
+until you press q, Esc or Ctrl-C. Otherwise each interval is printed after the one before, with \
+--json one line each. An interval shows the requests that ended in it. The view ends with the \
+service.",
     examples: "
 vdkit top /run/disk.ctl
 vdkit top --once /run/disk.ctl                    one second, in plain text
@@ -49,17 +49,17 @@ pub struct TopArgs {
     /// Length of an interval, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
     interval: Duration,
-    /// Show so many intervals, in plain text
+    /// Show this many intervals as plain text, then end
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     count: Option<u64>,
-    /// Show one interval: --count 1
+    /// Show one interval, as --count 1
     #[arg(long, conflicts_with = "count")]
     once: bool,
     #[command(flatten)]
     json: Json,
 }
 
-/// Parses the value of --interval.
+/// Parses the value of `--interval`.
 fn seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.05..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
@@ -67,18 +67,18 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// How often keys and signals are looked at.
+/// Interval between two checks for keys and signals.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Asks a service how it is.
+/// Queries a service's state and counters.
 fn sample(socket: &Path) -> io::Result<Sample> {
     let status = serde_json::from_value(ask(socket, &Command::Status)?)?;
     let stats = serde_json::from_value(ask(socket, &Command::Stats)?)?;
     Ok(Sample { at: Instant::now(), status, stats })
 }
 
-/// Asks again and again, on a thread of its own: a service that does not answer must not keep the
-/// user from leaving. After an error nothing more comes.
+/// Queries a service repeatedly on a separate thread, so that a service that does not answer cannot
+/// keep the user from quitting. The thread ends after an error.
 fn samples(socket: PathBuf, interval: Duration) -> Result<Receiver<io::Result<Sample>>, Failure> {
     let (sender, receiver) = channel();
     let ask_on = move || {
@@ -89,7 +89,7 @@ fn samples(socket: PathBuf, interval: Duration) -> Result<Receiver<io::Result<Sa
             if sender.send(sample).is_err() || last {
                 return;
             }
-            // What took too long is left out, not made up for.
+            // Skip intervals that have already passed.
             next = (next + interval).max(Instant::now());
             std::thread::sleep(next.saturating_duration_since(Instant::now()));
         }
@@ -101,14 +101,14 @@ fn samples(socket: PathBuf, interval: Duration) -> Result<Receiver<io::Result<Sa
     Ok(receiver)
 }
 
-/// What the view stands on: the samples, and the one before.
+/// The received samples: the latest and the one before.
 struct Watch {
     samples: Receiver<io::Result<Sample>>,
     before: Option<Sample>,
     socket: PathBuf,
 }
 
-/// What came within a time.
+/// What arrived within a time.
 enum Came {
     Interval(Box<Rates>),
     Nothing,
@@ -162,7 +162,8 @@ impl TopArgs {
 
     /// Shows the latest interval on the terminal.
     fn show(&self, watch: &mut Watch, stop: &CancelToken) -> Outcome {
-        // Before the screen is taken: a service that is not there is a plain message.
+        // Query before switching the screen, so that an unreachable service gives a plain error
+        // message.
         let mut shown = vec![format!("{}: asking …", self.socket.display())];
         while watch.before.is_none() && !stop.is_cancelled() {
             watch.next(LOOK)?;

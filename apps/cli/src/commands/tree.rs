@@ -1,4 +1,4 @@
-//! `vdkit tree`: which image stands on which.
+//! `vdkit tree`: shows which image backs which.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -13,19 +13,19 @@ use crate::failure::{Exit, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "tree",
-    about: "Show which image stands on which, and what deleting one would break",
+    about: "Show which image backs which, and what deleting one would break",
     group: Group::Look,
     details: "\
-Of an image: those in its folder that belong to its chain. Of a folder: all images in it. Only headers are \
-read; what they name is looked for, never opened.",
+For an image: the images of its folder that belong to its chain. For a folder: every image in it. \
+Reads only headers; the files that they name are looked up but not opened.",
     examples: "
 vdkit tree                             images in this folder
-vdkit tree base.qcow2                  what stands on it: do not delete it before those
-vdkit tree -r /var/lib/libvirt/images  with the folders in it
-vdkit tree --delete-check base.qcow2   may it go? 0 yes, 5 something stands on it
+vdkit tree base.qcow2                  the images that depend on it
+vdkit tree -r /var/lib/libvirt/images  with subfolders
+vdkit tree --delete-check base.qcow2   can it be deleted? 0 yes, 5 an image needs it
 ",
     augment: augment::<TreeArgs>,
     run: run::<TreeArgs>,
@@ -37,10 +37,10 @@ pub struct TreeArgs {
     /// An image or a folder
     #[arg(value_name = "IMAGE|DIR", default_value = ".", hide_default_value = true, value_hint = ValueHint::AnyPath)]
     path: PathBuf,
-    /// Ask only what deleting FILE would orphan: exit code 0 where nothing, 5 where something
+    /// Only report which images need FILE: exit code 0 if none, 5 if any
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["path", "recursive"])]
     delete_check: Option<PathBuf>,
-    /// Look into folders within the folder
+    /// Search subfolders too
     #[arg(short = 'r', long)]
     recursive: bool,
     #[command(flatten)]
@@ -90,7 +90,7 @@ impl Run for TreeArgs {
     }
 }
 
-/// Who could not be read without a file.
+/// Reports the images that could not be read if a file were deleted.
 fn tell_orphans(
     path: &Path,
     image: Option<&TreeImage>,
@@ -114,7 +114,7 @@ struct Drawing<'a> {
     drawn: HashSet<&'a Path>,
 }
 
-/// Branches of branches are drawn so far; the chain limit for opening images is lower.
+/// Deepest nesting that is drawn. The chain limit for opening images is lower.
 const DEPTH_MAX: usize = 1000;
 
 impl<'a> Drawing<'a> {
@@ -132,7 +132,7 @@ impl<'a> Drawing<'a> {
                 self.branch(root, "", "", 0, out)?;
             }
         }
-        // What stands on itself has no root.
+        // A cycle of images has no root.
         for image in &report.images {
             if !self.drawn.contains(image.path.as_path()) {
                 out.line(format!("{}  (in a chain without an end)", self.name(image)))?;
@@ -148,7 +148,7 @@ impl<'a> Drawing<'a> {
         image.path.strip_prefix(self.folder).unwrap_or(&image.path).display().to_string()
     }
 
-    /// An image and what stands on it.
+    /// Draws an image and its overlays.
     fn branch(
         &mut self,
         image: &'a TreeImage,

@@ -1,4 +1,4 @@
-//! `vdkit validate`: would this hypervisor or cloud take the image?
+//! `vdkit validate`: tests whether a hypervisor or cloud would accept an image.
 
 use std::path::PathBuf;
 
@@ -12,14 +12,14 @@ use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_long};
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "validate",
-    about: "Say what a hypervisor or a cloud would refuse about an image",
+    about: "Check whether a hypervisor or cloud accepts an image",
     group: Group::Look,
     details: "\
-Reads the image's header, and no other file. Answers with exit code 3 where something would be refused, and names \
-the command that mends it.",
+Reads the image's header and no other file. The exit code is 3 if the target would refuse the \
+image. Each reason comes with the command that fixes it.",
     examples: "
 vdkit validate --for azure disk.vhd
 vdkit validate --for aws --json disk.vmdk | jq .accepted
@@ -34,13 +34,13 @@ pub struct ValidateArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// kvm, openstack, gcp, aws, azure, vmware, hyperv or virtualbox
+    /// The target: kvm, openstack, gcp, aws, azure, vmware, hyperv or virtualbox
     #[arg(long = "for", value_name = "TARGET")]
     target: Preset,
-    /// Format of the image; without it the header is probed
+    /// Format of the image (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
-    /// Read it even while another process writes it
+    /// Read the image even while another process writes it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]

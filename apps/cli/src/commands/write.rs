@@ -1,4 +1,4 @@
-//! `vdkit write`: guest bytes at an offset.
+//! `vdkit write`: writes guest bytes at an offset.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -19,27 +19,27 @@ use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "write",
     about: "Write guest bytes at an offset",
     group: Group::Bytes,
     details: "\
-The bytes come from stdin, from --input FILE, or are made by --pattern, --zero or --discard. They \
-are durable when the command is done. An image that is recognised only as raw needs -f raw, one that \
-others in its folder stand on needs --force.",
+The bytes come from stdin, from --input FILE, or from --pattern, --zero or --discard. They are \
+durable when the command ends. An image that is recognized only as raw needs -f raw. An image with \
+overlays in its folder needs --force.",
     examples: "
 vdkit write disk.qcow2 1M < part.bin              from stdin
 vdkit write disk.qcow2 1M --input part.bin        from a file
 vdkit write disk.qcow2 0 64K --pattern 0xaa       64 KiB of one byte
-vdkit write disk.qcow2 4G 1G --zero               zeroes, as metadata where that is possible
-vdkit write disk.qcow2 4G 1G --discard            the guest needs them no more
+vdkit write disk.qcow2 4G 1G --zero               zeroes, as metadata if possible
+vdkit write disk.qcow2 4G 1G --discard            the guest no longer needs them
 ",
     augment: augment::<WriteArgs>,
     run: run::<WriteArgs>,
 };
 
-/// Bytes moved at a time, and zeroed between two looks at the cancel token.
+/// Bytes per write, and bytes zeroed between two checks for cancellation.
 const STEP: usize = 1 << 20;
 const ZERO_STEP: u64 = 1 << 30;
 
@@ -51,19 +51,19 @@ pub struct WriteArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Where to begin, in bytes of the guest disk
+    /// Start offset in bytes of the guest disk
     #[arg(value_name = "OFFSET", value_parser = size)]
     offset: u64,
-    /// How many bytes; without it, all that the input has
+    /// Number of bytes (default: all of the input)
     #[arg(value_name = "LENGTH", value_parser = size)]
     length: Option<u64>,
     /// Write this byte, such as 0xaa or 170, LENGTH times
     #[arg(long, value_name = "BYTE", value_parser = byte)]
     pattern: Option<u8>,
-    /// Make LENGTH bytes read as zero, the cheapest way
+    /// Make LENGTH bytes read as zero, with as little writing as possible
     #[arg(long)]
     zero: bool,
-    /// Give LENGTH bytes back; they read as zero or as before afterwards
+    /// Discard LENGTH bytes; they then read as zero or as before
     #[arg(long)]
     discard: bool,
     /// Write the bytes of this file instead of stdin's
@@ -108,12 +108,14 @@ impl Run for WriteArgs {
         guard::refuse_dependents(&self.image, &self.force, "writing to it", &cancel)?;
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         session.warn(&disk);
-        // Where the input's length is not known it must still fit.
+        // When the input's length is not known, only the offset is checked here; the copy checks
+        // the end.
         let range = super::guest_range(&disk, self.offset, self.length)?;
         let at = GuestOffset(range.start);
         let len = range.end - range.start;
         let cancel = session.cancel_on_signal()?;
-        // Closed also after a failure: what was written before it stays, and the image is clean.
+        // Close the disk after a failure too: earlier writes are kept, and the image is marked
+        // clean.
         let written = match input {
             Some(input) => self.copy(&disk, input, len, &cancel),
             None => self.make(&disk, at, len, &cancel),
@@ -132,21 +134,22 @@ impl Run for WriteArgs {
 }
 
 impl WriteArgs {
-    /// The input, where the bytes are not made here.
+    /// The input, unless the command makes the bytes itself.
     fn source(&self) -> Result<Option<File>, Failure> {
         if self.pattern.is_some() || self.zero || self.discard {
             return Ok(None);
         }
         let opened = match &self.input {
             Some(path) => File::open(path),
-            // Past the standard library's buffer: steps are large, and polling must see the truth.
+            // Bypass the standard library's buffer: `poll` does not see bytes that the buffer
+            // holds.
             None => io::stdin().as_fd().try_clone_to_owned().map(File::from),
         };
         let name = self.input.as_deref().unwrap_or(Path::new("stdin"));
         opened.map(Some).map_err(|error| read_failed(name, &error))
     }
 
-    /// Bytes made here: all `len` of them.
+    /// Writes `len` bytes that need no input: a pattern, zeroes or a discard.
     fn make(
         &self,
         disk: &Disk,
@@ -170,7 +173,7 @@ impl WriteArgs {
         Ok(len)
     }
 
-    /// Bytes of an input: as many as it has, or the `LENGTH` asked for; `room` is what fits.
+    /// Copies the input: LENGTH bytes, or all of it. `room` is the space up to the end of the disk.
     fn copy(
         &self,
         disk: &Disk,
@@ -183,7 +186,7 @@ impl WriteArgs {
         let mut done = 0;
         loop {
             cancel.check()?;
-            // One byte more than fits tells an input that is too long.
+            // Read one byte more than fits, to detect an input that is too long.
             let want = match self.length {
                 Some(len) => (len - done).min(STEP as u64),
                 None => (room - done).saturating_add(1).min(STEP as u64),
@@ -220,7 +223,7 @@ fn read_failed(path: &Path, error: &io::Error) -> Failure {
     Failure::failed(format!("{}: cannot read: {error}", path.display()))
 }
 
-/// Waits for input as long as nobody asks to stop: a read would go on after the signal.
+/// Waits until the input is readable. A blocking read would not notice a cancellation.
 fn wait_for(input: &File, cancel: &CancelToken) -> io::Result<()> {
     const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
     loop {

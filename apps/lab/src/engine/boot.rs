@@ -1,4 +1,5 @@
-//! Many overlays of one image, opened and read at once: guests that boot after a power cut.
+//! Opens many overlays of one image at once and reads from each, as when guests boot after a power
+//! failure.
 
 use std::path::PathBuf;
 
@@ -9,7 +10,7 @@ use crate::layout::{self, Content, More};
 use crate::model::Sample;
 use crate::peers::skip;
 
-/// What each guest reads at first.
+/// Bytes that each guest reads first.
 const FIRST: u64 = 1 << 20;
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {

@@ -1,4 +1,4 @@
-//! A whole disk to nothing: what a conversion has to read, without what it would write.
+//! Converts a whole disk to nothing, which measures the reading side of a conversion alone.
 
 use crate::error::Result;
 
@@ -27,7 +27,8 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
         Some("library") => return skip("'convert' is a command: tool vdkit or qemu-img"),
         _ => bench.vdkit(&["convert", "-f", image.format]).arg(&image.path).arg("null:"),
     };
-    // Warm, as in the published table; written back, so that nothing else is going on.
+    // The image is warm, as in the published table, and written back, so that no writeback disturbs
+    // the measurement.
     super::sync(&image.files)?;
     let ended = bench.run(&line.timed())?;
     let seconds = ended.elapsed.as_secs_f64();

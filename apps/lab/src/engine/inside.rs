@@ -1,4 +1,5 @@
-//! A load in the lab's own process, on vdkit's library: what no server and no kernel adds to.
+//! Runs a load in the lab's own process on vdkit's library, without a server or a kernel in
+//! between.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -17,7 +18,7 @@ use crate::layout::{Image, noise};
 use crate::model::{Histogram, Series};
 use crate::profile::{Load, Pattern, Sync};
 
-/// What one thread has done.
+/// The counts of one thread.
 #[derive(Default)]
 struct Done {
     buckets: BTreeMap<u64, u64>,
@@ -26,18 +27,18 @@ struct Done {
     writes: u64,
     sync_ns: f64,
     syncs: u64,
-    /// Requests that ended in each interval of the load.
+    /// Number of requests that ended in each interval of the load.
     intervals: BTreeMap<u64, u64>,
 }
 
-/// As fio: 64 buckets for each power of two.
+/// The bucket of a latency: 64 buckets for each power of two, as in fio.
 fn bucket(ns: u64) -> u64 {
     let shift = (64 - ns.leading_zeros()).saturating_sub(7);
     (ns >> shift) << shift
 }
 
 impl Done {
-    /// Counts what another thread has done too.
+    /// Adds the counts of another thread.
     fn add(&mut self, other: Self) {
         for (ns, count) in other.buckets {
             *self.buckets.entry(ns).or_default() += count;
@@ -57,15 +58,15 @@ struct Worker<'a> {
     disk: &'a Disk,
     load: &'a Load,
     cancel: &'a CancelToken,
-    /// The part of the disk that it works on.
+    /// The part of the disk that the thread uses.
     part: std::ops::Range<u64>,
-    /// When the load began, the same for all.
+    /// Start of the load, the same for all threads.
     start: Instant,
     interval_ms: u64,
     until: Instant,
-    /// Requests, where no time ends it.
+    /// Largest number of requests, for a load without a time limit.
     most: u64,
-    /// The blocks of the part in order, where each is written once.
+    /// The blocks of the part in order, for a load that writes each block once.
     blocks: Vec<u64>,
     rng: Rng,
 }
@@ -78,7 +79,8 @@ impl Worker<'_> {
         let blocks = (self.part.end - self.part.start) / self.load.block;
         let mut next = 0;
         while blocks > 0 && done.reads + done.writes < self.most {
-            // One request at least: a thread may begin late, and a load has results.
+            // At least one request per thread, so that a load always has results: a thread may
+            // start late.
             let some = done.reads + done.writes > 0;
             if some && Instant::now() >= self.until {
                 break;
@@ -153,7 +155,7 @@ pub(super) fn run(
     Ok((answer(load, all, load_seconds, flush), series))
 }
 
-/// Runs all threads of the load, from `began` on, to their end.
+/// Runs all threads of the load to their end. The load began at `began`.
 fn threads(
     bench: &Bench<'_>,
     load: &Load,
@@ -203,7 +205,7 @@ fn threads(
     Ok(all)
 }
 
-/// Requests in time. The last interval, which the load did not fill, is left out.
+/// Requests over time, without the last interval, which is incomplete.
 fn series(
     counts: &BTreeMap<u64, u64>,
     interval_ms: u64,

@@ -1,5 +1,6 @@
-//! An operating system's installation, as a disk sees it: a new file system, and a tree of files
-//! copied into it. Then all of it once more on the same image, whose space is there by now.
+//! The disk load of an operating system's installation: makes a new file system, and copies a tree
+//! of files into it. The second pass repeats this on the same image, whose space is allocated by
+//! then.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use crate::peers::{find, need, need_root, skip};
 use crate::place::attach::{Attached, Mounted};
 use crate::process::Line;
 
-/// Trees that are there on most systems, in the order in which they are taken.
+/// Trees that most systems have, in the order in which they are used.
 const TREES: &[&str] = &["/usr/share", "/usr/lib", "/usr/bin", "/etc"];
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
@@ -31,7 +32,7 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
         return skip("a file system is made on a file or a device: front file, fuse or fuse-qsd");
     };
     let disk = path.clone();
-    // What is copied is in memory before, or the first pass would wait for it.
+    // Read the files into memory first, or the first pass would wait for them.
     read_all(&files, &bench.cancel)?;
     let first = pass(bench, &disk, bytes, &files)?;
     let second = pass(bench, &disk, bytes, &files)?;
@@ -57,7 +58,7 @@ struct Source {
     bytes: u64,
 }
 
-/// Files of so many bytes, in a fixed order.
+/// Chooses files of up to `most` bytes, in a fixed order.
 fn choose(most: u64, cancel: &CancelToken) -> Result<Vec<Source>> {
     let mut found = Vec::new();
     let mut left = most;
@@ -72,7 +73,7 @@ fn choose(most: u64, cancel: &CancelToken) -> Result<Vec<Source>> {
             if metadata.is_dir() {
                 folders.push(path);
             } else if metadata.is_file() && metadata.len() <= left {
-                // A file takes a block and an inode at least.
+                // A file takes at least a block and an inode.
                 left = left.saturating_sub(metadata.len().max(4096));
                 found.push(Source { path, bytes: metadata.len() });
             }
@@ -95,17 +96,17 @@ fn read_all(files: &[Source], cancel: &CancelToken) -> Result<()> {
     Ok(())
 }
 
-/// Makes the file system, copies, syncs and unmounts; gives the seconds of all of it.
+/// Makes the file system, copies, syncs and unmounts. Returns the seconds of all steps together.
 fn pass(bench: &mut Bench<'_>, disk: &Path, bytes: u64, files: &[Source]) -> Result<f64> {
     let kind = disk.metadata().with_context(|| disk.display().to_string())?.file_type();
-    // A server shows a file, also where the image is on a device.
+    // A server shows a file, even if the image is on a device.
     let loop_device = if kind.is_block_device() { None } else { Some(Attached::new(bench, disk)?) };
     let block = loop_device.as_ref().map_or(disk, Attached::path).to_owned();
     let at = bench.folder.join("mounted");
     std::fs::create_dir_all(&at)?;
     let began = Instant::now();
     let line = Line::new(find("mkfs.ext4").context("mkfs.ext4")?).args(["-q", "-F"]).arg(&block);
-    // The file system is as large as the plan's disk, also where a device is larger.
+    // The file system has the size of the plan's disk, even on a larger device.
     bench.run(&line.arg(format!("{}k", bytes >> 10)))?;
     let mounted = Mounted::new(bench, &block, &at)?;
     copy(files, &at, &bench.cancel)?;

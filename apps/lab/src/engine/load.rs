@@ -1,4 +1,4 @@
-//! A load of requests: fio on whatever the front shows, or the library itself.
+//! Runs a load of requests, with fio on the served disk or with the library itself.
 
 use crate::error::{Context, Result};
 
@@ -12,9 +12,9 @@ use crate::peers::need;
 use crate::process::Line;
 use crate::profile::Load;
 
-/// What stands on the other serial port between two files.
+/// Separates two files on the guest's second serial port.
 const MARK: &str = "=== series ===";
-/// What stands there after each load.
+/// Ends the output of each load on the guest's second serial port.
 const END: &str = "=== end ===";
 
 pub(super) fn sample(bench: &mut Bench<'_>, load: &Load) -> Result<Sample> {
@@ -22,7 +22,7 @@ pub(super) fn sample(bench: &mut Bench<'_>, load: &Load) -> Result<Sample> {
     on(bench, load, layout, front, cache)
 }
 
-/// Makes an image, serves it, and runs the load.
+/// Creates an image, serves it and runs the load.
 pub(super) fn on(
     bench: &mut Bench<'_>,
     load: &Load,
@@ -44,7 +44,7 @@ pub(super) fn on(
     Ok(sample)
 }
 
-/// Runs the load on what is served, a disk of `bytes`.
+/// Runs the load on a served disk of `bytes` bytes.
 pub(super) fn run(
     bench: &mut Bench<'_>,
     load: &Load,
@@ -60,7 +60,7 @@ pub(super) fn run(
     if let Some(cpu) = served.server_cpu_seconds() {
         values.insert("server_cpu_seconds".to_owned(), cpu);
         let requests = answer.latencies.as_ref().map_or(0, crate::model::Histogram::count);
-        // The kernel counts in hundredths: less than five of them say little.
+        // The kernel counts in hundredths of a second; fewer than five of them are too inaccurate.
         if cpu >= 0.05 {
             values.insert("requests_per_cpu_second".to_owned(), requests as f64 / cpu);
         }
@@ -94,7 +94,7 @@ fn with_fio(
     Ok((fio::parse(&text, load)?, fio::series(&log, load, &bench.effort)))
 }
 
-/// Runs loads one after the other in a guest that boots once; gives as many answers.
+/// Runs loads one after the other in a guest that boots once. Returns one answer per load.
 pub(super) fn in_guest(
     bench: &mut Bench<'_>,
     loads: &[Load],

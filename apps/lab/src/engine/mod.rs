@@ -1,4 +1,4 @@
-//! What is done to a disk, and what is measured of it: one round of one cell.
+//! Runs one round of one cell: prepares a disk, loads it and measures.
 
 mod boot;
 mod convert;
@@ -26,29 +26,29 @@ use crate::plan::Effort;
 use crate::process::{Ended, Line, Running};
 use crate::profile::{self, Kind, Profile};
 
-/// What one round of a cell works with.
+/// The context of one round of a cell.
 pub struct Bench<'a> {
-    /// The command `vdkit`.
+    /// Path of the command `vdkit`.
     pub command: PathBuf,
     /// The library's formats.
     pub registry: &'a Registry,
-    /// Where the user stops it.
+    /// Set when the user interrupts the run.
     pub cancel: CancelToken,
-    /// How much is done.
+    /// Amount of work per round.
     pub effort: Effort,
-    /// For random bytes and places.
+    /// Seed of random bytes and random offsets.
     pub seed: u64,
-    /// Where the image is put.
+    /// Where the image is created.
     pub place: &'a Place,
-    /// An empty folder, beneath the place where that is a folder; removed after the round.
+    /// An empty folder, on the place if the place is a folder. Removed after the round.
     pub folder: PathBuf,
     /// The cell.
     pub axes: &'a Axes,
-    /// Commands as they are run.
+    /// Commands in the order in which they were run.
     pub commands: Vec<String>,
-    /// What a reader should know.
+    /// Notes for the reader of the results.
     pub notes: Vec<String>,
-    /// What the bare place does, for scores: measured once.
+    /// Scores of the place itself without an image format or server, measured once per run.
     pub references: &'a mut BTreeMap<String, BTreeMap<String, f64>>,
 }
 
@@ -58,12 +58,12 @@ impl Bench<'_> {
         self.axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
     }
 
-    /// The command `vdkit`.
+    /// A command line of `vdkit`.
     pub fn vdkit(&self, arguments: &[&str]) -> Line {
         Line::new(&self.command).args(arguments)
     }
 
-    /// Runs a command, and keeps its line.
+    /// Runs a command and records its command line.
     ///
     /// # Errors
     /// As [`Line::run`].
@@ -72,7 +72,7 @@ impl Bench<'_> {
         line.run(&self.cancel)
     }
 
-    /// Starts a server, and keeps its line.
+    /// Starts a server and records its command line.
     ///
     /// # Errors
     /// As [`Line::start`].
@@ -81,7 +81,7 @@ impl Bench<'_> {
         line.start()
     }
 
-    /// Adds a note once.
+    /// Adds a note, unless it is there already.
     pub fn note(&mut self, text: &str) {
         if !self.notes.iter().any(|note| note == text) {
             self.notes.push(text.to_owned());
@@ -105,7 +105,7 @@ impl Bench<'_> {
     /// The load of the cell.
     ///
     /// # Errors
-    /// The plan names none.
+    /// The plan names no load.
     pub fn profile(&self) -> Result<&'static Profile> {
         let Some(name) = self.axis("profile") else { bail!("the cell has no profile") };
         profile::find(name).with_context(|| format!("unknown profile '{name}'"))
@@ -127,7 +127,7 @@ impl Bench<'_> {
         Ok(fit.disk)
     }
 
-    /// What the disk holds before the load; all of it is written where the load reads.
+    /// The disk's content before the load. The whole disk is written if the load reads.
     fn content(&self, reads: bool) -> Content {
         match self.axis("content") {
             _ if reads => Content::All,
@@ -142,11 +142,11 @@ impl Bench<'_> {
     }
 }
 
-/// Takes one round of the cell.
+/// Runs one round of the cell.
 ///
 /// # Errors
-/// [`crate::peers::Skip`] where the cell cannot be measured here; what has failed;
-/// [`vdkit_block::Error::Interrupted`] where the user has had enough.
+/// [`crate::peers::Skip`] if the cell cannot be measured here; the failure of a step;
+/// [`vdkit_block::Error::Interrupted`] if the user interrupts.
 pub fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     match bench.profile()?.kind {
         Kind::Load(load) => load::sample(bench, &load),
@@ -159,7 +159,7 @@ pub fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     }
 }
 
-/// Makes these files durable, so that nothing of them is written while something is measured.
+/// Syncs these files, so that no writeback disturbs the measurement.
 fn sync(files: &[PathBuf]) -> Result<()> {
     for path in files {
         let file = std::fs::File::open(path).with_context(|| path.display().to_string())?;
@@ -168,16 +168,17 @@ fn sync(files: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Forgets what the host keeps in memory of these files; all of it where we may.
+/// Drops these files from the host's page cache, or, with sufficient rights, drops all caches.
 fn drop_caches(files: &[PathBuf]) -> Result<()> {
-    // Dirty pages would stay.
+    // Dirty pages are not dropped.
     sync(files)?;
     for path in files {
         let file = std::fs::File::open(path).with_context(|| path.display().to_string())?;
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)
             .with_context(|| path.display().to_string())?;
     }
-    // Folders and inodes too, where we may; the bytes of the image are gone already.
+    // With sufficient rights, also drop directories and inodes. The image's pages are already
+    // dropped.
     let _ = std::fs::write("/proc/sys/vm/drop_caches", "3");
     Ok(())
 }

@@ -1,10 +1,11 @@
-//! The file system beneath the image fills while a client writes, and has room again later.
+//! Fills the file system below the image while a client writes, and frees space again later.
 //!
-//! A small ext4 file system holds the image and a ballast file. Once it is full, the lab waits, then
-//! removes the ballast. A server that lets its clients wait comes through: all writes are done and the
-//! image is sound. One that reports errors does not; a guest would have remounted its disk read-only.
-//! Fronts `guest-…` have a real guest write, and count what its kernel complains of. QEMU may stop the
-//! whole guest instead of telling it; then it is told to go on once there is room.
+//! A small ext4 file system holds the image and a ballast file. When it is full, the lab waits and
+//! then removes the ballast. A server that makes its clients wait survives: all writes complete and
+//! the image is sound. A server that reports errors does not survive, because a guest would have
+//! remounted its disk read-only. With the fronts `guest-…` a real guest writes, and the lab counts
+//! the errors in its kernel log. QEMU may stop the whole guest instead of reporting an error to it;
+//! the lab then resumes the guest once there is space.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -25,25 +26,25 @@ use crate::process::{Line, Running};
 
 /// Size of the small file system.
 pub const POOL_BYTES: u64 = 128 << 20;
-/// What the client writes.
+/// Bytes that the client writes.
 const WRITE_BYTES: u64 = 64 << 20;
-/// Room that is left for the image before the ballast goes.
+/// Space for the image before the ballast is removed.
 const ROOM_BYTES: u64 = 24 << 20;
 /// How long the file system stays full.
 const FULL: Duration = Duration::from_secs(3);
-/// Space that does not become less for so long is what the server can make no use of.
+/// If free space does not shrink for this long, the server cannot use the rest.
 const STANDS: Duration = Duration::from_secs(2);
-/// So much is surely a client's write, and no file system's own.
+/// So much new data must come from the client, not from a file system's metadata.
 const WRITTEN_BYTES_MIN: u64 = 4 << 20;
-/// How long the client may take.
+/// Longest time for the client.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a guest may take beside: an emulated processor boots slowly.
+/// Longest additional time for a guest: an emulated processor boots slowly.
 const BOOT: Duration = Duration::from_secs(180);
-/// How often QEMU is asked whether it has stopped the guest.
+/// Interval between two queries whether QEMU has stopped the guest.
 const ASK: Duration = Duration::from_millis(500);
 
-/// How long a round takes beside its commands, about: until the pool is seen to be full, until it has
-/// room again, and the rest of the writes.
+/// Approximate duration of a round besides its commands: until the pool is found full, until it has
+/// space again, and for the rest of the writes.
 pub const SECONDS: f64 = 6.5;
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
@@ -67,7 +68,7 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
 
 fn within(bench: &mut Bench<'_>, fio: &Path, pool: &std::path::Path) -> Result<Sample> {
     let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
-    // The image is beside the ballast, sockets and results are not.
+    // The image shares the file system with the ballast; sockets and results do not.
     let place = Place::scratch(pool, &bench.place.info);
     let image = {
         let mut inner = Bench {
@@ -108,9 +109,9 @@ fn within(bench: &mut Bench<'_>, fio: &Path, pool: &std::path::Path) -> Result<S
     Ok(conclude(bench, heard, waited, sound, front.daemons()))
 }
 
-/// Waits for the client's end. Once the file system has been full for a while the ballast goes, and
-/// who stopped the client is told to go on. Gives whether the client came to its end, and for how long
-/// there was no room.
+/// Waits for the client's end. Removes the ballast once the file system has been full for a while,
+/// and resumes a stopped guest. Returns whether the client completed, and for how long there was no
+/// space.
 fn watch(
     bench: &mut Bench<'_>,
     writer: &mut Writer,
@@ -135,8 +136,8 @@ fn watch(
         if free != last.0 {
             last = (free, Instant::now());
         }
-        // The last blocks may not be enough for what the server wants at once. (A guest writes
-        // nothing until it has booted.)
+        // The free blocks may be fewer than the server wants at once. A guest writes nothing until
+        // it has booted.
         let stands = free + WRITTEN_BYTES_MIN < room && last.1.elapsed() > STANDS;
         if full_since.is_none() && (free < 1 << 20 || stands) {
             full_since = Some(last.1);
@@ -153,7 +154,7 @@ fn watch(
     Ok((true, over(full_since, freed)))
 }
 
-/// Who writes.
+/// The program that writes.
 enum Writer {
     /// fio on this host.
     Host(Running),
@@ -161,21 +162,21 @@ enum Writer {
     Guest { booted: Box<Booted>, stops: u32, asked: Instant },
 }
 
-/// What a client has seen.
+/// The client's results.
 #[derive(Debug, Default)]
 struct Heard {
-    /// What fio says.
+    /// fio's JSON output.
     fio: Value,
-    /// fio has failed.
+    /// Whether fio failed.
     failed: bool,
-    /// Errors that were counted: a guest's kernel tells of each request.
+    /// Number of errors: a guest's kernel logs each failed request.
     errors: u64,
-    /// How often the whole guest was stopped.
+    /// How often QEMU stopped the whole guest.
     stops: u32,
     elapsed: Duration,
 }
 
-/// What stands on the other serial port between fio's answer and the rest.
+/// Separates fio's answer from the kernel log on the guest's second serial port.
 const MARK: &str = "=== kernel ===";
 
 impl Writer {
@@ -190,7 +191,7 @@ impl Writer {
             return Ok(Self::Host(bench.start(&line)?));
         };
         let line = arguments(Line::new("fio"), &disk).text();
-        // A kernel's word for a request that failed is "I/O error, dev vda" or its like.
+        // The kernel logs a failed request as "I/O error, dev vda" or similar.
         let script = format!(
             "{line} > /tmp/out.json 2>/tmp/errors; code=$?\n\
              (cat /tmp/out.json; echo; echo '{MARK}'; echo $code; \
@@ -207,7 +208,7 @@ impl Writer {
         }
     }
 
-    /// How long it may take beside its writes.
+    /// Longest time besides its writes.
     fn boots(&self) -> Duration {
         match self {
             Self::Host(_) => Duration::ZERO,
@@ -221,14 +222,14 @@ impl Writer {
         }
     }
 
-    /// Lets a guest go on that QEMU has stopped: what an administrator does, or libvirt for him.
+    /// Resumes a guest that QEMU has stopped, as an administrator or libvirt would.
     fn go_on(&mut self, bench: &mut Bench<'_>) -> Result<()> {
         let Self::Guest { booted, stops, asked } = self else { return Ok(()) };
         if asked.elapsed() < ASK {
             return Ok(());
         }
         *asked = Instant::now();
-        // It may end at any moment.
+        // QEMU may end at any moment.
         let Ok(mut machine) = Machine::connect(&booted.monitor) else { return Ok(()) };
         if machine.status().is_ok_and(|status| status == qmp::STOPPED) {
             *stops += 1;
@@ -238,7 +239,7 @@ impl Writer {
         Ok(())
     }
 
-    /// What it has seen. It must have ended.
+    /// Collects the results of a writer that has ended.
     fn heard(self, bench: &mut Bench<'_>) -> Result<Heard> {
         let (booted, stops) = match self {
             Self::Host(mut running) => {
@@ -276,7 +277,7 @@ fn told_of_error(fio: &Value) -> bool {
     fio["jobs"][0]["error"].as_u64() != Some(0)
 }
 
-/// Writes in order, with a sync at the end.
+/// Writes in order with a sync at the end.
 fn arguments(fio: Line, disk: &Disk) -> Line {
     let line = fio.args(["--output-format=json", "--name=client"]);
     let line = match disk {
@@ -289,7 +290,7 @@ fn arguments(fio: Line, disk: &Disk) -> Line {
         .arg(format!("--size={WRITE_BYTES}"))
 }
 
-/// Whether a check finds the image undamaged: leaks are no damage.
+/// Whether a check finds the image undamaged. Leaks are no damage.
 fn sound(bench: &mut Bench<'_>, image: &Image) -> Result<bool> {
     if image.format == "raw" {
         return Ok(true);

@@ -1,4 +1,4 @@
-//! Opening an image nobody has looked at for long, and reading a little from its middle.
+//! Opens an image that is in no cache, and reads a little from its middle.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -59,8 +59,8 @@ fn commands(
     qemu: bool,
 ) -> Result<(Duration, IoCounts)> {
     let program = if qemu { need("qemu-io")? } else { bench.command.clone() };
-    // The program and its libraries were dropped from memory too; only the image is to be cold. What
-    // it reads to start is not what it reads of the image.
+    // Load the program and its libraries into memory again: only the image must be cold. The bytes
+    // read to start the program are subtracted from those that it reads of the image.
     let start = Line::new(&program).arg("--version").timed().run(&bench.cancel)?.io;
     let mut lines = Vec::new();
     for image in images {

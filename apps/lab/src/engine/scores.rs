@@ -1,9 +1,10 @@
-//! One score each for reads, for writes, and for both.
+//! Computes one score each for reads, for writes and for both.
 //!
-//! A score is a mean of throughputs in bytes a second. 4 KiB anywhere is slower by far than 1 MiB in
-//! order, and would hardly show; so it is scaled by what the bare place does (raw, opened by the
-//! load itself, past the page cache where that can be): its throughput in order divided by that of
-//! 4 KiB. What does 4 KiB as well as the bare place then counts as much as what does 1 MiB as well.
+//! A score is a mean of throughputs in bytes per second. Random 4 KiB requests are much slower than
+//! sequential 1 MiB requests and would hardly count. So the throughput of 4 KiB requests is
+//! multiplied by the bare place's ratio of sequential to 4 KiB throughput. (The bare place is a raw
+//! file that the load opens itself, with O_DIRECT if possible.) An image that loses nothing at 4
+//! KiB then counts as much as one that loses nothing at 1 MiB.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +40,7 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     Ok(Sample { values, raw: Some(raw), ..Sample::default() })
 }
 
-/// What the bare place does.
+/// Throughputs of the bare place.
 fn bare(bench: &mut Bench<'_>) -> Result<BTreeMap<String, f64>> {
     let (layout, front) = (layout::find("raw"), front::find("file"));
     let (layout, front) = (layout.context("no layout 'raw'")?, front.context("no front 'file'")?);
@@ -64,7 +65,7 @@ fn all(
     let served = front::start(bench, front, &image, cache)?;
     let mut found = BTreeMap::new();
     if let Target::Guest(guest) = &served.target {
-        // A guest boots for much longer than a load takes.
+        // Run all loads in one guest, because booting takes much longer than a load.
         let loads: Vec<Load> = SCORE_LOADS.iter().map(|(_, one)| *one).collect();
         let answers = load::in_guest(bench, &loads, guest, bytes)?;
         for ((key, _), (answer, _)) in SCORE_LOADS.iter().zip(answers) {
@@ -85,7 +86,7 @@ fn all(
     Ok(found)
 }
 
-/// The mean throughput of one side, 4 KiB scaled.
+/// The mean throughput of reads or writes, with 4 KiB requests scaled.
 fn score(found: &BTreeMap<String, f64>, bare: &BTreeMap<String, f64>, side: &str) -> f64 {
     let of = |all: &BTreeMap<String, f64>, load: &str| {
         all.get(&format!("{load}-{side}")).copied().unwrap_or(0.0)
@@ -109,7 +110,7 @@ mod tests {
         };
         let bare = rates(1000.0, 10.0, 500.0);
         assert_eq!(score(&bare, &bare, "read"), (1000.0 + 1000.0 + 500.0 + 500.0) / 4.0);
-        // Half as fast with 4 KiB is as bad as half as fast with 1 MiB.
+        // Half the speed at 4 KiB costs as much as half the speed at 1 MiB.
         let slow = score(&rates(1000.0, 5.0, 500.0), &bare, "read");
         assert_eq!(slow, score(&rates(500.0, 10.0, 500.0), &bare, "read"));
         assert_eq!(score(&bare, &bare, "write"), 0.0);

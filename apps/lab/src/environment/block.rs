@@ -1,4 +1,4 @@
-//! Block devices, from /sys: what one is, and what it counts.
+//! Describes block devices, and reads their counters, from /sys.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -9,7 +9,7 @@ use crate::error::{Context, Result};
 use super::mounts;
 use crate::model::{PlaceInfo, PlaceKind};
 
-/// Devices beneath devices are followed so far.
+/// Largest depth to which devices below devices are followed.
 const DEPTH: usize = 8;
 
 fn text(path: &Path) -> Option<String> {
@@ -18,10 +18,10 @@ fn text(path: &Path) -> Option<String> {
     (!text.is_empty()).then(|| text.to_owned())
 }
 
-/// What is known of a folder's file system and of the device beneath.
+/// Describes a folder's file system and the device below it.
 ///
 /// # Errors
-/// The folder cannot be looked at.
+/// The folder cannot be read.
 pub fn folder(path: &Path) -> Result<PlaceInfo> {
     let found = rustix::fs::statvfs(path).with_context(|| path.display().to_string())?;
     let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -29,7 +29,7 @@ pub fn folder(path: &Path) -> Result<PlaceInfo> {
     let mount = mounts::of(&all, path);
     let number = fs::metadata(path).with_context(|| path.display().to_string())?.dev();
     let mut info = match mount {
-        // A file system without a device (or with several, as btrfs) has a made-up number.
+        // A file system without a device, or with several (btrfs), has an artificial device number.
         Some(mount) if rustix::fs::major(number) == 0 => {
             match fs::metadata(&mount.source).map(|found| found.rdev()) {
                 Ok(device) if mount.source.starts_with("/dev/") => {
@@ -50,7 +50,7 @@ pub fn folder(path: &Path) -> Result<PlaceInfo> {
     Ok(info)
 }
 
-/// What is known of a device. `path` is how the user named it.
+/// Describes a device. `path` is the name that the user gave.
 pub fn device(number: u64, path: &Path) -> PlaceInfo {
     PlaceInfo { kind: PlaceKind::Device, ..device_of(number, path) }
 }
@@ -59,7 +59,7 @@ fn device_of(number: u64, path: &Path) -> PlaceInfo {
     System::host().device(number, path)
 }
 
-/// Where the kernel tells of devices.
+/// The folders through which the kernel describes devices.
 struct System {
     sys: PathBuf,
     dev: PathBuf,
@@ -78,7 +78,7 @@ impl System {
 
     fn device(&self, number: u64, path: &Path) -> PlaceInfo {
         let Some(folder) = self.folder_of(number) else { return PlaceInfo::default() };
-        // A partition's queue is that of the whole disk.
+        // A partition's queue is the whole disk's queue.
         let whole = if folder.join("partition").exists() { folder.parent() } else { None };
         let queue = whole.unwrap_or(&folder).join("queue");
         let active = |text: String| {
@@ -96,7 +96,7 @@ impl System {
         }
     }
 
-    /// What a device is, in a word and at length.
+    /// The device's kind, as one word and as a description.
     fn kind(&self, folder: &Path, path: &Path) -> (&'static str, String) {
         let node = node(folder);
         if folder.join("partition").exists() {
@@ -129,8 +129,8 @@ impl System {
         (word, format!("{node}: {word} {model}").trim_end().to_owned())
     }
 
-    /// The name of a ZFS volume: that by which the user named it, else the one in /dev/zvol whose
-    /// link leads to it.
+    /// The name of a ZFS volume: the name that the user gave, or the one in /dev/zvol that links to
+    /// it.
     fn zvol(&self, node: &str, path: &Path) -> Option<String> {
         let volumes = self.dev.join("zvol");
         if let Ok(name) = path.strip_prefix(&volumes) {
@@ -152,7 +152,7 @@ impl System {
         None
     }
 
-    /// The device and what it stands on, from top to bottom.
+    /// The device and the devices below it, from top to bottom.
     fn beneath(&self, folder: &Path, path: &Path, depth: usize) -> Vec<String> {
         let mut all = vec![self.kind(folder, path).1];
         if depth >= DEPTH {
@@ -184,8 +184,8 @@ fn node(folder: &Path) -> String {
     folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// What a device of the device mapper is: who made it stands before the first hyphen of its uuid
-/// (the kernel's Documentation/ABI/testing/sysfs-block-dm).
+/// Describes a device of the device mapper. The text before the first hyphen of its uuid names the
+/// creator (the kernel's Documentation/ABI/testing/sysfs-block-dm).
 fn mapped(node: &str, name: &str, uuid: &str) -> (&'static str, String) {
     match uuid.split('-').next() {
         Some("LVM") => ("lvm", format!("{node}: LVM volume {}", volume(name))),
@@ -195,8 +195,9 @@ fn mapped(node: &str, name: &str, uuid: &str) -> (&'static str, String) {
     }
 }
 
-/// An LVM volume's name as its tools write it: in the device mapper's a hyphen parts group and
-/// volume, and one that belongs to a name is doubled (lvm(8), "VALID NAMES").
+/// Converts an LVM volume's device mapper name into the name that LVM's tools use. In a device
+/// mapper name a hyphen separates group and volume, and a hyphen within either is doubled (lvm(8),
+/// "VALID NAMES").
 fn volume(name: &str) -> String {
     let mut plain = String::new();
     let mut letters = name.chars().peekable();
@@ -210,17 +211,17 @@ fn volume(name: &str) -> String {
     plain
 }
 
-/// What a device has counted since the system started (the kernel's Documentation/block/stat.rst).
+/// Counters of a device since boot (the kernel's Documentation/block/stat.rst).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Reads that it has completed.
+    /// Number of completed reads.
     pub reads: u64,
-    /// Flushes that it has completed.
+    /// Number of completed flushes.
     pub flushes: u64,
 }
 
 impl Counts {
-    /// Of a place's device, where it has one that counts.
+    /// The counters of a place's device, if it has any.
     pub fn of(place: &PlaceInfo) -> Option<Self> {
         let node = Path::new(place.device.as_deref()?).file_name()?.to_str()?.to_owned();
         Self::parse(&text(&Path::new("/sys/class/block").join(node).join("stat"))?)

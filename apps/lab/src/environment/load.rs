@@ -1,24 +1,25 @@
-//! What else the machine does while a cell is measured.
+//! Detects other activity on the machine while a cell is measured.
 
 use std::fs;
 use std::time::Instant;
 
-/// Counters at one moment.
+/// System counters at one moment.
 #[derive(Clone, Debug)]
 pub struct Moment {
     at: Instant,
-    /// Time in which somebody waited, in microseconds: processor, memory, storage.
+    /// Time during which a task waited for processor, memory or storage, in microseconds.
     pressure_us: [Option<u64>; 3],
-    /// How often a processor was slowed down because of heat.
+    /// How often a processor was throttled because of heat.
     throttled: u64,
-    /// Time in which the host of this machine gave the processor to others, and all time.
+    /// Processor time that the hypervisor gave to others, and all processor time.
     steal: Option<(u64, u64)>,
 }
 
-/// What `/proc/pressure` has (the kernel's Documentation/accounting/psi.rst).
+/// Files in `/proc/pressure` (the kernel's Documentation/accounting/psi.rst).
 const PRESSURES: [&str; 3] = ["cpu", "memory", "io"];
 
-/// Processor time in ticks of a hundredth of a second: two seconds of one processor.
+/// Shortest processor time over which steal is judged, in ticks of 1/100 s: two seconds of one
+/// processor.
 const STEAL_TICKS: u64 = 200;
 
 fn pressure(name: &str) -> Option<u64> {
@@ -44,7 +45,7 @@ fn steal(text: &str) -> Option<(u64, u64)> {
 }
 
 impl Moment {
-    /// Now.
+    /// Reads the counters.
     pub fn now() -> Self {
         Self {
             at: Instant::now(),
@@ -54,7 +55,7 @@ impl Moment {
         }
     }
 
-    /// What speaks against a measurement between two moments: a kind, and a sentence.
+    /// Disturbances between two moments: a kind and a sentence each.
     pub fn until(&self, later: &Self) -> Vec<(&'static str, String)> {
         let mut all = Vec::new();
         if later.throttled > self.throttled {
@@ -64,7 +65,7 @@ impl Moment {
         let seconds = later.at.duration_since(self.at).as_secs_f64();
         if let (Some(before), Some(after)) = (self.pressure_us[1], later.pressure_us[1]) {
             let part = after.saturating_sub(before) as f64 / 1e6 / seconds.max(1e-3);
-            // Memory is no part of any load here, so waiting for it is a disturbance.
+            // No load here needs much memory, so waiting for memory is a disturbance.
             if part > 0.05 {
                 let text = format!("programs waited for memory {:.0} % of the time", part * 100.0);
                 all.push(("pressure", text));
@@ -73,7 +74,7 @@ impl Moment {
         if let (Some(before), Some(after)) = (self.steal, later.steal) {
             let (stolen, ticks) =
                 (after.0.saturating_sub(before.0), after.1.saturating_sub(before.1));
-            // Of a moment the kernel's hundredths tell nothing.
+            // Over a short time the kernel's ticks are too coarse.
             if stolen * 20 > ticks && ticks >= STEAL_TICKS {
                 let part = stolen as f64 / ticks as f64;
                 let text = format!(
@@ -87,7 +88,7 @@ impl Moment {
     }
 }
 
-/// Whether the machine is busy before anything was started: a sentence.
+/// A sentence, if the machine is busy before the run starts anything.
 pub fn busy(cores: u32) -> Option<String> {
     let text = fs::read_to_string("/proc/loadavg").ok()?;
     let load: f64 = text.split_whitespace().next()?.parse().ok()?;
@@ -117,7 +118,7 @@ mod tests {
         };
         assert_eq!(later(|_| {}), [""; 0]);
         assert_eq!(later(|m| m.throttled = 4), ["throttled"]);
-        // Waiting for the storage is what a load does.
+        // Waiting for storage is part of a load.
         assert_eq!(later(|m| m.pressure_us = [Some(0), Some(0), Some(9_000_000)]), [""; 0]);
         assert_eq!(later(|m| m.pressure_us[1] = Some(1_000_000)), ["pressure"]);
         assert_eq!(later(|m| m.steal = Some((110, 2000))), ["pressure"]);

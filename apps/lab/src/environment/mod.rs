@@ -1,4 +1,4 @@
-//! The machine that a run is on, and what disturbs it meanwhile.
+//! Describes the machine of a run, and detects disturbances during the run.
 
 pub mod block;
 pub mod load;
@@ -12,7 +12,7 @@ use vdkit_block::CancelToken;
 use crate::model::{Environment, PlaceInfo, PlaceKind, Section};
 use crate::peers;
 
-/// What is known of this machine and of the places.
+/// Describes this machine and the places.
 pub fn describe(places: &[PlaceInfo], cancel: &CancelToken) -> Environment {
     let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
@@ -40,8 +40,8 @@ pub fn describe(places: &[PlaceInfo], cancel: &CancelToken) -> Environment {
     environment
 }
 
-/// That it opens does not say that a guest runs on it: a nested one may hang. What was found by booting one
-/// is in the notes of cells with guests.
+/// That /dev/kvm can be opened does not prove that a guest runs: nested KVM may hang. The result of
+/// booting a guest is in the notes of cells with guests.
 const KVM_OPENS: &str = "opens; whether a guest comes up on it is found when one is booted";
 
 fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToken) -> Vec<Section> {
@@ -114,7 +114,7 @@ fn os_release() -> Option<String> {
     Some(line.trim_matches('"').to_owned())
 }
 
-/// What this machine is a guest of: the firmware's word, else only that it is one.
+/// The hypervisor below this machine, named by the firmware if possible.
 fn virtualization(cpu: &str) -> Option<String> {
     let flags = cpu.lines().find(|line| line.starts_with("flags"))?;
     if !flags.split_whitespace().any(|flag| flag == "hypervisor") {

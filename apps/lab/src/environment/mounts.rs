@@ -1,4 +1,4 @@
-//! Mounts, as `/proc/self/mountinfo` has them (proc_pid_mountinfo(5)).
+//! Reads mounts from `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
@@ -6,25 +6,25 @@ use std::path::{Path, PathBuf};
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Number of the device (a made-up one for file systems without): major, minor.
+    /// Device number as major and minor. Artificial for file systems without a device.
     pub device: (u32, u32),
-    /// Where.
+    /// The mount point.
     pub point: PathBuf,
-    /// Kind of the file system.
+    /// Type of the file system.
     pub kind: String,
-    /// The device's name, or what stands for it.
+    /// Name of the device, or what replaces it.
     pub source: String,
     /// Options of the mount and of the file system.
     pub options: String,
 }
 
-/// `8:1` as two numbers.
+/// Parses a device number such as `8:1`.
 pub fn number(text: &str) -> Option<(u32, u32)> {
     let (major, minor) = text.split_once(':')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// Blanks and the like are written as three octal digits.
+/// Decodes blanks and similar bytes, which are written as three octal digits.
 fn unescape(text: &str) -> Vec<u8> {
     let bytes = text.as_bytes();
     let mut all = Vec::with_capacity(bytes.len());
@@ -46,7 +46,7 @@ fn unescape(text: &str) -> Vec<u8> {
     all
 }
 
-/// All mounts in their order; lines that cannot be read are left out.
+/// Parses every mount, in order. Skips lines that cannot be parsed.
 pub fn parse(text: &str) -> Vec<Mount> {
     let line = |line: &str| {
         let (left, right) = line.split_once(" - ")?;
@@ -72,7 +72,7 @@ pub fn parse(text: &str) -> Vec<Mount> {
     text.lines().filter_map(line).collect()
 }
 
-/// The mount that a path is in: the last of those that are deepest.
+/// The mount that contains a path: the last one of the deepest.
 pub fn of<'a>(mounts: &'a [Mount], path: &Path) -> Option<&'a Mount> {
     let within = mounts.iter().filter(|mount| path.starts_with(&mount.point));
     within.max_by_key(|mount| mount.point.components().count())

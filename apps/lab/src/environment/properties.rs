@@ -1,4 +1,4 @@
-//! Settings of file systems and volumes that decide how images fare on them.
+//! Reads settings of file systems and volumes that affect images.
 
 use std::path::Path;
 
@@ -9,8 +9,7 @@ use crate::model::{PlaceInfo, PlaceKind};
 use crate::peers;
 use crate::process::Line;
 
-/// Properties of ZFS that matter to images (zfsprops(7)): the unit of writing, what is left of it
-/// after compression, whether flushes are honoured, and what memory holds.
+/// ZFS properties that affect images (zfsprops(7)): record size, compression, sync, caching.
 const OF_ZFS: &[&str] = &[
     "recordsize",
     "volblocksize",
@@ -22,7 +21,7 @@ const OF_ZFS: &[&str] = &[
     "dedup",
 ];
 
-/// What a place is set to: name and value, for people.
+/// The settings of a place as names and values, for people.
 pub fn of(place: &PlaceInfo, cancel: &CancelToken) -> Vec<(String, String)> {
     let mut all = Vec::new();
     if place.kind == PlaceKind::Directory
@@ -36,7 +35,7 @@ pub fn of(place: &PlaceInfo, cancel: &CancelToken) -> Vec<(String, String)> {
     all
 }
 
-/// The data set or volume that a place is, where it is ZFS.
+/// The data set or volume of a place on ZFS.
 fn zfs_name(place: &PlaceInfo) -> Option<String> {
     if place.kind == PlaceKind::Device {
         let (_, name) = place.beneath.first()?.split_once("ZFS volume ")?;
@@ -57,7 +56,7 @@ fn zfs(name: &str, cancel: &CancelToken) -> Option<Vec<(String, String)>> {
     Some(parse_zfs(&line.run_any(cancel).ok()?.stdout))
 }
 
-/// Lines of `zfs get -H`: property, tab, value; `-` where it has none.
+/// Parses lines of `zfs get -H`: property, tab, value. `-` stands for no value.
 fn parse_zfs(text: &str) -> Vec<(String, String)> {
     let all: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once('\t')).collect();
     let of = |name: &&str| {

@@ -1,8 +1,8 @@
-//! A guest that makes the load itself: this host's kernel under QEMU, and fio, from memory.
+//! A guest that runs the load itself: this host's kernel and fio under QEMU, without a root disk.
 //!
-//! The guest's initial files are made on the spot (see [`initramfs`]). It runs one script, whose
-//! results come out of a second serial port, and powers off. Where the host lets us, KVM runs it;
-//! else QEMU emulates the processor, which the cell's notes say.
+//! [`initramfs`] builds the guest's initial files. The guest runs one script, prints its results to
+//! a second serial port, and powers off. KVM runs the guest if possible; otherwise QEMU emulates
+//! the processor, and the cell's notes say so.
 
 mod initramfs;
 
@@ -19,7 +19,7 @@ use crate::layout::Image;
 use crate::peers::{need, skip};
 use crate::process::{Line, Running};
 
-/// How a guest's disk is connected.
+/// Bus of a guest's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bus {
     /// virtio-blk.
@@ -30,20 +30,20 @@ pub enum Bus {
     Ide,
 }
 
-/// Who moves the bytes of a guest's disk.
+/// The program that reads and writes a guest's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// QEMU's own block layer, which stops the guest where there is no space (`werror=enospc`).
+    /// QEMU's block layer, which stops the guest when there is no space (`werror=enospc`).
     Qemu,
-    /// QEMU's own block layer, which tells the guest of every error (`werror=report`).
+    /// QEMU's block layer, which reports every error to the guest (`werror=report`).
     QemuReporting,
-    /// vdkit, over shared memory.
+    /// vdkit over vhost-user-blk.
     VhostUser,
-    /// A server, over NBD.
+    /// A server over NBD.
     Nbd(Server),
 }
 
-/// A guest, ready to be booted with a script.
+/// A guest that is ready to boot with a script.
 #[derive(Debug)]
 pub struct Guest {
     arguments: Vec<String>,
@@ -53,13 +53,13 @@ pub struct Guest {
     pub disk: &'static str,
 }
 
-/// Memory of a guest: its initial files are in it twice for a moment.
+/// Memory of a guest. While it boots, its initial files are in memory twice.
 const MEMORY: &str = "768M";
-/// How long a guest may take beside its load: an emulated processor boots slowly.
+/// Longest time of a guest besides its load: an emulated processor boots slowly.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// How long a kernel may take until it has proven that KVM works, which it does in a second or two.
+/// Longest time for a kernel to prove that KVM works, which normally takes a second or two.
 const PROOF: Duration = Duration::from_secs(15);
-/// What the script's end looks like on the first serial port.
+/// The script's end on the first serial port.
 const ENDED: &str = "lab: the script ended with ";
 
 impl Bus {
@@ -88,7 +88,7 @@ impl Bus {
     }
 }
 
-/// Gets a guest ready, and starts what serves its disk where that is not QEMU.
+/// Prepares a guest, and starts the server of its disk unless QEMU opens the image itself.
 pub(super) fn prepare(
     bench: &mut Bench<'_>,
     bus: Bus,
@@ -144,25 +144,26 @@ fn vhost_user(bench: &mut Bench<'_>, image: &Image, cache: Cache, at: &Path) -> 
         .arg(at)
         .arg(&image.path);
     let mut running = bench.start(&line)?;
-    // It serves one virtual machine at a time, so nobody may connect only to look.
+    // Do not connect to test the server: it serves one virtual machine at a time.
     running.wait_until(READY, &bench.cancel, || at.exists())?;
     Ok(running)
 }
 
-/// What a guest's script printed to its results (`$OUT`).
+/// The output of a guest's script on its results port (`$OUT`).
 #[derive(Debug)]
 pub struct Said {
     /// The results.
     pub results: String,
-    /// Whether a processor was emulated.
+    /// Whether QEMU emulated the processor.
     pub emulated: bool,
 }
 
 impl Guest {
-    /// Boots, runs the script, and waits for the end. `seconds` is what the load takes.
+    /// Boots the guest, runs the script, and waits for the end. `seconds` is the duration of the
+    /// load.
     ///
     /// # Errors
-    /// The guest does not come up, the script fails, or the user has had enough.
+    /// The guest does not boot, the script fails, or the user interrupts.
     pub fn run(&self, bench: &mut Bench<'_>, script: &str, seconds: f64) -> Result<Said> {
         let mut booted = self.boot(bench, script)?;
         let until = Instant::now() + PATIENCE + Duration::from_secs_f64(seconds.max(0.0));
@@ -175,7 +176,7 @@ impl Guest {
         booted.said()
     }
 
-    /// Boots with a script, and does not wait. QEMU listens for its protocol ([`super::qmp`]) at
+    /// Boots the guest with a script and returns. QEMU listens for QMP ([`super::qmp`]) at
     /// [`Booted::monitor`].
     ///
     /// # Errors
@@ -208,13 +209,13 @@ impl Guest {
     }
 }
 
-/// A guest that runs; it ends with its script.
+/// A running guest. It powers off when its script ends.
 #[derive(Debug)]
 pub struct Booted {
     running: Running,
     console: PathBuf,
     results: PathBuf,
-    /// Where QEMU listens for its protocol.
+    /// QEMU's QMP socket.
     pub monitor: PathBuf,
     emulated: bool,
 }
@@ -233,10 +234,10 @@ impl Booted {
         last(&read(&self.console))
     }
 
-    /// What the script printed. The guest must have ended.
+    /// The script's output. The guest must have ended.
     ///
     /// # Errors
-    /// The guest runs, or its script has failed.
+    /// The guest is still running, or its script failed.
     pub fn said(mut self) -> Result<Said> {
         let ended = self.running.ended()?;
         if !read(&self.console).contains(&format!("{ENDED}0\n")) {
@@ -247,9 +248,8 @@ impl Booted {
     }
 }
 
-/// KVM where it works: that `/dev/kvm` can be opened, and even that QEMU can set up a processor with
-/// it, does not say that a kernel comes far on that. (In a guest whose host lets it nest, firmware may
-/// run and Linux hang.)
+/// Returns `kvm` only if a kernel boots with it. That `/dev/kvm` opens, and even that QEMU sets up
+/// a processor, does not suffice: with nested virtualization, firmware may run and Linux hang.
 fn accelerator(kernel: &Path, cancel: &CancelToken) -> Result<&'static str> {
     static FOUND: OnceLock<&str> = OnceLock::new();
     if let Some(found) = FOUND.get() {
@@ -259,8 +259,8 @@ fn accelerator(kernel: &Path, cancel: &CancelToken) -> Result<&'static str> {
     Ok(FOUND.get_or_init(|| if works { "kvm" } else { "tcg" }))
 }
 
-/// Whether the kernel comes up on a processor of this kind within `most`: as far as to find that it
-/// has no files, upon which it ends.
+/// Whether the kernel boots with this accelerator within `most`. It boots until it finds no root
+/// file system, and then ends.
 fn comes_up(
     accelerator: &str,
     kernel: &Path,
@@ -285,7 +285,7 @@ fn comes_up(
     Ok(ended.status.success() && ended.stdout.contains("Kernel panic"))
 }
 
-/// Arguments of fio for what a load has beside its requests: one job, and one after it.
+/// Arguments of fio for the cost of a load without its requests: one job, and one after it.
 pub const FIO_OF_NOTHING: [&str; 10] = [
     "--output-format=json+",
     "--thread",
@@ -299,28 +299,28 @@ pub const FIO_OF_NOTHING: [&str; 10] = [
     "--size=4k",
 ];
 
-/// How long guests take here, in seconds.
+/// Durations of guests on this host, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GuestSpeed {
-    /// From the making of its initial files to its end, without its loads.
+    /// From building its initial files to its end, without its loads.
     pub boot: f64,
-    /// A run of fio whose load takes no time.
+    /// One run of fio whose load takes no time.
     pub fio: f64,
 }
 
-/// As it is seen where its processor is emulated.
+/// Typical durations with an emulated processor.
 impl Default for GuestSpeed {
     fn default() -> Self {
         Self { boot: 10.0, fio: 2.0 }
     }
 }
 
-/// Boots a guest that does nothing with its disk.
+/// Boots a guest that does not use its disk.
 ///
 /// # Errors
-/// It does not come up.
+/// The guest does not boot.
 pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
-    // Whether KVM works is found out once, and takes long where it does not.
+    // Test KVM first: the result is cached, and a failing test takes long.
     accelerator(&initramfs::kernel()?.image, &bench.cancel)?;
     let path = bench.folder.join("disk.raw");
     let bytes = 1 << 20;
@@ -334,7 +334,7 @@ pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
     let script = format!("cat /proc/uptime > $OUT\nfio {fio} || exit 1\ncat /proc/uptime > $OUT\n");
     let said = guest.run(bench, &script, 0.0)?;
     let all = began.elapsed().as_secs_f64();
-    // Seconds since the boot, before and after.
+    // Uptime before and after.
     let times: Vec<f64> =
         said.results.lines().filter_map(|line| line.split(' ').next()?.parse().ok()).collect();
     let [before, after] = times[..] else { bail!("the guest has told no times") };
@@ -368,9 +368,9 @@ mod tests {
         };
         assert!(comes_up("tcg", PATIENCE));
         assert!(!comes_up("no-such-thing", PATIENCE));
-        // One that hangs.
+        // A guest that hangs.
         assert!(!comes_up("tcg", Duration::ZERO));
-        // Firmware alone is not enough.
+        // Running firmware does not suffice.
         let nothing = tempfile::NamedTempFile::new().unwrap();
         let ended = super::comes_up("tcg", nothing.path(), &CancelToken::default(), PATIENCE);
         assert!(!ended.unwrap());

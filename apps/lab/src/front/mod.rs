@@ -1,4 +1,4 @@
-//! What stands between the load and the image: nothing, a server, or a guest.
+//! What is between the load and the image: nothing, a server, or a guest.
 
 mod guest;
 pub mod qmp;
@@ -17,14 +17,14 @@ use crate::layout::Image;
 use crate::peers::{need_fuse, skip};
 use crate::process::{Running, cpu_seconds};
 
-/// A way from the load to the image.
+/// A path from the load to the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Front {
     /// Its name in plans.
     pub name: &'static str,
     /// What it is.
     pub about: &'static str,
-    /// What serves.
+    /// What serves the image.
     pub kind: Kind,
 }
 
@@ -59,16 +59,16 @@ pub enum Server {
 /// How QEMU reads and writes the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Aio {
-    /// Threads, which is its default.
+    /// Threads, QEMU's default.
     Threads,
-    /// The kernel's old asynchronous requests, which are so past the page cache only.
+    /// Linux AIO, which is only asynchronous with O_DIRECT.
     Native,
     /// io_uring.
     Uring,
 }
 
 impl Aio {
-    /// What is added to the node that is the file.
+    /// Options of QEMU's file node.
     fn option(self) -> &'static str {
         match self {
             Self::Threads => "",
@@ -95,7 +95,7 @@ pub static FRONTS: &[Front] = &[
     ),
     front(
         "nbd-qsd-native",
-        "qemu-storage-daemon over NBD, the image opened as guests often have it: cache none, aio=native",
+        "qemu-storage-daemon over NBD, the image opened as for many guests: cache none, aio=native",
         Kind::Nbd(Server::StorageDaemon(Aio::Native)),
     ),
     front(
@@ -112,17 +112,17 @@ pub static FRONTS: &[Front] = &[
     ),
     front(
         "guest-virtio",
-        "a guest's virtio disk, QEMU reads the image",
+        "a guest's virtio disk; QEMU opens the image",
         Kind::Guest(Bus::Virtio, Source::Qemu),
     ),
     front(
         "guest-scsi",
-        "a guest's SCSI disk (virtio-scsi), QEMU reads the image",
+        "a guest's SCSI disk (virtio-scsi); QEMU opens the image",
         Kind::Guest(Bus::Scsi, Source::Qemu),
     ),
     front(
         "guest-ide",
-        "a guest's IDE disk, QEMU reads the image",
+        "a guest's IDE disk; QEMU opens the image",
         Kind::Guest(Bus::Ide, Source::Qemu),
     ),
     front(
@@ -142,7 +142,7 @@ pub static FRONTS: &[Front] = &[
     ),
     front(
         "guest-virtio-report",
-        "a guest's virtio disk, QEMU reads the image and tells the guest of errors (werror=report)",
+        "a guest's virtio disk, QEMU opens the image and reports errors to the guest (werror=report)",
         Kind::Guest(Bus::Virtio, Source::QemuReporting),
     ),
 ];
@@ -153,7 +153,7 @@ pub fn find(name: &str) -> Option<&'static Front> {
 }
 
 impl Front {
-    /// The cache mode where a plan does not vary it: QEMU's default; none where guests have it.
+    /// The cache mode for plans that do not vary it: QEMU's default, or `none` for guests.
     pub fn default_cache(&self) -> &'static str {
         match self.kind {
             Kind::Nbd(Server::StorageDaemon(Aio::Native | Aio::Uring)) => "none",
@@ -161,7 +161,8 @@ impl Front {
         }
     }
 
-    /// Programs beside the guest's own QEMU (or beside what opens the disk) that have to run for it.
+    /// Number of programs that must run besides the guest's QEMU, or besides the program that opens
+    /// the disk.
     pub fn daemons(&self) -> u32 {
         match self.kind {
             Kind::File | Kind::InProcess => 0,
@@ -171,12 +172,12 @@ impl Front {
     }
 }
 
-/// What promises are made about written bytes.
+/// Durability guarantees for written bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cache {
-    /// As vdkit and QEMU call it.
+    /// Name of the mode in vdkit and QEMU.
     pub name: &'static str,
-    /// Past the page cache.
+    /// Bypasses the page cache.
     pub direct: bool,
     /// Each write is durable.
     pub through: bool,
@@ -188,7 +189,7 @@ impl Cache {
     /// The mode of this name.
     ///
     /// # Errors
-    /// It is none.
+    /// No mode has this name.
     pub fn named(name: &str) -> Result<Self> {
         let mode = |name, direct, through, no_flush| Self { name, direct, through, no_flush };
         Ok(match name {
@@ -202,18 +203,18 @@ impl Cache {
     }
 }
 
-/// Where the load finds the disk.
+/// The disk that the load uses.
 #[derive(Debug)]
 pub enum Target {
     /// A file to open.
     File {
-        /// It.
+        /// Path of the file.
         path: PathBuf,
-        /// With O_DIRECT.
+        /// Whether the load uses O_DIRECT.
         direct: bool,
-        /// With O_DSYNC.
+        /// Whether the load uses O_DSYNC.
         through: bool,
-        /// Whether flushes are left out.
+        /// Whether the load leaves out flushes.
         no_flush: bool,
     },
     /// An NBD export.
@@ -221,21 +222,21 @@ pub enum Target {
         /// The URI that clients use.
         uri: String,
     },
-    /// The image, to be opened by the library.
+    /// An image that the library opens.
     InProcess {
-        /// It.
+        /// The image.
         image: Image,
-        /// How.
+        /// The cache mode.
         cache: Cache,
     },
-    /// A guest that has the disk.
+    /// A guest with the disk.
     Guest(Box<Guest>),
 }
 
-/// An image that is served.
+/// A served image.
 #[derive(Debug)]
 pub struct Served {
-    /// Where.
+    /// The disk for the load.
     pub target: Target,
     server: Option<Running>,
     cpu_before: f64,
@@ -247,26 +248,27 @@ impl Served {
         Self { target, server, cpu_before }
     }
 
-    /// Processor time of the server since it was ready, in seconds. Nothing where there is none.
+    /// Processor time of the server since it was ready, in seconds. None without a server.
     pub fn server_cpu_seconds(&self) -> Option<f64> {
-        // A guest's processor is emulated by the same process as its disk, so nothing can be told.
+        // With a guest, one process runs the guest's processor and serves its disk, so the server's
+        // share is not known.
         let server = self.server.as_ref()?;
         Some((cpu_seconds(server.pid())? - self.cpu_before).max(0.0))
     }
 
-    /// Ends the server; says how long that took, which is the time to write what it held back.
+    /// Stops the server. Returns how long that took, which includes writing out held-back data.
     pub fn end(mut self) -> Option<Duration> {
         self.server.as_mut().map(Running::end)
     }
 }
 
-/// How long a server may take to be there.
+/// Longest time until a server is ready.
 const READY: Duration = Duration::from_secs(60);
 
 /// Starts what serves the image.
 ///
 /// # Errors
-/// [`crate::peers::Skip`] where that cannot be here; the server's complaint.
+/// [`crate::peers::Skip`] if the front is not possible here; the server's error message.
 pub fn start(bench: &mut Bench<'_>, front: &Front, image: &Image, cache: Cache) -> Result<Served> {
     if cache.direct {
         need_direct(&image.path)?;
@@ -285,7 +287,7 @@ pub fn start(bench: &mut Bench<'_>, front: &Front, image: &Image, cache: Cache) 
             need_fuse()?;
             let path = bench.folder.join("fuse.raw");
             let running = serve::fuse(bench, server, image, cache, &path)?;
-            // The server keeps the cache mode; a second cache above it would hide that.
+            // The server implements the cache mode; a second cache above it would hide the effect.
             let target = Target::File { path, direct: true, through: false, no_flush: false };
             Ok(Served::by(target, Some(running)))
         }
@@ -312,7 +314,7 @@ fn file(image: &Image, cache: Cache) -> Result<Served> {
     Ok(Served::by(target, None))
 }
 
-/// Whether the place takes O_DIRECT.
+/// Whether the place supports O_DIRECT.
 fn need_direct(path: &Path) -> Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
     match rustix::fs::open(path, flags, Mode::empty()) {

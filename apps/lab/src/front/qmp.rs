@@ -1,5 +1,5 @@
-//! A few words with QEMU while a guest runs: its machine protocol. Source: QEMU's "QEMU Machine
-//! Protocol Specification" and its reference manual.
+//! A minimal client of QEMU's machine protocol (QMP), for a running guest. Source: QEMU's "QEMU
+//! Machine Protocol Specification" and its reference manual.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -9,12 +9,12 @@ use std::time::Duration;
 use crate::error::{Context, Result, bail};
 use serde_json::{Value, json};
 
-/// How long QEMU may think about an answer.
+/// Longest time to wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// More than any answer to what is asked here.
+/// Longest answer accepted.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
 
-/// QEMU stopped the guest because its disk told of an error.
+/// Run state of a guest that QEMU stopped because of a disk error.
 pub const STOPPED: &str = "io-error";
 
 /// A connection to a running QEMU.
@@ -27,7 +27,7 @@ impl Machine {
     /// Connects to QEMU's socket.
     ///
     /// # Errors
-    /// Nobody listens, or it does not speak the protocol.
+    /// QEMU does not listen, or does not speak the protocol.
     pub fn connect(socket: &Path) -> Result<Self> {
         let stream = UnixStream::connect(socket).with_context(|| socket.display().to_string())?;
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -56,14 +56,14 @@ impl Machine {
             if let Some(error) = answer.get("error") {
                 bail!("QEMU, asked for {command}: {error}");
             }
-            // Events come in between.
+            // Events may come before the answer.
             if let Some(found) = answer.get_mut("return") {
                 return Ok(found.take());
             }
         }
     }
 
-    /// What the guest does: `running`, [`STOPPED`] and others.
+    /// The guest's run state: `running`, [`STOPPED`] and others.
     ///
     /// # Errors
     /// QEMU has ended, or refuses.
@@ -72,7 +72,7 @@ impl Machine {
         found["status"].as_str().map(str::to_owned).context("an answer of QEMU without a status")
     }
 
-    /// Lets a guest go on that was stopped.
+    /// Resumes a stopped guest.
     ///
     /// # Errors
     /// QEMU has ended, or refuses.
@@ -87,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers one line after the other; gives what was asked.
+    /// Sends one answer line after the other. Returns the requests.
     fn serve(listener: UnixListener, answers: &'static [&'static str]) -> Vec<String> {
         let (mut stream, _) = listener.accept().unwrap();
         let mut asked = Vec::new();
@@ -122,7 +122,7 @@ mod tests {
         let mut machine = Machine::connect(&socket).unwrap();
         assert_eq!(machine.status().unwrap(), STOPPED);
         assert!(machine.go_on().unwrap_err().to_string().contains("not now"));
-        // The other end is gone.
+        // The server has closed the connection.
         machine.status().unwrap_err();
         let asked = server.join().unwrap();
         assert_eq!(asked[1], r#"{"execute":"query-status"}"#);

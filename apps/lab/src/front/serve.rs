@@ -1,4 +1,4 @@
-//! Servers of images: vdkit and its peers, started as their manuals say.
+//! Starts image servers: vdkit and its peers, with the options that their manuals give.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::layout::Image;
 use crate::peers::{need, skip};
 use crate::process::{Line, Running};
 
-/// Serves over NBD at a socket.
+/// Serves an image over NBD at a socket.
 pub(super) fn nbd(
     bench: &mut Bench<'_>,
     server: Server,
@@ -54,7 +54,7 @@ fn nbdkit(image: &Image, cache: Cache, socket: &Path) -> Result<Line> {
     Ok(line.arg("file").arg(&image.path))
 }
 
-/// The daemon with the image as its node `disk`.
+/// The storage daemon's command line with the image as node `disk`.
 fn storage_daemon(image: &Image, cache: Cache, aio: Aio) -> Result<Line> {
     if aio == Aio::Native && !cache.direct {
         return skip("QEMU takes aio=native only past the page cache: cache none or directsync");
@@ -64,7 +64,7 @@ fn storage_daemon(image: &Image, cache: Cache, aio: Aio) -> Result<Line> {
     Ok(nodes.into_iter().fold(line, |line, node| line.arg("--blockdev").arg(node)))
 }
 
-/// What QEMU is told of an image, whose node is `disk`.
+/// QEMU's node definitions for an image, whose node is `disk`.
 pub(super) fn nodes(image: &Image, cache: Cache, aio: Aio) -> Result<[String; 2]> {
     let path = image.path.to_str().context("a name that is not UTF-8")?.replace(',', ",,");
     let driver = if image.device { "host_device" } else { "file" };
@@ -83,7 +83,7 @@ fn through(cache: Cache) -> &'static str {
     if cache.through { ",writethrough=on" } else { "" }
 }
 
-/// Shows the disk as one plain file.
+/// Serves the disk as one plain file over FUSE.
 pub(super) fn fuse(
     bench: &mut Bench<'_>,
     server: Server,
@@ -143,7 +143,7 @@ mod tests {
             let [file, disk] = nodes(&image, none, aio).unwrap();
             assert!(file.ends_with(word) && !disk.contains("aio="), "{file} {disk}");
         }
-        // What QEMU would refuse is told before it is started.
+        // A combination that QEMU would refuse is reported before QEMU is started.
         let writeback = Cache::named("writeback").unwrap();
         let told = storage_daemon(&image, writeback, Aio::Native).unwrap_err().to_string();
         assert!(told.contains("past the page cache"), "{told}");

@@ -1,4 +1,4 @@
-//! Loop devices and mounts of our own, taken down whatever happens.
+//! Loop devices and mounts of the lab, which are removed in every case.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,12 +29,12 @@ impl Attached {
         Ok(Self { device: ended.stdout.trim().into() })
     }
 
-    /// The device.
+    /// Path of the device.
     pub fn path(&self) -> &Path {
         &self.device
     }
 
-    /// Detaches it.
+    /// Detaches the device.
     ///
     /// # Errors
     /// The system refuses.
@@ -46,7 +46,7 @@ impl Attached {
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        // Detached already when it has come to its own end; else nobody can be told.
+        // The device may be detached already. A destructor cannot report errors.
         let _ = detach(&self.device);
     }
 }
@@ -56,7 +56,7 @@ fn detach(device: &Path) -> Result<()> {
         return Ok(());
     }
     Line::new(need("losetup")?).arg("--detach").arg(device).run(&CancelToken::default())?;
-    // The kernel detaches when the last one has closed it, which may be udev.
+    // The kernel detaches the device when its last user closes it, which may be udev.
     for _ in 0..100 {
         if backing(device).is_none() {
             break;
@@ -66,7 +66,7 @@ fn detach(device: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The file beneath a loop device.
+/// The file below a loop device.
 fn backing(device: &Path) -> Option<String> {
     let name = device.file_name()?.to_str()?;
     let text = fs::read_to_string(format!("/sys/block/{name}/loop/backing_file")).ok()?;
@@ -90,7 +90,7 @@ impl Mounted {
         Ok(Self { at: Some(at.to_owned()) })
     }
 
-    /// Unmounts it, which writes back what is dirty.
+    /// Unmounts the file system, which writes back its dirty pages.
     ///
     /// # Errors
     /// The system refuses.
@@ -104,13 +104,13 @@ impl Mounted {
 impl Drop for Mounted {
     fn drop(&mut self) {
         if let Some(at) = &self.at {
-            // Nobody can be told.
+            // A destructor cannot report errors.
             let _ = take_down(at);
         }
     }
 }
 
-/// Unmounts; what is busy a little later, and in the end from its name only.
+/// Unmounts a file system. Retries while it is busy, and finally detaches it lazily.
 fn take_down(at: &Path) -> Result<()> {
     for _ in 0..50 {
         match unmount(at, UnmountFlags::empty()) {
@@ -122,14 +122,14 @@ fn take_down(at: &Path) -> Result<()> {
     unmount(at, UnmountFlags::DETACH).with_context(|| at.display().to_string())
 }
 
-/// Takes down all mounts beneath a folder and detaches all loop devices over files in it: what a
-/// process has left that was killed.
+/// Unmounts everything below a folder, and detaches all loop devices over files in it. Cleans up
+/// after a process that was killed.
 ///
 /// # Errors
-/// Something cannot be taken down.
+/// A mount or device cannot be removed.
 pub fn release_all(folder: &Path) -> Result<()> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    // The last one that was mounted goes first: it may stand on an earlier one.
+    // Unmount in reverse order, because a later mount may use an earlier one.
     for at in crate::environment::mounts::parse(&mounts).iter().rev() {
         if at.point.starts_with(folder) && at.point != folder {
             take_down(&at.point)?;

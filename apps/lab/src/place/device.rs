@@ -1,4 +1,4 @@
-//! Devices: what they are, and whether one may be used up.
+//! Describes devices, and decides whether the lab may overwrite one.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -14,7 +14,7 @@ use crate::model::PlaceInfo;
 use crate::peers::find;
 use crate::process::Line;
 
-/// Why a device is not used.
+/// Why a device is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// What was found.
@@ -35,10 +35,10 @@ fn refuse<T>(device: &Path, reason: impl std::fmt::Display, hint: &str) -> Resul
     Err(Refusal { reason: format!("{}: {reason}", device.display()), hint: hint.to_owned() }.into())
 }
 
-/// What a device is. Nothing is opened for writing.
+/// Describes a device without opening it for writing.
 ///
 /// # Errors
-/// It is no block device, or cannot be read.
+/// The path is no block device, or cannot be read.
 pub fn describe(path: &Path) -> Result<PlaceInfo> {
     let found = fs::metadata(path).with_context(|| path.display().to_string())?;
     if !found.file_type().is_block_device() {
@@ -51,15 +51,15 @@ pub fn describe(path: &Path) -> Result<PlaceInfo> {
     Ok(info)
 }
 
-/// Asks the user to type a device's name: what will happen to which device, and the name. Says
-/// whether it was typed.
+/// Asks the user to type a device's name. The arguments say what will happen, and to which device.
+/// Returns whether the user typed the name.
 pub type Ask<'a> = &'a dyn Fn(&str, &Path) -> Result<bool>;
 
-/// Whether the user gives up all that is on a device, also where nothing is seen on it: its name is
-/// among `erase`, or is typed when `ask` asks for it.
+/// Requires the user's consent to overwrite a device, even if nothing was found on it: the device
+/// is among `erase`, or the user types its name when `ask` asks for it.
 ///
 /// # Errors
-/// [`Refusal`] where it is not.
+/// [`Refusal`] without consent.
 pub fn confirm(
     path: &Path,
     erase: &[PathBuf],
@@ -93,7 +93,7 @@ pub fn confirm(
     refuse(path, found, &hint)
 }
 
-/// Whether nobody uses a device: not mounted, no swap space, not part of another device.
+/// Requires that a device is unused: not mounted, no swap space, not part of another device.
 ///
 /// # Errors
 /// [`Refusal`].
@@ -124,7 +124,8 @@ pub fn check_unused(path: &Path) -> Result<()> {
         let name = holder.file_name().to_string_lossy().into_owned();
         return refuse(path, format!("in use by {name}"), "name another device");
     }
-    // The kernel's own word: a file system, a volume manager or another program that claims it.
+    // Ask the kernel itself: an exclusive open fails if a file system, a volume manager or another
+    // program has claimed the device.
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
     match rustix::fs::open(path, flags, Mode::empty()) {
         Ok(_) => {}
@@ -140,7 +141,7 @@ pub fn check_unused(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The numbers of a device and of its partitions.
+/// The device numbers of a device and of its partitions.
 fn with_partitions(whole: &Path, own: (u32, u32)) -> Vec<(u32, u32)> {
     let mut all = vec![own];
     for entry in fs::read_dir(whole).into_iter().flatten().filter_map(std::result::Result::ok) {
@@ -153,10 +154,10 @@ fn with_partitions(whole: &Path, own: (u32, u32)) -> Vec<(u32, u32)> {
     all
 }
 
-/// How much of a device's start is looked at where nothing is recognised.
+/// Bytes at a device's start that are searched for data.
 const LOOK_BYTES: usize = 1 << 20;
 
-/// What is on a device, if anything: a signature, or bytes that are not zero.
+/// What a device contains, if anything: a known signature, or bytes that are not zero.
 fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
     if let Some(wipefs) = find("wipefs") {
         let line = Line::new(wipefs).args(["--no-act", "--output", "TYPE", "--noheadings"]);
@@ -166,7 +167,7 @@ fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
             return Ok(Some(format!("a signature ({})", found.join(", "))));
         }
     }
-    // What wipefs does not know (a disk image, a database's own device) is something too.
+    // wipefs does not know some content, such as a disk image or a database on the device.
     let file = File::open(path).with_context(|| path.display().to_string())?;
     let mut bytes = vec![0; LOOK_BYTES];
     let mut read = 0;

@@ -1,8 +1,8 @@
-//! Where images may lie: folders, and devices that the user gives up.
+//! Places for images: folders, and devices that the user has released for overwriting.
 //!
-//! Nothing of the user's is touched. In a folder everything is made beneath one new folder,
-//! `vdkit-lab-XXXX`, which goes at the end, also after an interrupt or a failure. A device is used
-//! only when nobody else uses it and the user has confirmed its name.
+//! The lab changes nothing of the user's. In a folder it creates everything below one new folder,
+//! `vdkit-lab-XXXX`, which it removes at the end, also after an interrupt or a failure. It uses a
+//! device only if nothing else uses the device and the user has confirmed its name.
 
 pub mod attach;
 pub mod device;
@@ -21,24 +21,24 @@ use crate::cells::Rng;
 use crate::environment::block;
 use crate::model::{PlaceInfo, PlaceKind};
 
-/// What the names of our folders begin with.
+/// Name prefix of the lab's folders.
 pub const PREFIX: &str = "vdkit-lab-";
-/// Says within such a folder that it is one.
+/// A file that marks a folder as the lab's.
 const MARKER: &str = ".vdkit-lab";
 
 /// A place for images.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Place {
-    /// What is known of it.
+    /// Description of the place.
     pub info: PlaceInfo,
     path: PathBuf,
 }
 
 impl Place {
-    /// A folder that is there.
+    /// Uses an existing folder as a place.
     ///
     /// # Errors
-    /// It is none, or nothing can be made in it.
+    /// The path is no folder, or is not writable.
     pub fn directory(path: &Path) -> Result<Self> {
         let full = path.canonicalize().with_context(|| path.display().to_string())?;
         if !full.is_dir() {
@@ -49,19 +49,20 @@ impl Place {
         Ok(Self { info, path: full })
     }
 
-    /// A device. [`device::check_unused`] and [`device::confirm`] say whether it may be used.
+    /// Uses a device as a place. [`device::check_unused`] and [`device::confirm`] decide whether it
+    /// may be used.
     ///
     /// # Errors
-    /// It is none.
+    /// The path is no device.
     pub fn on_device(path: &Path) -> Result<Self> {
         let full = path.canonicalize().with_context(|| path.display().to_string())?;
-        // By the name that was given: a zvol's says which one it is.
+        // Keep the name that the user gave: a zvol's name identifies it.
         let mut info = device::describe(path)?;
         info.path = path.display().to_string();
         Ok(Self { info, path: full })
     }
 
-    /// A folder of ours that stands for another place.
+    /// A folder of the lab that represents another place.
     pub fn scratch(path: &Path, like: &PlaceInfo) -> Self {
         let info = PlaceInfo { kind: PlaceKind::Directory, ..like.clone() };
         Self { info, path: path.to_owned() }
@@ -72,13 +73,13 @@ impl Place {
         &self.path
     }
 
-    /// The device, where it is one.
+    /// The device, if the place is one.
     pub fn device(&self) -> Option<&Path> {
         (self.info.kind == PlaceKind::Device).then_some(&self.path)
     }
 }
 
-/// Bytes that a file system has free for us.
+/// Free bytes of a file system.
 ///
 /// # Errors
 /// The system refuses.
@@ -87,7 +88,7 @@ pub fn free_bytes(path: &Path) -> Result<u64> {
     Ok(found.f_bavail * found.f_frsize)
 }
 
-/// Gives each place a name of its own: what it is, and its path where two are the same.
+/// Gives each place a unique name: its kind, and its path if two places would have the same name.
 pub fn name_all(places: &mut [Place]) -> Result<()> {
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     for place in places.iter() {
@@ -105,10 +106,10 @@ pub fn name_all(places: &mut [Place]) -> Result<()> {
     Ok(())
 }
 
-/// A new folder beneath a place (beneath the system's folder for such things, for a device).
+/// Creates a folder below a place, or in the system's temporary folder for a device.
 ///
 /// # Errors
-/// It cannot be made.
+/// The folder cannot be created.
 pub fn new_folder(place: &Place, rng: &mut Rng) -> Result<PathBuf> {
     let parent = match place.device() {
         Some(_) => std::env::temp_dir(),
@@ -125,10 +126,10 @@ pub fn new_folder(place: &Place, rng: &mut Rng) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Takes down what is mounted and attached in a folder of ours, and removes it.
+/// Unmounts and detaches everything in a folder of the lab, and removes the folder.
 ///
 /// # Errors
-/// Something in it is in use, or it is none of ours.
+/// Something in the folder is in use, or the folder is not the lab's.
 pub fn remove_folder(path: &Path) -> Result<()> {
     if !path.exists() {
         return Ok(());
@@ -141,7 +142,7 @@ pub fn remove_folder(path: &Path) -> Result<()> {
     attach::release_all(path)?;
     for _ in 0..50 {
         match fs::remove_dir_all(path) {
-            // A server that was told to end some moments ago may still put something there.
+            // A server that is shutting down may still create a file.
             Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {
                 std::thread::sleep(Duration::from_millis(100));
             }
@@ -166,7 +167,7 @@ mod tests {
         fs::write(one.join("disk.raw"), "x").unwrap();
         remove_folder(&one).unwrap();
         assert!(!one.exists() && two.exists());
-        // A second time nothing is there to remove.
+        // Removing it a second time does nothing.
         remove_folder(&one).unwrap();
     }
 

@@ -1,8 +1,8 @@
-//! Data sets and volumes of our own, beneath the data set that a place is: of another record size, and
-//! what a guest's disk is on many hosts that have ZFS.
+//! The lab's own data sets and volumes below the data set of a place: data sets for record sizes,
+//! and volumes because many hosts with ZFS use one as a guest's disk.
 //!
-//! Both hang beneath one data set that has the name of the round's folder and is mounted in it, so that
-//! whoever removes the folder destroys all of it ([`release`]).
+//! Both are below one data set that is named after the round's folder and mounted in it. Removing
+//! the folder destroys all of them ([`release`]).
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,14 +16,14 @@ use crate::model::PlaceInfo;
 use crate::peers::{find, need, skip};
 use crate::process::Line;
 
-/// Where our data set is mounted in the round's folder.
+/// Mount point of the lab's data set in the round's folder.
 const MOUNTED: &str = "zfs";
-/// How long udev may take to make a volume's device.
+/// Longest time until udev has created a volume's device.
 const DEVICE: Duration = Duration::from_secs(20);
-/// How long a data set may be busy after its last user has ended.
+/// Longest time for which a data set may stay busy after its last user has ended.
 const DESTROY: Duration = Duration::from_secs(20);
 
-/// Whether a kind of file system, as the kernel names it, is ZFS: OpenZFS's, or that of zfs-fuse.
+/// Whether a file system type is ZFS: OpenZFS or zfs-fuse.
 pub fn is_zfs(kind: &str) -> bool {
     kind == "zfs" || kind == "fuse.zfs"
 }
@@ -37,15 +37,15 @@ fn all_mounts() -> Vec<Mount> {
     mounts::parse(&std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default())
 }
 
-/// The record size that the cell asks for; nothing where it takes that of the place.
+/// The record size of the cell; none if it uses the place's.
 fn record<'a>(bench: &'a Bench<'_>) -> Option<&'a str> {
     bench.axis("record").filter(|record| *record != "inherited")
 }
 
-/// Where images of this round are files: in our folder, or in a data set of its own in it.
+/// The folder for this round's image files: the lab's folder, or a data set mounted in it.
 ///
 /// # Errors
-/// [`crate::peers::Skip`] where there is no such data set.
+/// [`crate::peers::Skip`] if the data set cannot be created.
 pub fn folder(bench: &mut Bench<'_>) -> Result<PathBuf> {
     match record(bench).map(str::to_owned) {
         None => Ok(bench.folder.clone()),
@@ -53,7 +53,7 @@ pub fn folder(bench: &mut Bench<'_>) -> Result<PathBuf> {
     }
 }
 
-/// The data set of this round, which is made where it is not there: its name, and where it is.
+/// The data set of this round, created if necessary. Returns its name and its mount point.
 fn own(bench: &mut Bench<'_>, record: Option<&str>) -> Result<(String, PathBuf)> {
     let at = bench.folder.join(MOUNTED);
     let Some(name) = own_name(&all_mounts(), &bench.folder) else {
@@ -70,10 +70,10 @@ fn own(bench: &mut Bench<'_>, record: Option<&str>) -> Result<(String, PathBuf)>
     Ok((name, at))
 }
 
-/// A new volume of `bytes` bytes: its device.
+/// Creates a volume of `bytes` bytes and returns its device.
 ///
 /// # Errors
-/// [`crate::peers::Skip`] where this ZFS has no volumes.
+/// [`crate::peers::Skip`] if this ZFS has no volumes.
 pub fn volume(bench: &mut Bench<'_>, bytes: u64) -> Result<PathBuf> {
     let record = record(bench).map(str::to_owned);
     let name = format!("{}/disk", own(bench, None)?.0);
@@ -90,7 +90,7 @@ pub fn volume(bench: &mut Bench<'_>, bytes: u64) -> Result<PathBuf> {
     bench.commands.push(line.text());
     let ended = line.run_any(&bench.cancel)?;
     if !ended.status.success() {
-        // (The same words in each round, so without the volume's name.)
+        // Leave out the volume's name, so that the reason is the same in each round.
         let told = ended.stderr.trim().replace(&name, "the volume");
         return skip(format!("ZFS gives no volume here (zfs create -V): {told}"));
     }
@@ -100,16 +100,16 @@ pub fn volume(bench: &mut Bench<'_>, bytes: u64) -> Result<PathBuf> {
         if std::time::Instant::now() > until {
             return skip(format!("{}: no device for the volume was made", device.display()));
         }
-        // udev makes the link; it tells nobody.
+        // udev creates the link and sends no notification.
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(device.canonicalize().unwrap_or(device))
 }
 
-/// Destroys the data set of a folder of ours, with all volumes beneath.
+/// Destroys the data set of a folder of the lab, with all volumes below it.
 ///
 /// # Errors
-/// ZFS refuses for longer than a server needs to be gone.
+/// ZFS refuses for longer than a server takes to end.
 pub fn release(folder: &Path) -> Result<()> {
     let Some(name) = own_name(&all_mounts(), folder) else { return Ok(()) };
     if !folder.join(MOUNTED).exists() {
@@ -120,7 +120,7 @@ pub fn release(folder: &Path) -> Result<()> {
     loop {
         let line = Line::new(&zfs).args(["destroy", "-r"]).arg(&name);
         let Err(error) = line.run(&CancelToken::default()) else { return Ok(()) };
-        // (It may have been unmounted by then, or never have been made.)
+        // The data set may be unmounted already, or may never have been created.
         let list = Line::new(&zfs).args(["list", "-H", "-o", "name"]).arg(&name);
         if !list.run_any(&CancelToken::default())?.status.success() {
             return Ok(());
@@ -128,13 +128,14 @@ pub fn release(folder: &Path) -> Result<()> {
         if std::time::Instant::now() > until {
             return Err(error);
         }
-        // Busy until the kernel has given back the last file; nobody is told of that.
+        // The data set is busy until the kernel has released the last file, and no event reports
+        // that.
         std::thread::sleep(Duration::from_millis(100));
     }
 }
 
-/// The data set of a folder of ours: beneath the one that the folder is in, with the folder's name, so
-/// it is none of others.
+/// The data set of a folder of the lab. It is below the data set that contains the folder and has
+/// the folder's name, so it cannot be anyone else's.
 fn own_name(mounts: &[Mount], folder: &Path) -> Option<String> {
     let own = folder.file_name()?.to_str()?;
     let mount = mounts::of(mounts, folder).filter(|mount| is_zfs(&mount.kind))?;

@@ -1,4 +1,5 @@
-//! Plans: what a run measures. A plan is a small TOML file; `docs/commands/lab.md` has the keys.
+//! Plans: what a run measures. A plan is a small TOML file; `docs/commands/lab.md` documents its
+//! keys.
 
 mod parse;
 
@@ -9,38 +10,38 @@ use crate::error::{Context, Result, bail};
 pub use crate::model::Effort;
 use crate::model::{Axes, PlaceKind, PlanSummary, Published};
 
-/// A plan that was read and checked.
+/// A validated plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// What users type.
+    /// The name on the command line.
     pub name: String,
     /// A heading.
     pub title: String,
-    /// What the user learns from it.
+    /// The question that the plan answers.
     pub question: String,
     /// Key of the metric that decides.
     pub metric: String,
-    /// Kinds of places that it can be run on.
+    /// Kinds of places on which the plan can run.
     pub places: Vec<PlaceKind>,
-    /// The axes but `backend`, in their order.
+    /// The axes except `backend`, in order.
     pub axes: Vec<Axis>,
-    /// Cells beside the product of the axes in a full run; each has a value for every axis.
+    /// Additional cells of a full run; each has a value for every axis.
     pub include: Vec<Axes>,
-    /// The same in a quick run.
+    /// Additional cells of a quick run.
     pub quick_include: Vec<Axes>,
-    /// Cells that are left out: those whose values are among these in all axes that are named.
+    /// Excluded cells: on every named axis, the cell's value is one of those listed.
     pub exclude: Vec<Vec<(String, Vec<String>)>>,
-    /// What others are held against.
+    /// The default that other ways are compared with.
     pub baseline: Option<Axes>,
-    /// A full run.
+    /// Amount of work in a full run.
     pub full: Effort,
-    /// A first answer.
+    /// Amount of work in a quick run.
     pub quick: Effort,
-    /// What others have measured.
+    /// Published numbers.
     pub published: Vec<Published>,
-    /// In what their experiment differs from this one; may be empty.
+    /// How the published experiment differs from this one; may be empty.
     pub differs: String,
-    /// Its text, as it was read.
+    /// The plan's source text.
     pub text: String,
 }
 
@@ -49,18 +50,18 @@ pub struct Plan {
 pub struct Axis {
     /// Its name.
     pub name: String,
-    /// Its values in a full run.
+    /// Values in a full run.
     pub values: Vec<String>,
-    /// Those in a quick run.
+    /// Values in a quick run.
     pub quick: Vec<String>,
-    /// A way to measure and no choice, whatever the axis is in other plans.
+    /// Whether the axis is a condition in this plan, whatever its role is in others.
     pub condition: bool,
-    /// File systems on which it is varied; on all where there is none. Elsewhere it has its first
+    /// File systems on which the axis is varied; empty for all. Elsewhere the axis has its first
     /// value.
     pub on: Vec<String>,
 }
 
-/// The plans that come with vdkit.
+/// The built-in plans.
 const BUILT_IN: &[(&str, &str)] = &[
     ("zvol-vs-qcow2", include_str!("../../plans/zvol-vs-qcow2.toml")),
     ("convert-table", include_str!("../../plans/convert-table.toml")),
@@ -71,19 +72,19 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("nospace", include_str!("../../plans/nospace.toml")),
 ];
 
-/// All plans that come with vdkit, in the order of the list.
+/// Every built-in plan, in the order of the list.
 ///
 /// # Errors
-/// Never, as a test sees to it.
+/// Never; a test parses every built-in plan.
 pub fn built_in() -> Result<Vec<Plan>> {
     BUILT_IN.iter().map(|(name, text)| Plan::parse(text, &format!("{name}.toml"))).collect()
 }
 
 impl Plan {
-    /// The plan of this name that comes with vdkit.
+    /// The built-in plan of this name.
     ///
     /// # Errors
-    /// There is none.
+    /// No built-in plan has this name.
     pub fn named(name: &str) -> Result<Self> {
         match BUILT_IN.iter().find(|(known, _)| *known == name) {
             Some((_, text)) => Self::parse(text, &format!("{name}.toml")),
@@ -94,16 +95,16 @@ impl Plan {
         }
     }
 
-    /// A plan from a file.
+    /// Reads a plan from a file.
     ///
     /// # Errors
-    /// The file cannot be read, or says something that no plan can; with file and line.
+    /// The file cannot be read, or is no valid plan; the error gives file and line.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
         Self::parse(&text, &path.display().to_string())
     }
 
-    /// A plan from a text. `name` says in errors where it comes from.
+    /// Parses a plan. `name` is the source in error messages.
     ///
     /// # Errors
     /// As [`Plan::read`].
@@ -111,7 +112,7 @@ impl Plan {
         parse::parse(text, name)
     }
 
-    /// What goes into results.
+    /// The part of the plan that is stored with the results.
     pub fn summary(&self) -> PlanSummary {
         let axes = self.axes.iter().map(|axis| axis.name.clone());
         let conditions = self.axes.iter().filter(|axis| axis.condition);
@@ -128,7 +129,7 @@ impl Plan {
         }
     }
 
-    /// How much is done in a quick or a full run.
+    /// The amount of work in a quick or a full run.
     pub fn effort(&self, quick: bool) -> Effort {
         if quick { self.quick } else { self.full }
     }

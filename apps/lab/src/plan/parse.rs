@@ -1,4 +1,4 @@
-//! A plan from its text. Errors say file, line, key, and what would be right.
+//! Parses plans. Errors give the file, the line, the key, and what would be valid.
 
 use std::collections::BTreeMap;
 
@@ -68,7 +68,7 @@ struct PublishedTable {
     source: String,
 }
 
-/// The text, to say in which line something is.
+/// The source text, for the line numbers of errors.
 struct Place<'a> {
     file: &'a str,
     text: &'a str,
@@ -84,7 +84,7 @@ impl Place<'_> {
         self.error(spanned.span().start, what)
     }
 
-    /// A value of an axis that exists.
+    /// Checks a value of an axis.
     fn value(&self, axis: &str, value: &Spanned<String>) -> Result<String> {
         match axes::check(axis, value.get_ref()) {
             Ok(()) => Ok(value.get_ref().clone()),
@@ -92,7 +92,7 @@ impl Place<'_> {
         }
     }
 
-    /// A table whose keys are axes of the plan: one value for each, or a list of them.
+    /// Parses a table whose keys are axes of the plan, with one value or a list for each.
     fn words(&self, table: &Words, known: &[&str]) -> Result<Vec<(String, Vec<String>)>> {
         let mut all = Vec::new();
         for (axis, value) in table {
@@ -119,7 +119,7 @@ impl Place<'_> {
         Ok(all)
     }
 
-    /// The same with one value for each axis.
+    /// Parses a table with one value for each axis.
     fn single(&self, table: &Words, known: &[&str]) -> Result<Axes> {
         let words = self.words(table, known)?;
         for ((name, values), (_, at)) in words.iter().zip(table) {
@@ -130,7 +130,7 @@ impl Place<'_> {
         Ok(words.into_iter().map(|(name, mut values)| (name, values.remove(0))).collect())
     }
 
-    /// Cells: a value, or several, for each axis that is `known`; all that they make together.
+    /// Parses cells: one value or several for each axis of `known`. Returns every combination.
     fn cells(&self, tables: &[Spanned<Words>], known: &[&str]) -> Result<Vec<Axes>> {
         let mut all = Vec::new();
         for table in tables {
@@ -224,7 +224,7 @@ impl Place<'_> {
     }
 }
 
-/// What [`Plan::parse`] does.
+/// Implements [`Plan::parse`].
 pub(super) fn parse(text: &str, name: &str) -> Result<Plan> {
     let place = Place { file: name, text };
     let file: File = toml::from_str(text).map_err(|error| {

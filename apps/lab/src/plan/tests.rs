@@ -52,7 +52,7 @@ fn a_plan_is_read() {
     assert_eq!(plan.axes[0].values, ["raw", "qcow2"]);
     assert_eq!(plan.axes[0].quick, ["qcow2"]);
     assert_eq!(plan.axes[1].quick, ["rnd4k-q1-read"]);
-    // In the order of the axes, whatever the order in the text.
+    // The order is that of the axes, whatever the order in the text.
     assert_eq!(plan.include[0][0], ("layout".to_owned(), "raw".to_owned()));
     assert_eq!(plan.summary().axes, ["backend", "layout", "profile"]);
     let effort = Effort { rounds: 3, seconds: 2.5, disk: 1 << 30, bytes: 64 << 20 };
@@ -131,12 +131,12 @@ fn an_axis_may_be_varied_on_some_file_systems_only() {
         Plan::parse(&SMALL.replace(from, &to), "small.toml")
     };
     assert_eq!(on("\"zfs\"", "\"raw\"").unwrap().axes[0].on, ["zfs"]);
-    // Elsewhere it has its first value, which must not be another one in a quick run.
+    // On other file systems the axis has its first value, which must be the same in a quick run.
     let error = on("\"zfs\"", "\"qcow2\"").unwrap_err().to_string();
     assert!(error.contains("line 8") && error.contains("first value"), "{error}");
 }
 
-/// A plan had published numbers of one kind of disk beside its own of another.
+/// A plan once compared published numbers of one kind of disk with its own of another.
 #[test]
 fn every_published_number_is_of_cells_that_its_plan_measures() {
     for plan in built_in().unwrap() {

@@ -1,4 +1,4 @@
-//! The matrix as a map of two axes, and the numbers that let a reader choose which two.
+//! The map of two axes, and the data that lets a reader choose the axes.
 
 use maud::{Markup, PreEscaped, html};
 use serde_json::json;
@@ -8,27 +8,27 @@ use crate::model::{Axes, Better};
 use crate::stats::geometric_mean;
 use crate::words::{percent, title, value};
 
-/// A cell's number as a part of the best one under the same load: 1 is the best.
+/// A cell's value as a fraction of the best one under the same load: 1 is the best.
 #[derive(Clone, Debug)]
 struct Part {
     /// Index of the cell.
     cell: usize,
-    /// Among all programs.
+    /// Compared with the cells of all programs.
     of_all: f64,
-    /// Among cells of our own program, where it is one.
+    /// Compared with vdkit's cells; none for cells of other programs.
     of_own: Option<f64>,
-    /// The number itself.
+    /// The value itself.
     text: String,
 }
 
 impl Part {
-    /// What a map shows, whose axes tell programs apart or not.
+    /// The value that a map shows. `programs` says whether the map's axes distinguish programs.
     fn shown(&self, programs: bool) -> Option<f64> {
         if programs { Some(self.of_all) } else { self.of_own }
     }
 }
 
-/// Whether the values of an axis are programs, or have them in their names.
+/// Whether the values of an axis are programs or contain program names.
 fn tells_programs(axis: &str) -> bool {
     axis == "front" || role(axis) == Role::Tool
 }
@@ -67,7 +67,8 @@ fn parts(matrix: &Matrix<'_>) -> Vec<Part> {
         .collect()
 }
 
-/// The two axes that are shown first: the choice with the most values, and the load, or another choice.
+/// The two axes that are shown first: the choice with the most values, and the load or another
+/// choice.
 fn first_axes<'a>(matrix: &Matrix<'a>) -> Option<(&'a str, &'a str)> {
     let count = |axis: &&str| matrix.values(axis).len();
     let choices =
@@ -80,7 +81,7 @@ fn first_axes<'a>(matrix: &Matrix<'a>) -> Option<(&'a str, &'a str)> {
     Some((rows, columns))
 }
 
-/// The map, with what a script needs to make it anew for other axes.
+/// The map, with the data that a script needs to redraw it for other axes.
 pub(super) fn map(matrix: &Matrix<'_>) -> Option<Markup> {
     let (rows, columns) = first_axes(matrix)?;
     let parts = parts(matrix);
@@ -152,8 +153,8 @@ fn table(matrix: &Matrix<'_>, parts: &[Part], rows: &str, columns: &str) -> Mark
     }
 }
 
-/// As JSON within a script element, in which no text may end it. Source: HTML, "Restrictions for
-/// contents of script elements".
+/// The data as JSON within a script element. The text must not end the element. Source: HTML,
+/// "Restrictions for contents of script elements".
 fn embedded(matrix: &Matrix<'_>, parts: &[Part]) -> String {
     let axes: Vec<_> = matrix
         .varying
@@ -204,7 +205,7 @@ mod tests {
         let loads = matrix.values("profile").len();
         assert!(parts.iter().filter(|part| part.of_all == 1.0).count() >= loads);
         assert!(parts.iter().filter(|part| part.of_own == Some(1.0)).count() >= loads);
-        // Other programs stand beside ours, and never in one field with it.
+        // Other programs are next to vdkit and never in the same field.
         let others = parts.iter().filter(|part| part.of_own.is_none()).count();
         assert_eq!(others, 9);
         assert!(parts.iter().all(|part| part.of_own.is_none_or(|own| own <= 1.0)));

@@ -1,4 +1,4 @@
-//! What stands behind the numbers: commands, samples, the machine, the method.
+//! The evidence: commands, samples, the machine, the method.
 
 use maud::{Markup, html};
 
@@ -10,7 +10,7 @@ use crate::stats::outliers;
 use crate::verdict::heading;
 use crate::words::{label, time, title, value};
 
-/// Cells that gave nothing, and why.
+/// Cells without results, with the reasons.
 pub(super) fn missing(run: &Run) -> Option<Markup> {
     let said = |cell: &Cell| match &cell.outcome {
         Outcome::Skipped(reason) => Some(("skipped", reason.clone())),
@@ -37,7 +37,7 @@ pub(super) fn missing(run: &Run) -> Option<Markup> {
     })
 }
 
-/// Every cell's commands, folded away.
+/// The commands of every cell, collapsed.
 pub(super) fn commands(run: &Run) -> Option<Markup> {
     let cells: Vec<&Cell> = run.cells.iter().filter(|cell| !cell.commands.is_empty()).collect();
     (!cells.is_empty()).then(|| {
@@ -55,7 +55,7 @@ pub(super) fn commands(run: &Run) -> Option<Markup> {
     })
 }
 
-/// Cells whose commands stand on the page one by one; more are folded away together.
+/// Largest number of cells whose commands are shown individually. More are collapsed together.
 const COMMANDS_OPEN: usize = 8;
 
 fn cell_commands(cell: &Cell) -> Markup {
@@ -68,7 +68,7 @@ fn cell_commands(cell: &Cell) -> Markup {
     }
 }
 
-/// Every number, by cell and round.
+/// Every value by cell and round.
 pub(super) fn samples(run: &Run) -> Option<Markup> {
     let mut keys: Vec<&str> = Vec::new();
     for key in run.cells.iter().flat_map(|cell| &cell.samples).flat_map(|s| s.values.keys()) {
@@ -119,10 +119,10 @@ pub(super) fn samples(run: &Run) -> Option<Markup> {
     })
 }
 
-/// The machine, and where images were.
+/// The machine and the places of images.
 pub(super) fn machine(run: &Run) -> Option<Markup> {
     let environment = &run.environment;
-    // (What is known of a place is kept twice: for programs, and for people.)
+    // What is known of a place is stored twice: for programs and for people.
     let told = |section: &Section| {
         environment.places.iter().any(|place| section.title == format!("Place {}", place.name))
     };
@@ -136,7 +136,7 @@ pub(super) fn machine(run: &Run) -> Option<Markup> {
     })
 }
 
-/// What the names of the run's axes and values stand for.
+/// The meanings of the names of the run's axes and values.
 pub(super) fn words(run: &Run) -> Option<Markup> {
     let mut sheets: Vec<(String, Vec<(String, String)>)> = run
         .plan
@@ -158,7 +158,7 @@ pub(super) fn words(run: &Run) -> Option<Markup> {
     })
 }
 
-/// How large disks and loads were.
+/// Sizes of disks and loads.
 fn amounts(effort: &Effort) -> Vec<(String, String)> {
     let bytes = |number: u64| {
         metric("host_bytes").map_or_else(String::new, |known| value(known, number as f64))
@@ -212,7 +212,7 @@ fn place_entries(place: &PlaceInfo) -> Vec<(String, String)> {
     entries
 }
 
-/// How numbers became words.
+/// How the report derives its statements from numbers.
 pub(super) fn method() -> Markup {
     html! {
         ul class="method" {

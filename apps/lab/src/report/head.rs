@@ -1,4 +1,4 @@
-//! The top of the page: which run, what to use, how sure.
+//! The head of the page: the run, the advice and its confidence.
 
 use maud::{Markup, html};
 
@@ -8,7 +8,7 @@ use crate::stats::{Gain, NARROW};
 use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict};
 use crate::words::{date, first_of, label, listed, percent, span, time, times};
 
-/// The title, the machine in a line, and the switch of themes.
+/// The title, the machine in one line, and the theme switch.
 pub(super) fn top(run: &Run) -> Markup {
     let environment = &run.environment;
     let measured = run.cells.iter().filter(|cell| !cell.samples.is_empty()).count();
@@ -43,7 +43,7 @@ pub(super) fn top(run: &Run) -> Markup {
     }
 }
 
-/// What to use here; what was not measured comes before it.
+/// The advice. What was not measured comes before it.
 pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
     html! {
         section id="verdict" class="verdict" aria-labelledby="verdict-h" {
@@ -96,7 +96,7 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
     }
 }
 
-/// What stands above the heading: as loud as the evidence.
+/// The line above the heading, as strong as the evidence.
 fn kicker(verdict: &Verdict) -> &'static str {
     match verdict.advice {
         Advice::Use => "Use here",
@@ -109,7 +109,7 @@ fn kicker(verdict: &Verdict) -> &'static str {
     }
 }
 
-/// The heading where nothing is advised.
+/// The heading if there is no advice.
 fn no_advice(verdict: &Verdict) -> String {
     let blocking = verdict.missing.iter().filter(|missing| missing.blocks);
     let blocking: Vec<String> = blocking.map(|missing| label(&missing.what)).collect();
@@ -120,7 +120,7 @@ fn no_advice(verdict: &Verdict) -> String {
     }
 }
 
-/// What the plan asks about and was not measured.
+/// Parts of the plan that were not measured.
 fn missing(verdict: &Verdict) -> Markup {
     html! {
         aside class="cautions first" aria-label="Not measured" {
@@ -130,7 +130,7 @@ fn missing(verdict: &Verdict) -> Markup {
     }
 }
 
-/// What the names of values stand for, those that say something.
+/// The meanings of the values whose names do not explain themselves.
 fn meanings(axes: &Axes) -> Markup {
     let told: Vec<(&str, &str)> =
         axes.iter().filter_map(|(axis, name)| Some((&**name, about_value(axis, name)?))).collect();
@@ -200,7 +200,7 @@ fn left_out(verdict: &Verdict) -> String {
     )
 }
 
-/// What was faster, by why it is not advised.
+/// Ways that were faster but are not advised, grouped by reason.
 fn set_aside(ways: &[SetAside]) -> Markup {
     const NAMED: usize = 4;
     let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
@@ -246,7 +246,7 @@ fn how(run: &Run, setup: &Setup) -> Markup {
     }
 }
 
-/// Text to copy: a button where scripts run, plain text where not.
+/// Text to copy: with a button if scripts run, else as plain text.
 pub(super) fn code(text: &str, name: &str) -> Markup {
     html! {
         div class="copyable" {

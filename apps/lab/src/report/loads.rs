@@ -1,4 +1,4 @@
-//! The charts of loads: queue depth, latencies, time.
+//! Charts of the loads: queue depth, latencies, values over time.
 
 use maud::{Markup, html};
 
@@ -12,12 +12,12 @@ use crate::stats::{Percentile, median, merged, percentiles};
 use crate::verdict::{Verdict, steadiness};
 use crate::words::{counted, digits, label, percent, time, value};
 
-/// Charts of one kind that are open; further ones are folded away.
+/// Number of charts of one kind that are open; further ones are collapsed.
 const OPEN_MAX: usize = 3;
-/// Charts of one kind, at most.
+/// Largest number of charts of one kind.
 const CHARTS_MAX: usize = 24;
 
-/// Charts one beneath the other, the later ones folded away.
+/// Charts one below the other, the later ones collapsed.
 fn stacked(charts: Vec<(String, Markup)>) -> Option<Markup> {
     (!charts.is_empty()).then(|| {
         html! {
@@ -35,7 +35,7 @@ fn stacked(charts: Vec<(String, Markup)>) -> Option<Markup> {
     })
 }
 
-/// The rest of its axes.
+/// The axes of a cell without its load.
 fn way(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
     let short = matrix.short(&cell.axes);
     let load = matrix.load(cell);
@@ -43,14 +43,14 @@ fn way(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
     if way.is_empty() { cell.axes.clone() } else { way }
 }
 
-/// The ways that have lines, each with one colour in all charts of a page.
+/// The ways that are drawn. Each has one color in all charts of a page.
 pub(super) struct Colours {
     ways: Vec<(Axes, usize)>,
 }
 
 impl Colours {
-    /// The first is of what is advised, the second of the default, each of them of nothing else. The
-    /// others are of the best ways under each load in turns.
+    /// Assigns colors. The first is for the advised way and the second for the default, and neither
+    /// is used for another way. The others go to the best ways of each load in turn.
     pub(super) fn of(matrix: &Matrix<'_>, verdict: &Verdict) -> Self {
         let groups = by_load(matrix, verdict);
         let mut ways: Vec<(Axes, usize)> = Vec::new();
@@ -86,7 +86,8 @@ impl Colours {
         Self { ways }
     }
 
-    /// Those of some ways that have a colour: its number, the name in this chart, and what was given.
+    /// Selects the ways that have a color. Returns for each the color's number, its name in this
+    /// chart, and the value given.
     fn drawn<'x, T>(&self, all: &'x [(Axes, T)], most: usize) -> Vec<(usize, String, &'x T)> {
         let colour = |way: &Axes| Some(self.ways.iter().find(|(known, _)| known == way)?.1);
         let mut found: Vec<(usize, &Axes, &T)> =
@@ -99,7 +100,7 @@ impl Colours {
     }
 }
 
-/// Whether a cell is the same as the way that leads but for the plan's baseline.
+/// Whether a cell equals the leading way except for the plan's baseline values.
 fn near(cell: &Cell, leading: &Axes, matrix: &Matrix<'_>) -> bool {
     let baseline = matrix.run.plan.baseline.iter().flatten();
     let named: Vec<&str> = baseline.map(|(axis, _)| axis.as_str()).collect();
@@ -107,8 +108,8 @@ fn near(cell: &Cell, leading: &Axes, matrix: &Matrix<'_>) -> bool {
     others.into_iter().all(|entry| cell.axes.contains(entry)) && matrix.counts(cell)
 }
 
-/// Names of the lines of a chart: without axes that are the same for all of them, and without the tool
-/// where it is ours.
+/// Names of a chart's lines, without axes that are the same for all of them, and without the tool
+/// if it is vdkit.
 fn told_apart(ways: &[Axes]) -> Vec<String> {
     let same = |entry: &(String, String)| ways.iter().all(|way| way.contains(entry));
     let own = |entry: &(String, String)| role(&entry.0) == Role::Tool && entry.1 == OWN_TOOL;
@@ -121,8 +122,8 @@ fn told_apart(ways: &[Axes]) -> Vec<String> {
         .collect()
 }
 
-/// How many requests at once: the axis that says it, or the `q32` in the name of the load. And the load
-/// without it.
+/// The queue depth of a cell, from its axis or from `q32` in the load's name, and the load without
+/// it.
 fn depth_of(cell: &Cell) -> Option<(u32, Axes)> {
     let mut found = None;
     let mut rest = Axes::new();
@@ -144,7 +145,7 @@ fn depth_of(cell: &Cell) -> Option<(u32, Axes)> {
     found.map(|depth| (depth, rest))
 }
 
-/// `rnd4k-q32-write` is 32 and `rnd4k-write`.
+/// Splits `rnd4k-q32-write` into 32 and `rnd4k-write`.
 fn without_depth(profile: &str) -> Option<(u32, String)> {
     let parts: Vec<&str> = profile.split(['-', '_', ' ']).collect();
     let at = parts
@@ -159,12 +160,12 @@ fn without_depth(profile: &str) -> Option<(u32, String)> {
 /// A way that was measured at several queue depths.
 struct Depths {
     way: Axes,
-    /// What is advised first, then the default, then others.
+    /// Sort key: the advised way first, then the default, then others.
     place: (bool, bool),
     points: Vec<Point>,
 }
 
-/// The ways of each load, by its name without the depth.
+/// The ways of each load, by the load's name without the depth.
 fn by_depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Vec<(String, Vec<Depths>)> {
     let mut charts: Vec<(String, Vec<Depths>)> = Vec::new();
     for (i, cell) in matrix.run.cells.iter().enumerate() {
@@ -207,7 +208,7 @@ fn by_depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Vec<(String, Vec<Depths>)
     charts
 }
 
-/// Requests a second against latency, where a load was measured at several queue depths.
+/// Charts of requests per second against latency, for loads measured at several queue depths.
 pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
     let charts =
         by_depth(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, ways))| {
@@ -258,7 +259,7 @@ fn depth_table(ways: &[Curve]) -> Markup {
     }
 }
 
-/// Cells by load, those that matter first: what is advised, the default, then the best.
+/// Cells by load. The advised way comes first, then the default, then the best of the others.
 fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cell>)> {
     let mut groups: Vec<(Axes, Vec<(usize, &Cell)>)> = Vec::new();
     for (i, cell) in matrix.run.cells.iter().enumerate() {
@@ -272,7 +273,8 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
     groups
         .into_iter()
         .map(|(load, mut cells)| {
-            // (Few enough to draw them all keep their order, and so their colours, in every chart.)
+            // If all cells can be drawn, they keep their order, and so their colors, in every
+            // chart.
             let few = cells.len() <= LINES_MAX;
             cells.sort_by(|(i, a), (j, b)| {
                 let place = |i: &usize, cell: &Cell| {
@@ -289,7 +291,7 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
         .collect()
 }
 
-/// Distributions of latencies, a chart a load.
+/// Charts of latency distributions, one per load.
 pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
     let charts =
         by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
@@ -338,7 +340,7 @@ fn said(lines: &[Line]) -> String {
     lines.iter().take(LINES_MAX).filter_map(of).collect::<Vec<_>>().join("; ")
 }
 
-/// `99.99 %`.
+/// Formats a percentile: `99.99 %`.
 fn percent_of(point: &Percentile) -> String {
     let text = format!("{:.2}", point.fraction * 100.0);
     format!("{} %", text.trim_end_matches('0').trim_end_matches('.'))
@@ -370,12 +372,12 @@ fn latency_table(lines: &[Line]) -> Markup {
     }
 }
 
-/// The first series that a cell has, by its first sample that has one.
+/// The first time series of a cell.
 fn first_series(cell: &Cell) -> Option<&Series> {
     cell.samples.iter().find_map(|sample| sample.series.first())
 }
 
-/// Loads in time: two ways, a chart a load.
+/// Charts of loads over time, one per load, with two ways each.
 pub(super) fn time_of(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
     let charts =
         by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {

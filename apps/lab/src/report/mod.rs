@@ -1,19 +1,19 @@
-//! A run as one HTML file: no script, font, picture or style from elsewhere, so that it can be
-//! mailed, kept and read without a network.
+//! Writes a run as one HTML file. The file needs no script, font, picture or style from elsewhere,
+//! so that it can be mailed, kept and read without a network.
 //!
 //! ```text
-//!   Run ─► verdict ─► head      what to use here, how sure, how to have it
-//!       ─► matrix  ─► results   every cell: bar, interval, against the default
+//!   Run ─► verdict ─► head      advice, confidence, setup
+//!       ─► matrix  ─► results   every cell: bar, interval, comparison with the default
 //!                  ─► heat      any two axes
 //!                  ─► charts    queue depth, latencies, time
 //!                  ─► published, peers
 //!                  ─► evidence  commands, samples, the machine
 //! ```
 //!
-//! All of it is there without JavaScript; a script of a hundred lines adds filters, the choice of the
-//! map's axes, buttons that copy, and the switch between light and dark. The page's own policy (CSP)
-//! allows that script by its hash and loads nothing. Texts come from names of files and outputs
-//! of programs: everything goes through maud, which escapes it.
+//! All content is there without JavaScript. A script of a hundred lines adds filters, the choice of
+//! the map's axes, copy buttons, and the theme switch. The page's content security policy allows
+//! this script by its hash, and nothing else. Texts contain file names and output of programs, so
+//! all of them go through maud, which escapes them.
 
 mod charts;
 mod data;
@@ -60,8 +60,8 @@ pub fn html(run: &Run) -> String {
     page.into_string()
 }
 
-/// Nothing is loaded; the one script is known by its hash. Source: W3C, Content Security Policy
-/// Level 3, 2.3.1 "Source Lists".
+/// The content security policy: nothing is loaded, and one script is allowed by its hash. Source:
+/// W3C, Content Security Policy Level 3, 2.3.1 "Source Lists".
 fn policy() -> String {
     let hash = base64(&Sha256::digest(SCRIPT.as_bytes()));
     format!(
@@ -69,7 +69,7 @@ fn policy() -> String {
     )
 }
 
-/// Source: RFC 4648, section 4.
+/// Encodes base64. Source: RFC 4648, section 4.
 fn base64(bytes: &[u8]) -> String {
     const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -85,7 +85,7 @@ fn base64(bytes: &[u8]) -> String {
     text
 }
 
-/// A part of the page with its place in the contents.
+/// A section of the page with its entry in the table of contents.
 struct Part {
     id: &'static str,
     title: &'static str,

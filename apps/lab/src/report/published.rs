@@ -1,4 +1,4 @@
-//! Other tools and published numbers, beside what was measured here.
+//! Other tools and published numbers, next to this run's measurements.
 
 use maud::{Markup, html};
 
@@ -10,11 +10,11 @@ use crate::plan::Plan;
 use crate::verdict::{Verdict, all_measured_for, heading, measured_for, others_for};
 use crate::words::{digits, label, times, value};
 
-/// Tools side by side: the same thing done by each, in the same run.
+/// Tools side by side: the same task done by each tool in this run.
 pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
     let first = verdict.peers.first()?;
     let tools: Vec<&String> = first.tools.iter().map(|(tool, _)| tool).collect();
-    // (What came through or did not has no ratio.)
+    // Survival has no ratio.
     let gains = verdict.peers.iter().any(|row| !row.gains.is_empty());
     let others: Vec<&String> =
         tools.iter().copied().filter(|tool| gains && *tool != crate::matrix::OWN_TOOL).collect();
@@ -52,7 +52,7 @@ pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
     })
 }
 
-/// Published numbers, those of one metric under one heading.
+/// Published numbers, grouped by metric.
 pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
     let mut groups: Vec<(&str, Vec<&Published>)> = Vec::new();
     for number in &matrix.run.published {
@@ -75,27 +75,28 @@ pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
     })
 }
 
-/// In what the published experiment differs: by the run, or by the plan of its name, where the run
-/// is of a version that did not keep it.
+/// How the published experiment differs from the plan. Taken from the run, or, if an older version
+/// wrote the run, from the plan of the same name.
 fn differs(run: &Run) -> Option<String> {
     let kept = Some(run.plan.differs.clone()).filter(|text| !text.is_empty());
     let known = || Plan::named(&run.plan.name).ok().map(|plan| plan.differs);
     kept.or_else(known).filter(|text| !text.is_empty())
 }
 
-/// One published number, with what was measured here.
+/// One published number with this run's measurement.
 struct Row<'a> {
     number: &'a Published,
     here: Option<f64>,
     others: Vec<(String, f64)>,
-    /// How many cells the number speaks of, and what they measured, where they are several.
+    /// Number of cells that the published number covers, and the range of their values, if there
+    /// are several.
     span: Option<(usize, f64, f64)>,
 }
 
-/// Times as large as the second largest number, from which on the largest is no measure for the rest.
+/// A largest number this many times the second largest does not set the scale.
 const FAR: f64 = 20.0;
 
-/// The end of a scale on which more than one number can be seen.
+/// The end of a scale on which more than one number is visible.
 fn scale(numbers: impl Iterator<Item = f64>) -> f64 {
     let mut all: Vec<f64> = numbers.collect();
     all.sort_by(|a, b| b.total_cmp(a));
@@ -106,7 +107,7 @@ fn scale(numbers: impl Iterator<Item = f64>) -> f64 {
     }
 }
 
-/// `1.84×`, `1/192`.
+/// Formats a ratio: `1.84×`, `1/192`.
 fn proportion(here: f64, published: f64) -> String {
     let ratio = here / published;
     match ratio {
@@ -115,7 +116,7 @@ fn proportion(here: f64, published: f64) -> String {
     }
 }
 
-/// The axes of a number that say something in this run.
+/// The axes of a published number that vary in this run.
 fn told(matrix: &Matrix<'_>, number: &Published) -> Axes {
     let varies = |axis: &str| axis == "backend" || matrix.varying.contains(&axis);
     let told: Axes = number.axes.iter().filter(|(axis, _)| varies(axis)).cloned().collect();
@@ -123,7 +124,7 @@ fn told(matrix: &Matrix<'_>, number: &Published) -> Axes {
 }
 
 fn group(matrix: &Matrix<'_>, key: &str, numbers: &[&Published]) -> Markup {
-    // What all have in common is said once.
+    // What all numbers have in common is printed once.
     let first = numbers[0].source.as_str();
     let common = numbers.iter().all(|number| number.source == first);
     let (mut here, mut elsewhere) = (Vec::new(), Vec::new());
@@ -163,7 +164,7 @@ fn pairs(matrix: &Matrix<'_>, key: &str, rows: &[Row<'_>], common: bool) -> Mark
     let mut most_published = scale(rows.iter().map(|row| row.number.value));
     let mut most_here = scale(rows.iter().filter_map(|row| row.here));
     if rows.len() == 1 {
-        // Two bars of one number each say something on a common scale only.
+        // Two bars of one number each only make sense on a common scale.
         most_published = most_published.max(most_here);
         most_here = most_published;
     }

@@ -1,4 +1,4 @@
-//! Every cell that was measured: a table a load, with bars.
+//! Every measured cell: one table per load, with bars.
 
 use maud::{Markup, html};
 
@@ -13,7 +13,7 @@ use crate::words::{label, percent, sentence, span, times, title, value};
 /// A row of a table.
 struct Row<'a> {
     cell: &'a Cell,
-    /// The axes that tell it from others of the same load.
+    /// The axes that distinguish the row from others of the same load.
     name: Axes,
     summary: Summary,
     gain: Option<Gain>,
@@ -21,7 +21,7 @@ struct Row<'a> {
     default: bool,
 }
 
-/// Cells by load: those of one load under one heading, the best first.
+/// Cells grouped by load, best first.
 fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>)> {
     let mut groups: Vec<(Axes, Vec<Row<'a>>)> = Vec::new();
     for (i, cell) in matrix.run.cells.iter().enumerate() {
@@ -30,7 +30,7 @@ fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>
             axes.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
         };
         let load = matrix.load(cell);
-        // (Our own tool is not said: what is of another one says so.)
+        // The tool is left out if it is vdkit; rows of other tools name theirs.
         let own = |entry: &(String, String)| role(&entry.0) == Role::Tool && entry.1 == OWN_TOOL;
         let rest = varying(cell.axes.clone()).into_iter();
         let name: Axes = rest.filter(|entry| !load.contains(entry) && !own(entry)).collect();
@@ -86,7 +86,7 @@ const NOTE_BARS: &str = "A bar is the median of the rounds, the line on it the i
 const NOTE_SURVIVED: &str = "or not: whether whoever writes saw no error while there was no space, \
     and went on when there was room again.";
 
-/// What `≈` means.
+/// The meaning of `≈`.
 pub(super) const HINT: &str =
     "≈: one or two rounds, which do not show how much of the difference is noise.";
 
@@ -95,7 +95,7 @@ fn hints(groups: &[(Axes, Vec<Row<'_>>)]) -> bool {
     gains.into_iter().any(Gain::is_hint)
 }
 
-/// What the default is called in the head of a column: its values.
+/// The default's name in a column header: its values.
 fn default_name(matrix: &Matrix<'_>) -> String {
     let named = matrix.run.plan.baseline.iter().flatten();
     let named: Axes = named.filter(|(axis, _)| role(axis) != Role::Tool).cloned().collect();
@@ -122,7 +122,7 @@ fn filters(matrix: &Matrix<'_>) -> Markup {
     }
 }
 
-/// Rows that are shown at once; others are folded away, but for what is advised and the default.
+/// Number of rows that are open. Others are collapsed, except for the advised way and the default.
 const ROWS_OPEN: usize = 10;
 
 fn table(matrix: &Matrix<'_>, load: &Axes, rows: &[Row<'_>]) -> Markup {
@@ -175,7 +175,7 @@ fn table(matrix: &Matrix<'_>, load: &Axes, rows: &[Row<'_>]) -> Markup {
     }
 }
 
-/// What the names in a load stand for.
+/// The meaning of a load's names.
 pub(super) fn meaning(load: &Axes) -> Markup {
     let about = load.iter().filter_map(|(axis, name)| about_value(axis, name));
     let about: Vec<&str> = about.collect();
@@ -186,7 +186,7 @@ fn axes_of(row: &Row<'_>) -> String {
     serde_json::to_string(&row.cell.axes).unwrap_or_default()
 }
 
-/// The way, with its marks.
+/// The name of a way, with its marks.
 fn name_of(row: &Row<'_>) -> Markup {
     let outliers = row.summary.outliers.len();
     html! {
@@ -202,7 +202,7 @@ fn name_of(row: &Row<'_>) -> Markup {
     }
 }
 
-/// A row of what came through or did not: there is nothing to draw.
+/// A row for survival, which has no bar.
 fn survivor(matrix: &Matrix<'_>, row: &Row<'_>) -> Markup {
     let rounds = row.cell.values(SURVIVED);
     let part = rounds.iter().sum::<f64>() / rounds.len().max(1) as f64;
@@ -260,7 +260,7 @@ fn line(matrix: &Matrix<'_>, row: &Row<'_>, most: f64, base: Option<&String>) ->
     }
 }
 
-/// A gain, or that it cannot be told. A colour only for what is decided.
+/// A gain, or that it is undecided. Only a decided gain has a color.
 pub(super) fn against(gain: Option<&Gain>, default: bool) -> Markup {
     let Some(gain) = gain else { return html! { @if default { "1" } @else { "–" } } };
     let interval = span(gain.interval.low, gain.interval.high);
@@ -277,7 +277,7 @@ pub(super) fn against(gain: Option<&Gain>, default: bool) -> Markup {
     }
 }
 
-/// The weighted scores of a plan that has them: a ranking each, the best five open.
+/// The weighted scores of a plan that has them: one ranking per score, the best five open.
 pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
     let rankings = rankings(matrix);
     (!rankings.is_empty()).then(|| {
@@ -291,7 +291,7 @@ pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
     })
 }
 
-/// Rows of a ranking that are open.
+/// Number of open rows of a ranking.
 const TOP: usize = 5;
 
 fn ranked(ranking: &Ranking, verdict: &Verdict) -> Markup {

@@ -1,10 +1,10 @@
-//! The colours, light and dark. Tests hold them against WCAG's contrasts.
+//! The colors, light and dark. Tests check them against WCAG's contrast ratios.
 
-/// Name, light, dark. A colour means one thing on a page: `accent` is what is advised, `default` the default,
-/// `warn` what speaks against a number, `heat-high` the best of the map; what is clicked has the
-/// colour of the text. The lines `s2` to `s6` are other ways, each the same way in every chart; people who see
-/// no red or green tell them apart too (after Okabe and Ito's palette, darkened or lightened for
-/// text), and by their dashes.
+/// Name, light, dark. A color has one meaning on a page: `accent` is the advised way, `default` the
+/// default, `warn` a problem of a number, `heat-high` the best of the map. Controls have the color
+/// of text. The lines `s2` to `s6` are other ways, each with the same color in every chart. People
+/// with color blindness can tell the lines apart by color (after Okabe and Ito's palette, with the
+/// lightness adapted for text) and by dashes.
 pub(super) const COLOURS: &[(&str, &str, &str)] = &[
     ("page", "#f7f7f4", "#13161a"),
     ("card", "#ffffff", "#1b1f25"),
@@ -30,10 +30,11 @@ pub(super) const COLOURS: &[(&str, &str, &str)] = &[
     ("s6", "#b0304f", "#f38ba3"),
 ];
 
-/// How many lines of a page have a colour of their own: the advised, the default, and others.
+/// Number of lines with a color of their own: the advised way, the default, and others.
 pub(super) const LINE_COLOURS: usize = 7;
 
-/// As custom properties: light, dark where the system says so, and either where the reader does.
+/// The colors as CSS properties: light, dark if the system prefers it, and either if the reader
+/// chooses it.
 pub(super) fn variables() -> String {
     let block = |dark: bool| -> String {
         let of =
@@ -60,7 +61,7 @@ mod tests {
         [1, 3, 5].map(|at| f64::from(u8::from_str_radix(&text[at..at + 2], 16).unwrap()) / 255.0)
     }
 
-    /// Source: WCAG 2.2, "relative luminance" and "contrast ratio".
+    /// Contrast of two colors. Source: WCAG 2.2, "relative luminance" and "contrast ratio".
     fn contrast(a: [f64; 3], b: [f64; 3]) -> f64 {
         let luminance = |colour: [f64; 3]| {
             let [r, g, b] = colour.map(|part| {
@@ -115,7 +116,7 @@ mod tests {
         let lines: Vec<_> = COLOURS.iter().filter(|(name, ..)| name.starts_with('s')).collect();
         assert_eq!(lines.len(), LINE_COLOURS);
         for (i, (name, light, dark)) in lines.iter().enumerate() {
-            // The first two are what they are on bars and tags, too.
+            // The first two also color bars and tags.
             let others = COLOURS.iter().filter(|(other, ..)| {
                 other != name && !(i == 0 && *other == "accent") && !(i == 1 && *other == "default")
             });
@@ -130,7 +131,7 @@ mod tests {
         let style = super::super::STYLE;
         for part in style.split("var(--").skip(1) {
             let name = part.split([')', ',']).next().unwrap();
-            // (A field of the map says its own value.)
+            // A field of the map sets its own value.
             let own = style.contains(&format!("--{name}:")) || name == "v";
             assert!(own || COLOURS.iter().any(|(known, ..)| *known == name), "{name}");
         }

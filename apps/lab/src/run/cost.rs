@@ -1,46 +1,46 @@
-//! What one round of a cell costs, counted: what is started, written, requested and waited for. How long
-//! each of these takes on this host is [`super::speed`]'s.
+//! Counts what one round of a cell costs: programs started, bytes written, requests made, time
+//! waited. [`super::speed`] knows how long each of these takes on this host.
 
 use crate::fit::{Fit, fit, images_of, layout_of};
 use crate::layout::More;
 use crate::model::{Axes, Effort, PlaceInfo};
 use crate::profile::{self, Kind, Load, SCORE_LOADS};
 
-/// What one round takes, counted.
+/// The counted costs of one round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// Short commands, such as `vdkit create`.
     pub commands: f64,
-    /// Servers, from their start to their end.
+    /// Servers, including their start and their end.
     pub servers: f64,
     /// Runs of fio, without their loads.
     pub fios: f64,
     /// Runs of fio within a guest, without their loads.
     pub guest_fios: f64,
-    /// Guests, from their boot to their end, without their loads.
+    /// Guests, from boot to end, without their loads.
     pub guests: f64,
-    /// Seconds that are waited for, whatever the host.
+    /// Seconds of waiting that do not depend on the host.
     pub fixed: f64,
-    /// Bytes that are written in order, and made durable.
+    /// Bytes that are written in order and made durable.
     pub written: f64,
-    /// Requests of a client, one after the other or a few at a time, through a server.
+    /// Requests of a client through a server, one or a few at a time.
     pub requests: f64,
     /// Bytes of files that are copied into a file system.
     pub copied: f64,
     /// File systems that are made, mounted and unmounted.
     pub file_systems: f64,
-    /// Times that all caches are dropped, also of the programs that run next.
+    /// How often all caches are dropped, which makes the next programs start slowly.
     pub cold: f64,
     /// Bytes that a conversion reads.
     pub read: f64,
 }
 
-/// About the mean size of a file of a tree: [`Kind::Install`].
+/// Approximate mean size of a file in a tree: [`Kind::Install`].
 const FILE_BYTES: f64 = 16e3;
-/// Requests that a new file makes: the kernel writes neighbouring files, and their tables, together.
+/// Requests per new file: the kernel merges writes of neighboring files and of their tables.
 const FILE_REQUESTS: f64 = 1.0;
 
-/// What one round of a cell costs.
+/// The cost of one round of a cell.
 pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
     let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
     let Some(profile) = value("profile").and_then(profile::find) else { return Cost::default() };
@@ -75,7 +75,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
             cost.cold += 1.0;
         }
         Kind::Boot => {
-            // The base is one for all.
+            // All overlays have one base image.
             cost.written += disk;
             cost.commands += 1.0 + 2.0 * images_of(axes) as f64;
             cost.cold += 1.0;
@@ -96,8 +96,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
     cost
 }
 
-/// What is done once on a place, before the first of these cells: scores are held against what the bare
-/// place does.
+/// The one-time costs of cells on a place: scores are relative to the throughput of the bare place.
 pub fn once<'a>(cells: impl Iterator<Item = &'a Axes>, effort: &Effort, place: &PlaceInfo) -> Cost {
     let scores = ("profile".to_owned(), "scores".to_owned());
     let wanted = cells.filter(|axes| axes.contains(&scores)).count() > 0;
@@ -110,7 +109,7 @@ pub fn once<'a>(cells: impl Iterator<Item = &'a Axes>, effort: &Effort, place: &
     }
 }
 
-/// The image, with what it holds before its load.
+/// The cost of creating the image with its content.
 fn made(axes: &Axes, disk: f64) -> Cost {
     let mut cost = Cost { commands: images_of(axes) as f64, ..Cost::default() };
     let Ok(layout) = layout_of(axes) else { return cost };
@@ -146,14 +145,14 @@ fn fios(cost: &mut Cost, front: &str, count: f64) {
     }
 }
 
-/// Requests of a load that ends after so many. How long they take is not in [`cost`], since the load's
-/// time bounds it.
+/// Requests of a load that ends after a number of requests. [`cost`] does not include their
+/// duration, because a time limit bounds the load.
 pub fn requests(load: &Load, effort: &Effort, fit: &Fit) -> f64 {
     let jobs = f64::from(load.jobs);
     (effort.bytes as f64).min(fit.disk as f64 / jobs) * jobs / load.block as f64
 }
 
-/// Steps of a request through a server, one after the other.
+/// Number of consecutive steps of a request through a server.
 pub fn steps(front: &str) -> f64 {
     if front == "fuse-qsd" { 6.0 } else { 1.0 }
 }

@@ -1,4 +1,4 @@
-//! What a run will take: time, and space on each place.
+//! Estimates the time of a run, and its space on each place.
 
 use std::collections::BTreeMap;
 
@@ -11,29 +11,30 @@ use crate::fit::{Unfit, fit};
 use crate::model::{Cell, Outcome, PlaceInfo, PlaceKind};
 use crate::plan::Effort;
 
-/// Kept free beside images: results of fio, initial files of a guest, a file system's own.
+/// Space kept free besides images: results of fio, a guest's initial files, a file system's
+/// metadata.
 const BESIDE_BYTES: u64 = 192 << 20;
 
-/// What a run will take. Time is a guess, space is what is needed at most at one time.
+/// Estimate of a run. The time is a guess; the space is the largest amount in use at any time.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Estimate {
-    /// Cells that are measured.
+    /// Number of cells that are measured.
     pub cells: usize,
-    /// Rounds of each.
+    /// Number of rounds of each cell.
     pub rounds: u32,
-    /// Time of all of it.
+    /// Duration of the whole run.
     pub seconds: f64,
-    /// Time of one round of each cell, in the order of the cells.
+    /// Duration of one round of each cell, in the order of the cells.
     pub each: Vec<f64>,
-    /// By place: its name, the bytes needed, the bytes there.
+    /// By place: its name, the bytes needed, the bytes available.
     pub space: Vec<(String, u64, u64)>,
-    /// What a user should know before it begins: what is left out and why, disks that are smaller
-    /// than the plan's.
+    /// What a user should know before the run begins: cells that are left out with the reasons, and
+    /// disks that are smaller than the plan's.
     pub told: Vec<String>,
 }
 
 impl Estimate {
-    /// Of these cells; speeds by the names of places.
+    /// Estimates the run of these cells; speeds are by the names of places.
     pub fn of(
         cells: &[Cell],
         places: &[&PlaceInfo],
@@ -69,21 +70,21 @@ impl Estimate {
         }
     }
 
-    /// Time where so many rounds are measured.
+    /// Duration of a run with this number of rounds.
     pub fn seconds_of(&self, rounds: u32) -> f64 {
         let more = f64::from(rounds.saturating_sub(self.rounds));
         self.seconds + more * self.each.iter().sum::<f64>()
     }
 
-    /// How long the rest takes, where `done` of what was guessed took `took` seconds.
+    /// Duration of the remaining work, if the part estimated at `done` took `took` seconds.
     pub fn left(&self, done: f64, took: f64) -> f64 {
         (self.seconds - done).max(0.0) * (took / done.max(1e-9))
     }
 
-    /// Whether the space is there.
+    /// Checks that the places have enough space.
     ///
     /// # Errors
-    /// It is not, on some place.
+    /// A place has too little space.
     pub fn check(&self) -> Result<()> {
         for (name, needed, there) in &self.space {
             if needed > there {
@@ -96,12 +97,12 @@ impl Estimate {
     }
 }
 
-/// Whether a cell is not known beforehand to be impossible.
+/// Whether a cell may be possible, as far as is known before the run.
 fn measures(cell: &Cell) -> bool {
     !matches!(cell.outcome, Outcome::Skipped(_))
 }
 
-/// A place's name, what is needed on it, and what it has.
+/// A place's name, the space needed on it, and its free space.
 fn space(cells: &[Cell], place: &PlaceInfo, effort: &Effort) -> (String, u64, u64) {
     let here = cells.iter().filter(|cell| cell.axis(BACKEND) == Some(&place.name));
     let fits: Vec<_> = here.map(|cell| fit(&cell.axes, effort, place)).collect();
@@ -111,7 +112,7 @@ fn space(cells: &[Cell], place: &PlaceInfo, effort: &Effort) -> (String, u64, u6
             let bytes = bytes.unwrap_or(0);
             bytes + bytes / 32 + BESIDE_BYTES
         }
-        // What fits, fits; where nothing does, the least that would.
+        // A device has to hold the largest image that fits, or the smallest one if none fits.
         PlaceKind::Device => bytes.unwrap_or_else(|| {
             let least = fits.iter().filter_map(|fit| match fit {
                 Err(Unfit::Small { needed, .. }) => Some(*needed),
@@ -123,7 +124,7 @@ fn space(cells: &[Cell], place: &PlaceInfo, effort: &Effort) -> (String, u64, u6
     (place.name.clone(), needed, place.free_bytes)
 }
 
-/// What is left out on each place, and what is smaller there.
+/// Cells that are left out on each place, and disks that are smaller there.
 fn told(cells: &[Cell], places: &[&PlaceInfo], effort: &Effort) -> Vec<String> {
     let mut told = Vec::new();
     for place in places {
@@ -185,7 +186,7 @@ mod tests {
         let load = cell(&[("backend", "a"), ("front", "file"), ("profile", "rnd4k-q1-write")]);
         let skipped = Cell { outcome: Outcome::Skipped("no".into()), ..load.clone() };
         let one = of(std::slice::from_ref(&load), &place);
-        // 10 s, fio's start and one command.
+        // 10 s, the start of fio and one command.
         assert!((one.each[0] - 10.52).abs() < 1e-9, "{one:?}");
         assert!((one.seconds - 3.0 * one.each[0]).abs() < 1e-9);
         let two = of(&[load.clone(), skipped, load], &place);
@@ -193,7 +194,7 @@ mod tests {
         assert_eq!(two.told, ["a: 1 cell is left out: no"]);
         assert!((one.seconds_of(6) - 6.0 * one.each[0]).abs() < 1e-9);
         assert!((one.seconds_of(3) - one.seconds).abs() < 1e-9);
-        // A third of it took twice as long: the rest will too.
+        // A third of the run took twice the estimated time; the estimate for the rest is doubled.
         assert!(
             (two.left(two.seconds / 3.0, 2.0 * two.seconds / 3.0) / two.seconds - 4.0 / 3.0).abs()
                 < 1e-9

@@ -1,4 +1,5 @@
-//! A run: every cell once a round, in random order, each sample kept as soon as it is there.
+//! Runs a plan: measures every cell once per round in random order, and stores each sample
+//! immediately.
 
 mod cost;
 mod estimate;
@@ -33,58 +34,59 @@ pub use estimate::Estimate;
 use rounds::Rounds;
 use speed::Speed;
 
-/// What a user asks for; kept with the results, so that a run can go on.
+/// The user's request, stored with the results so that an interrupted run can be resumed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
-    /// The plan's text.
+    /// The plan's source text.
     pub plan: String,
-    /// Where that is from.
+    /// Where the source text came from.
     pub origin: String,
-    /// A first answer.
+    /// Whether this is a quick run.
     pub quick: bool,
-    /// The order of the cells, and all random bytes, come from it.
+    /// Seed of the order of the cells and of random bytes.
     pub seed: u64,
-    /// Just so many rounds.
+    /// A fixed number of rounds.
     pub rounds: Option<u32>,
-    /// More rounds until it can be told, for at most so many seconds.
+    /// Time limit in seconds for additional rounds while comparisons are undecided.
     #[serde(default)]
     pub seconds: Option<u64>,
-    /// Folders.
+    /// Folders for images.
     pub folders: Vec<PathBuf>,
-    /// Devices.
+    /// Devices for images.
     pub devices: Vec<PathBuf>,
 }
 
-/// Whether a load was steady, told from its series. What [`crate::model::Steady`] asks for.
+/// Decides from time series whether a load was steady; the rule is documented at
+/// [`crate::model::Steady`].
 pub type SteadyRule = fn(&[Series]) -> Option<Steady>;
 
 /// What a run needs from its caller.
 pub struct Tools<'a> {
-    /// The command `vdkit`.
+    /// Path of the command `vdkit`.
     pub command: PathBuf,
-    /// Its version.
+    /// Version of the command.
     pub version: String,
     /// The library's formats.
     pub registry: &'a Registry,
-    /// Devices whose content the user gives up, by name.
+    /// Devices that the user named for overwriting.
     pub erase: Vec<PathBuf>,
-    /// How the user is asked for the name of another; nothing where nobody is there to answer.
+    /// Asks the user to confirm another device; none without a terminal.
     pub ask: Option<device::Ask<'a>>,
-    /// How steadiness is told.
+    /// The rule for steadiness.
     pub steady: Option<SteadyRule>,
 }
 
-/// A run that could begin: everything is checked, nothing is written.
+/// A validated run that has not written anything yet.
 #[derive(Debug)]
 pub struct Prepared {
     request: Request,
     plan: Plan,
     places: Vec<Place>,
-    /// What will be measured.
+    /// The cells to measure.
     pub cells: Vec<Cell>,
-    /// What it will take.
+    /// The estimate of the run.
     pub estimate: Estimate,
-    /// All on its devices was given up.
+    /// Whether the user has confirmed every device.
     confirmed: bool,
 }
 
@@ -92,7 +94,7 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// A seed that nobody has chosen.
+/// A random seed.
 pub fn random_seed() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Rng::new(since.as_nanos() as u64 ^ u64::from(std::process::id()) << 40).next_u64()
@@ -135,11 +137,11 @@ impl Request {
 }
 
 impl Prepared {
-    /// Looks at the plan and the places. Nothing is written.
+    /// Validates the plan and the places without writing anything.
     ///
     /// # Errors
-    /// The plan is wrong, or a place is too small for it; [`device::Refusal`] for a device that is in
-    /// use.
+    /// The plan is invalid, or a place is too small for it; [`device::Refusal`] for a device that
+    /// is in use.
     pub fn new(request: Request) -> Result<Self> {
         let plan = request.plan()?;
         let places = request.places(&plan)?;
@@ -154,7 +156,7 @@ impl Prepared {
             }
         }
         let estimate = Estimate::of(&cells, &infos, &request.effort(&plan), &BTreeMap::new());
-        // A place that is too small is told with what it takes.
+        // An error for a place that is too small gives the space that the plan needs.
         estimate.check()?;
         if cells.iter().all(|cell| cell.outcome != Outcome::Pending) {
             let why = estimate.told.first().map_or("", String::as_str);
@@ -164,15 +166,15 @@ impl Prepared {
         Ok(Self { request, plan, places, cells, estimate, confirmed })
     }
 
-    /// How many rounds are measured at most, where those of the estimate do not tell.
+    /// Largest number of rounds if comparisons stay undecided.
     pub fn rounds_most(&self) -> u32 {
         Rounds::of(&self.request, &self.plan).most
     }
 
-    /// Whether all devices were given up by name.
+    /// Requires the user's consent for every device.
     ///
     /// # Errors
-    /// [`device::Refusal`] for one that was not.
+    /// [`device::Refusal`] for a device without consent.
     pub fn confirm(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
         for path in &self.request.devices {
             device::confirm(path, &tools.erase, tools.ask, &monitor.cancel)?;
@@ -181,12 +183,12 @@ impl Prepared {
         Ok(())
     }
 
-    /// Guesses anew how long it takes, by how fast this host and the places are: that takes some seconds, as
-    /// a few requests go through each server of the plan and a guest is booted, where it has any. In folders
-    /// nothing is left; devices are written to once they were confirmed.
+    /// Improves the time estimate by measuring the host and the places. This takes some seconds: it
+    /// sends a few requests through each server of the plan, and boots a guest if the plan has one.
+    /// It leaves nothing in folders, and writes to devices only after they were confirmed.
     ///
     /// # Errors
-    /// The user has had enough.
+    /// The user interrupts.
     pub fn calibrate(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
         let effort = self.request.effort(&self.plan);
         let cancel = &monitor.cancel;
@@ -205,10 +207,10 @@ impl Prepared {
         Ok(())
     }
 
-    /// Begins: makes the file for results.
+    /// Creates the results file and begins the run.
     ///
     /// # Errors
-    /// The file cannot be made; as [`Prepared::confirm`], where that was not done.
+    /// The file cannot be created; as [`Prepared::confirm`], if it was not called before.
     pub fn begin(mut self, out: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Going> {
         if !self.confirmed {
             self.confirm(tools, monitor)?;
@@ -263,7 +265,7 @@ fn busy(environment: &Environment) -> Vec<Warning> {
     text.map(|text| Warning { kind: "load".to_owned(), text, cells: vec![] }).into_iter().collect()
 }
 
-/// A run under way.
+/// A run in progress.
 pub struct Going {
     request: Request,
     places: Vec<Place>,
@@ -278,16 +280,16 @@ pub struct Going {
 }
 
 impl Going {
-    /// What all of it will take, with what is there already.
+    /// The estimate of the whole run, including what is already measured.
     pub fn estimate(&self) -> &Estimate {
         &self.estimate
     }
 
-    /// Goes on with a run that was interrupted, after removing what it has left.
+    /// Resumes an interrupted run, after removing what it left behind.
     ///
     /// # Errors
-    /// The file is none, or another process measures into it; the places are not there any more;
-    /// or as [`Prepared::new`] and [`Prepared::begin`].
+    /// The file is no run, or another process measures into it; the places no longer exist; or as
+    /// [`Prepared::new`] and [`Prepared::begin`].
     pub fn resume(file: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Self> {
         let mut store = Store::open(file)?;
         for folder in store.scratch()? {
@@ -308,12 +310,12 @@ impl Going {
         Ok(prepared.going(store, run.cells))
     }
 
-    /// Measures what is not there yet, and gives the whole run.
+    /// Measures what is missing, and returns the whole run.
     ///
     /// # Errors
-    /// [`vdkit_block::Error::Interrupted`] where the user has had enough: what was measured is kept.
-    /// Otherwise only what the run itself fails by, such as a full disk for the results; what fails
-    /// in a cell is that cell's outcome.
+    /// [`vdkit_block::Error::Interrupted`] if the user interrupts; samples are kept. Otherwise only
+    /// a failure of the run itself, such as a full disk for the results. A failure within a cell
+    /// becomes the cell's outcome.
     pub fn run(mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Run> {
         let order = cells::order(self.cells.len(), self.rounds.most, self.request.seed);
         let total = (self.cells.len() as u64) * u64::from(self.rounds.least);
@@ -342,12 +344,12 @@ impl Going {
         self.store.run()
     }
 
-    /// What there is, as far as a verdict needs it.
+    /// The run so far, with the parts that a verdict needs.
     fn so_far(&self) -> Run {
         Run { plan: self.summary.clone(), cells: self.cells.clone(), ..Run::default() }
     }
 
-    /// One round of one cell.
+    /// Measures one round of one cell.
     fn step(
         &mut self,
         round: u32,
@@ -381,7 +383,8 @@ impl Going {
         let disturbed = before.until(&load::Moment::now());
         place::remove_folder(&folder)?;
         self.store.forget_scratch(&folder)?;
-        // Each round has a folder of its own, whose name says nothing.
+        // Each round has a folder with a random name. Replace the name, so that equal commands
+        // and errors have equal texts.
         let name = folder.display().to_string();
         let shown = folder.with_file_name("vdkit-lab").display().to_string();
         let plain = |text: String| text.replace(&name, &shown);
@@ -410,7 +413,8 @@ impl Going {
         Ok(())
     }
 
-    /// A cell that could not be measured: why. `plain` takes names out that say nothing.
+    /// Records that a cell could not be measured, and why. `plain` removes random names from the
+    /// text.
     fn give_up(
         &mut self,
         cell: &mut Cell,
@@ -437,18 +441,18 @@ impl Going {
         self.store.set_outcome(cell)
     }
 
-    /// Devices begin with zeroes again, as a device that nothing is on: the user gave their content up.
+    /// Zeroes the ends of devices, so that they look empty. The user has released their content.
     fn leave_devices_empty(&self) {
         for place in &self.places {
             if let Some(path) = place.device() {
-                // What cannot be cleared here is refused by the next run, which says how to go on.
+                // If this fails, the next run refuses the device and explains how to go on.
                 let _ = crate::layout::clear_ends(path, place.info.total_bytes);
             }
         }
     }
 }
 
-/// How well the guess of the time fits.
+/// Compares the estimated time with the real one.
 #[derive(Debug, Default)]
 struct Pace {
     guessed: f64,
@@ -457,11 +461,11 @@ struct Pace {
 }
 
 impl Pace {
-    /// After a sample: what is to be told, once, where the guess turns out to be far off.
+    /// After a sample: returns a message, at most once, if the estimate was far off.
     fn after(&mut self, estimate: &Estimate, guessed: f64, took: Duration) -> Option<String> {
         self.guessed += guessed;
         self.took += took.as_secs_f64();
-        // Some tenths of all say how the rest will be; the first few do not.
+        // The first few samples predict the rest badly; a fifth of the run suffices.
         if self.told || self.guessed < estimate.seconds / 5.0 {
             return None;
         }
@@ -486,7 +490,7 @@ mod tests {
         let mut pace = Pace::default();
         assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
         let told = pace.after(&estimate, 60.0, Duration::from_secs(240)).unwrap();
-        // 480 guessed seconds are left, at a quarter of the speed.
+        // 480 estimated seconds remain, at a quarter of the speed.
         assert!(told.starts_with("about 32 min more"), "{told}");
         assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
         let mut pace = Pace::default();

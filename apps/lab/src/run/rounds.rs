@@ -1,4 +1,4 @@
-//! How many rounds a run measures: as many as it takes to tell, within what it was given.
+//! Decides how many rounds a run measures: until comparisons are decided, within its limits.
 
 use super::Request;
 use crate::model::{Run, SURVIVED};
@@ -6,25 +6,26 @@ use crate::plan::Plan;
 use crate::stats::ROUNDS_MIN;
 use crate::verdict::is_settled;
 
-/// Times the plan's rounds that a run measures at most, where no time was given.
+/// Without a time limit, a run measures at most this many times its plan's rounds.
 const MORE: u32 = 2;
-/// Rounds at most, where a time was given.
+/// Largest number of rounds with a time limit.
 const ROUNDS_MAX: u32 = 1000;
 
-/// From how many rounds to how many.
+/// The limits on the number of rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rounds {
-    /// That many are measured, whatever they tell.
+    /// Rounds that are measured in any case.
     pub(super) least: u32,
-    /// No more.
+    /// Largest number of rounds.
     pub(super) most: u32,
-    /// For so many seconds, where the user said it.
+    /// The user's time limit in seconds.
     seconds: Option<u64>,
 }
 
 impl Rounds {
-    /// What was asked for. A plan that says one or two rounds is taken at its word: it wants no decision. And
-    /// what comes through or does not is no matter of noise.
+    /// The limits for a request. A plan with one or two rounds gets no additional ones, because
+    /// it asks for no decision. Neither does a plan that measures survival, which does not depend on
+    /// noise.
     pub(super) fn of(request: &Request, plan: &Plan) -> Self {
         let planned = plan.effort(request.quick).rounds;
         let fixed = |rounds| Self { least: rounds, most: rounds, seconds: None };
@@ -37,8 +38,8 @@ impl Rounds {
         }
     }
 
-    /// Whether the round of this number, from 0, is measured, by what there is of those before it.
-    /// The same is said of a run that goes on after an interruption.
+    /// Whether round `round` (from 0) is measured, given the rounds before it. A resumed run gets
+    /// the same answer.
     pub(super) fn wants(&self, round: u32, run: &Run) -> bool {
         if round < self.least {
             return true;
@@ -48,7 +49,7 @@ impl Rounds {
         }
         let samples = run.cells.iter().flat_map(|cell| &cell.samples);
         let so_far: f64 = samples.filter(|s| s.round < round).map(|sample| sample.seconds).sum();
-        // One more takes as long as those before it.
+        // One more round takes the mean time of those before it.
         let after = so_far * (1.0 + 1.0 / f64::from(round.max(1)));
         self.seconds.is_none_or(|given| after <= given as f64)
     }
@@ -65,7 +66,7 @@ mod tests {
         Rounds::of(&request, &Plan::named("install").unwrap())
     }
 
-    /// Two layouts, whose rounds took ten seconds each together.
+    /// Two layouts. A round of both takes ten seconds.
     fn run(raw: &[f64], qcow2: &[f64]) -> Run {
         let cell = |layout: &str, values: &[f64]| Cell {
             key: layout.to_owned(),

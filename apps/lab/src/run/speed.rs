@@ -1,4 +1,4 @@
-//! How fast this host is at what a run is made of, measured in a second or two before it begins.
+//! Measures the speed of this host at the parts of a run, in a second or two before the run begins.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -24,7 +24,7 @@ use crate::plan::Effort;
 use crate::process::Line;
 use crate::profile::Sync;
 
-/// How long each thing that [`Cost`] counts takes, in seconds.
+/// Durations of what [`Cost`] counts, in seconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Speed {
     /// A short command.
@@ -33,15 +33,15 @@ pub struct Speed {
     pub fio: f64,
     /// A byte that is written in order and made durable.
     pub byte: f64,
-    /// Two threads wake one another, once each: what a request through a server is made of.
+    /// A turn: two threads wake each other once. A request through a server consists of turns.
     pub turn: f64,
-    /// Of guests.
+    /// Durations of guests.
     pub guest: GuestSpeed,
-    /// What was tried on this place.
+    /// Results of the trials on this place.
     pub tried: Tried,
 }
 
-/// A host that nobody has looked at.
+/// Typical durations of a host that was not measured.
 impl Default for Speed {
     fn default() -> Self {
         Self {
@@ -55,34 +55,34 @@ impl Default for Speed {
     }
 }
 
-/// What is written to measure a place. A small part of a device's cache; so much is written for any
-/// cell.
+/// Bytes written to measure a place. They cover only a small part of a device's cache, but so do
+/// the writes of a cell.
 const WRITE_BYTES: usize = 32 << 20;
 
-// What is not measured beforehand, in seconds, as it is seen on machines of today.
-/// A server's start and end, beside that of a command.
+// Durations that are not measured, in seconds, as on current machines.
+/// Start and end of a server, in addition to a command.
 const SERVER: f64 = 0.1;
-/// Turns of a request through a server.
+/// Turns per request through a server.
 const TURNS: f64 = 4.0;
 /// A byte that is copied into a file system on a served disk.
 const COPIED: f64 = 1.0 / 150e6;
-/// A file system that is made, mounted and unmounted: mostly waiting for loop devices.
+/// A file system that is made, mounted and unmounted; mostly waiting for loop devices.
 const FILE_SYSTEM: f64 = 0.3;
-/// Programs and libraries that have to be read again once caches were dropped.
+/// Programs and libraries that are read again after caches were dropped.
 const COLD: f64 = 0.4;
 /// A byte that a conversion reads.
 const READ: f64 = 1.0 / 1.5e9;
 
 impl Speed {
-    /// Of a host and a place. `writes`: a device may be written to. What cannot be measured is taken to
-    /// be as elsewhere.
+    /// Measures a host and a place. `writes` allows writing to a device. Keeps the typical duration
+    /// of what cannot be measured.
     ///
     /// # Errors
-    /// The user has had enough.
+    /// The user interrupts.
     pub fn of(command: &Path, place: &Place, writes: bool, cancel: &CancelToken) -> Result<Self> {
         let mut speed = Self::default();
         let version = Line::new(command).arg("--version");
-        // The first one reads the program.
+        // The first call loads the program into memory.
         version.run_any(cancel)?;
         speed.command = version.run_any(cancel)?.elapsed.as_secs_f64();
         if let Some(fio) = find("fio") {
@@ -92,13 +92,13 @@ impl Speed {
         }
         speed.turn = turn().unwrap_or(speed.turn);
         if place.device().is_none() || writes {
-            // A place that cannot be written to will say so in each cell.
+            // If the place is not writable, each cell reports that later.
             speed.byte = byte(place).unwrap_or(speed.byte);
         }
         Ok(speed)
     }
 
-    /// How long a round of a cell takes, by what was tried where that is the same.
+    /// Duration of a round of a cell. Uses trial results where they apply.
     pub fn of_cell(&self, axes: &Axes, effort: &Effort, fit: &Fit) -> f64 {
         let seconds = self.seconds(&cost(axes, effort, fit));
         let Some((front, load)) = front_and_load(axes) else { return seconds };
@@ -114,7 +114,7 @@ impl Speed {
         seconds + late.copied().unwrap_or(0.0)
     }
 
-    /// How long something takes.
+    /// Duration of a cost.
     pub fn seconds(&self, cost: &Cost) -> f64 {
         cost.commands * self.command
             + cost.servers * (SERVER + self.command)
@@ -131,10 +131,10 @@ impl Speed {
     }
 }
 
-/// Turns that are taken to measure one.
+/// Number of turns measured.
 const TURNS_MEASURED: u32 = 500;
 
-/// How long a turn takes.
+/// Duration of a turn.
 fn turn() -> Result<f64> {
     let (mut near, mut far) = UnixStream::pair()?;
     std::thread::scope(|scope| {
@@ -158,7 +158,7 @@ fn turn() -> Result<f64> {
     })
 }
 
-/// How long a byte takes until it is durable.
+/// Duration until a byte is durable.
 fn byte(place: &Place) -> Result<f64> {
     let mut buffer = vec![0; 1 << 20];
     noise(&mut buffer, &mut Rng::new(1));
@@ -174,7 +174,7 @@ fn byte(place: &Place) -> Result<f64> {
             file.sync_data()?;
         }
         None => {
-            // Without a name: nothing is left, however this ends.
+            // The file has no name, so nothing is left behind.
             let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
             let file = rustix::fs::open(place.path(), flags, Mode::RUSR | Mode::WUSR)
                 .context("a file without a name")?;
@@ -223,16 +223,16 @@ mod tests {
         let before = |front, profile| of(&Speed::default(), front, profile);
         speed.tried.requests.insert(("fuse".to_owned(), 4096), 1e-3);
         speed.tried.late.insert("fuse".to_owned(), 5.0);
-        // 8192 requests of a millisecond, beside what starts and ends.
+        // 8192 requests of a millisecond each, plus start and end.
         let found = of(&speed, "fuse", "libaio16");
         assert!((8.2..9.2).contains(&found), "{found}");
-        // A load is over when its time is.
+        // A load with a time limit ends when its time is over.
         speed.tried.requests.insert(("fuse".to_owned(), 4096), 1.0);
         let found = of(&speed, "fuse", "libaio16");
         assert!((10.0..11.0).contains(&found), "{found}");
         let found = of(&speed, "fuse", "batch16") - before("fuse", "batch16");
         assert!((found - 5.0).abs() < 1e-9, "{found}");
-        // Others are not like it: another front, other blocks, no syncs.
+        // A trial does not apply to another front, another block size, or a load with syncs.
         for (front, profile) in [
             ("nbd", "libaio16"),
             ("nbd", "batch16"),

@@ -1,6 +1,6 @@
-//! Trials before a run: a few requests of its own cells. How long a request takes behind a server, and how
-//! much later than its time a load ends that waits for syncs, follows from nothing that is simpler: servers
-//! differ by ten times on the same place.
+//! Tries a few requests of a run's own cells before the run. Servers differ by a factor of ten on
+//! the same place, so simpler measurements predict neither the duration of a request through a
+//! server, nor how much later a load with syncs ends.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -21,23 +21,23 @@ use crate::place::{self, Place};
 use crate::plan::Effort;
 use crate::profile::{self, Kind, Load, Sync};
 
-/// Requests of a trial.
+/// Requests per trial.
 const REQUESTS: u64 = 512;
-/// How long a load of a time is tried.
+/// Duration of the trial of a load with a time limit.
 const SECONDS: f64 = 0.3;
-/// The disk of a trial at most: all of it may be written.
+/// Largest disk of a trial, which may be written completely.
 const DISK_BYTES: u64 = 64 << 20;
 
-/// What was tried on a place.
+/// Results of the trials on a place.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tried {
-    /// Seconds of a request, its part of the sync at the end too, by front and bytes of a request.
+    /// Seconds per request, including its share of the final sync, by front and request size.
     pub requests: BTreeMap<(String, u64), f64>,
-    /// Seconds by which a load that waits for syncs takes longer than is counted, by front.
+    /// Additional seconds of a load with syncs, by front.
     pub late: BTreeMap<String, f64>,
 }
 
-/// The front of a cell, and its load where that is one.
+/// The front of a cell, and its load if it is a load of requests.
 pub fn front_and_load(axes: &Axes) -> Option<(&str, Load)> {
     let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
     match value("profile").and_then(profile::find)?.kind {
@@ -46,10 +46,11 @@ pub fn front_and_load(axes: &Axes) -> Option<(&str, Load)> {
     }
 }
 
-/// Tries what the cells of a place are made of, once each. What fails here will say so in its cell.
+/// Runs each kind of trial that a place's cells need once. A failing trial is ignored, because the
+/// cell will fail too.
 ///
 /// # Errors
-/// The user has had enough.
+/// The user interrupts.
 pub fn tried(
     cells: &[Cell],
     place: &Place,
@@ -68,7 +69,7 @@ pub fn tried(
             true => tried.requests.contains_key(&key),
             false => load.sync == Sync::Never || tried.late.contains_key(front),
         };
-        // A guest boots for longer than its load takes.
+        // A guest takes longer to boot than to run its load.
         if known || load.rewrites || front.starts_with("guest-") {
             continue;
         }
@@ -94,7 +95,7 @@ pub fn tried(
     Ok(tried)
 }
 
-/// One round of a cell.
+/// Runs one round of a cell.
 fn once(
     axes: &Axes,
     place: &Place,
@@ -105,7 +106,7 @@ fn once(
     with_bench(axes, place, effort, (tools, cancel), engine::sample)
 }
 
-/// Does something with a folder on a place, which is removed again.
+/// Runs a closure with a temporary folder on a place.
 fn with_bench<T>(
     axes: &Axes,
     place: &Place,
@@ -133,10 +134,10 @@ fn with_bench<T>(
     found
 }
 
-/// How fast guests are here, where a cell has one: one is booted.
+/// Measures guests on this host by booting one, if a cell has a guest.
 ///
 /// # Errors
-/// The user has had enough.
+/// The user interrupts.
 pub fn guest(
     cells: &[Cell],
     places: &[Place],

@@ -1,45 +1,47 @@
-//! How many times as good one thing is as another, and whether that is more than noise.
+//! Computes how many times as good one thing is as another, and whether the difference is larger
+//! than noise.
 //!
-//! A page that makes fifty comparisons at 95 % each finds two or three differences where there are
-//! none. So the chance of error is that of *all comparisons of a verdict together*: each has its share
-//! of it (Bonferroni), and the shares become smaller each time that a run looks at its own results to
-//! see whether it may stop.
+//! Fifty comparisons at 95 % each report two or three differences that do not exist. So the error
+//! probability applies to *all comparisons of a verdict together*: each comparison gets a share of
+//! it (Bonferroni), and the shares shrink with each time that a run tests its own results to see
+//! whether it may stop.
 
 use super::noise::{Noise, Rounds};
 use super::special::student;
 use super::{Interval, sorted};
 use crate::model::Better;
 
-/// A difference that matters: below it nobody would choose by it, however sure it is.
+/// Smallest difference that matters. Nobody would choose by a smaller one, however certain it is.
 pub const MATTERS: f64 = 0.02;
 
-/// Rounds below which nothing is decided: they do not show how much they vary.
+/// Smallest number of rounds for a decision. Fewer do not show their variation.
 pub const ROUNDS_MIN: usize = 3;
 
-/// The chance that a verdict calls anything better or worse that is not.
+/// Probability that a verdict wrongly calls anything better or worse.
 pub const ERROR: f64 = 0.05;
 
-/// The part of [`ERROR`] that is shared out. The rest is for what Student's distribution does not know of:
-/// storage has heavier tails, and few cells do not tell how much they differ in that.
+/// The part of [`ERROR`] that the comparisons share. The rest is a reserve for what Student's
+/// distribution does not cover: storage has heavier tails, and few cells do not show how much their
+/// variances differ.
 const SHARED: f64 = 0.4;
 
-/// An interval whose ends are no farther apart than this (12 % either way) tells enough: what lies
-/// in it is no reason to choose.
+/// A comparison whose interval has a smaller ratio of its ends (12 % either way) needs no more
+/// rounds: a difference within the interval is no reason to choose.
 pub const NARROW: f64 = 1.25;
 
-/// What a comparison comes to.
+/// The result of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// Better than the other.
     Better,
-    /// They cannot be told apart, or not by so much that it matters.
+    /// The two are indistinguishable, or their difference is too small to matter.
     Tie,
     /// Worse than the other.
     Worse,
 }
 
 impl Decision {
-    /// In a word.
+    /// The result as one word.
     pub fn word(self) -> &'static str {
         match self {
             Self::Better => "better",
@@ -48,7 +50,7 @@ impl Decision {
         }
     }
 
-    /// Seen from the other side.
+    /// The result with the sides exchanged.
     pub fn reversed(self) -> Self {
         match self {
             Self::Better => Self::Worse,
@@ -58,45 +60,45 @@ impl Decision {
     }
 }
 
-/// One against another.
+/// Comparison of one way with another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gain {
-    /// How many times as good: 2 is twice the throughput, or half the time. Round by round, the
-    /// geometric mean of the ratios.
+    /// How many times as good: 2 is twice the throughput, or half the time. Geometric mean of the
+    /// ratios, round by round.
     pub ratio: f64,
-    /// Where the ratio lies. With less than [`ROUNDS_MIN`] rounds it is the range of what was
-    /// measured, and covers nothing.
+    /// Interval of the ratio. With fewer than [`ROUNDS_MIN`] rounds it is the range of the measured
+    /// ratios, with no coverage.
     pub interval: Interval,
-    /// What it comes to.
+    /// The result.
     pub decision: Decision,
-    /// Rounds of the side that has fewer.
+    /// Number of rounds of the side that has fewer.
     pub rounds: usize,
 }
 
 impl Gain {
-    /// Whether there are too few rounds to see how much they vary, so that nothing is decided.
+    /// Whether there are too few rounds for a decision.
     pub fn is_hint(&self) -> bool {
         self.rounds < ROUNDS_MIN
     }
 
-    /// Whether more rounds would tell nothing that matters: it is decided, or the two are as good as
+    /// Whether more rounds would not change the result: it is decided, or the two are practically
     /// equal.
     pub fn is_settled(&self) -> bool {
         let narrow = self.interval.high <= self.interval.low * NARROW;
         !self.is_hint() && (self.decision != Decision::Tie || narrow)
     }
 
-    /// Of too few rounds, from the middle as a logarithm.
+    /// A gain from too few rounds. `middle` is a logarithm.
     pub(super) fn hint(middle: f64, rounds: usize) -> Self {
         let ratio = middle.exp();
         let interval = Interval { low: ratio, high: ratio, coverage: 0.0 };
         Self { ratio, interval, decision: Decision::Tie, rounds: rounds.min(ROUNDS_MIN - 1) }
     }
 
-    /// From a middle and half a width of its interval, both logarithms.
+    /// A gain from the middle and half the width of its interval, both as logarithms.
     pub(super) fn around(middle: f64, half: f64, rounds: usize) -> Self {
         let ratio = middle.exp();
-        // (Beyond that no number is left to print.)
+        // A larger width would overflow.
         let half = half.min(50.0);
         let (low, high) = ((middle - half).exp(), (middle + half).exp());
         let interval = Interval { low, high, coverage: 1.0 - ERROR };
@@ -113,31 +115,30 @@ impl Gain {
 /// One side of a comparison.
 #[derive(Clone, Copy, Debug)]
 pub struct Side<'a> {
-    /// What it measured, by round: of several cells their geometric mean.
+    /// Its values by round; the geometric mean of several cells.
     pub rounds: &'a Rounds,
-    /// The cells that stand behind it, as indices.
+    /// Indices of its cells.
     pub cells: &'a [usize],
 }
 
-/// What decides all comparisons of a run.
+/// Decides all comparisons of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Judge {
     noise: Noise,
-    /// The chance of error of one comparison.
+    /// Error probability of one comparison.
     share: f64,
 }
 
 impl Judge {
-    /// Of a run's cells, each with the number of its load. `comparisons` is how many a verdict makes
-    /// of them, `looks` how often the run has looked whether it may stop, 1 where its rounds were
-    /// fixed beforehand.
+    /// Creates a judge for a run's cells, each with the number of its load. `comparisons` is the
+    /// number of comparisons that a verdict makes. `looks` is how many times the run tested whether
+    /// it may stop; 1 if its number of rounds was fixed.
     pub fn new(cells: &[(usize, Rounds)], comparisons: usize, looks: usize) -> Self {
         let (comparisons, looks) = (comparisons.max(1) as f64, looks.max(1) as f64);
         Self { noise: Noise::of(cells), share: SHARED * ERROR / comparisons / looks.powi(2) }
     }
 
-    /// Holds one side against the other. Nothing where one of them has no value, or one that is not
-    /// above 0.
+    /// Compares one side with another. None if a side has no value, or one that is not above 0.
     pub fn gain(&self, own: Side<'_>, base: Side<'_>, better: Better) -> Option<Gain> {
         let usable = |side: &Side<'_>| {
             !side.rounds.is_empty()
@@ -160,7 +161,7 @@ impl Judge {
     }
 }
 
-/// Logarithms of ratios: of the rounds that both have, else of each with each.
+/// Logarithms of the ratios, of the rounds that both sides have, or else of every pair of rounds.
 fn ratios(own: &Rounds, base: &Rounds, better: Better) -> Vec<f64> {
     let sign = if better == Better::Higher { 1.0 } else { -1.0 };
     let ratio = |one: f64, two: f64| sign * (one / two).ln();
@@ -178,7 +179,7 @@ fn ratios(own: &Rounds, base: &Rounds, better: Better) -> Vec<f64> {
     each.map(|(one, two)| ratio(one, two)).collect()
 }
 
-/// The mean, whose spread is what [`Noise`] tells of; that of a median is another.
+/// The mean, because [`Noise`] describes the spread of a mean and not of a median.
 pub(super) fn mean(numbers: &[f64]) -> f64 {
     numbers.iter().sum::<f64>() / numbers.len() as f64
 }
@@ -191,7 +192,7 @@ mod tests {
         (0u32..).zip(values.iter().copied()).collect()
     }
 
-    /// Two cells of one load, the only comparison.
+    /// Two cells of one load, with a single comparison.
     fn gain(own: &[f64], base: &[f64], better: Better) -> Option<Gain> {
         let cells = [(0, rounds(own)), (0, rounds(base))];
         let side = |i: usize| Side { rounds: &cells[i].1, cells: if i == 0 { &[0] } else { &[1] } };
@@ -213,7 +214,7 @@ mod tests {
     fn noise_is_a_tie() {
         let decide = |a: &[f64], b: &[f64]| gain(a, b, Better::Higher).unwrap().decision;
         assert_eq!(decide(&[10.0, 12.0, 11.0], &[10.5, 11.5, 10.8]), Decision::Tie);
-        // Sure, and too little to matter.
+        // Certain, but too small to matter.
         assert_eq!(decide(&[101.0; 5], &[100.0; 5]), Decision::Tie);
         assert_eq!(decide(&[105.0; 5], &[100.0; 5]), Decision::Better);
     }

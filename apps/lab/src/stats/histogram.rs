@@ -1,22 +1,22 @@
-//! Latency distributions: merged over rounds, and read at percentiles.
+//! Latency distributions: merging over rounds, and percentiles.
 
 use std::collections::BTreeMap;
 
 use crate::model::Histogram;
 
-/// The fractions that are shown: from the median to p99.99.
+/// The percentiles that are shown, from the median to p99.99.
 pub const FRACTIONS: &[f64] = &[0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999];
 
 /// A point of a distribution.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Percentile {
-    /// The part of all requests that took this time at most.
+    /// The fraction of all requests that took at most this time.
     pub fraction: f64,
-    /// Nanoseconds.
+    /// The time in nanoseconds.
     pub ns: u64,
 }
 
-/// The requests of all histograms as one.
+/// Merges histograms.
 pub fn merged<'a>(histograms: impl IntoIterator<Item = &'a Histogram>) -> Histogram {
     let mut all: BTreeMap<u64, u64> = BTreeMap::new();
     for (ns, count) in histograms.into_iter().flat_map(|histogram| &histogram.buckets) {
@@ -26,8 +26,9 @@ pub fn merged<'a>(histograms: impl IntoIterator<Item = &'a Histogram>) -> Histog
     Histogram { buckets: all.into_iter().filter(|(_, count)| *count > 0).collect() }
 }
 
-/// The [`FRACTIONS`] of a distribution (nearest rank: a time that a request did take), as far as
-/// its requests reach: p99.99 of a thousand requests would be a claim about one that was not made.
+/// The [`FRACTIONS`] of a distribution (nearest rank, so that each is the latency of a real
+/// request). Leaves out fractions for which there are too few requests: a thousand requests have no
+/// p99.99.
 pub fn percentiles(histogram: &Histogram) -> Vec<Percentile> {
     let count = histogram.buckets.iter().fold(0u64, |sum, (_, count)| sum.saturating_add(*count));
     let reached = |fraction: &&f64| (1.0 - **fraction) * count as f64 >= 1.0 - 1e-6;
@@ -41,7 +42,7 @@ pub fn percentiles(histogram: &Histogram) -> Vec<Percentile> {
         .collect()
 }
 
-/// The time of the request with this rank.
+/// The latency of the request at this rank.
 fn at(histogram: &Histogram, fraction: f64, count: u64) -> Option<u64> {
     let rank = ((fraction * count as f64).ceil() as u64).clamp(1, count.max(1));
     let mut seen = 0u64;
@@ -65,7 +66,7 @@ mod tests {
 
     #[test]
     fn percentiles_go_as_far_as_there_are_requests() {
-        // 1 to 10,000 ns, a request each.
+        // One request for each of 1 to 10,000 ns.
         let even = Histogram { buckets: (1..=10_000).map(|ns| (ns, 1)).collect() };
         let found = percentiles(&even);
         assert_eq!(found.len(), FRACTIONS.len());

@@ -1,60 +1,59 @@
-//! How much one round of a cell is off, learnt from all cells of a run together.
+//! Estimates how much one round of a cell deviates, from all cells of a run together.
 //!
-//! Three rounds of one cell say little of how much that cell varies: where they lie close together
-//! by luck, any difference looks sure. A run has many cells, and together they say it well. The method
-//! is that of Smyth, *Linear models and empirical Bayes methods for assessing differential expression*
-//! (2004), which is made for many groups of few samples:
+//! Three rounds of one cell say little about how much that cell varies: if they agree by luck, any
+//! difference looks certain. All cells of a run together say it well. The method is that of Smyth,
+//! *Linear models and empirical Bayes methods for assessing differential expression* (2004), which
+//! is made for many groups of few samples:
 //!
-//! - All is in logarithms, so that twice and half weigh the same.
-//! - What a round has in common for all cells of a load is taken out: a slow minute is a slow minute
-//!   for all of them.
-//! - The variances of the cells have a common distribution, whose parameters are fitted. Each cell's
-//!   own variance is drawn up towards it, the more the more alike they all are. Where they differ
-//!   widely (heavy tails, cells that are noisy by themselves) a cell stays with its own few samples,
-//!   and its intervals become wide. Unlike in Smyth's method a variance is not drawn down where they
-//!   differ: noisy cells among calm ones would look calm.
+//! - All values are logarithms, so that a factor of two and a factor of one half weigh the same.
+//! - What a round has in common for all cells of a load is removed, because a slow minute slows all
+//!   of them.
+//! - The variances of the cells have a common distribution, whose parameters are fitted. Each
+//!   cell's own variance is raised towards it, the more the more similar the variances are. If the
+//!   variances differ widely (heavy tails, individual noisy cells), a cell keeps the variance of
+//!   its own few samples, and its intervals become wide. Unlike in Smyth's method, a variance is
+//!   not lowered if the variances differ, because noisy cells among calm ones would then look calm.
 
 use super::special::{digamma, trigamma, trigamma_inverse};
 
-/// Rounds and what was measured in them.
+/// Round numbers and the values measured in them.
 pub type Rounds = Vec<(u32, f64)>;
 
-/// Standard deviation (of logarithms) below which nothing repeats: clocks and schedulers alone make
-/// as much.
+/// Smallest standard deviation (of logarithms). Clocks and schedulers alone cause as much.
 const FLOOR: f64 = 0.005;
 
-/// What is known of all cells of a run.
+/// The noise of all cells of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Noise {
-    /// By cell; nothing where it has less than two rounds, or a value that is not above 0.
+    /// By cell; none for a cell with fewer than two rounds, or with a value that is not above 0.
     cells: Vec<Option<Own>>,
-    /// Degrees of freedom that each cell gets from the others.
+    /// Degrees of freedom that each cell gains from the others.
     prior: f64,
     /// Degrees of freedom of all cells together.
     total: f64,
 }
 
-/// Of one cell.
+/// The noise of one cell.
 #[derive(Clone, Copy, Debug)]
 struct Own {
-    /// Of one round's logarithm, drawn towards the others'.
+    /// Variance of one round's logarithm, moderated by the other cells.
     variance: f64,
     /// Degrees of freedom of the cell's own samples.
     freedom: f64,
     rounds: f64,
 }
 
-/// The variance of a mean, and how many degrees of freedom stand behind it.
+/// The variance of a mean, and its degrees of freedom.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spread {
-    /// Of the logarithm.
+    /// Variance of the logarithm.
     pub variance: f64,
-    /// Not above 0 where nothing is known.
+    /// At most 0 if nothing is known.
     pub freedom: f64,
 }
 
 impl Noise {
-    /// Of cells, each with the number of its load.
+    /// Estimates the noise of cells. Each cell has the number of its load.
     pub fn of(cells: &[(usize, Rounds)]) -> Self {
         let centred: Vec<(usize, Option<Rounds>)> = cells
             .iter()
@@ -63,8 +62,8 @@ impl Noise {
         Self::of_centred(&centred, 1)
     }
 
-    /// Of cells whose logarithms are already held against their means; `means` is how many that
-    /// were.
+    /// Estimates the noise of cells whose logarithms have their means subtracted already; `means`
+    /// is the number of these means.
     pub(super) fn of_centred(cells: &[(usize, Option<Rounds>)], means: usize) -> Self {
         let mut own: Vec<Option<(f64, f64)>> = vec![None; cells.len()];
         let loads: std::collections::BTreeSet<usize> =
@@ -81,7 +80,7 @@ impl Noise {
         let total = known.iter().map(|(_, freedom)| freedom).sum();
         let (prior, common) = fitted(&known);
         let drawn = |(variance, freedom): (f64, f64), rounds: usize| Own {
-            // A cell that is noisier than the others is not taken to be calmer because of them.
+            // A cell noisier than the others must not appear less noisy because of them.
             variance: if prior.is_finite() {
                 ((prior * common + freedom * variance) / (prior + freedom)).max(variance)
             } else {
@@ -97,7 +96,7 @@ impl Noise {
         Self { cells, prior, total }
     }
 
-    /// Of the mean over some cells, as a part of the difference between two such means.
+    /// Variance of the mean over some cells, as a part of the difference between two such means.
     fn of_mean(&self, cells: &[usize]) -> Option<(f64, f64, f64)> {
         let (mut variance, mut squares, mut freedom) = (0.0, 0.0, 0.0);
         for i in cells {
@@ -110,47 +109,49 @@ impl Noise {
         Some((variance, squares, freedom))
     }
 
-    /// Of one round of a cell.
+    /// Spread of one round of a cell.
     pub(super) fn of_one(&self, cell: usize) -> Option<Spread> {
         let own = self.cells.get(cell).copied().flatten()?;
         let freedom = (self.prior + own.freedom).min(self.total);
         Some(Spread { variance: own.variance, freedom })
     }
 
-    /// Of the difference between the means of two sets of cells. Nothing where one of the cells has
-    /// too few rounds.
+    /// Spread of the difference between the means of two sets of cells. None if a cell has too few
+    /// rounds.
     pub fn between(&self, one: &[usize], other: &[usize]) -> Option<Spread> {
         let (a, b) = (self.of_mean(one)?, self.of_mean(other)?);
         let variance = a.0 + b.0;
-        // Welch and Satterthwaite; what all cells have from one another counts once.
+        // Welch and Satterthwaite's approximation. The degrees of freedom that all cells gain from
+        // one another count once.
         let welch = if a.1 + b.1 > 0.0 { variance * variance / (a.1 + b.1) } else { f64::INFINITY };
         let freedom = welch.min(self.prior + a.2 + b.2).min(self.total);
         Some(Spread { variance, freedom })
     }
 }
 
-/// Nothing where there are less than two, or one is not above 0.
+/// The logarithms of the values. None for fewer than two values, or if one is not above 0.
 fn logarithms(rounds: &Rounds) -> Option<Rounds> {
     let usable = |value: &f64| *value > 0.0 && value.is_finite();
     (rounds.len() > 1 && rounds.iter().all(|(_, value)| usable(value)))
         .then(|| rounds.iter().map(|(round, value)| (*round, value.ln())).collect())
 }
 
-/// Each less the mean of all.
+/// Subtracts the mean.
 fn centred(logs: &Rounds) -> Rounds {
     let mean = logs.iter().map(|(_, log)| log).sum::<f64>() / logs.len() as f64;
     logs.iter().map(|(round, log)| (*round, log - mean)).collect()
 }
 
-/// Variance and degrees of freedom of each row, without what a round has in common for all rows.
+/// Variance and degrees of freedom of each row, after removing what a round has in common for all
+/// rows.
 fn residuals(rows: &[&Rounds], means: usize) -> Vec<(f64, f64)> {
     let shared = |round: u32| {
         let there = rows.iter().copied().flatten().filter(|(other, _)| *other == round);
         let (sum, count) = there.fold((0.0, 0.0), |(sum, n), (_, log)| (sum + log, n + 1.0));
         if count > 0.0 { sum / count } else { 0.0 }
     };
-    // Of two rows half of the freedom goes into what they have in common; one row has nothing to
-    // share.
+    // With two rows, half of the degrees of freedom goes into the common part; one row has no
+    // common part.
     let count = rows.len() as f64;
     let part = if rows.len() > 1 { 1.0 - 1.0 / count } else { 1.0 };
     let squares = |row: &&Rounds| -> f64 {
@@ -166,8 +167,8 @@ fn residuals(rows: &[&Rounds], means: usize) -> Vec<(f64, f64)> {
     let of = |row: &&Rounds| {
         let freedom = row.len().saturating_sub(means) as f64;
         let own = squares(row) / freedom;
-        // A part of what a noisy row is off by goes into what all share, and so to the calm ones.
-        // Source: Ehrenberg, *The unbiased estimation of heterogeneous error variances* (1950).
+        // A noisy row's deviations leak into the common part and so into the calm rows. Source:
+        // Ehrenberg, *The unbiased estimation of heterogeneous error variances* (1950).
         let apart = count / (count - 2.0) * (own - all / (count * (count - 1.0)));
         let variance = if rows.len() > 2 { apart.max(own / part) } else { own / part };
         (variance.max(FLOOR * FLOOR), freedom * part)
@@ -175,8 +176,8 @@ fn residuals(rows: &[&Rounds], means: usize) -> Vec<(f64, f64)> {
     rows.iter().map(of).collect()
 }
 
-/// Degrees of freedom and scale of the distribution that variances of cells come from: Smyth,
-/// section 6.2. Infinitely many where they differ by no more than chance makes them.
+/// Degrees of freedom and scale of the distribution of the cells' variances: Smyth, section 6.2.
+/// Infinite degrees of freedom if the variances differ no more than by chance.
 fn fitted(known: &[(f64, f64)]) -> (f64, f64) {
     let total: f64 = known.iter().map(|(_, freedom)| freedom).sum();
     let pooled = known.iter().map(|(variance, freedom)| variance * freedom).sum::<f64>() / total;
@@ -208,7 +209,8 @@ mod tests {
 
     #[test]
     fn a_slow_minute_is_not_a_cells_own_noise() {
-        // All three cells are half as fast in the second round, and repeat within 1 % else.
+        // All three cells run at half the speed in the second round, and otherwise repeat within 1
+        // %.
         let cells = [
             (0, rounds(&[100.0, 50.0, 101.0])),
             (0, rounds(&[200.0, 101.0, 199.0])),
@@ -216,7 +218,7 @@ mod tests {
         ];
         let spread = Noise::of(&cells).between(&[0], &[1]).unwrap();
         assert!(spread.variance.sqrt() < 0.02, "{spread:?}");
-        // Of different loads nobody knows what they have in common.
+        // Cells of different loads have no known common part.
         let apart = [(0, cells[0].1.clone()), (1, cells[1].1.clone()), (2, cells[2].1.clone())];
         let spread = Noise::of(&apart).between(&[0], &[1]).unwrap();
         assert!(spread.variance.sqrt() > 0.2, "{spread:?}");

@@ -1,44 +1,46 @@
-//! One state of a host against another: before and after a change, a run each, or several.
+//! Compares one state of a host with another, from one run or several runs of each.
 //!
-//! What lies between two runs is not only the change. An hour later the host's neighbours are others,
-//! files lie elsewhere, caches hold something else: with nothing changed two runs differ by more than
-//! their rounds tell, and *all cells of a run together* do. No round within a run can see that. Only
-//! runs can:
+//! Two runs differ by more than the change between them. An hour later the host has other
+//! neighbors, files are elsewhere, and caches hold other data. With nothing changed, two runs
+//! differ by more than their rounds show, and *all cells of a run change together*. No round within
+//! a run can show that. Only more runs can:
 //!
-//! - With two runs or more of both states, in turns, how far apart runs of one state lie is learnt from them:
-//!   what all cells share, and what each has beside.
-//! - With one run each nobody knows. They are taken to lie up to [`RUNS_APART`] apart, and what is within
-//!   that cannot be told; nothing can where other programs had the machine in one of them.
+//! - With two or more interleaved runs of both states, the variation between runs of one state is
+//!   estimated from them: a part that all cells share, and a part of each cell.
+//! - With one run of each state the variation is unknown. Runs are assumed to differ by up to
+//!   [`RUNS_APART`], and a smaller difference is undecided. Every difference is undecided if other
+//!   programs used the machine during a run.
 
 use super::gain::{ERROR, Gain, ROUNDS_MIN, mean};
 use super::noise::{Noise, Rounds};
 use super::special::student;
 
-/// How many times as good one run may be as another of the same thing on the same host, where that
-/// was not measured.
+/// Assumed largest ratio between two runs of the same thing on the same host, if it was not
+/// measured.
 pub const RUNS_APART: f64 = 3.0;
 
-/// Runs beyond one of each state, from which on how far they lie apart can be learnt.
+/// Number of runs beyond one per state from which the variation between runs is estimated.
 const RUNS_FREE: usize = 2;
 
-/// Runs of the two states. Cells are in the same order in all of them.
+/// Runs of the two states. The cells are in the same order in all of them.
 #[derive(Clone, Debug)]
 pub struct Runs {
     before: Vec<Vec<Rounds>>,
     after: Vec<Vec<Rounds>>,
-    /// Cells that all runs have.
+    /// Number of cells that all runs have.
     complete: usize,
-    /// Half the width of what all cells share: of a logarithm.
+    /// Half the width of the part that all cells share, as a logarithm.
     shared: f64,
-    /// Of what each cell has beside; cells first as before, then as after.
+    /// Noise of the part of each cell: first the cells before the change, then those after it.
     noise: Noise,
     learnt: bool,
     busy: bool,
 }
 
 impl Runs {
-    /// Of runs, each with its cells: the number of a cell's load, and its rounds (none where it was not
-    /// measured). `busy`: other programs had the machine in one of them.
+    /// Creates the comparison from runs. Each run has a load number and rounds for each cell (no
+    /// rounds if the cell was not measured). `busy` says that other programs used the machine
+    /// during a run.
     pub fn new(
         loads: &[usize],
         before: Vec<Vec<Rounds>>,
@@ -67,12 +69,12 @@ impl Runs {
         runs
     }
 
-    /// Whether how far runs lie apart was learnt from these runs.
+    /// Whether the variation between runs was estimated from these runs.
     pub fn is_learnt(&self) -> bool {
         self.learnt
     }
 
-    /// By the scatter of runs of the same state.
+    /// Estimates the variation from the scatter of runs of the same state.
     fn learn(&mut self, free: usize) {
         let cells = self.before[0].len();
         let rows: Vec<Option<Rounds>> = (0..cells).map(|cell| self.scatter(cell)).collect();
@@ -87,7 +89,7 @@ impl Runs {
         self.noise = Noise::of_centred(&rows, 2);
     }
 
-    /// By the rounds within each run, which is all there is.
+    /// Assumes the variation: single runs only have the scatter of their rounds.
     fn suppose(&mut self, loads: &[usize]) {
         let groups = loads.iter().max().map_or(1, |most| most + 1);
         let of = |runs: &[Vec<Rounds>], side: usize| -> Vec<(usize, Rounds)> {
@@ -102,12 +104,12 @@ impl Runs {
         self.before.len() + self.after.len()
     }
 
-    /// What the two numbers of runs make of a deviation of one run.
+    /// The factor from one run's deviation to that of the difference, from the two numbers of runs.
     fn root(&self) -> f64 {
         (1.0 / self.before.len() as f64 + 1.0 / self.after.len() as f64).sqrt()
     }
 
-    /// A cell's logarithm in each run, less that of its state.
+    /// A cell's logarithm in each run, minus the mean of its state.
     fn scatter(&self, cell: usize) -> Option<Rounds> {
         let mut row = Rounds::new();
         for side in [&self.before, &self.after] {
@@ -121,8 +123,8 @@ impl Runs {
         Some(row)
     }
 
-    /// How many times as large a cell's values are after as before, and whether that is more than
-    /// another hour would make. Nothing where one state has none, or one that is not above 0.
+    /// How many times as large a cell's values are after the change, and whether that exceeds the
+    /// variation between runs. None if a state has no value, or one that is not above 0.
     pub fn ratio(&self, cell: usize) -> Option<Gain> {
         let side = |runs: &[Vec<Rounds>]| -> Option<f64> {
             let measured: Vec<&Rounds> =
@@ -141,7 +143,7 @@ impl Runs {
         })
     }
 
-    /// Half the width of what a cell has beside the others.
+    /// Half the width of a cell's own part.
     fn own(&self, cell: usize) -> Option<f64> {
         let share = ERROR / 2.0 / self.complete.max(1) as f64;
         if self.learnt {
@@ -154,7 +156,7 @@ impl Runs {
     }
 }
 
-/// The middle of a cell's rounds, as a logarithm.
+/// The mean of a cell's rounds, as a logarithm.
 fn level(rounds: &Rounds) -> Option<f64> {
     let usable = rounds.iter().all(|(_, value)| *value > 0.0 && value.is_finite());
     let logs: Vec<f64> = rounds.iter().map(|(_, value)| value.ln()).collect();
@@ -166,7 +168,7 @@ mod tests {
     use super::*;
     use crate::stats::Decision;
 
-    /// A run of cells at these levels, three rounds that lie within 2 %.
+    /// A run of cells at these levels, with three rounds within 2 %.
     fn run(levels: &[f64]) -> Vec<Rounds> {
         let rounds = |level: &f64| [0.99, 1.0, 1.01].map(|part| part * level);
         let each = levels.iter().map(|level| (0u32..).zip(rounds(level)).collect());
@@ -181,7 +183,7 @@ mod tests {
 
     #[test]
     fn another_hour_is_no_change() {
-        // What was seen of `install` with nothing changed: half as fast, and steady in both runs.
+        // Observed with `install` and nothing changed: half the speed, steady in both runs.
         let runs = Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.48, 0.6, 0.64, 1.0])], false);
         assert!(!runs.is_learnt());
         for cell in 0..4 {
@@ -191,7 +193,7 @@ mod tests {
             |busy| Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.2, 1.0, 1.0, 5.0])], busy);
         let decided = |busy| [0, 3].map(|cell| far(busy).ratio(cell).unwrap().decision);
         assert_eq!(decided(false), [Decision::Worse, Decision::Better]);
-        // Thirty programs on two processors make a load fifteen times as slow.
+        // Thirty programs on two processors slow a load down by a factor of fifteen.
         assert_eq!(decided(true), [Decision::Tie; 2]);
     }
 
@@ -204,7 +206,7 @@ mod tests {
         assert!(runs.is_learnt());
         let decided = [0, 1, 2, 3].map(|cell| runs.ratio(cell).unwrap().decision);
         assert_eq!(decided, [Decision::Tie, Decision::Tie, Decision::Tie, Decision::Worse]);
-        // The same where runs of one state lie far apart.
+        // The same, but runs of one state vary widely.
         let before = vec![near(1.0, 1.0), near(2.0, 1.0), near(0.7, 1.0)];
         let after = vec![near(1.1, 0.5), near(0.6, 0.51), near(1.8, 0.5)];
         let runs = Runs::new(&[0; 4], before, after, true);

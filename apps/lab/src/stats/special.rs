@@ -3,7 +3,7 @@
 //! Source: *NIST Digital Library of Mathematical Functions*, 5.11 (gamma and its derivatives, with the
 //! recurrences of 5.5) and 8.17 (incomplete beta function).
 
-/// The logarithm of the gamma function, for numbers above 0.
+/// The logarithm of the gamma function, for arguments above 0.
 fn ln_gamma(mut x: f64) -> f64 {
     let mut shift = 0.0;
     while x < 10.0 {
@@ -15,7 +15,7 @@ fn ln_gamma(mut x: f64) -> f64 {
     shift + (x - 0.5) * x.ln() - x + 0.5 * (2.0 * std::f64::consts::PI).ln() + series
 }
 
-/// Its derivative.
+/// The derivative of [`ln_gamma`].
 pub(super) fn digamma(mut x: f64) -> f64 {
     let mut shift = 0.0;
     while x < 10.0 {
@@ -26,7 +26,7 @@ pub(super) fn digamma(mut x: f64) -> f64 {
     shift + x.ln() - 0.5 / x - over * (1.0 / 12.0 - over * (1.0 / 120.0 - over / 252.0))
 }
 
-/// Its second derivative.
+/// The second derivative of [`ln_gamma`].
 pub(super) fn trigamma(mut x: f64) -> f64 {
     let mut shift = 0.0;
     while x < 10.0 {
@@ -37,14 +37,15 @@ pub(super) fn trigamma(mut x: f64) -> f64 {
     shift + 1.0 / x + over / 2.0 + over / x * (1.0 / 6.0 - over * (1.0 / 30.0 - over / 42.0))
 }
 
-/// Where it has this value, which is above 0. It falls from infinity to 0.
+/// The argument at which [`trigamma`] has this value, which must be above 0. The function falls
+/// from infinity to 0.
 pub(super) fn trigamma_inverse(value: f64) -> f64 {
     bisected(1e-6, 1e9, |x| trigamma(x) > value)
 }
 
-/// The last place, by ratios, up to which something holds.
+/// The largest argument for which `holds` returns true, found by bisection of the ratio.
 fn bisected(mut low: f64, mut high: f64, holds: impl Fn(f64) -> bool) -> f64 {
-    // (In logarithms: 40 halvings of a range of 50 leave nothing to see.)
+    // In logarithms, 40 halvings of a range of 50 suffice.
     for _ in 0..40 {
         let middle = (low * high).sqrt();
         if holds(middle) { low = middle } else { high = middle }
@@ -52,7 +53,7 @@ fn bisected(mut low: f64, mut high: f64, holds: impl Fn(f64) -> bool) -> f64 {
     (low * high).sqrt()
 }
 
-/// The regularized incomplete beta function, by its continued fraction.
+/// The regularized incomplete beta function, computed as a continued fraction.
 fn incomplete_beta(a: f64, b: f64, x: f64) -> f64 {
     if x <= 0.0 || x >= 1.0 {
         return x.clamp(0.0, 1.0);
@@ -82,13 +83,13 @@ fn incomplete_beta(a: f64, b: f64, x: f64) -> f64 {
     front.exp() * fraction / a
 }
 
-/// How far from the middle Student's distribution with so many degrees of freedom lies with this
-/// chance only, either way.
+/// The quantile of Student's distribution: with this two-sided probability, a value is farther from
+/// the middle.
 pub(super) fn student(chance: f64, freedom: f64) -> f64 {
     if !(freedom > 0.0 && chance > 0.0) {
         return f64::INFINITY;
     }
-    // (Beyond that it is a normal distribution.)
+    // Beyond this the distribution is practically normal.
     let freedom = freedom.min(1e6);
     let beyond = |t: f64| incomplete_beta(freedom / 2.0, 0.5, freedom / (freedom + t * t));
     bisected(1e-9, 1e12, |t| beyond(t) > chance)

@@ -1,23 +1,24 @@
 //! SNIA's rule for a steady state.
 //!
 //! Source: SNIA, *Solid State Storage (SSS) Performance Test Specification* 2.0.2, definition
-//! "Steady State": over a measurement window of five rounds, the largest value less the smallest is
-//! within 20 % of the average, and the slope of the best linear fit, over the window, within 10 % of it.
+//! "Steady State": over a measurement window of five rounds, the largest minus the smallest value
+//! is within 20 % of the average, and the slope of the best linear fit over the window is within 10
+//! % of the average.
 //!
-//! The specification's rounds last a minute. Ours are parts of one load: a series of a load is cut into
-//! [`ROUNDS`] equal parts (or as many as it has values), so that a window is a half of the load. That
-//! is weaker than SNIA's own procedure, which preconditions a device for hours; the report says how
-//! long the window was.
+//! The specification's rounds last a minute. Rounds here are parts of one load: the load's time
+//! series is divided into [`ROUNDS`] equal parts (or as many as it has values), so that a window is
+//! half of the load. This is weaker than SNIA's procedure, which preconditions a device for hours.
+//! The report gives the length of the window.
 
 use crate::model::{Series, Steady};
 
 /// Rounds of a window.
 pub const WINDOW: usize = 5;
-/// Parts that a load is cut into.
+/// Number of parts into which a load is divided.
 const ROUNDS: usize = 10;
 /// Largest excursion of a window, as a fraction of its average.
 pub const EXCURSION_MAX: f64 = 0.2;
-/// Largest rise or fall of the line through a window, as a fraction of its average.
+/// Largest rise or fall of the fitted line over a window, as a fraction of its average.
 pub const SLOPE_MAX: f64 = 0.1;
 
 /// Judges a load by its first series.
@@ -26,16 +27,16 @@ pub fn steady(series: &[Series]) -> Option<Steady> {
     judge(&first.metric, &first.seconds, &first.values)
 }
 
-/// Judges a series: `seconds` are ends of intervals since the load began, `values` the means in them.
-/// The first window that is steady; where none is, the last one. Nothing of less than five values.
+/// Judges a time series: `seconds` are the ends of intervals since the start of the load, `values`
+/// their means. Returns the first steady window, or the last window if none is steady. None for
+/// fewer than five values.
 pub fn judge(metric: &str, seconds: &[f64], values: &[f64]) -> Option<Steady> {
     let count = seconds.len().min(values.len());
     if count < WINDOW || values.iter().any(|value| !value.is_finite()) {
         return None;
     }
     let rounds = count.min(ROUNDS);
-    // Equal parts; where that does not come out even, the first values are left out: they are the
-    // least steady.
+    // If the values do not divide evenly, leave out the first ones, which are the least steady.
     let per = count / rounds;
     let first = count - per * rounds;
     let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
@@ -62,7 +63,7 @@ pub fn judge(metric: &str, seconds: &[f64], values: &[f64]) -> Option<Steady> {
     last
 }
 
-/// Holds a window's rounds against the rule; times and metric are left to the caller.
+/// Applies the rule to a window's rounds. The caller sets times and metric.
 pub fn window_of(rounds: &[f64]) -> Steady {
     let n = rounds.len().max(1) as f64;
     let mean = rounds.iter().sum::<f64>() / n;
@@ -79,7 +80,7 @@ pub fn window_of(rounds: &[f64]) -> Steady {
     let rise = if square > 0.0 { product / square * (n - 1.0) } else { 0.0 };
     let excursion = (largest - smallest) / mean.abs();
     let slope = rise / mean.abs();
-    // (Nothing happened at all: that is no state to speak of.)
+    // Without any activity there is no steady state.
     let reached = mean > 0.0 && excursion <= EXCURSION_MAX && slope.abs() <= SLOPE_MAX;
     let finite = |number: f64| if number.is_finite() { number } else { f64::MAX };
     Steady {
@@ -98,11 +99,11 @@ mod tests {
     #[test]
     fn both_rules_have_to_hold() {
         assert!(window_of(&[100.0; 5]).reached);
-        // 20 % from the smallest to the largest, level.
+        // 20 % from the smallest to the largest value, without a trend.
         let level = window_of(&[90.0, 110.0, 100.0, 110.0, 90.0]);
         assert!(level.reached && (level.excursion - 0.2).abs() < 1e-12 && level.slope == 0.0);
         assert!(!window_of(&[89.0, 110.0, 101.0, 110.0, 90.0]).reached);
-        // Within 20 %, but always rising: by 16 %.
+        // Within 20 %, but rising throughout, by 16 %.
         let rising = window_of(&[92.0, 96.0, 100.0, 104.0, 108.0]);
         assert!(!rising.reached && rising.excursion < 0.2);
         assert!((rising.slope - 0.16).abs() < 1e-12);
@@ -113,13 +114,13 @@ mod tests {
     #[test]
     fn the_first_steady_window_of_a_load() {
         let seconds: Vec<f64> = (1..=20).map(f64::from).collect();
-        // Fast for six seconds, then as a full device goes.
+        // Fast for six seconds, then at the speed of a full device.
         let values: Vec<f64> = (0..20).map(|i| if i < 6 { 900.0 } else { 300.0 }).collect();
         let steady = judge("iops", &seconds, &values).unwrap();
         assert!(steady.reached);
         assert_eq!((steady.from_seconds, steady.to_seconds), (6.0, 16.0));
         assert_eq!((steady.mean, steady.metric.as_str()), (300.0, "iops"));
-        // Never steady: the last window is told.
+        // Never steady: the last window is returned.
         let values: Vec<f64> = (0..20).map(|i| 100.0 * 1.2f64.powi(i)).collect();
         let steady = judge("iops", &seconds, &values).unwrap();
         assert!(!steady.reached);
@@ -132,7 +133,7 @@ mod tests {
         assert_eq!(judge("iops", &[1.0; 9], &[f64::NAN; 9]), None);
         let steady = judge("iops", &[1.0, 2.0, 3.0, 4.0, 5.0], &[5.0; 5]).unwrap();
         assert_eq!((steady.from_seconds, steady.to_seconds), (0.0, 5.0));
-        // 23 values are ten rounds of two, less the first three values.
+        // 23 values make ten rounds of two values each, without the first three values.
         let seconds: Vec<f64> = (1..=23).map(f64::from).collect();
         let mut values = vec![7.0; 23];
         values[0] = 1e6;

@@ -4,7 +4,7 @@ use vdkit_testkit::Rng;
 use super::*;
 use crate::model::Better;
 
-/// Two cells of one load, compared with one another and with nothing else.
+/// Two cells of one load, with a single comparison.
 fn gain(own: &[f64], base: &[f64], better: Better) -> Option<Gain> {
     let rounds = |values: &[f64]| -> Rounds { (0u32..).zip(values.iter().copied()).collect() };
     let cells = [(0, rounds(own)), (0, rounds(base))];
@@ -50,7 +50,7 @@ fn intervals_of_the_median_are_those_of_the_table() {
     assert_eq!(one.variation, None);
     let two = summary(&numbers(2)).unwrap();
     assert_eq!((two.interval.low, two.interval.high, two.interval.coverage), (1.0, 2.0, 0.5));
-    // So many that 2^-n is no number any more.
+    // So many that 2^-n underflows.
     let many = summary(&numbers(3000)).unwrap().interval;
     assert!(many.holds(1500.5) && many.coverage > 0.9, "{many:?}");
 }
@@ -66,8 +66,8 @@ fn round(number: f64) -> f64 {
     (number * 1e4).round() / 1e4
 }
 
-/// The masses of the example for Grubbs' test in the handbook of engineering statistics
-/// (NIST/SEMATECH, 1.3.5.17.1), of which the last is far off.
+/// The masses of the example of Grubbs' test in the handbook of engineering statistics
+/// (NIST/SEMATECH, 1.3.5.17.1), of which the last is an outlier.
 #[test]
 fn outliers_are_found_and_others_are_not() {
     let calm = [199.31, 199.53, 200.19, 200.82, 201.92, 201.95, 202.18];
@@ -89,13 +89,14 @@ fn means_of_ratios() {
     assert_eq!(geometric_mean(&[]), None);
 }
 
-/// A number of an exponential distribution: skewed, as times are. Its median is ln 2.
+/// A number from an exponential distribution, which is skewed, as durations are. Its median is ln
+/// 2.
 fn skewed(rng: &mut Rng) -> f64 {
     let even = (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
     -(1.0 - even).ln()
 }
 
-/// Intervals hold what they promise, for a distribution that is nothing like a normal one.
+/// Intervals keep their coverage for a distribution that is far from normal.
 #[test]
 fn intervals_hold_what_they_promise() {
     let mut rng = Rng::from_env(11);
@@ -113,7 +114,7 @@ fn intervals_hold_what_they_promise() {
         }
         let held = |count: u32| f64::from(count) / f64::from(trials);
         assert!((held(medians) - promised).abs() < 0.025, "{n}: {} {promised}", held(medians));
-        // (Student's distribution is not this one: it promises no more than that.)
+        // Student's distribution is an approximation here, so allow a small deficit.
         assert!(held(ratios) > COVERAGE - 0.02, "{n}: {}", held(ratios));
     }
 }

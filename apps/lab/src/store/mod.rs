@@ -1,11 +1,12 @@
-//! A run in a file: one SQLite database, which other tools can read.
+//! Stores a run in one SQLite database, which other tools can read.
 //!
-//! The schema is in `schema.sql` beside this file. A sample is one transaction: after an
-//! interruption, also a power cut, each round of a cell is there as a whole or not at all. There is
-//! no write-ahead log, so the one file holds everything whenever no transaction is under way.
+//! The schema is in `schema.sql` in this folder. A sample is one transaction: after an
+//! interruption, also a power failure, each round of a cell is there completely or not at all.
+//! There is no write-ahead log, so the one file holds everything while no transaction is open.
 //!
-//! Who measures has the file for itself: the lock of an image that is written. The kernel gives it
-//! back however the process ends, its bytes are others than SQLite's, and readers do not ask for it.
+//! A measuring process holds the file exclusively, with the lock of an image that is written. The
+//! kernel releases the lock however the process ends. The lock's bytes differ from SQLite's, and
+//! readers do not take it.
 
 mod read;
 
@@ -19,7 +20,7 @@ use vdkit_storage::{FileOptions, FileStorage};
 
 use crate::model::{Cell, Environment, Outcome, Run, Sample, Series, Warning};
 
-/// Says in the database's header whose it is: "vdkl".
+/// Application id in the database's header: "vdkl".
 const APPLICATION_ID: i32 = 0x7664_6b6c;
 /// The version of the schema, as SQLite's `user_version`.
 const VERSION: i32 = 1;
@@ -29,7 +30,8 @@ const VERSION: i32 = 1;
 pub struct Store {
     connection: Connection,
     path: PathBuf,
-    /// After the connection: closing any descriptor of a file drops SQLite's locks on it.
+    /// Declared after the connection, because closing any descriptor of a file drops SQLite's locks
+    /// on it.
     #[allow(dead_code, reason = "it is held, not looked at")]
     lock: Option<FileStorage>,
 }
@@ -47,8 +49,8 @@ fn state(outcome: &Outcome) -> (&'static str, Option<&str>) {
     }
 }
 
-/// Keeps other processes from measuring into the same file. Nothing where its file system has no
-/// locks: what else is wrong with the file SQLite will say.
+/// Keeps other processes from measuring into the same file. None if its file system has no locks;
+/// SQLite reports other problems of the file.
 fn own(path: &Path) -> Result<Option<FileStorage>> {
     match FileStorage::open(path, &FileOptions { writable: true, ..FileOptions::default() }) {
         Ok(lock) => Ok(Some(lock)),
@@ -58,11 +60,11 @@ fn own(path: &Path) -> Result<Option<FileStorage>> {
 }
 
 impl Store {
-    /// A new file for a run, with its cells and no sample yet. `request` is what
-    /// [`Store::request`] gives back.
+    /// Creates a file for a run, with its cells and without samples. [`Store::request`] returns
+    /// `request`.
     ///
     /// # Errors
-    /// The file is there already, or cannot be written.
+    /// The file exists, or cannot be written.
     pub fn create(path: &Path, run: &Run, request: &impl Serialize) -> Result<Self> {
         if path.exists() {
             bail!("{}: is there already; name another file with --out", path.display());
@@ -73,7 +75,7 @@ impl Store {
         let mut store = Self { connection, path: path.to_owned(), lock };
         let made = store.fill(run, request).with_context(|| path.display().to_string());
         if made.is_err() {
-            // Nothing half-made stays.
+            // Remove the incomplete file.
             let _ = std::fs::remove_file(path);
         }
         made.map(|()| store)
@@ -142,19 +144,19 @@ impl Store {
         Ok(())
     }
 
-    /// A file that is there, to go on with it; nobody else can meanwhile.
+    /// Opens a file to resume its run, exclusively.
     ///
     /// # Errors
-    /// [`vdkit_block::Error::Locked`] where another process measures; it is none of the lab's, or of
+    /// [`vdkit_block::Error::Locked`] if another process measures; the file is not a run, or is of
     /// a newer version.
     pub fn open(path: &Path) -> Result<Self> {
-        // Before SQLite looks, and given back after it: see the field.
+        // Taken before SQLite opens the file, and released after SQLite closes it: see the field.
         let lock = if path.is_file() { own(path)? } else { None };
         let store = Self::open_with(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
         Ok(Self { lock, ..store })
     }
 
-    /// A file that is there, to read it; nothing is written to it.
+    /// Opens a file for reading only.
     ///
     /// # Errors
     /// As [`Store::open`].
@@ -190,7 +192,7 @@ impl Store {
         }
     }
 
-    /// A run as it is in a file.
+    /// Loads the run of a file.
     ///
     /// # Errors
     /// As [`Store::open`], or the content is damaged.
@@ -198,12 +200,12 @@ impl Store {
         Self::open_read_only(path)?.run()
     }
 
-    /// The file.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Says what the machine is. For a run that goes on: what it is now.
+    /// Stores the description of the machine. A resumed run replaces the earlier description.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -223,10 +225,10 @@ impl Store {
         Ok(transaction.commit()?)
     }
 
-    /// Adds a round of a cell, with the commands and notes of the cell as they are now.
+    /// Adds a round of a cell, and updates the cell's commands and notes.
     ///
     /// # Errors
-    /// The round is there already, or the file cannot be written.
+    /// The round exists already, or the file cannot be written.
     pub fn add_sample(&mut self, cell: &Cell, sample: &Sample) -> Result<()> {
         let transaction = self.connection.transaction()?;
         let id: i64 =
@@ -249,7 +251,7 @@ impl Store {
             ],
         )?;
         let id = transaction.last_insert_rowid();
-        // SQLite stores no NaN; a value that is none says nothing anyway.
+        // SQLite cannot store NaN, which carries no information anyway.
         for (metric, value) in sample.values.iter().filter(|(_, value)| value.is_finite()) {
             transaction
                 .execute("INSERT INTO value VALUES (?, ?, ?)", params![id, metric, value])?;
@@ -266,7 +268,7 @@ impl Store {
         Ok(transaction.commit()?)
     }
 
-    /// Says what has become of a cell.
+    /// Stores the outcome of a cell.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -291,7 +293,7 @@ impl Store {
         Ok(())
     }
 
-    /// Says that the run is complete.
+    /// Marks the run as complete.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -300,7 +302,7 @@ impl Store {
         Ok(())
     }
 
-    /// Notes a folder that will have to be removed, whoever does it.
+    /// Records a folder that must be removed, by this process or a later one.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -310,7 +312,7 @@ impl Store {
         Ok(())
     }
 
-    /// Folders that an earlier process has left.
+    /// Folders that an earlier process left behind.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -320,7 +322,7 @@ impl Store {
         Ok(rows.map(|row| row.map(PathBuf::from)).collect::<rusqlite::Result<_>>()?)
     }
 
-    /// Says that a folder is gone.
+    /// Records that a folder was removed.
     ///
     /// # Errors
     /// The file cannot be written.

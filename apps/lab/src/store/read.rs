@@ -1,4 +1,4 @@
-//! A run from its file.
+//! Reads a run from its file.
 
 use crate::error::{Context, Result, bail};
 use rusqlite::{Connection, Row};
@@ -73,7 +73,7 @@ impl Store {
         Ok(run)
     }
 
-    /// What the run was asked for; see [`Store::create`].
+    /// The request of the run; see [`Store::create`].
     ///
     /// # Errors
     /// The file cannot be read, or is damaged.

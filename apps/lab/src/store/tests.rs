@@ -90,7 +90,7 @@ fn a_run_comes_back_as_it_was() {
     store.end(9).unwrap();
     assert_eq!(Store::load(&path).unwrap(), expected);
     assert_eq!(store.request::<Vec<String>>().unwrap(), ["asked"]);
-    // One that is complete can be written as a whole.
+    // A complete run can be written at once.
     let copy = path.with_extension("copy");
     Store::create(&copy, &expected, &()).unwrap();
     assert_eq!(Store::load(&copy).unwrap(), expected);
@@ -102,7 +102,7 @@ fn a_round_is_there_once_and_as_a_whole() {
     let cell = cell("raw");
     store.add_sample(&cell, &sample(0)).unwrap();
     assert!(store.add_sample(&cell, &sample(0)).is_err());
-    // A bucket twice is refused; nothing of that round may stay.
+    // A duplicate bucket is refused, and nothing of that round may remain.
     let mut broken = sample(1);
     broken.latencies = Some(Histogram { buckets: vec![(5, 1), (5, 1)] });
     assert!(store.add_sample(&cell, &broken).is_err());
@@ -150,7 +150,7 @@ fn one_process_measures_into_a_file_and_any_may_read_it() {
     let Some(vdkit_block::Error::Locked { holder, .. }) = told.engine() else { panic!("{told:#}") };
     assert_eq!(holder.as_ref().map(|holder| holder.pid), Some(std::process::id()));
     Store::load(&path).unwrap();
-    // Who has asked in vain takes nothing away.
+    // A failed attempt must not release the lock.
     Store::open(&path).unwrap_err();
     drop(store);
     let again = Store::open(&path).unwrap();

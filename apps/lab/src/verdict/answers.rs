@@ -1,4 +1,4 @@
-//! The questions that a run's axes ask, each answered in a sentence.
+//! Answers the questions that a run's axes raise, in one sentence each.
 
 use super::{asked, prepared, published, scores};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
@@ -15,21 +15,21 @@ pub struct Answer {
     pub sentence: String,
 }
 
-/// One thing, measured with each tool.
+/// One task, measured with each tool.
 #[derive(Clone, Debug)]
 pub struct PeerRow {
-    /// All axes but the tool that are not the same everywhere.
+    /// The axes that vary, without the tool.
     pub axes: Axes,
-    /// Tool and what it measured, in the order of the axis; nothing where it did not.
+    /// Each tool with its result, in the order of the axis; none if the tool has no result.
     pub tools: Vec<(String, Option<Summary>)>,
-    /// How many times as good ours is as each of the others.
+    /// How many times as good vdkit is as each of the others.
     pub gains: Vec<(String, Gain)>,
 }
 
-/// All that can be answered. `best` is what is advised.
+/// Every answer that the run supports. `best` is the advised way.
 pub(super) fn answers(matrix: &Matrix<'_>, picks: &[Pick], best: Option<&Pick>) -> Vec<Answer> {
     let mut all = Vec::new();
-    // Of what came through or did not, there is no more to say than which.
+    // For survival, only the list of survivors is of interest.
     if matrix.metric.key != SURVIVED {
         for axis in matrix.varying.iter().filter(|axis| matrix.role(axis) == Role::Choice) {
             all.extend(of_choice(matrix, axis, picks, best));
@@ -47,18 +47,19 @@ pub(super) fn answers(matrix: &Matrix<'_>, picks: &[Pick], best: Option<&Pick>) 
     all
 }
 
-/// A value of an axis with all ways that have it, in places where every value was measured.
+/// A value of an axis with all ways that have it, restricted to conditions under which every value
+/// was measured.
 struct Value {
     name: String,
     pick: Pick,
 }
 
-/// The value of an axis that a way has.
+/// A way's value of an axis.
 fn named(pick: &Pick, axis: &str) -> Option<String> {
     pick.axes.iter().find(|(name, _)| name == axis).map(|(_, value)| value.clone())
 }
 
-/// The values of an axis over all ways that are otherwise the same, the best first.
+/// The values of an axis, each over all ways that are otherwise equal, best first.
 fn values_of(matrix: &Matrix<'_>, axis: &str, picks: &[Pick]) -> Vec<Value> {
     let rest = |pick: &Pick| -> Axes {
         pick.axes.iter().filter(|(name, _)| name != axis).cloned().collect()
@@ -91,7 +92,7 @@ fn values_of(matrix: &Matrix<'_>, axis: &str, picks: &[Pick]) -> Vec<Value> {
     values
 }
 
-/// What an axis alone does, over all ways that are otherwise the same.
+/// The effect of one axis over all ways that are otherwise equal.
 fn of_choice(
     matrix: &Matrix<'_>,
     axis: &str,
@@ -145,7 +146,7 @@ fn of_choice(
         let verb = if more.len() == 1 { "ties" } else { "tie" };
         sentence.push_str(&format!("; {} {verb} with {}", listed(&more), first.name));
     }
-    // What is best together need not be what is best on average.
+    // The best combination need not contain the value that is best on average.
     if let Some(advised) =
         best.and_then(|best| named(best, axis)).filter(|name| *name != first.name)
     {
@@ -155,7 +156,7 @@ fn of_choice(
     Some(Answer { question, sentence })
 }
 
-/// The front among ways that are seen from elsewhere than what is advised.
+/// The best front among ways measured in another position (host or guest) than the advised way.
 fn of_other_fronts(matrix: &Matrix<'_>, best: Option<&Pick>) -> Option<Answer> {
     let here = in_guest(&best.filter(|_| matrix.guests_apart())?.axes);
     let all = matrix.picks_where(|cell| in_guest(&cell.axes) != here);
@@ -222,12 +223,12 @@ fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
     Some(Answer { question, sentence })
 }
 
-/// The median of a cell's metric, if it has it.
+/// The median of a cell's metric, if the cell has it.
 pub(super) fn median_of(cell: &Cell, key: &str) -> Option<f64> {
     median(&cell.values(key))
 }
 
-/// The programs side by side, where several did the same.
+/// Programs side by side, if several did the same.
 pub(super) fn peers(matrix: &Matrix<'_>) -> Vec<PeerRow> {
     let mut tools: Vec<String> = Vec::new();
     let mut things: Vec<(Axes, Vec<(String, &Cell)>)> = Vec::new();
@@ -241,7 +242,7 @@ pub(super) fn peers(matrix: &Matrix<'_>) -> Vec<PeerRow> {
             None => things.push((thing, vec![(tool, cell)])),
         }
     }
-    // Ours first, the others in the order of the run.
+    // vdkit first, the others in the order of the run.
     tools.sort_by_key(|tool| tool != OWN_TOOL);
     things.iter().filter_map(|(thing, cells)| peer_row(matrix, thing, cells, &tools)).collect()
 }
@@ -269,7 +270,7 @@ fn peer_row(
     Some(PeerRow { axes, tools: measured, gains })
 }
 
-/// What a metric is called at the head of a column.
+/// The name of a metric in a column header.
 pub(crate) fn heading(key: &str) -> String {
     metric(key).map_or_else(|| title(key), |metric| title(metric.title))
 }

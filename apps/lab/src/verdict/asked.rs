@@ -1,4 +1,5 @@
-//! What some plans ask beside the metric that decides: the second time, reads, flushes, survival.
+//! Answers to questions of individual plans beyond the deciding metric: second pass, reads,
+//! flushes, survival.
 
 use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, Pick};
@@ -6,10 +7,10 @@ use crate::model::{Cell, SURVIVED, metric};
 use crate::stats::median;
 use crate::words::{label, listed, time, value};
 
-/// Ways that are named one by one.
+/// Largest number of ways that are named individually.
 const NAMED: usize = 6;
 
-/// Names in a sentence, the last ones counted where there are many.
+/// Joins names into a sentence; counts the last ones if there are many.
 fn named(all: &[String]) -> String {
     if all.len() <= NAMED {
         return listed(all);
@@ -17,7 +18,7 @@ fn named(all: &[String]) -> String {
     format!("{} and {} more", all[..NAMED].join(", "), all.len() - NAMED)
 }
 
-/// What a second pass over the same image took, beside the first.
+/// Duration of the second pass over the same image, compared with the first.
 pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
     let of = |pick: &Pick, key: &str| -> Option<f64> {
         let cells = pick.cells.iter().map(|i| &matrix.run.cells[*i]);
@@ -42,8 +43,8 @@ pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answ
     Some(Answer { question, sentence: format!("{}{of}.", named(&said)) })
 }
 
-/// How many reads it takes to open one image, over all sizes: those that the program makes, and those
-/// that reach the device, which are others.
+/// Number of reads to open one image, over all sizes: the program's read calls, and the reads that
+/// reach the device, which differ.
 pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
     let opened = |cell: &&Cell| {
         cell.axis("profile") == Some("open") && matches!(cell.axis("images"), None | Some("1"))
@@ -87,7 +88,7 @@ pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
     Some(Answer { question, sentence })
 }
 
-/// Whether flushes reached the storage, where they were counted.
+/// Whether flushes reached the storage, if they were counted.
 pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
     let counted: Vec<(&Cell, f64)> = matrix
         .run
@@ -128,7 +129,7 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
     Some(Answer { question: "Did a flush truly reach the storage?".to_owned(), sentence })
 }
 
-/// Who came through, where that was the question.
+/// The ways that survived, if the plan measures survival.
 pub(super) fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
     let mut came: Vec<String> = Vec::new();
     let mut broke: Vec<String> = Vec::new();

@@ -1,6 +1,5 @@
-//! The method held against samples of which it is known what is in them: equals must not be called
-//! different in more than 5 of 100 verdicts, whatever the noise, and what is twice as good must be
-//! found.
+//! Tests the method with samples of known distributions. Equal ways must not be called different in
+//! more than 5 of 100 verdicts, whatever the noise, and a factor of two must be found.
 
 use super::*;
 use crate::calibrate::wrong_verdict;
@@ -8,26 +7,27 @@ use crate::compare::compare;
 use crate::model::{Cell, Effort, Outcome, PlanSummary, Sample};
 use crate::stats::ERROR;
 
-/// A source of noise that can be repeated.
+/// A repeatable source of noise.
 struct Source(crate::cells::Rng);
 
 impl Source {
-    /// From 0 to 1, without the ends.
+    /// A number from 0 to 1, excluding both.
     fn even(&mut self) -> f64 {
         ((self.0.next_u64() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
     }
 
-    /// Normally distributed. Source: Box and Muller, *A Note on the Generation of Random Normal
-    /// Deviates*.
+    /// A normally distributed number. Source: Box and Muller, *A Note on the Generation of Random
+    /// Normal Deviates*.
     fn normal(&mut self) -> f64 {
         (-2.0 * self.even().ln()).sqrt() * (2.0 * std::f64::consts::PI * self.even()).cos()
     }
 }
 
-/// The logarithm of what a sample is off by. `cell` is its number, `time` goes from 0 to 1 over the run.
+/// The logarithm of a sample's deviation. `cell` is the cell's number; `time` goes from 0 to 1 over
+/// the run.
 type Noise = fn(&mut Source, usize, f64) -> f64;
 
-/// What storage was seen to do.
+/// Kinds of noise that were observed with storage.
 const NOISES: [(&str, Noise); 7] = [
     ("normal", |s, _, _| 0.1 * s.normal()),
     ("heavy tails", |s, _, _| {
@@ -41,7 +41,7 @@ const NOISES: [(&str, Noise); 7] = [
     ("tails without a mean", |s, _, _| 0.1 * s.normal() / s.normal().abs().max(0.05)),
 ];
 
-/// A run of four ways under two loads, or of two under one; the second way is `by` times as good.
+/// A run of several ways under several loads; the second way is `by` times as good.
 fn run(source: &mut Source, noise: Noise, ways: usize, loads: usize, rounds: u32, by: f64) -> Run {
     let count = ways * loads;
     let mut cells: Vec<Cell> = (0..count)
@@ -94,8 +94,8 @@ fn equals_are_not_called_different_in_more_than_five_of_a_hundred_verdicts() {
     }
 }
 
-/// A run that goes on until it can be told looks at its results again and again; that is no licence to
-/// find what is not there.
+/// A run that continues until it is decided tests its results repeatedly, which must not raise the
+/// number of false differences.
 #[test]
 fn looking_again_does_not_find_what_is_not_there() {
     for (name, noise) in NOISES {
@@ -121,7 +121,7 @@ fn looking_again_does_not_find_what_is_not_there() {
 
 #[test]
 fn what_is_twice_as_good_is_found() {
-    // Noise without a mean hides it, and may.
+    // Noise without a mean may hide the difference.
     for (name, noise) in &NOISES[..6] {
         let mut source = Source(crate::cells::Rng::new(3));
         let mut found = 0;
@@ -135,7 +135,7 @@ fn what_is_twice_as_good_is_found() {
     }
 }
 
-/// Two runs with nothing changed, half an hour apart: all cells are slower together, and some more.
+/// Two runs with nothing changed, half an hour apart: all cells are slower, some more than others.
 #[test]
 fn another_hour_is_not_called_a_change() {
     for (name, noise) in NOISES {

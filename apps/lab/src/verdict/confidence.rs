@@ -1,25 +1,25 @@
-//! How sure a verdict is, in words.
+//! The confidence of a verdict, in words.
 
 use crate::matrix::{Matrix, Pick};
 use crate::model::{Cell, SNIA_SECONDS, Steady};
 use crate::stats::{ROUNDS_MIN, steady};
 use crate::words::{percent, time};
 
-/// From a guess to as sure as one machine can be.
+/// Levels of confidence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// Less than three rounds: it may well be otherwise.
+    /// Fewer than three rounds: a guess.
     Hint,
-    /// It varies a lot, or something disturbed it.
+    /// The values vary widely, or something disturbed the run.
     Low,
     /// Three rounds or more that agree well.
     Fair,
-    /// Five rounds or more that agree closely, all loads level.
+    /// Five rounds or more that agree closely, with all loads steady.
     High,
 }
 
 impl Level {
-    /// In a word.
+    /// The level as one word.
     pub fn word(self) -> &'static str {
         match self {
             Self::Hint => "a first hint",
@@ -30,16 +30,16 @@ impl Level {
     }
 }
 
-/// How sure, and why.
+/// A level with its reasons.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Confidence {
     /// How sure.
     pub level: Level,
-    /// Why, in a sentence.
+    /// The reasons, in one sentence.
     pub words: String,
 }
 
-/// Rounds and variations from which on confidence is fair or high.
+/// Smallest number of rounds and largest variation for fair and for high confidence.
 const FAIR: (usize, f64) = (ROUNDS_MIN, 0.15);
 const HIGH: (usize, f64) = (5, 0.05);
 
@@ -48,7 +48,7 @@ impl Confidence {
         Self { level: Level::Hint, words: "Nothing was measured.".to_owned() }
     }
 
-    /// Of the two that the verdict holds against one another. `disturbed`: there are cautions.
+    /// Confidence in the comparison of two ways. `disturbed` says that there are cautions.
     pub(super) fn of(
         matrix: &Matrix<'_>,
         best: &Pick,
@@ -86,7 +86,7 @@ impl Confidence {
     }
 }
 
-/// Whether loads kept their rate; SNIA's word for it only where they ran as long as SNIA's.
+/// Whether loads kept their rate. Uses SNIA's term only if they ran as long as SNIA's.
 fn of_states(states: &[Steady]) -> String {
     let level = states.iter().filter(|state| state.reached).count();
     let longest = states.iter().map(Steady::seconds).fold(0.0, f64::max);
@@ -102,7 +102,7 @@ fn of_states(states: &[Steady]) -> String {
     }
 }
 
-/// What the samples of a cell say of being steady, by what was noted or by their series.
+/// The steadiness of a cell's samples, as recorded or from their time series.
 pub fn steadiness(cell: &Cell) -> Vec<Steady> {
     let of =
         |sample: &crate::model::Sample| sample.steady.clone().or_else(|| steady(&sample.series));

@@ -1,4 +1,4 @@
-//! What the plan asks about and this run did not measure.
+//! Finds the parts of the plan that this run did not measure.
 
 use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
@@ -9,23 +9,23 @@ use crate::words::label;
 /// Something that was not measured, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
-    /// What all those cells have in common: one value (`raw`), two, or all of a cell's. None where
-    /// nothing at all was measured.
+    /// What the cells have in common: one value (such as `raw`), two values, or all values of a
+    /// cell. Empty if nothing at all was measured.
     pub what: Axes,
-    /// `failed`, `skipped`, or `pending` where the run has not come to it.
+    /// `failed`, `skipped`, or `pending` if the run has not reached it.
     pub state: &'static str,
-    /// How many cells.
+    /// Number of cells.
     pub cells: usize,
-    /// Rounds that were measured before it failed.
+    /// Number of rounds that were measured before the failure.
     pub rounds: usize,
-    /// The first of the reasons.
+    /// The first reason.
     pub reason: String,
-    /// No advice stands without it: a value that the user chooses, of which there is no figure.
+    /// Whether the run gives no advice without it: it is a value of a choice, and has no result.
     pub blocks: bool,
 }
 
 impl Missing {
-    /// `raw was not measured: 4 cells failed (mount … is not ready after 60 s)`.
+    /// A sentence such as `raw was not measured: 4 cells failed (mount … is not ready after 60 s)`.
     pub fn sentence(&self) -> String {
         let what = match self.what.as_slice() {
             [] => "nothing was measured".to_owned(),
@@ -52,7 +52,7 @@ impl Missing {
     }
 }
 
-/// Why a cell has no figure, or has not all of them.
+/// Why a cell has no result, or lacks some of its rounds.
 fn state(cell: &Cell, metric: &str) -> Option<(&'static str, String)> {
     let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
     match &cell.outcome {
@@ -65,7 +65,7 @@ fn state(cell: &Cell, metric: &str) -> Option<(&'static str, String)> {
     }
 }
 
-/// All that was not measured, in as few words as say it: values of which there is no figure, then pairs of
+/// Everything that was not measured, summarized: first values without any result, then pairs of
 /// values, then single cells.
 pub(super) fn missing(run: &Run, matrix: Option<&Matrix<'_>>) -> Vec<Missing> {
     let metric = run.plan.metric.as_str();
@@ -101,7 +101,7 @@ pub(super) fn missing(run: &Run, matrix: Option<&Matrix<'_>>) -> Vec<Missing> {
     found
 }
 
-/// Values, or pairs of values, of these cells, on axes that vary.
+/// Every value, or every pair of values, of these cells on axes that vary.
 fn parts(run: &Run, cells: &[usize], size: usize) -> Vec<Axes> {
     let varies = |axis: &str| crate::matrix::values(run, axis).len() > 1;
     let mut all: Vec<Axes> = Vec::new();
@@ -137,8 +137,8 @@ fn entry(run: &Run, what: Axes, cells: &[usize], blocks: bool) -> Missing {
     Missing { what, state, cells, rounds: rounds.unwrap_or(0), reason, blocks }
 }
 
-/// Whether the advice would choose among these cells too, had they been measured: they are choices, of our
-/// own program, seen from where those are seen that were measured, and can be here at all.
+/// Whether the advice could have chosen these cells: they are choices of vdkit's own, measured in
+/// the same position (host or guest) as the others, and possible on this place.
 fn blocks(matrix: &Matrix<'_>, axis: &str, cells: &[usize]) -> bool {
     let places: Vec<&str> = matrix
         .picks()
@@ -154,7 +154,8 @@ fn blocks(matrix: &Matrix<'_>, axis: &str, cells: &[usize]) -> bool {
             .any(|cell| matrix.advises(cell) && compared(cell))
 }
 
-/// Whether a cell cannot be where it is, whatever is installed: a reserved file on a device, say.
+/// Whether a cell is impossible on its place with any programs installed, such as a preallocated
+/// file on a device.
 fn has_no_meaning(run: &Run, cell: &Cell) -> bool {
     let place = run.environment.places.iter().find(|place| cell.axis(BACKEND) == Some(&place.name));
     let known = run.plan.effort.as_ref().zip(place);

@@ -1,19 +1,19 @@
-//! What a run comes to: what to use here, how much that gains, and how sure it is.
+//! Draws a conclusion from a run: what to use, how much that gains, and how certain it is.
 //!
 //! ```text
-//!   Run ─► matrix ─► picks, the best first ─► set aside what is not safe
-//!                                          ─► the default, where nothing is surely better
-//!                                          ─► gain, confidence, ties, answers, set-up
+//!   Run ─► matrix ─► picks, best first ─► set aside what is not safe
+//!                                      ─► the default, if nothing is certainly better
+//!                                      ─► gain, confidence, ties, answers, setup
 //! ```
 //!
-//! A choice is judged over all loads together: by the geometric mean of its values, round by round, so that
-//! a load counts by ratios and not by how large its numbers are. The default is advised unless
-//! something is surely better, since changing it would gain nothing. What loses data in a power cut
-//! (`unsafe`, memory) is never advised, however fast it is.
+//! A choice is judged over all loads together, by the geometric mean of its values, round by round.
+//! So each load counts by its ratios and not by the size of its numbers. The default is advised
+//! unless another way is certainly better, because changing it would gain nothing. A way that loses
+//! data in a power failure (`unsafe`, memory) is never advised, however fast it is.
 //!
-//! A verdict is as loud as its evidence. Of less than three rounds nothing is advised; and where something
-//! that the plan asks about was not measured, that comes first and no advice stands without it. All
-//! comparisons that a verdict makes share one chance of error: [`crate::stats::Judge`].
+//! The advice is only as strong as its evidence. Fewer than three rounds give no advice. If a part
+//! of the plan was not measured, the verdict says so first and gives no advice that depends on it.
+//! All comparisons of a verdict share one error probability: [`crate::stats::Judge`].
 
 mod answers;
 mod asked;
@@ -45,38 +45,38 @@ pub use told::Told;
 pub struct SetAside {
     /// Its axes.
     pub axes: Axes,
-    /// Against what is advised, where that can be said.
+    /// Comparison with the advised way, if possible.
     pub gain: Option<Gain>,
-    /// Why not.
+    /// Why it is not advised.
     pub reason: &'static str,
 }
 
-/// A load under which another way is better than what is advised.
+/// A load under which another way is better than the advised one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Exception {
     /// The load.
     pub load: Axes,
-    /// The best way under it.
+    /// The best way under the load.
     pub axes: Axes,
-    /// Against what is advised, under this load.
+    /// Comparison with the advised way under this load.
     pub gain: Gain,
 }
 
-/// What a run has evidence for.
+/// What the evidence supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Advice {
-    /// Something is surely better than the default, or than others where there is no default.
+    /// A way is certainly better than the default, or than the other ways if there is no default.
     Use,
-    /// Nothing is surely better than the default.
+    /// No way is certainly better than the default.
     Stay,
-    /// There are too few rounds, or all lie too close together.
+    /// Undecided: there are too few rounds, or the ways differ too little.
     Untold,
-    /// Nothing was measured, or not all that was asked about.
+    /// Nothing was measured, or a necessary part of the plan was not.
     None,
 }
 
 impl Advice {
-    /// In a word, for programs.
+    /// The advice as one word, for programs.
     pub fn word(self) -> &'static str {
         match self {
             Self::Use => "use",
@@ -87,49 +87,50 @@ impl Advice {
     }
 }
 
-/// What a run comes to.
+/// The conclusion from a run.
 #[derive(Clone, Debug)]
 pub struct Verdict {
-    /// How loud it may be.
+    /// The kind of advice.
     pub advice: Advice,
-    /// What the plan asks about and was not measured.
+    /// Parts of the plan that were not measured.
     pub missing: Vec<Missing>,
-    /// What to use, in one sentence.
+    /// The advice in one sentence.
     pub sentence: String,
-    /// The axes of what is advised that were a choice at all; none where nothing is advised.
+    /// The choices of the advised way; none without advice.
     pub best: Option<Axes>,
-    /// What was best among all that was measured and is safe, surely or not.
+    /// The best safe way, certain or not.
     pub leading: Option<Axes>,
-    /// Cells of what is advised, as indices.
+    /// Indices of the advised way's cells.
     pub cells: Vec<usize>,
-    /// The default that it is held against.
+    /// The default that the way is compared with.
     pub baseline: Option<Axes>,
-    /// Of what is advised, or else leads, against the default; none where that is the default, or
-    /// there is none.
+    /// Comparison of the advised or leading way with the default; none if it is the default, or if
+    /// there is no default.
     pub gain: Option<Gain>,
-    /// Where the default stays: the most that the noise may hide beside it, as times as good.
+    /// If the default stays: the largest factor by which another way may be better within the
+    /// noise.
     pub hidden: Option<f64>,
-    /// How sure all this is.
+    /// The confidence of the verdict.
     pub confidence: Confidence,
-    /// Ways that cannot be told from what is advised.
+    /// Ways that are indistinguishable from the advised one.
     pub ties: Vec<Axes>,
     /// Ways that were faster and are not safe.
     pub set_aside: Vec<SetAside>,
     /// Loads under which another way is better.
     pub exceptions: Vec<Exception>,
-    /// Ways that were not measured under all loads, so that they had no part in this.
+    /// Ways that were not measured under all loads and were therefore not compared.
     pub left_out: Vec<Axes>,
-    /// The plan's question and those that follow from its axes, each with a sentence.
+    /// Answers to the plan's question and to those that follow from its axes.
     pub answers: Vec<Answer>,
     /// The tools side by side.
     pub peers: Vec<PeerRow>,
-    /// How to have it.
+    /// How to set up the advised way.
     pub setup: Option<Setup>,
-    /// What the reader must know before believing this.
+    /// What the reader must know before relying on the verdict.
     pub cautions: Vec<String>,
 }
 
-/// Why a way is not advised, wherever the image lies.
+/// Why a way is not advised, wherever the image is.
 fn is_unfit(axes: &Axes) -> Option<&'static str> {
     let has = |name: &str, wanted: &str| axes.iter().any(|(axis, v)| axis == name && v == wanted);
     if has("cache", "unsafe") {
@@ -144,8 +145,8 @@ fn is_unfit(axes: &Axes) -> Option<&'static str> {
         .then_some("QEMU has them to exchange disks with others, and not to run guests on")
 }
 
-/// Of all ways those that may be advised. Where nothing is safe (a run on tmpfs alone) that is what
-/// there is, and the reason for a caution.
+/// The ways that may be advised. If no way is safe (as in a run on tmpfs alone), returns all ways
+/// and the reason, for a caution.
 fn eligible(run: &Run, picks: &[Pick]) -> (Vec<Pick>, Option<&'static str>) {
     let of = |fits: &dyn Fn(&Pick) -> bool| -> Vec<Pick> {
         picks.iter().filter(|pick| fits(pick)).cloned().collect()
@@ -160,7 +161,7 @@ fn eligible(run: &Run, picks: &[Pick]) -> (Vec<Pick>, Option<&'static str>) {
     (rest, reason)
 }
 
-/// Why a way is not advised.
+/// Why a way is not safe.
 fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
     let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
     if let Some(reason) = is_unfit(axes) {
@@ -247,8 +248,8 @@ pub fn verdict(run: &Run) -> Verdict {
     }
 }
 
-/// Whether more rounds would change nothing of what a run's verdict says. A runner asks after each
-/// round: see [`crate::run`].
+/// Whether more rounds would not change a run's verdict. The runner asks after each round: see
+/// [`crate::run`].
 pub fn is_settled(run: &Run) -> bool {
     let Some(matrix) = Matrix::new(run).filter(|matrix| matrix.metric.key != SURVIVED) else {
         return true;
@@ -264,22 +265,22 @@ pub fn is_settled(run: &Run) -> bool {
     !eligible.iter().any(|pick| open(&pick, best) || open(&pick, first))
 }
 
-/// What was found among ways that may be advised.
+/// The result of comparing the ways that may be advised.
 pub(crate) struct Found<'p> {
     pub(crate) advice: Advice,
-    /// What is advised, or else leads.
+    /// The advised or leading way.
     pub(crate) way: &'p Pick,
-    /// The default beside it, if it was measured.
+    /// The default, if it was measured.
     pub(crate) base: Option<&'p Pick>,
-    /// Of the way against the default, where these are two.
+    /// Comparison of the way with the default, if they differ.
     pub(crate) gain: Option<Gain>,
-    /// All of them, the best first.
+    /// All ways, best first.
     pub(crate) picks: &'p [Pick],
 }
 
 impl<'p> Found<'p> {
-    /// Of `picks`, the best first, which are not none. `blocked`: something is missing without which no
-    /// advice stands.
+    /// Judges `picks`, which are not empty and are sorted best first. `blocked` says that something
+    /// is missing without which there is no advice.
     fn of(matrix: &Matrix<'_>, picks: &'p [Pick], blocked: bool) -> Self {
         if matrix.metric.key == SURVIVED {
             return Self::survivor(matrix, picks, blocked);
@@ -300,7 +301,7 @@ impl<'p> Found<'p> {
             (None, None) if picks.iter().any(|other| surely(&first, other)) => (first, Advice::Use),
             (None, None) => (first, Advice::Untold),
         };
-        // (Where there is one way, there is nothing to tell.)
+        // A single way needs no decision.
         let advice = if picks.len() == 1 && enough { Advice::Stay } else { advice };
         let advice = if blocked { Advice::None } else { advice };
         let gain = base.filter(|base| base.axes != way.axes);
@@ -308,7 +309,7 @@ impl<'p> Found<'p> {
         Self { advice, way, base, gain, picks }
     }
 
-    /// Of what came through. Whatever needs no server beside QEMU comes first.
+    /// Judges survival. Ways without a server besides QEMU come first.
     fn survivor(matrix: &Matrix<'_>, picks: &'p [Pick], blocked: bool) -> Self {
         let through = |pick: &&Pick| pick.summary.min >= 1.0;
         let alone = |pick: &&Pick| through(pick) && !needs_server(&pick.axes);
@@ -322,18 +323,18 @@ impl<'p> Found<'p> {
         Self { advice, way, base: matrix.base(way, picks), gain: None, picks }
     }
 
-    /// The default, where it is another way.
+    /// The default, if it is another way.
     pub(crate) fn other(&self) -> Option<&'p Pick> {
         self.base.filter(|base| base.axes != self.way.axes)
     }
 }
 
-/// Whether the default stays: nothing is surely better, and none of the values is 0.
+/// Whether the default stays: no way is certainly better, and no value is 0.
 fn base_leads(matrix: &Matrix<'_>, first: &Pick, base: &Pick) -> bool {
     first.axes == base.axes || matrix.against(first, base).is_some()
 }
 
-/// Whether a program beside QEMU serves the disk.
+/// Whether a program besides QEMU serves the disk.
 pub(crate) fn needs_server(axes: &Axes) -> bool {
     let bare = ["file", "in-process", "guest-virtio", "guest-scsi", "guest-ide"];
     axes.iter().any(|(axis, value)| {
@@ -358,7 +359,7 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
             let gain = matrix.against(pick, best);
             let faster = match gain {
                 Some(gain) => gain.decision == Decision::Better,
-                // (What came through or did not has no ratio, but an order.)
+                // Survival has no ratio, only an order.
                 None => matrix.is_better(pick.summary.median, best.summary.median),
             };
             faster.then(|| SetAside { axes: matrix.short(&pick.axes), gain, reason })
@@ -366,7 +367,7 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
         .collect()
 }
 
-/// Where what is best together is not the best.
+/// Loads under which the best way overall is not the best.
 fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
     let mut loads: Vec<Axes> = Vec::new();
     for load in best.cells.iter().map(|i| matrix.load(&matrix.run.cells[*i])) {
@@ -389,7 +390,7 @@ fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
     loads.into_iter().filter_map(under).collect()
 }
 
-/// Ways with results that are none of the picks.
+/// Ways that have results and are not among the picks.
 fn left_out(matrix: &Matrix<'_>, picks: &[Pick]) -> Vec<Axes> {
     let mut found: Vec<Axes> = Vec::new();
     for cell in matrix.run.cells.iter().filter(|cell| matrix.counts(cell)) {
@@ -397,7 +398,7 @@ fn left_out(matrix: &Matrix<'_>, picks: &[Pick]) -> Vec<Axes> {
         if matrix.summary(cell).is_none() || picks.iter().any(|pick| pick.axes == way) {
             continue;
         }
-        // (Guests compare with guests: those that are not are no gap.)
+        // Guests are compared with guests, so other ways are no gap.
         let same = picks.iter().any(|pick| in_guest(&pick.axes) == in_guest(&way));
         let way = matrix.short(&way);
         if (same || !matrix.guests_apart()) && !found.contains(&way) {
@@ -407,10 +408,10 @@ fn left_out(matrix: &Matrix<'_>, picks: &[Pick]) -> Vec<Axes> {
     found
 }
 
-/// What notes of cells say of a guest without KVM.
+/// The note of cells whose guest ran without KVM.
 const EMULATED: &str = "emulated (TCG)";
 
-/// What speaks against a run as a whole.
+/// Problems of the run as a whole.
 fn cautions(run: &Run) -> Vec<String> {
     let mut said: Vec<String> = Vec::new();
     if run.ended.is_none() {

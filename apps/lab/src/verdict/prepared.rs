@@ -1,5 +1,5 @@
-//! Sparse against preallocated: does space that is there beforehand make writes faster, the first time
-//! and when they are made again?
+//! Compares sparse with preallocated images: does preallocated space make first writes faster, and
+//! later writes?
 
 use super::answers::Answer;
 use crate::matrix::{Matrix, Role};
@@ -7,7 +7,7 @@ use crate::model::{Axes, Cell};
 use crate::stats::{Decision, Gain};
 use crate::words::{label, listed, span, times};
 
-/// Values whose space is there beforehand, and what they are without: the axis, and both.
+/// Values with preallocated space and the corresponding sparse values: the axis, and both values.
 const ALLOCATED: [(&str, &str, &str); 8] = [
     ("layout", "raw-falloc", "raw"),
     ("layout", "raw-full", "raw"),
@@ -19,7 +19,7 @@ const ALLOCATED: [(&str, &str, &str); 8] = [
     ("preallocation", "full", "off"),
 ];
 
-/// One answer each for disks that nothing was written to and for those that were full.
+/// One answer for disks that were empty and one for disks that were full.
 pub(super) fn of_allocation(matrix: &Matrix<'_>) -> Vec<Answer> {
     let mut groups: Vec<(&str, Vec<String>)> = Vec::new();
     for (axis, prepared, sparse) in ALLOCATED {
@@ -40,13 +40,13 @@ pub(super) fn of_allocation(matrix: &Matrix<'_>) -> Vec<Answer> {
         .collect()
 }
 
-/// A cell of a prepared layout, and the one that is the same but for that.
+/// Pairs of a cell of a preallocated layout and the otherwise equal cell of the sparse one.
 type Pairs<'a> = Vec<(usize, usize, &'a Cell)>;
 
-/// A state of the disk, what was prepared, and its cells.
+/// A state of the disk, the preallocated value, and the pairs of cells.
 type Group<'a> = (&'static str, Axes, Pairs<'a>);
 
-/// Pairs by whether the load is the first write to the disk, and by format.
+/// Groups the pairs by whether the load writes the disk for the first time, and by format.
 fn by_state<'a>(matrix: &Matrix<'a>, axis: &str, prepared: &str, sparse: &str) -> Vec<Group<'a>> {
     let cells = &matrix.run.cells;
     let mut groups: Vec<Group<'a>> = Vec::new();
@@ -76,7 +76,7 @@ fn by_state<'a>(matrix: &Matrix<'a>, axis: &str, prepared: &str, sparse: &str) -
     groups
 }
 
-/// Whether a load writes for the first time, or again.
+/// Whether a load writes for the first time or again.
 fn state(cell: &Cell) -> &'static str {
     let profile = cell.axis("profile").unwrap_or_default();
     let first = profile.contains("first");
@@ -113,7 +113,7 @@ fn said(matrix: &Matrix<'_>, own: &Axes, sparse: &str, pairs: &Pairs<'_>) -> Opt
     Some(format!("{} {name} against {sparse}{under}", figure(&gain)))
 }
 
-/// `1.84 times (1.70 to 1.95),`.
+/// Formats a gain: `1.84 times (1.70 to 1.95),`.
 fn figure(gain: &Gain) -> String {
     let interval = span(gain.interval.low, gain.interval.high);
     match gain.decision {

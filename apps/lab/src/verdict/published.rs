@@ -1,4 +1,4 @@
-//! Published numbers against those of this host.
+//! Compares published numbers with those of this host.
 
 use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, Role, program};
@@ -6,7 +6,7 @@ use crate::model::{Cell, Published, Run, metric};
 use crate::stats::{Decision, MATTERS, ROUNDS_MIN, median};
 use crate::words::sentence;
 
-/// The cells that a published number speaks of.
+/// The cells that a published number covers.
 fn spoken_of<'a>(matrix: &Matrix<'a>, number: &Published) -> Vec<&'a Cell> {
     let fits = |cell: &Cell| {
         number.axes.iter().all(|(axis, value)| cell.axis(axis) == Some(value.as_str()))
@@ -14,13 +14,13 @@ fn spoken_of<'a>(matrix: &Matrix<'a>, number: &Published) -> Vec<&'a Cell> {
     matrix.run.cells.iter().filter(|cell| fits(cell)).collect()
 }
 
-/// What stands beside a published number: the median of the cells that it speaks of. Of several
-/// programs, our own.
+/// This run's counterpart of a published number: the median of the cells that the number covers.
+/// With several programs, only vdkit's cells count.
 pub(crate) fn measured_for(matrix: &Matrix<'_>, number: &Published) -> Option<f64> {
     median(&all_measured_for(matrix, number))
 }
 
-/// The median of each of those cells, rising.
+/// The median of each of those cells, in rising order.
 pub(crate) fn all_measured_for(matrix: &Matrix<'_>, number: &Published) -> Vec<f64> {
     let own = spoken_of(matrix, number).into_iter().filter(|cell| matrix.counts(cell));
     let mut all: Vec<f64> = own.filter_map(|cell| median_of(cell, &number.metric)).collect();
@@ -28,7 +28,7 @@ pub(crate) fn all_measured_for(matrix: &Matrix<'_>, number: &Published) -> Vec<f
     all
 }
 
-/// The same of the other programs, by name.
+/// The counterparts from other programs, by name.
 pub(crate) fn others_for(matrix: &Matrix<'_>, number: &Published) -> Vec<(String, f64)> {
     let mut found: Vec<(String, Vec<f64>)> = Vec::new();
     for cell in spoken_of(matrix, number) {
@@ -45,12 +45,12 @@ pub(crate) fn others_for(matrix: &Matrix<'_>, number: &Published) -> Vec<(String
     found.into_iter().filter_map(|(name, values)| Some((name, median(&values)?))).collect()
 }
 
-/// Whether two numbers differ by no more than a part of the larger one.
+/// Whether two numbers differ by at most this part of the larger one.
 fn near(one: f64, two: f64, part: f64) -> bool {
     (one - two).abs() <= part * one.abs().max(two.abs())
 }
 
-/// Whether the order of published numbers is the one of this host.
+/// Whether published numbers have the same order on this host.
 pub(super) fn of_published(matrix: &Matrix<'_>) -> Option<Answer> {
     let both: Vec<(&Published, f64)> = matrix
         .run
@@ -89,7 +89,7 @@ pub(super) fn of_published(matrix: &Matrix<'_>) -> Option<Answer> {
     Some(Answer { question, sentence: text })
 }
 
-/// Which of the cells that published numbers speak of can be told apart here.
+/// Decides which cells of published numbers this run can tell apart.
 struct Apart<'a> {
     run: &'a Run,
     known: Vec<Matrix<'a>>,
@@ -116,18 +116,18 @@ impl Apart<'_> {
     }
 }
 
-/// Pairs of published numbers, by what they are here.
+/// Counts of pairs of published numbers, by the result on this host.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pairs {
-    /// They differed there and do here.
+    /// Different when published and different here.
     ordered: u32,
-    /// Of these: in the same order.
+    /// The pairs among them with the same order.
     agree: u32,
-    /// They differed there and cannot be told apart here.
+    /// Different when published, and indistinguishable here.
     ties: u32,
-    /// They were equal there.
+    /// Equal when published.
     equal: u32,
-    /// Of these: they cannot be told apart here either.
+    /// The pairs among them that are indistinguishable here too.
     equal_here: u32,
 }
 

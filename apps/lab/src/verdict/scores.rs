@@ -1,20 +1,20 @@
-//! Weighted scores: a ranking each by reading, by writing, and by the mean of the two.
+//! Weighted scores: rankings by reads, by writes, and by the mean of both.
 
 use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, in_guest, seen};
 use crate::model::{Axes, Metric, metric};
 use crate::words::{label, value};
 
-/// Ways by one score, the best first.
+/// Ways ranked by one score, best first.
 #[derive(Clone, Debug)]
 pub struct Ranking {
-    /// What it is of: `weighted read`.
+    /// Name of the score: `weighted read`.
     pub title: &'static str,
-    /// Where the loads ran, where guests stand apart.
+    /// Where the loads ran, if guests are compared separately.
     pub seen: Option<&'static str>,
-    /// Of the score.
+    /// The score.
     pub metric: &'static Metric,
-    /// Index of the cell, its axes as they are told apart, and its score.
+    /// Index of the cell, its varying axes, and its score.
     pub rows: Vec<(usize, Axes, f64)>,
 }
 
@@ -25,7 +25,7 @@ const SCORES: [(&str, &str); 3] = [
     ("weighted mean of both", "score"),
 ];
 
-/// How many of each ranking are named in a sentence, and open on the page.
+/// Number of ways of each ranking that a sentence names and that are open on the page.
 pub const TOP: usize = 5;
 
 /// The rankings of a run that has scores.
@@ -56,7 +56,7 @@ pub fn rankings(matrix: &Matrix<'_>) -> Vec<Ranking> {
     found
 }
 
-/// The best five of each.
+/// The best five of each ranking.
 pub(super) fn of_scores(matrix: &Matrix<'_>) -> Vec<Answer> {
     let of = |ranking: &Ranking| {
         let place = ranking.seen.map_or_else(String::new, |seen| format!(", {seen}"));

@@ -1,4 +1,4 @@
-//! A verdict in one sentence.
+//! Writes a verdict as one sentence.
 
 use super::{Advice, Found, Missing, needs_server};
 use crate::matrix::{Matrix, Pick};
@@ -6,7 +6,7 @@ use crate::model::SURVIVED;
 use crate::stats::{Decision, NARROW, ROUNDS_MIN};
 use crate::words::{label, listed, sentence as begun, span, times, value};
 
-/// What to use and by how much that is better, or why nothing is advised.
+/// The advice and its gain, or why there is no advice.
 pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
     let name = label(&matrix.short(&found.way.axes));
     let blocked: Vec<String> = missing
@@ -37,7 +37,7 @@ pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missin
     }
 }
 
-/// The same as the answer to the plan's question: the figure first.
+/// The answer to the plan's question, which begins with the figure.
 pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
     let name = |pick: &Pick| label(&matrix.short(&pick.axes));
     match (found.advice, found.gain, found.other()) {
@@ -69,7 +69,7 @@ pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]
     }
 }
 
-/// What a way measured: from the least to the most of its loads.
+/// The range of a way's values over its loads.
 fn measured(matrix: &Matrix<'_>, way: &Pick) -> Option<String> {
     let cells = way.cells.iter().map(|i| &matrix.run.cells[*i]);
     let medians: Vec<f64> = cells.filter_map(|cell| Some(matrix.summary(cell)?.median)).collect();
@@ -82,7 +82,7 @@ fn measured(matrix: &Matrix<'_>, way: &Pick) -> Option<String> {
     })
 }
 
-/// `1.84 times as good as qcow2, the default, in throughput (1.70 to 1.95)`.
+/// The gain: `1.84 times as good as qcow2, the default, in throughput (1.70 to 1.95)`.
 fn by_how_much(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     let measure = matrix.metric.title;
     match (found.other(), found.gain) {
@@ -96,7 +96,7 @@ fn by_how_much(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     }
 }
 
-/// The most that may be hidden in the noise beside the default, and what it would be.
+/// The largest gain over the default that the noise may hide, and the way that may have it.
 pub(super) fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<(f64, &'p Pick)> {
     let others = found.picks.iter().filter(|pick| pick.axes != found.way.axes);
     let high = |pick: &'p Pick| {
@@ -106,7 +106,7 @@ pub(super) fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<
     others.filter_map(high).max_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// Why the default stays, and how much of a reason that is.
+/// Why the default stays, and how strong that reason is.
 fn stay(matrix: &Matrix<'_>, found: &Found<'_>, name: &str) -> String {
     let measure = matrix.metric.title;
     match most_hidden(matrix, found) {
@@ -128,7 +128,7 @@ fn stay(matrix: &Matrix<'_>, found: &Found<'_>, name: &str) -> String {
     }
 }
 
-/// What was found, where nothing is advised.
+/// The result, if there is no advice.
 fn so_far(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     let name = label(&matrix.short(&found.way.axes));
     let rounds = found.picks.iter().map(|pick| pick.summary.count).min().unwrap_or(0);
@@ -163,7 +163,7 @@ fn so_far(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     }
 }
 
-/// Of what came through while there was no space.
+/// The result for survival.
 fn survival(found: &Found<'_>, name: &str) -> String {
     if found.way.summary.min < 1.0 {
         return format!("Nothing came through here; {name} is as good as any other.");

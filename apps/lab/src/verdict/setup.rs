@@ -1,4 +1,4 @@
-//! How to have what is advised: commands, and libvirt's element.
+//! Writes the commands and libvirt's element that set up the advised way.
 
 use std::path::{Path, PathBuf};
 
@@ -8,17 +8,17 @@ use crate::front::Cache;
 use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run};
 use crate::words::{listed, quoted};
 
-/// The cache mode where a run does not say one: QEMU's default.
+/// The cache mode if a run does not name one: QEMU's default.
 const CACHE: &str = "writeback";
 
-/// What to type, and what to write into a guest's definition.
+/// Commands to type, and the disk's element in a guest's definition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setup {
-    /// In their order. Words in capitals are for the user to choose.
+    /// Commands in order. The user replaces the words in capitals.
     pub commands: Vec<String>,
     /// libvirt's `<disk>` element.
     pub xml: String,
-    /// Why the cache mode is this one, where the run did not compare them.
+    /// Why this cache mode was chosen, if the run did not compare cache modes.
     pub cache: Option<String>,
 }
 
@@ -27,15 +27,15 @@ pub struct Setup {
 struct Image {
     format: String,
     options: Vec<String>,
-    /// It stands on another image, whose name is for the user to say.
+    /// Whether the image is an overlay. The user supplies the backing image's name.
     overlay: bool,
 }
 
-/// Words of `create` and `convert` that are followed by a format or by options.
+/// Options of `create` and `convert` whose value is a format or a list of options.
 const FORMAT_WORDS: [&str; 4] = ["-f", "-O", "--format", "--target-format"];
 
 impl Image {
-    /// As it was made in the run: the last command that makes one.
+    /// Derives the image from the run's commands: the last command that creates an image.
     fn made_by(commands: &[String]) -> Option<Self> {
         commands.iter().rev().find_map(|line| Self::of_command(line))
     }
@@ -51,7 +51,7 @@ impl Image {
         let mut image = Self::default();
         let after = |i: usize| words.get(i + 1).cloned();
         for (i, word) in words.iter().enumerate() {
-            // (Of `convert` the source's format comes first, as -f; the target's is -O.)
+            // In `convert`, -f is the source's format and comes first; -O is the target's.
             if FORMAT_WORDS.contains(&word.as_str()) {
                 image.format = after(i)?;
             } else if word == "-o" {
@@ -63,7 +63,7 @@ impl Image {
         (!image.format.is_empty()).then_some(image)
     }
 
-    /// The command that makes such an image at `name`, which is quoted already.
+    /// The command that creates such an image at `name`, which is already quoted.
     fn create_command(&self, name: &str) -> String {
         let options: String =
             self.options.iter().map(|option| format!(" -o {}", quoted(option))).collect();
@@ -71,7 +71,7 @@ impl Image {
         format!("vdkit create -f {}{options}{base} {name}{size}", quoted(&self.format))
     }
 
-    /// By the name of a layout alone.
+    /// Derives the image from the name of a layout.
     fn of_name(layout: &str) -> Self {
         let formats = ["qcow2", "vmdk", "vhdx", "vhd", "vdi"];
         let format = formats.into_iter().find(|format| layout.contains(format)).unwrap_or("raw");
@@ -99,7 +99,7 @@ impl Image {
     }
 }
 
-/// Words of a command line as a shell would take them: blanks part them, quotation marks and
+/// Splits a command line into words like a shell. Blanks separate words; quotation marks and
 /// backslashes keep them together.
 fn split(line: &str) -> Vec<String> {
     let mut words = Vec::new();
@@ -125,18 +125,18 @@ fn split(line: &str) -> Vec<String> {
     words
 }
 
-/// The command that makes a ZFS volume, or a data set for an image whose record size was chosen.
+/// The command that creates a ZFS volume, or a data set with a chosen record size.
 fn zfs_command(volume: bool, record: Option<&str>) -> Option<String> {
     match (volume, record.filter(|record| *record != "inherited")) {
         (true, None) => Some("zfs create -V SIZE POOL/DISK".to_owned()),
         (true, Some(record)) => Some(format!("zfs create -V SIZE -b {record} POOL/DISK")),
-        // The images of the run were in a data set of their own too.
+        // The run's images were in separate data sets too.
         (false, Some(record)) => Some(format!("zfs create -o recordsize={record} POOL/DATASET")),
         (false, None) => None,
     }
 }
 
-/// For these choices; `cells` are where they were measured.
+/// The setup for these choices; `cells` are the cells that measured them.
 pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
     let layout = value("layout").or_else(|| value("format")).unwrap_or("qcow2");
@@ -153,7 +153,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
         (false, true) => folder.into(),
         (false, false) => Path::new(folder).join(format!("disk.{ending}")),
     };
-    // What a server of vdkit's is told: as it was compared, or else as it was measured.
+    // The cache mode of a vdkit server: the one that was compared, or else the one that was used.
     let served = cells.iter().find_map(|cell| mode_of(&run.cells[*cell])).unwrap_or(CACHE);
     let cache = value("cache").unwrap_or(served);
     let front = value("front").unwrap_or("");
@@ -173,7 +173,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
         typed.push(format!("vdkit serve {name} --nbd unix:{} --cache {cache}", socket.display()));
         (DiskSource::Nbd(socket, String::new()), "raw")
     } else if front.contains("fuse") {
-        // libvirt takes absolute names only.
+        // libvirt only accepts absolute paths.
         let file = PathBuf::from("/run/vdkit-disk.raw");
         typed.push(format!("vdkit mount {name} {} --cache {cache}", file.display()));
         (DiskSource::File(file), "raw")
@@ -182,7 +182,8 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     } else {
         (DiskSource::File(disk.clone()), image.format.as_str())
     };
-    // What QEMU opens itself has the mode that `doctor` advises, where the run did not compare them.
+    // If the run did not compare cache modes, an image that QEMU opens itself gets the mode that
+    // `doctor` advises.
     let opened =
         matches!(&source, DiskSource::File(path) | DiskSource::Device(path) if *path == disk);
     let (suited, because) = cache_for(cache_place(place));
@@ -205,7 +206,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     Setup { commands: typed, xml: element.xml(), cache }
 }
 
-/// What of a place decides the cache mode.
+/// Properties of a place that decide the cache mode.
 fn cache_place(place: Option<&PlaceInfo>) -> CachePlace {
     match place.map(|place| (place.kind, place.file_system.as_deref().unwrap_or_default())) {
         Some((PlaceKind::Device, _)) => CachePlace::Device,
@@ -215,7 +216,7 @@ fn cache_place(place: Option<&PlaceInfo>) -> CachePlace {
     }
 }
 
-/// Which cache modes the run used, as it did not compare them, by its own commands.
+/// The cache modes that the run used without comparing them, from its commands.
 fn used(run: &Run) -> String {
     let mut modes: Vec<(&str, Vec<String>)> = Vec::new();
     for cell in &run.cells {
@@ -227,7 +228,7 @@ fn used(run: &Run) -> String {
             None => modes.push((mode, vec![front])),
         }
     }
-    // The mode of most fronts comes first; of two such, QEMU's default.
+    // The mode of most fronts comes first. Among equals, QEMU's default comes first.
     modes.sort_by_key(|(mode, fronts)| (std::cmp::Reverse(fronts.len()), *mode != CACHE));
     match &modes[..] {
         [] => "This run used no cache mode".to_owned(),
@@ -241,13 +242,13 @@ fn used(run: &Run) -> String {
     }
 }
 
-/// The cache mode that what opened the image was told in this cell, by the commands of its rounds.
+/// The cache mode of the program that opened the image in this cell, from its commands.
 fn mode_of(cell: &Cell) -> Option<&'static str> {
     cell.commands.iter().find_map(|line| mode(line))
 }
 
-/// The cache mode that a command tells the program that it starts: `--cache MODE` of vdkit and qemu-nbd,
-/// or the switches of QEMU's nodes, exports and disks.
+/// The cache mode in a command line: `--cache MODE` of vdkit and qemu-nbd, or options of QEMU's
+/// nodes, exports and disks.
 fn mode(line: &str) -> Option<&'static str> {
     let words = split(line);
     let word = |i: usize, word: &String| match word.strip_prefix("--cache") {
@@ -379,14 +380,15 @@ mod tests {
         let memory = choose(&["vdkit convert a b"], &[("backend", "memory"), ("layout", "qcow2")]);
         assert!(memory.xml.contains("cache='writeback'"));
         assert!(memory.cache.unwrap().contains("This run used no cache mode"));
-        // What a server hands out has the mode that was measured.
+        // A served disk gets the mode that was measured.
         let nbd = choose(&[], &[("layout", "qcow2"), ("front", "nbd")]);
         assert!(nbd.xml.contains("cache='writeback'"), "{}", nbd.xml);
         let compared = choose(&[], &[("cache", "directsync")]);
         assert!(compared.xml.contains("cache='directsync'") && compared.cache.is_none());
     }
 
-    /// It said that all was measured with writeback, where QEMU's daemon had been told cache.direct.
+    /// The report once said that everything was measured with writeback, although QEMU's daemon had
+    /// cache.direct.
     #[test]
     fn the_cache_modes_that_a_run_used_are_those_of_its_commands() {
         let direct = "qemu-storage-daemon --blockdev driver=file,filename=/a,cache.direct=on,\
@@ -404,7 +406,7 @@ mod tests {
             cell("fuse", "vdkit mount -f qcow2 --cache writeback /a /b &"),
             cell("fuse-qsd", fuse),
             cell("nbd-qemu-nbd", "qemu-nbd --cache=writeback /a &"),
-            // It has failed before it began.
+            // It failed before it began.
             Cell::default(),
         ];
         let told = |cells: &[Cell], advised: &[(&str, &str)], at: usize| {
@@ -419,7 +421,7 @@ mod tests {
             ),
             "{advised}"
         );
-        // A server is told what it was measured with.
+        // A server gets the mode with which it was measured.
         let native = told(&cells, &[("layout", "qcow2"), ("front", "nbd-qsd-native")], 0);
         assert!(native.commands[1].ends_with("--cache none"), "{native:?}");
         assert!(native.cache.unwrap().starts_with("Cache mode none: it is what was measured."));

@@ -34,7 +34,7 @@ fn run(metric: &str, names: &[&str], baseline: Option<&[(&str, &str)]>, cells: V
     Run { plan, cells, ended: Some(1), ..Run::default() }
 }
 
-/// Five rounds around a value, within 2 %.
+/// Five rounds within 2 % of a value.
 fn around(value: f64) -> Vec<f64> {
     [0.99, 1.0, 1.01, 1.005, 0.995].map(|part| part * value).into()
 }
@@ -52,12 +52,12 @@ fn a_terminal_is_told_what_to_use_and_how_to_have_it() {
     assert!(lines[1].starts_with("against the default (qcow2): 2.00x, "), "{lines:#?}");
     assert!(lines[2].starts_with("confidence: "), "{lines:#?}");
     assert!(lines.iter().any(|line| line.starts_with("  <disk ")), "{lines:#?}");
-    // The default, where nothing is better, and all that ties with it.
+    // The default, because nothing is better, and every way that ties with it.
     let run = layouts(&[("qcow2", 100.0), ("raw", 100.0), ("qcow2-8k", 100.0)]);
     let lines = verdict(&run).lines();
     assert!(lines.iter().any(|l| l.starts_with("cannot be told from it: raw")), "{lines:#?}");
     assert!(!lines.iter().any(|l| l.starts_with("against")), "{lines:#?}");
-    // Nothing measured leaves nothing to make.
+    // Without measurements there is nothing to set up.
     assert!(!super::verdict(&Run::default()).lines().iter().any(|l| l.contains("<disk")));
 }
 
@@ -87,7 +87,7 @@ fn a_tie_leaves_the_default() {
         found.sentence.starts_with("Stay with qcow2, the default: nothing measured here is better")
     );
     assert!(found.hidden.is_some_and(|most| most < 1.1), "{found:?}");
-    // Where the noise may hide twice as much, that is what is said first.
+    // If the noise may hide a factor of two, the sentence begins with that.
     let noisy = |name, by: f64| {
         let values = [1.0, 1.5, 0.7, 1.2].map(|part| part * by);
         cell(&[("layout", name)], "iops", &values)
@@ -120,7 +120,7 @@ fn loads_count_by_ratios() {
         of("b", "seq", 11_000.0),
         of("a", "rnd", 100.0),
         of("b", "rnd", 40.0),
-        // Not measured under all loads, so it does not take part.
+        // Not measured under all loads, so it is not compared.
         of("c", "rnd", 900.0),
     ];
     let found = verdict(&run("iops", &["layout", "profile"], None, cells));
@@ -153,7 +153,7 @@ fn what_loses_data_is_not_advised() {
         ..PlaceInfo::default()
     });
     assert_eq!(verdict(&memory).best, Some(axes(&[("backend", "ext4")])));
-    // Where there is nothing else, it is what there is.
+    // If no other way exists, it is used in spite of the reason.
     memory.cells.truncate(1);
     let found = verdict(&memory);
     assert_eq!(found.best, Some(axes(&[("backend", "fast")])));
@@ -242,7 +242,7 @@ fn a_way_to_measure_is_not_advised_and_what_all_share_is_compared() {
     let of = |layout, front, value| {
         cell(&[("layout", layout), ("front", front)], "iops", &around(value))
     };
-    // Only raw can be measured as a file, and through anything else qcow2 is as good.
+    // Only raw can be measured as a file, and with any other front qcow2 is as good.
     let cells = vec![
         of("raw", "file", 1000.0),
         of("raw", "fuse", 100.0),
@@ -258,12 +258,12 @@ fn a_way_to_measure_is_not_advised_and_what_all_share_is_compared() {
     assert_eq!(found.best, Some(axes(&[("layout", "qcow2-8k")])));
     assert!((found.gain.unwrap().ratio - 2.0).abs() < 0.02);
     assert!(found.setup.unwrap().commands.iter().all(|line| !line.contains("mount")));
-    // A way that failed where the others were measured is out, and takes no condition with it.
+    // A way that failed where others were measured is left out, and its condition stays.
     run.cells[6].outcome = Outcome::Failed("no".to_owned());
     run.cells[6].samples.clear();
     let found = verdict(&run);
     assert_eq!(found.best, Some(axes(&[("layout", "qcow2")])));
-    // Where the front is a choice all are compared as they are.
+    // If the front is a choice, all ways are compared as they are.
     run.plan.conditions.clear();
     assert_eq!(verdict(&run).best, Some(axes(&[("layout", "raw"), ("front", "file")])));
 }
@@ -305,7 +305,7 @@ fn a_full_pool_has_its_own_words() {
         },
     );
     let found = verdict(&run("survived", &["front"], None, of.to_vec()));
-    // No daemon is advised where the guest came through without one.
+    // No daemon is advised if the guest survived without one.
     assert!(
         found.sentence.starts_with("Use guest-virtio: it came through in the one round with no")
     );
@@ -348,7 +348,7 @@ fn the_second_time_and_reads_are_told() {
         said("500 ms with qcow2 (the first time 2 s) and 1 s with raw (the first time 1.90 s)."),
         "{answers:?}"
     );
-    // The two numbers are told side by side, as they are of different things.
+    // The two numbers are reported separately, because they count different reads.
     assert!(said("1 (9 at the device) with raw and 3 (72 at the device) with qcow2: to open one"));
 }
 
@@ -367,7 +367,7 @@ fn what_images_become_is_not_advised() {
     assert!(found.set_aside[0].reason.contains("nothing to choose"));
 }
 
-/// Layouts, each through two fronts of the same kind: ours, and QEMU's.
+/// Layouts through two fronts of the same kind: vdkit's and QEMU's.
 fn served(condition: bool) -> Run {
     let of = |layout, front, value| {
         cell(&[("layout", layout), ("front", front)], "iops", &around(value))
@@ -385,7 +385,7 @@ fn served(condition: bool) -> Run {
 
 #[test]
 fn what_is_advised_is_good_by_any_program() {
-    // Ours alone would have it that raw is better; QEMU is what serves the disk in the end.
+    // vdkit's cells alone would favor raw, but QEMU will serve the disk.
     let found = verdict(&served(true));
     assert_eq!(found.best, Some(axes(&[("layout", "qcow2")])));
     assert_eq!(found.cells, [0, 2]);
@@ -394,7 +394,7 @@ fn what_is_advised_is_good_by_any_program() {
     assert_eq!(exception.load, axes(&[("front", "fuse")]));
     assert_eq!(exception.axes, axes(&[("layout", "raw"), ("front", "fuse")][..1]));
     assert!((exception.gain.ratio - 1.5).abs() < 0.05);
-    // Where the front is a choice, the programs stand side by side.
+    // If the front is a choice, the programs are shown side by side.
     let found = verdict(&served(false));
     assert_eq!(found.best, Some(axes(&[("layout", "raw"), ("front", "fuse")])));
     assert!(found.exceptions.is_empty());
@@ -410,7 +410,7 @@ fn what_was_not_measured_everywhere_is_named() {
     assert_eq!(found.left_out, [axes(&[("layout", "c")])]);
 }
 
-/// cold-open advised raw by 1.44 times from one round.
+/// `cold-open` once advised raw by a factor of 1.44 from one round.
 #[test]
 fn one_round_advises_nothing() {
     let best = |raw: f64, rounds: usize| {
@@ -433,7 +433,7 @@ fn one_round_advises_nothing() {
     assert_eq!(best(200.0, 3).advice, Advice::Use);
 }
 
-/// `zvol-vs-qcow2 --device`: every raw cell failed, and the verdict said "Stay with qcow2".
+/// `zvol-vs-qcow2 --device` once said "Stay with qcow2" although every raw cell had failed.
 #[test]
 fn no_advice_stands_without_what_was_asked_for() {
     let of = |layout, front, samples: &[f64]| {
@@ -462,7 +462,7 @@ fn no_advice_stands_without_what_was_asked_for() {
     let told = serde_json::to_string(&found.told()).unwrap();
     assert!(told.starts_with(r#"{"not-measured":[{"what":{"layout":"raw"},"state":"failed","#));
     assert!(told.contains(r#""advice":"none""#) && !told.contains(r#""best""#), "{told}");
-    // Skipped for want of a program is not measured either.
+    // Cells that were skipped because a program is missing are not measured either.
     for cell in &mut run.cells[..2] {
         cell.outcome = Outcome::Skipped("qemu-storage-daemon is not installed".to_owned());
     }
@@ -486,7 +486,7 @@ fn what_failed_once_is_named_and_the_rest_is_advised() {
     ];
     cells[5].outcome = Outcome::Failed("fio: exit code 1".to_owned());
     let mut run = run("iops", &["layout", "profile"], Some(&[("layout", "qcow2")]), cells);
-    // In its third round: what was measured stands, and the reader knows.
+    // Interrupted in its third round: the results stand, and the verdict says so.
     let found = verdict(&run);
     assert_eq!(found.best, Some(axes(&[("layout", "raw")])));
     assert!(
@@ -501,7 +501,7 @@ fn what_failed_once_is_named_and_the_rest_is_advised() {
         (Advice::Use, Some(axes(&[("layout", "qcow2-8k")])))
     );
     assert!(found.lines()[0].starts_with("Raw · rnd was not measured: 1 cell failed (fio"));
-    // A load that failed for all.
+    // A load that failed for all ways.
     for cell in &mut run.cells {
         if cell.axis("profile") == Some("rnd") {
             cell.samples.clear();
@@ -511,8 +511,8 @@ fn what_failed_once_is_named_and_the_rest_is_advised() {
     assert!(verdict(&run).lines()[0].starts_with("Rnd was not measured: 3 cells failed (no)"));
 }
 
-/// cold-open and convert-table: the advised way showed "9.56× against default" under "stay with the default",
-/// as the table held it against another program's.
+/// The reports of `cold-open` and `convert-table` once showed "9.56× against default" under "stay
+/// with the default", because the table compared the way with another program.
 #[test]
 fn there_is_one_default() {
     let of =
@@ -558,7 +558,7 @@ fn space_beforehand_is_a_question_of_its_own() {
         "{first}"
     );
     assert!(said("for writing again?").contains("which cannot be told from 1"));
-    // The same as an axis of its own.
+    // The same as a separate axis.
     let of = |prepared, value| {
         cell(&[("layout", "qcow2"), ("preallocation", prepared)], "iops", &around(value))
     };

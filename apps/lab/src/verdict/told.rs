@@ -1,4 +1,4 @@
-//! A verdict for terminals and for other programs.
+//! Writes a verdict for terminals and for other programs.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::model::Axes;
 use crate::stats::Gain;
 use crate::words::{first_of, label, percent, sentence, span, times};
 
-/// A verdict as JSON has it.
+/// The JSON form of a verdict.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Told {
@@ -40,7 +40,7 @@ pub struct Told {
     cache_mode: Option<String>,
 }
 
-/// Values by the names of their axes.
+/// Values by axis name.
 type Names = BTreeMap<String, String>;
 
 #[derive(Clone, Debug, Serialize)]
@@ -124,7 +124,7 @@ impl From<&Gain> for ToldGain {
 }
 
 impl Verdict {
-    /// For other programs.
+    /// The verdict for other programs.
     pub fn told(&self) -> Told {
         Told {
             not_measured: self.missing.iter().map(ToldMissing::from).collect(),
@@ -174,8 +174,8 @@ impl Verdict {
         }
     }
 
-    /// For people at a terminal: what was not measured, what to use and by how much it wins, what speaks
-    /// against it, and how to have it.
+    /// The verdict for a terminal: what was not measured, the advice and its gain, problems, and
+    /// the setup.
     pub fn lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.not_measured();
         lines.push(self.sentence.clone());
@@ -221,7 +221,7 @@ impl Verdict {
         lines
     }
 
-    /// What was not measured, a sentence each.
+    /// What was not measured, one sentence each.
     pub fn not_measured(&self) -> Vec<String> {
         let mut all: Vec<String> =
             self.missing.iter().map(|missing| sentence(&missing.sentence())).collect();
@@ -233,7 +233,7 @@ impl Verdict {
     }
 }
 
-/// More are not named, a line each; the report has them.
+/// Largest number of exceptions and similar items printed individually; the report has the rest.
 const NAMED: usize = 3;
-/// Of what was not measured there are more lines: nobody may overlook it.
+/// Larger for parts that were not measured, because nobody may miss them.
 const MISSING_NAMED: usize = 6;

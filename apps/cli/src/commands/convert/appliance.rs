@@ -1,4 +1,4 @@
-//! Appliances on either side of a conversion.
+//! Conversion from and to appliances (OVA).
 
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -13,7 +13,7 @@ use super::{Compress, ConvertArgs};
 use crate::failure::Failure;
 use crate::incoming::{OVA, Opened, Opening, STANDARD, names_package, spool_folder};
 
-/// The format that an appliance's disks get where nothing says otherwise.
+/// Default format of the disks extracted from an appliance.
 const FORMAT: &str = "qcow2";
 
 impl ConvertArgs {
@@ -25,13 +25,14 @@ impl ConvertArgs {
         }
     }
 
-    /// How the disks within an appliance are opened: its own format is no format of a disk.
+    /// Options for opening the disks of an appliance. The format given by the user is that of the
+    /// appliance, so it is left out.
     fn options_within(&self) -> OpenOptions {
         let options = self.source_options();
         OpenOptions { format: options.format.filter(|format| format != OVA), ..options }
     }
 
-    /// Converts the disks of an appliance that the user wants.
+    /// Converts the selected disks of an appliance.
     pub(super) fn extract(
         &self,
         registry: &Registry,
@@ -71,7 +72,7 @@ impl ConvertArgs {
         Ok(jobs::extract(registry, package, parts, threads, monitor)?)
     }
 
-    /// The disks that are meant: the one that the user names, or all that are in files.
+    /// The disk that the user named, or else every disk that is stored in a file.
     fn wanted(&self, package: &Package, monitor: &Monitor<'_>) -> Result<Vec<usize>, Failure> {
         if let Some(which) = &self.disk {
             return Ok(vec![package.find(which)?]);
@@ -90,7 +91,7 @@ impl ConvertArgs {
         Ok(full)
     }
 
-    /// A file for each disk in a folder.
+    /// The target file of each disk, in a folder.
     fn targets_in(
         &self,
         folder: &Path,
@@ -114,7 +115,7 @@ impl ConvertArgs {
         Ok(names.into_iter().map(|name| folder.join(name)).collect())
     }
 
-    /// Makes an appliance of the sources.
+    /// Creates an appliance from the sources.
     pub(super) fn pack(
         &self,
         registry: &Registry,
@@ -148,7 +149,7 @@ impl ConvertArgs {
         Ok(Machine::new(&options, name)?)
     }
 
-    /// Each source as a disk, and each disk of a source that is an appliance.
+    /// Opens each source as a disk. A source that is an appliance contributes each of its disks.
     fn disks_to_pack(
         &self,
         registry: &Registry,
@@ -183,7 +184,7 @@ impl ConvertArgs {
         Ok(disks.into_iter().map(|disk| Source::new(vec![disk])).collect())
     }
 
-    /// An option that would be without effect is a mistake.
+    /// Refuses options that would have no effect.
     fn refuse_for_appliances(&self, target: &Path) -> Result<(), Failure> {
         if target == Path::new(STANDARD) || target.as_os_str() == "null:" {
             let why = "sizes and hashes of the disks stand before them";
@@ -207,7 +208,7 @@ impl ConvertArgs {
     }
 }
 
-/// Says what cannot be verified.
+/// Reports what cannot be verified: a missing manifest, or a certificate.
 fn tell(package: &Package, monitor: &Monitor<'_>) {
     if package.manifest().is_none() {
         let text = "has no manifest, so nothing says whether its files are whole";
@@ -219,7 +220,7 @@ fn tell(package: &Package, monitor: &Monitor<'_>) {
     }
 }
 
-/// The method of the one kind of disks that appliances have; none is its own level.
+/// The zlib level of an appliance's disks; none for the default. Refuses other methods.
 fn method(wanted: Compress) -> Result<Option<CompressionSpec>, Failure> {
     match wanted {
         Compress::Default => Ok(None),
@@ -232,7 +233,7 @@ fn method(wanted: Compress) -> Result<Option<CompressionSpec>, Failure> {
     }
 }
 
-/// A name for files within the appliance: letters and digits that everybody can unpack.
+/// Reduces a name to letters and digits that every unpacker accepts.
 fn plain(stem: &str) -> String {
     let fine = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     let name: String = stem.chars().map(|c| if fine(c) { c } else { '_' }).take(64).collect();
@@ -240,7 +241,8 @@ fn plain(stem: &str) -> String {
     if name.is_empty() { OVA.to_owned() } else { name.to_owned() }
 }
 
-/// When the newest of these files was changed, in seconds since 1970; now, where one is no file.
+/// The latest modification time of the sources, in seconds since 1970. Returns the current time if
+/// a source is not a regular file.
 fn newest(sources: &[PathBuf]) -> u64 {
     let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let of = |path: &PathBuf| path.metadata().and_then(|found| found.modified()).ok().map(seconds);

@@ -1,4 +1,4 @@
-//! What an appliance says of itself.
+//! `vdkit info` of an appliance.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,14 +19,14 @@ pub(super) fn is_one(path: &Path) -> bool {
     is_package(None, path, &head_of(path))
 }
 
-/// Opens one.
+/// Opens an appliance.
 pub(super) fn open(path: &Path, opening: &Opening) -> Result<Package, Failure> {
     let lock = if opening.force_share { LockMode::Off } else { LockMode::Auto };
     let storage = FileStorage::open(path, &FileOptions::read_only().lock(lock))?;
     Ok(Package::open(Arc::new(storage), &PackageLimits::default())?)
 }
 
-/// An appliance, in JSON.
+/// An appliance in the JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct ApplianceAnswer<'a> {
@@ -39,7 +39,7 @@ struct ApplianceAnswer<'a> {
     disks: Vec<DiskAnswer<'a>>,
 }
 
-/// A disk of it.
+/// A disk of the appliance.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct DiskAnswer<'a> {

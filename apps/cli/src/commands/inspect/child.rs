@@ -1,4 +1,4 @@
-//! The child: enters the sandbox, judges what it has on stdin, answers on stdout.
+//! The child process: enters the sandbox, judges the image on stdin and answers on stdout.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -12,22 +12,22 @@ use vdkit::storage::{FileOptions, FileStorage, LockMode};
 
 use crate::sandbox::{self, Sandbox};
 
-/// The first argument of a process that is such a child. Not for people.
+/// First argument that makes this program act as the child. Internal.
 pub const CHILD: &str = "__inspect";
 
-/// What the child answers, in JSON.
+/// The child's answer in JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Answer {
-    /// What it was confined by.
+    /// The sandbox that was in force.
     pub(super) sandbox: Sandbox,
-    /// What it found,
+    /// The verdict; none if the child could not judge the image.
     pub(super) report: Option<InspectReport>,
-    /// or why it could not judge.
+    /// Why the child could not judge the image.
     pub(super) error: Option<String>,
 }
 
-/// Runs the child with its one argument, the options in JSON.
+/// Runs the child. Its one argument holds the options in JSON.
 pub fn main(arguments: &[std::ffi::OsString]) -> ExitCode {
     let options = arguments.first().and_then(|text| text.to_str());
     let Some(options) = options.and_then(|text| serde_json::from_str(text).ok()) else {
@@ -42,7 +42,7 @@ pub fn main(arguments: &[std::ffi::OsString]) -> ExitCode {
 }
 
 fn answer(options: &InspectOptions) -> Answer {
-    // Whoever is gone needs no answer, and nothing but stdin, stdout and stderr is needed.
+    // End with the parent: nobody else reads the answer. Only stdin, stdout and stderr are needed.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     close_inherited();
     let storage = match open() {
@@ -70,10 +70,10 @@ fn open() -> vdkit::Result<Arc<dyn Storage>> {
     Ok(Arc::new(FileStorage::from_file(file.into(), "the image", &options)?))
 }
 
-/// Closes what a careless caller of the command left open.
+/// Closes file descriptors that the caller of the command left open.
 fn close_inherited() {
-    // SAFETY: takes numbers only. This runs before anything but the standard streams was opened
-    // here, so no descriptor that this process uses is closed.
+    // SAFETY: takes numbers only. Runs before this process has opened anything but the standard
+    // streams, so no descriptor that this process uses is closed.
     unsafe {
         libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32);
     }

@@ -30,25 +30,25 @@ use crate::output::{Output, bytes_short};
 use crate::sandbox::Sandbox;
 use crate::session::Session;
 
-/// The row of the table.
+/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "inspect",
-    about: "Judge whether an image from a stranger is safe to accept",
+    about: "Judge whether an untrusted image is safe to accept",
     group: Group::Look,
     details: "\
-Reads the image in a process of its own that can do nothing else (seccomp, Landlock, limits on time, memory \
-and reads), opens no other file, and names each reason by a code. Exit codes: 0 accepted, 5 refused, 1 it \
-could not be judged, which is no acceptance either.",
+Reads the image in a separate sandboxed process (seccomp, Landlock, limits on time, memory and \
+reads), opens no other file, and gives each reason a code. Exit codes: 0 accepted, 5 refused, 1 \
+not judged: do not accept the image.",
     examples: "
 vdkit inspect upload.qcow2
-vdkit inspect -f qcow2 --max-size 100G upload.qcow2   the format and size that were promised
+vdkit inspect -f qcow2 --max-size 100G upload.qcow2   the required format and largest size
 vdkit inspect --strict --json upload.qcow2 | jq '.findings[].code'
 ",
     augment: augment::<InspectArgs>,
     run: run::<InspectArgs>,
 };
 
-/// What `--allow` takes.
+/// The values of `--allow`.
 const ALLOW: &[(&str, Allow)] = &[
     ("backing", Allow::Backing),
     ("data-file", Allow::DataFile),
@@ -81,34 +81,34 @@ pub struct InspectArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// The format that it must have: raw, qcow2, vmdk, vdi, vhd, vhdx, luks, iso, gpt or mbr
+    /// Required format: raw, qcow2, vmdk, vdi, vhd, vhdx, luks, iso, gpt or mbr
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
-    /// Let pass: backing, data-file, encryption, extended-l2, nested or snapshots (repeatable)
+    /// Accept one of: backing, data-file, encryption, extended-l2, nested, snapshots (repeatable)
     ///
     /// A backing or data file with an absolute name, a name with `..`, a URL or a json: name is
-    /// refused all the same.
+    /// refused in any case.
     #[arg(long, value_name = "WHAT", value_parser = allow)]
     allow: Vec<Allow>,
-    /// Largest disk that is accepted (default 64T)
+    /// Largest disk to accept (default: 64T)
     #[arg(long, value_name = "SIZE", value_parser = size)]
     max_size: Option<u64>,
-    /// Most guest data, in times the file's length (default 100)
+    /// Largest ratio of guest data to the file's length (default: 100)
     #[arg(long, value_name = "N")]
     max_ratio: Option<u64>,
-    /// Refuse what is only a warning, too
+    /// Refuse images with warnings too
     #[arg(long)]
     strict: bool,
-    /// Longest time that it may take, in seconds (default 10)
+    /// Time limit in seconds (default: 10)
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
-    /// Most memory that it may take (default 256M)
+    /// Memory limit (default: 256M)
     #[arg(long, value_name = "SIZE", value_parser = size)]
     max_memory: Option<u64>,
-    /// Most bytes that may be read (default 512M)
+    /// Limit of bytes read (default: 512M)
     #[arg(long, value_name = "SIZE", value_parser = size)]
     max_read: Option<u64>,
-    /// Read it even while another process writes it
+    /// Read the image even while another process writes it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
@@ -135,7 +135,7 @@ impl InspectArgs {
     }
 }
 
-/// The limits that held, in JSON.
+/// The limits that were in force, in JSON.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Limits {
@@ -146,7 +146,7 @@ struct Limits {
     max_read: u64,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct InspectAnswer<'a> {
@@ -204,7 +204,7 @@ impl Run for InspectArgs {
     }
 }
 
-/// Has the image judged by a child; its sandbox, where it lived to tell.
+/// Judges the image in a child process. Also returns the child's sandbox, if the child answered.
 fn judge(
     storage: &FileStorage,
     image: &Path,
@@ -271,7 +271,7 @@ fn print(image: &Path, report: &InspectReport, out: &mut Output) -> std::io::Res
             }
             line.push('.');
         }
-        // A name from the image must not make lines of its own.
+        // A line feed in a name from the image must not start a new line of output.
         out.line(line.replace('\n', "\\n"))?;
         if finding.severity >= Weight::Warn && !finding.mend.is_empty() {
             out.line(format!("  {}", finding.mend))?;

@@ -1,4 +1,4 @@
-//! The parent: gives the child time, reads its answer, and believes little of it.
+//! The parent process: limits the child's time, and validates its answer before use.
 
 use std::io::Read;
 use std::os::fd::AsFd;
@@ -12,27 +12,27 @@ use vdkit::jobs::inspect::{Code, InspectFinding, InspectOptions, InspectReport};
 
 use super::child::{Answer, CHILD};
 
-/// Bytes of an answer at most: a hundred findings fit many times.
+/// Longest accepted answer. A hundred findings take a small part of it.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
-/// Bytes of the child's last words that are kept.
+/// Bytes kept of the child's stderr.
 const WORDS_BYTES_MAX: usize = 16 << 10;
-/// The child keeps its own time; this much later it is ended.
+/// The child limits its own time. The parent kills the child this much later.
 const GRACE: Duration = Duration::from_secs(3);
-/// How often the parent looks whether it was interrupted.
+/// Interval between two checks for an interrupt.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What came of the child.
+/// How the child ended.
 #[derive(Debug)]
 pub(super) enum Outcome {
-    /// It ended well, with these words.
+    /// The child succeeded and printed these bytes.
     Answered(Vec<u8>),
-    /// It did not, for this reason.
+    /// The child failed; the finding says why.
     Failed(Box<InspectFinding>),
     /// The user interrupted the parent.
     Interrupted,
 }
 
-/// The child's command line.
+/// Builds the child's command line.
 pub(super) fn command(
     image: std::os::fd::OwnedFd,
     options: &InspectOptions,
@@ -44,7 +44,7 @@ pub(super) fn command(
     Ok(command)
 }
 
-/// Runs a command, for at most `time` and a grace.
+/// Runs a command for at most `time` plus the grace period.
 ///
 /// # Errors
 /// The command cannot be started.
@@ -57,7 +57,8 @@ pub(super) fn supervise(
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let deadline = Instant::now().checked_add(time.saturating_add(grace));
     let listened = listen(&mut child, deadline, cancel);
-    // Ended, or not wanted any more; a process that has ended is not hurt.
+    // Kill the child if it has not ended or is no longer wanted. A process that has ended is not
+    // affected.
     let ended_by_us = !matches!(listened, Ok(Heard::All(..)));
     if ended_by_us {
         let _ = child.kill();
@@ -82,10 +83,10 @@ pub(super) fn supervise(
     })
 }
 
-/// [`supervise`] with the usual grace.
+/// [`supervise`] with the default grace period.
 ///
 /// # Errors
-/// As there.
+/// As [`supervise`].
 pub(super) fn run(
     command: Command,
     options: &InspectOptions,
@@ -99,14 +100,14 @@ fn failed(code: Code, found: String, expected: String, mend: &str) -> Outcome {
     Outcome::Failed(Box::new(finding))
 }
 
-/// Why a child died.
+/// Derives the finding from a child's exit status.
 fn death(status: ExitStatus, words: &[u8]) -> Outcome {
     let words = String::from_utf8_lossy(words);
     let last = words.trim().lines().last().unwrap_or_default();
     let code = match status.signal() {
         Some(libc::SIGSYS) => Code::InspectorForbidden,
         Some(libc::SIGXCPU | libc::SIGKILL) => Code::LimitTime,
-        // The allocator's last words; then it aborts.
+        // The allocator prints this and then aborts.
         Some(libc::SIGABRT) if words.contains("memory allocation of") => Code::LimitMemory,
         _ => Code::InspectorDied,
     };
@@ -119,7 +120,7 @@ fn death(status: ExitStatus, words: &[u8]) -> Outcome {
 }
 
 enum Heard {
-    /// Both streams to their ends.
+    /// Both streams were read to their ends.
     All(Vec<u8>, Vec<u8>),
     TooMuch,
     TooLate,
@@ -164,7 +165,7 @@ fn listen(
     Ok(Heard::All(answer, words))
 }
 
-/// Which of the streams can be read, waiting a while.
+/// Waits for a short time, and returns which of the streams are readable.
 fn ready(
     stdout: Option<&std::process::ChildStdout>,
     stderr: Option<&std::process::ChildStderr>,
@@ -185,10 +186,10 @@ fn ready(
     Ok((first, second))
 }
 
-/// An answer that makes sense for a file of `len` bytes.
+/// Parses an answer, and checks that it is consistent for a file of `len` bytes.
 ///
 /// # Errors
-/// What does not.
+/// What is inconsistent.
 pub(super) fn believe(text: &[u8], options: &InspectOptions, len: u64) -> Result<Answer, String> {
     let answer: Answer = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     match (&answer.report, &answer.error) {
@@ -256,7 +257,7 @@ mod tests {
         assert_eq!(code_of(memory), Code::LimitMemory);
         assert_eq!(code_of("exit 101"), Code::InspectorDied);
         assert_eq!(code_of("exec yes"), Code::InspectorAnswer);
-        // Words on stderr alone fill no memory and block nothing.
+        // Much output on stderr neither fills the memory nor blocks the child.
         assert_eq!(code_of("yes | head -c 1000000 >&2; exit 3"), Code::InspectorDied);
     }
 

@@ -1,4 +1,4 @@
-//! The question before a device is overwritten: its name is to be typed.
+//! The confirmation before a device is overwritten: the user types the device's name.
 
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -7,18 +7,18 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vdkit::CancelToken;
 use vdkit_lab as lab;
 
-/// How long an interrupt may wait for us.
+/// Longest delay before an interrupt is noticed.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
-/// Whether somebody is there to answer.
+/// Whether stdin and stderr are a terminal, so that a user can answer.
 pub(super) fn possible() -> bool {
     io::stdin().is_terminal() && io::stderr().is_terminal()
 }
 
-/// Says what will happen, and whether the device's name was typed.
+/// Prints what will happen. Returns whether the user typed the device's name.
 ///
 /// # Errors
-/// [`vdkit::Error::Interrupted`]; the terminal's.
+/// [`vdkit::Error::Interrupted`], or an I/O error of the terminal.
 pub(super) fn for_name(
     told: &str,
     device: &Path,
@@ -28,7 +28,8 @@ pub(super) fn for_name(
     write!(stderr, "{told}.\nType the device's name to go on: ")?;
     stderr.flush()?;
     let stdin = io::stdin();
-    // A terminal is ready when a line is there; reading before would not see an interrupt.
+    // A terminal becomes readable when a whole line is there. A blocking read would not notice an
+    // interrupt.
     while poll(&mut [PollFd::new(&stdin, PollFlags::IN)], Some(&TICK)).unwrap_or(0) == 0 {
         cancel.check()?;
     }

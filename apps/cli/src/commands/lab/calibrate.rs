@@ -1,4 +1,4 @@
-//! `vdkit lab calibrate`: how often equals are called different.
+//! `vdkit lab calibrate`: counts how often the method reports a difference between equal runs.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ use crate::session::Session;
 /// Arguments of `vdkit lab calibrate`.
 #[derive(Args, Debug)]
 pub struct CalibrateArgs {
-    /// Files of runs of one plan with nothing changed between them, in the order of time
+    /// Files of runs of one plan with nothing changed between them, oldest first
     #[arg(value_name = "RUN", required = true, value_hint = ValueHint::FilePath)]
     runs: Vec<PathBuf>,
     #[command(flatten)]
@@ -23,10 +23,11 @@ pub struct CalibrateArgs {
 }
 
 impl CalibrateArgs {
-    /// Judges them, and counts. That something was called different is no failure of the command.
+    /// Judges the runs and prints the counts. A wrongly reported difference is no failure of the
+    /// command.
     ///
     /// # Errors
-    /// A run cannot be read, or it is of another plan.
+    /// A run cannot be read, or the runs are of different plans.
     pub fn run(self, session: &mut Session) -> Outcome {
         let runs: Vec<Run> =
             self.runs.iter().map(|path| load(path)).collect::<Result<_, Failure>>()?;

@@ -1,4 +1,4 @@
-//! `vdkit lab compare`: one run against another.
+//! `vdkit lab compare`: compares two states of a host.
 
 use std::path::{Path, PathBuf};
 
@@ -23,7 +23,7 @@ pub struct CompareArgs {
     /// The later run's file
     #[arg(value_name = "AFTER", value_hint = ValueHint::FilePath)]
     after: PathBuf,
-    /// More runs of the state before: how far runs lie apart is learnt from them (repeatable)
+    /// More runs of the state before, to estimate how much runs vary (repeatable)
     #[arg(long = "before", num_args = 1.., value_name = "RUN", value_hint = ValueHint::FilePath)]
     more_before: Vec<PathBuf>,
     /// More runs of the state after (repeatable)
@@ -34,7 +34,8 @@ pub struct CompareArgs {
 }
 
 impl CompareArgs {
-    /// Compares the two states. What is worse comes first; it is no failure.
+    /// Compares the two states and prints cells that became worse first. Worse cells are no failure
+    /// of the command.
     ///
     /// # Errors
     /// A run cannot be read, or this version does not know its metric.
@@ -79,8 +80,9 @@ fn print(comparison: &Comparison, out: &mut Output) -> std::io::Result<()> {
     ))
 }
 
-/// `worse   0.80x (0.75 to 0.85)  12.3k IOPS -> 9.84k IOPS  backend=ext4/layout=raw`. Where no
-/// interval is known (too few rounds, a busy machine) none is printed.
+/// Formats a cell, such as `worse   0.80x (0.75 to 0.85)  12.3k IOPS -> 9.84k IOPS
+/// backend=ext4/layout=raw`. The interval is left out where it is not known (too few rounds, a busy
+/// machine).
 fn row(cell: &Compared) -> String {
     let said = |number: f64| match metric(cell.metric) {
         Some(metric) => words::value(metric, number),

@@ -1,4 +1,4 @@
-//! `vdkit lab export`: results for other programs.
+//! `vdkit lab export`: prints results for other programs.
 
 use std::path::PathBuf;
 
@@ -15,10 +15,10 @@ pub struct ExportArgs {
     /// The run's file
     #[arg(value_name = "RUN", value_hint = ValueHint::FilePath)]
     run: PathBuf,
-    /// All of it as one JSON object (the default)
+    /// Print the whole run as one JSON object (the default)
     #[arg(long)]
     json: bool,
-    /// The values as a table, a line each
+    /// Print the values as a table, one per line
     #[arg(long, conflicts_with = "json")]
     csv: bool,
 }

@@ -1,4 +1,4 @@
-//! `vdkit lab run`: measuring a plan.
+//! `vdkit lab run`: measures a plan.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -24,35 +24,35 @@ use crate::time;
 pub struct RunArgs {
     #[command(flatten)]
     plan: PlanChoice,
-    /// Put images into a new folder beneath each DIR (repeatable)
+    /// Create images in a new folder below each DIR (repeatable)
     #[arg(long = "on", num_args = 1.., value_name = "DIR", value_hint = ValueHint::DirPath)]
     on: Vec<PathBuf>,
-    /// Put images on these block devices, whose content is lost (repeatable)
+    /// Create images on these block devices, which are overwritten (repeatable)
     #[arg(long, num_args = 1.., value_name = "DEV", value_hint = ValueHint::FilePath)]
     device: Vec<PathBuf>,
-    /// Confirm that all on DEV is lost, which --device names by the same name (repeatable)
+    /// Confirm that DEV, named by --device with the same name, is overwritten (repeatable)
     #[arg(long, num_args = 1.., value_name = "DEV", value_hint = ValueHint::FilePath)]
     erase: Vec<PathBuf>,
-    /// A first answer: fewer cells, smaller disks, shorter loads
+    /// Measure fewer cells with smaller disks and shorter loads, for a first answer
     #[arg(long)]
     quick: bool,
-    /// The file for the results; without it a new one in this folder, named by plan and time
+    /// The results file (default: a new file in this folder, named after plan and time)
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     out: Option<PathBuf>,
-    /// The order of the cells, and all random bytes, come from this number
+    /// Seed of the order of the cells and of random bytes
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Measure each cell just so often, instead of as often as it takes to tell
+    /// Measure exactly N rounds, instead of as many as the decision takes
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: Option<u32>,
-    /// Measure more rounds until it can be told, for at most about so long (90s, 10m, 2h)
+    /// Measure more rounds until the result is decided, for about this long at most (90s, 10m, 2h)
     #[arg(long, value_name = "TIME", value_parser = duration, conflicts_with = "rounds")]
     time: Option<u64>,
-    /// Go on with a run that was interrupted
+    /// Resume an interrupted run
     #[arg(long, value_name = "RUN", value_hint = ValueHint::FilePath)]
     #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds", "time"])]
     resume: Option<PathBuf>,
-    /// Say what would be measured and what it would take, and end
+    /// Print what would be measured, with time and space, and end
     #[arg(long, conflicts_with = "resume")]
     dry_run: bool,
     #[command(flatten)]
@@ -61,11 +61,11 @@ pub struct RunArgs {
     json: Json,
 }
 
-/// The answer, in JSON.
+/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct RunAnswer<'a> {
-    /// Nothing of a dry run.
+    /// None for a dry run.
     #[serde(skip_serializing_if = "Option::is_none")]
     filename: Option<&'a str>,
     plan: &'a str,
@@ -73,7 +73,7 @@ struct RunAnswer<'a> {
     rounds: u32,
     cells: Vec<CellAnswer<'a>>,
     estimated_seconds: f64,
-    /// What is left out and why, and disks that are smaller than the plan's.
+    /// Cells that are left out with the reasons, and disks that are smaller than the plan's.
     #[serde(skip_serializing_if = "<[String]>::is_empty")]
     beforehand: &'a [String],
     warnings: usize,
@@ -88,7 +88,7 @@ struct CellAnswer<'a> {
     state: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<&'a str>,
-    /// Of the plan's metric, by round.
+    /// Values of the plan's metric, by round.
     values: Vec<f64>,
 }
 
@@ -150,13 +150,14 @@ impl RunArgs {
             seed: self.seed.unwrap_or_else(random_seed),
             rounds: self.rounds,
             seconds: self.time,
-            // A run may go on from another folder.
+            // Absolute, because `--resume` may be called from another working directory.
             folders: self.on.iter().map(|path| absolute(path)).collect(),
             devices: self.device.clone(),
         })
     }
 
-    /// `--on` and `--device` take all names that follow, also a plan's.
+    /// Moves the plan's name out of the values of `--on` and `--device`, because these options
+    /// consume every name that follows.
     fn plan_comes_first(&self) -> Result<(), Failure> {
         let places = [("--on", &self.on), ("--device", &self.device), ("--erase", &self.erase)];
         for (option, places) in places.into_iter().filter(|_| !self.plan.is_named()) {
@@ -213,7 +214,7 @@ impl RunArgs {
         Ok(Exit::Done)
     }
 
-    /// What goes on with this run. Devices are confirmed anew.
+    /// The command line that resumes this run. The user confirms devices again.
     fn resume_command(&self, file: &Path) -> String {
         let mut line = format!("vdkit lab run --resume {}", quoted(&file.display().to_string()));
         for device in &self.erase {
@@ -245,7 +246,7 @@ impl RunArgs {
     }
 }
 
-/// `90s`, `10m`, `2h`, in seconds.
+/// Parses a duration such as `90s`, `10m` or `2h` into seconds.
 fn duration(text: &str) -> Result<u64, String> {
     let units = [("s", 1), ("m", 60), ("h", 3600)];
     let seconds = units.into_iter().find_map(|(unit, seconds)| {
@@ -267,7 +268,7 @@ fn new_name(plan: &str) -> PathBuf {
     format!("vdkit-lab-{plan}-{digits}.sqlite").into()
 }
 
-/// A time for people; of two, the first without its unit where they have the same.
+/// Formats a duration as a number and its unit.
 fn about(seconds: f64) -> (String, &'static str) {
     match seconds {
         short if short < 90.0 => (((short / 5.0).ceil().max(1.0) * 5.0).to_string(), "s"),
@@ -276,7 +277,8 @@ fn about(seconds: f64) -> (String, &'static str) {
     }
 }
 
-/// How long a run takes, with the rounds that it may add where it has not told.
+/// Formats the expected duration of a run, including the rounds that it may add while comparisons
+/// are undecided.
 fn span(least: f64, most: f64) -> String {
     match (about(least), about(most)) {
         (from, to) if from == to => format!("about {} {}", from.0, from.1),
@@ -285,8 +287,9 @@ fn span(least: f64, most: f64) -> String {
     }
 }
 
-/// What a run will take, in a line; and what else is known beforehand, a line each. `most` is how many
-/// rounds may be measured, `given` the time that the user gave for them.
+/// Formats the run's estimate in one line, followed by one line for each other thing that is known
+/// before the run. `most` is the largest number of rounds, `given` the time limit that the user
+/// set.
 fn told(estimate: &Estimate, most: u32, given: Option<u64>) -> Vec<String> {
     let space: Vec<String> = estimate
         .space
@@ -346,7 +349,7 @@ fn answer<'a>(
     }
 }
 
-/// The middle of some numbers.
+/// The median of some numbers.
 fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
@@ -357,7 +360,7 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
     }
 }
 
-/// A number of a metric for people.
+/// Formats a value of a metric.
 fn shown(value: f64, metric: &Metric) -> String {
     match metric.unit {
         "B/s" => format!("{:.1} MB/s", value / 1e6),
@@ -367,10 +370,10 @@ fn shown(value: f64, metric: &Metric) -> String {
     }
 }
 
-/// More warnings are not printed.
+/// Largest number of warnings that are printed.
 const WARNINGS: usize = 5;
 
-/// A table: a line a cell, and why cells were not measured.
+/// Prints a table with a line for each cell, and the reason for each cell that was not measured.
 fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
     let metric = model::metric(&run.plan.metric);
     let title = format!(">{}", metric.map_or("", |metric| metric.title));

@@ -1,4 +1,4 @@
-//! `vdkit lab list` and `vdkit lab show`: plans.
+//! `vdkit lab list` and `vdkit lab show`: print plans.
 
 use std::path::PathBuf;
 
@@ -49,10 +49,10 @@ impl ListArgs {
     }
 }
 
-/// A plan that comes with vdkit, or one from a file.
+/// Options that select a built-in plan or a plan file.
 #[derive(Args, Clone, Debug)]
 pub struct PlanChoice {
-    /// A plan that comes with vdkit
+    /// A built-in plan
     #[arg(value_name = "PLAN", conflicts_with = "file")]
     name: Option<String>,
     /// A plan of your own, in TOML
@@ -61,15 +61,15 @@ pub struct PlanChoice {
 }
 
 impl PlanChoice {
-    /// Whether there is a name or a file.
+    /// Whether the user selected a plan.
     pub fn is_named(&self) -> bool {
         self.name.is_some() || self.file.is_some()
     }
 
-    /// The plan, and where its text is from.
+    /// Reads the plan, and returns it with the name of its source.
     ///
     /// # Errors
-    /// There is none of that name, or the text is no plan.
+    /// No built-in plan has this name, or the text is not a valid plan.
     pub fn read(&self) -> Result<(Plan, String), Failure> {
         let usage = |error: &vdkit_lab::Error| Failure::usage(format!("{error:#}"));
         match (&self.file, &self.name) {

@@ -1,4 +1,4 @@
-//! `vdkit lab report`: a run as one HTML file.
+//! `vdkit lab report`: writes a run as one HTML file.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,24 +17,24 @@ pub struct ReportArgs {
     /// The run's file
     #[arg(value_name = "RUN", value_hint = ValueHint::FilePath)]
     run: PathBuf,
-    /// Where the report goes; `-` is standard output. Without it: RUN's name, ending in .html
+    /// The report's file, or `-` for standard output (default: RUN's name, ending in .html)
     #[arg(short = 'o', long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Answer with the verdict as JSON, and make no page
+    /// Print the verdict as JSON and write no page
     #[arg(long, conflicts_with = "output")]
     json: bool,
 }
 
-/// How a report begins; by that an older one is known, which may be replaced.
+/// A report contains this text near its start. Only a file that contains it is overwritten.
 const MARK: &str = "name=\"generator\" content=\"vdkit ";
-/// Where the mark is, at the latest.
+/// The text is within this many bytes from the start.
 const MARK_WITHIN: u64 = 4096;
 
 impl ReportArgs {
-    /// Makes the report.
+    /// Writes the report.
     ///
     /// # Errors
-    /// The run cannot be read, or the file not written; it exists and is no report.
+    /// The run cannot be read; the file cannot be written, or exists and is not a report.
     pub fn run(self, session: &mut Session) -> Outcome {
         let run = Store::load(&self.run).map_err(|error| failure(&error))?;
         if self.json {
@@ -60,7 +60,7 @@ impl ReportArgs {
     }
 }
 
-/// Nothing is there, or an older report.
+/// Whether the target does not exist, or is an older report.
 fn replaceable(target: &Path) -> bool {
     let file = match File::open(target) {
         Ok(file) => file,
@@ -71,7 +71,8 @@ fn replaceable(target: &Path) -> bool {
     read.is_ok() && String::from_utf8_lossy(&begin).contains(MARK)
 }
 
-/// Beside the target first, so that no half of a report is ever there.
+/// Writes to a temporary file in the same folder and renames it, so that a partial report is never
+/// visible.
 fn write(target: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut name = target.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.part", std::process::id()));
@@ -80,7 +81,7 @@ fn write(target: &Path, bytes: &[u8]) -> io::Result<()> {
         .and_then(|mut file| file.write_all(bytes))
         .and_then(|()| std::fs::rename(&part, target));
     if made.is_err() {
-        // Nothing half-made stays.
+        // Remove the temporary file.
         let _ = std::fs::remove_file(&part);
     }
     made

@@ -1,4 +1,4 @@
-//! What a service did between two samples.
+//! Rates of a service between two samples.
 
 use std::time::Instant;
 
@@ -6,16 +6,16 @@ use serde::{Deserialize, Serialize};
 use vdkit::MapCacheStats;
 use vdkit::export::{LatencyBucket, OpKind, OpStats, Stats, quantile};
 
-/// What a service answered at one time.
+/// A service's answers at one time.
 #[derive(Clone, Debug)]
 pub struct Sample {
-    /// When.
+    /// When the sample was taken.
     pub at: Instant,
     pub status: Status,
     pub stats: Stats,
 }
 
-/// The part of the answer to `status` that is shown.
+/// The fields of the answer to `status` that are shown.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Status {
@@ -27,7 +27,7 @@ pub struct Status {
     pub uptime_seconds: f64,
 }
 
-/// Changes that wait for space.
+/// Writes that wait for space.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Parked {
@@ -37,7 +37,7 @@ pub struct Parked {
     pub reason: String,
 }
 
-/// The answer of `vdkit top`: one interval.
+/// The JSON answer of `vdkit top`: one interval.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Rates {
@@ -48,36 +48,37 @@ pub struct Rates {
     pub parked: Parked,
     pub uptime_seconds: f64,
     pub interval_seconds: f64,
-    /// All kinds, in the service's order.
+    /// Every kind of request, in the service's order.
     pub ops: Vec<OpRates>,
-    /// Of the requests of this interval, those that waited for nothing; nothing without requests.
+    /// Share of this interval's requests that were completed without blocking; none without
+    /// requests.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fast_lane_share: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub map_cache: Option<CacheRates>,
 }
 
-/// One kind of requests in an interval. Latencies are of the requests that ended in it.
+/// One kind of request in an interval. Latencies are those of requests that ended in the interval.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct OpRates {
     pub kind: OpKind,
     pub requests_per_second: f64,
     pub bytes_per_second: f64,
-    /// Not a rate: how many failed.
+    /// Number of failed requests, not a rate.
     pub errors: u64,
     pub mean_microseconds: f64,
-    /// To the upper end of the histogram's bucket, as the next one.
+    /// Upper end of the histogram bucket, as for the other percentiles.
     pub p50_microseconds: f64,
     pub p99_microseconds: f64,
 }
 
-/// The cache of the image's map in an interval.
+/// The cache of image metadata in an interval.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct CacheRates {
     pub lookups_per_second: f64,
-    /// Of the look-ups, those that read nothing; nothing without look-ups.
+    /// Share of lookups that needed no read; none without lookups.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hit_share: Option<f64>,
     pub used_bytes: u64,
@@ -86,8 +87,8 @@ pub struct CacheRates {
 }
 
 impl Rates {
-    /// What happened from one sample to a later one. Counts of a service that was started anew
-    /// meanwhile began at zero.
+    /// Rates from one sample to a later one. If the service was restarted in between, its counters
+    /// began at zero.
     pub fn between(earlier: &Sample, later: &Sample) -> Self {
         let seconds = later.at.saturating_duration_since(earlier.at).as_secs_f64().max(1e-3);
         let anew = later.status.uptime_seconds < earlier.status.uptime_seconds;
@@ -120,7 +121,7 @@ impl Rates {
     }
 }
 
-/// What the first is of both.
+/// `these` as a share of both.
 fn share(these: f64, others: f64) -> Option<f64> {
     let all = these + others;
     (all > 0.0).then(|| these / all)
@@ -150,7 +151,7 @@ impl OpRates {
     }
 }
 
-/// What came to a histogram.
+/// Entries added to a histogram.
 fn added(earlier: &[LatencyBucket], later: &[LatencyBucket]) -> Vec<LatencyBucket> {
     let before = |bucket: &LatencyBucket| {
         let same = earlier.iter().find(|old| old.below_nanoseconds == bucket.below_nanoseconds);
@@ -165,7 +166,7 @@ fn added(earlier: &[LatencyBucket], later: &[LatencyBucket]) -> Vec<LatencyBucke
 
 impl CacheRates {
     fn between(earlier: MapCacheStats, later: MapCacheStats, seconds: f64) -> Self {
-        // Another image may have taken the place of the first.
+        // The counters went back: another image has taken the first one's place.
         let anew = later.hits < earlier.hits || later.misses < earlier.misses;
         let earlier = if anew { MapCacheStats::default() } else { earlier };
         let hits = (later.hits - earlier.hits) as f64;
@@ -203,7 +204,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A service that has answered so many reads, seen at a time.
+    /// A sample of a service that has answered this many reads.
     pub fn sample(at: Instant, uptime: f64, reads: u64, latency: &[LatencyBucket]) -> Sample {
         Sample {
             at,
@@ -233,7 +234,7 @@ pub(super) mod tests {
     #[test]
     fn only_what_came_counts() {
         let now = Instant::now();
-        // A hundred quick ones, long ago; then 900 of which 20 were slow.
+        // A hundred fast requests before the interval, then 900 of which 20 are slow.
         let earlier = sample(now, 10.0, 100, &[bucket(1000, 100)]);
         let later = sample(
             now + Duration::from_secs(2),
@@ -275,7 +276,7 @@ pub(super) mod tests {
         let rates = Rates::between(&earlier, &later);
         assert_eq!(rates.ops[0].requests_per_second, 10.0);
         assert_eq!(rates.ops[0].p50_microseconds, 1.0);
-        // The disk alone was exchanged: its cache counts from zero.
+        // Only the disk was replaced, so its cache counts from zero.
         let mut other = sample(now + Duration::from_secs(1), 101.0, 1_000_000, &[]);
         other.stats.map_cache = Some(MapCacheStats { hits: 3, ..MapCacheStats::default() });
         let rates = Rates::between(&earlier, &other);

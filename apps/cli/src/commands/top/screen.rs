@@ -1,4 +1,4 @@
-//! The terminal while the live view has it.
+//! The terminal while the live view uses it.
 
 use std::io::{self, Write, stdout};
 use std::time::Duration;
@@ -13,33 +13,33 @@ use crossterm::{cursor, queue};
 
 use crate::failure::colours_wanted;
 
-/// What the user did.
+/// The user's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Did {
-    /// Nothing of interest.
+    /// Nothing relevant.
     Nothing,
-    /// Asked for the end.
+    /// A request to quit.
     Quit,
-    /// Made the window larger or smaller.
+    /// The window was resized.
     Resized,
 }
 
-/// The terminal; dropping it gives it back as it was.
+/// The terminal in full-screen mode; dropping it restores the terminal.
 #[derive(Debug)]
 pub struct Screen(());
 
 impl Screen {
-    /// Takes the terminal.
+    /// Switches the terminal to full-screen mode.
     pub fn take() -> io::Result<Self> {
         enable_raw_mode()?;
-        // From here on dropping gives it back.
+        // From here on, dropping restores the terminal.
         let screen = Self(());
         queue!(stdout(), EnterAlternateScreen, cursor::Hide, DisableLineWrap)?;
         stdout().flush()?;
         Ok(screen)
     }
 
-    /// Shows these lines, as far as there is room; the first stands out.
+    /// Shows as many of these lines as fit, the first one highlighted.
     pub fn show(&self, lines: &[String]) -> io::Result<()> {
         let (columns, rows) = size()?;
         let mut out = stdout().lock();
@@ -62,7 +62,7 @@ impl Screen {
         out.flush()
     }
 
-    /// What the user does within a time.
+    /// Waits up to `time` for input.
     pub fn wait(&self, time: Duration) -> io::Result<Did> {
         if !event::poll(time)? {
             return Ok(Did::Nothing);
@@ -84,7 +84,7 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        // Nothing can be done where the terminal is gone.
+        // Ignore errors: the terminal may be gone.
         let _ = queue!(stdout(), EnableLineWrap, cursor::Show, LeaveAlternateScreen);
         let _ = stdout().flush();
         let _ = disable_raw_mode();

@@ -1,10 +1,10 @@
-//! An interval as lines for people.
+//! Renders an interval as text.
 
 use super::rates::{OpRates, Rates};
 use crate::failure::printable;
 use crate::output::bytes_short;
 
-/// The lines: what is served, a table of the kinds of requests, and what else there is to know.
+/// The lines: the served image, a table of the kinds of request, and further values.
 pub fn lines(rates: &Rates) -> Vec<String> {
     let mut lines = vec![
         format!(
@@ -77,11 +77,11 @@ fn cache(rates: &Rates) -> Option<String> {
 }
 
 fn percent(share: f64) -> String {
-    // What is not all must not look like it.
+    // Round down, so that only a full share is shown as 100 %.
     format!("{:.1} %", (share * 1000.0).floor() / 10.0)
 }
 
-/// Microseconds for people.
+/// Formats microseconds.
 fn time(micros: f64) -> String {
     match micros {
         us if us < 999.5 => format!("{us:.0} µs"),
@@ -90,7 +90,7 @@ fn time(micros: f64) -> String {
     }
 }
 
-/// Seconds for people: `1:02:03`.
+/// Formats seconds, such as `1:02:03`.
 fn clock(seconds: f64) -> String {
     let seconds = seconds.clamp(0.0, 1e12) as u64;
     format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)

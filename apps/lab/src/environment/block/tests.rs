@@ -17,7 +17,7 @@ fn this_folder_is_somewhere() {
     assert!(here.total_bytes > 0 && here.mount_options.is_some(), "{here:?}");
 }
 
-/// A /sys and a /dev of our own, with the files and links that the kernel has there.
+/// A temporary /sys and /dev with the files and links that the kernel provides.
 struct Fake {
     root: tempfile::TempDir,
 }
@@ -31,7 +31,7 @@ impl Fake {
         System { sys: self.root.path().join("sys"), dev: self.root.path().join("dev") }
     }
 
-    /// A device with its number, its attributes, and the devices that it stands on.
+    /// Adds a device with its number, its attributes and the devices below it.
     fn device(&self, at: &str, number: (u32, u32), attributes: &[(&str, &str)], slaves: &[&str]) {
         let folder = self.root.path().join("sys/devices").join(at);
         for (name, value) in attributes {
@@ -89,7 +89,7 @@ fn a_volume_of_lvm_is_recognised_down_to_the_disk() {
     );
     assert_eq!(info.scheduler.as_deref(), Some("none"));
     assert_eq!(fake.found((253, 0), "").name, "crypt");
-    // A partition has its disk's queue.
+    // A partition reports its disk's queue.
     let part = fake.found((8, 3), "/dev/sda3");
     assert_eq!((part.name.as_str(), part.rotational), ("partition", Some(false)));
     assert_eq!(part.scheduler.as_deref(), Some("mq-deadline"));

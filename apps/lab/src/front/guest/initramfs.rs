@@ -1,4 +1,4 @@
-//! A guest's initial files: busybox, the modules for its disk, fio with its libraries.
+//! A guest's initial files: busybox, the modules for its disk, and fio with its libraries.
 
 use std::fs;
 use std::io;
@@ -10,7 +10,7 @@ use vdkit_guest::{Archive, Kernel, Modules};
 use super::ENDED;
 use crate::peers::{find, need, skip};
 
-/// What happens before the job.
+/// The script that runs before the job.
 fn init(disk: &str) -> String {
     format!(
         "#!/bin/busybox sh
@@ -30,10 +30,10 @@ poweroff -f
     )
 }
 
-/// The kernel that guests boot: this host's, else [`Kernel::fetched`].
+/// The kernel that guests boot: this host's, or else [`Kernel::fetched`].
 ///
 /// # Errors
-/// [`crate::peers::Skip`] where there is none that can be read.
+/// [`crate::peers::Skip`] if no kernel can be read.
 pub(super) fn kernel() -> Result<Kernel> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let release = release.trim();
@@ -54,7 +54,7 @@ pub(super) fn kernel() -> Result<Kernel> {
     }
 }
 
-/// A driver of the guest's kernel.
+/// Loads a driver from the guest kernel's modules.
 fn load(modules: &mut Modules, name: &str) -> Result<()> {
     match modules.load(name) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => skip(error.to_string()),
@@ -62,7 +62,7 @@ fn load(modules: &mut Modules, name: &str) -> Result<()> {
     }
 }
 
-/// Writes the initial files of a guest to `to`, without the job; nothing where they are there.
+/// Writes a guest's initial files without the job to `to`, unless the file exists.
 pub(super) fn write(kernel: &Kernel, modules: &[&str], disk: &str, to: &Path) -> Result<()> {
     if to.exists() {
         return Ok(());
@@ -89,7 +89,7 @@ pub(super) fn write(kernel: &Kernel, modules: &[&str], disk: &str, to: &Path) ->
     fs::write(to, archive.end()).with_context(|| to.display().to_string())
 }
 
-/// The initial files with a job: the kernel takes several archives, one after the other.
+/// Appends a job to the initial files: the kernel unpacks several archives one after the other.
 pub(super) fn with_job(initial: &Path, job: &str, to: &Path) -> Result<()> {
     let mut archive = Archive::default();
     archive.file("/job", job.as_bytes());

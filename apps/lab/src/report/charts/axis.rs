@@ -1,6 +1,6 @@
-//! Scales, and ticks at numbers that people like.
+//! Scales and axes, with ticks at round numbers.
 
-/// From numbers to places.
+/// Maps numbers to coordinates.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::report) struct Scale {
     low: f64,
@@ -11,20 +11,20 @@ pub(in crate::report) struct Scale {
 }
 
 impl Scale {
-    /// Equal steps are equally far apart.
+    /// Equal differences have equal lengths.
     pub(in crate::report) fn linear(low: f64, high: f64, from: f64, to: f64) -> Self {
         let high = if high > low { high } else { low + 1.0 };
         Self { low, high, from, to, log: false }
     }
 
-    /// Equal ratios are equally far apart. Both ends are above 0.
+    /// Equal ratios have equal lengths. Both ends are above 0.
     pub(in crate::report) fn log(low: f64, high: f64, from: f64, to: f64) -> Self {
         let low = low.max(f64::MIN_POSITIVE);
         let high = if high > low { high } else { low * 10.0 };
         Self { low, high, from, to, log: true }
     }
 
-    /// Where a number is; what lies beyond the ends is put at them.
+    /// The coordinate of a number. Numbers beyond the ends are placed at the ends.
     pub(in crate::report) fn at(&self, number: f64) -> f64 {
         let number = number.clamp(self.low, self.high);
         let part = if self.log {
@@ -35,8 +35,8 @@ impl Scale {
         self.from + part * (self.to - self.from)
     }
 
-    /// Numbers for about `wanted` ticks, within the ends. Three are the least that an axis can be read
-    /// by.
+    /// About `wanted` numbers for ticks, within the ends. At least three, because an axis with
+    /// fewer is hard to read.
     pub(in crate::report) fn ticks(&self, wanted: usize) -> Vec<f64> {
         const READABLE: usize = 3;
         let log = if self.log { self.log_ticks(wanted) } else { Vec::new() };
@@ -63,7 +63,8 @@ impl Scale {
             .collect()
     }
 
-    /// Powers of ten, some left out where there are many, with 2 and 5 between where there are few.
+    /// Powers of ten. Leaves out some if there are many, and adds 2 and 5 times each if there are
+    /// few.
     fn log_ticks(&self, wanted: usize) -> Vec<f64> {
         let decades = (self.high / self.low).log10();
         let (first, last) = (self.low.log10().floor() as i32, self.high.log10().ceil() as i32);
@@ -77,7 +78,7 @@ impl Scale {
     }
 }
 
-/// 1, 2 or 5 times a power of ten, not below `step`.
+/// The smallest of 1, 2 or 5 times a power of ten that is not below `step`.
 fn nice(step: f64) -> f64 {
     let power = 10f64.powf(step.max(f64::MIN_POSITIVE).log10().floor());
     [1.0, 2.0, 5.0, 10.0]
@@ -96,7 +97,7 @@ pub(in crate::report) struct Axis {
 }
 
 impl Axis {
-    /// With about `wanted` ticks.
+    /// An axis with about `wanted` ticks.
     pub(in crate::report) fn new(
         scale: Scale,
         wanted: usize,
@@ -124,7 +125,7 @@ mod tests {
 
     #[test]
     fn an_axis_has_labels_enough_to_read() {
-        // Between two powers of ten there may be none of their ticks.
+        // Between two powers of ten there may be no power of ten to place a tick at.
         for (low, high) in [(120.0, 180.0), (0.011, 0.019), (2.1, 4.9), (1.0, 1e6), (55.0, 64.0)] {
             for wanted in 3..8 {
                 let ticks = Scale::log(low, high, 0.0, 1.0).ticks(wanted);

@@ -1,4 +1,4 @@
-//! A bar with its interval, as wide as the table's cell that it stands in.
+//! A bar with its interval, as wide as its table cell.
 
 use maud::{Markup, html};
 
@@ -10,15 +10,15 @@ pub(in crate::report) struct Bar {
     pub(in crate::report) value: f64,
     pub(in crate::report) low: f64,
     pub(in crate::report) high: f64,
-    /// The end of the scale that all bars of the table share.
+    /// The end of the scale, common to all bars of the table.
     pub(in crate::report) most: f64,
-    /// `best`, `default`, `tie` or nothing.
+    /// `best`, `default`, `tie`, or empty.
     pub(in crate::report) kind: &'static str,
-    /// What it says, for screen readers.
+    /// The text for screen readers.
     pub(in crate::report) label: String,
 }
 
-/// Draws it: the bar from 0, the interval as a line with ends above it.
+/// Draws the bar from 0, and above it the interval as a line with end marks.
 pub(in crate::report) fn bar(bar: &Bar) -> Markup {
     let most = if bar.most > 0.0 { bar.most } else { 1.0 };
     let at = |value: f64| (value / most * 100.0).clamp(0.0, 100.0);

@@ -1,4 +1,5 @@
-//! Requests a second against latency, one line a way to store the disk, one point a queue depth.
+//! Chart of requests per second against latency: one line per way to store the disk, one point per
+//! queue depth.
 
 use maud::{Markup, html};
 
@@ -6,20 +7,20 @@ use crate::words::{counted, time};
 
 use super::{Axis, Caption, EndLabel, Frame, LINES_MAX, Scale, axes, end_labels, figure, n, path};
 
-/// A load with so many requests at once.
+/// The result at one queue depth.
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Point {
     pub(in crate::report) depth: u32,
-    /// Requests a second.
+    /// Requests per second.
     pub(in crate::report) iops: f64,
-    /// Seconds.
+    /// Latency in seconds.
     pub(in crate::report) latency: f64,
 }
 
 /// A line.
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Curve {
-    /// The number of its colour.
+    /// The number of its color.
     pub(in crate::report) colour: usize,
     pub(in crate::report) name: String,
     /// By queue depth.

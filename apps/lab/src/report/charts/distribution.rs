@@ -1,4 +1,4 @@
-//! How long requests take, from the median to one in ten thousand.
+//! Chart of latencies, from the median to one request in ten thousand.
 
 use maud::{Markup, html};
 
@@ -10,14 +10,15 @@ use super::{Axis, Caption, EndLabel, Frame, LINES_MAX, Scale, axes, end_labels, 
 /// A distribution.
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Line {
-    /// The number of its colour.
+    /// The number of its color.
     pub(in crate::report) colour: usize,
     pub(in crate::report) name: String,
-    /// Rising.
+    /// Points in rising order.
     pub(in crate::report) points: Vec<Percentile>,
 }
 
-/// Draws the first [`LINES_MAX`] lines. Across: as many nines as wanted, a step each.
+/// Draws the first [`LINES_MAX`] lines. The horizontal axis has one step per nine: 0.9, 0.99,
+/// 0.999.
 pub(in crate::report) fn distribution(caption: &Caption, lines: &[Line]) -> Markup {
     let shown = &lines[..lines.len().min(LINES_MAX)];
     let name = |line: &Line| (line.colour, line.name.clone());
@@ -25,7 +26,7 @@ pub(in crate::report) fn distribution(caption: &Caption, lines: &[Line]) -> Mark
     figure(caption, &names, |frame| draw(frame, shown))
 }
 
-/// 0.9 is 1, 0.99 is 2.
+/// Maps 0.9 to 1 and 0.99 to 2.
 fn nines(fraction: f64) -> f64 {
     -(1.0 - fraction).max(1e-9).log10()
 }

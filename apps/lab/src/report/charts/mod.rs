@@ -1,5 +1,5 @@
-//! Charts as inline SVG: each is drawn for a wide page and for a phone, has a title and a
-//! description for screen readers, and stands beside a table with its numbers.
+//! Charts as inline SVG. Each chart is drawn for a wide page and for a phone, has a title and a
+//! description for screen readers, and is next to a table with its numbers.
 
 mod axis;
 mod bars;
@@ -15,10 +15,10 @@ pub(super) use curve::{Curve, Point, curves};
 pub(super) use distribution::{Line, distribution};
 pub(super) use series::{Timeline, state, timeline};
 
-/// Lines that one chart tells apart: by colour, dash and label.
+/// Largest number of lines in one chart that color, dash and label can distinguish.
 pub(super) const LINES_MAX: usize = 5;
 
-/// The size of a drawing and of its margins, in CSS pixels.
+/// Sizes of a drawing and its margins in CSS pixels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Frame {
     pub(super) width: f64,
@@ -27,12 +27,12 @@ pub(super) struct Frame {
     pub(super) right: f64,
     pub(super) top: f64,
     pub(super) bottom: f64,
-    /// Labels stand at the ends of lines; else there is a legend.
+    /// Whether lines have labels at their ends. Otherwise the chart has a legend.
     pub(super) wide: bool,
 }
 
 impl Frame {
-    /// For pages that are wide enough for labels beside the lines.
+    /// For pages wide enough for labels next to the lines.
     pub(super) const WIDE: Self = Self {
         width: 760.0,
         height: 345.0,
@@ -70,14 +70,14 @@ impl Frame {
     }
 }
 
-/// What is said of a chart to those who do not see it.
+/// The texts of a chart for readers who do not see it.
 #[derive(Clone, Debug)]
 pub(super) struct Caption {
-    /// Unlike others on the page.
+    /// Unique on the page.
     pub(super) id: String,
-    /// What it shows.
+    /// What the chart shows.
     pub(super) title: String,
-    /// What is to be seen in it.
+    /// What can be seen in the chart.
     pub(super) description: String,
 }
 
@@ -89,7 +89,8 @@ pub(super) struct EndLabel {
     pub(super) y: f64,
 }
 
-/// A chart in both sizes, with a legend for the small one. `names` are of lines, with their colours.
+/// Builds a chart in both sizes, with a legend for the small one. `names` are the lines' names with
+/// their colors.
 pub(super) fn figure(
     caption: &Caption,
     names: &[(usize, String)],
@@ -121,7 +122,7 @@ pub(super) fn figure(
     }
 }
 
-/// Axes with their ticks and names, beneath the marks.
+/// Draws the axes with their ticks and names, below the marks.
 pub(super) fn axes(frame: &Frame, x: &Axis, y: &Axis) -> Markup {
     let (x0, x1, y0) = (frame.x0(), frame.x1(), frame.y0());
     html! {
@@ -140,13 +141,13 @@ pub(super) fn axes(frame: &Frame, x: &Axis, y: &Axis) -> Markup {
             text class="name" x=(n((x0 + x1) / 2.0)) y=(n(frame.height - 6.0)) text-anchor="middle" {
                 (x.name)
             }
-            // Level, above the axis: easier to read than a name on its side.
+            // Horizontal and above the axis, which is easier to read than a rotated name.
             text class="name" x="0" y="13" { (y.name) }
         }
     }
 }
 
-/// Labels at the ends of lines, moved apart so that none covers another.
+/// Draws labels at the ends of lines, moved apart so that none overlaps another.
 pub(super) fn end_labels(frame: &Frame, mut labels: Vec<EndLabel>) -> Markup {
     const APART: f64 = 17.0;
     if !frame.wide || labels.len() < 2 {
@@ -172,7 +173,7 @@ pub(super) fn end_labels(frame: &Frame, mut labels: Vec<EndLabel>) -> Markup {
     }
 }
 
-/// A name that fits, its end cut off where it must be.
+/// Truncates a name to a number of letters.
 fn shortened(text: &str, letters: usize) -> String {
     if text.chars().count() <= letters {
         return text.to_owned();
@@ -180,17 +181,17 @@ fn shortened(text: &str, letters: usize) -> String {
     text.chars().take(letters - 1).chain(['…']).collect()
 }
 
-/// A coordinate: a tenth of a pixel is enough, and no surprise comes through.
+/// Formats a coordinate to a tenth of a pixel. Numbers that are not finite become 0.
 pub(super) fn n(number: f64) -> String {
     if !number.is_finite() {
         return "0".to_owned();
     }
     let tenths = (number * 10.0).round() / 10.0;
-    // (-0 is a number too, but not a pretty one.)
+    // Print -0 as 0.
     format!("{}", if tenths == 0.0 { 0.0 } else { tenths })
 }
 
-/// A line through points.
+/// Path data of a line through points.
 pub(super) fn path(points: &[(f64, f64)]) -> String {
     let mut path = String::new();
     for (i, (x, y)) in points.iter().enumerate() {

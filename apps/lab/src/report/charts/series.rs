@@ -1,4 +1,4 @@
-//! A load in time, with the window that was held against SNIA's rule.
+//! Chart of a load over time, with the window that was tested by SNIA's rule.
 
 use maud::{Markup, html};
 
@@ -7,17 +7,17 @@ use crate::words::{digits, value};
 
 use super::{Axis, Caption, EndLabel, Frame, Scale, axes, end_labels, figure, n, path};
 
-/// Loads over the same seconds.
+/// Loads over the same time.
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Timeline<'a> {
     pub(in crate::report) metric: &'a Metric,
-    /// Colour, name, ends of the intervals in seconds, values.
+    /// Color, name, ends of the intervals in seconds, values.
     pub(in crate::report) lines: Vec<(usize, String, &'a [f64], &'a [f64])>,
     /// The window of the first line.
     pub(in crate::report) window: Option<Steady>,
 }
 
-/// Draws it.
+/// Draws the chart.
 pub(in crate::report) fn timeline(caption: &Caption, timeline: &Timeline<'_>) -> Markup {
     let names = timeline.lines.iter().map(|(colour, name, ..)| (*colour, name.clone()));
     let names: Vec<(usize, String)> = names.collect();
@@ -72,7 +72,7 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
     }
 }
 
-/// What a window is called: SNIA's word only where it is as long as SNIA's.
+/// The label of a window. Uses SNIA's term only if the window is as long as SNIA's.
 pub(in crate::report) fn state(window: &Steady) -> &'static str {
     match (window.reached, window.is_long_enough()) {
         (true, true) => "steady",
@@ -82,7 +82,7 @@ pub(in crate::report) fn state(window: &Steady) -> &'static str {
     }
 }
 
-/// Without noughts at the end: `0.2`.
+/// Formats seconds without trailing zeros: `0.2`.
 fn seconds(number: f64) -> String {
     let text = digits(number);
     match text.contains('.') {

@@ -1,4 +1,4 @@
-//! The page in a real browser: at three sizes, light and dark, with and without scripts.
+//! Tests the page in a real browser: at several sizes, light and dark, with and without scripts.
 
 use std::path::PathBuf;
 
@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 use super::devtools::Browser;
 use super::fixture;
 
-/// Width and height: a small phone, a phone, a tablet, a desk.
+/// Width and height: a small phone, a phone, a tablet, a desktop.
 const SIZES: [(u32, u32); 4] = [(320, 640), (390, 844), (820, 1180), (1440, 900)];
 
-/// The page as a file.
+/// The page in a file.
 struct Page {
     _folder: tempfile::TempDir,
     path: PathBuf,
@@ -27,7 +27,7 @@ fn page() -> Page {
     Page { _folder: folder, path }
 }
 
-/// Texts of charts that cover one another or stick out of their chart.
+/// Finds texts of charts that overlap one another or leave their chart.
 const CROWDED: &str = r#"(() => {
   const found = [];
   document.querySelectorAll('details').forEach(d => d.open = true);
@@ -51,7 +51,7 @@ const CROWDED: &str = r#"(() => {
   return found;
 })()"#;
 
-/// Elements wider than the page, but for those that scroll in themselves.
+/// Finds elements wider than the page, except those that scroll themselves.
 const OVERFLOW: &str = r#"(() => {
   const most = document.documentElement.clientWidth;
   const found = [...document.querySelectorAll('body *')].filter(e => {
@@ -90,7 +90,7 @@ fn count(browser: &mut Browser, selector: &str) -> u64 {
     browser.value(&format!("document.querySelectorAll({selector:?}).length")).as_u64().unwrap()
 }
 
-/// Rows that the filters let through, folded away or not.
+/// Rows that pass the filters, collapsed or not.
 const SHOWN: &str = "[...document.querySelectorAll('tr[data-axes]')].filter(r => !r.hidden && !r.closest('[hidden]')).length";
 
 #[test]
@@ -101,7 +101,7 @@ fn controls_work_by_keyboard() {
     browser.open(&page.path);
     let all = browser.value(SHOWN).as_u64().unwrap();
     assert!(all > 50);
-    // The first stop leads past everything.
+    // The first tab stop is the link that skips the navigation.
     browser.key("Tab", 9, "");
     assert_eq!(browser.value("document.activeElement.className"), "skip");
     let mut stops: Vec<String> = Vec::new();
@@ -118,10 +118,10 @@ fn controls_work_by_keyboard() {
     for wanted in ["theme", "copy js", "A", "backend"] {
         assert!(stops.iter().any(|stop| stop == wanted), "{wanted}: {stops:?}");
     }
-    // What has the focus shows it.
+    // A focused element shows its focus.
     let ring = "getComputedStyle(document.activeElement.nextElementSibling).outlineStyle";
     assert_eq!(browser.value(ring), "solid");
-    // The first value of the first filter goes off, by the space bar.
+    // The space bar switches off the first value of the first filter.
     browser.key(" ", 32, " ");
     let fewer = browser.value(SHOWN).as_u64().unwrap();
     assert!(fewer > 0 && fewer < all, "{fewer} of {all}");

@@ -1,8 +1,8 @@
-//! A browser on a leash: Chromium without a window, over its DevTools protocol.
+//! Controls headless Chromium over its DevTools protocol.
 //!
-//! The protocol goes over two pipes, messages are JSON with a zero byte behind each. Source: Chromium,
-//! `content/browser/devtools/devtools_pipe_handler.cc`; domains and methods: the DevTools Protocol's
-//! own documentation.
+//! The protocol uses two pipes; each message is JSON followed by a zero byte. Source: Chromium,
+//! `content/browser/devtools/devtools_pipe_handler.cc`; domains and methods: the documentation of
+//! the DevTools Protocol.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -21,7 +21,7 @@ pub(super) struct Browser {
     from: BufReader<File>,
     session: Option<String>,
     next: u64,
-    /// Events that came while an answer was waited for.
+    /// Events that arrived while the client waited for an answer.
     events: Vec<Value>,
     _folder: TempDir,
 }
@@ -34,7 +34,7 @@ impl Drop for Browser {
 }
 
 impl Browser {
-    /// Starts one, with an empty page. Nothing where the program is not here.
+    /// Starts a browser with an empty page. Returns none if Chromium is not installed.
     pub(super) fn start() -> Option<Self> {
         if !require_peer(PROGRAM) {
             return None;
@@ -44,7 +44,8 @@ impl Browser {
         for pipe in [&to, &from] {
             assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());
         }
-        // The shell opens the pipes as the descriptors that the browser wants, in this order.
+        // The shell opens the pipes as the file descriptors that the browser expects, in this
+        // order.
         let line = format!(
             "exec {PROGRAM} --no-sandbox --disable-gpu --hide-scrollbars --remote-debugging-pipe \
              --user-data-dir=\"$3\" about:blank 3<\"$1\" 4>\"$2\""
@@ -106,7 +107,7 @@ impl Browser {
         }
     }
 
-    /// A window of this size; `dark`: what the system prefers.
+    /// Sets the window's size and the system's color scheme.
     pub(super) fn window(&mut self, width: u32, height: u32, dark: bool) {
         let size = json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700});
         self.call("Emulation.setDeviceMetricsOverride", size);
@@ -115,7 +116,7 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", json!({"features": features}));
     }
 
-    /// Opens a file, and forgets what was complained of before.
+    /// Opens a file and discards earlier complaints.
     pub(super) fn open(&mut self, path: &Path) {
         self.events.clear();
         self.call("Page.navigate", json!({"url": format!("file://{}", path.display())}));
@@ -142,9 +143,9 @@ impl Browser {
         }
     }
 
-    /// What the page complained of, and what it asked for beside itself.
+    /// Errors of the page, and requests for other resources.
     pub(super) fn complaints(&mut self) -> Vec<String> {
-        // An answer comes after all events before it.
+        // Evaluate something: its answer comes after all earlier events.
         self.value("0");
         let told = |event: &Value| {
             let about = &event["params"];
@@ -161,7 +162,7 @@ impl Browser {
         self.events.iter().filter_map(told).collect()
     }
 
-    /// The whole page, or as much of it as `height` shows, as PNG.
+    /// A PNG of the whole page, or of its first `height` pixels.
     pub(super) fn picture(&mut self, width: u32, height: Option<f64>) -> Vec<u8> {
         let whole = self.value("document.documentElement.scrollHeight").as_f64().unwrap();
         let height = height.unwrap_or(whole).min(whole);
@@ -172,7 +173,7 @@ impl Browser {
     }
 }
 
-/// Source: RFC 4648, section 4.
+/// Decodes base64. Source: RFC 4648, section 4.
 fn decoded(text: &str) -> Vec<u8> {
     let (mut bits, mut count, mut bytes) = (0u32, 0, Vec::with_capacity(text.len() / 4 * 3));
     for letter in text.bytes() {

@@ -1,4 +1,4 @@
-//! A run as a real one looks, made of a seed.
+//! Generates a realistic run from a seed.
 
 use vdkit_testkit::Rng;
 
@@ -9,7 +9,7 @@ fn axes(values: &[(&str, &str)]) -> Axes {
     values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
 }
 
-/// From 0 to 1.
+/// A number from 0 to 1.
 fn even(rng: &mut Rng) -> f64 {
     (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
 }
@@ -29,12 +29,12 @@ const PROFILES: [(&str, f64, f64); 3] = [
 ];
 const TOOLS: [(&str, f64); 2] = [("vdkit", 1.0), ("qemu-nbd", 0.82)];
 
-/// A sample of so many requests a second, with `depth` at once.
+/// A sample with this rate of requests per second and this queue depth.
 fn sample(rng: &mut Rng, round: u32, iops: f64, depth: f64) -> Sample {
     let mean = depth / iops * 1e9;
     let mut buckets: Vec<(u64, u64)> = Vec::new();
     for i in 0..60 {
-        // Most near the mean, a tail of some that take a hundred times as long.
+        // Most requests are near the mean; a few take a hundred times as long.
         let ns = mean * 0.6 * 1.12f64.powi(i);
         let count = 40_000.0 * (-(f64::from(i) - 4.0).powi(2) / 18.0).exp()
             + 300.0 / (1.0 + f64::from(i).powi(2) / 6.0);
@@ -69,8 +69,8 @@ fn sample(rng: &mut Rng, round: u32, iops: f64, depth: f64) -> Sample {
     }
 }
 
-/// The run: 3 places × 4 layouts × 3 cache modes × 3 loads with vdkit, the default layout also with
-/// another tool; one cell failed, one was skipped.
+/// The run: 3 places × 4 layouts × 3 cache modes × 3 loads with vdkit, and the default layout also
+/// with another tool. One cell failed and one was skipped.
 pub(in crate::report) fn run() -> Run {
     let mut rng = Rng::new(4711);
     let mut cells = Vec::new();

@@ -9,7 +9,7 @@ fn page() -> String {
     html(&fixture::run())
 }
 
-/// Values of an attribute, wherever it stands.
+/// Every value of an attribute in the page.
 fn values<'a>(page: &'a str, attribute: &str) -> Vec<&'a str> {
     let marker = format!(" {attribute}=\"");
     page.split(&marker).skip(1).map(|part| part.split('"').next().unwrap()).collect()
@@ -41,7 +41,7 @@ fn nothing_is_loaded_from_elsewhere() {
         assert!(!page.contains(word), "{word}");
     }
     assert!(page.contains("default-src 'none'"));
-    // Addresses of published sources are text, never something that is followed.
+    // Addresses of published sources are text and never links.
     for scheme in ["http://", "https://"] {
         for (at, _) in page.match_indices(scheme) {
             let before = &page[..at];
@@ -92,7 +92,7 @@ fn strings_cannot_become_markup() {
     let page = html(&run);
     assert!(!page.contains("<img"), "an element was made");
     assert!(page.contains("&lt;img src=x"));
-    // The page's own script, and the data.
+    // The page's script, and the data.
     assert_eq!(page.matches("<script").count(), 2);
     assert_eq!(page.matches("</script").count(), 2);
     assert!(!page.contains("alert(2)</script"));
@@ -213,7 +213,7 @@ fn few_rounds_are_told_by_a_sign() {
     }
     let page = html(&run);
     assert!(page.contains("≈: one or two rounds") && !page.contains("class=\"up\""));
-    // The headline is as loud as its evidence.
+    // The heading is only as strong as the evidence.
     assert!(page.contains("Cannot be told yet") && page.contains("Too little evidence"));
     assert!(!page.contains("Use here") && !page.contains("<disk type"));
     assert!(!page.contains(">advised</span>"), "a way is marked as advised");
@@ -239,12 +239,12 @@ fn a_ranking_each_for_reads_writes_and_both() {
     for title in ["Weighted read", "Weighted write", "Weighted mean of both"] {
         assert!(scores.contains(&format!("<caption>{title}: the best five of ")), "{title}");
     }
-    // Each in its own order.
+    // Each ranking is in its own order.
     assert!(page.contains("by weighted read?</dt><dd>117 MB/s"), "{}", &scores[..2000]);
     assert!(page.contains("by weighted write?</dt><dd>200 MB/s"));
 }
 
-/// Raw was not measured: that comes first, and nothing is advised.
+/// Raw was not measured: the page says so first and advises nothing.
 #[test]
 fn what_was_not_measured_comes_before_the_headline() {
     let mut run = fixture::run();
@@ -274,7 +274,7 @@ fn a_colour_means_one_way_in_all_charts() {
         names.entry(colour).or_default().insert(name);
     }
     assert!(names.len() > 2, "{names:?}");
-    // (Of a chart's ways only the axes are named in which they differ.)
+    // Names of a chart's lines contain only axes in which the ways differ.
     for (colour, names) in &names {
         let longest = names.iter().max_by_key(|name| name.len()).unwrap();
         let parts = |name: &String| name.split(" · ").map(str::to_owned).collect::<Vec<_>>();
@@ -309,7 +309,7 @@ fn published_numbers_say_what_differs() {
     run.plan.differs = "Theirs: <other> disks.".to_owned();
     let page = html(&run);
     assert!(page.contains("What differs. ") && page.contains("Theirs: &lt;other&gt; disks."));
-    // Three file systems, two cache modes and three loads stand behind each number.
+    // Each number combines three file systems, two cache modes and three loads.
     assert!(page.contains("median of 27 ways: "), "the reader is not told of how many");
     run.plan.differs.clear();
     run.plan.name = "install".to_owned();
