@@ -41,6 +41,7 @@ peers: ## installs the programs that the tests compare with (QEMU's tools and ot
 lint: ## format and lints, with warnings as errors
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	scripts/pictures check
 
 doc: ## builds the documentation, with warnings as errors, and runs its examples
 	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc --no-deps --workspace --locked

@@ -35,10 +35,11 @@ pub fn time(seconds: f64) -> String {
     if (119.5..1e9).contains(&size) {
         let whole = seconds.round() as i64;
         let (hours, minutes, rest) = (whole / 3600, whole / 60 % 60, whole % 60);
-        return if hours > 0 {
-            format!("{hours} h {minutes} min")
-        } else {
-            format!("{minutes} min {rest} s")
+        return match (hours, minutes, rest) {
+            (0, _, 0) => format!("{minutes} min"),
+            (0, ..) => format!("{minutes} min {rest} s"),
+            (_, 0, _) => format!("{hours} h"),
+            _ => format!("{hours} h {minutes} min"),
         };
     }
     for (unit, factor) in [("s", 1.0), ("ms", 1e3), ("µs", 1e6)] {
@@ -216,7 +217,7 @@ mod tests {
         assert_eq!(said("elapsed_seconds", 0.4352), "435 ms");
         assert_eq!(said("elapsed_seconds", 156.0), "2 min 36 s");
         assert_eq!(said("elapsed_seconds", 7300.0), "2 h 1 min");
-        assert_eq!(said("elapsed_seconds", 119.9), "2 min 0 s");
+        assert_eq!(said("elapsed_seconds", 119.9), "2 min");
         assert_eq!(said("host_bytes", 1536.0), "1.50 KiB");
         assert_eq!(said("reads", 1935.0), "1,935");
         assert_eq!(said("requests_per_cpu_second", 250_000.0), "250k/s");
