@@ -10,7 +10,6 @@ use crate::geometry::{Geometry, Slot};
 use crate::image::{BlockImage, Envelope, State, end_of_blocks};
 use crate::table::{read_entries, write_entries, write_holes};
 
-/// Entries of one write.
 const STEP_ENTRIES: u64 = 256 << 10;
 
 impl<E: Envelope> BlockImage<E> {

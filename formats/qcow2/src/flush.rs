@@ -200,7 +200,6 @@ impl Qcow2 {
         }
     }
 
-    /// Copies of slices.
     fn copies_of(&self, slices: &BTreeSet<u64>) -> Writes {
         let copy = |run: Range<u64>| {
             let mut bytes = vec![0; (run.end - run.start) as usize];
@@ -329,7 +328,6 @@ impl Qcow2 {
     }
 }
 
-/// Writes the copies.
 fn write_each(storage: &dyn Storage, writes: &Writes) -> Result<()> {
     writes.iter().try_for_each(|(at, bytes)| storage.write_at(bytes, HostOffset(*at)))
 }

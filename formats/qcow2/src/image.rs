@@ -95,7 +95,6 @@ pub(crate) struct HeaderState {
 pub(crate) struct SnapshotList {
     /// How many snapshots there are.
     pub(crate) count: u32,
-    /// Host offset of their table.
     pub(crate) offset: HostOffset,
     /// Bytes of their table, if known.
     pub(crate) bytes: u64,

@@ -215,7 +215,6 @@ impl Qcow2 {
         }
     }
 
-    /// Entries in a slice.
     pub(crate) fn slice_entries(&self) -> usize {
         (self.slices.slice_bytes() / self.geometry.l2_entry_bytes()) as usize
     }

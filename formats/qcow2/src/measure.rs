@@ -78,7 +78,6 @@ pub(crate) struct GuestSizes {
     pub(crate) clusters: u64,
     /// L1 entries, and L2 tables of the fully mapped disk.
     pub(crate) l2_tables: u64,
-    /// Clusters of the L1 table.
     pub(crate) l1_clusters: u64,
 }
 

@@ -9,9 +9,7 @@ use std::collections::BTreeMap;
 /// A run of reserved clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Space {
-    /// First host cluster.
     pub(crate) first: u64,
-    /// Number of clusters.
     pub(crate) count: u64,
     /// The clusters read as zero and were never written.
     pub(crate) fresh: bool,

@@ -20,7 +20,6 @@ const SLICES_MAX: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct Refcounts {
     geometry: Geometry,
-    /// Host offset of the table.
     pub(crate) table_offset: HostOffset,
     /// Host offsets of the refcount blocks; 0 for none.
     pub(crate) table: Vec<u64>,
@@ -133,7 +132,6 @@ impl Refcounts {
         (self.table.len() as u64) << self.geometry.refcount_block_bits()
     }
 
-    /// The block index of a cluster.
     pub(crate) fn block_index(&self, cluster: u64) -> usize {
         (cluster >> self.geometry.refcount_block_bits()) as usize
     }

@@ -101,7 +101,6 @@ impl SliceCache {
         Self { shards, slice_bytes, slices_max }
     }
 
-    /// Bytes of a slice.
     pub(crate) fn slice_bytes(&self) -> u64 {
         self.slice_bytes
     }

@@ -9,7 +9,6 @@ use crate::header::{HEADER_BYTES, Header, ImageType, field};
 
 /// Most blocks that QEMU opens: their table is smaller than 4 GiB.
 pub(crate) const ENTRIES_MAX: u64 = 0x3fff_ffff;
-/// Entries of one copy.
 const STEP_ENTRIES: u64 = 64 << 10;
 
 /// The header of an open image.

@@ -11,7 +11,6 @@ use crate::footer::{FOOTER_BYTES, Footer, SECTOR, size_of};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
 
-/// Entries of one copy.
 const STEP_ENTRIES: u64 = 64 << 10;
 /// Most blocks with full bitmaps to cache.
 const FULL_MAX: usize = 1 << 20;

@@ -7,7 +7,6 @@ use vdkit_block::random_uuid;
 
 use vdkit_block::{Error, Result};
 
-/// Bytes of a footer.
 pub(crate) const FOOTER_BYTES: usize = 512;
 pub(crate) const COOKIE: &[u8; 8] = b"conectix";
 /// No further structure follows.

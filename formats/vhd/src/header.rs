@@ -163,7 +163,6 @@ impl DynamicHeader {
         be64(&self.bytes, field::TABLE)
     }
 
-    /// Entries of the table.
     pub(crate) fn entries(&self) -> u64 {
         be32(&self.bytes, field::ENTRIES).into()
     }

@@ -13,7 +13,6 @@ use uuid::Uuid;
 
 const SIGNATURE: &[u8; 4] = b"head";
 
-/// Fields of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) sequence: u64,

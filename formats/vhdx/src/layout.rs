@@ -43,12 +43,10 @@ pub(crate) struct Geometry {
 }
 
 impl Geometry {
-    /// Bytes of a payload block.
     pub(crate) fn block_bytes(&self) -> u64 {
         1 << self.block_bits
     }
 
-    /// Bytes of a logical sector.
     pub(crate) fn sector_bytes(&self) -> u64 {
         1 << self.sector_bits
     }

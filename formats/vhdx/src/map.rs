@@ -54,12 +54,10 @@ impl Vhdx {
         self.pages.change_loaded(at, || self.read_page(at), change)
     }
 
-    /// An entry of the table.
     pub(crate) fn entry(&self, index: u64) -> Result<BatEntry> {
         Ok(self.look(index, Look::Load)?.unwrap_or_default())
     }
 
-    /// The entry of a payload block.
     pub(crate) fn payload(&self, block: u64) -> Result<BatEntry> {
         self.entry(self.geometry.payload_index(block))
     }

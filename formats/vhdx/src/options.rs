@@ -121,7 +121,6 @@ impl NewImage {
         self.bat_offset() + self.geometry.bat_region_bytes(self.guest_bytes)
     }
 
-    /// Bytes of all blocks.
     pub(crate) fn all_blocks_bytes(&self) -> u64 {
         self.geometry.blocks(self.guest_bytes) << self.geometry.block_bits
     }

@@ -14,7 +14,6 @@ const SIGNATURE: &[u8; 4] = b"regi";
 /// Most entries of a table.
 const ENTRIES_MAX: u32 = 2047;
 
-/// One region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) guid: Uuid,

@@ -283,7 +283,6 @@ impl Vhdx {
     }
 }
 
-/// The pages of both region tables.
 fn both_tables(regions: &[Region]) -> Vec<LoggedPage> {
     let table = regions::encode(regions);
     let mut pages = Vec::new();

@@ -55,7 +55,6 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     storage.write_at(text.as_bytes(), HostOffset(0))
 }
 
-/// The descriptor of a new disk.
 pub(crate) fn descriptor(request: &CreateRequest, new: &NewVmdk, bytes: u64) -> Result<String> {
     let file = request.storage.name();
     let cid = new_cid(8, file)?;

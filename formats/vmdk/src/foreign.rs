@@ -10,7 +10,6 @@ use crate::header::{DIRECTORY_BYTES_MAX, SECTOR};
 
 /// The first four bytes of a COWD extent.
 pub(crate) const COWD_MAGIC: &[u8; 4] = b"COWD";
-/// Entries of a COWD grain table.
 pub(crate) const COWD_TABLE_ENTRIES: u64 = 4096;
 /// The first eight bytes of a seSparse extent, as a little-endian number.
 pub(crate) const SE_MAGIC: u64 = 0xcafe_babe;
@@ -79,7 +78,6 @@ impl Cowd {
 pub(crate) struct SeSparse {
     pub(crate) sectors: u64,
     pub(crate) grain_sectors: u64,
-    /// Sectors of a grain table.
     pub(crate) table_sectors: u64,
     /// First sector of the volatile header.
     pub(crate) volatile: u64,

@@ -38,7 +38,6 @@ impl Sparse {
         (CHUNK_BYTES / self.table_bytes()).clamp(1, CHUNK_TABLES_MAX)
     }
 
-    /// Entries of a chunk.
     pub(crate) fn chunk_entries(&self) -> u64 {
         self.chunk_tables() * self.table_entries
     }

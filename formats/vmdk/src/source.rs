@@ -20,7 +20,6 @@ pub(crate) enum AnyHeader {
 }
 
 impl AnyHeader {
-    /// Sectors of the extent.
     pub(crate) fn sectors(&self) -> u64 {
         match self {
             Self::Hosted(header) => header.capacity,
@@ -29,7 +28,6 @@ impl AnyHeader {
         }
     }
 
-    /// Bytes of a grain.
     pub(crate) fn grain_bytes(&self) -> u64 {
         SECTOR
             * match self {
@@ -105,7 +103,6 @@ impl Source {
         names
     }
 
-    /// Bytes of the guest disk.
     pub(crate) fn guest_bytes(&self, file: &str) -> Result<u64> {
         let sectors = match (&self.header, &self.placed) {
             (Some(header), _) => Some(header.sectors()),

@@ -257,7 +257,6 @@ fn grow(
     Ok(Run { host, bytes, fresh: true })
 }
 
-/// Host offset of a run.
 pub(crate) fn offset(run: &Run) -> HostOffset {
     HostOffset(run.host)
 }

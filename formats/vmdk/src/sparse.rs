@@ -53,9 +53,7 @@ pub(crate) struct Sparse {
     pub(crate) flavor: Flavor,
     pub(crate) file: FileIndex,
     pub(crate) grain_bytes: u64,
-    /// Entries of a grain table.
     pub(crate) table_entries: u64,
-    /// Host offset of the directory.
     pub(crate) directory_at: u64,
     /// First sector of each table, or 0.
     pub(crate) directory: RwLock<Vec<u32>>,
@@ -67,12 +65,10 @@ pub(crate) struct Sparse {
     pub(crate) metadata: RwLock<Vec<u32>>,
     /// Bytes of the header, the descriptor and the directories at the front.
     pub(crate) front: Vec<Range<u64>>,
-    /// Bytes of one entry.
     pub(crate) entry_bytes: u64,
 }
 
 impl Sparse {
-    /// Bytes of a grain table.
     pub(crate) fn table_bytes(&self) -> u64 {
         self.table_entries * self.entry_bytes
     }
@@ -149,7 +145,6 @@ impl Sparse {
         host / SECTOR
     }
 
-    /// Whether host bytes overlap metadata.
     pub(crate) fn overlaps_metadata(&self, bytes: &Range<u64>) -> bool {
         if self.front.iter().any(|r| r.start < bytes.end && bytes.start < r.end) {
             return true;

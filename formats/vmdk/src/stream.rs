@@ -25,7 +25,6 @@ use crate::options::{NewVmdk, whole_sectors};
 use crate::space::HOST_BYTES_MAX;
 use crate::unpack::MARKER_BYTES;
 
-/// Bytes of a grain.
 const GRAIN_BYTES: u64 = GRAIN_SECTORS * SECTOR;
 
 /// Kinds of markers before metadata.

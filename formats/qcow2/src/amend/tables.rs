@@ -13,7 +13,6 @@ pub(super) struct Tables<'a> {
     storage: &'a dyn Storage,
     header: Header,
     limits: Limits,
-    /// The snapshots.
     pub(super) snapshots: SnapshotTable,
 }
 

@@ -17,7 +17,6 @@ pub(crate) const PAGE_BYTES_MAX: u64 = 4096;
 /// A bitmap in memory.
 #[derive(Debug)]
 pub(crate) struct Tracker {
-    /// Id of the bitmap.
     pub(crate) id: u64,
     /// It records guest writes; otherwise it is only the target of a merge.
     pub(crate) recording: bool,
@@ -121,7 +120,6 @@ impl Tracker {
         new
     }
 
-    /// Bytes of a page.
     pub(crate) fn page_bytes(&self) -> u64 {
         self.page_bytes
     }

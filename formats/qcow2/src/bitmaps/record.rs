@@ -179,7 +179,6 @@ impl Qcow2 {
         copies
     }
 
-    /// The copies are durable.
     pub(crate) fn bitmaps_flushed(&self, copies: BitmapCopies) {
         for (tracker, page, words) in copies.taken {
             tracker.settle(page, &words);

@@ -94,7 +94,6 @@ impl Entry {
 }
 
 impl Directory {
-    /// The bitmap with this id.
     pub(super) fn by_id(&mut self, id: u64) -> Option<&mut Entry> {
         self.entries.iter_mut().find(|entry| entry.id == id)
     }

@@ -11,13 +11,11 @@ use crate::header::{Header, field};
 use crate::image::{Meta, Qcow2};
 use crate::layout::{autoclear, extension};
 
-/// Bytes of the extension's data.
 const DATA_BYTES: u64 = 24;
 /// Bytes of an extension's type and length.
 const HEAD_BYTES: u64 = 8;
 const SECTOR: u64 = 512;
 
-/// The data of the extension.
 fn data(count: u32, (offset, bytes): (HostOffset, u64)) -> [u8; DATA_BYTES as usize] {
     let mut data = [0; DATA_BYTES as usize];
     data[..4].copy_from_slice(&count.to_be_bytes());

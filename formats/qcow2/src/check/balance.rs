@@ -125,7 +125,6 @@ impl Balance {
         Some(slot as usize - 1)
     }
 
-    /// The word of a cluster.
     #[inline]
     pub(super) fn word(&self, cluster: u64) -> u16 {
         match self.slot(cluster) {

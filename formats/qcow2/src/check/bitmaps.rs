@@ -40,7 +40,6 @@ pub(super) enum Presence {
     Stale,
     /// The bit is set without an extension.
     Missing,
-    /// Valid bitmaps.
     Valid(BitmapsExtension),
     /// The extension itself is damaged.
     Broken(BitmapFault),
@@ -82,7 +81,6 @@ pub(super) fn presence(image: &Image) -> Presence {
     }
 }
 
-/// Result of a walk.
 #[derive(Debug, Default)]
 pub(super) struct WalkedBitmaps {
     /// Damage of the directory: its content is unknown.

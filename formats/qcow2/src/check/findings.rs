@@ -2,7 +2,6 @@
 
 use vdkit_block::{CheckReport, Finding, Severity};
 
-/// Collects findings.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     pub(super) report: CheckReport,

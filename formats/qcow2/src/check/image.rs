@@ -25,7 +25,6 @@ pub(super) struct Image {
     sacred: Vec<Range<u64>>,
 }
 
-/// Fault of an L1 entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum L1Fault {
     /// Bits that must be zero are set.
@@ -147,12 +146,10 @@ impl Image {
         self.storage.name()
     }
 
-    /// Sizes.
     pub(super) fn geometry(&self) -> &Geometry {
         &self.header.geometry
     }
 
-    /// Bytes of a cluster.
     pub(super) fn cluster_bytes(&self) -> u64 {
         self.header.geometry.cluster_bytes()
     }

@@ -49,7 +49,6 @@ impl L2Table {
     }
 }
 
-/// The entry at an index of a table.
 pub(super) fn entry_at(table: &[u8], index: usize, extended: bool) -> L2Entry {
     let word = |at: usize| u64::from_be_bytes(table[at..at + 8].try_into().unwrap_or_default());
     if extended {
@@ -59,7 +58,6 @@ pub(super) fn entry_at(table: &[u8], index: usize, extended: bool) -> L2Entry {
     }
 }
 
-/// Puts an entry at an index of a table.
 pub(super) fn put_entry(table: &mut [u8], index: usize, extended: bool, entry: L2Entry) {
     if extended {
         table[index * 16..][..8].copy_from_slice(&entry.word.to_be_bytes());

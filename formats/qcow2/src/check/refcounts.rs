@@ -22,7 +22,6 @@ pub(super) struct Refcounts {
 }
 
 impl Refcounts {
-    /// Reads the table.
     pub(super) fn read(image: &Image, findings: &mut Findings) -> Result<Self> {
         let header = &image.header;
         let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
@@ -119,7 +118,6 @@ impl<'a> Lookup<'a> {
         Self { image, refcounts, block: Vec::new(), at: 0 }
     }
 
-    /// The refcount of a cluster.
     pub(super) fn get(&mut self, cluster: u64) -> Result<u64> {
         let Some(at) = self.refcounts.block_of(self.image, cluster) else { return Ok(0) };
         if self.at != at {

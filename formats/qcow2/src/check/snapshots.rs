@@ -9,7 +9,6 @@ use super::image::Image;
 use crate::header::field;
 use crate::layout::{self, SNAPSHOTS_MAX};
 
-/// Bytes of the fixed part of an entry.
 const FIXED_BYTES: usize = 40;
 /// Extra data that each version 3 entry must have: large VM state size and disk size.
 const EXTRA_BYTES_MIN: usize = 16;
@@ -18,12 +17,10 @@ const EXTRA_BYTES_MAX: usize = 1024;
 /// Largest accepted table in bytes (QEMU's bound).
 const TABLE_BYTES_MAX: u64 = 1024 * SNAPSHOTS_MAX as u64;
 
-/// One snapshot.
 #[derive(Clone, Debug)]
 pub(super) struct Snapshot {
     /// Host offset of its L1 table.
     pub(super) l1_offset: u64,
-    /// Entries of its L1 table.
     pub(super) l1_entries: u32,
     /// Its L1 table cannot be where the entry says.
     pub(super) lost: bool,
@@ -32,7 +29,6 @@ pub(super) struct Snapshot {
 }
 
 impl Snapshot {
-    /// Bytes of its L1 table.
     pub(super) fn l1_bytes(&self) -> u64 {
         u64::from(self.l1_entries) * 8
     }
@@ -49,7 +45,6 @@ impl Snapshot {
     }
 }
 
-/// All snapshots.
 #[derive(Debug, Default)]
 pub(super) struct SnapshotTable {
     /// The readable snapshots.

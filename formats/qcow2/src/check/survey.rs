@@ -33,15 +33,11 @@ pub(super) enum Mode {
 /// Owner of a range of clusters other than L2 tables and data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
-    /// The header.
     Header,
     /// The refcount table or one of its blocks.
     Refcounts,
-    /// The encryption header.
     Encryption,
-    /// The active L1 table.
     ActiveL1,
-    /// The snapshot table.
     SnapshotTable,
     /// The L1 table of the snapshot with this index.
     SnapshotL1(usize),
@@ -80,7 +76,6 @@ pub(super) struct Survey {
     /// Each L2 table once, in the order of host offsets.
     pub(super) tables: Vec<L2Table>,
     pub(super) snapshots: SnapshotTable,
-    /// Snapshots with damaged L1 entries.
     pub(super) snapshot_l1_faulty: FxHashSet<usize>,
     /// The bitmaps are damaged although their autoclear bit is set.
     pub(super) bitmaps_broken: bool,
@@ -503,7 +498,6 @@ impl Survey {
         self.conflicts.contains(&(table.offset >> image.geometry().cluster_bits))
     }
 
-    /// The table at a host offset.
     pub(super) fn table_at(&self, offset: u64) -> Option<&L2Table> {
         self.tables
             .binary_search_by_key(&offset, |table| table.offset)

@@ -68,10 +68,8 @@ impl LastingHeader {
 /// The map and size of a disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DiskTables {
-    /// Host offset of its L1 table.
     pub(crate) l1_offset: HostOffset,
     /// Entries of its L1 table.
     pub(crate) l1_entries: u32,
-    /// Bytes of the disk.
     pub(crate) guest_bytes: u64,
 }

@@ -50,7 +50,6 @@ struct Area<'a> {
     cluster: usize,
     /// End of the extension list.
     list_end: usize,
-    /// The backing name.
     name: Range<usize>,
 }
 

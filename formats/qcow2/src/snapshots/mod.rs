@@ -29,7 +29,6 @@ use vdkit_block::{Error, HostOffset, Limits, Result, SnapshotInfo, Storage};
 use crate::header::Header;
 use crate::layout::SNAPSHOTS_MAX;
 
-/// Bytes of the fixed part of an entry.
 const FIXED_BYTES: usize = 40;
 /// Largest extra data of an entry (QEMU's bound).
 const EXTRA_BYTES_MAX: usize = 1024;

@@ -34,7 +34,6 @@ pub(super) enum Flags {
 pub(super) struct Active {
     /// L1 entries; those of rewritten tables still have the old offsets.
     pub(super) words: Vec<u64>,
-    /// Bytes of the guest disk.
     pub(super) guest_bytes: u64,
 }
 

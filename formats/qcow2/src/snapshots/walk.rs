@@ -196,7 +196,6 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The entries of an L2 table.
 pub(super) fn entries(bytes: &[u8], extended: bool) -> impl Iterator<Item = L2Entry> {
     let size = if extended { 16 } else { 8 };
     bytes.chunks_exact(size).map(move |raw| {

@@ -22,7 +22,6 @@ fn descriptor_sectors(descriptors: u64) -> u64 {
     (HEADER_BYTES as u64 + descriptors * DESCRIPTOR_BYTES as u64).div_ceil(PAGE_BYTES)
 }
 
-/// Bytes of an entry of `pages` pages.
 pub(crate) fn entry_bytes(pages: u64) -> u64 {
     (descriptor_sectors(pages) + pages) * PAGE_BYTES
 }
@@ -37,7 +36,6 @@ pub(crate) fn pages_max(log_bytes: u64) -> u64 {
     pages
 }
 
-/// The header of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryHead {
     pub(crate) bytes: u64,

@@ -8,7 +8,6 @@ use crate::header::{Header, Headers};
 use crate::layout::{MIB, PAGE_BYTES};
 use uuid::Uuid;
 
-/// Writer state of the log.
 #[derive(Debug)]
 pub(crate) struct LogWriter {
     /// The GUID in the current header; `None` if entries cannot be written: no header has the GUID

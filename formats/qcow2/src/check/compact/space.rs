@@ -51,17 +51,14 @@ impl<'a> Space<'a> {
         Ok(Self { image, survey, monitor, low: 0, changed: BTreeSet::new() })
     }
 
-    /// Host offset of a cluster.
     pub(in crate::check) fn offset(&self, cluster: u64) -> u64 {
         cluster << self.image.geometry().cluster_bits
     }
 
-    /// References to a cluster.
     pub(in crate::check) fn references(&self, cluster: u64) -> u64 {
         (-self.survey.balance.balance(cluster)).clamp(0, i128::from(u64::MAX)) as u64
     }
 
-    /// Whether a cluster holds metadata.
     pub(in crate::check) fn is_metadata(&self, cluster: u64) -> bool {
         self.survey.balance.word(cluster) & METADATA != 0
     }
@@ -206,7 +203,6 @@ impl<'a> Space<'a> {
         self.image.storage.sync()
     }
 
-    /// Clusters of one batch.
     pub(in crate::check) fn batch_clusters(&self) -> u64 {
         (super::BATCH_BYTES / self.image.cluster_bytes()).clamp(1, super::BATCH_CLUSTERS_MAX)
     }

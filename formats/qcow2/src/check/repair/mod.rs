@@ -41,7 +41,6 @@ const ROUNDS_MAX: usize = 24;
 enum Policy {
     /// Lower refcounts, if nothing else is wrong.
     Leaks,
-    /// All repairs.
     All,
     /// Refcounts and COPIED flags; other damage is an error.
     Recover,

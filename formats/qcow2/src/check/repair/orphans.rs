@@ -39,7 +39,6 @@ impl Kept {
         self.tables.is_empty()
     }
 
-    /// Whether a cluster is kept.
     pub(super) fn contains(&self, cluster: u64) -> bool {
         let behind = self.clusters.partition_point(|run| run.end <= cluster);
         self.clusters.get(behind).is_some_and(|run| run.contains(&cluster))

@@ -90,7 +90,6 @@ impl Block {
     }
 }
 
-/// Clusters as runs.
 #[derive(Default)]
 struct Runs {
     runs: Vec<Range<u64>>,

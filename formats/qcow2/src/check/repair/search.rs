@@ -181,7 +181,6 @@ impl<'a> Search<'a> {
             || self.doubtful_sectors.contains(&(cluster / sector * sector))
     }
 
-    /// The refcount of a cluster.
     fn refcount(&self, cluster: u64) -> i128 {
         self.survey.balance.balance(cluster) + self.references(cluster)
     }

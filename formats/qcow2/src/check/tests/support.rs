@@ -213,7 +213,6 @@ pub(super) const KINDS: &[Kind] = &[
     Kind { name: "preallocated", options: "preallocation=metadata", ..PLAIN },
 ];
 
-/// The kind with a name.
 pub(super) fn kind(name: &str) -> &'static Kind {
     KINDS.iter().find(|kind| kind.name == name).unwrap()
 }
@@ -278,7 +277,6 @@ impl Image {
         }
     }
 
-    /// A copy of this one.
     pub(super) fn copy(&self) -> Self {
         let copy = Self::empty();
         std::fs::copy(&self.path, &copy.path).unwrap();
